@@ -15,11 +15,18 @@ WIDTH, STEPS = 32, 3
 FFNS = ["mlp", "mlp", "moe"]
 
 
-def configuration(seed: int) -> dict[str, Any]:
-    """A model of two to four blocks of any kinds, its recipe, and no layout."""
-    draw = random.Random(seed)
-    for _ in range(100):
+def configuration(seed: int, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A model of two to four blocks of any kinds, its recipe, and no layout.
+
+    Args:
+        without: words that the names of its layers do not have.
+    """
+    draw, drawn = random.Random(seed), 0
+    while drawn < 100:
         values = _drawn(draw)
+        if any(word in values["model"]["layers"] for word in without):
+            continue
+        drawn += 1
         if refused(values, 1) is None:
             return values
     raise AssertionError(f"seed {seed}: a hundred draws were refused, the last so: {refused(values, 1)}")
@@ -71,6 +78,35 @@ def folded_layout(draw: random.Random, values: dict[str, Any]) -> tuple[dict[str
             "training": {
                 "micro_batch_size": draw.choice([1, 2, 4]),
                 "activation_checkpointing": {"mode": draw.choice(["none", "full"])},
+            },
+        }
+        if refused(merged(values, cut), ranks) is None:
+            return cut, ranks
+    return {"zero": {"stage": 1}}, 1
+
+
+def sequence_layout(draw: random.Random, values: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """A legal layout of two to four ranks that share sequences: by any method and cut, whole or in chunks."""
+    for _ in range(400):
+        context, tensor = draw.choice([2, 2, 3, 4, 4]), draw.choice([1, 1, 2])
+        ranks = context if context > 2 else draw.choice([2, 4, 4])
+        parallel = {
+            "context": context,
+            "context_method": draw.choice(["auto", "ulysses", "ring", "nested", "gather"]),
+            "context_cut": draw.choice(["auto", "contiguous", "zigzag"]),
+            "tensor": tensor,
+            "pipeline": draw.choice([1, 1, 1, 2]),
+            "sequence": tensor > 1 and draw.random() < 0.5,
+        }
+        if "moe" in values["model"]["layers"]:
+            parallel["expert"] = draw.choice([1, 2, 4])
+        cut = {
+            "parallel": parallel,
+            "zero": {"stage": draw.choice([0, 1, 2, 3]), "bucket_size": draw.choice([1000, 500_000_000])},
+            "training": {
+                "micro_batch_size": draw.choice([1, 2, 4]),
+                "sequence_chunks": draw.choice([1, 1, 2, 3]),
+                "activation_checkpointing": {"mode": draw.choice(["none", "full", "selective"])},
             },
         }
         if refused(merged(values, cut), ranks) is None:

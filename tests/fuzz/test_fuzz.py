@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.fuzz.draw import STEPS, configuration, folded_layout, layout, mutation, refused
+from tests.fuzz.draw import STEPS, configuration, folded_layout, layout, mutation, refused, sequence_layout
 from tests.margins import Measured
 from tests.training import runs
 from tests.training.matrix import merged
@@ -26,6 +26,7 @@ from tests.workers import run
 
 QUICK, ALL = 20, 200
 FOLDED = 40  # pairs that begin or end on ranks that share the rows of matrices
+SHARED = 40  # pairs on ranks that share sequences
 Cut = tuple[dict[str, Any], int]  # a layout, and how many ranks it has
 SHAKEN = 6  # runs of one process with weights that differ in their last digit
 LOSS = NORM = 1e-5  # beside ten times what rounding does to one process
@@ -57,6 +58,16 @@ def test_pair(seed: int, tmp_path: Path):
     """Begun on one layout, ended on another from a random step on; the start and what is handed over bit for bit."""
     draw, values = random.Random(seed), configuration(seed)
     first, second = (layout(draw, values) for _ in range(2))
+    check(values, first, second, draw.randint(1, STEPS - 1), tmp_path)
+
+
+@pytest.mark.parametrize("seed", [pytest.param(each, marks=[pytest.mark.slow] * (each > 0)) for each in range(SHARED)])
+def test_pair_with_shared_sequences(seed: int, tmp_path: Path):
+    """Begun and ended where ranks share sequences, by other methods, cuts and chunks; half of the stacks have no layer
+    that needs the token before, so that cuts may be zigzag."""
+    values = configuration(4000 + seed, without=("mamba", "rwkv", "delta", "cca") if seed % 2 else ())
+    values, draw = merged(values, {"training": {"sequence_length": 24}}), random.Random(4000 + seed)
+    first, second = (sequence_layout(draw, values) for _ in range(2))
     check(values, first, second, draw.randint(1, STEPS - 1), tmp_path)
 
 
