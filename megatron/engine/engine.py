@@ -46,10 +46,12 @@ from .optimizers import MatrixOptimizer, build_optimizer, set_learning_rate
 from .pipeline_schedule import Look, looked_into, with_phases
 from .protocol import LabelGroups, StepResult
 from .reduction import (
+    average_groups_in_place,
     begin_sums_with_copies,
     compress_gradients,
     reduce_nothing,
     reduced_once,
+    sum_buckets_in_place,
     sum_large_gradients_in_place,
     tell_of_reductions,
 )
@@ -141,6 +143,9 @@ class BaseEngine:
         wire = self.config.parallel.communication.compress.data
         compressed = wire != "none" and self.mesh.replicas.size > 1
         self.compressed = compress_gradients(self.deepspeed, wire) if compressed else None
+        if not compressed:
+            average_groups_in_place(self.deepspeed)
+            sum_buckets_in_place(self.deepspeed.optimizer)
         average = self.config.training.weight_average is not None
         self.state = EngineState(
             self.deepspeed, self.optimizer, parameters, self.mesh, stage, buffers_of(module), average

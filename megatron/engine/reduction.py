@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from megatron.parallel.account import phase
 from megatron.parallel.compression import CompressedSum
+from megatron.parallel.routes import installed_routes
+from megatron.parallel.shared_sums import averages
 from megatron.worker.beacon import REDUCE, Beacon
 
 from .squares import norm
@@ -55,6 +58,75 @@ def sum_large_gradients_in_place(engine: Any) -> None:
         pack([each for each in bucket if each.numel() <= numel_per_bucket], dp_group, numel_per_bucket, dp_world_size)
 
     engine.allreduce_no_retain = reduce
+
+
+def average_groups_in_place(engine: Any) -> None:
+    """Where ranks share memory, a bucket of DeepSpeed's bf16 optimizer is averaged where its tensors are: one message
+    as before, but without a copy into new memory and one back. That cost more than the sum, since the kernel clears new
+    memory page by page in each step.
+
+    Args:
+        engine: DeepSpeed's.
+    """
+    pack = engine.allreduce_and_copy
+    if not hasattr(engine.optimizer, "get_grads_for_reduction"):  # the gradients of each group are one tensor
+        return
+
+    def usual(bucket: Sequence[Tensor], ranks: int, divisor: float | None) -> bool:
+        return (
+            all(each.dtype == engine.communication_data_type for each in bucket)
+            and engine.gradient_average
+            and engine.postscale_gradients()
+            and engine.gradient_predivide_factor() == 1.0
+            and divisor in (None, ranks)
+            and installed_routes() is None  # tables do not know such sums
+        )
+
+    def average(bucket: Sequence[Tensor], dp_group: Any, dp_world_size: float | None = None) -> None:
+        if not usual(bucket, dist.get_world_size(dp_group), dp_world_size) or not averages(dp_group, *bucket):
+            pack(bucket, dp_group, dp_world_size)
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch wants to rename it
+            dist.all_reduce_coalesced(list(bucket), op=dist.ReduceOp.AVG, group=dp_group)
+
+    engine.allreduce_and_copy = average
+
+
+def sum_buckets_in_place(optimizer: Any) -> None:
+    """On CPUs, buckets of ZeRO 1 and 2 are summed as they are, where the parts for all ranks lie one behind the other;
+    DeepSpeed copies these into another one. Other ranks' parts are then sums here too; nobody reads them.
+
+    Args:
+        optimizer: DeepSpeed's.
+    """
+    if not hasattr(optimizer, "allreduce_and_scatter"):
+        return
+    scatter = optimizer.allreduce_and_scatter
+
+    def whole(bucket: Sequence[Any], dtype: Any, numel_per_bucket: int = 500_000_000, **options: Any) -> None:
+        elsewhere = any(output is not None for each in bucket for output in each[2:])
+        joined = None if elsewhere else one_behind_the_other([each[1] for each in bucket])
+        plain = joined is not None and joined.dtype == dtype and not options.get("divide", True)
+        plain = plain and bucket[0][1].device.type == "cpu"
+        if joined is None or not plain or joined.numel() > numel_per_bucket or optimizer.sequence_parallel_size > 1:
+            scatter(bucket, dtype, numel_per_bucket=numel_per_bucket, **options)
+            return
+        group = options.get("process_group")
+        dist.all_reduce(joined, group=optimizer.dp_process_group if group is None else group)
+
+    optimizer.allreduce_and_scatter = whole
+
+
+def one_behind_the_other(parts: Sequence[Tensor]) -> Tensor | None:
+    """[sum of n] what such flat tensors [n] are parts of; None where they are not next to each other."""
+    first, end = parts[0], parts[0].storage_offset()
+    for part in parts:
+        same = part.untyped_storage()._cdata == first.untyped_storage()._cdata and part.dtype == first.dtype
+        if not same or part.dim() != 1 or not part.is_contiguous() or part.storage_offset() != end:
+            return None
+        end += part.numel()
+    return first.as_strided((end - first.storage_offset(),), (1,))
 
 
 def compress_gradients(engine: Any, wire: str) -> CompressedSum:

@@ -2,7 +2,7 @@
 
 All of torch's collectives, DeepSpeed's and those of backward passes too, end in these methods. A layer wraps some of
 them while it is installed. The choice of an algorithm comes before the account, whatever was installed first, so that
-what is counted is what is sent.
+what is counted is what is sent; and shared memory behind it, which is another way for the same message.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+from torch.distributed import Work
 from torch.distributed.distributed_c10d import ProcessGroup
 
-ROUTES, ACCOUNT = "routes", "account"
-_ORDER = (ACCOUNT, ROUTES)  # from the group outwards
+ROUTES, ACCOUNT, SHARED = "routes", "account", "shared memory"
+_ORDER = (SHARED, ACCOUNT, ROUTES)  # from the group outwards
 
 Wrap = Callable[[str, Callable], Callable]
 _layers: dict[str, tuple[frozenset[str], Wrap]] = {}
@@ -36,6 +38,19 @@ def release(layer: str) -> None:
     """Take a layer away; the last one leaves torch as it was."""
     if _layers.pop(layer, None) is not None:
         _rebuild()
+
+
+def original(method: str) -> Callable:
+    """A method as torch has it, whatever is installed."""
+    return _plain.get(method) or getattr(ProcessGroup, method)
+
+
+def complete(result: Any) -> Work:
+    """A handle of what is done."""
+    future: torch.futures.Future = torch.futures.Future()
+    future.set_result(result)
+    work: Work = getattr(torch._C._distributed_c10d, "_create_work_from_future")(future)  # noqa: B009
+    return work
 
 
 def _rebuild() -> None:

@@ -18,7 +18,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup
@@ -28,7 +27,7 @@ from megatron.config.sections.layout import CommunicationOptions
 
 from . import hierarchy
 from .hierarchy import COMBINE, HostGrid, MakeGroup, places_by_host
-from .interception import ROUTES, intercept, release
+from .interception import ROUTES, complete, intercept, release
 from .joined import Joiner
 from .layout import AXES, Coordinates, Layout
 from .mesh import new_group
@@ -175,7 +174,7 @@ class Router:
             if call is None:
                 return plain(group, *args)
             call()
-            return _complete(args[0])
+            return complete(args[0])
 
         return routed
 
@@ -255,14 +254,6 @@ def installed_routes() -> Routes | None:
 
 def _plain(tensor: Any) -> bool:
     return isinstance(tensor, Tensor) and tensor.is_contiguous() and not tensor.is_sparse
-
-
-def _complete(result: Any) -> dist.Work:
-    """A handle of what is done."""
-    future: torch.futures.Future = torch.futures.Future()
-    future.set_result(result)
-    work: dist.Work = getattr(torch._C._distributed_c10d, "_create_work_from_future")(future)  # noqa: B009
-    return work
 
 
 def groups_of(layout: Layout, at: Coordinates) -> list[tuple[int, ...]]:

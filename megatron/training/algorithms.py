@@ -1,10 +1,10 @@
-"""The table of a run's collective algorithms: read once, checked against the job, and put in force."""
+"""How a run's collectives go: through memory of the host, and by a table that is checked against the job."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.config import Config
 from megatron.config.algorithm_table import OTHER, AlgorithmTable, table_of
 from megatron.parallel.routes import Router, Routes, groups_of
+from megatron.parallel.shared_sums import SharedSums
 from megatron.worker.place import StartError
 
 from .world import World
@@ -74,6 +75,15 @@ def job_facts(world: World, hosts: list[Hashable]) -> dict[str, Any]:
         "backend": dist.get_backend(),
         "device": device_words(world.device),
     }
+
+
+def memory_of_hosts(config: Config, log: Callable[[str], Any]) -> AbstractContextManager[Any]:
+    """Ranks of a host sum through memory that they share, until the end of the block; nothing where a key forbids it.
+
+    Args:
+        log: gets a line where they cannot.
+    """
+    return SharedSums(log).installed() if config.parallel.communication.shared_memory else nullcontext()
 
 
 @contextmanager

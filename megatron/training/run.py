@@ -38,7 +38,7 @@ from megatron.worker.beacon import SETUP
 from megatron.worker.job import read_job
 from megatron.worker.place import StartError, WorkerEnvironment
 
-from .algorithms import chosen_algorithms
+from .algorithms import chosen_algorithms, memory_of_hosts
 from .attribution import Attribution
 from .hook import HookContext, ValidationSet
 from .hooks import hooks_of
@@ -76,6 +76,7 @@ def run_training(config: Config, place: WorkerEnvironment, world: World) -> Outc
     with ExitStack() as stack:
         stack.enter_context(watched_collectives(world.beacon, world.mesh))
         log = print if world.is_main else (lambda *_: None)
+        stack.enter_context(memory_of_hosts(config, log))
         stack.enter_context(chosen_algorithms(config, world, log))
         with _mistakes(place):
             stack.enter_context(sole_writer(config.checkpoint.dir, world.communicator, insist=not place.attempt))

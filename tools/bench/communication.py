@@ -146,6 +146,7 @@ def main() -> int:
     options = read_options(list(place.own))
     if place.world_size == 1:
         raise UserError("one rank sends nothing; start this script with ./deepy.py --ranks N, or give --hosts")
+    from megatron.training.algorithms import memory_of_hosts
     from megatron.training.world import join, leave
     from tools.bench.collectives import measure
     from tools.bench.curves import compared, draw, present, put, table
@@ -154,9 +155,10 @@ def main() -> int:
     try:
         if world.is_main:
             present(options.output)
-        if options.tune:
-            return tuned(config, world, options)
-        found = measure(world, options.operations, options.least, options.most, options.seconds)
+        with memory_of_hosts(config, print if world.is_main else (lambda *_: None)):
+            if options.tune:
+                return tuned(config, world, options)
+            found = measure(world, options.operations, options.least, options.most, options.seconds)
     finally:
         leave()
     if not world.is_main:

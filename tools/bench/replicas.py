@@ -33,8 +33,11 @@ class Replica(Ours):
 
     def __init__(self, setup: Setup, rank: int, ranks: int, store: str):
         from megatron.parallel.layout import Layout
+        from megatron.parallel.shared_sums import SharedSums
 
         super().__init__(setup, functools.partial(_together, ranks=ranks), rank, Layout(data=ranks), store)
+        self.shared = SharedSums(print).installed()
+        self.shared.__enter__()  # as in a run, until the process ends
 
 
 def _together(setup: Setup, ranks: int) -> Any:

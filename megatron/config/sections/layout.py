@@ -39,6 +39,11 @@ class CommunicationOptions(Section):
         "machine.yml with the algorithm of each collective by operation, hosts and size, as "
         "`tools/bench/communication.py --tune` writes it; none leaves all to the backend.",
     )
+    shared_memory: bool = key(
+        True,
+        "On CPUs, ranks of one host sum and gather large tensors through memory that they share, and not over TCP. The "
+        "account is the same; where they cannot, a line says so.",
+    )
     compress: CompressOptions = key(CompressOptions, "Collectives in fewer bytes, by axis.")
     island: int | None = key(
         None,
