@@ -1,8 +1,7 @@
 """Score checkpoints on benchmark tasks: `./deepy.py evaluate.py a.yml --tasks arc_easy,lambada_openai`."""
 
-import sys
-
 from megatron.worker.job import guarded
+from megatron.worker.leaving import leave_process
 
 
 def main() -> int:
@@ -12,4 +11,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    leave_process(guarded(main))

@@ -1,8 +1,7 @@
 """Which training sequences a checkpoint can recite: `./deepy.py extract.py a.yml --steps 0:1000`."""
 
-import sys
-
 from megatron.worker.job import guarded
+from megatron.worker.leaving import leave_process
 
 
 def main() -> int:
@@ -12,4 +11,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    leave_process(guarded(main))

@@ -3,6 +3,7 @@
 import sys
 
 from megatron.worker.job import guarded
+from megatron.worker.leaving import leave_process
 
 
 def main() -> int:
@@ -12,4 +13,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    leave_process(guarded(main))

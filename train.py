@@ -1,8 +1,7 @@
 """Train a model: `./deepy.py train.py a.yml b.yml key.path=value ...` (or `python train.py a.yml` on one process)."""
 
-import sys
-
 from megatron.worker.job import guarded
+from megatron.worker.leaving import leave_process
 
 
 def main() -> int:
@@ -12,4 +11,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    leave_process(guarded(main))
