@@ -44,6 +44,11 @@ class Candidate:
         """Whether a rank computes with weights that come and go, which a selective recomputation cannot."""
         return self.zero == 3 or self.folded > 1
 
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """How much can be recomputed, the least first."""
+        return tuple(mode for mode in RECOMPUTE if mode != "selective" or not self.passes_weights)
+
     def values(self) -> dict[str, Any]:
         """As nested values of a configuration."""
         parallel: dict[str, Any] = {"tensor": self.tensor, "pipeline": self.pipeline}

@@ -28,6 +28,7 @@ from .shapes import RankWeights, Shapes
 RUNTIME = 1.5 * 2**30  # bytes: context of the device, libraries' workspaces, channels of communicators
 FRAGMENTS = 0.06  # of what is allocated: what the caching allocator cannot use
 FALLBACK_BUCKET = 500_000_000  # elements that DeepSpeed's bf16 optimizer reduces at once
+TIGHT = 0.9  # of a device's memory: from here on a layout is called near the limit
 LIVE = 1_000_000_000  # elements that ZeRO 3 keeps gathered (stage3_max_live_parameters)
 
 
@@ -47,6 +48,11 @@ class Memory:
     @property
     def total(self) -> float:
         return sum(self.parts.values())
+
+    @property
+    def passing(self) -> float:
+        """Of it what a micro-batch needs: activations, what a layer works with, the loss."""
+        return sum(self.parts[name] for name in ("activations", "working", "loss"))
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -21,7 +21,7 @@ from megatron.config.resolution import Resolved, combine
 from megatron.config.tree import get
 from megatron.model.describe import teacher_flops, totals
 
-from .candidate import RECOMPUTE, Candidate, apply
+from .candidate import Candidate, apply
 from .devices import Cluster
 from .memory import Memory, memory
 from .shapes import Shapes
@@ -235,8 +235,8 @@ class Question:
             if self.base.training.global_batch_size % (micro * data) or micro != fixed.get("micro_batch", micro):
                 continue
             fits = False
-            for mode in RECOMPUTE:
-                if mode != fixed.get("recompute", mode) or (mode == "selective" and structure.passes_weights):
+            for mode in structure.modes:
+                if mode != fixed.get("recompute", mode):
                     continue
                 plan = self.judge(replace(structure, micro_batch=micro, recompute=mode))
                 found.consider(plan)

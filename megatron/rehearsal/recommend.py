@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -16,10 +17,11 @@ from typing import Any
 from megatron.config.files import gather
 from megatron.model.describe import totals
 from megatron.parallel.layout import Layout
-from megatron.plan.advice import NEAR, why_nothing_fits
+from megatron.plan.advice import why_nothing_fits
 from megatron.plan.candidate import Candidate
 from megatron.plan.devices import cluster, known_devices
-from megatron.plan.search import Plan, Question
+from megatron.plan.memory import TIGHT
+from megatron.plan.search import Answers, Plan, Question
 
 from .command import in_own_process
 from .kinds import kinds_of_ranks
@@ -46,6 +48,9 @@ matrices, too; `mb` is the micro-batch; then what is recomputed.
 `python tools/plan.py recommend` writes this page, and `recommended_layouts.json` with the same in full. It makes the
 rows anew whose files have changed or that were not rehearsed; it can be stopped, and goes on. Given names, it makes
 those rows alone.
+
+Up to eight layouts are rehearsed for a row: the fastest of those that are expected to fit by what the ones before have
+shown, also with more recomputation than the formulas ask for, and at last the one that is expected to need least.
 
 A rehearsal runs the program of CPUs, which keeps more than a GPU's fused kernels do: where the two figures are far
 apart, a larger micro-batch may fit. ZeRO 3 is predicted too well for small models, since the work of DeepSpeed's hooks
@@ -91,24 +96,52 @@ def found(path: Path, formulas: bool = False) -> dict[str, Any]:
 
 def best(question: Question, formulas: bool = False) -> dict[str, Any]:
     """The fastest layout that rehearses without running out, or under `none` why there is none."""
-    answers = question.answers()
+    answers, size = question.answers(), question.at.device.bytes
     if not answers.plans:
         problem = why_nothing_fits(question, answers, dict(known_devices()[0]))
         return {"none": problem.rule, "fix": problem.fix}
-    more, tried = dict[str, float](), list[str]()  # by mode of recomputation: how much more a rehearsal found
-    for plan in sorted(answers.plans, key=lambda plan: plan.share > NEAR):  # which keeps the fastest first
-        if plan.memory.total * more.get(plan.choice.recompute, 1.0) > question.at.device.bytes:
-            continue
-        if formulas:
-            return proposed(plan)
+    left = sorted(forms(question, answers), key=lambda plan: (plan.share > TIGHT, plan.step.seconds, plan.memory.total))
+    if formulas:
+        return proposed(left[0])
+    excess, tried = Excess(), list[str]()
+    while left and len(tried) < TRIES:
+        likely = (plan for plan in left if excess.expected(plan) <= size)
+        leanest = min(left, key=excess.expected)  # which the last try is for, so that no other would have done
+        plan = leanest if len(tried) == TRIES - 1 else next(likely, leanest)
+        left.remove(plan)
         own = {**proposed(plan), **rehearsed(question, plan.choice)}
-        if own["rehearsed"] <= question.at.device.bytes:
+        if own["rehearsed"] <= size:
             return {**own, "tried": tried}
         tried.append(f"{plan.choice}: {own['rehearsed'] / 2**30:.1f} GiB")
-        more[plan.choice.recompute] = max(more.get(plan.choice.recompute, 1.0), own["rehearsed"] / plan.memory.total)
-        if len(tried) == TRIES:
-            break
+        excess.learn(plan, own["rehearsed"])
     return {"none": "no layout rehearses without running out", "fix": "use more devices", "tried": tried}
+
+
+def forms(question: Question, answers: Answers) -> Iterator[Plan]:
+    """The layouts that fit, and these with more recomputed than the formulas ask for."""
+    for plan in answers.plans:
+        yield plan
+        modes = plan.choice.modes
+        for mode in modes[modes.index(plan.choice.recompute) + 1 :]:
+            yield question.judge(replace(plan.choice, recompute=mode))
+
+
+@dataclass
+class Excess:
+    """How many times what the formulas say of a micro-batch's memory rehearsals have found, at most, by what is
+    recomputed: logits of attention that are written out, for example, are kept by all layers or made in one at a time.
+    """
+
+    factors: dict[str, float] = field(default_factory=dict)
+
+    def expected(self, plan: Plan) -> float:
+        """Bytes of a layout that is not rehearsed yet."""
+        return plan.memory.total + (self.factors.get(plan.choice.recompute, 1.0) - 1) * plan.memory.passing
+
+    def learn(self, plan: Plan, found: float) -> None:
+        """Take in the bytes that a rehearsal has found."""
+        mode, factor = plan.choice.recompute, 1 + (found - plan.memory.total) / plan.memory.passing
+        self.factors[mode] = max(self.factors.get(mode, 1.0), factor)
 
 
 def proposed(plan: Plan) -> dict[str, Any]:
