@@ -16,7 +16,6 @@ from megatron.config import Config, ConfigError, Problem, load
 from megatron.config.arguments import split
 from megatron.config.optimizer_options import WHOLE_MATRICES
 from megatron.config.problems import UserError
-from megatron.config.variants import used_kinds
 from megatron.parallel.layout import Layout
 from megatron.plan.devices import Device, known_devices
 
@@ -92,7 +91,7 @@ def _device(name: str | None, machine: str | None) -> Device | None:
 
 
 def _ranks(given: str | None, config: Config, layout: Layout) -> list[int]:
-    from .kinds import kinds_of_ranks
+    from .kinds import hands_states_on, kinds_of_ranks
 
     if given is None:
         return kinds_of_ranks(config, layout)
@@ -103,7 +102,7 @@ def _ranks(given: str | None, config: Config, layout: Layout) -> list[int]:
         raise ConfigError([Problem("--rank", rule, "leave it out to see one rank of each kind", ", ".join(wrong))])
     ranks = list(dict.fromkeys(map(int, words)))
     later = [rank for rank in ranks if layout.coordinates(rank).context > 0]
-    if later and any(kind.context == "states" for _, kind, _ in used_kinds(config.model)):
+    if later and hands_states_on(config):
         rule = "must begin its sequences: the states that the rank before hands on are not known here"
         fix = f"look at rank {later[0] - layout.coordinates(later[0]).context * layout.tensor}, which does the same"
         raise ConfigError([Problem("--rank", rule, fix, later[0])])

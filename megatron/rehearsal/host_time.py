@@ -56,9 +56,12 @@ class HostWork:
 
 
 def works(config: Config, ranks: int, seen: Mapping[int, RankCounts]) -> list[HostWork]:
-    """Of a whole step of each rehearsed rank."""
-    layout = Layout.of(config, ranks)
-    return [_work(config, layout, rank, counts) for rank, counts in seen.items()]
+    """Of a whole step of each stage: that of the rehearsed rank with most, for which others of its sequence wait."""
+    layout, found = Layout.of(config, ranks), dict[int, HostWork]()
+    for rank, counts in seen.items():
+        work, stage = _work(config, layout, rank, counts), layout.coordinates(rank).pipeline
+        found[stage] = max(work, found.get(stage, work), key=lambda each: each.operations)
+    return list(found.values())
 
 
 def _work(config: Config, layout: Layout, rank: int, counts: RankCounts) -> HostWork:

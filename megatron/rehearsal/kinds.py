@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config import Config
+from megatron.config.variants import used_kinds
 from megatron.model.partition import stage_bounds
 from megatron.parallel.layout import Coordinates, Layout
 
@@ -40,12 +41,26 @@ def parts(config: Config) -> list[StagePart]:
     ]
 
 
+def hands_states_on(config: Config) -> bool:
+    """Whether ranks go on from states whose form only the rank before them knows (`model/relay.py`): those that begin
+    their sequences alone can be rehearsed."""
+    return any(kind.context == "states" for _, kind, _ in used_kinds(config.model))
+
+
 def kinds_of_ranks(config: Config, layout: Layout) -> list[int]:
     """One rank of each kind: of stages with the same layers the first, which keeps most micro-batches, and the last
-    stage. Ranks of the tensor and data axes do the same; the first of them has the largest shares.
+    stage. Ranks of the tensor and data axes do the same; the first of them has the largest shares. Those that share
+    sequences differ by what they take from ranks before them and give to those behind: the first two, one from the
+    middle and the last.
     """
     found: dict[tuple, int] = {}
     for part in parts(config):
         layers = tuple(map(str, config.model.blocks[slice(*part.blocks)]))
         found.setdefault((layers, part.embedding, part.head), part.stage)
-    return [layout.rank(Coordinates(pipeline=stage)) for stage in sorted(found.values())]
+    ranks = layout.context
+    places = {0} if hands_states_on(config) else {0, 1 % ranks, ranks // 2, ranks - 1}
+    return [
+        layout.rank(Coordinates(pipeline=stage, context=context))
+        for stage in sorted(found.values())
+        for context in sorted(places)
+    ]

@@ -48,6 +48,7 @@ class RankCounts:
         messages: rows of an account (`Tally.rows`).
         groups: sizes of this rank's process groups.
         checkpoint: bytes that this rank writes into a checkpoint, by state.
+        fragments: the pieces of tensors that these are, of which each is an entry of the checkpoint's index.
         host: bytes of the process that rehearsed, at most.
         processor: seconds of processor time that it took, without what it had imported before.
     """
@@ -64,6 +65,7 @@ class RankCounts:
     messages: list[list[Any]]
     groups: list[int]
     checkpoint: dict[str, int]
+    fragments: int
     host: int
     processor: float
 
@@ -134,7 +136,8 @@ def _observed(config: Config, mesh: Mesh, batch: Batches | None, labels: Labels,
         _count_labels(engine)
     labels.of_engine(engine.deepspeed.module)
     start = ledger.peak
-    checkpoint = _checkpoint(engine)  # as a run does before its first step, it gives the optimizer its states
+    # As a run does before its first step, it gives the optimizer its states.
+    checkpoint, fragments = _checkpoint(engine)
     mark_states(ledger, engine)
     watch_gradients(ledger, engine)
     ledger.forget_peak()
@@ -159,6 +162,7 @@ def _observed(config: Config, mesh: Mesh, batch: Batches | None, labels: Labels,
         messages=labels.tally.rows(),
         groups=[dist.get_world_size(group) for group in dist.distributed_c10d._world.pg_map],
         checkpoint=checkpoint,
+        fragments=fragments,
         host=used.ru_maxrss * 1024,
         processor=used.ru_utime + used.ru_stime,
     )
@@ -175,12 +179,12 @@ def _count_labels(engine: Any) -> None:
     engine._scale = counted
 
 
-def _checkpoint(engine: Any) -> dict[str, int]:
-    """Bytes that this rank writes into a checkpoint, by state."""
-    found: dict[str, int] = {}
-    for fragment in engine.state.fragments():
-        found[fragment.state] = found.get(fragment.state, 0) + fragment.data.numel() * fragment.data.element_size()
-    return found
+def _checkpoint(engine: Any) -> tuple[dict[str, int], int]:
+    """Bytes that this rank writes into a checkpoint, by state; and in how many fragments."""
+    found, fragments = dict[str, int](), list(engine.state.fragments())
+    for each in fragments:
+        found[each.state] = found.get(each.state, 0) + each.data.numel() * each.data.element_size()
+    return found, len(fragments)
 
 
 def blank_batch(config: Config, layout: Layout, form: Any) -> StepBatch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from statistics import fmean
 from typing import Any
 
 from megatron.config import Config
@@ -36,6 +37,15 @@ def memory(allocations: Sequence[Allocation]) -> dict[str, int]:
         found[part] = found.get(part, 0) + each.size
     order = {part: place for place, part in enumerate(KEPT)}
     return dict(sorted(found.items(), key=lambda item: (order.get(item[0], len(order)), -item[1])))
+
+
+def by_layer(allocations: Sequence[Allocation]) -> dict[str, int]:
+    """Bytes of the activations that are kept for the backward pass, by layer."""
+    found: dict[str, int] = {}
+    for each in allocations:
+        if each.place.phase == "forward" and each.place.layer and not each.part:
+            found[each.place.layer] = found.get(each.place.layer, 0) + each.size
+    return found
 
 
 def _made(allocation: Allocation) -> str:
@@ -92,6 +102,7 @@ def describe_rank(config: Config, layout: Layout, rank: int, seen: RankCounts, d
         "layers": str(parts(config)[at.pipeline]),
         "memory": {
             "parts": by_part,
+            "activations": by_layer(seen.allocations),
             "tensors": tensors,
             "allowance": allowance,
             "total": tensors + allowance,
@@ -106,6 +117,7 @@ def describe_rank(config: Config, layout: Layout, rank: int, seen: RankCounts, d
         "operations": round(seen.whole(full)[0]),
         "communication": {"source": source, "calls": sent.rows(), "groups": by_group(sent)},
         "checkpoint": seen.checkpoint,
+        "checkpoint_fragments": seen.fragments,
         "process_groups": {"joined": len(seen.groups), "largest": max(seen.groups, default=1)},
     }
 
@@ -133,9 +145,15 @@ def document(
         "rehearsed": ranks,
         "checkpoint_bytes": round(parameters * each),
         "checkpoint_files": layout.world_size,
+        "checkpoint_fragments": round(_writers(config, layout) * fmean(each.fragments for each in seen.values())),
         "seconds": round(seconds, 1),
         "processor_seconds": round(sum(each.processor for each in seen.values()), 1),
     }
+
+
+def _writers(config: Config, layout: Layout) -> int:
+    """Ranks that write optimizer states: without ZeRO one of all that have the same."""
+    return layout.world_size // (1 if zero_stage(config, layout) else layout.replicas)
 
 
 def text(found: dict[str, Any]) -> str:
@@ -154,7 +172,8 @@ def text(found: dict[str, Any]) -> str:
             f"a step: about {found['step_seconds']:.3g} s, by these counts and the figures of {found['figures']}"
         )
     lines += [
-        f"a checkpoint: {readable_bytes(found['checkpoint_bytes'])} in {found['checkpoint_files']} files of ranks"
+        f"a checkpoint: {readable_bytes(found['checkpoint_bytes'])} in {found['checkpoint_files']} files of ranks, "
+        f"and an index of about {found['checkpoint_fragments']:,} fragments"
     ]
     return "\n".join(lines) + "\n"
 
@@ -189,7 +208,8 @@ def _rank(each: dict[str, Any], device: str | None) -> list[str]:
     lines.append(f"on the host: process {readable_bytes(host['process'])}{extra}")
     groups = each["process_groups"]
     lines.append(
-        f"writes {readable_bytes(sum(each['checkpoint'].values()))} of a checkpoint; "
+        f"writes {readable_bytes(sum(each['checkpoint'].values()))} of a checkpoint in "
+        f"{each['checkpoint_fragments']:,} fragments; "
         f"is in {groups['joined']} process groups, the largest of {groups['largest']} ranks"
     )
     calls = Tally.of_rows(each["communication"]["calls"])

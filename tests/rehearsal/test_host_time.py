@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -82,11 +84,19 @@ def test_a_pipeline_waits_until_it_is_full():
 @pytest.mark.parametrize("sections", [{"parallel": {"tensor": 2}}, {"parallel": {"pipeline": 2}}])
 def test_calls_are_those_that_a_run_makes(sections):
     config = configuration(**sections)
-    [work, _] = works(config, 2, {rank: in_own_process(config, 2, rank) for rank in (0, 1)})
+    [work] = works(config, 2, {0: in_own_process(config, 2, 0)})
     rows = on_ranks(2, counted_rows, config)[0]
     sends = sum(row[6] for row in rows if row[4] in ("send", "recv"))
     assert (work.collectives, work.sends) == (sum(row[6] for row in rows) - sends, sends)
     assert work.operations > 0 and work.gathers == 0
+
+
+def test_ranks_that_share_a_sequence_wait_for_the_slowest():
+    config = configuration(parallel={"context": 2})
+    first, second = (in_own_process(config, 2, rank) for rank in (0, 1))
+    second = replace(second, operations=first.operations + 100)
+    [of_both] = works(config, 2, {0: first, 1: second})
+    assert [of_both] == works(config, 2, {1: second})
 
 
 def test_an_update_counts_once():

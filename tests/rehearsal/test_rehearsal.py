@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -17,6 +18,7 @@ from megatron.rehearsal.kinds import kinds_of_ranks, parts
 from megatron.rehearsal.rank import RankCounts
 from megatron.rehearsal.report import document, memory, text
 from megatron.rehearsal.storage_counter import ProgramPlace, StorageCounter
+from tests.config.broken.extension import RELAYED
 from tests.paths import ROOT
 from tests.rehearsal.counted import counted
 from tests.training.matrix import Case, cases, merged
@@ -33,17 +35,17 @@ OFTEN = {
     "fp32: state space on tp2, sequence parallel, selective recomputation",
     "fp32: gpt2 on tp2 · pp2, sequence parallel, recomputation",
     "bf16: moe on dp2 · ep2, ZeRO 1, four micro-batches",
+    "fp32: rwkv4 on cp4, ZeRO 2, selective recomputation",
 }
 # small_fc_lopt computes with the values of a network that it reads; a rehearsal of it is refused.
 CASES = {case.name: case for case in cases() if case.recipe != "small_fc_lopt"}
 
 
 def rehearsed(case: Case) -> dict[int, RankCounts]:
-    """The first rank, and the last of those that begin their sequences."""
+    """One rank of each kind, and the last."""
     config = resolve(merged(case.values, BUCKETS), ranks=case.ranks)
-    layout = Layout.of(config, case.ranks)
-    ranks = [rank for rank in range(case.ranks) if layout.coordinates(rank).context == 0]
-    return {rank: in_own_process(config, case.ranks, rank) for rank in sorted({0, ranks[-1]})}
+    ranks = {*kinds_of_ranks(config, Layout.of(config, case.ranks)), case.ranks - 1}
+    return {rank: in_own_process(config, case.ranks, rank) for rank in sorted(ranks)}
 
 
 def same_stage(layout: Layout, rank: int, other: int) -> bool:
@@ -57,7 +59,8 @@ def test_memory_and_flops_are_those_of_a_real_run(name):
     case = CASES[name]
     real = run(case.ranks, counted, merged(case.values, BUCKETS), case.ranks)
     layout = Layout.of(resolve(case.values, ranks=case.ranks), case.ranks)
-    for rank, found in rehearsed(case).items():
+    seen = rehearsed(case)
+    for rank, found in seen.items():
         wanted = real[rank]
         assert found.peak == pytest.approx(wanted.peak, rel=BOUND), f"rank {rank}"
         assert found.kept == pytest.approx(wanted.kept, rel=BOUND), f"rank {rank}"
@@ -67,7 +70,10 @@ def test_memory_and_flops_are_those_of_a_real_run(name):
         done = [sum(each.flops.values()) for each in compared]
         assert sum(found.flops.values()) == pytest.approx(sum(done) / len(done), rel=BOUND), f"rank {rank}"
         assert sum(each.size for each in found.allocations) == found.peak
-        assert found.checkpoint == wanted.checkpoint
+        assert (found.checkpoint, found.fragments) == (wanted.checkpoint, wanted.fragments)
+    kinds = set(kinds_of_ranks(resolve(case.values, ranks=case.ranks), layout))
+    most = max(each.peak for rank, each in seen.items() if rank in kinds)
+    assert most == pytest.approx(max(each.peak for each in real), rel=BOUND)
 
 
 def test_often_names_cases():
@@ -163,6 +169,18 @@ def test_one_rank_of_each_kind():
     ]
 
 
+def test_ranks_that_share_sequences_differ(monkeypatch):
+    """Where a package's kind hands on states, those that begin alone can be rehearsed."""
+    values = merged(VALUES, {"parallel": {"pipeline": 2, "context": 8, "tensor": 2}})
+    config = resolve(values, ranks=32)
+    layout = Layout.of(config, 32)
+    found = [layout.coordinates(rank) for rank in kinds_of_ranks(config, layout)]
+    assert [(at.pipeline, at.context) for at in found] == list(itertools.product((0, 1), (0, 1, 4, 7)))
+    assert not any(at.data or at.tensor for at in found)
+    monkeypatch.setattr("megatron.rehearsal.kinds.used_kinds", lambda model: [("", RELAYED, "")])
+    assert kinds_of_ranks(config, layout) == [0, 16]
+
+
 def test_the_report_adds_up(wide):
     values, seen = wide
     config = resolve(values, ranks=16)
@@ -170,6 +188,12 @@ def test_the_report_adds_up(wide):
     said = found["rehearsed"][0]["memory"]
     assert sum(said["parts"].values()) == said["tensors"] == seen.peak
     assert found["checkpoint_bytes"] == 12 * found["parameters"]
+    assert found["checkpoint_fragments"] == 16 * seen.fragments
+    kept = found["rehearsed"][0]["memory"]["activations"]
+    assert "layers.0.attention" in kept
+    assert all(name.startswith(("embedding", "layers.0", "layers.1")) for name in kept)  # of the first stage
+    shown = {part: size for part, size in said["parts"].items() if part.startswith("activations: ")}
+    assert sum(kept.values()) == sum(shown.values()) - shown.get("activations: between layers and stages", 0)
     assert "most memory" in text(json.loads(json.dumps(found)))
 
 

@@ -8,8 +8,8 @@ The runs cover all architectures and layouts.
 
 The runs are of tests/layouts.yml, chosen so that each architecture and each layout is among them. Measured memory is
 the bytes of all tensors that live at the fullest moment, counted on real gloo ranks, of the rank that has most. It is
-set beside a rehearsal of the first and the last rank, and beside the plan's formulas. Bytes do not depend on what else
-the machine does.
+set beside a rehearsal of a rank of each kind and of the last one, and beside the plan's formulas. Bytes do not depend
+on what else the machine does.
 
 Times do, and are those of runs with a core for each rank: take them on a quiet machine, with figures of that machine
 (tools/bench/machine.py), or by --clock cpu (tools/bench/step_times.py). They are taken in rounds, which take every run
@@ -130,9 +130,8 @@ def memory_row(case: Case, at: Callable[[int], Cluster]) -> dict[str, Any]:
     values = merged(case.values, SMALL)
     config = resolve(values, ranks=case.ranks)
     measured = max(each.peak for each in on_ranks(case.ranks, counted, values, case.ranks))
-    layout = Layout.of(config, case.ranks)
-    starts = [rank for rank in range(case.ranks) if layout.coordinates(rank).context == 0]
-    rehearsed = max(in_own_process(config, case.ranks, rank).peak for rank in {0, starts[-1]})
+    kinds = {*kinds_of_ranks(config, Layout.of(config, case.ranks)), case.ranks - 1}
+    rehearsed = max(in_own_process(config, case.ranks, rank).peak for rank in kinds)
     return {"measured": measured, "rehearsed": rehearsed, "planned": planned(config, case.ranks, at(case.ranks))[0]}
 
 
@@ -147,12 +146,11 @@ def entry(case: Case, at: Callable[[int], Cluster], measured: float) -> HistoryE
 
 
 def rehearsed_time(case: Case, device: Device) -> float | None:
-    """Seconds of a step by a rehearsal of the ranks that begin a sequence; None without figures of the host."""
+    """Seconds of a step by a rehearsal; None without figures of the host."""
     if device.host is None:
         return None
     config, ranks = resolve(merged(case.values, LONGER), ranks=case.ranks), case.ranks
-    layout = Layout.of(config, ranks)
-    kinds = [rank for rank in kinds_of_ranks(config, layout) if layout.coordinates(rank).context == 0]
+    kinds = kinds_of_ranks(config, Layout.of(config, ranks))
     seen = {rank: in_own_process(config, ranks, rank) for rank in kinds}
     return step_seconds(config, ranks, works(config, ranks, seen), device)
 
