@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron.config import Config
 from megatron.config.resolved_file import read_resolved, read_resolved_text
 
-from .prediction import TOO_LARGE, predict
+from .prediction import predict
 
 
 def steps_left(config: Config) -> int:
@@ -36,8 +36,6 @@ def main(words: Sequence[str]) -> int:
         return 0
     if found is not None:
         print(found.text(steps_left(config)))
-        if not found.fits:
-            print(TOO_LARGE)
     return 0
 
 

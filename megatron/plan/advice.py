@@ -12,11 +12,10 @@ from megatron.config.rules.cost import gib, kept_checkpoints
 from megatron.model.describe import totals
 
 from .candidate import Candidate
-from .devices import Cluster, Device
-from .memory import moments
+from .devices import Cluster, Device, known_devices
+from .memory import TIGHT, moments
 from .search import LONG, STRUCTURE, Answers, Plan, Question
 
-NEAR = 0.9  # of a device's memory: from here on a plan is called tight
 IDLE = 0.2  # of a step: from here on a pipeline's waiting is worth a word
 
 
@@ -37,9 +36,29 @@ def remarks(question: Question, plan: Plan) -> list[str]:
     waits = plan.step.parts["bubble"] / plan.step.seconds
     if waits > IDLE:
         found.append(f"stages are idle {waits:.0%} of the step; more micro-batches or fewer stages shorten that")
-    if plan.share > NEAR:
+    if uncounted := _uncounted(question, plan):
+        found.append(uncounted)
+    if plan.share > TIGHT:
         found.append(f"memory is near its limit ({plan.share:.0%}), mostly {largest(plan)}")
     return found
+
+
+def _uncounted(question: Question, plan: Plan) -> str | None:
+    """Where ZeRO 3 is fast only if nobody waits for Python: its work for each tensor, which the host does beside the
+    kernels, would take longer than the step, if this host were as fast as the one where it was measured."""
+    choice, known = plan.choice, known_devices()[0]["cpu"].host
+    if choice.zero != 3 or known is None or question.at.device.name == "cpu":
+        return None
+    shapes, at = question.shapes, question.at
+    tensors = sum(shapes.layer(place, choice).tensors for place in range(shapes.places))
+    count = question.base.training.global_batch_size * choice.inner // (choice.micro_batch * at.devices)
+    seconds = 1e-6 * known.gather * tensors * count
+    if seconds <= plan.step.seconds:
+        return None
+    return (
+        f"at ZeRO 3 DeepSpeed's Python works on {tensors} tensors in each of {count} micro-batches, which is not in "
+        f"this step: about {seconds:.2g} s on the host where it was measured; time it beside zero=1 or 2 if these fit"
+    )
 
 
 def checkpoint_bytes(config: Config) -> tuple[float, int]:

@@ -22,7 +22,7 @@ from megatron.config import Config
 
 from .candidate import Candidate
 from .devices import Cluster, Device, known_devices
-from .memory import memory
+from .memory import TIGHT, memory
 from .shapes import Shapes
 from .step import StepEstimator
 
@@ -31,6 +31,7 @@ NEAR = 8.0  # times longer or shorter a step may be predicted: what a kernel's s
 RECENT = 50  # runs whose errors count: drivers and libraries change
 READ = 4 << 20  # bytes at the end of the file that are looked at
 TOO_LARGE = "warning: that is more than a device has; `deepy plan` shows layouts that fit"
+CLOSE = "      near the limit of memory: `deepy --rehearse` counts what formulas estimate"
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,16 @@ class Prediction:
         return not self.capacity or self.corrected.memory <= self.capacity
 
     def text(self, steps: int) -> str:
-        """Two lines, of at most 80 columns, at the start of a run with so many steps to go."""
+        """Two lines, of at most 80 columns, at the start of a run with so many steps to go; and a third one where the
+        memory is near what a device has, or more."""
         need = self.corrected
         share = f" of {self.capacity / 2**30:,.0f}" if self.capacity else ""
         basis = f"corrected by {self.runs} runs on this device" if self.runs else "by formulas alone"
+        close = self.capacity and need.memory > TIGHT * self.capacity
         return (
             f"plan: {need.memory / 2**30:,.1f}{share} GiB on the fullest device, {need.seconds:,.3g} s a step,\n"
             f"      {span(need.seconds * steps)} for {steps:,} steps ({basis})"
+            + (f"\n{CLOSE if self.fits else TOO_LARGE}" if close else "")
         )
 
 

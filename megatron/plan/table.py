@@ -9,6 +9,7 @@ from megatron.config.rules.cost import gib
 
 from .advice import checkpoint_bytes, remarks, why_not
 from .devices import describe_cluster
+from .memory import TIGHT
 from .search import Answers, Plan
 
 SHOWN = 8
@@ -129,7 +130,7 @@ def _row(answers: Answers, plan: Plan, number: int, price: float | None) -> list
         f"{plan.tokens_per_second:,.0f}",
         f"{plan.mfu:.1%}",
         f"{plan.memory.total / 2**30:,.1f}",
-        f"{plan.share:.0%}" + ("!" if plan.share > 0.9 else ""),
+        f"{plan.share:.0%}" + ("!" if plan.share > TIGHT else ""),
         f"{cost.days:,.1f}",
         f"{cost.energy:,.1f}",
         "" if cost.price is None else f"{cost.price:,.0f}",

@@ -45,9 +45,11 @@ def test_the_formulas_are_those_of_the_search(state):
     plan = question.judge(prediction.choice_of(config))
     assert found.corrected == Need(plan.step.seconds, plan.memory.total) and found.runs == 0 and found.fits
     small = predict(config, 8, "NVIDIA H100 80GB HBM3", 8, capacity=2.0**28)
-    assert not small.fits and "0 GiB" in small.text(10)
+    assert not small.fits and "0 GiB" in small.text(10) and small.text(10).endswith(prediction.TOO_LARGE)
+    near = replace(small, capacity=found.corrected.memory * 1.1)
+    assert near.fits and near.text(10).endswith(prediction.CLOSE) and len(found.text(10).splitlines()) == 2
     large = replace(small, corrected=Need(1234.5, 2.0**37), capacity=2.0**38, runs=1000).text(10**6)
-    assert max(map(len, large.splitlines())) <= 80, large
+    assert max(map(len, [*large.splitlines(), prediction.CLOSE, prediction.TOO_LARGE])) <= 80, large
     assert predict(config, 8, "Some Other Device", 8) is None
 
 

@@ -13,6 +13,7 @@ from megatron.config import ConfigError, resolve
 from megatron.config.layers import ConfigSource
 from megatron.engine.traffic import predict
 from megatron.model.describe import totals
+from megatron.model.stack import build_model
 from megatron.plan.advice import remarks, why_not, why_nothing_fits
 from megatron.plan.candidate import RECOMPUTE, Candidate, apply, layout_of, parse
 from megatron.plan.devices import cluster, known_devices
@@ -246,6 +247,18 @@ def test_tensor_ranks_over_hosts_are_warned_of():
     assert any("cross the network" in each for each in remarks(asked, plan))
     apart, together = plan.step.parts["tensor"], question(LLAMA, 8).judge(plan.choice).step.parts["tensor"]
     assert apart > together
+
+
+def test_pythons_work_at_zero_3_is_told_of():
+    """By the tensors of the model itself, in each micro-batch; not where the step takes longer."""
+    asked, each = question(LLAMA), known_devices()[0]["cpu"].host.gather * 1e-6
+    tensors = sum(1 for _ in build_model(asked.base, device="meta").parameters())
+    small = asked.judge(Candidate(zero=3, micro_batch=1))
+    (said,) = [remark for remark in remarks(asked, small) if "Python" in remark]
+    assert f"on {tensors} tensors in each of 4 micro-batches" in said and f"about {4 * tensors * each:.2g} s" in said
+    slow = replace(small, step=replace(small.step, seconds=4.1 * tensors * each))
+    for plan in (slow, asked.judge(Candidate(zero=2))):
+        assert not any("Python" in remark for remark in remarks(asked, plan))
 
 
 def test_rows_of_a_table_differ_in_their_axes(llama):
