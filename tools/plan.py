@@ -22,6 +22,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -313,6 +314,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _refuse(options: argparse.Namespace, action: Callable[[argparse.Namespace], None]) -> None:
+    """Options that would be left out without a word."""
+    fewest, most = options.gpus
+    if fewest != most and (action is not scaling or options.why_not):
+        rule = "must be one number for this question: a range shows how a run scales"
+        raise ConfigError([Problem("--gpus", rule, f"give {fewest} or {most}", f"{fewest}..{most}")])
+    if options.plot and action is not scaling:
+        raise ConfigError([Problem("--plot", "must come with a range of devices", "give --gpus FEWEST..MOST")])
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Answer one question; returns the exit status."""
     parser = _parser()
@@ -329,6 +340,7 @@ def main(arguments: list[str] | None = None) -> int:
     elif options.gpus[0] != options.gpus[1]:
         action = scaling
     try:
+        _refuse(options, action)
         action(options)
     except ConfigError as error:
         print(error, file=sys.stderr)

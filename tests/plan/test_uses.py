@@ -130,6 +130,10 @@ def test_command(tool, capsys, tmp_path):
         ([TINY, "--gpu", "h1"], "must be one of"),
         ([TINY, "--gpus", "8", "--why-not", "depth=3"], "must be NAME=VALUE"),
         (["lint", TINY, "--layout", "tensor=3"], "must be"),
+        (["lint", TINY, "--gpus", "4..8"], "must be one number"),
+        ([TINY, "--gpus", "4..8", "--budget", "10 gpu-hours"], "must be one number"),
+        ([TINY, "--gpus", "4..8", "--why-not", "tensor=2"], "must be one number"),
+        ([TINY, "--gpus", "8", "--plot", "s.png"], "must come with a range"),
     ],
 )
 def test_mistakes_end_with_status_2(tool, capsys, words, said):
