@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import getpass
 import os
 import shutil
 import signal
@@ -41,6 +42,10 @@ def pytest_configure(config) -> None:
     # Hundreds of processes are started: without bytecode each would compile the project again, a second of its time.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+        # inductor takes what it has compiled for other instructions from its cache, which then fails or gives nan
+        folder = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}_{capability}"
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
     if "XDG_STATE_HOME" not in os.environ:  # runs of tests teach nobody's predictions
         folder = os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp()
         config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))

@@ -25,7 +25,7 @@ from megatron.model.embedding_and_head import embedding_counts, head_counts, mul
 from megatron.model.options import kind_of, layer_class
 from megatron.model.partition import stage_bounds
 from megatron.model.stack import ModelPlan
-from megatron.model.traffic import NotPredicted, TensorAxis, tensor_traffic
+from megatron.model.traffic import Leave, NotPredicted, TensorAxis, block_sends, tensor_traffic
 from megatron.objectives.named import objective_of
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import is_spread, logical_of, shares_rows
@@ -87,11 +87,13 @@ class Kept:
         cut: those that tensor parallel ranks share.
         whole: those inside its layers that each of them has.
         around: what its layers read, and what norms keep.
+        begun: results of products of which each rank has a summand, as large as the sum; with selective recomputation.
     """
 
     cut: float
     whole: float
     around: float
+    begun: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -302,8 +304,17 @@ class Shapes:
             layer: Any = layer_class(model, kind)
             index = (place - 1,) if getattr(layer, "indexed", False) else ()
             inner += layer.counts(model, options_of(model, kind), config.training.sequence_length, *index)
-        whole = inner.whole + copies(config, inner)
-        return Kept(inner.activations - inner.whole, whole, max(0, counts.activations - inner.activations))
+        whole, around = inner.whole + copies(config, inner), max(0, counts.activations - inner.activations)
+        return Kept(inner.activations - inner.whole, whole, around, self._begun(place))
+
+    def _begun(self, place: int) -> float:
+        """`Kept.begun` of a block."""
+        model = self.config.model
+        try:
+            parts = block_sends(model, model.blocks[place - 1], TensorAxis(2, False), place - 1)
+        except NotPredicted:
+            return 0.0
+        return float(sum(event.width for _, events in parts for event in events if isinstance(event, Leave)))
 
     def _on_rank(self, saved: float, mode: str, parts: Kept, choice: Candidate) -> float:
         """Elements per token that one tensor parallel rank keeps.
@@ -319,8 +330,8 @@ class Shapes:
             return parts.cut / cut + parts.whole + (around / 2 * (1 + 1 / cut) if choice.sequence else around)
         width = self.config.model.hidden_size
         products = max(0, saved - width) if mode == "selective" else 0
-        stream = saved - products
-        return products / cut + (stream / cut if choice.sequence else stream)
+        stream, begun = saved - products, min(products, parts.begun)
+        return (products - begun) / cut + begun + (stream / cut if choice.sequence else stream)
 
     def _attends(self, place: int) -> bool:
         """Whether it has softmax attention."""

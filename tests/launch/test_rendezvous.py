@@ -121,8 +121,9 @@ if rank == 0:
     held = [os.readlink(link) for link in links if link.is_symlink()]
     mine = {{name[8:-1] for name in held if name.startswith("socket:")}}
     places = sorted(row[1].rpartition(":")[0] for row in rows if row[3] == "0A" and row[9] in mine)
-    print(json.dumps([total.item(), places]))
+    print(json.dumps([total.item(), places]), flush=True)
 dist.barrier()
+os._exit(0)  # see megatron/worker/leaving.py
 """
 OURS = """
 sys.path.insert(0, {root!r})

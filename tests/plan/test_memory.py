@@ -67,6 +67,19 @@ def rehearsed(values: dict[str, Any], ranks: int) -> tuple[int, int]:
     return seen.peak, seen.kept
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+def test_sums_that_tensor_parallel_ranks_begin(sequence):
+    """Selective recomputation keeps the results of products; of those that are summed each rank has a whole summand."""
+    more = {"parallel": {"tensor": 4, "sequence": sequence},
+            "training": {"activation_checkpointing": {"mode": "selective"}}}  # fmt: skip
+    values = merged(DENSE, more)
+    longer = merged(values, {"model": {"layers": "(attention/mlp) x6"}})
+    config = resolve(values, ranks=4)
+    tokens = config.training.sequence_length * config.training.micro_batch_size
+    planned = 2 * tokens * Shapes(config, 4).layer(1, choice_of(config)).saved["selective"]
+    assert kept(longer, 4) - kept(values, 4) == pytest.approx(planned, rel=0.05)
+
+
 def test_what_compressed_gradients_leave_out():
     values = merged(DENSE, {"parallel": {"communication": {"compress": {"data": "int8_block"}}}})
     more = planned(values, 2) - planned(DENSE, 2)
