@@ -11,6 +11,7 @@ from tests.config.broken.recipe import RECIPE, SCHEDULE
 from tests.config.broken.rwkv import RWKV
 from tests.config.broken.sequences import SEQUENCES
 from tests.config.broken.stages import STAGES, WARNED_STAGES
+from tests.config.broken.state_space import STATE_SPACE
 from tests.config.broken.warned import WARNED as WARNED_ELSEWHERE
 
 BROKEN = [
@@ -20,6 +21,7 @@ BROKEN = [
     *YAML,
     *MODEL,
     *RWKV,
+    *STATE_SPACE,
     *LAYOUT,
     *RECIPE,
     *SCHEDULE,
