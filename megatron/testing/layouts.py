@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,8 @@ from .ranks import on_ranks
 if TYPE_CHECKING:
     from megatron.model.stack import Model
 
+Answer = tuple[float, list[tuple]]  # the mean loss over all ranks, and a rank's fragments of the gradient
+
 # One step of SGD whose momentum starts at 0: the momentum after it is the gradient, to the last bit.
 RECIPE = {
     "optimizer": {"type": "sgd", "lr": 1e-3, "momentum": 0.9, "weight_decay": 0.0, "gradient_clipping": 1e9},
@@ -28,7 +30,12 @@ RECIPE = {
 }
 
 
-def check_layouts(values: Mapping[str, Any], layouts: Sequence[Mapping[str, Any]], bound: float = 1e-5) -> None:
+def check_layouts(
+    values: Mapping[str, Any],
+    layouts: Sequence[Mapping[str, Any]],
+    bound: float = 1e-5,
+    step: Callable[[dict[str, Any], int], Answer] | None = None,
+) -> None:
     """Loss and gradients of one step are on each layout those of one process.
 
     Args:
@@ -38,6 +45,8 @@ def check_layouts(values: Mapping[str, Any], layouts: Sequence[Mapping[str, Any]
             smallest that the layout needs.
         bound: largest relative error of the loss, and of each gradient in the Euclidean norm. What fp32 differs from
             float64 in one process, ten times, is added to it: that is rounding, which layouts do in other orders.
+        step: what each rank runs instead of `on_this_rank`, of the same form: what it sets up around that and looks at
+            afterwards must be in one call, since the next one may find other processes.
 
     Raises:
         AssertionError: with the layout, and each tensor whose gradient differs.
@@ -49,7 +58,7 @@ def check_layouts(values: Mapping[str, Any], layouts: Sequence[Mapping[str, Any]
         own = {name: section for name, section in layout.items() if name != "ranks"}
         config = overlay(values, own)
         ranks = layout.get("ranks") or _smallest(own)
-        answers = on_ranks(ranks, on_this_rank, config, ranks)
+        answers = on_ranks(ranks, step or on_this_rank, config, ranks)
         found = _assembled([answer[1] for answer in answers])
         wrong = [] if found.keys() == wanted.keys() else [f"tensors {sorted(found.keys() ^ wanted.keys())}"]
         error, room = abs(answers[0][0] / loss - 1), bound + 10 * abs(loss / exact_loss - 1)
@@ -117,7 +126,7 @@ def _teacher(config: Config, dtype: torch.dtype) -> Model | None:
     return load_model(Path(config.objective.teacher), torch.device("cpu"), dtype)[0].eval()
 
 
-def on_this_rank(values: dict[str, Any], ranks: int) -> tuple[float, list[tuple]]:
+def on_this_rank(values: dict[str, Any], ranks: int) -> Answer:
     """One step of the engine: the mean loss over all ranks, and this rank's fragments of the gradient."""
     from megatron.checkpoint import SOLO, GroupCommunicator
     from megatron.engine.engine import build_engine, prepare_deepspeed
