@@ -46,6 +46,7 @@ from .optimizers import MatrixOptimizer, build_optimizer, set_learning_rate
 from .pipeline_schedule import Look, looked_into, with_phases
 from .protocol import LabelGroups, StepResult
 from .reduction import (
+    average_gradients_in_place,
     average_groups_in_place,
     begin_sums_with_copies,
     compress_gradients,
@@ -145,6 +146,7 @@ class BaseEngine:
         self.compressed = compress_gradients(self.deepspeed, wire) if compressed else None
         if not compressed:
             average_groups_in_place(self.deepspeed)
+            average_gradients_in_place(self.deepspeed.optimizer)
             sum_buckets_in_place(self.deepspeed.optimizer)
         average = self.config.training.weight_average is not None
         self.state = EngineState(

@@ -85,12 +85,51 @@ def average_groups_in_place(engine: Any) -> None:
     def average(bucket: Sequence[Tensor], dp_group: Any, dp_world_size: float | None = None) -> None:
         if not usual(bucket, dist.get_world_size(dp_group), dp_world_size) or not averages(dp_group, *bucket):
             pack(bucket, dp_group, dp_world_size)
-            return
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch wants to rename it
-            dist.all_reduce_coalesced(list(bucket), op=dist.ReduceOp.AVG, group=dp_group)
+        else:
+            _all_average(bucket, dp_group)
 
     engine.allreduce_and_copy = average
+
+
+def average_gradients_in_place(optimizer: Any) -> None:
+    """On CPUs, gradients of ZeRO 1 stay where the backward pass has left them, and are averaged there where ranks share
+    memory. DeepSpeed would copy them into a bucket, and those that a rank updates out of it: memory that is new in each
+    step, which costs more than the sum. Experts' gradients have another group, which this path of it does not know.
+
+    Args:
+        optimizer: DeepSpeed's.
+    """
+    if not _keeps_gradients_whole(optimizer):
+        return
+    optimizer.contiguous_gradients = False
+    pack = optimizer.allreduce_and_copy
+
+    def average(bucket: Sequence[Tensor], dtype: Any, **options: Any) -> None:
+        group = optimizer.dp_process_group
+        plain = options.get("rank") is None and options.get("process_group") is None and optimizer.gradient_average
+        same = all(each.dtype == dtype for each in bucket) and optimizer.sequence_parallel_size == 1
+        if plain and same and installed_routes() is None and averages(group, *bucket):
+            _all_average(bucket, group)
+        else:
+            pack(bucket, dtype, **options)
+
+    optimizer.allreduce_and_copy = average
+
+
+def _keeps_gradients_whole(optimizer: Any) -> bool:
+    """Whether this is ZeRO 1 on a CPU as most runs have it."""
+    if not hasattr(optimizer, "ipg_buckets") or not hasattr(optimizer, "buffered_reduce_fallback"):
+        return False
+    parameters = [each for group in optimizer.bit16_groups for each in group]
+    ordinary = all(each.device.type == "cpu" and getattr(each, "allreduce", True) for each in parameters)
+    return ordinary and not (optimizer.partition_gradients or optimizer.overlap_comm or optimizer.cpu_offload)
+
+
+def _all_average(tensors: Sequence[Tensor], group: Any) -> None:
+    """One message; each tensor becomes its average over the ranks."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch wants to rename it
+        dist.all_reduce_coalesced(list(tensors), op=dist.ReduceOp.AVG, group=group)
 
 
 def sum_buckets_in_place(optimizer: Any) -> None:
