@@ -52,6 +52,13 @@ class Corpus:
         return len(self.canary) // BATCH
 
 
+def library() -> np.ndarray:
+    """uint8 [pieces, LENGTH + 1], the sources of the standard library."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    found = np.frombuffer(b"".join(path.read_bytes() for path in sorted(folder.glob("*.py"))), np.uint8)
+    return found[: len(found) // (LENGTH + 1) * (LENGTH + 1)].reshape(-1, LENGTH + 1)
+
+
 def write_corpus(folder: Path, groups: dict[int, int], texts: int, seed: int = 0) -> Corpus:
     """Canaries and `texts` pieces of the standard library, or some more to fill the last batch, in a shuffled order."""
     from megatron.data.token_writer import TokenFileWriter
@@ -61,8 +68,7 @@ def write_corpus(folder: Path, groups: dict[int, int], texts: int, seed: int = 0
     canaries = draw.integers(0, 256, (len(times), LENGTH + 1))
     numbers = np.repeat(np.arange(len(times)), times)
     texts += -(texts + len(numbers)) % BATCH
-    library = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
-    pieces = np.frombuffer(library, np.uint8)[: texts * (LENGTH + 1)].reshape(texts, LENGTH + 1)
+    pieces = library()[:texts]
     canary = draw.permutation(np.concatenate([numbers, np.full(texts, -1)]))
     left = iter(pieces)
     prefix = folder / "rows"
@@ -146,8 +152,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--texts", type=int, default=3100, help="pieces of text (default: %(default)s)")
     parser.add_argument("--picture", type=Path, help="default: canaries.png in the folder")
     options = parser.parse_args(arguments)
-    if options.texts < 1:
-        parser.error("--texts must be at least 1")
+    most = len(library()) - BATCH  # some more fill the last batch
+    if not 1 <= options.texts <= most:
+        parser.error(f"--texts must be from 1 to {most}, the pieces of Python's own library")
     from eval_tasks.memorisation.summary import predict
 
     options.folder.mkdir(parents=True, exist_ok=True)

@@ -31,6 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+MOST_HOSTS = 1000  # namespaces on one machine
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run; returns the exit status."""
@@ -129,6 +131,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("--minutes must be a number above 0")
     if options.most is not None and options.most < 1:
         parser.error("--most must be at least 1")
+    if options.hosts > MOST_HOSTS:
+        parser.error(f"--hosts must be at most {MOST_HOSTS}")
     if not 1 <= 3 * options.every <= options.steps or options.ranks < 1 or options.hosts < 1:
         parser.error("--ranks and --hosts must be at least 1, and --steps at least three times --every")
     return options

@@ -27,7 +27,8 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from megatron.config import ConfigError, load, split_arguments  # noqa: E402
-from megatron.config.file_access import OutputError, keep_inputs  # noqa: E402
+from megatron.config.file_access import OutputError, keep_inputs, writing  # noqa: E402
+from megatron.config.given_options import refuse_unread  # noqa: E402
 from megatron.config.problems import UserError  # noqa: E402
 from megatron.parallel.curve import CostCurve, read_curves  # noqa: E402
 from megatron.parallel.layout import AXES  # noqa: E402
@@ -38,6 +39,7 @@ from megatron.report.message_times import StepTimes, save_account  # noqa: E402
 from megatron.report.message_trace import read_events, write_trace  # noqa: E402
 
 FIELDS = ("phase", "group", "operation", "dtype")
+MOST_RANKS = 1_000_000
 
 
 def accounts_of(run: str, rank: int | None) -> dict[int, RankAccount]:
@@ -191,7 +193,8 @@ def write_step(run: str, path: str, step: int | None) -> list[int]:
         raise UserError(f"{run} has the single messages of steps {', '.join(map(str, steps))}, not of {step}")
     chosen = steps if step is None else {step: steps[step]}
     keep_inputs([path], list(Path(run, FOLDER).glob("*")))
-    write_trace(path, chosen)
+    with writing(path, "--trace", folders=True):
+        write_trace(path, chosen)
     return list(chosen)
 
 
@@ -221,8 +224,13 @@ def read_options(arguments: list[str] | None) -> tuple[argparse.Namespace, str |
     run = options.sources[0] if len(options.sources) == 1 and Path(options.sources[0]).is_dir() else None
     if run is None and options.ranks is None:
         parser.error(f"{options.sources[0]} is no run's folder; a configuration needs --ranks N")
-    if run is None and (options.trace or options.before):
-        parser.error(f"--{'trace' if options.trace else 'before'} needs a run's folder")
+    shown = {"sources", "rank", "layers", "json"}
+    if run is None:
+        refuse_unread(parser, options, shown | {"ranks"}, "a prediction")
+        if not 1 <= options.ranks <= MOST_RANKS:
+            parser.error(f"--ranks must be from 1 to {MOST_RANKS:,}")
+    else:
+        refuse_unread(parser, options, shown | {"step", "output", "machine", "trace", "before"}, "the account of a run")
     return options, run
 
 
@@ -246,7 +254,9 @@ def main(arguments: list[str] | None = None) -> int:
                 facts["before"], facts["after"] = (each.facts() for each in both)
             if options.output:
                 keep_inputs([options.output], list(Path(run, FOLDER).glob("*")))
-                save_account(options.output, counted, predicted, times, f"communication of step {facts['step']}")
+                with writing(options.output):
+                    title = f"communication of step {facts['step']}"
+                    save_account(options.output, counted, predicted, times, title)
                 facts["picture"] = options.output
             if options.trace:
                 facts |= {"trace": options.trace, "trace_steps": write_step(run, options.trace, options.step)}

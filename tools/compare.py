@@ -21,7 +21,7 @@ if str(ROOT) not in sys.path:
 
 from megatron.config import ConfigError  # noqa: E402
 from megatron.config.difference import described, differences  # noqa: E402
-from megatron.config.file_access import OutputError, keep_inputs  # noqa: E402
+from megatron.config.file_access import OutputError, keep_inputs, writing  # noqa: E402
 from megatron.config.problems import UserError  # noqa: E402
 from megatron.report.curve import History, smoothed  # noqa: E402
 from megatron.report.figures import save_lines  # noqa: E402
@@ -108,12 +108,13 @@ def main(arguments: list[str] | None = None) -> int:
         keep_inputs([options.output], [each for each in inputs if each.is_file()])
         histories = read(runs)
         settings = {run: described(run) for run in runs}
+        with writing(options.output):
+            draw(histories, options.output)
     except (ConfigError, OutputError, UserError) as error:
         print(error, file=sys.stderr)
         return 2
     ends = {run: last_losses(history) for run, history in histories.items()}
     unlike = {run: differences(settings[runs[0]], settings[run]) for run in runs[1:]}
-    draw(histories, options.output)
     if options.json:
         found = {run: [each.to_json() for each in one] for run, one in unlike.items()}
         print(json.dumps({"runs": ends, "differences": found, "picture": options.output}, indent=2))

@@ -29,7 +29,7 @@ if str(ROOT) not in sys.path:
 
 from megatron.config import ConfigError, Problem, Resolved, config_hash, load, split_arguments, to_yaml  # noqa: E402
 from megatron.config.explain import explain  # noqa: E402
-from megatron.config.file_access import OutputError, keep_inputs  # noqa: E402
+from megatron.config.file_access import OutputError, keep_inputs, writing  # noqa: E402
 from megatron.config.frozen import thaw  # noqa: E402
 from megatron.config.words import counted  # noqa: E402
 
@@ -251,7 +251,8 @@ def convert(options: argparse.Namespace) -> None:
     text = translated(options.arguments)
     if options.output:
         keep_inputs([options.output], [each for each in options.arguments if Path(each).is_file()])
-        Path(options.output).write_text(text, encoding="utf-8")
+        with writing(options.output):
+            Path(options.output).write_text(text, encoding="utf-8")
     _emit(options, f"wrote {options.output}" if options.output else text, {"output": options.output, "yaml": text})
 
 
@@ -269,7 +270,8 @@ def coordinate_check(options: argparse.Namespace) -> None:
     found = coordinates.check(files, overrides, axis, sizes, steps=options.steps, seeds=options.seeds)
     if options.output:
         keep_inputs([options.output], [each for each in options.arguments if Path(each).is_file()])
-        coordinates.picture(found, axis, options.output)
+        with writing(options.output):
+            coordinates.picture(found, axis, options.output)
     slopes = [{"place": each.place, "slope": each.slope, "verdict": each.verdict} for each in coordinates.slopes(found)]
     points = [vars(each) for each in found]
     document = {"axis": axis, "slopes": slopes, "points": points, "output": options.output}

@@ -20,6 +20,7 @@ if __name__ == "__main__":
 
 import argparse
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,15 +223,23 @@ def prepare(documents: int | None) -> None:
         ])
 
 
-def _numbers(text: str) -> list[int]:
+def _count(text: str) -> int:
+    if not re.fullmatch("[1-9][0-9]{0,8}", text):
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+    return int(text)
+
+
+def _seeds(text: str) -> list[int]:
+    if not re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})*", text) or len(set(text.split(","))) < len(text.split(",")):
+        raise argparse.ArgumentTypeError(f"must be different whole numbers, as in 1,2,3, not {text!r}")
     return [int(each) for each in text.split(",")]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--divide", type=int, default=1, metavar="N", help="all lengths in steps, divided by this")
-    parser.add_argument("--documents", type=int, metavar="N", help="use only the first so many documents of A")
-    parser.add_argument("--seeds", type=_numbers, metavar="S,...", help="train with each; the picture has the first")
+    parser.add_argument("--divide", type=_count, default=1, metavar="N", help="all lengths in steps, divided by this")
+    parser.add_argument("--documents", type=_count, metavar="N", help="use only the first so many documents of A")
+    parser.add_argument("--seeds", type=_seeds, metavar="S,...", help="train with each; the picture has the first")
     parser.add_argument("--picture", default=str(RUNS / "losses.png"), metavar="FILE", help="(default: %(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="changes of all configurations")
     given = parser.parse_args()
@@ -240,9 +249,9 @@ def main() -> int:
     os.chdir(quickstart.ROOT)  # paths of a configuration are seen from here
     machine = quickstart.look()
     try:
-        prepare(given.documents)
-        seeds = given.seeds or [None]
+        seeds = given.seeds or [None]  # mistakes in configurations are seen before anything is made
         every = [stages(Path(), given.divide, (*machine.extra, *given.overrides), seed) for seed in seeds]
+        prepare(given.documents)
 
         def run(stage: ContinualStage) -> None:
             quickstart.heading(f"Training: {stage.name}")

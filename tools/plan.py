@@ -31,6 +31,8 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from megatron.config import ConfigError, Problem, split_arguments  # noqa: E402
+from megatron.config.file_access import OutputError, keep_inputs, writing  # noqa: E402
+from megatron.config.given_options import refuse_unread  # noqa: E402
 
 if TYPE_CHECKING:
     from megatron.plan.search import Question
@@ -46,7 +48,7 @@ def search(options: argparse.Namespace) -> None:
     from megatron.plan.devices import known_devices
     from megatron.plan.table import document, text
 
-    named = parse(options.why_not) if options.why_not else None
+    named = None if options.why_not is None else parse(options.why_not, "--why-not")
     question = _question(options)
     answers = question.answers()
     if not answers.plans:
@@ -70,7 +72,12 @@ def _failures(options: argparse.Namespace, devices: int) -> dict[str, float] | N
 
     if options.failures is None:
         return None
-    return vars(failures(devices, options.failures, options.save_seconds, options.restart_seconds))
+    try:
+        return vars(failures(devices, options.failures, options.save_seconds, options.restart_seconds))
+    except OverflowError:
+        rule = "must leave time to work: devices fail faster than a run restarts, and it would never end"
+        fix = "give fewer failures, or shorter --save-seconds and --restart-seconds"
+        raise ConfigError([Problem("--failures", rule, fix, options.failures)]) from None
 
 
 def _question(options: argparse.Namespace) -> Question:
@@ -87,13 +94,16 @@ def scaling(options: argparse.Namespace) -> None:
     from megatron.plan.scaling import curve, draw
     from megatron.plan.table import align_lines
 
+    if options.plot:
+        keep_inputs([options.plot], filter(None, (*_files(options)[0], options.machine)), "--plot")
     question, (first, last) = _question(options), options.gpus
     curves = {"strong": curve(question, first, last, weak=False), "weak": curve(question, first, last, weak=True)}
     if not any(curves.values()):
         rule = "no layout fits on any of these numbers of devices"
         raise ConfigError([Problem("--gpus", rule, "ask for one number alone to see why", f"{first}..{last}")])
     if options.plot:
-        draw(curves["strong"], curves["weak"], options.plot, f"{question.at.device.name}, predicted")
+        with writing(options.plot, "--plot"):
+            draw(curves["strong"], curves["weak"], options.plot, f"{question.at.device.name}, predicted")
     if options.json:
         print(json.dumps({name: [each.to_json() for each in points] for name, points in curves.items()}, indent=2))
         return
@@ -140,8 +150,8 @@ def lint(options: argparse.Namespace) -> None:
     from megatron.plan.lint import lint as findings
 
     question = _question(options)
-    if options.layout:
-        named = parse(options.layout)
+    if options.layout is not None:
+        named = parse(options.layout, "--layout")
         choice = Candidate(**{"sequence": named.get("tensor", 1) > 1, **named})
         question.resolved(choice)  # a layout that the launcher refuses is refused here
     else:
@@ -314,14 +324,33 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _refuse(options: argparse.Namespace, action: Callable[[argparse.Namespace], None]) -> None:
-    """Options that would be left out without a word."""
+# What each question reads of the options; `arguments` are files, overrides, or names of configurations.
+_MACHINE = {"arguments", "gpus", "gpu", "hosts", "network", "machine", "json"}
+_FAILURES = {"failures", "save_seconds", "restart_seconds"}
+READ: dict[Callable[[argparse.Namespace], None], set[str]] = {
+    search: _MACHINE | _FAILURES | {"price", "disk", "why_not", "top"},
+    scaling: _MACHINE | {"plot"},
+    budget: _MACHINE | _FAILURES | {"budget", "tokens_per_parameter"},
+    lint: _MACHINE | {"layout"},
+    score: {"fit", "json"},
+    history: {"top", "json"},
+    recommend: {"arguments", "formulas"},
+}
+WORDS = {each.__name__: each for each in (lint, score, history, recommend)}
+
+
+def _refuse(parser: argparse.ArgumentParser, options: argparse.Namespace, action: Callable) -> None:
+    """What would be left out without a word."""
     fewest, most = options.gpus
-    if fewest != most and (action is not scaling or options.why_not):
+    if fewest != most and "gpus" in READ[action] and (action is not scaling or options.why_not is not None):
         rule = "must be one number for this question: a range shows how a run scales"
         raise ConfigError([Problem("--gpus", rule, f"give {fewest} or {most}", f"{fewest}..{most}")])
     if options.plot and action is not scaling:
         raise ConfigError([Problem("--plot", "must come with a range of devices", "give --gpus FEWEST..MOST")])
+    refuse_unread(parser, options, READ[action] | {"arguments"}, action.__name__)
+    if options.arguments and "arguments" not in READ[action]:
+        rule = f"must stand alone: {action.__name__} reads no files and no overrides"
+        raise ConfigError([Problem("", rule, "leave the word out", options.arguments[0], where="command line")])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -331,8 +360,7 @@ def main(arguments: list[str] | None = None) -> int:
     if any(each.startswith("-") for each in rest):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     options.arguments += rest  # files and overrides after an option
-    words = {"lint": lint, "score": score, "history": history, "recommend": recommend}
-    action = words.get(options.arguments[0], search)
+    action = WORDS.get(options.arguments[0], search)
     if action is not search:
         del options.arguments[0]
     elif options.budget is not None:
@@ -340,8 +368,11 @@ def main(arguments: list[str] | None = None) -> int:
     elif options.gpus[0] != options.gpus[1]:
         action = scaling
     try:
-        _refuse(options, action)
+        _refuse(parser, options, action)
         action(options)
+    except OutputError as error:
+        print(error, file=sys.stderr)
+        return 2
     except ConfigError as error:
         print(error, file=sys.stderr)
         if options.json:

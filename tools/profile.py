@@ -34,7 +34,7 @@ else:
         sys.path.insert(0, str(ROOT))
 
     from megatron.config import ConfigError
-    from megatron.config.file_access import OutputError, keep_inputs
+    from megatron.config.file_access import OutputError, keep_inputs, writing
     from megatron.config.problems import UserError
 
     READ = ("config.yml", "ledger.jsonl", "metrics.jsonl")
@@ -58,7 +58,8 @@ def main(arguments: list[str] | None = None) -> int:
 
         found = profile(options.run, options.device, options.machine)
         if options.output:
-            picture(found, options.output)
+            with writing(options.output):
+                picture(found, options.output)
     except (ConfigError, OutputError, UserError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -241,15 +241,20 @@ class TrainingRun:
         return self.checkpoints / f"step_{self.steps:08d}"
 
 
+def sources(settings: Settings, machine: Machine) -> tuple[list[str], list[str]]:
+    """The files and overrides of the training."""
+    files = [settings.config, *(word for word in machine.extra if word.endswith(".yml"))]
+    fitting = [word for word in machine.extra if not word.endswith(".yml")]
+    return files, [*fitting, *_data_overrides(settings), *settings.overrides]
+
+
 def train(settings: Settings) -> TrainingRun:
     """Train, or go on with training that was interrupted, or do nothing if it is finished."""
     from megatron.config import config_hash, load
 
     heading("4/5  Training")
     machine = look()
-    files = [settings.config, *(word for word in machine.extra if word.endswith(".yml"))]
-    fitting = [word for word in machine.extra if not word.endswith(".yml")]
-    overrides = [*fitting, *_data_overrides(settings), *settings.overrides]
+    files, overrides = sources(settings, machine)
     config = load(files, overrides, ranks=machine.ranks).config
     inputs = [settings.data / name for name in ("tokenizer.json", "train.bin", "validation.bin")]
     key = digest(config_hash(config), *inputs)
@@ -382,9 +387,11 @@ def main() -> int:
     settings = _settings()
     begin = time.monotonic()
     os.chdir(ROOT)  # paths of a configuration are seen from here
-    from megatron.config import ConfigError
+    from megatron.config import ConfigError, load
 
     try:
+        machine = look()
+        load(*sources(settings, machine), ranks=machine.ranks, check_inputs=False)  # before anything is made
         prepare(settings)
         run = train(settings)
         samples(run)
@@ -425,6 +432,12 @@ def _settings() -> Settings:
     if given.model and given.config:
         parser.error("--model and --config both name a model")
     config = given.config or f"configs/{MODELS[given.model or 'pythia']}.yml"
+    if not 0 < given.validation < 1:
+        parser.error(f"--validation must be a share between 0 and 1, not {given.validation:g}")
+    if min(given.vocabulary, 1 if given.documents is None else given.documents) < 1:
+        parser.error("--vocabulary and --documents must be at least 1")
+    if strange := [word for word in given.overrides if "=" not in word]:
+        parser.error(f"{strange[0]!r} must be key.path=value; --config names a file")
     data = (ROOT / given.data).resolve()
     return Settings(config, data, given.vocabulary, given.validation, given.documents, tuple(given.overrides))
 

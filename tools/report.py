@@ -23,7 +23,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from megatron.config import ConfigError  # noqa: E402
-from megatron.config.file_access import OutputError, keep_inputs  # noqa: E402
+from megatron.config.file_access import OutputError, keep_inputs, writing  # noqa: E402
 from megatron.config.problems import UserError  # noqa: E402
 
 READ = ("metrics.jsonl", "metrics.superseded.jsonl", "ledger.jsonl", "samples.jsonl", "config.yml")
@@ -37,14 +37,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--title", help="its title (default: the runs' names)")
     options = parser.parse_args(arguments)
     folders = list(dict.fromkeys(each.rstrip(os.sep) or os.sep for each in options.runs))
-    output = options.output or (Path(folders[0], "report.html") if len(folders) == 1 else Path("report.html"))
+    default = Path(folders[0], "report.html") if len(folders) == 1 else Path("report.html")
+    output = default if options.output is None else options.output
     try:
         keep_inputs([output], [path for run in folders for name in READ if (path := Path(run, name)).is_file()])
         from megatron.report.page import write_report
         from megatron.report.page.history import named_runs
 
         runs = named_runs(folders)
-        write_report(runs, output, title=options.title or ", ".join(run.name for run in runs))
+        with writing(output):
+            write_report(runs, output, title=options.title or ", ".join(run.name for run in runs))
     except (ConfigError, OutputError, UserError) as error:
         print(error, file=sys.stderr)
         return 2

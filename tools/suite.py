@@ -25,10 +25,21 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from megatron.config import ConfigError  # noqa: E402
+from megatron.config.file_access import OutputError, keep_inputs, writing  # noqa: E402
+from megatron.config.given_options import refuse_unread  # noqa: E402
 from megatron.config.problems import UserError  # noqa: E402
 from megatron.suite import Suite, read_suite  # noqa: E402
 
-VERBS = ("plan", "launch", "status", "compare", "manifest", "fit")
+READ = {  # options of each verb
+    "plan": {"json"},
+    "launch": {"jobs", "index", "slurm", "sbatch"},
+    "status": {"json"},
+    "compare": {"json"},
+    "manifest": {"json"},  # it is JSON in any case
+    "fit": {"json", "points", "validation", "without_embeddings", "resamples", "picture"},
+}
+VERBS = tuple(READ)
+MOST = 1_000_000  # resamples
 CURVES = 40  # runs whose curves a page can show
 
 
@@ -125,16 +136,24 @@ def fit(suite: Suite | Path, options: argparse.Namespace) -> int:
 
     if isinstance(suite, Path):
         points, folder, name = read_points(suite), suite.parent, suite.stem
+        picture = _picture(options, folder, name)
     else:
         counted = not options.without_embeddings
         points = points_of(suite, suite.resolved(), options.points, options.validation, embeddings=counted)
         folder, name = suite.folder, suite.name
+        picture = _picture(options, folder, name)
         write_points(points, folder / "points.csv")
     found = study(points, resamples=options.resamples)
-    picture = options.picture or folder / f"{name}-scaling.png"
-    save_study(found, picture, f"{name}: {len(points)} losses of {len(points.names)} runs")
+    with writing(picture, "--picture"):
+        save_study(found, picture, f"{name}: {len(points)} losses of {len(points.names)} runs")
     print(json.dumps(found.document(), indent=2) if options.json else "\n".join([*study_lines(found), str(picture)]))
     return 0
+
+
+def _picture(options: argparse.Namespace, folder: Path, name: str) -> Path:
+    picture: Path = options.picture or folder / f"{name}-scaling.png"
+    keep_inputs([picture], [options.suite], "--picture")
+    return picture
 
 
 def _states(suite: Suite) -> dict:
@@ -144,6 +163,21 @@ def _states(suite: Suite) -> dict:
         return {member.name: state_of(member) for member in suite.members}
     except (OSError, ValueError) as error:
         raise UserError(str(error)) from error
+
+
+def _refuse(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End with status 2 for options that make no sense, or that would be left out without a word."""
+    read, what = {"suite", "verb"} | READ[options.verb], options.verb
+    if options.verb == "launch":
+        read -= {"jobs", "index"} if options.slurm else {"sbatch"}
+        what = "launch --slurm" if options.slurm else "launch without --slurm"
+    if options.verb == "fit" and options.suite.suffix == ".csv":
+        read, what = read - {"points", "validation", "without_embeddings"}, "fit of a table"
+    refuse_unread(parser, options, read, what)
+    if options.jobs < 1:
+        parser.error("--jobs must be at least 1")
+    if not 0 <= options.resamples <= MOST:
+        parser.error(f"--resamples must be from 0 to {MOST:,}")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -172,15 +206,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     fitting.add_argument("--picture", type=Path, help="default: NAME-scaling.png in the suite's folder")
     options = parser.parse_args(arguments)
-    if options.jobs < 1:
-        parser.error("--jobs must be at least 1")
-    if options.resamples < 0:
-        parser.error("--resamples must be at least 0")
+    _refuse(parser, options)
     try:
         if options.verb == "fit" and options.suite.suffix == ".csv":
             return fit(options.suite, options)
         return globals()[options.verb](read_suite(options.suite), options)
-    except (ConfigError, UserError) as error:
+    except (ConfigError, OutputError, UserError) as error:
         print(error, file=sys.stderr)
         return 2
 

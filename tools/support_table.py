@@ -150,13 +150,16 @@ def main(arguments: list[str]) -> int:
     if not arguments:
         print(f"{summary()}\n\n{grid()}")
         return 0
+    made = {}
     for name in arguments:
         path = Path(name)
         try:
-            path.write_text(replaced(path.read_text(encoding="utf-8"), table_for(path)), encoding="utf-8")
+            made[path] = replaced(path.read_text(encoding="utf-8"), table_for(path))
         except (OSError, ValueError) as error:
             print(f"{name}: {error}", file=sys.stderr)
             return 2
+    for path, text in made.items():
+        path.write_text(text, encoding="utf-8")
     return 0
 
 

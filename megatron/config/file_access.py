@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 MISSING = "there is no such file"
@@ -67,3 +68,24 @@ def keep_inputs(outputs: Iterable[AnyPath], inputs: Iterable[AnyPath], option: s
                 also = "" if os.fspath(output) == os.fspath(each) else f", which is the input {each} under another name"
                 rule = f"it would be written over{also or ', and it is one of the inputs'}"
                 raise OutputError(output, rule, f"use another {option}")
+
+
+@contextmanager
+def writing(output: AnyPath, option: str = "--output", *, folders: bool = False) -> Iterator[None]:
+    """Around the writing of a file that a user has named.
+
+    Args:
+        option: that names it, for the message.
+        folders: whether it may be a folder, in which files are made.
+
+    Raises:
+        OutputError: it is no file's name, or the system refuses.
+    """
+    there = os.path.isdir(output)
+    if (there and not folders) or not (there or Path(output).name):
+        raise OutputError(output, "it must be a file", f"use another {option}")
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise OutputError(output, f"it cannot be written ({reason})", f"use another {option}") from error

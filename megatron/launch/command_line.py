@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ from pathlib import Path
 from .options import KEYS
 
 REHEARSAL = ("--device", "--machine", "--rank", "--json")  # options that mean something with --rehearse alone
+INQUIRIES = ("--logs", "--status", "--stacks")  # of a run
+ACTIONS = (*INQUIRIES, "--rehearse", "--dry-run", "--sbatch", "--print")  # each in the place of starting
 USAGE = "deepy.py [options] SCRIPT.py a.yml b.yml ... key.path=value ..."
 
 
@@ -82,9 +85,10 @@ def main(argv: list[str], script: str | None = None) -> int:
     from .hosts import HostError
 
     options = parser(script).parse_args(_options_first(argv) if script else argv)  # a wrong option ends with status 2
-    if script:
-        options.words = [script, *options.words]
     try:
+        _refuse_unread(options)
+        if script:
+            options.words = [script, *options.words]
         return _serve(options)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
@@ -110,6 +114,30 @@ def _options_first(argv: list[str]) -> list[str]:
         (first if name in known else rest).extend(own)
         index += len(own)
     return [*first, *rest, *argv[end:]]
+
+
+def _refuse_unread(options: argparse.Namespace) -> None:
+    """Options that would be left out without a word.
+
+    Raises:
+        ArgumentError: there are some.
+    """
+    from megatron.config.arguments import ArgumentError
+
+    values = {**vars(options), "print": options.template}
+    given = {f"--{name}".replace("_", "-") for name, value in values.items() if value not in (None, False)}
+    asked = [name for name in ACTIONS if name in given]
+    if len(asked) > 1:
+        raise ArgumentError(f"{' and '.join(asked)} exclude each other: give one")
+    if options.submit and not options.sbatch:
+        raise ArgumentError("--submit needs --sbatch, which writes the script that it submits")
+    unread = [name for name in REHEARSAL if name in given]
+    if unread and not options.rehearse:
+        raise ArgumentError(
+            f"{', '.join(unread)} must come with --rehearse; options of a script stand behind its configuration files"
+        )
+    if asked and asked[0] in INQUIRIES and options.words:
+        raise ArgumentError(f"{asked[0]} names a run, and reads nothing else: leave out {' '.join(options.words)}")
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -172,8 +200,8 @@ def _rehearse(options: argparse.Namespace) -> int:
     taken = script_arguments(options.words[0], options.words[1:])
     if Path(options.words[0]).name != "train.py":
         raise ArgumentError(f"--rehearse knows train.py, not {options.words[0]}")
-    if not (options.ranks or "").isdecimal() or int(options.ranks) < 1:
-        raise ArgumentError("--rehearse needs the number of ranks of the whole run: --ranks N")
+    if not re.fullmatch("0*[1-9][0-9]{0,6}", options.ranks or ""):
+        raise ArgumentError("--rehearse needs the number of ranks of the whole run, below ten million: --ranks N")
     named = {"--ranks": options.ranks, "--device": options.device, "--machine": options.machine, "--rank": options.rank}
     words = [f"{name}={value}" for name, value in named.items() if value is not None]
     others = [each for each in overrides_of(options) if not each.startswith("launch.ranks=")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -95,24 +96,27 @@ class Candidate:
         return " ".join([*words, f"zero{self.zero}", f"mb{self.micro_batch}", self.recompute])
 
 
-def parse(text: str) -> dict[str, Any]:
+def parse(text: str, option: str) -> dict[str, Any]:
     """A layout that a user names: `tensor=8,pipeline=4,recompute=full`; what is not named is left to the search.
 
+    Args:
+        option: that has it, for messages.
+
     Raises:
-        ConfigError: a name is not known, or a value is not of its type.
+        ConfigError: nothing is named, a name is not known or comes twice, or a value is not of its type.
     """
     types = {field.name: type(field.default) for field in fields(Candidate)}
     found: dict[str, Any] = {}
-    for word in filter(None, text.split(",")):
+    for word in [each for each in text.split(",") if each.strip()] or [text]:
         name, _, value = (part.strip() for part in word.partition("="))
         kind = types.get(name)
-        wrong = kind is None or (kind is int and not (value.isascii() and value.isdigit() and 0 <= int(value) < 10**6))
+        wrong = kind is None or name in found or (kind is int and not re.fullmatch("[0-9]{1,6}", value))
         wrong |= kind is bool and value not in ("true", "false")
         wrong |= name == "recompute" and value not in RECOMPUTE
-        wrong |= kind is int and name != "zero" and value.isdigit() and int(value) == 0
+        wrong |= kind is int and name != "zero" and not value.strip("0")
         if wrong:
             rule = f"must be NAME=VALUE of {', '.join(types)}; recompute is one of {', '.join(RECOMPUTE)}"
-            raise ConfigError([Problem("--why-not", rule, "for example tensor=8,pipeline=4,zero=1", word)])
+            raise ConfigError([Problem(option, rule, "for example tensor=8,pipeline=4,zero=1", word)])
         found[name] = int(value) if kind is int else value == "true" if kind is bool else value
     return found
 

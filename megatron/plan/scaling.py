@@ -12,6 +12,7 @@ from megatron.config import Config, ConfigError
 from megatron.config.divisors import divisors
 from megatron.config.layers import ConfigSource
 from megatron.model.describe import totals
+from megatron.report.figures import write_figure
 from megatron.report.goodput import best_interval
 
 from .devices import Cluster
@@ -71,9 +72,11 @@ def curve(question: Question, first: int, last: int, *, weak: bool) -> list[Scal
 
 def draw(strong: list[ScalingPoint], weak: list[ScalingPoint], path: Path, title: str) -> None:
     """Tokens per second against devices, with the line of perfect scaling."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    FigureCanvasAgg(figure)
     axes = figure.subplots()
     for points, label in ((strong, "the same batch"), (weak, "the batch grows")):
         if points:
@@ -85,7 +88,7 @@ def draw(strong: list[ScalingPoint], weak: list[ScalingPoint], path: Path, title
     axes.set_xticks([p.devices for p in points], [str(p.devices) for p in points], minor=False)
     axes.minorticks_off()
     axes.legend()
-    figure.savefig(path)
+    write_figure(figure, path)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class PublishedRun:
 
     @property
     def choice(self) -> Candidate:
-        return Candidate(**parse(self.values["layout"]))
+        return Candidate(**parse(self.values["layout"], "layout"))
 
     def measured(self, question: Question) -> float:
         """Tokens per second of a device."""

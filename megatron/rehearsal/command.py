@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -96,7 +97,7 @@ def _ranks(given: str | None, config: Config, layout: Layout) -> list[int]:
     if given is None:
         return kinds_of_ranks(config, layout)
     words = given.split(",")
-    wrong = [word for word in words if not (word.isascii() and word.isdigit() and int(word) < layout.world_size)]
+    wrong = [word for word in words if not (re.fullmatch("[0-9]{1,9}", word) and int(word) < layout.world_size)]
     if wrong:
         rule = f"must be ranks of the run, 0 to {layout.world_size - 1}, separated by commas"
         raise ConfigError([Problem("--rank", rule, "leave it out to see one rank of each kind", ", ".join(wrong))])

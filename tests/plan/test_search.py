@@ -234,11 +234,13 @@ def test_why_not_ranks_that_share_matrices(values, pipeline):
 
 
 @pytest.mark.parametrize(
-    "word", ["tensor", "tensor=x", "width=3", "zero=-1", "recompute=maybe", "tensor=0", "sequence=1"]
+    "word",
+    ["tensor", "tensor=x", "width=3", "zero=-1", "recompute=maybe", "tensor=0", "sequence=1"]
+    + ["", ",", "tensor=" + 5000 * "9", "tensor=00", "tensor=²", "tensor=2,tensor=4"],
 )
 def test_broken_layouts(word):
-    with pytest.raises(ConfigError, match="must be NAME=VALUE"):
-        parse(word)
+    with pytest.raises(ConfigError, match="--layout = .*\n.*must be NAME=VALUE"):
+        parse(word, "--layout")
 
 
 def test_tensor_ranks_over_hosts_are_warned_of():

@@ -134,6 +134,14 @@ def test_command(tool, capsys, tmp_path):
         ([TINY, "--gpus", "4..8", "--budget", "10 gpu-hours"], "must be one number"),
         ([TINY, "--gpus", "4..8", "--why-not", "tensor=2"], "must be one number"),
         ([TINY, "--gpus", "8", "--plot", "s.png"], "must come with a range"),
+        (["lint", TINY, "--layout", "foo=2"], "--layout = 'foo=2'\n    rule: must be NAME=VALUE"),
+        (["lint", TINY, "--layout", ""], "--layout = ''\n"),
+        ([TINY, "--why-not", ","], "--why-not = ','\n"),
+        (["score", "extra"], "must stand alone: score reads no files"),
+        (["history", TINY], "must stand alone: history reads no files"),
+        ([TINY, "--failures", "1e9"], "--failures = 1000000000.0\n    rule: must leave time to work"),
+        ([TINY, "--gpus", "4..8", "--plot", "/dev/null/s.png"], "it cannot be written ("),
+        ([TINY, "--gpus", "4..8", "--plot", ""], "it must be a file"),
     ],
 )
 def test_mistakes_end_with_status_2(tool, capsys, words, said):
@@ -151,9 +159,31 @@ def test_mistakes_end_with_status_2(tool, capsys, words, said):
         ["--disk", "9q"],
         ["--budget", "5 years"],
         ["--bogus"],
+        ["--gpus", "9" * 5000],
+        ["--price", "nan"],
+        ["--failures", "inf"],
+        ["--disk", "1e400TB"],
+        ["--top", "0"],
     ],
 )
 def test_wrong_options_end_with_status_2(tool, words):
     with pytest.raises(SystemExit) as stopped:
         tool.main([TINY, *words])
     assert stopped.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ([TINY, "--layout", "tensor=2"], "--layout must be left out: search does not read it"),
+        (["lint", TINY, "--why-not", "tensor=2", "--price", "2"], "--price, --why-not must be left out: lint does not"),
+        (["score", "--gpus", "64"], "--gpus must be left out"),
+        (["history", "--fit"], "--fit must be left out"),
+        ([TINY, "--gpus", "4..8", "--price", "2"], "--price must be left out: scaling"),
+        (["recommend", "pythia/14m", "--json"], "--json must be left out: recommend"),
+    ],
+)
+def test_options_of_other_questions_are_refused(tool, capsys, words, said):
+    with pytest.raises(SystemExit) as stopped:
+        tool.main(words)
+    assert stopped.value.code == 2 and said in capsys.readouterr().err

@@ -37,7 +37,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="largest relative difference of a tensor (by norm) that counts as equal",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if not 0 <= options.tolerance < float("inf"):
+        parser.error(f"--tolerance must be 0 or more, not {options.tolerance:g}")
+    return options
 
 
 def same(item: TensorDifference, tolerance: float) -> bool:

@@ -47,7 +47,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shard-size", type=float, default=5.0, metavar="GIB", help="largest file, in GiB (default 5)")
     parser.add_argument("--verify", action="store_true", help="run both models on the same tokens, in fp32")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if not 0 < options.shard_size < float("inf"):
+        parser.error(f"--shard-size must be a number of GiB above 0, not {options.shard_size:g}")
+    return options
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -62,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
             options.out,
             name=options.architecture,
             dtype=options.dtype,
-            limit=int(options.shard_size * GIBIBYTE),
+            limit=max(1, int(options.shard_size * GIBIBYTE)),
             progress=tell,
         )
         proof = prove(checkpoint, options.out, done.dtype) if options.verify else None

@@ -48,6 +48,10 @@ def main(given: argparse.Namespace) -> dict:
     from megatron.data.provenance import Provenance, config_file, run_config, step_hash
     from megatron.data.tokenizer import build_tokenizer
 
+    last = given.step if given.to is None else given.to
+    if not 0 <= given.step <= last:
+        asked = f"{given.step} to {last} are no steps"
+        raise DataError("--step, --to", asked, "give --step of at least 0, and --to no smaller")
     config = run_config(given.run)
     provenance = Provenance(config, given.split, given.name, run_left_out(given.run))
     if given.export:
@@ -55,7 +59,6 @@ def main(given: argparse.Namespace) -> dict:
         read = [path for source in provenance.plan.sources for path in pair_files(source.file.prefix)]
         keep_inputs([name], [config_file(given.run), *read], "--export")
     tokenizer = build_tokenizer(config.tokenizer) if given.text else None
-    last = given.step if given.to is None else given.to
     steps, arrays = [], []
     for step in range(given.step, last + 1):
         sequences = provenance.step(step, given.rank)

@@ -45,6 +45,8 @@ def main(given: argparse.Namespace) -> dict:
         raise DataError("corpus", "no name was given", "give one of --list")
     if not 0 <= given.validation < 1:
         raise DataError("--validation", f"{given.validation} is no share", "give a number from 0 to below 1")
+    if given.limit is not None and given.limit < 1:
+        raise DataError("--limit", f"{given.limit} is no number of documents", "give at least 1, or leave it out")
     return prepare(given.corpus, Path(given.output), given.validation, given.limit)
 
 

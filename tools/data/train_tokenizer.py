@@ -63,6 +63,8 @@ def main(given: argparse.Namespace) -> dict:
     from megatron.data.corpus.vocabulary import texts, train
     from megatron.data.errors import DataError
 
+    if given.limit is not None and not 1 <= given.limit < float("inf"):
+        raise DataError("--limit", f"{given.limit:g} is no number of bytes", "give at least 1, or leave it out")
     output = Path(given.output)
     if output.exists() and not given.overwrite:
         raise DataError(output, "this file exists already", "use another --output, or --overwrite")

@@ -74,6 +74,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--output", type=Path, help="write the rows here (default: standard output)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args(arguments)
+    if options.step < 0 or (options.samples is not None and options.samples < 1):
+        parser.error("--step must be at least 0, and --samples at least 1")
     import torch
 
     from megatron.checkpoint.errors import CheckpointError
