@@ -7,11 +7,12 @@ from pathlib import Path
 
 from megatron.config import Config
 from megatron.config.sections.output import TaskOptions
+from megatron.config.sequences import longest_text
 from megatron.config.stages import stage_of
 from megatron.data.errors import DataError
 from megatron.data.tokenizer import build_tokenizer
 
-from .arguments import OptionError, parse
+from .arguments import OptionError, Options, parse
 from .foreign import tokenizer_problems
 from .loading import data_problems
 from .probes import ProbeError, longest_of, read_probes
@@ -34,14 +35,26 @@ def before_start(words: Sequence[str], config: Config) -> list[str]:
         found.append("tokenizer.type is none, so no task can be read; set tokenizer.type and tokenizer.path")
     missing = checkpoint_problems(options.checkpoint, config, "a step, a checkpoint or a Hugging Face folder")
     found += missing or tokenizer_problems(config, _place(options.checkpoint, config))
-    longest = config.model.embedding.max_positions
-    if longest is not None and options.needles and max(options.needles) > longest:
-        found.append(
-            f"--needles has {max(options.needles)} tokens, and the model {longest} positions; use at most these"
-        )
+    found += _too_long(options, config)
     if options.needles and not options.requests:
         return found
     return [*found, *_readable(options.requests, options.folders, config, options.max_length)]
+
+
+def _too_long(options: Options, config: Config) -> list[str]:
+    """Texts beyond the positions that the model has learned, or that ranks can share evenly."""
+    longest, there = longest_text(config), config.model.embedding.max_positions
+    if longest is None:
+        return []
+    have = f"the model {there} positions"
+    if longest < there:
+        have = f"the model {there} positions, of which ranks that share sequences can have {longest}"
+    asked = {"--needles": max(options.needles, default=0), "--max-length": options.max_length or 0}
+    return [
+        f"{option} has {tokens} tokens, and {have}; use at most these"
+        for option, tokens in asked.items()
+        if tokens > longest
+    ]
 
 
 def _place(named: str | None, config: Config) -> Path | None:

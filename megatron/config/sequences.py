@@ -97,3 +97,16 @@ def kinds_needing_neighbours(config: Any) -> list[str]:
         for name in kinds
         if name in names and (kinds[name].context in ("scans", "states") or kinds[name].neighbours)
     ]
+
+
+def longest_text(config: Any) -> int | None:
+    """Tokens of the longest text that can be read at once; None where any can. Learned positions end, and ranks that
+    share a sequence have equal parts of it."""
+    embedding, parallel = config.model.embedding, config.parallel
+    if embedding.position != "learned":
+        return None
+    ranks = parallel.context * (parallel.tensor if parallel.sequence else 1)
+    zigzag = parallel.context > 1 and choose_cut(config)[0] == "zigzag"
+    even = math.lcm(ranks, 2 * parallel.context) if zigzag else ranks
+    most: int = embedding.max_positions
+    return most // even * even

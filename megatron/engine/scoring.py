@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import Config
+from megatron.config.sequences import longest_text
 from megatron.data.batch import StepBatch
 from megatron.model.embedding_and_head import Reader
 from megatron.model.generate import Sampling, choose_token
@@ -165,11 +166,8 @@ class Scorer:
             if training.sequence_chunks > 1:
                 unit = math.lcm(unit, training.sequence_length // training.sequence_chunks)
         length = -(-longest // unit) * unit
-        embedding = self.config.model.embedding
-        if embedding.position == "learned":  # there is no position behind the last one
-            even = math.lcm(ranks, 2 * self.mesh.context.size) if self.mesh.layout.zigzag else ranks
-            length = max(min(length, embedding.max_positions // even * even), longest)
-        return length
+        most = longest_text(self.config)
+        return length if most is None else max(min(length, most), longest)
 
     def _batch(self, step: list[list[Row]], length: int) -> StepBatch:
         tokens = torch.full((len(step), len(step[0]), length + 1), PAD, dtype=torch.int64)

@@ -128,3 +128,25 @@ def test_options(tmp_path: Path) -> None:
     model["attention"] = model["attention"] | {"position": "none", "rotary": {}}
     config = combine([ConfigSource(values | {"model": model})], ranks=1, check_inputs=False, name="small").config
     assert any("--needles has 200 tokens, and the model 64 positions" in each for each in before_start(WORDS, config))
+
+
+@pytest.mark.parametrize(
+    "parallel, ranks, most",
+    [
+        ({}, 1, 101),
+        ({"tensor": 2}, 2, 101),
+        ({"tensor": 2, "sequence": True}, 2, 100),
+        ({"context": 4, "context_method": "ring"}, 4, 96),  # two runs of each rank
+        ({"context": 4, "context_method": "ring", "context_cut": "contiguous"}, 4, 100),
+    ],
+)
+def test_texts_beyond_what_ranks_can_share_are_refused(tmp_path: Path, parallel: dict, ranks: int, most: int) -> None:
+    values = settings("gpt_neox", tmp_path) | {"parallel": parallel}
+    model = values["model"] | {"embedding": {"position": "learned", "max_positions": 101}}
+    model["attention"] = model["attention"] | {"position": "none", "rotary": {}}
+    config = combine([ConfigSource(values | {"model": model})], ranks=ranks, check_inputs=False, name="small").config
+    for option in (["--needles"], ["--tasks", "nothing", "--max-length"]):
+        fits, beyond = (before_start([*option, str(tokens)], config) for tokens in (most, most + 1))
+        assert not any("positions" in each for each in fits)
+        told = next(each for each in beyond if "positions" in each)
+        assert f"{option[-1]} has {most + 1} tokens" in told and str(most) in told
