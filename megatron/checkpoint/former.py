@@ -11,7 +11,7 @@ import numpy as np
 
 from .container import read_header
 from .errors import CheckpointError, understanding
-from .index import Index
+from .index import Index, refuse_strange
 from .rankfile import FileRecord, rank_of
 from .table import ROW, Vocabulary
 
@@ -43,4 +43,6 @@ def open_index(path: Path) -> Index:
         starts = np.frombuffer(content, "<i8", count=(first.end - first.begin) // 8, offset=first.begin)
         if len(starts) != len(vocabulary.tensors) + 1 or starts[-1] != len(table):
             raise CheckpointError(path, "the index is damaged: its table and its list of tensors do not agree")
-        return Index(vocabulary, table)
+        index = Index(vocabulary, table)
+        refuse_strange(index.groups, vocabulary, len(table))
+        return index

@@ -21,6 +21,7 @@ INDEX_NAME = "index.safetensors"
 
 # One row per state of a tensor: 20 bytes.
 GROUP = np.dtype([("tensor", "<i4"), ("state", "<i2"), ("dtype", "<i2"), ("tensor_ranks", "<i4"), ("first", "<i8")])
+MOST_RANKS = 1 << 16  # tensor parallel ranks of a tensor, each of which a reader asks for its part
 
 Trust = Callable[[int, int], None]  # raises unless rows `begin` to `end` are what was written
 Key = Callable[[np.void], tuple[int, int]]
@@ -161,3 +162,15 @@ def _groups(rows: np.ndarray) -> np.ndarray:
 def checksum(content: bytes) -> str:
     """128 bits of xxh3: 29 GB/s on one core, where SHA-256 did 1.8; it is meant for faults, not for enemies."""
     return xxhash.xxh3_128_hexdigest(content)
+
+
+def refuse_strange(groups: np.ndarray, vocabulary: Vocabulary, rows: int) -> None:
+    """Raise ValueError for groups that no version writes, which numbers alone would not show."""
+    first = groups["first"]
+    ordered = np.all(first[1:] > first[:-1]) and (not len(first) or (first[0] == 0 and first[-1] < rows))
+    negative = any((groups[name] < 0).any() for name in ("tensor", "state", "dtype"))
+    ranks = groups["tensor_ranks"]
+    if not ordered or negative or bool(rows) != bool(len(first)) or ((ranks < 1) | (ranks > MOST_RANKS)).any():
+        raise ValueError("its table and its list of tensors do not agree")
+    if len(first) and groups["tensor"].max() >= len(vocabulary.tensors):
+        raise ValueError("its list of tensors has more than its vocabulary")

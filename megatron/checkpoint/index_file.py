@@ -23,7 +23,7 @@ from .container import TensorEntry, header, parse_header
 from .durable import read_fully
 from .errors import CheckpointError, reading, understanding
 from .hash_tree import HashTree, grow, spans
-from .index import GROUP, Index, Trust, checksum
+from .index import GROUP, Index, Trust, checksum, refuse_strange
 from .rankfile import FileRecord
 from .table import ROW, Vocabulary
 
@@ -118,7 +118,7 @@ def read_index(
         tables = {name: _Table(file.data, entries[name], dtype, seal, tree) for name, dtype in _TABLES.items()}
         vocabulary, groups, rows = Vocabulary.from_json(metadata["vocabulary"]), tables["groups"], tables["rows"]
         groups.trust(0, len(groups.rows))
-        _refuse_strange(groups.rows, vocabulary, len(rows.rows))
+        refuse_strange(groups.rows, vocabulary, len(rows.rows))
         index = Index(vocabulary, rows.rows, groups.rows, rows.trust)
         return index, StoredRecords(path, tables["files"].rows, tables["files"].trust)
 
@@ -156,17 +156,6 @@ class _Table:
     def trust(self) -> Trust:
         size, place, tree = self.rows.itemsize, self._place, self._tree
         return lambda begin, end: tree.check(place + begin * size, place + end * size)
-
-
-def _refuse_strange(groups: np.ndarray, vocabulary: Vocabulary, rows: int) -> None:
-    """Raise ValueError for groups that no version writes, which numbers alone would not show."""
-    first = groups["first"]
-    ordered = np.all(first[1:] > first[:-1]) and (not len(first) or (first[0] == 0 and first[-1] < rows))
-    negative = any((groups[name] < 0).any() for name in ("tensor", "state", "dtype"))
-    if not ordered or negative or bool(rows) != bool(len(first)) or (groups["tensor_ranks"] < 1).any():
-        raise ValueError("its table and its list of tensors do not agree")
-    if len(first) and groups["tensor"].max() >= len(vocabulary.tensors):
-        raise ValueError("its list of tensors has more than its vocabulary")
 
 
 class StoredRecords(Sequence[FileRecord]):

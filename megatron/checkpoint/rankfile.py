@@ -185,8 +185,11 @@ def read_table(root: Path, record: FileRecord) -> tuple[str, np.ndarray]:
         if checksum(bytes(found)) != written:
             raise CheckpointError(path, f"its {part} does not have the checksum it was written with")
     with understanding(path):
-        described = json.loads(bytes(start[8:]))
-        return described["__metadata__"]["vocabulary"], np.frombuffer(bytes(table), ROW)
+        described, rows = json.loads(bytes(start[8:])), np.frombuffer(bytes(table), ROW)
+        places = [record.begin, *rows["offset"].tolist(), record.end]
+        if sorted(places) != places:
+            raise ValueError("its fragments do not follow each other")
+        return described["__metadata__"]["vocabulary"], rows
 
 
 def host_chunks(data: torch.Tensor) -> Iterator[torch.Tensor]:

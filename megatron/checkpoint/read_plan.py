@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -13,12 +13,12 @@ import torch
 
 from .container import DTYPES
 from .durable import CHUNK, read_fully
-from .errors import CheckpointError
+from .errors import CheckpointError, understanding
 from .fragment import FragmentSpec
 from .geometry import Piece, common_width, overlap, rectangles
-from .index import Index
+from .index import Index, Run, checksum
 from .rankfile import FileRecord
-from .table import DTYPE_ORDER, spec_of
+from .table import DTYPE_ORDER, Vocabulary, spec_of
 
 LONG_RUN = 256 << 10  # bytes; runs at least this long are read one by one, shorter ones with what lies between them
 OPEN_FILES = 64
@@ -47,14 +47,23 @@ def plan(index: Index, wanted: FragmentSpec, state: str | None = None) -> list[R
     run = index.find(name, state)
     if run is None:
         raise CheckpointError(f"{name} ({state})", "it is not in the checkpoint")
-    stored, ranks = run.tensor, run.ranks
-    if stored.shape != wanted.tensor.shape:
+    if run.tensor.shape != wanted.tensor.shape:
         raise CheckpointError(
-            f"{name} ({state})", f"its shape is {wanted.tensor.shape} here, {stored.shape} in the checkpoint"
+            f"{name} ({state})", f"its shape is {wanted.tensor.shape} here, {run.tensor.shape} in the checkpoint"
         )
+    with understanding(f"{name} ({state})"):
+        reads = list(_reads(index.vocabulary, run, wanted, state))
+    found = sum(read.piece.count * read.piece.length for read in reads)
+    if found != wanted.length:
+        missing = wanted.length - found
+        raise CheckpointError(f"{name} ({state})", f"{missing} of {wanted.length} elements are not stored")
+    return sorted(reads, key=lambda read: (read.file, read.offset, read.piece.source))
+
+
+def _reads(vocabulary: Vocabulary, run: Run, wanted: FragmentSpec, state: str) -> Iterator[Read]:
+    stored, ranks = run.tensor, run.ranks
     width = common_width(stored, wanted.tensor)
     target = rectangles(wanted, width)
-    reads = []
     for rank in range(ranks):
         size = prod(stored.local_shape(rank, ranks))
         common = overlap(rectangles(FragmentSpec(stored, state, rank, ranks, 0, size), width), target)
@@ -63,14 +72,9 @@ def plan(index: Index, wanted: FragmentSpec, state: str | None = None) -> list[R
         low = min(piece.source for piece in common)
         high = max(piece.source + (piece.count - 1) * piece.source_stride + piece.length for piece in common)
         for row in run.between(rank, low, high):
-            pieces = overlap(rectangles(spec_of(row, index.vocabulary), width), target)
             dtype = DTYPES[DTYPE_ORDER[row["dtype"]]]
-            reads += [Read(int(row["file"]), int(row["offset"]), dtype, piece) for piece in pieces]
-    found = sum(read.piece.count * read.piece.length for read in reads)
-    if found != wanted.length:
-        missing = wanted.length - found
-        raise CheckpointError(f"{name} ({state})", f"{missing} of {wanted.length} elements are not stored")
-    return sorted(reads, key=lambda read: (read.file, read.offset, read.piece.source))
+            for piece in overlap(rectangles(spec_of(row, vocabulary), width), target):
+                yield Read(int(row["file"]), int(row["offset"]), dtype, piece)
 
 
 class Files:
@@ -95,7 +99,7 @@ class Files:
         Raises:
             CheckpointError: the file is lost, has the wrong size, or cannot be read.
         """
-        path = self.root / self.records[number].path
+        path = self.root / self._record(number).path
         try:
             count = read_fully(self._handle(number), buffer, offset)
         except OSError as error:
@@ -113,20 +117,38 @@ class Files:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _record(self, number: int) -> FileRecord:
+        if not 0 <= number < len(self.records):
+            raise CheckpointError(self.root, f"damaged: its index names file {number} of {len(self.records)}")
+        return self.records[number]
+
     def _handle(self, number: int) -> int:
         if number in self._handles:
             self._handles.move_to_end(number)
             return self._handles[number]
-        record = self.records[number]
+        record = self._record(number)
         handle = os.open(record.under(self.root), os.O_RDONLY)
-        size = os.fstat(handle).st_size
-        if size != record.size:
+        try:
+            _refuse_other(self.root / record.path, handle, record)
+        except BaseException:
             os.close(handle)
-            raise CheckpointError(self.root / record.path, f"it has {size} bytes instead of {record.size}")
+            raise
         self._handles[number] = handle
         if len(self._handles) > OPEN_FILES:
             os.close(self._handles.popitem(last=False)[1])
         return handle
+
+
+def _refuse_other(path: Path, handle: int, record: FileRecord) -> None:
+    """Raise unless this is the file of the record. Its table, of 52 bytes for each fragment, has the checksums of all
+    values: another rank's file, or this rank's of another step, has another one."""
+    size = os.fstat(handle).st_size
+    if size != record.size:
+        raise CheckpointError(path, f"it has {size} bytes instead of {record.size}")
+    table = bytearray(record.size - record.end)
+    read_fully(handle, memoryview(table), record.end)
+    if checksum(bytes(table)) != record.table:
+        raise CheckpointError(path, "its table does not have the checksum it was written with: it is another file")
 
 
 def execute(reads: list[Read], files: Files, target: torch.Tensor) -> None:

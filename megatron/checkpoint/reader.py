@@ -162,7 +162,7 @@ class Checkpoint:
             ]
         except FileNotFoundError:
             return [f"{record.path} is lost"]
-        except (CheckpointError, OSError, ValueError, KeyError) as error:
+        except (CheckpointError, OSError, ValueError, LookupError, TypeError, ArithmeticError) as error:
             return [f"{record.path}: {describe_error(error)}"]
 
     # -- fit -------------------------------------------------------------------------------------------------------

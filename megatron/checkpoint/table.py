@@ -37,9 +37,18 @@ def tensor_to_dict(tensor: LogicalTensor) -> dict[str, Any]:
 
 
 def tensor_from_dict(values: dict[str, Any]) -> LogicalTensor:
-    shard = values["shard"]
+    """A tensor that was read from a file.
+
+    Raises:
+        ValueError, TypeError, LookupError: it is not one.
+    """
+    shard, shape = values["shard"], values["shape"]
+    if any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError(f"{values['name']!r} has the shape {shape}")
     if shard is not None:
         shard = Shard(shard["dim"], None if shard["parts"] is None else tuple(shard["parts"]), shard["unit"])
+        if shard.dim not in range(len(shape)) or shard.unit < 1 or sum(shard.parts or ()) not in (0, shape[shard.dim]):
+            raise ValueError(f"{values['name']!r} of {shape} is cut by {shard}")
     return LogicalTensor(
         values["name"],
         tuple(values["shape"]),
