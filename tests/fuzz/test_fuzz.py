@@ -11,6 +11,7 @@ reported then still has a control beside it: the same configuration in one proce
 from __future__ import annotations
 
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 
 from tests.fuzz.draw import STEPS, configuration, folded_layout, layout, mutation, refused, sequence_layout
 from tests.margins import Measured
+from tests.model.test_compiled_parts import trace, traced
 from tests.training import runs
 from tests.training.matrix import merged
 from tests.training.test_resume_layouts import identical, together
@@ -27,6 +29,7 @@ from tests.workers import run
 QUICK, ALL = 20, 200
 FOLDED = 40  # pairs that begin or end on ranks that share the rows of matrices
 SHARED = 40  # pairs on ranks that share sequences
+COMPILED = 40  # whose layers, or parts of them, are compiled
 Cut = tuple[dict[str, Any], int]  # a layout, and how many ranks it has
 SHAKEN = 6  # runs of one process with weights that differ in their last digit
 LOSS = NORM = 1e-5  # beside ten times what rounding does to one process
@@ -81,6 +84,30 @@ def test_pair_with_shared_rows(seed: int, tmp_path: Path):
     check(values, first, second, draw.randint(1, STEPS - 1), tmp_path)
 
 
+@pytest.mark.parametrize(
+    "seed", [pytest.param(each, marks=[pytest.mark.slow] * (each > 0)) for each in range(COMPILED)]
+)
+def test_pair_compiled(seed: int):
+    """What is compiled of the layers computes what they compute as they are, on layouts of all sorts."""
+    draw, values = random.Random(6000 + seed), configuration(6000 + seed)
+    cut, ranks = draw.choice([layout, folded_layout, sequence_layout])(draw, values)
+    own = merged(merged(values, cut), {"training": {"compile": "layer"}})
+    losses, norms = run(ranks, compiled_steps, own, ranks)[0]
+    like_one_process(values, losses, norms, f"\n{own}\non {ranks} ranks")
+
+
+def compiled_steps(values: dict[str, Any], ranks: int) -> tuple[list[float], list[float]]:
+    """The steps of a rank, compiled to torch's own operations."""
+    trace()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="torch.compile failed")
+            config, engine = runs.start(values, ranks)
+            return runs.steps(config, engine, 0, STEPS)
+    finally:
+        traced()
+
+
 def check(values: dict[str, Any], first_layout: Cut, second_layout: Cut, between: int, tmp_path: Path) -> None:
     """Train some steps on one layout and the rest on the other, and compare with one process."""
     (first_cut, first_ranks), (second_cut, second_ranks) = first_layout, second_layout
@@ -94,8 +121,13 @@ def check(values: dict[str, Any], first_layout: Cut, second_layout: Cut, between
     second = together(merged(values, second_cut), second_ranks, STEPS - between, checkpoint, None)
     identical(second.begin, first.end)
 
-    one, exact = runs.plainly(values), runs.plainly(values, exact=True)
     losses, norms = first.losses + second.losses, first.norms + second.norms
+    like_one_process(values, losses, norms, told)
+
+
+def like_one_process(values: dict[str, Any], losses: list[float], norms: list[float], told: str) -> None:
+    """Losses and gradient norms of a run's first steps are those of one process, but for rounding."""
+    one, exact = runs.plainly(values), runs.plainly(values, exact=True)
     near = worst(losses, one.losses) < LOSS + 10 * worst(one.losses, exact.losses)
     near &= worst(norms, one.norms) < NORM + 10 * worst(one.norms, exact.norms)
     if not near and not within_the_spread(values, one, exact, losses, norms):

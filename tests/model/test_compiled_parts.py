@@ -72,14 +72,14 @@ def settings(model: dict, **training) -> dict:
     }
 
 
-def _trace() -> None:
+def trace() -> None:
     """Compile to torch's own operations from now on, in this process."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.compile = lambda forward, dynamic, options: COMPILED(forward, dynamic=dynamic, backend="aot_eager")
 
 
-def _traced() -> tuple[int, dict]:
+def traced() -> tuple[int, dict]:
     """How many graphs there are, and what broke them."""
     torch.compile = COMPILED
     counters = torch._dynamo.utils.counters
@@ -95,11 +95,11 @@ def test_between_collectives_and_hooks(name: str, layout: str):
 
 def _traced_step(values: dict, ranks: int) -> tuple[float, list[tuple]]:
     """The step of a rank whose parts must be compiled, without graph breaks."""
-    _trace()
+    trace()
     try:
         answer = on_this_rank(values, ranks)
     finally:
-        graphs, breaks = _traced()
+        graphs, breaks = traced()
     assert graphs and not breaks, (graphs, breaks)
     return answer
 
@@ -108,11 +108,11 @@ def _traced_step(values: dict, ranks: int) -> tuple[float, list[tuple]]:
 def test_between_chunks_draws_and_what_is_recomputed(name: str, cut: str):
     values = overlay(settings(MODELS[name]), CUTS[cut])
     loss, wanted = gradients(values)
-    _trace()
+    trace()
     try:
         found_loss, found = gradients(overlay(values, {"training": {"compile": "layer"}}))
     finally:
-        graphs, breaks = _traced()
+        graphs, breaks = traced()
     assert graphs and not breaks, (graphs, breaks)
     torch.testing.assert_close(found_loss, loss, rtol=1e-6, atol=0)
     for each, gradient in wanted.items():
