@@ -9,8 +9,9 @@ import pytest
 
 from megatron.plan.candidate import RECOMPUTE, Candidate
 from megatron.plan.devices import cluster
+from megatron.plan.memory import TIGHT
 from megatron.plan.search import Plan, Question
-from megatron.rehearsal.recommend import GPU, SIZES, TRIES, best, digest, found, name_of, page, ready, whole
+from megatron.rehearsal.recommend import GPU, SIZES, TRIES, best, digest, forms, found, name_of, page, ready, whole
 from tests.paths import ROOT
 from tests.plan.test_search import LLAMA, question
 
@@ -73,6 +74,30 @@ def test_a_layout_that_does_not_rehearse_is_passed_over(monkeypatch):
     assert first.choice == asked.answers().plans[0].choice and len(own["tried"]) == 1
     assert own["layout"] == vars(tried[1])
     assert tried[1].recompute != "none" or own["planned"] < first.memory.total
+
+
+@pytest.mark.parametrize("worth", [True, False])
+def test_what_rehearses_outranks_what_has_more_room_where_it_is_much_faster(monkeypatch, worth: bool):
+    """A layout near the limit is passed over only for one that is nearly as fast."""
+    asked = question(LLAMA)
+    size = asked.answers().plans[0].memory.total / 0.95
+    tight = asked.on(replace(asked.at, device=asked.at.device.model_copy(update={"memory": size / 2**30})))
+    plans = list(forms(tight, tight.answers()))
+    near, roomy = (
+        min((each for each in plans if (each.share > TIGHT) is close), key=lambda plan: plan.step.seconds)
+        for close in (True, False)
+    )
+    gain = roomy.step.seconds / near.step.seconds
+    assert gain > 1
+
+    def told(asked: Question, choice: Candidate) -> dict:
+        return {"rehearsed": asked.judge(choice).memory.total, "processor_seconds": 1.0, "process": 1}
+
+    monkeypatch.setattr("megatron.rehearsal.recommend.rehearsed", told)
+    monkeypatch.setattr("megatron.rehearsal.recommend.WORTH", gain * (0.99 if worth else 1.01))
+    own = best(tight)
+    assert own["tried"] == [] and own["layout"] == best(tight, formulas=True)["layout"]
+    assert own["layout"] == vars((near if worth else roomy).choice)
 
 
 def truth(plan: Plan, factors: dict[str, float]) -> float:
