@@ -133,13 +133,8 @@ class ModelPlan:
         Args:
             shared: modules that the blocks of one rank share (see `Block`).
         """
-        block = Block(
-            self.factory(f"layers.{index}", self.factors.in_block),
-            self.config.model,
-            (*self.blocks, *self.further)[index],
-            self.init.at(index),
-            shared,
-        )
+        make = replace(self.factory(f"layers.{index}", self.factors.in_block), products=self.config.precision.products)
+        block = Block(make, self.config.model, (*self.blocks, *self.further)[index], self.init.at(index), shared)
         compile_forward(block, self.config, self.device)
         if self.chunks.tokens:
             work_in_chunks(block, self.chunks)

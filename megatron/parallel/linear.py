@@ -58,14 +58,15 @@ class ColumnLinear(nn.Module):
             rows=self.rows,
         )
         self.bias = make.parameter("bias", (outputs,), role=Role.BIAS, init=ZEROS, shard=cut) if bias else None
+        self.linear = make.linear(inputs, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.rows.size > 1:
             return linear_of_rows(x, self.weight, self.bias, self.rows)
         if self.shard:
-            return F.linear(x, self.weight, self.bias)
+            return self.linear(x, self.weight, self.bias)
         bias = None if self.bias is None else sum_gradient(self.bias, self.axis)
-        return F.linear(x, sum_gradient(self.weight, self.axis), bias)
+        return self.linear(x, sum_gradient(self.weight, self.axis), bias)
 
 
 class RowLinear(nn.Module):
@@ -97,13 +98,14 @@ class RowLinear(nn.Module):
             rows=self.rows,
         )
         self.bias = make.parameter("bias", (outputs,), role=Role.BIAS, init=ZEROS) if bias else None
+        self.linear = make.linear(inputs, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.rows.size > 1:
             return linear_of_rows(x, self.weight, self.bias, self.rows)
         if self.mesh.tensor.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        y = leave(F.linear(x, self.weight), self.mesh)
+            return self.linear(x, self.weight, self.bias)
+        y = leave(self.linear(x, self.weight, None), self.mesh)
         if self.bias is None:
             return y
         # With sequence parallelism each rank adds the bias to its part of the sequence only.
@@ -121,11 +123,12 @@ class WholeLinear(nn.Module):
         self.axis = make.mesh.tensor if make.mesh.layout.sequence else None
         self.rows, shape = make.row_axis(outputs), (outputs, inputs)
         self.weight = make.parameter("weight", shape, role=role, init=init, matrices=(outputs,), rows=self.rows)
+        self.linear = make.linear(inputs, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.rows.size > 1:
             return linear_of_rows(x, self.weight, None, self.rows)
-        return F.linear(x, self.weight if self.axis is None else sum_gradient(self.weight, self.axis))
+        return self.linear(x, self.weight if self.axis is None else sum_gradient(self.weight, self.axis), None)
 
 
 class VocabEmbedding(nn.Module):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .context import ContextGroup
+from .eight_bits import Linear, linear_for
 from .initial import Init, initial_values
 from .mesh import ALONE, Axis, Mesh
 from .precision import wide_type
@@ -28,6 +29,7 @@ class ParameterFactory:
         prefix: logical name of the module that asks.
         values: False leaves them out; whoever builds the model fills them in.
         scales: how tensors that grow so are trained (`model/parametrization.py`).
+        products: what linear layers multiply, `precision.products`.
     """
 
     mesh: Mesh
@@ -37,6 +39,7 @@ class ParameterFactory:
     prefix: str = ""
     values: bool = True
     scales: Callable[[Growth], Scales] = lambda growth: UNSCALED
+    products: str = "compute"
 
     @property
     def context(self) -> ContextGroup:
@@ -47,6 +50,10 @@ class ParameterFactory:
         """The ranks that share a matrix of so many rows: where they fold, those of a sequence, if they divide them."""
         axis = self.mesh.context
         return axis if self.mesh.layout.shares_rows and rows % axis.size == 0 else ALONE
+
+    def linear(self, inputs: int, outputs: int) -> Linear:
+        """What multiplies with a matrix of these sides."""
+        return linear_for(self.products, inputs, outputs, self.device, self.dtype)
 
     def scope(self, name: str) -> ParameterFactory:
         return replace(self, prefix=f"{self.prefix}.{name}" if self.prefix else name)

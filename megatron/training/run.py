@@ -172,6 +172,8 @@ def _describe_model(config: Config, world: World, log: Callable[[str], Any]) -> 
     for axis, size in (("tensor", layout.tensor), ("pipeline", layout.pipeline)):
         if (wire := getattr(config.parallel.communication.compress, axis)) != "none" and size > 1:
             log(f"activations and their gradients travel as {wire} on the {axis} axis, in evaluations too")
+    if config.precision.products == "fp8":
+        log("products of blocks: fp8, a scale per tensor (matrices whose sides are multiples of 16)")
     log(describe_compile(config, world.device))
     for line in (*describe_kernels(config, world.device), *describe_context(config)):
         log(line)

@@ -107,6 +107,38 @@ def fp16_finds_a_gpu(context: RuleContext) -> Iterator[Problem]:
         )
 
 
+def products_of_8_bits_have_their_shapes(context: RuleContext) -> Iterator[Problem]:
+    """What 8-bit units multiply, and what is built around them."""
+    config, key = context.config, "precision.products"
+    if config.precision.products != "fp8":
+        return
+    if config.precision.compute == "fp16":
+        yield context.problem(
+            key,
+            "precision.compute",
+            rule="fp8 must go with bf16 or fp32: it scales each tensor, and fp16 the loss",
+            fix="use precision.compute=bf16",
+        )
+    for name in ("tensor", "folded"):
+        if getattr(config.parallel, name) > 1:
+            yield context.problem(
+                key,
+                f"parallel.{name}",
+                rule=f"fp8 must go with parallel.{name}: 1: the scale of a matrix is that of all its numbers",
+                fix=f"use parallel.{name}=1, or precision.products=compute",
+            )
+    shared = config.parallel.context * config.training.sequence_chunks
+    tokens = config.training.micro_batch_size * (config.training.sequence_length // shared)
+    if tokens % 16:
+        yield context.problem(
+            key,
+            "training.micro_batch_size",
+            "training.sequence_length",
+            rule=f"fp8 must multiply 16, 32, ... tokens at a time, and here are {tokens}",
+            fix="use a sequence_length that is a multiple of 16",
+        )
+
+
 def kernels_are_here(context: RuleContext) -> Iterator[Problem]:
     """A package that was asked for by name is never replaced in silence."""
     config = context.config
@@ -329,6 +361,7 @@ RULES = (
     goldfish_keys_are_used,
     batch_sizes_multiply_out,
     fp16_needs_a_gpu,
+    products_of_8_bits_have_their_shapes,
     accumulation_is_no_narrower_mix,
     loss_scale_needs_fp16,
     betas_are_shares,

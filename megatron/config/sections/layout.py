@@ -161,6 +161,10 @@ class PrecisionSection(Section):
     compute: Literal["fp32", "bf16", "fp16"] = key(
         "fp32", "Type of weights and activations; masters are fp32 always. `precision: bf16` is short for this."
     )
+    products: Literal["compute", "fp8"] = key(
+        "compute",
+        "What matrix products of blocks multiply: numbers of `compute`, or 8-bit ones with a scale per tensor.",
+    )
     accumulate: Literal["fp32", "bf16", "fp16"] = key("fp32", "Type in which gradients of micro-batches are summed.")
     reduce: Literal["fp32", "bf16", "fp16"] = key(
         "fp32", "Type in which gradients are summed over data parallel ranks."

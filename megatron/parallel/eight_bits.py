@@ -1,0 +1,102 @@
+"""Matrix products of 8-bit floats: what the linear layers of blocks multiply with where `precision.products: fp8`.
+
+Both sides of y = x Wᵀ are rounded to e4m3 (three bits of mantissa), and in the products of its gradients that of y to
+e5m2, which reaches further (Micikevicius et al. 2022, arXiv:2209.05433). A tensor's scale comes from its largest
+magnitude, at the time, and is a power of two: it moves exponents alone, so that numbers are rounded alike whatever
+stands beside them in a micro-batch, but for those below 2^-13 of the largest (2^-28 in e5m2). Sums are fp32; results
+have the type of x, weights and their gradients that of the run.
+
+`torch._scaled_mm` multiplies: on NVIDIA GPUs in their 8-bit units, on CPUs the same numbers, slowly.
+
+Shapes: T tokens, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+TOP = {E4M3: 7, E5M2: 14}  # the exponent that the largest number gets: one below that of the type's largest
+SIDE = 16  # what the sides of a matrix must be multiples of, in the units of GPUs
+EXPONENT = 0x7F800000  # the bits of an fp32 number's exponent
+LEAST = (8, 9)  # compute capability of the first NVIDIA GPUs with such units
+
+
+def linear_for(products: str, inputs: int, outputs: int, device: torch.device | str, dtype: torch.dtype) -> Linear:
+    """What multiplies with a matrix [outputs, inputs], whole on this rank.
+
+    Args:
+        products: `precision.products`.
+        dtype: of the weights; in float64, in which tests compare, nothing is rounded.
+
+    Raises:
+        ValueError: this device has no such products.
+    """
+    if products != "fp8" or inputs % SIDE or outputs % SIDE or dtype == torch.float64:
+        return plain
+    if torch.device(device).type == "cuda" and torch.cuda.is_available():
+        if torch.version.hip is not None:
+            raise ValueError("precision.products: fp8 must have NVIDIA GPUs: those of AMD have other 8-bit types")
+        if torch.cuda.get_device_capability(device) < LEAST:
+            name = torch.cuda.get_device_name(device)
+            raise ValueError(f"precision.products: fp8 must have GPUs with 8-bit products (sm_89 on), unlike {name}")
+    return linear_of_8_bits
+
+
+def plain(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    """torch's, or what a library has put in its place since the layer was built."""
+    return F.linear(x, weight_NK, bias_N)
+
+
+def linear_of_8_bits(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    """[..., K] to [..., N], as `F.linear`."""
+    y_TN: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), weight_NK)
+    y = y_TN.view(*x.shape[:-1], -1)
+    return y if bias_N is None else y + bias_N
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x / scale in 8 bits, and the scale, fp32.
+
+    Where x is not finite, its result is not either.
+    """
+    largest = x.abs().amax().float()
+    power = (largest.view(torch.int32) & EXPONENT).view(torch.float32)  # the largest power of two that is not larger
+    scale = power.clamp_min(2.0**-100) * 2.0 ** -TOP[dtype]
+    return (x * scale.reciprocal()).to(dtype), scale
+
+
+def multiplied(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    """a [A, C] times b [B, C] transposed, both rounded with their scales."""
+    return torch._scaled_mm(a[0], b[0].t(), scale_a=a[1], scale_b=b[1], out_dtype=dtype)
+
+
+def turned(a: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Transposed in memory: 8-bit units sum along rows only."""
+    return a[0].t().contiguous(), a[1]
+
+
+class _Product(torch.autograd.Function):
+    """x_TK Wᵀ. Kept are x in 8 bits, and the weights as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
+        x = rounded(x_TK, E4M3)
+        ctx.save_for_backward(*x, weight_NK)
+        return multiplied(x, rounded(weight_NK, E4M3), x_TK.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, Tensor | None]:
+        *x, weight_NK = ctx.saved_tensors
+        grad = rounded(gradients[0], E5M2)
+        for_x, for_weight = ctx.needs_input_grad
+        of_x = multiplied(grad, turned(rounded(weight_NK, E4M3)), gradients[0].dtype) if for_x else None
+        of_weight = multiplied(turned(grad), turned((x[0], x[1])), weight_NK.dtype) if for_weight else None
+        return of_x, of_weight
