@@ -42,7 +42,7 @@ def choose_compilation(config: Config, device: torch.device | str) -> tuple[Exte
     if kind == "meta":
         return "off", "nothing is computed on the meta device"
     if wanted == "auto" and kind != "cuda":
-        return "off", "auto: on CPU it takes longer than it saves in most runs"
+        return "off", "auto: on CPU it gains nothing, or too little for its start and memory"
     if not any(_has_parts(config, each) for each in config.model.blocks):
         return "off", "no layer has parts that are compiled"
     cut = _cut_by(config)

@@ -54,6 +54,29 @@ def test_rows_of_steps_become_lines():
     assert (line["ours"], line["theirs"], line["ratio"], line["least"], line["most"]) == (20.0, 10.0, 2.0, 1.5, 2.5)
 
 
+def test_compiled_blocks_have_a_line_for_each_start():
+    again = {"ours": 20.0, "ours-compiled": 25.0, "ours-compiled-again": 24.0}
+    others = list(again)[1:]
+    row = {
+        "shape": "tiny",
+        "precision": "bf16",
+        "micro_batch": 2,
+        "sequence": 64,
+        "tokens_per_second": again,
+        "speed_ratio": dict.fromkeys(others, 0.8),
+        "speed_ratio_range": dict.fromkeys(others, (0.7, 0.9)),
+        "memory_ratio": dict.fromkeys(others, 1.0),
+        "first_seconds": {"ours": 2.0, "ours-compiled": 40.0, "ours-compiled-again": 5.0},
+    }
+    steps, first, second = as_lines([row])
+    assert (steps["unit"], steps["ours"], steps["theirs"], steps["ratio"]) == ("tokens/s", 20.0, 25.0, 0.8)
+    assert [(each["unit"], each["ours"], each["theirs"], each["ratio"]) for each in (first, second)] == [
+        ("s", 2.0, 40.0, 20.0),
+        ("s", 2.0, 5.0, 2.5),
+    ]
+    assert "kept" not in first["peer"] and "kept" in second["peer"]
+
+
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch):
     """A page and rows of its own, and the rows that were measured."""

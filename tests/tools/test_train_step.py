@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -129,8 +130,30 @@ def test_shapes_are_those_published(shape, parameters):
 
 def test_compiled_blocks_meet_plain_ones_where_they_are_named(monkeypatch):
     setup, name = Setup("tiny", 32, 2, options=(("training.loss_chunk", 16),)), "ours-compiled"
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # as the contender does
     monkeypatch.setattr(contenders, "Ours", configuration)
     training = CONTENDERS[name](setup).training
     assert (training.compile, training.loss_chunk) == ("layer", 16) and configuration(setup).training.compile != "layer"
-    assert name not in arguments([]).contenders and arguments(["--contenders", "ours", name]).contenders[1] == name
+    assert CONTENDERS["ours-compiled-again"] is CONTENDERS[name]
+    assert not [each for each in arguments([]).contenders if each.startswith("ours-")]
+    assert arguments(["--contenders", "ours", name]).contenders[1] == name
     assert has(name, "tiny") and has(name, "rwkv7-tiny", "bf16")
+
+
+@pytest.mark.slow  # half a minute of the C++ compiler
+def test_the_second_start_finds_what_the_first_has_compiled():
+    names = ("ours", "ours-compiled", "ours-compiled-again")
+    done = bench("--json", "--rounds", "1", "--contenders", *names)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)
+    assert set(row["first_seconds"]) == set(names) == set(row["tokens_per_second"])
+
+
+def test_compiled_blocks_that_are_plain_are_no_contender(monkeypatch):
+    def falls_back(setup: Setup) -> None:
+        warnings.warn("torch.compile failed, so blocks run as they are: no compiler", stacklevel=2)
+
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # as the contender does
+    monkeypatch.setattr(contenders, "Ours", falls_back)
+    with warnings.catch_warnings(), pytest.raises(UserWarning, match="no compiler"):
+        CONTENDERS["ours-compiled"](Setup("tiny", 32, 2))

@@ -55,6 +55,11 @@ TABLES = {
     "tokenising": "Tokenising",
     "checkpoints": "Saving and resuming",
     "evaluation": "Evaluation",
+    "compile": "torch.compile",
+}
+COMPILED = {
+    "ours-compiled": "ours, compiled",
+    "ours-compiled-again": "ours, compiled, with what the former start has kept",
 }
 
 
@@ -95,11 +100,12 @@ def _step(
     rounds: int = 5,
     among: Sequence[str] = (),
     threads: int | None = None,
+    table: str = "training",
 ) -> list[Row]:
     """In both types. All contenders are in memory at once, so large shapes meet some of them."""
     given = ["--shapes", shape, "--micro-batch", str(samples), "--sequence", str(sequence), "--steps", "1"]
     given += ["--rounds", str(rounds), *(["--contenders", "ours", *among] if among else [])]
-    table = "training" if threads is None else "threads"
+    table = table if threads is None else "threads"
     both = [(*given, "--precision", precision) for precision in ("bf16", "fp32")]
     return [Row(table, "train_step", each, threads=threads) for each in both]
 
@@ -136,6 +142,18 @@ ROWS = (
     Row("checkpoints", "saving", ("--shape", "pythia-14m")),
     Row("checkpoints", "saving", ("--shape", "pythia-160m", "--rounds", "3")),
     Row("evaluation", "evaluating", ("--shape", "pythia-14m")),
+    *(
+        each
+        for shape, samples in (
+            ("pythia-14m", 4),
+            ("llama-14m", 4),
+            ("pythia-70m", 2),
+            ("llama-70m", 2),
+            ("mamba2-14m", 2),
+            ("rwkv7-14m", 2),
+        )
+        for each in _step(shape, samples, among=tuple(COMPILED), table="compile")
+    ),
 )
 
 
@@ -186,7 +204,13 @@ def _of_step(row: dict[str, Any]) -> list[dict[str, Any]]:
     for name, ratio in row["speed_ratio"].items():
         least, most = row["speed_ratio_range"][name]
         numbers = speeds["ours"], speeds[name], ratio, least, most, row["memory_ratio"][name]
-        made.append(asdict(Beside(what, "tokens/s", name, *numbers)))
+        if name != "ours-compiled-again":  # it is there for its start
+            made.append(asdict(Beside(what, "tokens/s", COMPILED.get(name, name), *numbers)))
+    seconds = row.get("first_seconds", {})
+    first = f"{row['shape']}, {row['precision']}: the first two steps, processor time with the compiler's"
+    for name in (each for each in COMPILED if each in seconds):
+        ratio = seconds[name] / seconds["ours"]
+        made.append(asdict(Beside(first, "s", COMPILED[name], seconds["ours"], seconds[name], ratio, ratio, ratio)))
     return made
 
 
