@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .collectives import all_reduce
 from .mesh import ALONE, Axis
-from .precision import at_least_fp32, wide_type
+from .precision import at_least_fp32, exp_, wide_type
 
 
 @dataclass(frozen=True)
@@ -322,7 +322,7 @@ def _rows(
     slope_RV = None
     if options.softcap is not None and grads is not None:
         slope_RV = 1.0 - (logits_RV / options.softcap).square()
-    exp_RV = logits_RV.sub_(max_R.unsqueeze(1)).exp_()
+    exp_RV = exp_(logits_RV.sub_(max_R.unsqueeze(1)))
     total_R, target_R = all_reduce(torch.stack([exp_RV.sum(1), target_R]), axis)
     torch.add(max_R, total_R.log(), out=lse_R)
     torch.sub(lse_R, target_R, out=ce_R)

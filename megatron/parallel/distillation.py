@@ -24,7 +24,7 @@ from torch import Tensor
 from .collectives import all_reduce
 from .cross_entropy import Gradients, LossOptions, logits_of
 from .mesh import ALONE, Axis
-from .precision import wide_type
+from .precision import exp_, wide_type
 
 PLAIN = LossOptions()
 
@@ -141,9 +141,9 @@ def _chunk(
     target_C = logits_CV.gather(1, local_C1).squeeze(1).masked_fill(~mine_C, 0.0)
     logits_CV.sub_(max_C.unsqueeze(1))  # both are this chunk's alone
     taught_CV.sub_(taught_max_C.unsqueeze(1))
-    exp_CV = logits_CV.exp()
-    soft_CV = exp_CV if temperature == 1.0 else (logits_CV / temperature).exp()
-    p_CV = (taught_CV / temperature).exp_()
+    exp_CV = exp_(logits_CV.clone())
+    soft_CV = exp_CV if temperature == 1.0 else exp_(logits_CV / temperature)
+    p_CV = exp_(taught_CV / temperature)
     cross_C = (p_CV * (taught_CV - logits_CV)).sum(1) / temperature
     sums = torch.stack([exp_CV.sum(1), target_C, soft_CV.sum(1), p_CV.sum(1), cross_C])
     total_C, target_C, soft_total_C, p_total_C, cross_C = all_reduce(sums, axis)

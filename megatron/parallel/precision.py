@@ -1,9 +1,13 @@
-"""The one rule for computing in a wider type than the stream's."""
+"""The one rule for computing in a wider type than the stream's, and what is computed otherwise in such a type."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+_VECTORS = 64  # numbers that torch computes at once on any processor, four vectors of at most 16
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
@@ -18,3 +22,16 @@ def at_least_fp32(x: Tensor) -> Tensor:
 def wide_type(dtype: torch.dtype) -> torch.dtype:
     """fp32, or the given type where that is wider."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def exp_(x: Tensor) -> Tensor:
+    """e^x in the place of x [..., n], which needs no gradient; the bits of a row are its own.
+
+    torch hands exp of fp32 on CPUs to MKL, whose code for processors of AMD takes 0.66 ns a number where torch's own
+    exp2 takes 0.16 (Zen 5). The factor's rounding and that of the product change a result by at most |x| 1.2e-7 of it:
+    as much as rounding a logit x and the largest one does to their difference. exp2 rounds what does not fill a vector
+    of numbers in another way, so rows must fill theirs, as those of padded vocabularies do.
+    """
+    if x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous() and x.shape[-1] % _VECTORS == 0:
+        return x.mul_(math.log2(math.e)).exp2_()
+    return x.exp_()

@@ -15,6 +15,7 @@ from torch import Tensor
 from .collectives import all_reduce
 from .cross_entropy import LossOptions, logits_of
 from .mesh import ALONE, Axis
+from .precision import exp_
 
 
 @torch.no_grad()
@@ -63,7 +64,7 @@ def _chunk(
     own_N, index_N = logits_NV.max(1)
     max_N = all_reduce(own_N.clone(), axis, dist.ReduceOp.MAX)
     target_N = logits_NV.gather(1, local_N.clamp(0, logits_NV.shape[1] - 1).unsqueeze(1)).squeeze(1)
-    sums = torch.stack([(logits_NV - max_N.unsqueeze(1)).exp().sum(1), target_N.masked_fill(~mine_N, 0.0)])
+    sums = torch.stack([exp_(logits_NV - max_N.unsqueeze(1)).sum(1), target_N.masked_fill(~mine_N, 0.0)])
     total_N, target_N = all_reduce(sums, axis)
     # A rank without the largest logit names an id that no vocabulary has.
     best_N = torch.where(own_N == max_N, index_N + first, torch.iinfo(torch.int64).max)
