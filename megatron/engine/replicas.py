@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -59,22 +58,34 @@ def named_pieces(state: EngineState) -> Iterator[tuple[str, str, Tensor]]:
             yield f"{name} (weight)", f"{name} weight {place}", parameter
 
 
-def hashes(state: EngineState, device: torch.device, alone: Collection[int] = ()) -> tuple[Tensor, list[str]]:
-    """int64 [pieces, 2] on `device`: 63 bits that stand for the exact name of each piece, and its hash; and the names
-    for people.
-
-    Args:
-        alone: codes of pieces to leave out, since no other rank holds them.
+class PieceHashes:
+    """Hashes of what this rank holds. Where its pieces lie is found once, and anew where a tensor lies elsewhere: to
+    find them takes several times as long as to hash them, where they are small.
     """
-    every = ((name, _code(exact), values) for name, exact, values in named_pieces(state))
-    pieces = [each for each in every if each[1] not in alone]
-    found = torch.zeros(len(pieces), 2, dtype=torch.int64, device=device)
-    if pieces:
-        found[:, 0] = torch.tensor([code for _, code, _ in pieces], dtype=torch.int64)
-        found[:, 1] = torch.stack([hash_bits(values) for _, _, values in pieces])
-    return found, [name for name, _, _ in pieces]
+
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
+        self._addresses: list[int] = []
+        self._pieces: list[tuple[str, int, Tensor]] = []  # name, code of the exact name, values
+
+    def take(self, device: torch.device, alone: Collection[int] = ()) -> tuple[Tensor, list[str]]:
+        """int64 [pieces, 2] on `device`: 63 bits that stand for the exact name of each piece, and its hash; and their
+        names for people.
+
+        Args:
+            alone: codes of pieces to leave out, since no other rank holds them.
+        """
+        addresses = self._state.addresses()
+        if addresses != self._addresses:
+            self._pieces = [(name, _code(exact), values) for name, exact, values in named_pieces(self._state)]
+            self._addresses = self._state.addresses()  # of states too that were only made now
+        pieces = [each for each in self._pieces if each[1] not in alone]
+        found = torch.zeros(len(pieces), 2, dtype=torch.int64, device=device)
+        if pieces:
+            found[:, 0] = torch.tensor([code for _, code, _ in pieces], dtype=torch.int64)
+            found[:, 1] = torch.stack([hash_bits(values) for _, _, values in pieces])
+        return found, [name for name, _, _ in pieces]
 
 
-@cache
 def _code(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

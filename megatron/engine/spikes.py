@@ -8,10 +8,9 @@ is there. ZClip (arXiv 2504.02507) has moving averages of its own, of the norms 
 from __future__ import annotations
 
 import math
-import operator
 import statistics
-from array import array
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from megatron.config.sections.spikes import SpikeClipSection, SpikesSection
 
 LOSS, NORM = "loss", "gradient norm"
 REPORT, SKIP, CLIP, ADAGC, ROLLBACK, STOP = "report", "skip", "clip", "adagc", "rollback", "stop"
+_UNIT, _LARGEST = 2.0**-200, 2.0**300  # every fp32 number is so many units; squares of the largest are still floats
 
 
 @dataclass(frozen=True)
@@ -48,34 +48,39 @@ class Spike:
 
 
 class RunningWindow:
-    """The last values of a number, side by side in memory: they are read in every step, when no cache has them."""
+    """The last values of a number. To judge one takes no longer for a long window: their sum and that of their squares
+    are kept, as whole numbers of `_UNIT`. Those are exact, so that nothing drifts as values come and go, and a run that
+    was resumed has the same as one that never ended.
+    """
 
     def __init__(self, length: int, sigma: float) -> None:
         self._length, self._least, self._sigma = length, max(2, length // 2), sigma
-        self.values = array("d")
+        self._units = deque[int]()
+        self._sum = self._squares = 0
+
+    @property
+    def values(self) -> list[float]:
+        """The oldest first."""
+        return [units * _UNIT for units in self._units]
 
     def exceeded(self, value: float) -> float | None:
         """The largest value that is no spike, if this one is above it; None where it is not, or too few are there."""
-        count = len(self.values)
+        count = len(self._units)
         if count < self._least:
             return None
-        mean = math.fsum(self.values) / count
+        mean = self._sum / count * _UNIT
         if value <= mean:  # as half of them are: no deviation is needed
             return None
-        # Of values that are as far apart as these the deviation is at least so large, and mostly that says enough.
-        least = (max(self.values) - min(self.values)) / math.sqrt(2 * (count - 1))
-        if value - mean <= (1 - 1e-9) * self._sigma * least:
-            return None
-        deviations = [each - mean for each in self.values]
-        limit = mean + self._sigma * math.sqrt(sum(map(operator.mul, deviations, deviations)) / (count - 1))
+        variance = (count * self._squares - self._sum**2) / (count * (count - 1))
+        limit = mean + self._sigma * math.sqrt(variance) * _UNIT
         return limit if value > limit else None
 
     def add(self, value: float) -> None:
-        self.extend([value])
-
-    def extend(self, values: Iterable[float]) -> None:
-        self.values.extend(values)
-        del self.values[: -self._length]
+        units = int(value / _UNIT) if abs(value) < _LARGEST else int(math.copysign(_LARGEST, value) / _UNIT)
+        gone = self._units.popleft() if len(self._units) == self._length else 0
+        self._units.append(units)
+        self._sum += units - gone
+        self._squares += units * units - gone * gone
 
 
 class ZClip:
@@ -112,9 +117,12 @@ class SpikeRule:
 
     def __init__(self, options: SpikesSection) -> None:
         self._options = options
-        self.windows = {name: RunningWindow(options.window, options.sigma) for name in (LOSS, NORM)}
+        self.windows = self._new_windows()
         self.clip = ZClip(options.clip)
         self.acted: list[int] = []  # steps whose update was left out, as far back as `within` reaches
+
+    def _new_windows(self) -> dict[str, RunningWindow]:
+        return {name: RunningWindow(self._options.window, self._options.sigma) for name in (LOSS, NORM)}
 
     def judge(self, loss: float, norm: float | None) -> tuple[Spike | None, float | None]:
         """What a step is, and what its gradient norm is to be clipped to (None: not by this rule)."""
@@ -142,17 +150,18 @@ class SpikeRule:
     def state(self) -> dict[str, Any]:
         """JSON values."""
         return {
-            LOSS: list(self.windows[LOSS].values),
-            NORM: list(self.windows[NORM].values),
+            LOSS: self.windows[LOSS].values,
+            NORM: self.windows[NORM].values,
             "acted": list(self.acted),
             CLIP: {"first": list(self.clip.first), "mean": self.clip.mean, "variance": self.clip.variance},
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """From `state`; nothing of it leaves the rule new. A window that has become shorter keeps the newest."""
+        self.windows = self._new_windows()
         for name, window in self.windows.items():
-            del window.values[:]
-            window.extend(map(float, state.get(name, ())))
+            for value in state.get(name, ()):
+                window.add(float(value))
         self.acted = list(map(int, state.get("acted", ())))
         clip = state.get(CLIP, {})
         self.clip = ZClip(self._options.clip)

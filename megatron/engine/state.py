@@ -94,6 +94,18 @@ class EngineState:
         """Everything that this rank must fill to resume, replicas included; the data are the engine's own tensors."""
         return [*self._fragments(replicas=True), *self._buffer_fragments()]
 
+    def addresses(self) -> list[int]:
+        """Where the tensors lie that `targets` gives parts of, and the weights of the forward pass. While these are the
+        same, so are the targets.
+        """
+        self.for_training()
+        flats = [flat for _, flat in self._flats()]
+        states = [value for flat in flats for value in self.optimizer.state.get(flat, {}).values()]
+        others = [*self.buffers, *self._averages.values(), *(self.parameters if self.stage < 3 else ())]
+        if isinstance(self.optimizer, MatrixOptimizer):
+            others += [values for *_, values in self.optimizer.owned_states()]
+        return [each.data_ptr() for each in (*flats, *states, *others) if isinstance(each, Tensor)]
+
     def masters(self) -> list[Fragment]:
         """The engine's own fp32 masters, for a start from weights alone."""
         found = [replace(each, state=MASTER) for each in self.targets() if each.state in (MASTER, TRAINED)]

@@ -15,8 +15,9 @@ from functools import wraps
 from hashlib import blake2b
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.compiler import is_compiling
 from torch.distributed import distributed_c10d as home
 
 from megatron.worker.beacon import PEERS, Beacon, ranks_text
@@ -51,18 +52,18 @@ class _Watcher:
         self.busy = False
         self.last = -1
 
-    def slot(self, group: Any) -> int:
-        """Of a process group; -1 if it is not followed."""
-        if group is None:
-            group = dist.group.WORLD
-        found = self.slots.get(group)
-        if found is None:
-            found = self.slots[group] = self._follow(group)
-        return found
+    def follow(self, group: Any) -> int:
+        """The slot of a process group that is called for the first time, where None is that of all ranks; -1 if it is
+        not followed."""
+        named = dist.group.WORLD if group is None else group
+        if named is None or named is dist.GroupMember.NON_GROUP_MEMBER:
+            return -1
+        if named not in self.slots:
+            self.slots[named] = self._follow(named)
+        slot = self.slots[group] = self.slots[named]
+        return slot
 
     def _follow(self, group: Any) -> int:
-        if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
-            return -1
         ranks = tuple(dist.get_process_group_ranks(group))
         key = blake2b(str(getattr(group, "group_name", ranks)).encode(), digest_size=8).hexdigest()
         return self.beacon.group(key, self._name(group, ranks), ranks_text(ranks))
@@ -79,22 +80,27 @@ class _Watcher:
         names = list(inspect.signature(function).parameters)
         place, operation, sized = names.index("group"), name.encode(), name not in UNEVEN
         later = names.index("async_op") if "async_op" in names else None
+        beacon, slots = self.beacon, self.slots
 
+        # Between two calls a step has filled the processor's caches with other things: each further function costs more
+        # than it does in a loop, so what is done every time is written out.
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self.busy or torch.compiler.is_compiling():
+            if self.busy or is_compiling():
                 return function(*args, **kwargs)
             group = args[place] if len(args) > place else kwargs.get("group")
-            slot = self.slot(group)
+            slot = slots.get(group)
+            if slot is None:
+                slot = self.follow(group)
             if slot < 0:
                 return function(*args, **kwargs)
+            what = args[0] if args else next(iter(kwargs.values()), None)
             self.busy = True
-            elements = _elements(args[0] if args else next(iter(kwargs.values()), None))
-            self.beacon.enter(slot, operation, elements, sized=sized)
+            beacon.enter(slot, operation, what.numel() if isinstance(what, Tensor) else _elements(what), sized=sized)
             try:
                 return function(*args, **kwargs)
             finally:
-                self.beacon.leave()
+                beacon.leave()
                 self.busy = False
                 if later is not None and (args[later] if len(args) > later else kwargs.get("async_op")):
                     self.last = slot
@@ -106,7 +112,7 @@ class _Watcher:
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self.busy or torch.compiler.is_compiling():
+            if self.busy or is_compiling():
                 return function(*args, **kwargs)
             given = dict(zip(names, args)) | kwargs
             peer = given.get("dst" if name == "send" else "src")
@@ -145,10 +151,10 @@ class _Watcher:
 
 def _elements(what: Any) -> int:
     """Of the first argument: a tensor or a list of them; 0 where it is something else."""
-    if isinstance(what, torch.Tensor):
+    if isinstance(what, Tensor):
         return what.numel()
     if isinstance(what, (list, tuple)):
-        return sum(each.numel() for each in what if isinstance(each, torch.Tensor))
+        return sum(each.numel() for each in what if isinstance(each, Tensor))
     return 0
 
 

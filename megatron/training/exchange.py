@@ -100,17 +100,25 @@ class Exchange:
         self._ranks, self._rank = mesh.layout.world_size, mesh.rank
         self._reports_hash = mesh.at.tensor == mesh.at.context == mesh.at.pipeline == 0
 
-    def sum(self, values: list[Number]) -> torch.Tensor:
+    def sum(self, values: Sequence[Number]) -> torch.Tensor:
         """Sums over all ranks, float64 [len(values)], on the device; every rank calls it."""
-        numbers = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in values]
+        vector = self._on_device(values) if self.device.type != "cpu" else self._on_host(values)
+        if self._ranks > 1:
+            dist.all_reduce(vector)
+        return vector
+
+    @staticmethod
+    def _on_host(values: Sequence[Number]) -> torch.Tensor:
+        return torch.tensor([_read(value) for value in values], dtype=torch.float64)
+
+    def _on_device(self, values: Sequence[Number]) -> torch.Tensor:
         # From pinned memory the copy does not wait for the device, which may still be busy with the step.
+        numbers = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in values]
         host = torch.tensor(numbers, dtype=torch.float64, pin_memory=self.device.type == "cuda")
         vector = host.to(self.device, non_blocking=True)
         for index, value in enumerate(values):
             if isinstance(value, torch.Tensor):
                 vector[index] = value.detach().to(self.device, torch.float64)
-        if self._ranks > 1:
-            dist.all_reduce(vector)
         return vector
 
     def limbs(self, batch_hash: int) -> list[float]:
@@ -157,10 +165,18 @@ def joined(limbs: Sequence[float]) -> int:
 
 def weighted(loss: Number, tokens: Number) -> tuple[Number, Number]:
     """Loss times tokens, and tokens, as float64; a rank that reports no tokens adds nothing, whatever its loss is."""
-    if isinstance(tokens, torch.Tensor):
-        count = tokens.detach().double()
-        product = torch.as_tensor(loss, device=count.device).detach().double() * count
-        return torch.where(count > 0, product, torch.zeros_like(product)), count
-    if not tokens:
+    if isinstance(tokens, torch.Tensor) and tokens.device.type != "cpu":
+        labels = tokens.detach().double()
+        product = torch.as_tensor(loss, device=labels.device).detach().double() * labels
+        return torch.where(labels > 0, product, torch.zeros_like(product)), labels
+    count = _read(tokens)
+    if not count:
         return 0.0, 0.0
-    return (loss.detach().double() if isinstance(loss, torch.Tensor) else loss) * float(tokens), float(tokens)
+    if isinstance(loss, torch.Tensor) and loss.device.type != "cpu":
+        return loss.detach().double() * count, count
+    return _read(loss) * count, count
+
+
+def _read(value: Number) -> float:
+    """A number that is on the host."""
+    return value.item() if isinstance(value, torch.Tensor) else float(value)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from inspect import isfunction
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from megatron.checkpoint import Fragment, Meta
 from megatron.checkpoint.finite import non_finite
@@ -96,7 +97,17 @@ class Hook:
     trainer: its `config`, `engine` (whose `model` a plain engine has), `mesh`, `sinks`, `clock`. It must do the same
     collectives on every rank, or none. One from a user's package is listed in `hooks`, and made with its `options` as
     keyword arguments; one inside is a line of the registry, and made by `of`.
+
+    Attributes:
+        points: names of the methods that the class defines: the others, which do nothing, are not called.
     """
+
+    points: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        usual = {name: method for name, method in vars(Hook).items() if isfunction(method)}
+        cls.points = frozenset(name for name, method in usual.items() if getattr(cls, name) is not method)
 
     @classmethod
     def of(cls, parts: HookContext) -> Hook | None:

@@ -47,15 +47,17 @@ class Comparison:
     """Compares ranks window by window.
 
     Args:
-        peers: for each rank, the ranks that have the same work.
-        factor: a rank is slow that takes this many times the median of its peers; its own best, where it has none.
+        stages: of each rank; those of a stage have the same work.
+        factor: a rank is slow that takes this many times the median of its stage's others; its own best, where there
+            are none.
         windows: in so many windows in a row.
     """
 
-    def __init__(self, peers: Sequence[Sequence[int]], factor: float, windows: int) -> None:
-        self._peers, self._factor, self._windows = peers, factor, windows
-        self._row = [0] * len(peers)
-        self._best = [float("inf")] * len(peers)
+    def __init__(self, stages: Sequence[int], factor: float, windows: int) -> None:
+        self._factor, self._windows = factor, windows
+        self._alike = [[rank for rank, own in enumerate(stages) if own == each] for each in dict.fromkeys(stages)]
+        self._row = [0] * len(stages)
+        self._best = [float("inf")] * len(stages)
         self._last = -1
         self.slow: dict[int, Slow] = {}
         self.ended: list[Slow] = []
@@ -72,22 +74,17 @@ class Comparison:
             ranks that have become slow, and those that are so no longer.
         """
         sums = [sum(each) for each in seconds]
-        begun, over, ratios = [], [], []
+        usual, begun, over, ratios = self._usual(sums), [], [], []
         for rank, own in enumerate(sums):
-            others = [each for each in self._peers[rank] if each != rank]
-            usual = median(sums[each] for each in others) if others else self._best[rank]
-            against, past = own / max(usual, 1e-9), own / max(self._best[rank], 1e-9)
-            ratios.append((against if others else past, rank, past))
+            against, past = own / max(usual[rank], 1e-9), own / max(self._best[rank], 1e-9)
+            ratios.append((against, rank, past))
             self._best[rank] = min(self._best[rank], own)
             self._row[rank] = self._row[rank] + 1 if against > self._factor else 0
             if self._row[rank] >= self._windows:
                 now = self.slow.get(rank)
                 if now is None:
                     since = first - (self._windows - 1) * (last + 1 - first)
-                    lost = [here - median(seconds[each][index] for each in others) if others else here
-                            for index, here in enumerate(seconds[rank])]  # fmt: skip
-                    part = tuple(PARTS)[lost.index(max(lost))]
-                    self.slow[rank] = now = Slow(rank, max(since, 0), None, 0.0, 0.0, part)
+                    self.slow[rank] = now = Slow(rank, max(since, 0), None, 0.0, 0.0, self._part(rank, seconds))
                     begun.append(now)
                 now.others, now.past = max(now.others, against), max(now.past, past)
             elif rank in self.slow and not self._row[rank]:
@@ -98,3 +95,28 @@ class Comparison:
         slowest = max((each for each in ratios if each[0] != float("inf")), default=None)
         self.slowest = None if slowest is None else (slowest[1], slowest[0], slowest[2])
         return begun, over
+
+    def _usual(self, sums: Sequence[float]) -> list[float]:
+        """What each rank is compared with."""
+        usual = list(self._best)
+        for ranks in self._alike:
+            order = sorted(ranks, key=sums.__getitem__) if len(ranks) > 1 else []
+            ordered = [sums[rank] for rank in order]
+            for place, rank in enumerate(order):
+                usual[rank] = median_of_others(ordered, place)
+        return usual
+
+    def _part(self, rank: int, seconds: Sequence[Sequence[float]]) -> str:
+        """In which part the rank lost most."""
+        ranks = next(ranks for ranks in self._alike if rank in ranks)
+        others = [seconds[each] for each in ranks if each != rank]
+        lost = [own - median(each[index] for each in others) if others else own
+                for index, own in enumerate(seconds[rank])]  # fmt: skip
+        return tuple(PARTS)[lost.index(max(lost))]
+
+
+def median_of_others(ordered: Sequence[float], place: int) -> float:
+    """The median of sorted values without the one at this place; sorted once, they do for thousands of ranks."""
+    rest = len(ordered) - 1
+    low, high = (rest - 1) // 2, rest // 2
+    return (ordered[low + (low >= place)] + ordered[high + (high >= place)]) / 2

@@ -273,7 +273,8 @@ class Trainer:
 
     def _call(self, point: str, *arguments: Any, reverse: bool = False) -> None:
         for hook in reversed(self.hooks) if reverse else self.hooks:
-            getattr(hook, point)(self, *arguments)
+            if point in hook.points:
+                getattr(hook, point)(self, *arguments)
 
     def _outcome(self) -> Outcome:
         if self.back is not None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 
 import numpy as np
 import pytest
 import torch
 
 from megatron.config.sections.spikes import SpikesSection
-from megatron.engine.spikes import LOSS, NORM, Spike, SpikeRule
+from megatron.engine.spikes import LOSS, NORM, RunningWindow, Spike, SpikeRule
 
 
 def draw(count: int, seed: int = 0) -> list[float]:
@@ -43,6 +44,31 @@ def test_the_window_is_that_of_olmo_core(window: int, sigma: float) -> None:
     for watch, expected in (("loss", one), ("grad_norm", other)):
         rule = SpikeRule(SpikesSection(action="skip", window=window, sigma=sigma, watch=watch))
         assert [rule.judge(a, b)[0] is not None for a, b in zip(losses, norms)] == expected
+
+
+def test_sums_that_go_with_the_window_do_not_drift() -> None:
+    """Values of all sizes come and go; then the window is as if it had only seen the last ones."""
+    generator = np.random.default_rng(3)
+    values = (generator.normal(0, 1, 3000) * 10.0 ** generator.integers(-30, 60, 3000)).tolist()
+    window, fresh = RunningWindow(7, 2.0), RunningWindow(7, 2.0)
+    last = draw(100)[-7:]
+    for value in [*values, *last]:
+        window.add(value)
+    for value in last:
+        fresh.add(value)
+    assert window.values == fresh.values == last
+    limit = window.exceeded(1e3)
+    assert limit == fresh.exceeded(1e3)
+    assert limit == pytest.approx(statistics.fmean(last) + 2.0 * statistics.stdev(last), rel=1e-14)
+
+
+@pytest.mark.parametrize("value", [0.1, 0.0, 1e-40, 3e38, -2.0])
+def test_a_value_that_stays_what_it_was_is_no_spike(value: float) -> None:
+    window = RunningWindow(5, 0.5)
+    for _ in range(9):
+        assert window.exceeded(value) is None
+        window.add(value)
+    assert window.exceeded(value + abs(value) / 1e6 + 1e-44) is not None
 
 
 def test_zclip() -> None:

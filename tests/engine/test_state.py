@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.engine import replicas
 from megatron.engine.state import EngineState
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import LogicalTensor, Role
@@ -76,3 +77,30 @@ def test_a_state_that_was_not_declared_is_not_lost_in_silence():
     optimizer.step()
     with pytest.raises(TypeError, match=r"Factored keeps 'rows'.*\(2,\).*mean"):
         list(engine_state(optimizer).fragments())
+
+
+def test_pieces_to_hash_are_looked_for_again_where_a_tensor_is_another_one(monkeypatch):
+    """Else the hash would be of memory that nobody uses any more, in which no bit flips."""
+    weights = parameter(2, 3)
+    optimizer = Averaged([weights])
+    state, looks, find = engine_state(optimizer), [], replicas.named_pieces
+    monkeypatch.setattr(replicas, "named_pieces", lambda state: looks.append(state) or find(state))
+    pieces = replicas.PieceHashes(state)
+
+    def hashes() -> dict[str, int]:
+        found, names = pieces.take(torch.device("cpu"))
+        expected = {name: int(replicas.hash_bits(values)) for name, _, values in find(state)}
+        assert dict(zip(names, found[:, 1].tolist(), strict=True)) == expected
+        return expected
+
+    first = hashes()
+    assert first.keys() == {"w (master)", "w (mean)"} and hashes() == first and len(looks) == 1
+    optimizer.state[weights]["mean"][1, 2] = 0.5
+    weights.data[0, 0] += 1.0
+    second = hashes()
+    assert all(second[name] != first[name] for name in first) and len(looks) == 1, "the values are those of now"
+    optimizer.state[weights]["mean"] = torch.full((2, 3), 3.0)
+    assert hashes() != second and len(looks) == 2
+    weights.data = torch.full((2, 3), 4.0)
+    hashes()
+    assert len(looks) == 3

@@ -11,17 +11,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import median
 
 import pytest
 
-from megatron.training.slow import PARTS, Comparison, parts_of
+from megatron.training.slow import PARTS, Comparison, median_of_others, parts_of
 from megatron.worker.beacon import BACKWARD, DATA, FORWARD, NAMES
 from tests.paths import ROOT
 
 
 def windows(draw: random.Random, ranks: int, slow: dict[int, tuple[int, float]], count: int) -> Comparison:
     """Windows of ten steps with noise; `slow` has the window from which on a rank takes how many times as long."""
-    comparison = Comparison([list(range(ranks))] * ranks, 1.5, 3)
+    comparison = Comparison([0] * ranks, 1.5, 3)
     for number in range(count):
         seconds = []
         for rank in range(ranks):
@@ -47,7 +48,7 @@ def test_the_slow_rank_alone_is_named_within_fifty_steps(seed):
 
 def test_nobody_is_named_where_all_are_alike_and_a_rank_that_recovers_is_told():
     assert not windows(random.Random(0), 8, {}, 100).slow
-    comparison = Comparison([[0, 1, 2]] * 3, 1.5, 3)
+    comparison = Comparison([0] * 3, 1.5, 3)
     for number in range(10):
         _, over = comparison.window(number, number, [[1.0], [1.0], [3.0 if 2 <= number < 7 else 1.0]])
         assert [each.rank for each in over] == ([2] if number == 7 else [])
@@ -56,10 +57,27 @@ def test_nobody_is_named_where_all_are_alike_and_a_rank_that_recovers_is_told():
 
 
 def test_a_rank_without_peers_is_compared_with_its_past():
-    comparison = Comparison([[0], [1]], 1.5, 2)
+    comparison = Comparison([0, 1], 1.5, 2)
     for number in range(6):
         comparison.window(number, number, [[9.0], [1.0 if number < 3 else 2.0]])
     assert list(comparison.slow) == [1], "stages have different work: that of rank 0 is simply more"
+
+
+@pytest.mark.parametrize("count", range(2, 8))
+def test_the_median_of_the_others(count):
+    values = [float(value) for value in random.Random(count).choices(range(6), k=count)]
+    ordered = sorted(values)
+    for place in range(count):
+        assert median_of_others(ordered, place) == median(ordered[:place] + ordered[place + 1 :])
+
+
+def test_ranks_are_compared_within_their_stages():
+    """Stages take turns in the order of ranks, the second has twice the work of the first, and rank 2 of the first
+    takes as long as those."""
+    comparison = Comparison([0, 1] * 3, 1.5, 1)
+    (begun,), _ = comparison.window(0, 9, [[1.0, 0.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
+    assert (begun.rank, begun.others, begun.part) == (2, 2.0, "forward and backward")
+    assert comparison.slowest[:2] == (2, 2.0)
 
 
 def test_ranks_that_tell_forward_and_backward_apart_or_together_are_compared_by_their_sum():
@@ -69,7 +87,7 @@ def test_ranks_that_tell_forward_and_backward_apart_or_together_are_compared_by_
     apart[FORWARD], apart[BACKWARD], together[FORWARD], slow[FORWARD] = 1.0, 2.0, 3.0, 3.1
     assert parts_of(apart) == parts_of(together)
     for others in ([apart, together], [apart, apart], [together, together]):
-        comparison = Comparison([[0, 1, 2]] * 3, 1.2, 1)
+        comparison = Comparison([0] * 3, 1.2, 1)
         (begun,), _ = comparison.window(0, 9, [*map(parts_of, others), parts_of(slow)])
         assert (begun.rank, begun.part) == (2, "data")
 

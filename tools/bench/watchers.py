@@ -90,6 +90,8 @@ def plan(rounds: int, blocks: int) -> list[str]:
 class SilentBeacon(Beacon):
     """One that nobody listens to: what a run without `watch` would be."""
 
+    __slots__ = ()
+
     def at(self, phase: int, part: int = 0, parts: int = 0, detail: bytes = b"") -> None: ...
     def begin(self, step: int) -> None: ...
     def done(self) -> None: ...
@@ -207,9 +209,10 @@ class WatcherTurns(Hook):
     def _time(self, trainer: Trainer, kind: str) -> None:
         """Have the calls of watchers counted; in empty blocks those that do nothing instead of them."""
         gate, engine = self._gate, trainer.engine
-        for name in TOLD:
-            function = getattr(trainer.beacon, name) if kind == TIMED else _nothing
-            self._change(trainer.beacon, name, self._parts["watch"].timed(function, time.perf_counter))
+        watch = self._parts["watch"]
+        calls = {name: getattr(Beacon, name) if kind == TIMED else _nothing for name in TOLD}
+        told = {name: watch.timed(function, time.perf_counter) for name, function in calls.items()}
+        trainer.beacon.__class__ = type("TimedBeacon", (Beacon,), {"__slots__": (), **told})
         spikes = self._parts["spikes"]  # which have the step's numbers exchanged a little earlier
         if kind == TIMED:
             self._change(gate, "_decide", spikes.timed(gate._decide, time.perf_counter))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint.communicator import Communicator
-from megatron.engine.replicas import hashes
+from megatron.engine.replicas import PieceHashes
 from megatron.engine.state import EngineState
 from megatron.worker.job import CORRUPT
 
@@ -50,7 +50,8 @@ class HashesHook(Hook):
     """
 
     def __init__(self, every: int, state: EngineState, communicator: Communicator, hosts: Sequence[str]) -> None:
-        self._every, self._state, self._communicator, self._hosts = every, state, communicator, list(hosts)
+        self._every, self._communicator, self._hosts = every, communicator, list(hosts)
+        self._pieces = PieceHashes(state)
         self._good: int | None = None  # updates after which all was equal
         self._alone: frozenset[int] = frozenset()  # pieces that no other rank holds
         self._rows: int | None = None  # pieces that a rank compares, at most
@@ -74,7 +75,7 @@ class HashesHook(Hook):
         if self._good == trainer.completed:
             return
         with trainer.clock.pause():
-            own, names = hashes(self._state, trainer.exchange.device, self._alone)
+            own, names = self._pieces.take(trainer.exchange.device, self._alone)
             everyone = self._gathered(own)
             found = differences(everyone)
         if found:

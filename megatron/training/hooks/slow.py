@@ -6,9 +6,6 @@ import math
 import socket
 from collections.abc import Sequence
 
-import torch
-import torch.distributed as dist
-
 from megatron.config.sections.watch import SlowOptions
 
 from ..exchange import StepReport
@@ -46,8 +43,7 @@ class SlowRanksHook(Hook):
     def on_start(self, trainer: Trainer) -> None:
         layout = trainer.mesh.layout
         stages = [layout.coordinates(rank).pipeline for rank in range(layout.world_size)]
-        peers = [[other for other, stage in enumerate(stages) if stage == own] for own in stages]
-        self._comparison = Comparison(peers, self._options.factor, self._options.windows)
+        self._comparison = Comparison(stages, self._options.factor, self._options.windows)
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         if step < trainer.start + 2:  # the first steps compile and warm up
@@ -67,11 +63,14 @@ class SlowRanksHook(Hook):
             self._exchange(trainer, comparison)
 
     def _exchange(self, trainer: Trainer, comparison: Comparison) -> None:
-        kept, self._kept, device = self._kept, [], trainer.exchange.device
-        local = torch.tensor([[window[2] for window in kept]], dtype=torch.float64, device=device)
-        everyone = torch.empty(len(self._hosts), *local.shape[1:], dtype=torch.float64, device=device)
-        dist.all_gather_into_tensor(everyone, local)
-        for (first, last, _), seconds in zip(kept, everyone.transpose(0, 1).tolist(), strict=True):
+        """Each rank adds its seconds in its own place: the message is of the kind that every step ends with."""
+        kept, self._kept = self._kept, []
+        own = [part for *_, seconds in kept for part in seconds]
+        before, size = trainer.mesh.rank * len(own), len(self._hosts) * len(own)
+        everyone = trainer.exchange.sum([0.0] * before + own + [0.0] * (size - before - len(own))).tolist()
+        for number, (first, last, _) in enumerate(kept):
+            places = range(number * len(PARTS), size, len(own))
+            seconds = [everyone[place : place + len(PARTS)] for place in places]
             self._tell(trainer, comparison, *comparison.window(first, last, seconds))
 
     def _tell(self, trainer: Trainer, comparison: Comparison, begun: list[Slow], over: list[Slow]) -> None:

@@ -1,0 +1,72 @@
+"""Collectives that are noted in the beacon: of which group, which operation, on how many elements, and each once."""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from megatron.parallel.watched import watched_collectives
+from megatron.worker.beacon import SIZE, Beacon, GroupCall, read
+from tests.workers import run
+
+Told = tuple[str, str, int, int]  # group, operation, elements, how many calls of the group there were
+WHOLE, PAIR = "the group of all ranks", "the group of ranks 0-1"
+EXPECTED = [
+    (WHOLE, "all_reduce", 3, 1),
+    (WHOLE, "all_reduce", 4, 2),
+    (PAIR, "all_reduce", 6, 1),
+    (PAIR, "all_reduce", 5, 2),
+    (WHOLE, "all_gather", 6, 3),
+    (WHOLE, "barrier", 0, 4),
+    (WHOLE, "all_reduce", 7, 5),
+]
+
+
+class Heard(Beacon):
+    """Notes what the agent reads when a call has begun."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        super().__init__(memory)
+        self.memory, self.found = memory, list[Told]()
+
+    def newest(self) -> GroupCall:
+        place = read(self.memory)
+        assert place is not None
+        return max(place.calls, key=lambda call: call.at)
+
+    def enter(self, slot: int, operation: bytes, elements: int, peer: int = -1, *, sized: bool = True) -> None:
+        super().enter(slot, operation, elements, peer, sized=sized)
+        call = self.newest()
+        assert call.inside
+        self.found.append((call.name, call.operation, call.elements, call.number))
+
+
+def told() -> list[Told]:
+    """What the agent reads while the rank is in each of these calls."""
+    beacon, pair, own = Heard(mmap.mmap(-1, SIZE)), dist.new_group([0, 1]), torch.zeros(2)
+    beacon.begin(0)
+    with watched_collectives(beacon), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # rank 2 is not in the pair
+        for call in (
+            lambda: dist.all_reduce(torch.zeros(3)),
+            lambda: dist.all_reduce(torch.zeros(4), group=dist.group.WORLD),
+            lambda: dist.all_reduce(tensor=torch.zeros(2, 3), group=pair),
+            lambda: dist.all_reduce(torch.zeros(5), dist.ReduceOp.SUM, pair),
+            lambda: dist.all_gather([torch.zeros(2) for _ in range(3)], own),
+            lambda: dist.barrier(),
+            lambda: dist.all_reduce(torch.zeros(7), async_op=True).wait(),
+        ):
+            call()
+            assert not beacon.newest().inside
+    dist.all_reduce(torch.zeros(9))
+    return beacon.found
+
+
+def test_each_call_is_noted_once_and_in_its_group() -> None:
+    """With a group that is not named, or is one of those that rank 2 is no member of."""
+    first, second, third = run(3, told)
+    assert first == second == EXPECTED
+    assert third == [each for each in EXPECTED if each[0] == WHOLE]
