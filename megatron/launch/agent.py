@@ -386,6 +386,8 @@ class Agent:
         except ProcessLookupError:
             pass
         rank.finish(status)
+        for line in self.seen.farewell(rank) if self.seen and status != 0 else ():
+            self._queue(line)
         if status != 0 and not self.told_tail:
             words = rank.last_words()
             self.told_tail = bool(words) and not COMPLAINT.search(words)  # after silence, or of a peer: one may say why

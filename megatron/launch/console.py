@@ -115,7 +115,9 @@ def report(first: Failure, others: list[Failure], seconds: float, logs: str | No
     cause = (
         None if first.rank is not None and first.reason else hint_for(first.text + "\n" + first.reason, first.status)
     )
-    if cause:
+    if first.disagreement:
+        lines.append(f"deepy: cause: {first.disagreement}")
+    elif cause:
         lines.append(f"deepy: likely cause: {cause}")
     if others:
         counts = Counter(

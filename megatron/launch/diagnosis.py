@@ -164,6 +164,22 @@ def diagnose(ranks: Sequence[Rank]) -> Diagnosis:
     return Diagnosis(kind, tuple(culprits), _sentence(kind, guilty, others, ranks), late)
 
 
+def disagreement(ranks: Sequence[Rank]) -> Diagnosis | None:
+    """Whether ranks have failed because they called different things as one operation of a group, and who did.
+
+    Args:
+        ranks: those that have failed, each inside of its last call.
+    """
+    here = {each.rank: each for each in ranks if each.waiting is not None}
+    culprits = _differing(here, dict.fromkeys(here, []))
+    if not culprits:
+        return None
+    guilty = [here[rank] for rank in culprits]
+    meeting = {(each.call.key, each.call.number) for each in guilty}
+    others = [each for each in here.values() if each not in guilty and (each.call.key, each.call.number) in meeting]
+    return Diagnosis("mismatch", tuple(culprits), _sentence("mismatch", guilty, others, ranks), late=True)
+
+
 def _well(rank: Rank) -> bool:
     return rank.state not in ("stopped", "silent", "ended")
 

@@ -19,7 +19,7 @@ from .inquiry import InquirySocket, of_ranks
 from .link import MessagePipe
 from .listener import AgentListener
 from .specification import Specification
-from .status import FORWARDED_SIGNALS, HOST_LOST, STOP_SIGNALS, STOPPED, Failure, outcome, stopped
+from .status import FORWARDED_SIGNALS, HOST_LOST, STOP_SIGNALS, STOPPED, Failure, exit_status, outcome, stopped
 from .watch import RankWatch
 
 AT_ONCE = 64  # connections that are being made at the same time
@@ -130,6 +130,8 @@ class Launcher:
             self.window.close()
             self.selector.close()
         status, first = outcome(self.failures, self.signals)
+        if first is not None and (told := self.watch.explained(first)) is not first:
+            status, first = exit_status(told.status), told
         if status == 0 and self.signals and not self.started:
             status = 128 + self.signals[0]
         now = time.time()

@@ -68,7 +68,11 @@ class Restarts:
 def _cause(failure: Failure | None) -> tuple[int, int, str] | None:
     """What makes two failures the same: step, status, and the exception's own words. None of one that chance may have
     brought: a killed process, a lost host, a hang, a peer that has gone."""
-    if failure is None or failure.step is None or failure.status in (HANG, RERUN) or failure.status <= 0:
+    if failure is None or failure.step is None or failure.status in (HANG, RERUN):
+        return None
+    if failure.disagreement:
+        return failure.step, 0, "a disagreement of ranks"
+    if failure.status <= 0:
         return None
     lines = last_traceback(failure.text).strip().splitlines()
     if failure.reason or not lines or "Traceback" not in failure.text or COMPLAINT.search(failure.text):

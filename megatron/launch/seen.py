@@ -12,6 +12,7 @@ from .ranks import RankProcess
 
 STACKS_TAKE = 0.5  # seconds that ranks have to write their stacks
 AT_ONCE = 16  # ranks in one message
+ENDED = 0  # the number of a question that nobody asks: what ranks called last that have failed
 
 
 class RankObserver:
@@ -61,6 +62,12 @@ class RankObserver:
             if place is not None:
                 notes.append([rank.rank, place.step, place.phase, round(time.monotonic() - place.since, 1)])
         return [notes[at : at + AT_ONCE] for at in range(0, len(notes), AT_ONCE)]
+
+    def farewell(self, rank: RankProcess) -> Iterator[bytes]:
+        """Lines about a rank that has ended, which nobody has asked for: its last call."""
+        if rank.sight is not None:
+            message = {"type": "place", "host": self._index, "request": ENDED, "rank": rank.rank}
+            yield from encode_text(message, json.dumps(rank.sight.last(rank.pid)))
 
     def _answer(self, request: int, asked: set[int]) -> Iterator[bytes]:
         for rank in self._ranks:

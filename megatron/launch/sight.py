@@ -74,6 +74,13 @@ class Sight:
             "calls": calls,
         }
 
+    def last(self, pid: int) -> dict[str, Any]:
+        """As `tell`, of a rank that has ended: of its calls the last one alone, as if it were still inside of it. A
+        rank that fails within a call has left it."""
+        told = self.tell(pid, alive=False, limits={})
+        latest = min(told["calls"], key=lambda call: call["age"], default=None)
+        return {**told, "calls": [{**latest, "inside": True}] if latest else []}
+
     def ask(self, pid: int, *, everything: bool) -> bool:
         """Have the rank write its stack; False where it has not yet said that it would (the signal would end it)."""
         place = self.place()

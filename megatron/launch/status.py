@@ -40,6 +40,7 @@ class Failure:
         since: when it stopped to get on, by the launcher's clock, where that was before it was ended for it (a hang).
         step: the last one that the rank had begun, from 0; -1 before the first; None where it does not tell.
         shown: whether the console has shown all that the rank said.
+        disagreement: what ranks called differently, where the run failed for that.
     """
 
     time: float
@@ -51,6 +52,7 @@ class Failure:
     step: int | None = None
     since: float | None = None
     shown: bool = False
+    disagreement: str = ""
 
 
 def exit_status(status: int) -> int:

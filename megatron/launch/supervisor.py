@@ -149,7 +149,7 @@ def _into_the_ledger(plan: JobPlan, result: Result, attempt: int, event: str) ->
         status=result.status,
         rank=first.rank,
         host=first.host,
-        reason=first.reason or describe_status(first.status),
+        reason=first.reason or first.disagreement or describe_status(first.status),
         code=code_now()[:16],
         hosts=[host.name for host in plan.choice.hosts],
         since=result.since,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .console import log
-from .diagnosis import Diagnosis, Rank, diagnose, rank_of
+from .diagnosis import Diagnosis, Rank, diagnose, disagreement, rank_of
+from .seen import ENDED
 from .specification import Specification
 from .status import HANG, Failure
 
@@ -48,6 +51,7 @@ class RankWatch:
         self.next_look = 0.0
         self.reported: str | None = None  # who was at fault, when that was said
         self.last: dict[int, tuple[int, str, float]] = {}  # step, phase, seconds in it, by the last heartbeat
+        self.ended: dict[int, str] = {}  # what ranks called last that have failed
 
     # ---- asking
 
@@ -72,12 +76,11 @@ class RankWatch:
                 self.last[int(rank)] = int(step), str(phase), float(age)
             return
         inquiry = self.inquiries.get(message["request"])
-        if inquiry is None:
-            return
+        texts = self.ended if message["request"] == ENDED else inquiry.texts if inquiry else {}
         if message["type"] == "place":
             rank = int(message["rank"])
-            inquiry.texts[rank] = inquiry.texts.get(rank, "") + message["text"]
-        else:
+            texts[rank] = texts.get(rank, "") + message["text"]
+        elif inquiry:
             inquiry.open.discard(index)
 
     def tick(self, now: float) -> None:
@@ -96,18 +99,40 @@ class RankWatch:
             self.ask("", self._judge)
 
     def _ranks(self, inquiry: Inquiry) -> list[Rank]:
-        job: Specification = self.launcher.job
         found = []
+        for index, rank, host in self._places():
+            try:
+                found.append(rank_of(json.loads(inquiry.texts[rank]), host))
+            except (KeyError, TypeError, ValueError):
+                step, phase, age = self.last.get(rank, (-1, "", 0.0))
+                silent = "silent" if index in inquiry.open or self.launcher.hosts[index].phase == "lost" else ""
+                found.append(Rank(rank, host, state=silent, step=step, phase=phase, age=age))
+        return found
+
+    def _places(self) -> Iterator[tuple[int, int, str]]:
+        """Of each rank the number of its host, its own, and its host's name."""
+        job: Specification = self.launcher.job
         for index, host in enumerate(job.hosts):
             first = job.first_rank(index)
             for rank in range(first, first + len(host.slots)):
-                try:
-                    found.append(rank_of(json.loads(inquiry.texts[rank]), host.name))
-                except (KeyError, TypeError, ValueError):
-                    step, phase, age = self.last.get(rank, (-1, "", 0.0))
-                    silent = "silent" if index in inquiry.open or self.launcher.hosts[index].phase == "lost" else ""
-                    found.append(Rank(rank, host.name, state=silent, step=step, phase=phase, age=age))
-        return found
+                yield index, rank, host.name
+
+    # ---- a failure
+
+    def explained(self, first: Failure) -> Failure:
+        """The failure to show. Where ranks did not call the same thing, gloo ends whichever of them finds it out: then
+        that of the rank at fault, if it has failed by itself, with what they called."""
+        if first.rank is None or first.reason:
+            return first
+        ranks = []
+        for _, rank, host in self._places():
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                ranks.append(rank_of(json.loads(self.ended[rank]), host))
+        found = disagreement(ranks)
+        if found is None:
+            return first
+        own = [each for each in self.launcher.failures if each.rank in found.culprits and not each.reason]
+        return replace(own[0] if own else first, disagreement=found.sentence)
 
     # ---- a hang
 

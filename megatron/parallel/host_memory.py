@@ -13,9 +13,11 @@ import contextlib
 import mmap
 import os
 import select
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from hashlib import blake2b
 from pathlib import Path
 
 import torch
@@ -180,10 +182,12 @@ def _name(word: int) -> str:
 
 
 def _host() -> tuple[int, int]:
-    """Of the machine's start and the space of process numbers: equal where one rank can find another's in /proc."""
+    """Of the machine's start and name, and of the space of process numbers: equal where one rank can find another's in
+    /proc, and a host is what its name says it is, as for checkpoints and tables of algorithms."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-        return int(boot.replace("-", "")[:15], 16), os.stat("/proc/self/ns/pid").st_ino
+        name = blake2b(f"{boot} {socket.gethostname()}".encode(), digest_size=7)
+        return int.from_bytes(name.digest(), "little"), os.stat("/proc/self/ns/pid").st_ino
     except (OSError, ValueError):
         return int.from_bytes(os.urandom(7), "little"), 0
 

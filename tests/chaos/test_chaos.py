@@ -209,6 +209,15 @@ def test_the_table_has_every_fault_and_every_miss() -> None:
     assert text.endswith("run 2: spike of a gradient: nobody saw it")
 
 
+def test_the_published_table_has_every_fault() -> None:
+    text = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
+    lines = text[text.index("| fault ") :].partition("\n\n")[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in line.split("|")[1:4]] for line in lines]
+    assert {name for name, _, _ in rows} == {each.name for each in FAULTS}
+    times = sum(int(number) for _, _, number in rows)
+    assert times >= 300 and f"These are {times} faults" in text
+
+
 def test_every_fault_says_what_must_follow() -> None:
     names = [each.name for each in FAULTS]
     assert len(set(names)) == len(names) and len(KINDS) == 7

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,11 +14,22 @@ from megatron.training.hook import Hook
 from megatron.training.trainer import Trainer
 
 
-class Hang(Hook):
-    """From step `step` on, rank `rank` does what `kind` says. It hangs in its first attempt alone."""
+def shares_memory(process: int | str) -> bool:
+    """Whether a process has mapped memory of other ranks."""
+    return "memfd:deepy-" in Path(f"/proc/{process}/maps").read_text()
 
-    def __init__(self, kind: str, rank: int, step: int) -> None:
-        self.kind, self.rank, self.step = kind, rank, step
+
+class Hang(Hook):
+    """From step `step` on, rank `rank` does what `kind` says. It hangs in its first attempt alone.
+
+    Args:
+        size: elements of the smallest message.
+        wrong: how many the guilty one brings, of a hundred, where shapes differ.
+    """
+
+    def __init__(self, kind: str, rank: int, step: int, size: int = 100, wrong: int = 90) -> None:
+        self.kind, self.rank, self.step, self.size = kind, rank, step, size
+        self.wrong = size * wrong // 100
         self.group = None
 
     def on_start(self, trainer: Trainer) -> None:
@@ -30,6 +42,8 @@ class Hang(Hook):
             self._break_the_data(trainer)
 
     def before_step(self, trainer: Trainer, step: int) -> None:
+        if step == self.step:
+            print(f"this rank shares memory: {shares_memory('self')}", flush=True)
         if step and self.kind in ("skipped", "shapes", "deadlock"):
             self._together(hang=step == self.step)
         if step != self.step or not self.guilty:
@@ -44,13 +58,13 @@ class Hang(Hook):
     def _together(self, *, hang: bool) -> None:
         """Two collectives of all ranks in two groups."""
         wrong = hang and self.guilty
-        small, large = torch.ones(100), torch.ones(2000)
+        small, large = torch.ones(self.size), torch.ones(20 * self.size)
         if wrong and self.kind == "deadlock":
             dist.all_reduce(large, group=self.group)
             dist.all_reduce(small)
             return
         if not (wrong and self.kind == "skipped"):
-            dist.all_reduce(torch.ones(90 if wrong and self.kind == "shapes" else 100))
+            dist.all_reduce(torch.ones(self.wrong if wrong and self.kind == "shapes" else self.size))
         dist.all_reduce(large, group=self.group)
 
     def _break_the_data(self, trainer: Trainer) -> None:

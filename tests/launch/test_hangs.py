@@ -22,6 +22,7 @@ from megatron.trials.chaos import own_network
 from megatron.trials.hosts import WORD, TrialHosts
 from tests.paths import ROOT
 
+from .hanging import shares_memory
 from .running import Job
 
 KINDS = ("stopped", "loop", "skipped", "shapes", "disk", "read", "deadlock", "cable")
@@ -39,8 +40,10 @@ def start(
     )
 
 
-def hanging(kind: str, rank: int, step: int) -> str:
-    return f"hooks=[{{type: 'tests.launch.hanging:Hang', options: {{kind: {kind}, rank: {rank}, step: {step}}}}}]"
+def hanging(kind: str, rank: int, step: int, **more: int) -> str:
+    given = {"kind": kind, "rank": rank, "step": step, **more}
+    options = ", ".join(f"{name}: {value}" for name, value in given.items())
+    return f"hooks=[{{type: 'tests.launch.hanging:Hang', options: {{{options}}}}}]"
 
 
 def process(folder: Path, rank: int) -> int:
@@ -69,6 +72,22 @@ def test_a_stopped_rank_is_named_on_request_and_by_itself_and_the_run_goes_on(tm
     assert not (folder / "launcher.json").exists(), "nobody can be asked any more"
     assert main(["--status", str(folder)]) == 2
     assert "has no launcher at work" in capsys.readouterr().err
+
+
+def test_ranks_that_call_different_things_are_told_of_where_one_is_ended_for_it(tmp_path):
+    """Ranks without torch again: rank 1 brings more than rank 0 expects, which ends for it before rank 1 does."""
+    job = Job(tmp_path, "differs", overrides=("launch.restarts=3", "launch.restart_delay=0"))
+    status, _, error = job.finish()
+    assert status == 1 and error.count("first failure: rank 1 on") == 2, error
+    sentence = (
+        "ranks do not call the same thing as operation 4 of the group of all ranks: rank 0 calls all_reduce with 8 "
+        "elements, but rank 1 calls all_reduce with 9 elements"
+    )
+    assert f"deepy: cause: {sentence}\n" in error and "likely cause" not in error
+    assert "a disagreement of ranks has come twice at step 3, so it would come again" in error
+    events = [json.loads(line) for line in (tmp_path / "runs/launched/ledger.jsonl").read_text().splitlines()]
+    assert [each["event"] for each in events] == ["restart", "given_up"]
+    assert {(each["rank"], each["reason"]) for each in events} == {(1, sentence)}
 
 
 @pytest.mark.slow
@@ -119,13 +138,14 @@ def test_a_run_that_only_pauses_is_reported_and_not_ended(tmp_path):
 
 @dataclass(frozen=True)
 class Hung:
-    """A run that hung: what was done to whom, and what the launcher said of it."""
+    """A run that hung: what was done to whom, what the launcher said of it, and whether ranks shared memory."""
 
     kind: str
     seed: int
     guilty: str
     sentence: str
     status: int
+    shared: bool
 
     @property
     def named(self) -> bool:
@@ -142,47 +162,59 @@ class Hung:
         return f"{self.kind} {self.seed}, {self.guilty}: {self.sentence}"
 
 
-def hung(kind: str, seed: int, folder: Path) -> Hung:
+# What makes ranks of a host sum through memory that they share: messages of 256 KiB, of gradients and activations.
+LARGE = ("model.hidden_size=128", "training.sequence_length=512")
+
+
+def hung(kind: str, seed: int, folder: Path, *, shared: bool) -> Hung:
     """Have a run hang. Ranks that gloo itself ends, as it does where shapes differ, must be named too."""
     draw = random.Random(f"{seed} {kind}")
-    words = ("watch.hang=stop", "training.global_batch_size=12", "launch.timeout=60")
+    words = ("watch.hang=stop", "training.global_batch_size=12", "launch.timeout=60", *(LARGE if shared else ()))
     words += (f"logging.communication={('off', 'counts', 'times')[seed]}",)
     if kind == "cable":
-        guilty, error, status = cut_off(draw, folder, *words)
+        guilty, error, status, shares = cut_off(draw, folder, 2 if shared else 1, *words)
     else:
         ranks, step = draw.choice((2, 3, 4)), draw.randrange(4, 9)
         rank, layout = draw.randrange(ranks), ("parallel.tensor=2",) if ranks == 4 else ()
-        job = start(folder, hanging(kind, rank, step), "training.steps=12", *words, *layout, ranks=ranks)
+        hook = hanging(kind, rank, step, size=100_000 if shared else 100, wrong=(90, 110, 90)[seed])
+        job = start(folder, hook, "training.steps=12", *words, *layout, ranks=ranks)
         error, guilty, status = job.communicate(timeout=600)[1], f"rank {rank} of {ranks}", job.returncode
-    line = re.search(r"the run hangs: (.*?) \(stacks|first failure: (.*)", error)
-    return Hung(kind, seed, guilty, line[1] or line[2] if line else error[-2000:], status)
+        logs = [file.read_text() for file in (folder / "logs").glob("rank_*.log")]
+        shares = any("this rank shares memory: True" in log for log in logs)
+    found = [re.search(rf"{what}: (.*)", error) for what in ("the run hangs", "deepy: cause", "first failure")]
+    line = next(filter(None, found), None)
+    sentence = line[1].partition(" (stacks of")[0] if line else error[-2000:]
+    return Hung(kind, seed, guilty, sentence, status, shares)
 
 
-def cut_off(draw: random.Random, folder: Path, *words: str) -> tuple[str, str, int]:
-    """Pull the cable of one of two or three hosts: its name, what was said, the launcher's status. No rank is at
-    fault."""
+def cut_off(draw: random.Random, folder: Path, ranks: int, *words: str) -> tuple[str, str, int, bool]:
+    """Pull the cable of one of two or three hosts of so many ranks: its name, what was said, the launcher's status,
+    whether ranks shared memory. No rank is at fault."""
     with TrialHosts(draw.choice((2, 3))) as hosts:
         folder.mkdir()
-        (folder / "hosts").write_text(hosts.hostfile(1))
+        (folder / "hosts").write_text(hosts.hostfile(ranks))
         where = ("--hostfile", str(folder / "hosts"), "--runner", WORD)
-        job = start(folder / "run", "training.steps=100000", *words, where=where, more=hosts.variables)
+        words += ("training.steps=100000", f"parallel.tensor={ranks}")
+        job = start(folder / "run", *words, where=where, more=hosts.variables)
         metrics = folder / "run" / "metrics.jsonl"
         while not metrics.exists() or len(metrics.read_text().splitlines()) < 5:
             assert job.poll() is None, job.communicate()
             time.sleep(0.05)
-        guilty = draw.choice(hosts.names)
+        guilty, shared = draw.choice(hosts.names), shares_memory(process(folder / "run", 0))
         hosts.cut(guilty)
-        return guilty, job.communicate(timeout=600)[1], job.returncode
+        return guilty, job.communicate(timeout=600)[1], job.returncode, shared
 
 
 @pytest.mark.slow
-def test_the_culprit_is_named_in_seeded_hangs(tmp_path):
+@pytest.mark.parametrize("shared", [False, True], ids=["gloo", "shared memory"])
+def test_the_culprit_is_named_in_seeded_hangs(tmp_path, shared):
     """Three seeds of each kind that can be here, each with another account of communication: at least 19 of 20 are
     right. A cable needs root, for network namespaces."""
     kinds = [kind for kind in KINDS if kind != "cable" or own_network()]
-    found = [hung(kind, seed, tmp_path / f"{kind}{seed}") for seed in range(3) for kind in kinds]
+    found = [hung(kind, seed, tmp_path / f"{kind}{seed}", shared=shared) for seed in range(3) for kind in kinds]
     told = "\n".join(map(str, found))
     (tmp_path / "sentences.txt").write_text(told)
     print(told)
     wrong = [str(each) for each in found if not each.named]
     assert len(found) >= 3 * (len(KINDS) - 1) and len(wrong) <= len(found) // 20, "\n".join(wrong)
+    assert {each.shared for each in found} == {shared}

@@ -19,17 +19,17 @@ def note(name: str, content: object = None) -> None:
     path.with_suffix(".part" + RANK).rename(path)
 
 
-def pid_of(rank: str) -> int:
-    """The process of another rank, once it is up."""
-    path = Path(os.environ["NOTES"], f"up.{rank}")
+def pid_of(rank: str, name: str = "up") -> int:
+    """The process of another rank, once it has left a note."""
+    path = Path(os.environ["NOTES"], f"{name}.{rank}")
     while not path.exists():
         time.sleep(0.01)
     return json.loads(path.read_text())
 
 
-def outlive(rank: str, longer: float = 0.4) -> None:
+def outlive(rank: str, longer: float = 0.4, name: str = "up") -> None:
     """Wait for another rank's end, and for some seconds more."""
-    stat = Path(f"/proc/{pid_of(rank)}/stat")
+    stat = Path(f"/proc/{pid_of(rank, name)}/stat")
     try:
         while stat.read_text().split(")")[1].split()[0] != "Z":
             time.sleep(0.001)
@@ -219,6 +219,31 @@ def hanger() -> None:
             time.sleep(1000)
         beacon.leave()
         beacon.done()
+
+
+def differs() -> None:
+    """In the fourth step rank 1 brings another shape: rank 0 is ended for it, as gloo does, and rank 1 complains."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from megatron.worker.beacon import REDUCE, Beacon
+
+    beacon = Beacon.inherited()
+    group = beacon.group("all", "the group of all ranks", "0-1")
+    for step in range(4):
+        beacon.begin(step)
+        beacon.at(REDUCE)
+        beacon.enter(group, b"all_reduce", 9 if step == 3 and RANK == "1" else 8)
+        if step < 3:
+            beacon.leave()
+            beacon.done()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 1 has the time to complain
+    name = f"inside{os.environ['JOB_ATTEMPT']}"
+    note(name, os.getpid())
+    if RANK == "0":
+        pid_of("1", name)
+        os.kill(os.getpid(), signal.SIGABRT)
+    beacon.leave()
+    outlive("0", 0.0, name)
+    raise RuntimeError("Connection closed by peer")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 
@@ -92,9 +95,54 @@ def test_ranks_that_tell_forward_and_backward_apart_or_together_are_compared_by_
         assert (begun.rank, begun.part) == (2, "data")
 
 
+@contextmanager
+def stopped_and_continued(pid: int) -> Iterator[None]:
+    """A process that is stopped for four fifths of the time."""
+    over = threading.Event()
+
+    def work() -> None:
+        with suppress(ProcessLookupError):
+            while not over.is_set():
+                for number, seconds in ((signal.SIGSTOP, 0.08), (signal.SIGCONT, 0.02)):
+                    os.kill(pid, number)
+                    time.sleep(seconds)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def with_a_quota(pid: int) -> Iterator[None]:
+    """A process that gets a tenth of a core, by the first or the second version of cgroups."""
+    name = f"deepy-test-{os.getpid()}"
+    for folder, file, text in (("cpu", "cpu.cfs_quota_us", "10000"), ("", "cpu.max", "10000 100000")):
+        group = Path("/sys/fs/cgroup", folder, name)
+        with suppress(OSError):
+            group.mkdir()
+        try:
+            if (group / file).exists():
+                (group / file).write_text(text)
+                (group / "cgroup.procs").write_text(str(pid))
+                try:
+                    yield
+                finally:
+                    (group.parent / "cgroup.procs").write_text(str(pid))
+                return
+        finally:
+            with suppress(OSError):
+                group.rmdir()
+    pytest.skip("no group of processes with a quota can be made here")
+
+
 @pytest.mark.slow
-def test_a_rank_that_is_stopped_and_continued_all_the_time_is_named(tmp_path):
-    """SIGSTOP and SIGCONT in a duty cycle of four to one, from a step that is noted, on a real run of three ranks."""
+@pytest.mark.parametrize("slowed_down", [stopped_and_continued, with_a_quota])
+def test_a_rank_that_is_slowed_down_is_named(tmp_path, slowed_down):
+    """From a step that is noted, on a real run of three ranks."""
     folder = tmp_path / "run"
     command = [sys.executable, str(ROOT / "deepy.py"), "--ranks", "3", str(ROOT / "train.py")]
     command += [str(ROOT / "configs/test/tiny_neox.yml"), f"run.dir={folder}", "training.steps=400"]
@@ -107,10 +155,9 @@ def test_a_rank_that_is_stopped_and_continued_all_the_time_is_named(tmp_path):
         log = (folder / "logs" / "rank_0002.log").read_text()
         pid = int(log.split("started as process ")[-1].split(":")[0])
         end = time.monotonic() + 200
-        while not (named := notes(folder)) and time.monotonic() < end and job.poll() is None:
-            for number, seconds in ((signal.SIGSTOP, 0.08), (signal.SIGCONT, 0.02)):
-                os.kill(pid, number)
-                time.sleep(seconds)
+        with slowed_down(pid):
+            while not (named := notes(folder)) and time.monotonic() < end and job.poll() is None:
+                time.sleep(0.1)
     finally:
         job.terminate()
     out, _ = job.communicate(timeout=100)
