@@ -246,6 +246,59 @@ def test_a_folder_that_is_gone_or_refused_is_made_again(tmp_path: Path) -> None:
         assert seen["again"] == (None, (20, [])) and seen["new"]
 
 
+def rank_that_leaves_a_branch(folder: str) -> dict[str, object]:
+    """The second host's disk is read-only when the run goes back, and has all files: its own and its neighbour's."""
+    rank = torch.distributed.get_rank()
+    as_host(rank)
+    old, new, seen = Model(seed=1), Model(seed=2), {}
+    levels = levels_at(folder, NEXT)
+    assert write(levels, 0, old, 10, rank) is None and write(levels, 0, old, 30, rank) is None
+
+    def read_only(path: Path, target: object) -> None:
+        raise OSError(30, "Read-only file system", str(path))
+
+    def there() -> list[list[str]]:
+        torch.distributed.barrier()
+        hosts = (host_folder(folder, host) / "memory_of_2_hosts" for host in (0, 1))
+        return [sorted(path.name[-2:] for path in host.iterdir()) for host in hosts]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 2:
+            patch.setattr(level, "remove", read_only)
+        seen["dropped"], seen["left"] = levels.drop(10), there()
+        seen["here"] = read(levels, old, ZERO_1, rank)
+        levels = levels_at(folder, NEXT)
+        seen["after a restart"] = read(levels, old, ZERO_1, rank)
+        seen["not tidied"] = write(levels, 0, new, 20, rank), read(levels, new, ZERO_1, rank)[0], there()
+    seen["tidied"] = write(levels, 0, new, 25, rank), read(levels, new, ZERO_1, rank)[0], there()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(all_levels, "move", read_only)
+        with pytest.raises(CheckpointError) as error:
+            levels.drop(10)
+        seen["no note"] = str(error.value)
+    seen["as before"] = read(levels_at(folder, NEXT), new, ZERO_1, rank)[0]
+    together(rank, lambda: Path(folder, "checkpoints/.levels").write_text("what") and None)
+    with pytest.raises(CheckpointError, match=r"\.levels is damaged; remove it"):
+        levels_at(folder, NEXT)
+    return seen
+
+
+def test_what_a_read_only_disk_keeps_of_a_branch_that_is_left_is_void(tmp_path: Path) -> None:
+    for seen in run(RANKS, rank_that_leaves_a_branch, str(tmp_path)):
+        deleted, kept = seen["dropped"]
+        assert deleted == "step_00000030 deleted from checkpoint.levels: this run leaves that branch"
+        assert kept.startswith("memory of 2 hosts of host1 keeps saves of the branch that this run leaves")
+        assert "they are void: [Errno 30] Read-only file system" in kept and "step_00000030" in kept
+        assert seen["left"] == [["10"], ["10", "30"]]
+        assert seen["here"] == seen["after a restart"] == (10, []), "and not step 30, which is whole on one host"
+        said, step, there = seen["not tidied"]
+        assert "it was saved, but others could not be deleted" in said and "rank 2: " in said and step == 20
+        assert there == [["10", "20"], ["10", "20", "30"]]
+        assert seen["tidied"] == (None, 25, [["20", "25"]] * 2)
+        assert "checkpoints" in seen["no note"] and "Read-only" in seen["no note"] and seen["as before"] == 25
+
+
 def test_a_folder_that_others_can_read_is_refused(tmp_path: Path) -> None:
     assert private(tmp_path / "a/own").stat().st_mode & 0o777 == 0o700
     (tmp_path / "open").mkdir(mode=0o755)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron.checkpoint.levels import Levels
+from megatron.checkpoint.store import Store
 from megatron.report.ledger import read_ledger
-from megatron.training.hooks.levels import FIRST
+from megatron.training.hooks.levels import FIRST, LevelsHook
 from megatron.training.interval import Interval, failures, failures_answered
 from tests.training.settings import settings
 from tests.training.test_run import TINY, job, losses, tensors
@@ -80,3 +82,22 @@ def test_an_interval_counts_the_failures_that_nothing_nearer_answers(tmp_path: P
     assert [each.between(0.0) for each in intervals] == pytest.approx([prior / 6, prior / 2, prior])
     assert intervals[0].least_waste(0.0) < intervals[1].least_waste(0.0) < intervals[2].least_waste(0.0)
     assert FIRST > 0
+
+
+@pytest.mark.parametrize("there", ["saved", "not saved", "not to be read"])
+def test_copies_go_when_the_end_is_in_the_folder_of_checkpoints(there: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only then: a server that does not answer ends no rank, for which the others would wait."""
+    removed, told, store = [], [], Store("nowhere")
+
+    def paths() -> list[Path]:
+        if there == "not to be read":
+            raise OSError(116, "Stale file handle")
+        return [Path("step_00000020"), Path("step_00000030")][: 1 + (there == "saved")]
+
+    monkeypatch.setattr(store, "paths", paths)
+    levels = SimpleNamespace(hosts=SimpleNamespace(rank=0), remove=lambda: removed.append(True))
+    exchange = SimpleNamespace(sum=lambda numbers: numbers)
+    trainer = SimpleNamespace(error=None, back=None, completed=30, exchange=exchange, log=told.append)
+    LevelsHook([], levels, store, lambda step: ([], None), lambda fragments: []).on_end(trainer)
+    assert removed == [True] * (there == "saved")
+    assert bool(told) == (there != "saved") and all("what is there stays" in line for line in told)

@@ -38,12 +38,14 @@ class HostPart:
         save: tells saves of one step apart.
         total: files of all hosts.
         names: those that are here, not looked at yet.
+        branch: how often the run had gone back before.
     """
 
     step: int
     save: str
     total: int
     names: tuple[str, ...]
+    branch: int
 
 
 class Level:
@@ -72,8 +74,11 @@ class Level:
 
     # ---- writing
 
-    def save(self, step: int, fragments: Iterable[Fragment], meta: Meta) -> None:
+    def save(self, step: int, fragments: Iterable[Fragment], meta: Meta, branch: int = 0) -> None:
         """Write a step. Nobody waits for a disk: what its host has lost with it is seen by its checksums.
+
+        Args:
+            branch: how often the run has gone back.
 
         Raises:
             StoreRefuses: on every rank, if a disk or a memory is full, or refuses.
@@ -93,15 +98,14 @@ class Level:
         records = self._communicator.gather([record.to_dict() for record in written])
         files = [[FileRecord.from_dict(each) for each in found] for found in records]
         total = sum(len(each) for each in files)
-        meta = replace(meta, ledger=ledger, extra={**meta.extra, KEY: {"save": save, "files": total}})
+        meta = replace(meta, ledger=ledger, extra={**meta.extra, KEY: {"save": save, "files": total, "branch": branch}})
         parcels = self._parcels(files) if self._courier is not None else []
         self._together(draft, lambda: self._carry(draft, parcels))
         self._together(draft, lambda: self._commit(draft, files, parcels, meta))
         self._together(draft, lambda: self._take_name(draft, path))
-        if self._hosts.leads:
-            self._retain()
+        self._together(draft, lambda: self._retain(step), "it was saved, but others could not be deleted")
 
-    def _together(self, draft: Path, work: Callable[[], None]) -> None:
+    def _together(self, draft: Path, work: Callable[[], None], result: str = "it was not saved") -> None:
         """Do something on every rank; raise the error of any on all, after the draft is gone."""
         failure: Exception | None = None
         try:
@@ -117,7 +121,7 @@ class Level:
             shutil.rmtree(draft, ignore_errors=True)
         subject = f"{self.name}: {step_name(number_of(Path(draft.name.partition('.')[0])))}"
         problems = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]
-        raise (CheckpointError if otherwise else StoreRefuses)(subject, ["it was not saved", *problems]) from failure
+        raise (CheckpointError if otherwise else StoreRefuses)(subject, [result, *problems]) from failure
 
     def _carry(self, draft: Path, parcels: list[Parcel]) -> None:
         problems = self._courier.carry(parcels, draft, draft) if self._courier is not None else {}
@@ -155,8 +159,11 @@ class Level:
                 remove(path, uuid.uuid4().hex[:12])
             move(draft, path)
 
-    def _retain(self) -> None:
-        for path in Store(self.folder).paths()[: -self.keep]:
+    def _retain(self, step: int) -> None:
+        """Later saves than the one just made are of a branch that the run has left: no reason to delete one of this."""
+        paths = Store(self.folder).paths() if self._hosts.leads else []
+        own = [path for path in paths if number_of(path) <= step]
+        for path in [*paths[len(own) :], *own[: -self.keep]]:
             remove(path, uuid.uuid4().hex[:12])
 
     # ---- what is there
@@ -174,7 +181,8 @@ class Level:
                 meta = Meta.from_bytes(part_of(path, META_NAME).read_bytes(), path)
                 facts = meta.extra[KEY]
                 names = tuple(record.path for record in records)
-                found.append(HostPart(meta.step, str(facts["save"]), int(facts["files"]), names))
+                branch = max(int(facts.get("branch", 0)), 0)
+                found.append(HostPart(meta.step, str(facts["save"]), int(facts["files"]), names, branch))
             except (CheckpointError, OSError, KeyError, TypeError, ValueError):
                 continue
         return found
@@ -189,12 +197,17 @@ class Level:
             if leftover_of(path) is not None:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def drop(self, after: int = -1) -> list[str]:
-        """Delete this host's saves of later steps; their names."""
-        gone = [path for path in Store(self.folder).paths() if number_of(path) > after]
-        for path in gone:
-            remove(path, uuid.uuid4().hex[:12])
-        return [path.name for path in gone]
+    def drop(self, after: int) -> tuple[list[str], str]:
+        """Delete this host's saves of later steps: their names, and what the disk says where it refuses."""
+        gone: list[str] = []
+        try:
+            for path in Store(self.folder).paths():
+                if number_of(path) > after:
+                    remove(path, uuid.uuid4().hex[:12])
+                    gone.append(path.name)
+        except OSError as error:
+            return gone, str(error)
+        return gone, ""
 
 
 def _write(draft: Path, rank: int, fragments: list[Fragment]) -> FileRecord | None:

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from ...config.sections.output import LevelSection
 from ..communicator import Communicator, all_problems
-from ..durable import write_file
+from ..durable import move, write_file
 from ..errors import CheckpointError, StoreRefuses, brief, disk_refuses
 from ..fragment import Fragment
 from ..meta import Meta
@@ -22,10 +22,11 @@ from ..reader import Checkpoint
 from .courier import Courier, GroupCourier
 from .gathered import FoundSave, gather
 from .hosts import Hosts, private
-from .level import KEY, Level
+from .level import KEY, HostPart, Level
 
 MEMORY = "/dev/shm"  # noqa: S108  (a file system in memory; folders in it are made private)
-TOKEN = ".levels"  # in the folder of checkpoints: which folders on hosts belong to it
+# In the folder of checkpoints: which folders on hosts belong to it, and after which steps the run has left a branch.
+TOKEN = ".levels"
 
 
 class Levels:
@@ -56,11 +57,12 @@ class Levels:
         self._communicator, self._courier, self._insist = communicator, courier, insist
         self.hosts = Hosts.of(communicator)
         self._folders: list[Path] = []
-        token = self._token(Path(directory))
+        self._note = Path(directory) / TOKEN
+        self._token, self._left = self._known()
         self.refused: list[str] = []
         problem = ""
         try:
-            self.levels = [self._level(section, token) for section in sections]
+            self.levels = [self._level(section) for section in sections]
         except (OSError, CheckpointError) as error:
             problem = f"{self.hosts.name}: {error}"
         problems = all_problems(communicator, [problem] if problem else [])
@@ -96,7 +98,7 @@ class Levels:
     def save(self, number: int, step: int, fragments: Iterable[Fragment], meta: Meta) -> str | None:
         """Save a step at a level. Returns why that was not possible: a run goes on without a level."""
         try:
-            self.levels[number].save(step, fragments, meta)
+            self.levels[number].save(step, fragments, meta, len(self._left))
         except StoreRefuses as error:
             return str(error)
         return None
@@ -115,11 +117,24 @@ class Levels:
         return None, skipped
 
     def drop(self, after: int) -> list[str]:
-        """Delete saves of later steps, which are of a branch that the run leaves."""
-        gone = [level.drop(after) for level in self.levels] if self.hosts.leads else []
-        told = self._communicator.gather(sorted({name for names in gone for name in names}))
-        names = sorted({name for each in told for name in each})
-        return [f"{', '.join(names)} deleted from checkpoint.levels: this run leaves that branch"] if names else []
+        """Leave the branch of later steps: what any host has of it is not read again, also of one that is away now. It
+        is deleted, but where a disk refuses that. Returns what was done, on every rank.
+
+        Raises:
+            CheckpointError: on every rank: the folder of checkpoints cannot take note of it.
+        """
+        self._leave(after)
+        gone, refused = set[str](), []
+        for level in self.levels if self.hosts.leads else ():
+            names, problem = level.drop(after)
+            gone |= set(names)
+            if problem:
+                where = f"{level.name} of {self.hosts.name}"
+                refused.append(f"{where} keeps saves of the branch that this run leaves, and they are void: {problem}")
+        told = self._communicator.gather([sorted(gone), refused])
+        names = sorted({name for deleted, _ in told for name in deleted})
+        done = [f"{', '.join(names)} deleted from checkpoint.levels: this run leaves that branch"] if names else []
+        return done + [line for _, lines in told for line in lines]
 
     def remove(self) -> None:
         """Delete everything: the run has ended, and its folder of checkpoints has its end."""
@@ -132,7 +147,7 @@ class Levels:
         own: list[Any] = []
         if self.hosts.leads:
             for number, level in enumerate(self.levels):
-                parts = (part for part in level.parts() if part.step >= least)
+                parts = (part for part in level.parts() if part.step >= least and self._of_this_branch(part))
                 own += [[number, part.step, part.save, part.total, part.names] for part in parts]
         everything = self._communicator.collect(own)
         answer = None
@@ -144,9 +159,9 @@ class Levels:
             answer = sorted(whole, key=lambda key: (-key[1], key[0], key[2]))
         return [FoundSave(*each) for each in self._communicator.broadcast(answer)]
 
-    def _level(self, section: LevelSection, token: str) -> Level:
+    def _level(self, section: LevelSection) -> Level:
         base = MEMORY if section.path is None else section.path.replace("{host}", self.hosts.name)
-        folder = Path(base) / f"deepy-{os.geteuid()}-{token}-{re.sub(r'[^A-Za-z0-9_.-]', '_', self.hosts.name)}"
+        folder = Path(base) / f"deepy-{os.geteuid()}-{self._token}-{re.sub(r'[^A-Za-z0-9_.-]', '_', self.hosts.name)}"
         name = section.title
         try:
             private(folder)
@@ -160,21 +175,48 @@ class Levels:
             self._courier if section.neighbours else None,
         )  # fmt: skip
 
-    def _token(self, directory: Path) -> str:
+    def _of_this_branch(self, part: HostPart) -> bool:
+        return all(part.step <= after for after in self._left[part.branch :])
+
+    def _known(self) -> tuple[str, list[int]]:
         """What tells this run's folders on the hosts from those of others, and from those of a run that was deleted and
-        begun anew in the same place."""
+        begun anew in the same place; and the steps after which it has left a branch."""
+
+        def read() -> list[str]:
+            self._note.parent.mkdir(parents=True, exist_ok=True)
+            if not self._note.exists():
+                write_file(self._note, uuid.uuid4().hex[:16].encode())
+            text = self._note.read_text(errors="replace").strip()
+            if not re.fullmatch(r"[0-9a-f]{16}(\n-?[0-9]{1,12})*", text):
+                raise CheckpointError("checkpoint.levels", f"{self._note} is damaged; remove it")
+            return text.split("\n")
+
+        token, *left = self._on_rank_0(read)
+        return token, [int(step) for step in left]
+
+    def _leave(self, after: int) -> None:
+        left = [*self._left, after]
+
+        def write() -> list[str]:
+            draft = self._note.with_name(f"{TOKEN}.new")
+            write_file(draft, "\n".join([self._token, *map(str, left)]).encode())
+            move(draft, self._note)
+            return []
+
+        self._on_rank_0(write)
+        self._left = left
+
+    def _on_rank_0(self, work: Callable[[], list[str]]) -> list[str]:
+        """What rank 0 finds, on every rank; its error too."""
         answer = None
         if self._communicator.rank == 0:
             try:
-                path = directory / TOKEN
-                directory.mkdir(parents=True, exist_ok=True)
-                if not path.exists():
-                    write_file(path, uuid.uuid4().hex[:16].encode())
-                text = path.read_text(errors="replace").strip()
-                answer = [text, "" if re.fullmatch(r"[0-9a-f]{16}", text) else f"{path} is damaged; remove it"]
+                answer = [work(), ""]
+            except CheckpointError as error:
+                answer = [[], "; ".join(error.problems)]
             except OSError as error:
-                answer = ["", str(error) + (" (checkpoint.dir)" if disk_refuses(error) else "")]
-        token, problem = self._communicator.broadcast(answer)
+                answer = [[], str(error) + (" (checkpoint.dir)" if disk_refuses(error) else "")]
+        found, problem = self._communicator.broadcast(answer)
         if problem:
             raise CheckpointError("checkpoint.levels", problem)
-        return token
+        return found

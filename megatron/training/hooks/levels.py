@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 from megatron.checkpoint import Fragment, Meta
 from megatron.checkpoint.levels import Levels
+from megatron.checkpoint.names import number_of
 from megatron.checkpoint.store import Store
 from megatron.config.sections.output import LevelSection
 from megatron.worker.beacon import SAVE
@@ -83,13 +84,18 @@ class LevelsHook(Hook):
     def on_end(self, trainer: Trainer) -> None:
         if trainer.error is not None or trainer.back is not None:
             return
-        saved = self._levels.hosts.rank == 0 and any(
-            path.name.endswith(f"_{trainer.completed:08d}") for path in self._store.paths()
-        )
+        saved = self._levels.hosts.rank == 0 and self._has(trainer.completed)
         if trainer.exchange.sum([float(saved)])[0]:
             self._levels.remove()
         else:
             trainer.log("checkpoint.levels: what is there stays, since the end of the run was not saved")
+
+    def _has(self, step: int) -> bool:
+        """Whether the folder of checkpoints has a step, as far as it can be read."""
+        try:
+            return any(number_of(path) == step for path in self._store.paths())
+        except OSError:
+            return False
 
     def _due(self, number: int, completed: int) -> bool:
         every = self._sections[number].every
