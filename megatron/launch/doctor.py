@@ -7,11 +7,13 @@ import os
 import secrets
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.config.words import counted
 from megatron.worker import network
 from megatron.worker.code_version import code_version, root
 
@@ -21,11 +23,13 @@ from .compare import MEASURES, PAIRS, Measure, best_pairs, outliers
 from .connection import Command
 from .console import RankConsole
 from .hints import hint_for
+from .inquiry import InquirySocket, instead_of_ranks
 from .launcher import Launcher, LauncherSettings, Result
 from .specification import Host, Specification
 from .status import Failure
 
 GIB = 1 << 30
+LONGEST = 300.0  # seconds that an examination may take once all hosts have answered: a disk may never do
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 
 
@@ -98,6 +102,7 @@ class Doctor:
         run: Specification | None = None,
     ) -> None:
         self.choice, self.commands, self.timeout, self.compare = choice, start, timeout, compare
+        self.folder = Path(run.directory, run.logs).parent if run and run.logs else None  # where a run's user asks
         self.environment = run.environment if run else forwarding.forwarded(os.environ, [])
         self.directory = run.directory if run else os.getcwd()
         self.signals: tuple[int, ...] = ()
@@ -171,15 +176,21 @@ class Doctor:
         settings = LauncherSettings(master_address=address, start_timeout=self.timeout, check_code=False)
         launcher, collector = Launcher(job, self.commands(job), settings), Collector()
         launcher.console, launcher.quiet = collector, True
+        if self.folder is not None:
+            doing = f"comparing {counted(len(self.names), 'host')} (launch.compare: {words[0]})"
+            launcher.window = InquirySocket(instead_of_ranks(doing), launcher.selector, self.folder)
+        launcher.deadline = time.monotonic() + self.timeout + LONGEST
         result = launcher.run()
         self.signals = self.signals or result.signals
         return launcher, result, collector
 
     def compared(self) -> list[HostFinding]:
-        """Hosts that are slower than the others, and nothing else: a few seconds for each thing that is measured."""
+        """Hosts that are slower than the others, and nothing else: a few seconds for each thing that is measured. After
+        one that fails there are no more."""
         launcher, findings, accelerators = self._speeds()
         for way in self._ways(launcher, accelerators) if launcher.started else ():
-            findings += [] if self.signals else self._pairs(*way)
+            failed = any(each.grade == FAIL for each in findings)
+            findings += [] if self.signals or failed else self._pairs(*way)
         return [each for each in findings if each.grade != OK]
 
     def _ways(self, launcher: Launcher, accelerators: int) -> list[tuple[str, str, str]]:

@@ -119,6 +119,12 @@ def of_ranks(watch: RankWatch) -> Answer:
     return answer
 
 
+def instead_of_ranks(what: str) -> Answer:
+    """Answers where none is running, with what the launcher does meanwhile."""
+    begin = time.monotonic()
+    return lambda question, tell: tell(f"no rank is running: {what}, since {time.monotonic() - begin:.0f} s\n")
+
+
 def pause(seconds: float, folder: Path, why: str) -> None:
     """Do nothing for so long, but tell whoever asks why, and when it goes on."""
     end = time.monotonic() + seconds

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,8 @@ from megatron.config.problems import ConfigError
 from megatron.launch import supervisor
 from megatron.launch.choose import RunnerChoice
 from megatron.launch.compare import MEASURES
-from megatron.launch.doctor import WARN, Doctor, HostFinding
+from megatron.launch.doctor import FAIL, WARN, Doctor, HostFinding
+from megatron.launch.job_plan import make_plan
 from megatron.launch.launcher import Result
 from megatron.launch.specification import Host
 from megatron.launch.status import Failure
@@ -130,6 +133,34 @@ def test_before_each_start(monkeypatch, tmp_path):
     launch = plan.launch.model_copy(update={"compare": False})
     config = plan.resolved.config.model_copy(update={"launch": launch})
     assert supervisor.supervise(replace(plan, resolved=replace(plan.resolved, config=config))) == 0 and order == [0]
+
+
+def test_a_host_that_never_comes_to_an_end_is_named(tmp_path, monkeypatch):
+    """As where its disk does not answer: the start is tried all the same."""
+    monkeypatch.setattr("megatron.launch.doctor.LONGEST", 0.0)
+    config = str(ROOT / "configs/test/tiny_neox.yml")
+    plan = make_plan(str(ROOT / "train.py"), [config, "launch.device=cpu", f"run.dir={tmp_path}/run"], [], {})
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 1000\n")
+    python.chmod(0o700)
+    doctor = Doctor(plan.choice, lambda job: plan.choice.commands(job, plan.launch), str(python), 8.0, run=plan.job)
+    (found,) = doctor.compared()
+    assert (found.grade, found.check, len(found.hosts)) == (FAIL, "speeds", 1) and "did not end in time" in found.value
+
+
+def test_who_asks_meanwhile_is_told_what_is_going_on(tmp_path):
+    """A stand-in for the hosts' Python asks the launcher that has started it."""
+    config = str(ROOT / "configs/test/tiny_neox.yml")
+    plan = make_plan(str(ROOT / "train.py"), [config, "launch.device=cpu", f"run.dir={tmp_path}/run"], [], {})
+    python, said, answer = tmp_path / "python", tmp_path / "said", json.dumps({**rates(9e9), "rates": {}})
+    words = shlex.join([sys.executable, str(ROOT / "deepy.py"), "--status", f"{tmp_path}/run"])
+    python.write_text(f"#!/bin/sh\n{words} >> {said} 2>&1\necho '{answer}'\n")
+    python.chmod(0o700)
+    doctor = Doctor(plan.choice, lambda job: plan.choice.commands(job, plan.launch), str(python), run=plan.job)
+    assert doctor.compared() == []
+    told = [line.partition(", since")[0] for line in said.read_text().splitlines()]
+    assert told == [f"no rank is running: comparing 1 host (launch.compare: {what})" for what in ("speeds", "pairs")]
+    assert not (tmp_path / "run/launcher.json").exists()
 
 
 def test_hosts_that_cannot_be_compared_are_refused_before_the_start(tmp_path):
