@@ -9,6 +9,7 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -126,7 +127,7 @@ def test_sums_and_gathers(ranks: int):
 def without_memory(where: str) -> tuple[list[str], int]:
     """One rank of three has no room, or is on another host."""
     lines: list[str] = []
-    fallocate, host = os.posix_fallocate, host_memory._host
+    fallocate, sockets = os.posix_fallocate, host_memory.socket
     if dist.get_rank() == 1 and where == "full":
 
         def full(*_: int) -> None:
@@ -134,7 +135,7 @@ def without_memory(where: str) -> tuple[list[str], int]:
 
         os.posix_fallocate = full
     if dist.get_rank() == 1 and where == "elsewhere":
-        host_memory._host = lambda: (1, 2)
+        host_memory.socket = SimpleNamespace(gethostname=lambda: "another")
     ends = len(os.listdir("/proc/self/fd"))
     try:
         with SharedSums(lines.append, least=1).installed():
@@ -145,7 +146,7 @@ def without_memory(where: str) -> tuple[list[str], int]:
             assert averages(dist.group.WORLD, x) == (where == "here")
             used = len(os.listdir("/proc/self/fd")) - ends
     finally:
-        os.posix_fallocate, host_memory._host = fallocate, host
+        os.posix_fallocate, host_memory.socket = fallocate, sockets
     return lines, used
 
 
