@@ -50,19 +50,24 @@ def _plain_attention(
 def gradients_of(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], given: Sequence[Tensor], **_: object
 ) -> list[Tensor | None]:
-    """`torch.autograd.grad` of leaves, node by node: torch's engine wants a GPU for them."""
+    """`torch.autograd.grad`, node by node: torch's engine wants a GPU for them. An input ends the way behind it."""
+    ends = {each.grad_fn for each in inputs if each.grad_fn is not None}
     gradients: dict[Node, dict[int, Tensor]] = {}
     for output, gradient in zip(outputs, given, strict=True):
         gradients.setdefault(output.grad_fn, {})[output.output_nr] = gradient
-    waiting = _edges_into(gradients)
+    waiting = _edges_into(gradients, ends)
     ready = [node for node in gradients if not waiting[node]]
-    leaves: dict[Tensor, Tensor] = {}
+    leaves: dict[Tensor, Tensor | None] = {}
+    inside: dict[tuple[Node, int], Tensor | None] = {}
     while ready:
         node = ready.pop()
         arrived = gradients.pop(node, {})
         results = [arrived.get(index) for index in range(len(node._input_metadata))]
         if hasattr(node, "variable"):
             leaves[node.variable] = results[0]
+            continue
+        if node in ends:
+            inside |= {(node, index): result for index, result in enumerate(results)}
             continue
         results = _run(node, results)
         edges = [edge for edge in node.next_functions if edge[0] is not None]
@@ -74,16 +79,17 @@ def gradients_of(
             waiting[following] -= 1
             if not waiting[following]:
                 ready.append(following)
-    return [leaves.get(each) for each in inputs]
+    return [leaves.get(each) if each.grad_fn is None else inside.get((each.grad_fn, each.output_nr)) for each in inputs]
 
 
-def _edges_into(begin: Iterable[Node]) -> Counter[Node]:
-    """How many gradients each node waits for that is reached from `begin`."""
+def _edges_into(begin: Iterable[Node], ends: set[Node]) -> Counter[Node]:
+    """How many gradients each node waits for that is reached from `begin`, up to `ends`."""
     waiting: Counter[Node] = Counter()
     found = list(begin)
     seen = set(found)
     while found:
-        for node, _ in found.pop().next_functions:
+        last = found.pop()
+        for node, _ in () if last in ends else last.next_functions:
             if node is not None:
                 waiting[node] += 1
                 if node not in seen:

@@ -1,0 +1,104 @@
+"""What torch.compile makes of blocks for a GPU, shown without one: whole graphs on the device, and how many kernels."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.config import load
+from megatron.model.compile import choose_compilation
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Of one block of each kind of the model, forward and backward: kernels at most, those of matrix products included.
+# What is written here is what torch 2.13 makes; more of them would be a block that is cut where it was not.
+KERNELS = {
+    "tiny_bamba": 46,
+    "tiny_blackmamba": 3,
+    "tiny_cca": 13,
+    "tiny_deepseek_v2": 16,
+    "tiny_deepseek_v3": 16,
+    "tiny_falcon_h1": 18,
+    "tiny_gated_delta": 51,
+    "tiny_gpt2": 38,
+    "tiny_gpt_oss": 81,
+    "tiny_jamba": 31,
+    "tiny_llama": 31,
+    "tiny_mamba2": 1,
+    "tiny_mistral": 33,
+    "tiny_mixtral": 23,
+    "tiny_moe": 54,
+    "tiny_nemotron_h": 34,
+    "tiny_neox": 37,
+    "tiny_olmo2": 35,
+    "tiny_olmoe": 26,
+    "tiny_qwen3": 36,
+    "tiny_rwkv4": 1,
+    "tiny_rwkv5": 1,
+    "tiny_rwkv6": 1,
+    "tiny_rwkv7": 9,
+    "tiny_rwkv7_hybrid": 54,
+    "tiny_zamba2": 5,
+    "tiny_zaya": 3,
+}
+
+pytestmark = pytest.mark.skipif(
+    torch.backends.cuda.is_built() or not torch.__version__.startswith("2.13."),
+    reason="of torch 2.13 without CUDA: what it asks a GPU is answered in its place",
+)
+
+
+def compiled(*models: str) -> dict[str, dict]:
+    files = [ROOT / "configs" / "test" / f"{model}.yml" for model in models]
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("pretended_compiler.py"), *files],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+FAST = ("tiny_llama", "tiny_rwkv7")
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict]:
+    return compiled(*FAST)
+
+
+def check(model: str, found: dict) -> None:
+    assert not found["error"], found["error"]
+    assert found["graphs"] and not found["breaks"] and not found["host"], found
+    assert found["after"] <= KERNELS[model], found
+
+
+@pytest.mark.parametrize("model", FAST)
+def test_blocks_are_whole_and_few_kernels(model: str, found: dict[str, dict]):
+    check(model, found[model])
+    assert found[model]["after"] < found[model]["before"]  # loops are joined at all
+
+
+@pytest.mark.slow  # minutes of compilation
+def test_blocks_of_all_other_models():
+    models = [model for model in KERNELS if model not in FAST]
+    for model, result in compiled(*models).items():
+        check(model, result)
+
+
+def test_every_model_is_here_or_has_nothing_to_compile():
+    options = ["training.steps=100", "training.compile=layer"]
+    extents = {
+        file.stem: choose_compilation(load([file], options, check_inputs=False).config, "cuda")[0]
+        for file in (ROOT / "configs" / "test").glob("tiny_*.yml")
+    }
+    assert {model for model, extent in extents.items() if extent != "off"} == set(KERNELS)
