@@ -182,7 +182,9 @@ RANKS = {
 )
 def test_on_ranks(name: str):
     """Sums in another order (1e-6) bring one number in 10^5 over the middle between two 8-bit ones, which are 2^-3
-    apart: 4e-4 in the mean square."""
+    apart: 4e-4 in the mean square. Where activations are summed so, what that makes of the next layer's numbers decides
+    about their rounding in turn, so differences grow over layers, at most to those of the roundings themselves.
+    """
     recipe = {
         "optimizer": {"type": "sgd", "lr": 1e-3, "momentum": 0.9, "weight_decay": 0.0, "gradient_clipping": 1e9},
         "data": {"synthetic": "copy"},
@@ -195,6 +197,7 @@ def test_on_ranks(name: str):
     assert found.keys() == wanted.keys() and abs(answers[0][0] / loss - 1) < 1e-4
     for each, gradient in wanted.items():
         size = np.linalg.norm(gradient)
-        assert np.linalg.norm(found[each] - gradient) < 2e-3 * size, each
+        rounding = np.linalg.norm(unrounded[each] - gradient)
+        assert np.linalg.norm(found[each] - gradient) < (rounding if name == "context" else 2e-3 * size), each
         if each.startswith("layers") and gradient.size > 1000:
-            assert np.linalg.norm(unrounded[each] - gradient) > 5e-3 * size, each
+            assert rounding > 5e-3 * size, each
