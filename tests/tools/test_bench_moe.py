@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ import pytest
 from megatron.model.describe import totals
 from tests.paths import ROOT
 from tools.bench.contenders import Setup
-from tools.bench.moe import SHAPES, configuration
+from tools.bench.moe import SHAPES, as_lines, configuration
 
 
 def test_a_row():
@@ -42,6 +43,18 @@ def test_a_row():
     found = dict(zip(head, row, strict=True))
     assert found["shape"] == "32 x 2, 8 experts of 32, top 2"
     assert all(float(found[name]) > 0 for name in ("speed / transformers", "speed / dense"))
+    assert re.fullmatch(r"\d+% of \d+ GFLOP/s", found["share of matmul peak"])
+
+
+def test_each_contender_has_its_own_flops():
+    """Dense and sparse differ by the router, forward and twice backward; the peer does what ours does."""
+    setup = Setup("tiny", 32, 2, vocabulary=8192, precision="fp32")
+    seconds = {"ours": [1.0], "transformers": [2.0], "ours, dense": [0.5]}
+    theirs, dense = as_lines({"setup": setup, "seconds": seconds, "peak": 1e9})
+    assert theirs["share"] == dense["share"] == pytest.approx(2 * theirs["share_theirs"])
+    hidden, layers, _, experts, *_ = SHAPES["tiny"]
+    router = 3 * layers * 2 * hidden * experts
+    assert theirs["share"] - dense["share_theirs"] / 2 == pytest.approx(setup.tokens * router / 1e9)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

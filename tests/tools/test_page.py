@@ -13,7 +13,8 @@ import pytest
 
 from tests.scripts import script
 from tools.bench import page
-from tools.bench.beside import in_turns, lines, markdown
+from tools.bench.beside import add_shares, in_turns, lines, markdown
+from tools.bench.contenders import Setup, configuration, flops_per_token
 from tools.bench.evaluating import PEER, QUESTIONS, TOLERANCE, check_equal
 from tools.bench.page import ROWS, TABLES, Kept, Row, as_lines
 
@@ -28,6 +29,33 @@ def test_ratios_are_those_of_neighbouring_rounds():
     (line,) = lines("x", "s", {"ours": [2.0], "theirs": [3.0]})
     assert (line["ours"], line["theirs"], line["ratio"]) == (2.0, 3.0, 1.5)
     assert "| x | 2 s | theirs | 3 s | 1.50 (1.50 – 1.50) |  |" in markdown([line])
+
+
+def test_shares_of_the_peak_are_of_what_each_side_computes():
+    """20 and 10 tokens/s at 3 and 4 GFLOP each, of 100 GFLOP/s; a table has the column if one of its lines has it."""
+    without = lines("other", "tokens/s", {"ours": [4.0], "theirs": [8.0]}, 80)
+    made = lines("x", "tokens/s", {"ours": [4.0], "theirs": [8.0]}, 80)
+    add_shares(made, 100e9, {"ours": 3e9, "theirs": 4e9})
+    text = [[cell.strip() for cell in line.split("|")[1:-1]] for line in markdown(made + without).splitlines()]
+    assert text[0][:5] == ["measured", "matmul peak", "ours", "peer", "its"] and {len(each) for each in text} == {7}
+    assert text[2][:5] == ["x", "100 GFLOP/s", "20 tokens/s (60%)", "theirs", "10 tokens/s (40%)"]
+    assert text[3][:5] == ["other", "", "20 tokens/s", "theirs", "10 tokens/s"]
+    assert "matmul peak" not in markdown(without)
+
+
+def test_rows_that_were_kept_with_our_share_alone(tmp_path: Path):
+    """The peer's follows from its speed; what was kept without shares, as of experts, stays as it is."""
+    row, kept = Row("training", "train_step", ("--shapes", "x")), Kept("cpu", tmp_path)
+    told = {
+        "what": "x, 2 x 64 tokens (40% of 300 GFLOP/s); compiled cannot be compiled (E)",
+        "ours": 20.0,
+        "theirs": 5.0,
+    }
+    plain = {"what": "MoE x, bf16, 4 x 512 tokens", "ours": 20.0, "theirs": 5.0, "memory": None}
+    kept.add(row, [told, plain])
+    found = kept.find(row)["lines"]
+    assert found[0]["what"] == "x, 2 x 64 tokens; compiled cannot be compiled (E)" and found[1] == plain
+    assert [found[0][name] for name in ("peak", "share", "share_theirs")] == pytest.approx([300e9, 0.4, 0.1])
 
 
 def test_turns():
@@ -47,10 +75,13 @@ def test_rows_of_steps_become_lines():
         "speed_ratio_range": {"eager": (1.5, 2.5)},
         "memory_ratio": {"eager": 0.5},
         "peak_flops": 2e9,
-        "share_of_peak": {"ours": 0.25},
+        "share_of_peak": {"ours": 0.25, "eager": 0.125},
     }
     (line,) = as_lines([row])
-    assert line["what"] == "tiny, fp32, 2 x 64 tokens (25% of 2 GFLOP/s)" and line["memory"] == 0.5
+    assert line["what"] == "tiny, fp32, 2 x 64 tokens" and line["memory"] == 0.5
+    assert (line["peak"], line["share"], line["share_theirs"]) == (2e9, 0.25, 0.125)
+    (text,) = markdown([line]).splitlines()[2:]
+    assert text.startswith("| tiny, fp32, 2 x 64 tokens | 2 GFLOP/s | 20 tokens/s (25%) | eager | 10 tokens/s (12%) |")
     assert (line["ours"], line["theirs"], line["ratio"], line["least"], line["most"]) == (20.0, 10.0, 2.0, 1.5, 2.5)
 
 
@@ -201,4 +232,9 @@ def test_a_tool(row: Row):
     assert done.returncode == 0, done.stderr
     found = as_lines(json.loads(done.stdout.strip().splitlines()[-1]))
     assert found and all(line["ours"] > 0 and line["least"] <= line["ratio"] <= line["most"] for line in found)
+    for line in found if row.tool == "replicas" else []:  # as many FLOPs on every side
+        flops = [
+            line[share] * line["peak"] / line[speed] for share, speed in (("share", "ours"), ("share_theirs", "theirs"))
+        ]
+        assert line["peak"] > 1e8 and flops == pytest.approx([flops_per_token(configuration(Setup("tiny", 32, 2)))] * 2)
     assert sys.executable in row.command("wall")

@@ -26,6 +26,8 @@ class Beside:
         ratio: how many times as fast we are (of the median of neighbouring rounds): above 1 is better.
         least, most: of the rounds' ratios.
         memory: our peak memory as a share of the peer's, if it was measured.
+        peak: FLOP/s of plain matrix products in the same turns, if they were measured.
+        share, share_theirs: of that rate which both numbers need, by the FLOPs of the models.
     """
 
     what: str
@@ -37,6 +39,9 @@ class Beside:
     least: float
     most: float
     memory: float | None = None
+    peak: float | None = None
+    share: float | None = None
+    share_theirs: float | None = None
 
 
 def lines(
@@ -61,6 +66,19 @@ def lines(
     return [asdict(each) for each in made]
 
 
+def add_shares(made: Sequence[dict[str, Any]], peak: float, flops: Mapping[str, float], ours: str = "ours") -> None:
+    """To lines of rates: the share of the peak that each needs.
+
+    Args:
+        peak: FLOP/s.
+        flops: of a unit of work, by the names of all sides.
+    """
+    for line in made:
+        line["peak"] = peak
+        line["share"] = flops[ours] * line["ours"] / peak
+        line["share_theirs"] = flops[line["peer"]] * line["theirs"] / peak
+
+
 def in_turns(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """What each way gives (its seconds), round by round, one after another in each."""
     found: dict[str, list[float]] = {name: [] for name in ways}
@@ -71,19 +89,25 @@ def in_turns(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, 
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """The table of some lines."""
-    text = [
-        "| measured | ours | peer | its | times as fast (range) | memory, ours of its |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    """The table of some lines; with a column for the peak, and shares of it in brackets, where one of them has any."""
+    peaks = any(row.get("peak") for row in rows)
+    heads = ["measured", "ours", "peer", "its", "times as fast (range)", "memory, ours of its"]
+    heads[1:1] = ["matmul peak"] * peaks
+    text = [heads, ["---"] * len(heads)]
     for row in rows:
         memory = "" if row["memory"] is None else f"{row['memory']:.2f}"
         span = f"{row['ratio']:.2f} ({row['least']:.2f} – {row['most']:.2f})"
-        both = [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in (row["ours"], row["theirs"])]
-        text.append(
-            f"| {row['what']} | {both[0]} {row['unit']} | {row['peer']} | {both[1]} {row['unit']} | {span} | {memory} |"
-        )
-    return "\n".join(text)
+        ours, theirs = (_number(row, *names) for names in (("ours", "share"), ("theirs", "share_theirs")))
+        cells = [row["what"], ours, row["peer"], theirs, span, memory]
+        if peaks:
+            cells.insert(1, f"{row['peak'] / 1e9:.0f} GFLOP/s" if row.get("peak") else "")
+        text.append(cells)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in text)
+
+
+def _number(row: Mapping[str, Any], name: str, share: str) -> str:
+    value = f"{row[name]:,.0f}" if row[name] >= 100 else f"{row[name]:.3g}"
+    return f"{value} {row['unit']}" + (f" ({row[share]:.0%})" if row.get(share) is not None else "")
 
 
 def finish(measure: Callable[[Path], Sequence[dict[str, Any]]], as_json: bool) -> int:

@@ -157,6 +157,13 @@ def architecture(shape: str) -> dict[str, Any]:
     }
 
 
+def flops_per_token(config: Config) -> int:
+    """Of a step, forward and backward: the layers' own counts, attention whole."""
+    from megatron.model.describe import totals
+
+    return totals(config).training_flops
+
+
 def batch_tokens(setup: Setup, step: int) -> torch.Tensor:
     """int64 [1, M, S + 1]: a function of the step alone."""
     import torch

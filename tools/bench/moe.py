@@ -8,7 +8,8 @@ Ours is compared with transformers' Mixtral, and with our dense model of equal a
 Ours and Mixtral (its experts as grouped products) have the same weights, batches and recipe, and must report the same
 losses and gradient norms before anything is timed; status 1 where they do not. The dense model's MLP is as wide as the
 experts that a token uses together, so that it does the same matrix products per token but for the router's: what it is
-faster by is the price of routing, sorting and small products. Processes and rounds as in `train_step.py`.
+faster by is the price of routing, sorting and small products. Processes, rounds and the share of matrix products as in
+`train_step.py`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ import json  # noqa: E402
 import statistics  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
-from tools.bench.beside import lines  # noqa: E402
-from tools.bench.contenders import Ours, Setup, Transformers, recipe  # noqa: E402
+from tools.bench.beside import add_shares, lines  # noqa: E402
+from tools.bench.contenders import Ours, Setup, Transformers, flops_per_token, recipe  # noqa: E402
+from tools.bench.processor import Products  # noqa: E402
 from tools.bench.train_step import CHECKED_STEPS, TOLERANCE, Mismatch, check_equal, started  # noqa: E402
 
 if TYPE_CHECKING:
@@ -116,20 +118,39 @@ MAKERS = {"ours": ours_moe, "transformers": theirs_moe, "ours, dense": ours_dens
 
 
 def measure(setup: Setup, steps: int, rounds: int) -> dict[str, Any]:
-    """Seconds per step of each contender in each round.
+    """Seconds per step of each contender in each round, and on a CPU the measured peak of matrix products, FLOP/s.
 
     Raises:
         Mismatch: ours and Mixtral do not compute the same thing.
     """
-    with started(list(MAKERS), setup, MAKERS) as remotes:
+    makers = MAKERS | ({"products": Products} if setup.device == "cpu" else {})
+    with started(list(makers), setup, makers) as remotes:
         first = {remote.name: remote.run(0, CHECKED_STEPS) for remote in remotes}
         check_equal({name: first[name] for name in ("ours", "transformers")}, TOLERANCE[setup.compute])
-        seconds: dict[str, list[float]] = {name: [] for name in MAKERS}
+        seconds: dict[str, list[float]] = {name: [] for name in makers}
         for number in range(rounds):
             for remote in remotes:
                 answer = remote.run(CHECKED_STEPS + number * steps, steps)
                 seconds[remote.name].append(answer["seconds"] / steps)
-    return {"setup": setup, "seconds": seconds}
+    products = seconds.pop("products", None)
+    peak = None if products is None else Products.flops / statistics.median(products)
+    return {"setup": setup, "seconds": seconds, "peak": peak}
+
+
+def as_lines(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of docs/performance.md."""
+    setup = row["setup"]
+    what = f"MoE {setup.shape}, {setup.compute}, {setup.micro_batch} x {setup.sequence} tokens"
+    made = lines(what, "tokens/s", row["seconds"], setup.tokens)
+    if row["peak"] is not None:
+        add_shares(made, row["peak"], _flops(setup))
+    return made
+
+
+def _flops(setup: Setup) -> dict[str, float]:
+    """Per token, of each contender."""
+    sparse, dense = (flops_per_token(configuration(setup, dense=each)) for each in (False, True))
+    return {"ours": sparse, "transformers": sparse, "ours, dense": dense}
 
 
 def line(row: dict[str, Any]) -> str:
@@ -143,8 +164,13 @@ def line(row: dict[str, Any]) -> str:
     speed = setup.tokens / statistics.median(seconds["ours"])
     return (
         f"| {hidden} x {layers}, {experts} experts of {width}, top {top_k} | {setup.sequence} | {setup.micro_batch} "
-        f"| {speed:,.0f} | {ratio('transformers'):.2f} | {ratio('ours, dense'):.2f} |"
+        f"| {speed:,.0f} | {ratio('transformers'):.2f} | {ratio('ours, dense'):.2f} | {_share(row, speed)} |"
     )
+
+
+def _share(row: dict[str, Any], speed: float) -> str:
+    peak = row["peak"]
+    return "" if peak is None else f"{_flops(row['setup'])['ours'] * speed / peak:.0%} of {peak / 1e9:.0f} GFLOP/s"
 
 
 def main(given: list[str] | None = None) -> int:
@@ -161,8 +187,8 @@ def main(given: list[str] | None = None) -> int:
     asked = parser.parse_args(given)
     made: list[dict[str, Any]] = []
     if not asked.json:
-        print("| shape | sequence | micro-batch | ours: tokens/s | speed / transformers | speed / dense |")
-        print("| --- | --- | --- | --- | --- | --- |")
+        heads = ("shape", "sequence", "micro-batch", "ours: tokens/s", "speed / transformers", "speed / dense")
+        print(f"| {' | '.join((*heads, 'share of matmul peak'))} |\n{'| --- ' * (len(heads) + 1)}|")
     for shape in asked.shapes:
         setup = Setup(
             shape, asked.sequence, asked.micro_batch, asked.device, VOCABULARY, (), asked.clock, asked.precision
@@ -173,8 +199,7 @@ def main(given: list[str] | None = None) -> int:
             print(f"{shape}: {error}", file=sys.stderr)
             return 1
         if asked.json:
-            what = f"MoE {shape}, {setup.compute}, {setup.micro_batch} x {setup.sequence} tokens"
-            made += lines(what, "tokens/s", row["seconds"], setup.tokens)
+            made += as_lines(row)
         else:
             print(line(row), flush=True)
     if asked.json:

@@ -178,7 +178,10 @@ class Kept:
 
     def find(self, row: Row) -> dict[str, Any] | None:
         path = self.path(row)
-        return json.loads(path.read_text()) if path.exists() else None
+        if not path.exists():
+            return None
+        found = json.loads(path.read_text())
+        return found | {"lines": [_with_both_shares(line) for line in found["lines"]]}
 
     def add(self, row: Row, lines: list[dict[str, Any]]) -> None:
         path = self.path(row)
@@ -186,6 +189,17 @@ class Kept:
         draft = path.with_suffix(".part")
         draft.write_text(json.dumps({"row": row.name, "versions": versions(), "lines": lines}, indent=1))
         draft.replace(path)
+
+
+def _with_both_shares(line: dict[str, Any]) -> dict[str, Any]:
+    """A line that was kept when only our share of the peak was, as text behind what was measured. The peer does as many
+    FLOPs for a token."""
+    told = re.search(r" \((\d+)% of (\d+) GFLOP/s\)", line["what"])
+    if told is None:
+        return line
+    share, peak = int(told[1]) / 100, int(told[2]) * 1e9
+    shares = {"peak": peak, "share": share, "share_theirs": share * line["theirs"] / line["ours"]}
+    return line | shares | {"what": line["what"].replace(told[0], "")}
 
 
 def versions() -> dict[str, str]:
@@ -206,15 +220,15 @@ def as_lines(output: Any) -> list[dict[str, Any]]:
 
 def _of_step(row: dict[str, Any]) -> list[dict[str, Any]]:
     what = f"{row['shape']}, {row['precision']}, {row['micro_batch']} x {row['sequence']} tokens"
-    if "share_of_peak" in row:
-        what += f" ({row['share_of_peak']['ours']:.0%} of {row['peak_flops'] / 1e9:.0f} GFLOP/s)"
     what += "".join(f"; {name} cannot be compiled ({reason})" for name, reason in row.get("failed", {}).items())
     speeds, made = row["tokens_per_second"], []
     for name, ratio in row["speed_ratio"].items():
         least, most = row["speed_ratio_range"][name]
         numbers = speeds["ours"], speeds[name], ratio, least, most, row["memory_ratio"][name]
         if name != "ours-compiled-again":  # it is there for its start
-            made.append(asdict(Beside(what, "tokens/s", COMPILED.get(name, name), *numbers)))
+            shares = [row["share_of_peak"][each] for each in ("ours", name)] if "share_of_peak" in row else []
+            peak = [row["peak_flops"]] if shares else []
+            made.append(asdict(Beside(what, "tokens/s", COMPILED.get(name, name), *numbers, *peak, *shares)))
     seconds = row.get("first_seconds", {})
     first = f"{row['shape']}, {row['precision']}: the first two steps, processor time with the compiler's"
     for name in (each for each in COMPILED if each in seconds):

@@ -5,7 +5,8 @@
 
 On a CPU ranks share caches and memory, so two of them are never twice as fast as one: what they are compared with is
 two runs that have nothing to do with each other, at the same time. DistributedDataParallel around transformers' model
-(autocast in bf16) is the peer. All are timed by the clock: a rank that waits for another uses no processor time.
+(autocast in bf16) is the peer. All are timed by the clock: a rank that waits for another uses no processor time. Shares
+are of the rate of matrix products that as many processes reach together.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."
 import argparse  # noqa: E402
 import functools  # noqa: E402
 import json  # noqa: E402
+import statistics  # noqa: E402
 import tempfile  # noqa: E402
 from typing import Any  # noqa: E402
 
-from tools.bench.beside import lines, markdown  # noqa: E402
-from tools.bench.contenders import SHAPES, Contender, Ours, Setup, Transformers  # noqa: E402
+from tools.bench.beside import add_shares, lines, markdown  # noqa: E402
+from tools.bench.contenders import SHAPES, Contender, Ours, Setup, Transformers, configuration, flops_per_token  # noqa: E402
+from tools.bench.processor import Products  # noqa: E402
 from tools.bench.train_step import CHECKED_STEPS, TOLERANCE, Mismatch, Remote, check_equal  # noqa: E402
 
 OURS, APART, PEER = "ours", "ours, each by itself", "transformers, DistributedDataParallel"
@@ -41,8 +44,6 @@ class Replica(Ours):
 
 
 def _together(setup: Setup, ranks: int) -> Any:
-    from tools.bench.contenders import configuration
-
     more = (("training.global_batch_size", ranks * setup.micro_batch),)
     return configuration(Setup(**{**vars(setup), "options": (*setup.options, *more)}))
 
@@ -63,7 +64,12 @@ def _alone(setup: Setup, rank: int, ranks: int, store: str) -> Contender:
     return Ours(setup)
 
 
+def _products(setup: Setup, rank: int, ranks: int, store: str) -> Products:
+    return Products(setup)
+
+
 MAKERS = {OURS: Replica, APART: _alone, PEER: Distributed}
+PRODUCTS = "products"
 
 
 def measure(setup: Setup, ranks: int, steps: int, rounds: int) -> list[dict[str, Any]]:
@@ -73,11 +79,11 @@ def measure(setup: Setup, ranks: int, steps: int, rounds: int) -> list[dict[str,
         Mismatch: they do not compute the same thing.
     """
     teams: dict[str, list[Remote]] = {}
-    seconds: dict[str, list[float]] = {name: [] for name in MAKERS}
+    seconds: dict[str, list[float]] = {name: [] for name in (*MAKERS, PRODUCTS)}
     peaks: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for number, (name, maker) in enumerate(MAKERS.items()):
+            for number, (name, maker) in enumerate([*MAKERS.items(), (PRODUCTS, _products)]):
                 makers = [
                     functools.partial(maker, rank=rank, ranks=ranks, store=f"{folder}/{number}")
                     for rank in range(ranks)
@@ -86,7 +92,7 @@ def measure(setup: Setup, ranks: int, steps: int, rounds: int) -> list[dict[str,
                 for remote in teams[name]:
                     remote.ready()
             first = {name: together(team, 0, CHECKED_STEPS) for name, team in teams.items()}
-            check_equal({name: answers[0] for name, answers in first.items()}, TOLERANCE[setup.compute])
+            check_equal({name: first[name][0] for name in MAKERS}, TOLERANCE[setup.compute])
             for number in range(rounds):
                 for name, team in teams.items():
                     answers = together(team, CHECKED_STEPS + number * steps, steps)
@@ -96,7 +102,9 @@ def measure(setup: Setup, ranks: int, steps: int, rounds: int) -> list[dict[str,
             for remote in [each for team in teams.values() for each in team]:
                 remote.close()
     what = f"{ranks} ranks, {setup.shape}, {setup.compute}, {setup.micro_batch} x {setup.sequence} tokens each"
+    peak = ranks * Products.flops / statistics.median(seconds.pop(PRODUCTS))
     made = lines(what, "tokens/s", seconds, ranks * setup.tokens)
+    add_shares(made, peak, dict.fromkeys(MAKERS, flops_per_token(configuration(setup))))
     for line in made:
         line["memory"] = peaks[OURS] / peaks[line["peer"]]
     return made

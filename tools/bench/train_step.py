@@ -35,7 +35,18 @@ from unittest import mock  # noqa: E402
 
 import yaml  # noqa: E402
 
-from tools.bench.contenders import CONTENDERS, SHAPES, USUAL, VOCABULARY, Contender, Setup, configuration, has, serve  # noqa: E402
+from tools.bench.contenders import (  # noqa: E402
+    CONTENDERS,
+    SHAPES,
+    USUAL,
+    VOCABULARY,
+    Contender,
+    Setup,
+    configuration,
+    flops_per_token,
+    has,
+    serve,
+)
 from tools.bench.processor import Products, processor  # noqa: E402
 
 # Relative, of losses and gradient norms in the first steps. In bf16 a loss is a mean of fp32 numbers over all tokens,
@@ -205,24 +216,19 @@ def _row(setup: Setup, names: list[str], first: dict[str, Any], seconds: dict[st
 
 
 def _share(setup: Setup, speeds: dict[str, float], product_seconds: float) -> dict[str, Any]:
-    """The measured peak of matrix products, FLOP/s, and the share of it that each contender's tokens need: the layers'
-    own counts, attention whole."""
-    from megatron.model.describe import totals
-
-    peak = Products.flops / product_seconds
-    flops = totals(configuration(setup)).training_flops
+    """The measured peak of matrix products, FLOP/s, and the share of it that each contender's tokens need."""
+    peak, flops = Products.flops / product_seconds, flops_per_token(configuration(setup))
     return {"peak_flops": peak, "share_of_peak": {name: flops * speed / peak for name, speed in speeds.items()}}
 
 
 def _utilisation(setup: Setup, tokens_per_second: float) -> dict[str, Any]:
-    """Model FLOPs (by the layers' own counts, attention counted whole) as a share of the device's peak."""
+    """Model FLOPs as a share of the device's peak."""
     import torch
 
-    from megatron.model.describe import totals
     from megatron.report.peaks import device_peak
 
     peak = device_peak(torch.cuda.get_device_name(), "bf16")
-    rate = totals(configuration(setup)).training_flops * tokens_per_second / 1e12
+    rate = flops_per_token(configuration(setup)) * tokens_per_second / 1e12
     return {"tflops": rate, "peak_tflops": peak.tflops, "mfu": rate / peak.tflops if peak.tflops else None}
 
 
