@@ -347,6 +347,8 @@ class EngineState:
 
     def _refresh_partitioned(self) -> None:
         zero = self.engine.optimizer
+        # An evaluation leaves parameters gathered that a backward pass would read again: they would stay what they are.
+        zero.parameter_offload.partition_all_parameters()
         for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
             zero.fp16_partitioned_groups_flat[index].data.copy_(flat.data)
             parts = zero.unflatten(zero.fp16_partitioned_groups_flat[index], zero.fp16_partitioned_groups[index])

@@ -14,6 +14,11 @@ from tests.training.matrix import merged, read
 LAYOUTS = {
     "one, ZeRO 0": {"ranks": 1, "zero": {"stage": 0}},
     "dp2, ZeRO 3": {"ranks": 2, "zero": {"stage": 3, "persistent_size": 100}},
+    "dp2, ZeRO 3, one micro-batch": {
+        "ranks": 2,
+        "zero": {"stage": 3, "persistent_size": 100},
+        "training": {"micro_batch_size": 4},
+    },
     "tp2 · pp2, ZeRO 1, bf16": {"ranks": 4, "parallel": {"tensor": 2, "pipeline": 2}, "precision": "bf16"},
 }
 RECIPE = {
@@ -78,3 +83,23 @@ def test_an_evaluation_is_of_the_average_and_leaves_no_trace(layout):
     assert evaluations[6] == without[0][2][0]
     if ranks == 1:
         assert evaluations[7] == evaluations[6]
+
+
+def between(values: dict[str, Any], ranks: int, evaluates: bool) -> list[float]:
+    """Losses of four steps, with two evaluations before the last or none: the engine has seen whole steps by then."""
+    config, engine = runs.start(values, ranks)
+    data = engine.mesh.data
+    losses = runs.steps(config, engine, 0, 3)[0]
+    for _ in range(2 * evaluates):
+        engine.evaluate(runs.local_batch(config, runs.EVALUATION, data.rank, data.size))
+    return losses + runs.steps(config, engine, 3, 1)[0]
+
+
+@pytest.mark.parametrize("micro_batch", [2, 4])
+def test_a_step_after_an_evaluation_reads_what_is_trained(micro_batch: int):
+    """At ZeRO 3 DeepSpeed leaves parameters gathered after a forward pass that looks like the beginning of a step."""
+    matrix = read()
+    model = {k: v for k, v in matrix["architectures"]["llama"].items() if k != "about"}
+    own = {"zero": {"stage": 3, "persistent_size": 100}, "training": {"steps": 4, "micro_batch_size": micro_batch}}
+    values = merged(matrix["common"], model, RECIPE, own)
+    assert on_ranks(2, between, values, 2, True) == on_ranks(2, between, values, 2, False)

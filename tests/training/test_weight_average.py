@@ -6,7 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from megatron.config import resolve
+from megatron.model.stack import build_model
+from megatron.parallel.parameters import stored_tensors
 from megatron.testing.ranks import on_ranks
 from tests.training import runs
 from tests.training.matrix import merged, read
@@ -15,6 +19,11 @@ COEFFICIENT = 0.7
 LAYOUTS = {
     "one, ZeRO 0": {"ranks": 1, "zero": {"stage": 0}},
     "dp2, ZeRO 3": {"ranks": 2, "zero": {"stage": 3, "persistent_size": 100}},
+    "dp2, ZeRO 3, one micro-batch": {
+        "ranks": 2,
+        "zero": {"stage": 3, "persistent_size": 100},
+        "training": {"micro_batch_size": 4},
+    },
     "tp2 · pp2, ZeRO 1, bf16": {"ranks": 4, "parallel": {"tensor": 2, "pipeline": 2}, "precision": "bf16"},
 }
 
@@ -42,6 +51,17 @@ def averaged(values: dict[str, Any], ranks: int) -> tuple[list[list], tuple, tup
     return seen, before, inside, after
 
 
+def plain_evaluation(values: dict[str, Any], weights: dict[tuple[str, str], np.ndarray]) -> float:
+    """The loss of these masters on the batch for evaluation, in one process of plain PyTorch."""
+    config = resolve(values)
+    model, batch = build_model(config, dtype=torch.float32).eval(), runs.global_batch(config, runs.EVALUATION)
+    with torch.no_grad():
+        for parameter in stored_tensors(model):
+            parameter.copy_(torch.from_numpy(weights[parameter.logical.name, "master"]).view_as(parameter))
+        ce, _, _ = runs.token_losses(config, model, batch, slice(None))
+    return float((ce * batch.loss_mask[0]).double().sum() / batch.loss_mask.double().sum())
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_average_is_the_formulas_and_leaves_no_trace(layout):
     matrix = read()
@@ -51,8 +71,8 @@ def test_the_average_is_the_formulas_and_leaves_no_trace(layout):
         "training": {"weight_average": COEFFICIENT, "micro_batch_size": 2},
         "optimizer": {"type": "adamw", "lr": 0.05},
     }
-    ranks = LAYOUTS[layout]["ranks"]
-    found = on_ranks(ranks, averaged, merged(matrix["common"], model, settings, own), ranks)
+    ranks, plain = LAYOUTS[layout]["ranks"], merged(matrix["common"], model, settings)
+    found = on_ranks(ranks, averaged, merged(plain, own), ranks)
     start, first, second, inside, end = (runs.assemble([each[0][i] for each in found]) for i in range(5))
     for name, state in list(start):
         if state != "master":
@@ -66,3 +86,5 @@ def test_the_average_is_the_formulas_and_leaves_no_trace(layout):
     assert end.keys() == second.keys() and all(np.array_equal(end[key], second[key]) for key in end)
     for _, before, during, after in found:
         assert before == after and abs(before[0] - during[0]) > 1e-4
+        if own.get("precision") != "bf16":
+            assert during[0] == pytest.approx(plain_evaluation(plain, inside), rel=1e-5)
