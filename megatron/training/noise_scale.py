@@ -3,6 +3,9 @@
 With G the true gradient and S the trace of the covariance of one label's gradient, the gradient of b labels has the
 expected square norm |G|^2 + S / b. Two batch sizes give both (arXiv 1812.06162, appendix A.1). Here they are the whole
 batch and its first samples, both by their numbers in the run's order, so that no layout changes them.
+
+The gradient is a mean by weight. Where labels weigh w, it is as noisy as that of (sum w)^2 / sum w^2 labels that weigh
+alike, so b counts labels in that way; where all that count weigh alike, it is their number.
 """
 
 from __future__ import annotations
@@ -18,11 +21,21 @@ SHARE = 8  # the small batch is the first 1/8 of the samples: noise outweighs th
 
 
 def small_batch(batch: StepBatch, global_batch_size: int) -> StepBatch:
-    """The same batch, of which the labels of the first samples alone count."""
-    first = batch.step * global_batch_size
-    chosen = batch.sample_ids < first + max(1, global_batch_size // SHARE)
+    """The same batch, of which the labels of the first samples alone count.
+
+    Any batch begins at a multiple of its size, whichever of the plan's a step reads (`data.left_out`).
+    """
+    chosen = batch.sample_ids % global_batch_size < max(1, global_batch_size // SHARE)
     mask = torch.ones(batch.labels.shape) if batch.loss_mask is None else batch.loss_mask
     return replace(batch, loss_mask=mask * chosen.unsqueeze(-1))
+
+
+def label_weights(batch: StepBatch) -> tuple[float, float]:
+    """The weights of this rank's labels: their sum, and that of their squares."""
+    if batch.loss_mask is None:
+        return float(batch.labels.numel()), float(batch.labels.numel())
+    weights = batch.loss_mask.double()
+    return float(weights.sum()), float(weights.square().sum())
 
 
 def noise_scale(small: float, b: float, large: float, B: float) -> dict[str, Any]:

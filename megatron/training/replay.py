@@ -17,7 +17,7 @@ from megatron.data.batch import StepBatch
 from megatron.engine.gate import StepGate
 from megatron.engine.protocol import StepResult
 
-from .noise_scale import noise_scale, small_batch
+from .noise_scale import label_weights, noise_scale, small_batch
 
 if TYPE_CHECKING:
     from .attribution import Attribution
@@ -64,24 +64,31 @@ class Replay:
 
     def step(self, trainer: Trainer, step: int, batch: StepBatch, lr: float, look: Look) -> StepResult:
         """As the engine's `step`; all ranks call it."""
-        small = None
+        small = part = None
         if self._noise is not None and step % self._noise == 0:
             training = trainer.config.training
             pieces = training.sequence_length // batch.labels.shape[-1]  # of each sample, in a stage of shorter ones
-            small = self._run(small_batch(batch, training.global_batch_size * pieces), lr, None, trial=True)
+            part = small_batch(batch, training.global_batch_size * pieces)
+            small = self._run(part, lr, None, trial=True)
         result = self._step(trainer, step, batch, lr, look)
         good = result.spike is None or not result.spike.leaves_out
         if good and self._attribution is not None and self._attribution.expects(step):
             self._attribution.passes(trainer, step, float(self._engine.losses.loss))
-        if small is not None:
-            self._compare(trainer, small, result)
+        if small is not None and part is not None:
+            self._compare(trainer, part, small, batch, result)
         return result
 
     @staticmethod
-    def _compare(trainer: Trainer, small: StepResult, large: StepResult) -> None:
+    def _compare(trainer: Trainer, part: StepBatch, small: StepResult, batch: StepBatch, large: StepResult) -> None:
         """Put the noise scale into the record: the batch's gradient beside that of a part."""
-        b, B = trainer.exchange.sum([small.tokens, large.tokens]).tolist()
-        if small.grad_norm is None or large.grad_norm is None or small.skipped or large.skipped or not 0 < b < B:
+        at = trainer.mesh.at
+        counts = at.tensor == at.context == at.pipeline == 0  # its batch, which other ranks have too
+        own = [*label_weights(part), *label_weights(batch)] if counts else [0.0] * 4
+        b, b_squares, B, B_squares = trainer.exchange.sum(own).tolist()
+        if small.grad_norm is None or large.grad_norm is None or small.skipped or large.skipped or not b:
+            return
+        b, B = b**2 / b_squares, B**2 / B_squares
+        if not b < B:
             return
         trainer.extra_metrics["noise_scale"] = noise_scale(float(small.grad_norm), b, float(large.grad_norm), B)
 

@@ -7,12 +7,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megatron.checkpoint import open_checkpoint
 from megatron.checkpoint.store import Store
 from megatron.data.loader import build_loader
+from megatron.data.token_writer import TokenFileWriter
 from megatron.training.text import load_model
 from tests.training.test_run import job
 from tests.workers import run as on_ranks
@@ -50,6 +52,15 @@ LAYOUTS = {
 }
 
 
+WEIGHED = [
+    "data.synthetic=none",
+    "data.train=[{path: FOLDER/a, loss_weight: 3.0}, {path: FOLDER/b, document_weights: FOLDER/b.npy}]",
+    "data.left_out=[{step: 1, batches: 2}]",
+    "tokenizer={type: none, eod_id: 0}",
+    "training.micro_batch_size=2",
+]
+
+
 def jobs(folder: str, ranks: int, layouts: dict[str, list[str]]) -> dict[str, list[dict]]:
     """Several runs on this worker's ranks, one after the other."""
     common = ["training.accumulation=null"]
@@ -73,7 +84,14 @@ def alone(tmp_path_factory) -> tuple[Path, dict[str, list[dict]]]:
         "experts": EXPERTS,
         "recomputed": ["training.activation_checkpointing.mode=full", "logging.statistics=2"],
         "schedule-free": SCHEDULE_FREE,
+        "weighed": [each.replace("FOLDER", str(folder)) for each in WEIGHED],
     }
+    draw = np.random.default_rng(1)
+    for name in ("a", "b"):
+        with TokenFileWriter(folder / name, np.uint16) as file:
+            for _ in range(60):
+                file.append([*draw.integers(1, 64, draw.integers(3, 30)), 0])
+    np.save(folder / "b.npy", draw.random(60))
     return folder, trained(folder, 1, layouts)
 
 
@@ -162,14 +180,16 @@ def reference(folder: Path, run: int, step: int) -> tuple[Any, torch.Tensor]:
         export(open_checkpoint(path), target)
     model = AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager").double()
     loader = build_loader(config_of(open_checkpoint(path)), data_rank=0, data_ranks=1)
-    return model, loader.step(step).tokens.flatten(0, 1)
+    batch = loader.step(step)
+    loader.close()
+    return model, batch.tokens.flatten(0, 1), None if batch.loss_mask is None else batch.loss_mask.flatten(0, 1)
 
 
 def test_entropy_and_size_of_outputs_are_those_of_transformers(alone):
     """Of eager attention's own probabilities, and of the hidden states."""
     folder, found = alone
     for step in (0, 2):
-        model, tokens = reference(folder, 0, step)
+        model, tokens, _ = reference(folder, 0, step)
         with torch.no_grad():
             out = model.eval()(tokens[:, :-1], output_attentions=True, output_hidden_states=True)
         numbers = lines(found["one"])[step]["statistics"]
@@ -181,21 +201,31 @@ def test_entropy_and_size_of_outputs_are_those_of_transformers(alone):
         assert numbers["layers.1"]["attention_entropy"] < math.log(16) and len(out.attentions) == 2
 
 
-def test_noise_scale_is_that_of_two_gradients(alone):
-    """The published formula with gradients of transformers' model: of all four sequences, and of the first."""
+@pytest.mark.parametrize(("name", "number"), [("one", 0), ("weighed", 5)])
+def test_noise_scale_is_that_of_two_gradients(alone, name, number):
+    """The published formula with gradients of transformers' model: of all four sequences, and of the first. A gradient
+    of labels that weigh w is as noisy as that of (sum w)^2 / sum w^2 alike ones."""
     folder, found = alone
     for step in (0, 2):
-        model, tokens = reference(folder, 0, step)
-        squares = {}
+        model, tokens, weights = reference(folder, number, step)
+        assert (weights is None) == (name == "one")
+        squares, labels = {}, {}
         for count in (1, 4):
             model.zero_grad()
+            w = torch.ones(count, 16) if weights is None else weights[:count]
+            w = w.double().flatten()
             logits = model(tokens[:count, :-1]).logits
-            torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:count, 1:].flatten()).backward()
+            costs = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), tokens[:count, 1:].flatten(), reduction="none"
+            )
+            ((costs * w).sum() / w.sum()).backward()
             squares[count] = sum(float(each.grad.square().sum()) for each in model.parameters())
-        b, B = 16, 64  # tokens
+            labels[count] = float(w.sum() ** 2 / w.square().sum())
+        b, B = labels[1], labels[4]
+        assert (b, B) == (16, 64) or weights is not None
         signal = (B * squares[4] - b * squares[1]) / (B - b)
         noise = (squares[1] - squares[4]) / (1 / b - 1 / B)
-        line = lines(found["one"])[step]["noise_scale"]
+        line = lines(found[name])[step]["noise_scale"]
         assert line["signal"] == pytest.approx(signal, rel=FP32, abs=FP32 * squares[1])
         assert line["noise"] == pytest.approx(noise, rel=FP32, abs=FP32 * squares[1] * b)
         assert ("tokens" in line) == (signal > 0 and noise > 0)
