@@ -8,6 +8,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+NAME_BYTES = 255  # of a file's or folder's name, on Linux's file systems
+
 
 def has_gpu() -> bool:
     """Whether this machine has the device files of an NVIDIA or AMD GPU."""
@@ -24,6 +26,9 @@ def existing(path: str | os.PathLike) -> Path:
 
 def why_not_writable(path: str | os.PathLike) -> str | None:
     """Why no files can be made in a folder, which may not exist yet; None if they can."""
+    longest = max((len(os.fsencode(part)) for part in Path(path).parts), default=0)
+    if longest > NAME_BYTES:
+        return f"a name in it has {longest:,} bytes, and file systems take {NAME_BYTES}"
     found = existing(path)
     if not found.is_dir():
         return f"{found} is not a folder"

@@ -82,6 +82,7 @@ TOO_MANY = (
     f"a document has at most {MOST:,} values, those that an alias repeats included",
     "write out what is meant without aliases of aliases, or name a folder of files in place of a long list",
 )
+NO_TEXT = ("text must be Unicode, and a half of a surrogate pair is none", "write the character itself, in UTF-8")
 TOO_LARGE = (f"a configuration is text of at most {LARGEST >> 20} MiB", "is this the file that is meant?")
 
 
@@ -134,6 +135,9 @@ class _Reader:
                 self.fail(name, path, ABSENT, "a key must be a word", "write key: value")
                 continue
             key = name.value
+            if not _is_text(key):
+                self.fail(name, path, ABSENT, *NO_TEXT)
+                continue
             if key == "<<" and name.style is None:
                 self.fail(
                     name,
@@ -193,7 +197,16 @@ class _Reader:
             return text
         if tag != _TAG + "str":
             self.fail(node, path, text, f"the tag {tag!r} has no meaning here", "leave the tag out")
+        if not _is_text(text):
+            self.fail(node, path, text, *NO_TEXT)
         return text
+
+
+def _is_text(text: str) -> bool:
+    """Whether it can be written in UTF-8, as everything that a run keeps is. An escape such as "\\ud800" cannot, nor
+    can an argument's byte that is no UTF-8.
+    """
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def parse(text: str, origin: Callable[[int], Origin]) -> tuple[Any, dict[Path, Origin], list[Problem]]:

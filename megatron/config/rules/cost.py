@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import lcm
+from os.path import isdir
 from pathlib import Path as File
 
 from .. import machine
@@ -115,7 +116,7 @@ def checkpoints_fit_on_the_disk(context: RuleContext) -> Iterator[Problem]:
     free = machine.free_bytes(folder)
     state = MOMENTS.get(config.optimizer.type, 0) if config.checkpoint.optimizer_state else 0
     size = WeightCounts.of(context).total * (4 + state)
-    there = sum(1 for _ in folder.glob("step_*")) if folder.is_dir() else 0
+    there = sum(1 for _ in folder.glob("step_*")) if isdir(folder) else 0
     count = max(kept_checkpoints(context) - there, 0)
     if free is not None and count * size > free:
         yield context.warning(

@@ -265,6 +265,17 @@ def layers_have_a_source(context: RuleContext) -> Iterator[Problem]:
         )
 
 
+def name_is_a_folders(context: RuleContext) -> Iterator[Problem]:
+    """The run's directory follows from its name, and must not be another run's, nor that of all."""
+    name = context.config.run.name or ""
+    if not context.given("run.dir") and {"", ".", ".."} & set(name.split("/")):
+        yield context.problem(
+            "run.name",
+            rule="must be the name of a folder: the run's directory is runs/<run.name>",
+            fix="give a name without . and .. between slashes, or run.dir",
+        )
+
+
 def folders_can_be_written(context: RuleContext) -> Iterator[Problem]:
     """Before the first save finds out, perhaps after hours. Folders of other hosts are theirs."""
     config = context.config
@@ -349,5 +360,6 @@ INPUT_RULES = (
     initial_weights_exist,
     urls_can_be_opened,
     neighbours_are_there,
+    name_is_a_folders,
     folders_can_be_written,
 )

@@ -41,6 +41,17 @@ LAUNCH = [
         "a.yml:3: launch.environment.HF_TOKEN\n    rule",
         "put it into a file that launch.environment_file names",
     ),
+    *[
+        case(f"{name!r} as a name", f"run: {{name: {name!r}}}", "a.yml:2: run.name", "must be the name of a folder")
+        for name in ("", "..", "a/../../b", "/tmp/x")
+    ],
+    case("name too long", f"run: {{name: {'a' * 300}}}", "run.dir = ", "a name in it has 300 bytes"),
+    case(
+        "half of a pair",
+        'run: {name: x, notes: "\\ud800"}',
+        "a.yml:2: run.notes",
+        "text must be Unicode, and a half of a surrogate pair is none",
+    ),
     case("line break in a name", 'run: {name: "a\\nb", dir: runs/x}', "run.name", "without line breaks", "remove them"),
     case(
         "no image",
@@ -57,7 +68,7 @@ LAUNCH = [
     *[
         case(
             f"uploads to a URL in which the name {name} stands",
-            f"run: {{name: '{name}'}}\ncheckpoint: {{upload: 'memory://a/{{run.name}}'}}",
+            f"run: {{name: '{name}', dir: runs/x}}\ncheckpoint: {{upload: 'memory://a/{{run.name}}'}}",
             f"a.yml:2: run.name = '{name}'",
             "must be letters, digits and . _ ~ - after a letter or digit, without ..",
             "write the URL without {run.name}",
