@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,16 +41,23 @@ def read_fully(handle: int, buffer: memoryview, offset: int) -> int:
     return done
 
 
-def write_file(path: Path, data: bytes, *, wait: bool = True) -> None:
-    """Create a file with this content, and unless told otherwise wait until the disk has it."""
+@contextmanager
+def new_file(path: Path, *, wait: bool = True) -> Iterator[Callable[[bytes | memoryview], None]]:
+    """Create a file; gives what takes its content, part by part. Unless told otherwise the disk has it in the end."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
         with name_errors(path):
-            write_fully(handle, memoryview(data))
+            yield lambda data: write_fully(handle, memoryview(data))
             if wait:
                 os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def write_file(path: Path, data: bytes, *, wait: bool = True) -> None:
+    """Create a file with this content, and unless told otherwise wait until the disk has it."""
+    with new_file(path, wait=wait) as write:
+        write(data)
 
 
 def sync_directory(path: Path) -> None:

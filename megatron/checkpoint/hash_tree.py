@@ -18,13 +18,34 @@ DIGEST = 16  # bytes, of xxh3_128
 AT_ONCE = 256  # blocks: what a checksum's block is of
 
 
-def grow(content: bytes) -> tuple[bytes, str]:
-    """The levels above `content`, and the root in hexadecimal digits."""
-    levels, below = [], content
-    while len(below) > BLOCK:
-        below = b"".join(xxhash.xxh3_128_digest(below[place : place + BLOCK]) for place in range(0, len(below), BLOCK))
-        levels.append(below)
-    return b"".join(levels), xxhash.xxh3_128_hexdigest(below)
+class Growth:
+    """The tree above a content that comes in parts, of which none is kept."""
+
+    def __init__(self) -> None:
+        self._lowest, self._rest = bytearray(), bytearray()
+
+    def add(self, part: bytes | memoryview) -> None:
+        """The content goes on with these bytes."""
+        self._rest += part
+        whole = max(0, len(self._rest) - 1) // BLOCK * BLOCK  # the last block may be the only one
+        with memoryview(self._rest) as blocks:
+            self._lowest += _digests(blocks[:whole])
+        del self._rest[:whole]
+
+    def finish(self) -> tuple[bytes, str]:
+        """The levels above the content, and the root in hexadecimal digits."""
+        below = bytes(self._rest)
+        if self._lowest:
+            below = bytes(self._lowest) + _digests(below)
+        levels = [below] if self._lowest else []
+        while len(below) > BLOCK:
+            below = _digests(below)
+            levels.append(below)
+        return b"".join(levels), xxhash.xxh3_128_hexdigest(below)
+
+
+def _digests(content: bytes | memoryview) -> bytes:
+    return b"".join(xxhash.xxh3_128_digest(content[place : place + BLOCK]) for place in range(0, len(content), BLOCK))
 
 
 def spans(size: int) -> list[tuple[int, int]]:
@@ -46,7 +67,7 @@ class HashTree:
         subject: the file, for messages.
         fetch: gives bytes `begin` to `end` of the content and its levels, or OSError.
         size: bytes of the content.
-        root: as of `grow`.
+        root: as of `Growth.finish`.
     """
 
     def __init__(self, subject: object, fetch: Callable[[int, int], bytes], size: int, root: str) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from ..parallel.shard import LogicalTensor
-from .table import DTYPE_ORDER, ROW, Vocabulary
+from .table import DTYPE_ORDER, Vocabulary
 
 INDEX_NAME = "index.safetensors"
 
@@ -89,7 +89,7 @@ class Index:
     ) -> None:
         """`rows` are sorted; without `groups` all of them are read."""
         self.vocabulary = vocabulary
-        self.groups = _groups(rows) if groups is None else groups
+        self.groups = groups_of(rows) if groups is None else groups
         self._rows, self._trust = rows, trust
         ends = [*self.groups["first"][1:].tolist(), len(rows)]
         self._stored = {
@@ -97,41 +97,13 @@ class Index:
             for (tensor, state, dtype, ranks, first), end in zip(self.groups.tolist(), ends, strict=True)
         }
 
-    @classmethod
-    def merge(cls, pieces: list[tuple[str, np.ndarray]]) -> Index:
-        """One index of every rank's own rows; `file` becomes the piece's number.
-
-        Args:
-            pieces: (vocabulary as JSON, rows) of each file.
-
-        Raises:
-            ValueError: two ranks mean different tensors by one name.
-        """
-        vocabulary, tables = Vocabulary(), []
-        numbers: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # many ranks have the same vocabulary
-        for number, (text, rows) in enumerate(pieces):
-            if text not in numbers:
-                local = Vocabulary.from_json(text)
-                numbers[text] = (
-                    np.array([vocabulary.tensor(tensor) for tensor in local.tensors], dtype=np.int32),
-                    np.array([vocabulary.state(state) for state in local.states], dtype=np.int16),
-                )
-            tensors, states = numbers[text]
-            renamed = rows.copy()
-            renamed["tensor"], renamed["state"] = tensors[rows["tensor"]], states[rows["state"]]
-            renamed["file"] = number
-            tables.append(renamed)
-        rows = np.concatenate(tables) if tables else np.empty(0, ROW)
-        order = np.lexsort((rows["start"], rows["tensor_rank"], rows["state"], rows["tensor"]))
-        return cls(vocabulary, rows[order])
-
     def __len__(self) -> int:
         """Fragments."""
         return len(self._rows)
 
     @property
     def rows(self) -> np.ndarray:
-        """All rows, an array of `ROW`."""
+        """All rows, an array of `table.ROW`."""
         self._trust(0, len(self._rows))
         return self._rows
 
@@ -147,8 +119,8 @@ class Index:
         return {key: dtype for key, (dtype, *_) in self._stored.items()}
 
 
-def _groups(rows: np.ndarray) -> np.ndarray:
-    """Where each state of each tensor begins."""
+def groups_of(rows: np.ndarray) -> np.ndarray:
+    """Of sorted rows: where each state of each tensor begins."""
     after, before = rows[1:], rows[:-1]
     change = (after["tensor"] != before["tensor"]) | (after["state"] != before["state"])
     first = np.append(0, np.flatnonzero(change) + 1)[: len(rows)]

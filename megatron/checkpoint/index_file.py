@@ -10,11 +10,11 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import overload
+from typing import Protocol, overload
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ import torch
 from .container import TensorEntry, header, parse_header
 from .durable import read_fully
 from .errors import CheckpointError, reading, understanding
-from .hash_tree import HashTree, grow, spans
+from .hash_tree import Growth, HashTree, spans
 from .index import GROUP, Index, Trust, checksum, refuse_strange
 from .rankfile import FileRecord
 from .table import ROW, Vocabulary
@@ -76,20 +76,56 @@ class IndexSeal:
         return seal
 
 
-def write_index(index: Index, records: Sequence[FileRecord]) -> tuple[bytes, IndexSeal]:
-    """The bytes of an index, and how they are known again.
+class Rows(Protocol):
+    """What is known of the rows of an index before they are written.
+
+    Attributes:
+        vocabulary: what tensors and states the rows refer to.
+        groups: array of `GROUP`, sorted.
+    """
+
+    vocabulary: Vocabulary
+    groups: np.ndarray
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+
+def write_index(
+    write: Callable[[bytes | memoryview], object],
+    index: Rows,
+    parts: Iterable[np.ndarray],
+    records: Sequence[FileRecord],
+) -> IndexSeal:
+    """Write an index from its beginning to its end; returns how it is known again.
 
     Args:
+        write: takes the bytes that follow.
+        parts: of the rows, one behind the other.
         records: in the order of the numbers that the rows have for files.
     """
-    parts = {"groups": index.groups.tobytes(), "files": _rows_of(records).tobytes(), "rows": index.rows.tobytes()}
-    content = b"".join(parts.values())
-    parts["tree"], root = grow(content)
+    heads = {"groups": index.groups.tobytes(), "files": _rows_of(records).tobytes()}
+    sizes = {**{name: len(part) for name, part in heads.items()}, "rows": len(index) * ROW.itemsize}
+    content = spans(sum(sizes.values()))
+    sizes["tree"] = content[-1][1] - content[0][1]
     start, _ = header(
-        {name: (torch.uint8, (len(part),)) for name, part in parts.items()}, {"vocabulary": index.vocabulary.to_json()}
+        {name: (torch.uint8, (size,)) for name, size in sizes.items()}, {"vocabulary": index.vocabulary.to_json()}
     )
-    data = start + content + parts["tree"]
-    return data, IndexSeal(len(data), checksum(start), len(start), len(start) + len(content), root)
+    write(start)
+    growth = Growth()
+
+    def go_on(part: bytes | memoryview) -> None:
+        growth.add(part)
+        write(part)
+
+    for part in heads.values():
+        go_on(part)
+    for rows in parts:
+        go_on(rows.view(np.uint8).data)
+    levels, root = growth.finish()
+    write(levels)
+    begin = len(start)
+    return IndexSeal(begin + content[-1][1], checksum(start), begin, begin + content[0][1], root)
 
 
 def read_index(

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
+
 from ..config.paths import UnsafeName, path_inside
 from . import former
+from .durable import new_file
 from .errors import CheckpointError, reading, understanding
 from .index import INDEX_NAME, Index, checksum
 from .index_file import IndexSeal, read_index, write_index
+from .merging import Merged
 from .names import MANIFEST_NAME, META_NAME
 from .rankfile import FileRecord
+from .table import coverage_problems
 
 FORMAT = 2
 
@@ -53,19 +58,41 @@ class Manifest:
     records: list[FileRecord] | None = None
 
 
-def head_files(index: Index, records: Sequence[FileRecord], meta: bytes) -> dict[str, bytes]:
-    """What stands beside the ranks' files: index, meta data and, last, the manifest.
+def write_merged(
+    root: Path, tables: Iterable[tuple[str, np.ndarray]], records: Sequence[FileRecord], *, whole: bool
+) -> IndexSeal:
+    """Write the index of the ranks' files under `root`.
 
     Args:
-        records: in the order of the numbers that the index has for files.
+        tables: (vocabulary as JSON, rows) of each file, which are taken one after the other.
+        records: of the same files; they may become known as the tables are taken.
+        whole: these are all files, so that they must cover each tensor exactly once; and the disk is waited for.
+
+    Raises:
+        CheckpointError: they do not.
+        OSError, ValueError: as they come.
     """
-    data, seal = write_index(index, records)
-    content = json.dumps({
-        "format": FORMAT,
-        "parts": {INDEX_NAME: seal.to_dict(), META_NAME: asdict(Part(len(meta), checksum(meta)))},
-    })
-    manifest = json.dumps({"checksum": checksum(content.encode()), "content": content})
-    return {INDEX_NAME: data, META_NAME: meta, MANIFEST_NAME: manifest.encode()}
+    problems: list[str] = []
+    with Merged(tables, root) as merged, new_file(root / INDEX_NAME, wait=whole) as write:
+        parts = _covering(merged, problems) if whole else merged.parts()
+        seal = write_index(write, merged, parts, records)
+    if problems:
+        raise CheckpointError(root, problems)
+    return seal
+
+
+def _covering(merged: Merged, problems: list[str]) -> Iterator[np.ndarray]:
+    """The parts of the rows; `problems` takes what they leave out, or have twice."""
+    for rows in merged.parts():
+        problems += coverage_problems(rows, merged.vocabulary)
+        yield rows
+
+
+def manifest_of(index: IndexSeal, meta: bytes) -> bytes:
+    """The content of the manifest of a checkpoint with this index and these meta data."""
+    parts = {INDEX_NAME: index.to_dict(), META_NAME: asdict(Part(len(meta), checksum(meta)))}
+    content = json.dumps({"format": FORMAT, "parts": parts})
+    return json.dumps({"checksum": checksum(content.encode()), "content": content}).encode()
 
 
 def part_of(root: Path, name: str) -> Path:

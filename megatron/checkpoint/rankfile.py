@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 import xxhash
 
 from ..config.paths import UnsafeName, check_name, path_inside
-from .container import DTYPE_NAMES, TensorEntry, header
+from .container import DTYPE_NAMES, TensorEntry, header, metadata_of
 from .durable import CHUNK, name_errors, read_fully, write_fully
 from .errors import CheckpointError, understanding
 from .fragment import FragmentSpec
@@ -23,6 +24,8 @@ from .index import checksum
 from .table import DTYPE_ORDER, ROW, Vocabulary
 
 TABLE_NAME = "__table__"
+READERS = 32  # threads that read the tables of the ranks' files: thousands of small reads, mostly waiting
+AHEAD = 2 * READERS  # tables in memory
 FILES_PER_FOLDER = 256  # no folder grows with the number of ranks beyond what a file system lists with ease
 _NAME = re.compile(r"data/\d{4,}/rank_(\d{5,})\.safetensors", re.ASCII)
 
@@ -185,11 +188,18 @@ def read_table(root: Path, record: FileRecord) -> tuple[str, np.ndarray]:
         if checksum(bytes(found)) != written:
             raise CheckpointError(path, f"its {part} does not have the checksum it was written with")
     with understanding(path):
-        described, rows = json.loads(bytes(start[8:])), np.frombuffer(bytes(table), ROW)
+        rows = np.frombuffer(bytes(table), ROW)
         places = [record.begin, *rows["offset"].tolist(), record.end]
         if sorted(places) != places:
             raise ValueError("its fragments do not follow each other")
-        return described["__metadata__"]["vocabulary"], rows
+        return metadata_of(bytes(start[8:]))["vocabulary"], rows
+
+
+def tables_of(root: Path, records: Sequence[FileRecord]) -> Iterator[tuple[str, np.ndarray]]:
+    """`read_table` of each, some ahead of what is taken."""
+    with ThreadPoolExecutor(READERS) as pool:
+        for begin in range(0, len(records), AHEAD):
+            yield from pool.map(partial(read_table, root), records[begin : begin + AHEAD])
 
 
 def host_chunks(data: torch.Tensor) -> Iterator[torch.Tensor]:

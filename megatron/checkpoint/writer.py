@@ -11,7 +11,6 @@ from __future__ import annotations
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -20,14 +19,10 @@ from .communicator import SOLO, Communicator
 from .durable import move, sync_directory, write_file
 from .errors import CheckpointError, StoreRefuses, disk_refuses
 from .fragment import Fragment, FragmentSpec
-from .index import Index
-from .manifest import head_files
+from .manifest import manifest_of, write_merged
 from .meta import Meta
-from .names import MANIFEST_NAME, leftover_name, step_name, wrong_name
-from .rankfile import FileRecord, host_chunks, read_table, write_rank_file
-from .table import coverage_problems
-
-READERS = 32  # threads that read the tables of the ranks' files: thousands of small reads, mostly waiting
+from .names import MANIFEST_NAME, META_NAME, leftover_name, step_name, wrong_name
+from .rankfile import FileRecord, host_chunks, tables_of, write_rank_file
 
 
 def save(
@@ -169,20 +164,14 @@ class Draft:
         """
         if wrong := wrong_name(self.target, meta.step):
             raise CheckpointError(self.target, wrong)
-        with ThreadPoolExecutor(READERS) as pool:
-            index = Index.merge(list(pool.map(lambda record: read_table(self.root, record), records)))
-        problems = coverage_problems(index.rows, index.vocabulary)
-        if problems:
-            raise CheckpointError(self.target, problems)
-        head = head_files(index, records, meta.to_bytes())
-        manifest = head.pop(MANIFEST_NAME)
-        for name, content in head.items():
-            write_file(self.root / name, content)
+        index = write_merged(self.root, tables_of(self.root, records), records, whole=True)
+        content = meta.to_bytes()
+        write_file(self.root / META_NAME, content)
         for folder in sorted({(self.root / record.path).parent for record in records}):
             sync_directory(folder)
         if records:
             sync_directory(self.root / "data")
-        write_file(self.root / MANIFEST_NAME, manifest)
+        write_file(self.root / MANIFEST_NAME, manifest_of(index, content))
         sync_directory(self.root)
         self._rename()
 

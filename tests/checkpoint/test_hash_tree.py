@@ -8,13 +8,19 @@ import pytest
 import xxhash
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.hash_tree import BLOCK, HashTree, grow, spans
+from megatron.checkpoint.hash_tree import BLOCK, Growth, HashTree, spans
 
 SIZES = [1, 4095, 4096, 4097, 3 * 4096, 256 * 4096, 256 * 4096 + 1, 300 * 4096 - 7]
 
 
 def content_of(size: int) -> bytes:
     return random.Random(size).randbytes(size)
+
+
+def grow(content: bytes) -> tuple[bytes, str]:
+    growth = Growth()
+    growth.add(content)
+    return growth.finish()
 
 
 def tree_of(data: bytes, size: int, root: str) -> HashTree:
@@ -36,6 +42,16 @@ def test_the_root_is_that_of_the_definition(size):
     assert bytes.fromhex(root) == root_of(content)
     assert spans(size)[0] == (0, size) and spans(size)[-1][1] == size + len(levels)
     tree_of(content + levels, size, root).check_share((0, 1))
+
+
+@pytest.mark.parametrize("size", [0, *SIZES])
+def test_a_tree_grows_with_parts_of_any_size(size):
+    chance, content, growth, place = random.Random(size), content_of(size), Growth(), 0
+    while place < size:
+        step = chance.choice([0, 1, 4095, 4096, 4097, 50_000, 400_000])
+        growth.add(memoryview(content)[place : place + step])
+        place += step
+    assert growth.finish() == grow(content)
 
 
 @pytest.mark.parametrize("size", SIZES)

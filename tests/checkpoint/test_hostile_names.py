@@ -18,7 +18,6 @@ from megatron.checkpoint import CheckpointError, Fragment, FragmentSpec, open_ch
 from megatron.checkpoint.hf.importer import Folder
 from megatron.checkpoint.hf.neox import layers_of
 from megatron.checkpoint.index import checksum
-from megatron.checkpoint.manifest import head_files
 from megatron.checkpoint.pickles import load_tensors
 from megatron.checkpoint.transfer import download, upload
 from megatron.checkpoint.universal import export
@@ -28,6 +27,7 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.shard import LogicalTensor, Role
 from tests.checkpoint.former_format import to_format_1
 from tests.checkpoint.model import Model, Together, fragments, meta
+from tests.checkpoint.rewritten import rewrite_head
 
 NAMES = ["{outside}/stolen", "../../stolen", "data/../../../stolen", "data/../stolen", "a\nb", "", "CON"]
 
@@ -153,9 +153,7 @@ def test_records_of_files_that_cannot_be_are_damage(places, strange):
     path, _ = places
     checkpoint = open_checkpoint(path)
     (record,) = checkpoint.records
-    head = head_files(checkpoint.index, [replace(record, **strange)], (path / "meta.json").read_bytes())
-    for name, content in head.items():
-        (path / name).write_bytes(content)
+    rewrite_head(path, checkpoint.index, [replace(record, **strange)])
     results = Together(2).run(lambda member: open_checkpoint(path, verify="checksums", communicator=member))
     assert all(isinstance(each, CheckpointError) and "index.safetensors: damaged" in str(each) for each in results)
 
@@ -167,9 +165,7 @@ def test_groups_that_cannot_be_are_damage(places, change):
     for name, value in change.items():
         checkpoint.index.groups = checkpoint.index.groups.copy()
         checkpoint.index.groups[name][-1] = value
-    head = head_files(checkpoint.index, list(checkpoint.records), (path / "meta.json").read_bytes())
-    for name, content in head.items():
-        (path / name).write_bytes(content)
+    rewrite_head(path, checkpoint.index, list(checkpoint.records))
     with pytest.raises(CheckpointError, match="index.safetensors: damaged"):
         open_checkpoint(path, verify="none")
 

@@ -11,12 +11,12 @@ import pytest
 
 from megatron.checkpoint import CheckpointError, FragmentSpec, open_checkpoint, save
 from megatron.checkpoint.index import Index, checksum
-from megatron.checkpoint.manifest import head_files
 from megatron.checkpoint.rankfile import read_table
 from megatron.checkpoint.table import Vocabulary
 from megatron.parallel.layout import Layout
 from tests.checkpoint.former_format import to_format_1
 from tests.checkpoint.model import Model, Together, fragments, meta
+from tests.checkpoint.rewritten import rewrite_head
 
 STRANGE = [
     {"file": 99},
@@ -49,8 +49,7 @@ def path(tmp_path: Path) -> Path:
 def rewrite_index(path: Path, index: Index, form: int) -> None:
     """Index and manifest of a checkpoint with these rows, in one of the formats."""
     records = list(open_checkpoint(path).records)
-    for name, content in head_files(index, records, (path / "meta.json").read_bytes()).items():
-        (path / name).write_bytes(content)
+    rewrite_head(path, index, records)
     if form == 1:
         former = json.loads(json.loads((path / "former.json").read_text())["content"])
         spliced = (path / "former.safetensors").read_bytes()
@@ -104,8 +103,7 @@ def test_rows_of_a_file_that_cannot_be_are_damage(path: Path, change: dict):
     content = file.read_bytes()[: record.end] + rows.tobytes()
     file.write_bytes(content)
     known = replace(record, table=checksum(rows.tobytes()))
-    for name, part in head_files(whole.index, [known], (path / "meta.json").read_bytes()).items():
-        (path / name).write_bytes(part)
+    rewrite_head(path, whole.index, [known])
     with pytest.raises(CheckpointError, match="rank_00000"):
         open_checkpoint(path, verify="checksums")
 

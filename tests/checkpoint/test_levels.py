@@ -5,6 +5,7 @@ Hosts are pretended: two ranks each, with a name and a folder of their own.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -89,10 +90,14 @@ def rank_of_hosts(folder: str) -> dict[str, object]:
     rank = torch.distributed.get_rank()
     as_host(rank)
     model, older, seen = Model(seed=1), Model(seed=2), {}
-    levels = levels_at(folder, NEXT, ALONE)
+    levels, said = levels_at(folder, NEXT, ALONE), list[int]()
+    talk = levels._communicator
+    gather = talk.gather
+    talk.gather = lambda value: (said.append(len(json.dumps(value))), gather(value))[1]  # type: ignore[method-assign]
     for step, values in ((5, older), (10, older), (15, model)):
         assert write(levels, 0, values, step, rank) is None
     assert write(levels, 1, model, 15, rank) is None
+    seen["said"] = said[:]
     part = host_folder(folder, rank // 2)
     seen["kept"] = sorted(path.name for path in (part / "memory_of_2_hosts").iterdir())
     seen["files"] = len(list((part / "memory_of_2_hosts/step_00000015").rglob("rank_*")))
@@ -101,6 +106,7 @@ def rank_of_hosts(folder: str) -> dict[str, object]:
     seen["whole"] = read(levels, model, ZERO_1, rank)
     seen["layouts"] = [read(levels, model, layout, rank) for layout in OTHERS]
     seen["least"] = levels.newest(16)[0] is None
+    seen["each its own"] = [read(levels_at(folder, ALONE), model, layout, rank) for layout in (ZERO_1, OTHERS[1])]
 
     # A host is lost, and another one with another name has come in its place.
     keep = Path(folder, "kept")
@@ -111,6 +117,10 @@ def rank_of_hosts(folder: str) -> dict[str, object]:
     alone = levels_at(folder, ALONE)
     seen["alone"] = read(alone, model, ZERO_1, rank)
     together(rank, lambda: (shutil.rmtree(f"{folder}/host1", True), shutil.copytree(keep, f"{folder}/host1"), None)[-1])
+
+    # So is the first one, whose ranks tell the others what there is.
+    as_host(rank, f"first{rank // 2}" if rank < 2 else None)
+    seen["first host lost"] = read(levels_at(folder, NEXT), model, OTHERS[1], rank)
 
     # A bit flips: in one copy, then in both; the older save is whole, and no file system is asked to be right.
     as_host(rank)
@@ -136,6 +146,8 @@ def test_a_lost_host_is_replaced_by_its_neighbours_copy(tmp_path: Path) -> None:
         assert seen["kept"] == ["step_00000010", "step_00000015"], "two, and nothing half-written"
         assert seen["files"] == 4 and seen["part"] == 2, "a host's own files, and with neighbours those of the other"
         assert seen["whole"] == (15, []) and seen["layouts"] == [(15, [])] * 3 and seen["least"]
+        assert seen["said"] and max(seen["said"]) < 8, "a save tells all ranks the size of each file, and no more"
+        assert seen["each its own"] == [(15, [])] * 2 and seen["first host lost"] == (15, [])
         assert seen["neighbour"] == [(15, [])] * 2
         assert seen["alone"] == (None, []), "without copies a lost host takes its part with it"
         assert seen["one damaged"] == (15, []), "the neighbour's copy is read"
@@ -145,6 +157,21 @@ def test_a_lost_host_is_replaced_by_its_neighbours_copy(tmp_path: Path) -> None:
         lines, step = seen["dropped"]
         assert step == 10 and "step_00000015 deleted" in lines[0]
         assert seen["removed"], rank
+
+
+def rank_of_four_hosts(folder: str) -> tuple[int | None, list[str]]:
+    rank, model = torch.distributed.get_rank(), Model(seed=1)
+    as_host(rank, f"host{rank}")
+    levels = levels_at(folder, ALONE)
+    assert write(levels, 0, model, 5, rank) is None
+    found = read(levels, model, OTHERS[1], rank)
+    levels.remove()
+    return found
+
+
+def test_the_index_goes_from_host_to_host(tmp_path: Path) -> None:
+    """Of four hosts, the last one's comes from the second."""
+    assert run(RANKS, rank_of_four_hosts, str(tmp_path)) == [(5, [])] * RANKS
 
 
 def rank_that_is_refused(folder: str) -> dict[str, object]:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import tracemalloc
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from megatron.checkpoint import merging
+from megatron.checkpoint.index import INDEX_NAME
+from megatron.checkpoint.manifest import write_merged
+from megatron.checkpoint.rankfile import FileRecord
 from megatron.checkpoint.table import Vocabulary, coverage_problems
-from tools.bench.growth import PIPELINE, STATES, TENSOR, checkpoint, groups, launcher, stored_rows, tensors
+from tools.bench.growth import PIPELINE, STATES, TENSOR, checkpoint, groups, launcher, stored_rows, tables, tensors
 
 
 @pytest.mark.parametrize("world", [160, 1600])
@@ -43,3 +52,22 @@ def test_the_pretended_checkpoint_has_every_element_once():
         assert set(rows["file"]) == set(range(64))
         shares = np.bincount(rows["file"], rows["length"], minlength=64)
         assert shares.sum() == len(STATES) * sum(np.prod(tensor.shape) for tensor in tensors())
+
+
+def test_what_rank_0_holds_to_make_an_index_does_not_grow_with_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """ZeRO 3, where each rank has a piece of each tensor. Held are some batches, of each how many rows of which group
+    it has, the files' records, and 16 bytes for each 4096 of the index."""
+    batch, records = 1 << 14, list[FileRecord]()
+    monkeypatch.setattr(merging, "BATCH", batch)
+    given = tables(640, 3, records)
+    first = next(given)  # makes all rows, before the memory is looked at
+    tracemalloc.start()
+    write_merged(tmp_path, itertools.chain([first], given), records, whole=True)
+    held = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    size = os.path.getsize(tmp_path / INDEX_NAME)
+    groups = len(tensors()) * len(STATES) * 36 * size / 52 / batch
+    assert size > 15e6
+    assert held < 7 * batch * 52 + groups + 640 * 1500 + size * 16 / 4096

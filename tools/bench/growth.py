@@ -22,7 +22,7 @@ import math  # noqa: E402
 import tempfile  # noqa: E402
 import time  # noqa: E402
 import tracemalloc  # noqa: E402
-from collections.abc import Callable, Sequence  # noqa: E402
+from collections.abc import Callable, Iterator, Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 from unittest import mock  # noqa: E402
@@ -30,16 +30,18 @@ from unittest import mock  # noqa: E402
 import numpy as np  # noqa: E402
 
 from megatron.checkpoint import Solo, index_file  # noqa: E402
+from megatron.checkpoint.durable import new_file  # noqa: E402
 from megatron.checkpoint.fragment import FragmentSpec  # noqa: E402
 from megatron.checkpoint.hash_tree import HashTree  # noqa: E402
 from megatron.checkpoint.index import INDEX_NAME, Index  # noqa: E402
-from megatron.checkpoint.manifest import head_files  # noqa: E402
+from megatron.checkpoint.index_file import write_index  # noqa: E402
+from megatron.checkpoint.manifest import manifest_of, write_merged  # noqa: E402
 from megatron.checkpoint.meta import Meta  # noqa: E402
 from megatron.checkpoint.names import MANIFEST_NAME, META_NAME  # noqa: E402
 from megatron.checkpoint.rankfile import FileRecord  # noqa: E402
 from megatron.checkpoint.read_plan import plan  # noqa: E402
 from megatron.checkpoint.reader import Checkpoint  # noqa: E402
-from megatron.checkpoint.table import ROW, Vocabulary, coverage_problems  # noqa: E402
+from megatron.checkpoint.table import ROW, Vocabulary  # noqa: E402
 from megatron.parallel.shard import LogicalTensor, Role, Shard  # noqa: E402
 
 STATES, DEVICES = ("master", "exp_avg", "exp_avg_sq"), 8
@@ -138,9 +140,11 @@ def stored_rows(world: int, zero: int) -> np.ndarray:
 def write_checkpoint(folder: Path, world: int, rows: np.ndarray) -> None:
     """Manifest, index and meta data."""
     records = [FileRecord(rank, 10**9, "0" * 32, "0" * 32, 0, 10**9) for rank in range(world)]
-    index = Index(Vocabulary(tensors(), list(STATES)), rows)
-    for name, content in head_files(index, records, Meta(1).to_bytes()).items():
-        (folder / name).write_bytes(content)
+    meta = Meta(1).to_bytes()
+    with new_file(folder / INDEX_NAME, wait=False) as write:
+        seal = write_index(write, Index(Vocabulary(tensors(), list(STATES)), rows), [rows], records)
+    (folder / META_NAME).write_bytes(meta)
+    (folder / MANIFEST_NAME).write_bytes(manifest_of(seal, meta))
 
 
 class Heard(Solo):
@@ -206,23 +210,28 @@ def checkpoint(world: int, zero: int = 1) -> dict[str, float]:
     }
 
 
-def save(world: int, zero: int = 1) -> dict[str, float]:
-    """Rank 0 that has the tables of all files before it: what it gathers to know of them, and makes of them."""
+def tables(world: int, zero: int, records: list[FileRecord]) -> Iterator[tuple[str, np.ndarray]]:
+    """What rank 0 reads of each rank's file, in their order; `records` are filled with theirs."""
     rows, known = stored_rows(world, zero), tensors()
-    order = np.argsort(rows["file"], kind="stable")
-    pieces = []
-    for own in np.split(rows[order], np.flatnonzero(np.diff(rows["file"][order])) + 1):
-        numbers, local = np.unique(own["tensor"], return_inverse=True)
-        own["tensor"] = local
-        pieces.append((Vocabulary([known[number] for number in numbers], list(STATES)).to_json(), own))
-    records = [FileRecord(rank, 10**9, "0" * 32, "0" * 32, 0, 10**9) for rank in range(len(pieces))]
+    rows = rows[np.argsort(rows["file"], kind="stable")]
+    ends = np.flatnonzero(np.diff(rows["file"], append=-1)) + 1
+    texts: dict[bytes, str] = {}
+    for rank, (begin, end) in enumerate(zip(np.append(0, ends[:-1]), ends)):
+        own = rows[begin:end].copy()
+        numbers, own["tensor"] = np.unique(own["tensor"], return_inverse=True)
+        if numbers.tobytes() not in texts:
+            texts[numbers.tobytes()] = Vocabulary([known[number] for number in numbers], list(STATES)).to_json()
+        records.append(FileRecord(rank, 10**9, "0" * 32, "0" * 32, 0, 10**9))
+        yield texts[numbers.tobytes()], own
 
-    def commit() -> None:
-        index = Index.merge(pieces)
-        assert not coverage_problems(index.rows, index.vocabulary)
-        head_files(index, records, b"{}")
 
-    seconds, memory = costs(commit)
+def save(world: int, zero: int = 1) -> dict[str, float]:
+    """Rank 0 that has read the tables of all files: what it gathers to know of them, and makes of them. To read them
+    costs what the disk does."""
+    records: list[FileRecord] = []
+    given = list(tables(world, zero, records))
+    with tempfile.TemporaryDirectory() as folder:
+        seconds, memory = costs(lambda: write_merged(Path(folder), iter(given), records, whole=True))
     told = len(json.dumps([[records[0].to_dict()], None, False]))
     return {
         "save: KiB gathered by rank 0": world * told / 1024,

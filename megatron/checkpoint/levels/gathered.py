@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import shutil
 import uuid
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from ..communicator import SOLO, Communicator, all_problems
-from ..durable import write_file
 from ..errors import CheckpointError, brief
 from ..fragment import Fragment
-from ..index import Index
-from ..manifest import head_files, part_of
-from ..names import META_NAME, leftover_name, step_name
-from ..rankfile import FileRecord, read_table
+from ..manifest import part_of
+from ..names import leftover_name, step_name
+from ..rankfile import file_name
 from ..read_plan import plan
 from ..reader import Checkpoint
-from ..table import ROW, coverage_problems
 from ..writer import describe_error
 from .courier import Courier, Parcel
+from .head import SharedHead
 from .hosts import Hosts, private
 
 
@@ -77,12 +71,12 @@ def verify(found: FoundSave, folder: Path, key: str, hosts: Hosts, communicator:
         for number in range(first, len(part.records), step):
             wrong = part.file_damage(number)
             problems += [f"{hosts.name}: {each}" for each in wrong]
-            good += [] if wrong else [part.records[number].path]
+            good += [] if wrong else [part.records[number].rank]
     everything = communicator.gather([good, problems])
     holders: dict[str, list[int]] = {}
-    for rank, (names, _) in enumerate(everything):
-        for name in names:
-            holders.setdefault(name, []).append(hosts.number_of[rank])
+    for rank, (writers, _) in enumerate(everything):
+        for writer in writers:
+            holders.setdefault(file_name(writer), []).append(hosts.number_of[rank])
     return Verified(part, holders, list(dict.fromkeys(each for _, told in everything for each in told)))
 
 
@@ -108,57 +102,37 @@ def gather(
         raise CheckpointError(
             title, f"{lost} of {found.total} files are on no host, or damaged on all that have them{why}"
         )
-    head = _whole(title, seen, hosts, communicator)
     root = leftover_name(folder / step_name(found.step), "tmp", communicator.broadcast(uuid.uuid4().hex[:12]))
-    problem = ""
-    if hosts.leads:
+    problems = all_problems(communicator, _lay_out(root, seen, hosts) if hosts.leads else [])
+    if not problems:
+        part = None if seen.part is None else seen.part.path
+        problems = SharedHead(root, part, seen.holders, hosts, communicator, courier).share()
+    checkpoint = None
+    if not problems:
         try:
-            private(folder.parent)
-            _lay_out(root, seen, hosts.own, head)
-        except (OSError, CheckpointError) as error:
-            problem = f"{hosts.name}: {error}"
-    problems = all_problems(communicator, [problem] if problem else [])
-    if problems:
+            checkpoint = GatheredCheckpoint(root, title, seen.holders, hosts, communicator, courier)
+        except CheckpointError as error:
+            problems = [f"{hosts.name}: {describe_error(error)}"]
+        problems = all_problems(communicator, problems)
+    if problems or checkpoint is None:
         raise CheckpointError(title, problems)
-    return GatheredCheckpoint(root, title, seen.holders, hosts, communicator, courier)
+    return checkpoint
 
 
-def _whole(title: str, seen: Verified, hosts: Hosts, communicator: Communicator) -> dict[str, bytes]:
-    """What stands beside the ranks' files of the whole, from the hosts' own."""
-    own: list[Any] = []
-    if hosts.leads and seen.part is not None:
-        for record in seen.part.records:
-            if seen.holders.get(record.path, [-1])[0] == hosts.own:
-                text, rows = read_table(seen.part.path, record)
-                own.append([record.to_dict(), text, base64.b64encode(rows.tobytes()).decode()])
-    meta = part_of(seen.part.path, META_NAME).read_bytes().decode() if hosts.leads and seen.part is not None else None
-    everything = communicator.collect([own, meta])
-    answer = None
-    if everything is not None:
-        pieces = [piece for pieces, _ in everything for piece in pieces]
-        tables = [(text, np.frombuffer(base64.b64decode(rows), ROW)) for _, text, rows in pieces]
-        index = Index.merge(tables)
-        text = next(each for _, each in everything if each is not None)
-        problems = coverage_problems(index.rows, index.vocabulary)
-        head = head_files(index, [FileRecord.from_dict(record) for record, _, _ in pieces], text.encode())
-        answer = [problems, {name: base64.b64encode(content).decode() for name, content in head.items()}]
-    problems, texts = communicator.broadcast(answer)
-    if problems:
-        raise CheckpointError(title, problems)
-    return {name: base64.b64decode(text) for name, text in texts.items()}
-
-
-def _lay_out(root: Path, seen: Verified, own: int, head: dict[str, bytes]) -> None:
-    """A folder that is the whole checkpoint but for files of other hosts; its own intact ones are links, not copies.
-    A damaged one must not be: what comes in its place would be written into it."""
-    root.mkdir(parents=True)
-    for name, holders in seen.holders.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if seen.part is not None and own in holders:
-            os.link(part_of(seen.part.path, name), path)
-    for name, content in head.items():
-        write_file(root / name, content, wait=False)
+def _lay_out(root: Path, seen: Verified, hosts: Hosts) -> list[str]:
+    """A folder for the whole checkpoint without files of other hosts; why it cannot be. This host's own intact ones are
+    links, not copies. A damaged one must not be: what comes in its place would be written into it."""
+    try:
+        private(root.parent.parent)
+        root.mkdir(parents=True)
+        for name, holders in seen.holders.items():
+            path = root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if seen.part is not None and hosts.own in holders:
+                os.link(part_of(seen.part.path, name), path)
+    except (OSError, CheckpointError) as error:
+        return [f"{hosts.name}: {error}"]
+    return []
 
 
 class GatheredCheckpoint(Checkpoint):
@@ -173,7 +147,7 @@ class GatheredCheckpoint(Checkpoint):
         communicator: Communicator,
         courier: Courier | None,
     ) -> None:
-        super().__init__(root)
+        super().__init__(root, share=hosts.place)
         self._title, self._holders, self._hosts = title, holders, hosts
         self._talk, self._courier = communicator, courier
 

@@ -6,6 +6,7 @@ not all, its meta data say. With neighbours a host has the files of the hosts be
 
 from __future__ import annotations
 
+import json
 import shutil
 import uuid
 from collections.abc import Callable, Iterable
@@ -16,16 +17,16 @@ from ..communicator import Communicator
 from ..durable import move, remove, write_file
 from ..errors import CheckpointError, StoreRefuses, disk_refuses
 from ..fragment import Fragment
-from ..index import Index
-from ..manifest import head_files, open_index, part_of, read_manifest
+from ..manifest import manifest_of, open_index, part_of, read_manifest, write_merged
 from ..meta import Meta
-from ..names import META_NAME, leftover_name, leftover_of, number_of, step_name
-from ..rankfile import FileRecord, host_chunks, read_table, write_rank_file
+from ..names import MANIFEST_NAME, META_NAME, leftover_name, leftover_of, number_of, step_name
+from ..rankfile import FileRecord, file_name, host_chunks, tables_of, write_rank_file
 from ..store import Store
 from ..writer import describe_error
 from .courier import Courier, Parcel
 from .hosts import Hosts, private
 
+NOTES, NOTE_BYTES = "notes", 256  # of as many as every rank's note has, with spaces, so that nobody must tell
 KEY = "level"  # in `Meta.extra`: which save a part belongs to, and how many files that had in all
 
 
@@ -37,14 +38,14 @@ class HostPart:
         step: completed updates.
         save: tells saves of one step apart.
         total: files of all hosts.
-        names: those that are here, not looked at yet.
+        writers: whose files are here, not looked at yet.
         branch: how often the run had gone back before.
     """
 
     step: int
     save: str
     total: int
-    names: tuple[str, ...]
+    writers: tuple[int, ...]
     branch: int
 
 
@@ -87,21 +88,20 @@ class Level:
         save, ledger = self._communicator.broadcast([uuid.uuid4().hex[:12], meta.ledger])
         path = self.folder / step_name(step)
         draft = leftover_name(path, "tmp", save)
-        written: list[FileRecord] = []
+        size = 0
 
         def write() -> None:
+            nonlocal size
             private(self.folder.parent)  # somebody may have tidied up, or the disk is back again
-            record = _write(draft, self._hosts.rank, list(fragments))
-            written.extend([record] if record else [])
+            size = _write(draft, self._hosts.rank, list(fragments))
 
         self._together(draft, write)
-        records = self._communicator.gather([record.to_dict() for record in written])
-        files = [[FileRecord.from_dict(each) for each in found] for found in records]
-        total = sum(len(each) for each in files)
-        meta = replace(meta, ledger=ledger, extra={**meta.extra, KEY: {"save": save, "files": total, "branch": branch}})
-        parcels = self._parcels(files) if self._courier is not None else []
+        sizes = self._communicator.gather(size)
+        facts = {"save": save, "files": sum(map(bool, sizes)), "branch": branch}
+        meta = replace(meta, ledger=ledger, extra={**meta.extra, KEY: facts})
+        parcels = self._parcels(sizes) if self._courier is not None else []
         self._together(draft, lambda: self._carry(draft, parcels))
-        self._together(draft, lambda: self._commit(draft, files, parcels, meta))
+        self._together(draft, lambda: self._commit(draft, sizes, parcels, meta))
         self._together(draft, lambda: self._take_name(draft, path))
         self._together(draft, lambda: self._retain(step), "it was saved, but others could not be deleted")
 
@@ -128,29 +128,33 @@ class Level:
         if problems:
             raise next(iter(problems.values()))
 
-    def _commit(self, draft: Path, files: list[list[FileRecord]], parcels: list[Parcel], meta: Meta) -> None:
+    def _commit(self, draft: Path, sizes: list[int], parcels: list[Parcel], meta: Meta) -> None:
         """Once on each host: what makes its files a checkpoint."""
         if not self._hosts.leads:
             return
         mine = self._hosts.members[self._hosts.own]
-        here = [record for rank in mine for record in files[rank]]
-        known = {record.path: record for each in files for record in each}
-        here += [known[parcel.name] for parcel in parcels if parcel.receiver in mine]
-        if not here:
+        notes = [note_name(rank) for rank in mine if sizes[rank]]
+        notes += [parcel.name for parcel in parcels if parcel.receiver in mine and parcel.name.startswith(NOTES)]
+        if not notes:
             shutil.rmtree(draft, ignore_errors=True)
             return
-        index = Index.merge([read_table(draft, record) for record in here])
-        for name, content in head_files(index, here, meta.to_bytes()).items():
-            write_file(draft / name, content, wait=False)
+        here = [FileRecord.from_dict(json.loads((draft / name).read_bytes())) for name in notes]
+        index, content = write_merged(draft, tables_of(draft, here), here, whole=False), meta.to_bytes()
+        shutil.rmtree(draft / NOTES)
+        write_file(draft / META_NAME, content, wait=False)
+        write_file(draft / MANIFEST_NAME, manifest_of(index, content), wait=False)
 
-    def _parcels(self, files: list[list[FileRecord]]) -> list[Parcel]:
+    def _parcels(self, sizes: list[int]) -> list[Parcel]:
+        """Each rank's file, and what is noted of it, to the next hosts."""
         members, found = self._hosts.members, []
         for distance in range(1, self._neighbours + 1):
             for number, ranks in enumerate(members):
                 there = members[(number + distance) % len(members)]
                 for place, rank in enumerate(ranks):
                     to = there[place % len(there)]
-                    found += [Parcel(record.path, record.size, rank, to) for record in files[rank]]
+                    if sizes[rank]:
+                        found.append(Parcel(file_name(rank), sizes[rank], rank, to))
+                        found.append(Parcel(note_name(rank), NOTE_BYTES, rank, to))
         return found
 
     def _take_name(self, draft: Path, path: Path) -> None:
@@ -180,9 +184,9 @@ class Level:
                 _, records = open_index(path, read_manifest(path), None)
                 meta = Meta.from_bytes(part_of(path, META_NAME).read_bytes(), path)
                 facts = meta.extra[KEY]
-                names = tuple(record.path for record in records)
+                writers = tuple(record.rank for record in records)
                 branch = max(int(facts.get("branch", 0)), 0)
-                found.append(HostPart(meta.step, str(facts["save"]), int(facts["files"]), names, branch))
+                found.append(HostPart(meta.step, str(facts["save"]), int(facts["files"]), writers, branch))
             except (CheckpointError, OSError, KeyError, TypeError, ValueError):
                 continue
         return found
@@ -210,7 +214,18 @@ class Level:
         return gone, ""
 
 
-def _write(draft: Path, rank: int, fragments: list[Fragment]) -> FileRecord | None:
+def note_name(rank: int) -> str:
+    """Where a rank notes the record of its file until its host and those after it have made their parts."""
+    return f"{NOTES}/rank_{rank:05d}.json"
+
+
+def _write(draft: Path, rank: int, fragments: list[Fragment]) -> int:
+    """The bytes of the rank's file; 0 if it has none."""
     draft.mkdir(parents=True, exist_ok=True)
     items = [(fragment.spec, fragment.data.dtype) for fragment in fragments]
-    return write_rank_file(draft, rank, items, lambda number: host_chunks(fragments[number].data), wait=False)
+    record = write_rank_file(draft, rank, items, lambda number: host_chunks(fragments[number].data), wait=False)
+    if record is None:
+        return 0
+    (draft / NOTES).mkdir(exist_ok=True)
+    write_file(draft / note_name(rank), json.dumps(record.to_dict()).encode().ljust(NOTE_BYTES), wait=False)
+    return record.size

@@ -148,14 +148,14 @@ class Levels:
         if self.hosts.leads:
             for number, level in enumerate(self.levels):
                 parts = (part for part in level.parts() if part.step >= least and self._of_this_branch(part))
-                own += [[number, part.step, part.save, part.total, part.names] for part in parts]
+                own += [[number, part.step, part.save, part.total, part.writers] for part in parts]
         everything = self._communicator.collect(own)
         answer = None
         if everything is not None:
-            names: dict[tuple[int, int, str, int], set[str]] = {}
-            for number, step, save, total, paths in (each for found in everything for each in found):
-                names.setdefault((number, step, save, total), set()).update(paths)
-            whole = [key for key, paths in names.items() if len(paths) == key[3]]
+            files: dict[tuple[int, int, str, int], set[int]] = {}
+            for number, step, save, total, writers in (each for found in everything for each in found):
+                files.setdefault((number, step, save, total), set()).update(writers)
+            whole = [key for key, writers in files.items() if len(writers) == key[3]]
             answer = sorted(whole, key=lambda key: (-key[1], key[0], key[2]))
         return [FoundSave(*each) for each in self._communicator.broadcast(answer)]
 

@@ -1,0 +1,21 @@
+"""Index, meta data and manifest of a checkpoint, made anew of what a test has changed."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.checkpoint.index import INDEX_NAME, Index
+from megatron.checkpoint.index_file import write_index
+from megatron.checkpoint.manifest import manifest_of
+from megatron.checkpoint.names import MANIFEST_NAME, META_NAME
+from megatron.checkpoint.rankfile import FileRecord
+
+
+def rewrite_head(path: Path, index: Index, records: Sequence[FileRecord]) -> None:
+    """The checkpoint has this index from now on, and all checksums say so."""
+    head = io.BytesIO()  # whole before the file changes, which the index may be mapped from
+    seal = write_index(head.write, index, [index.rows], records)
+    (path / INDEX_NAME).write_bytes(head.getvalue())
+    (path / MANIFEST_NAME).write_bytes(manifest_of(seal, (path / META_NAME).read_bytes()))

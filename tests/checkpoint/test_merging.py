@@ -1,0 +1,126 @@
+"""The tables of many files as one: the same whatever fits in memory at once."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.checkpoint import CheckpointError, merging, save
+from megatron.checkpoint.errors import StoreRefuses
+from megatron.checkpoint.manifest import write_merged
+from megatron.checkpoint.merging import Merged
+from megatron.checkpoint.table import ROW, Vocabulary
+from megatron.parallel.layout import Layout
+from megatron.parallel.shard import LogicalTensor, Role, Shard
+from tests.checkpoint.model import Model, Together, fragments, meta
+
+TENSORS = [LogicalTensor(f"layers.{number}.weight", (600,), Role.NORM, Shard(0)) for number in range(9)]
+STATES = ["weight", "master", "exp_avg"]
+LAYOUT = Layout(tensor=2, data=2, zero_stage=1)
+
+
+def pieces(seed: int, files: int) -> list[tuple[str, np.ndarray]]:
+    """Every state of every tensor, cut at random among files, of which each has its own numbers for what it has."""
+    chance = random.Random(seed)
+    owned: list[list[tuple[int, int, int, int, int]]] = [[] for _ in range(files)]
+    for tensor in range(len(TENSORS)):
+        for state in range(len(STATES)):
+            for rank in range(2):
+                places = sorted({0, *(chance.randrange(300) for _ in range(5))})
+                for start, end in zip(places, [*places[1:], 300]):
+                    owned[chance.randrange(files)].append((tensor, state, rank, start, end - start))
+    found = []
+    for own in owned:
+        vocabulary, rows = Vocabulary(), np.zeros(len(own), ROW)
+        chance.shuffle(own)
+        for place, (tensor, state, rank, start, length) in enumerate(own):
+            numbers = (vocabulary.tensor(TENSORS[tensor]), vocabulary.state(STATES[state]))
+            rows[place] = (*numbers, 1, rank, 2, 0, start, length, chance.randrange(9999), chance.randrange(1 << 60))
+        found.append((vocabulary.to_json(), rows))
+    return found
+
+
+@pytest.mark.parametrize("batch", [1, 40, 200, 10**6])
+@pytest.mark.parametrize("files", [1, 7, 40])
+def test_rows_are_sorted_however_few_fit_in_memory(tmp_path: Path, monkeypatch, batch: int, files: int):
+    monkeypatch.setattr(merging, "BATCH", batch)
+    given = pieces(files, files)
+    with Merged(given, tmp_path) as merged:
+        rows = np.concatenate(list(merged.parts()))
+        names, states = [tensor.name for tensor in merged.vocabulary.tensors], merged.vocabulary.states
+        found = [_readable(row, names, states) for row in rows]
+        expected = []
+        for number, (text, table) in enumerate(given):
+            local = Vocabulary.from_json(text)
+            own = [_readable(row, [tensor.name for tensor in local.tensors], local.states) for row in table]
+            expected += [{**row, "file": number} for row in own]
+        expected.sort(
+            key=lambda row: (names.index(row["tensor"]), states.index(row["state"]), row["tensor_rank"], row["start"])
+        )
+        assert found == expected and len(merged) == len(expected)
+        for group, end in zip(merged.groups, [*merged.groups["first"][1:], len(rows)], strict=True):
+            for name in ("tensor", "state", "dtype", "tensor_ranks"):
+                assert (rows[name][group["first"] : end] == group[name]).all()
+        assert len(merged.groups) == len(TENSORS) * len(STATES)
+    assert list(tmp_path.iterdir()) == []
+
+
+def _readable(row: np.void, names: list[str], states: list[str]) -> dict:
+    values = {name: row[name].item() for name in ROW.names}
+    return {**values, "tensor": names[row["tensor"]], "state": states[row["state"]]}
+
+
+def test_a_checkpoint_is_the_same_however_few_rows_fit_in_memory(tmp_path: Path, monkeypatch):
+    model = Model(seed=2)
+
+    def head(batch: int) -> list[bytes]:
+        monkeypatch.setattr(merging, "BATCH", batch)
+        folder = tmp_path / str(batch)
+        Together(4).run(lambda member: save(folder, 2, fragments(model, LAYOUT, member.rank), meta(2), member))
+        path = folder / "step_00000002"
+        assert sorted(each.name for each in path.iterdir()) == [
+            "data", "index.safetensors", "manifest.json", "meta.json",
+        ]  # fmt: skip
+        return [(path / name).read_bytes() for name in ("index.safetensors", "manifest.json")]
+
+    assert head(3) == head(10**6)
+
+
+def test_a_disk_that_is_full_of_waiting_rows_is_an_error_on_all(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(merging, "BATCH", 3)
+    original = os.write
+
+    def full(handle, data):
+        if os.readlink(f"/proc/self/fd/{handle}").endswith("(deleted)"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(handle, data)
+
+    monkeypatch.setattr(os, "write", full)
+    model = Model(seed=2)
+    results = Together(4).run(lambda member: save(tmp_path, 2, fragments(model, LAYOUT, member.rank), meta(2), member))
+    assert all(isinstance(each, StoreRefuses) and "No space left" in str(each) for each in results)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gaps_are_found_in_parts_as_in_the_whole(tmp_path: Path, monkeypatch):
+    chance, given, lost = random.Random(1), [], set()
+    for text, rows in pieces(7, 7):
+        place, known = chance.randrange(len(rows)), Vocabulary.from_json(text)
+        row = rows[place]
+        lost.add((known.tensors[row["tensor"]].name, known.states[row["state"]], row["tensor_rank"].item()))
+        given.append((text, np.delete(rows, place)))
+    for batch in (20, 10**6):
+        monkeypatch.setattr(merging, "BATCH", batch)
+        with pytest.raises(CheckpointError) as caught:
+            write_merged(tmp_path, given, [], whole=True)
+        told = [
+            re.fullmatch(r"(\S+) \((\w+)\): nobody wrote elements .* of tensor rank (\d) of 2", each)
+            for each in caught.value.problems
+        ]
+        assert {(each[1], each[2], int(each[3])) for each in told} == lost and len(told) == len(lost)
