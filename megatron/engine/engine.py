@@ -60,6 +60,7 @@ from .spikes import ADAGC
 from .state import EngineState
 from .statistics import UpdateStatistics
 from .teacher import Teacher, known
+from .zero_copies import norms_without_copies, update_in_place
 from .zero_init import cut_as_they_are_made
 
 
@@ -141,6 +142,8 @@ class BaseEngine:
         tell_of_reductions(self.deepspeed, self.beacon)
         sum_large_gradients_in_place(self.deepspeed)
         begin_sums_with_copies(self.deepspeed.optimizer)
+        norms_without_copies(self.deepspeed.optimizer)
+        update_in_place(self.deepspeed.optimizer)
         wire = self.config.parallel.communication.compress.data
         compressed = wire != "none" and self.mesh.replicas.size > 1
         self.compressed = compress_gradients(self.deepspeed, wire) if compressed else None
