@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron.config import Config
 from megatron.config.resolved_file import read_resolved, read_resolved_text
 
-from .prediction import predict
+from .prediction import predict, steps_after
 
 
 def steps_left(config: Config) -> int:
@@ -22,7 +22,7 @@ def steps_left(config: Config) -> int:
     if config.checkpoint.resume == "auto" and config.checkpoint.dir:
         names = [each.name.removeprefix("step_") for each in folder.glob("step_*")]
         done = max((int(each) for each in names if each.isascii() and each.isdigit()), default=0)
-    return max(0, config.training.steps - done)
+    return steps_after(config, done)
 
 
 def main(words: Sequence[str]) -> int:

@@ -102,6 +102,11 @@ class Prediction:
         )
 
 
+def steps_after(config: Config, done: int) -> int:
+    """Steps that a start has before it after so many updates: to the end of the run, or where it is to stop."""
+    return max(0, (config.training.stop_at_step or config.training.steps) - done)
+
+
 def span(seconds: float) -> str:
     """A time in the unit that a person would use."""
     for size, unit in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):

@@ -32,7 +32,7 @@ from megatron.model.kernels import describe_kernels
 from megatron.model.stack import DTYPES
 from megatron.parallel.compression import describe_wire
 from megatron.parallel.watched import watched_collectives
-from megatron.plan.prediction import Prediction, predict
+from megatron.plan.prediction import Prediction, predict, steps_after
 from megatron.report.run import open_run
 from megatron.worker.beacon import SETUP
 from megatron.worker.job import read_job
@@ -105,7 +105,7 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     values = source.new or bool(own.initialize_map or own.initialize_layers) or own.initialize_vocabulary == INITIAL
     prediction = predicted(config, place, world)
     if prediction is not None and not told_by_launcher(place, device_name(world.device)):
-        log(prediction.text(config.training.steps - (source.checkpoint.step if source.checkpoint else 0)))
+        log(prediction.text(steps_after(config, source.checkpoint.step if source.checkpoint else 0)))
     tell(detail=b"building the model and the engine")
     teacher = Teacher.of(config, world.mesh, world.device)
     engine = build_engine(config, world.mesh, world.device, values=values, beacon=world.beacon, teacher=teacher)

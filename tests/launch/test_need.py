@@ -118,10 +118,12 @@ def test_what_does_not_fit(tmp_path, capsys):
         "data.train=null",
     ]
     words += ["training.global_batch_size=8", "logging.predictions=true"]
-    plan = make_plan(str(ROOT / "train.py"), [str(ROOT / "configs/pythia/12b.yml"), *words], ["launch.ranks=1"], {})
     file = tmp_path / "resolved.yml"
-    file.write_text(plan.job.configuration, encoding="utf-8")
-    assert read_resolved(file).training.steps == 100 and steps_left(read_resolved(file)) == 60
+    for more, left in ((["training.stop_at_step=50"], 10), ([], 60)):
+        own = [str(ROOT / "configs/pythia/12b.yml"), *words, *more]
+        plan = make_plan(str(ROOT / "train.py"), own, ["launch.ranks=1"], {})
+        file.write_text(plan.job.configuration, encoding="utf-8")
+        assert read_resolved(file).training.steps == 100 and steps_left(read_resolved(file)) == left
     assert main([str(file), "1", "1", H100]) == 0
     *said, last = capsys.readouterr().out.splitlines()
     assert "for 60 steps" in " ".join(said) and last == TOO_LARGE
