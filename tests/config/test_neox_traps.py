@@ -381,6 +381,12 @@ def test_numbers_that_yaml_reads_as_text():
     assert "1.0e-8 is meant" in problem_of(bad, "optimizer").fix
 
 
+@pytest.mark.parametrize("params", ["x", True, 3, [1], [["lr", 1e-3]]])
+def test_parameters_of_the_optimizer_are_a_mapping(params):
+    bad = flat(optimizer={"type": "Adam", "params": params})
+    assert problem_of(bad, "optimizer").rule == "optimizer.params must be a mapping"
+
+
 values = st.recursive(
     st.none()
     | st.booleans()

@@ -199,7 +199,11 @@ def _optimizer(flat: Flat, native: Native) -> float | None:
     native.put("optimizer.type", kind, "optimizer.type")
     for extra in sorted(map(str, optimizer.keys() - {"type", "params"})):
         flat.problem("optimizer", "optimizer has the keys type and params", f"remove {extra}", value=extra)
-    params = dict(optimizer.get("params") or {})
+    params = optimizer.get("params") or {}
+    if not isinstance(params, dict):
+        flat.problem("optimizer", "optimizer.params must be a mapping", "write params: {lr: 1.0e-3}", value=params)
+        params = {}
+    params = dict(params)
     decay = _weight_decay(flat, native, params)
     values = {}
     for parameter, (key, default) in PARAMETERS[kind].items():
