@@ -35,6 +35,7 @@ from megatron.worker.beacon import BACKWARD, FORWARD, OPTIMIZER, Beacon
 from .adagc import AdaGC
 from .clipping import GlobalClipping, global_limit
 from .deepspeed_options import accumulation_steps, deepspeed_options, reduces_once, zero_stage
+from .document_limit import document_limit, refuse_more_documents
 from .ds_mpu import ModelParallelUnit
 from .expert_groups import count_each_element_once, spread_experts
 from .extras import StepExtras
@@ -234,6 +235,8 @@ class BaseEngine:
         return self.state.averaged()
 
     def _micro_batches(self, batch: StepBatch, scale: Tensor | float, depth: int = 0) -> Iterator[MicroBatch]:
+        if (most := document_limit(self.config, self.device)) is not None:
+            refuse_more_documents(batch, most)
         form = self.form if self.teacher is None else self.teacher.widened(self.form)
         return micro_batches(batch, form, scale, self.device, self.context, depth)
 

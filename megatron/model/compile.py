@@ -20,6 +20,7 @@ from megatron.config import Config
 from megatron.config.pattern import BlockPattern, Kind
 
 from .block import Block, BlockState
+from .cuda_graphs import OPTIONS, gradients_leave_graphs
 from .options import kind_of, layer_class
 from .stream import Stream
 
@@ -101,7 +102,12 @@ def describe_compile(config: Config, device: torch.device | str) -> str:
     whole = all(_fits(config, block) for block in config.model.blocks)
     blocks = "blocks" if whole else "what is made of attention and mlp, and parts of other layers"
     what = {"off": "off", "parts": "parts of layers", "blocks": blocks}[extent]
-    return f"torch.compile: {what} ({reason})"
+    return f"torch.compile: {what} ({reason})" + (", as CUDA graphs" if graphs(config, device) else "")
+
+
+def graphs(config: Config, device: torch.device | str) -> bool:
+    """Whether compiled blocks are CUDA graphs."""
+    return config.training.cuda_graphs and torch.device(device).type == "cuda"
 
 
 def compile_forward(block: Block, config: Config, device: torch.device | str) -> None:
@@ -121,6 +127,8 @@ def compile_forward(block: Block, config: Config, device: torch.device | str) ->
     def compiled(plain: Callable[..., T], dynamic: bool | None = False) -> Callable[..., T]:
         return _or_plain(torch.compile(plain, dynamic=dynamic, options=options), plain)
 
+    if graphs(config, device):
+        gradients_leave_graphs(block)
     if extent == "blocks" and _fits(config, block.pattern):
         _compile_whole(block, compiled)
         return
@@ -174,6 +182,8 @@ def _options(config: Config, device: torch.device | str) -> dict[str, Any] | Non
     twice; torch 2.13 then declares the number of a narrower type twice, which no compiler takes. So no loops are joined
     side by side.
     """
+    if graphs(config, device):
+        return OPTIONS
     narrow = torch.device(device).type == "cpu" and config.precision.compute != "fp32"
     return {"cpp.max_horizontal_fusion_size": 1} if narrow else None
 

@@ -21,8 +21,10 @@ from megatron.parallel.parameters import ParameterFactory
 
 from .block import Block, block_channels
 from .chunks import Chunks, embed_in_chunks, mapped, work_in_chunks
-from .compile import compile_forward
+from .compile import compile_forward, graphs
+from .cuda_graphs import begin_pass
 from .embedding_and_head import Embedding, Head, Reader, Taught, final_norm, token_embedding
+from .flash_attention import use_flash_attention
 from .initialisation import Initialisation
 from .multi_token import FurtherLabels, FurtherToken, MultiTokenPrediction
 from .norm import Norm
@@ -133,6 +135,7 @@ class ModelPlan:
         Args:
             shared: modules that the blocks of one rank share (see `Block`).
         """
+        use_flash_attention(self.config.model.fused_attention.flash, self.device)
         make = replace(self.factory(f"layers.{index}", self.factors.in_block), products=self.config.precision.products)
         block = Block(make, self.config.model, (*self.blocks, *self.further)[index], self.init.at(index), shared)
         compile_forward(block, self.config, self.device)
@@ -221,6 +224,8 @@ class Model(nn.Module):
         documents: Tensor | None = None,
         samples: Tensor | None = None,
     ) -> Stream:
+        if graphs(self.plan.config, self.plan.device):
+            begin_pass()
         return self._run(self.embedding(tokens_BS, positions, documents, samples))
 
     def forward(

@@ -236,8 +236,8 @@ class Question:
                 continue
             fits = False
             for mode in structure.modes:
-                if mode != fixed.get("recompute", mode):
-                    continue
+                if mode != fixed.get("recompute", mode) or (mode != "none" and self.base.training.cuda_graphs):
+                    continue  # graphs are of blocks that run once a step (`config/rules/cuda_graphs.py`)
                 plan = self.judge(replace(structure, micro_batch=micro, recompute=mode))
                 found.consider(plan)
                 if plan.share <= 1:

@@ -28,6 +28,7 @@ from megatron.engine.teacher import Teacher
 from megatron.kinds.common.attend_across import describe_context
 from megatron.model.compile import describe_compile
 from megatron.model.describe import flops_of_step, teacher_flops, totals
+from megatron.model.flash_attention import describe_flash_attention
 from megatron.model.kernels import describe_kernels
 from megatron.model.stack import DTYPES
 from megatron.parallel.compression import describe_wire
@@ -175,7 +176,8 @@ def _describe_model(config: Config, world: World, log: Callable[[str], Any]) -> 
     if config.precision.products == "fp8":
         log("products of blocks: fp8, a scale per tensor (matrices whose sides are multiples of 16)")
     log(describe_compile(config, world.device))
-    for line in (*describe_kernels(config, world.device), *describe_context(config)):
+    chosen = (describe_flash_attention, describe_kernels)
+    for line in (*(line for each in chosen for line in each(config, world.device)), *describe_context(config)):
         log(line)
 
 

@@ -108,7 +108,9 @@ def changes(before: str, config: Config, completed: int = 0, start: int | None =
 # What makes a run another one: where it starts, and what its tokens and tensors mean.
 _IDENTITY = ("training.seed", "tokenizer", "model")
 # Of the model's keys, those that say how it is trained or computed, not what it is.
-_RECIPE = re.compile(r"model\.(kernels|dropout|.*\blosses|.*\bjitter|.*\bcorrection_rate|.*capacity.*)(\.|$)")
+_RECIPE = re.compile(
+    r"model\.(kernels|fused_attention|dropout|.*\blosses|.*\bjitter|.*\bcorrection_rate|.*capacity.*)(\.|$)"
+)
 
 
 def refuse_other_runs(subject: object, changed: list[str], config: Config) -> None:

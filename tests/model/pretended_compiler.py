@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +31,7 @@ from torch._inductor.compile_fx import (
 )
 from torch._inductor.debug import DebugContext
 from torch._inductor.graph import GraphLowering
+from torch._inductor.utils import get_first_incompatible_cudagraph_node
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
@@ -58,6 +58,12 @@ H100 = SimpleNamespace(
 SETTINGS = ("training.steps=100", "precision.compute=bf16", "training.compile=layer", "training.sequence_length=128")
 
 
+VARIANTS = {
+    "graphs": ("training.cuda_graphs=true",),
+    "varlen": ("data.reset_attention_at_eod=true", "model.fused_attention.documents=varlen"),
+}
+
+
 @dataclass
 class Found:
     """What inductor makes of the blocks of a model: of each kind of block once, forward and backward.
@@ -68,6 +74,7 @@ class Found:
         breaks: what ended a graph early.
         host: operations in them whose result is on the host.
         before, after: kernels without and with fusion.
+        replayed: of each graph, whether it may be a CUDA graph, and how many of its inputs stay where they are.
         error: what went wrong.
     """
 
@@ -77,6 +84,7 @@ class Found:
     host: list[str] = field(default_factory=list)
     before: int = 0
     after: int = 0
+    replayed: list[tuple[bool, int]] = field(default_factory=list)
     error: str = ""
 
 
@@ -124,6 +132,9 @@ def lowering_into(found: Found) -> Callable[..., Callable]:
     def lower(graph: GraphModule, inputs: Sequence[Any], is_backward: bool = False, **options: Any) -> Callable:
         plain = GraphModule(graph, deepcopy(graph.graph))
         found.graphs += 1
+        if options["cudagraphs"] is not None and options["cudagraphs"].value:
+            fits = get_first_incompatible_cudagraph_node(graph) is None
+            found.replayed.append((fits, len(options["static_input_idxs"])))
         found.host += [
             str(node.target)
             for node in graph.graph.nodes
@@ -165,21 +176,27 @@ def boxed(graph: GraphModule) -> Callable:
 
 
 def compile_model(file: str) -> Found:
-    """Forward pass of two samples; backward passes are compiled with it."""
+    """Forward pass of two samples; backward passes are compiled with it.
+
+    Args:
+        file: of a configuration; after a +, one of `VARIANTS`.
+    """
     config = configuration(file)
     found = Found(choose_compilation(config, DEVICE)[0])
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled, lower = torch.compile, lowering_into(found)
+    given: dict[str, Any] = {}
 
     def backend(graph: GraphModule, inputs: Sequence[Any]) -> Callable:
         try:
-            return compile_fx(graph, inputs, inner_compile=lower)
+            return compile_fx(graph, inputs, inner_compile=lower, config_patches=given.get("options"))
         except Exception:  # blocks would run as they are
             found.error = traceback.format_exc(limit=-12)
             raise
 
     def pretended(function: Callable, **options: Any) -> Callable:
+        given.update(options)
         return compiled(function, dynamic=False, backend=backend)
 
     torch.compile = pretended
@@ -203,7 +220,8 @@ def zeros(*size: int) -> Tensor:
 
 
 def configuration(file: str) -> Config:
-    more = list(SETTINGS)
+    file, _, variant = file.partition("+")
+    more = [*SETTINGS, *VARIANTS.get(variant, ())]
     if "moe" in load([file], more[:1], check_inputs=False).config.model.layers:
         more.append("model.moe.hidden_size=16")  # grouped products want multiples of 16 bytes in bf16 too
     return load([file], more, check_inputs=False).config
@@ -213,7 +231,7 @@ def main(files: list[str]) -> None:
     # A process for each: layers remember tensors, which belong to a mode, and settings of torch to a thread.
     with get_context("fork").Pool(1, pretend_a_gpu, maxtasksperchild=1) as processes:
         found = processes.map(compile_model, files, chunksize=1)
-    json.dump({Path(file).stem: asdict(each) for file, each in zip(files, found)}, sys.stdout)
+    json.dump({file: asdict(each) for file, each in zip(files, found)}, sys.stdout)
 
 
 if __name__ == "__main__":

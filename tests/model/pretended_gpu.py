@@ -151,8 +151,21 @@ TRIALS = {
     "train": (train, ("data.reset_attention_at_eod=true", "training.sequence_length=20")),
     "wide": (train, ("model.residual.fp32=true", "training.sequence_length=20")),
     "decode": (continue_a_text, ()),
+    "varlen": (
+        train,
+        (
+            "data.reset_attention_at_eod=true",
+            "training.sequence_length=20",
+            "model.fused_attention.documents=varlen",
+            "model.fused_attention.flash=fa3",
+        ),
+    ),
 }
-WIDE = {"tiny_neox", "tiny_moe", "tiny_mamba2", "tiny_rwkv7", "tiny_zamba2"}  # a wide stream is no matter of the kind
+# A wide stream is no matter of the kind; documents one after another are one of attention.
+SOME = {
+    "wide": {"tiny_neox", "tiny_moe", "tiny_mamba2", "tiny_rwkv7", "tiny_zamba2"},
+    "varlen": {"tiny_llama", "tiny_neox", "tiny_mistral"},
+}
 
 
 def configuration(file: str, overrides: tuple[str, ...]) -> Config:
@@ -169,7 +182,7 @@ def main(files: list[str]) -> None:
         f"{Path(file).stem}-{name}": (trial, configuration(file, overrides))
         for file in files
         for name, (trial, overrides) in TRIALS.items()
-        if name != "wide" or Path(file).stem in WIDE
+        if name not in SOME or Path(file).stem in SOME[name]
     }
     with FakeTensorMode():
         for name, (trial, config) in cases.items():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.model.pretended_gpu import WIDE
+from tests.model.pretended_gpu import SOME
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(ROOT.glob("configs/test/tiny_*.yml"))
@@ -37,7 +37,7 @@ def found() -> dict[str, str]:
 
 CASES = [
     *((file.stem, trial) for file in FILES for trial in ("train", "decode")),
-    *((model, "wide") for model in sorted(WIDE)),
+    *((model, trial) for trial, models in SOME.items() for model in sorted(models)),
 ]
 
 

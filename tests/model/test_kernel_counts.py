@@ -48,6 +48,9 @@ KERNELS = {
     "tiny_zaya": 3,
 }
 
+CHOICES = ("tiny_llama+graphs", "tiny_llama+varlen")
+KERNELS |= {"tiny_llama+graphs": KERNELS["tiny_llama"], "tiny_llama+varlen": KERNELS["tiny_llama"]}
+
 pytestmark = pytest.mark.skipif(
     torch.backends.cuda.is_built() or not torch.__version__.startswith("2.13."),
     reason="of torch 2.13 without CUDA: what it asks a GPU is answered in its place",
@@ -55,7 +58,8 @@ pytestmark = pytest.mark.skipif(
 
 
 def compiled(*models: str) -> dict[str, dict]:
-    files = [ROOT / "configs" / "test" / f"{model}.yml" for model in models]
+    names = [model.partition("+") for model in models]
+    files = [str(ROOT / "configs" / "test" / f"{model}.yml") + plus + variant for model, plus, variant in names]
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("pretended_compiler.py"), *files],
         cwd=ROOT,
@@ -65,10 +69,10 @@ def compiled(*models: str) -> dict[str, dict]:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    return dict(zip(models, json.loads(done.stdout).values(), strict=True))
 
 
-FAST = ("tiny_llama", "tiny_rwkv7")
+FAST = ("tiny_llama", "tiny_rwkv7", *CHOICES)
 
 
 @pytest.fixture(scope="module")
@@ -101,4 +105,13 @@ def test_every_model_is_here_or_has_nothing_to_compile():
         file.stem: choose_compilation(load([file], options, check_inputs=False).config, "cuda")[0]
         for file in (ROOT / "configs" / "test").glob("tiny_*.yml")
     }
-    assert {model for model, extent in extents.items() if extent != "off"} == set(KERNELS)
+    assert {model for model, extent in extents.items() if extent != "off"} == set(KERNELS) - set(CHOICES)
+
+
+def test_blocks_may_be_replayed(found: dict[str, dict]):
+    """As CUDA graphs, by what inductor asks of one: no operation that waits or has a shape of its own, and weights (two
+    norms and five matrices) at addresses of their own."""
+    assert not found["tiny_llama"]["replayed"]
+    replayed = found["tiny_llama+graphs"]["replayed"]
+    assert len(replayed) == found["tiny_llama+graphs"]["graphs"] == 2
+    assert all(fits for fits, _ in replayed) and replayed[0][1] == 7

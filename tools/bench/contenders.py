@@ -222,7 +222,13 @@ class Ours:
         from megatron.data.batch import StepBatch
 
         ids = torch.arange(self.setup.micro_batch)[None]
-        result = self.engine.step(StepBatch(step, batch_tokens(self.setup, step), ids, 0), LR)
+        batch = StepBatch(step, batch_tokens(self.setup, step), ids, 0)
+        if self.engine.form.documents:
+            from tools.bench.packed import batch_documents
+
+            documents, positions = batch_documents(self.setup, step)
+            batch = replace(batch, documents=documents, positions=positions)
+        result = self.engine.step(batch, LR)
         return result.loss, result.grad_norm
 
     def close(self) -> None:
@@ -411,8 +417,17 @@ def with_compiled_blocks(setup: Setup) -> Ours:
     return Ours(replace(setup, options=(*setup.options, ("training.compile", "layer"))))
 
 
+def with_option(name: str, value: Any) -> Callable[[Setup], Ours]:
+    """Ours, with another value of a key."""
+    return lambda setup: Ours(replace(setup, options=(*setup.options, (name, value))))
+
+
 CONTENDERS: dict[str, Callable[[Setup], Contender]] = {
     "ours": Ours,
+    "ours-fp8": with_option("precision.products", "fp8"),
+    "ours-fa3": with_option("model.fused_attention.flash", "fa3"),
+    "ours-varlen": with_option("model.fused_attention.documents", "varlen"),
+    "ours-graphs": with_option("training.cuda_graphs", True),
     "ours-compiled": with_compiled_blocks,
     "ours-compiled-again": with_compiled_blocks,  # it finds what the one before it has left in the compiler's cache
     "eager": lambda setup: Transformers(setup, compiled=False),

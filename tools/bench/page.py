@@ -219,6 +219,8 @@ def as_lines(output: Any) -> list[dict[str, Any]]:
 
 def _of_step(row: dict[str, Any]) -> list[dict[str, Any]]:
     what = f"{row['shape']}, {row['precision']}, {row['micro_batch']} x {row['sequence']} tokens"
+    if row.get("mfu", {}).get("mfu"):
+        what += f" (MFU {row['mfu']['mfu']:.1%} of {row['mfu']['peak_tflops']:g} TFLOP/s)"
     what += "".join(f"; {name} cannot be compiled ({reason})" for name, reason in row.get("failed", {}).items())
     speeds, made = row["tokens_per_second"], []
     for name, ratio in row["speed_ratio"].items():
@@ -227,7 +229,8 @@ def _of_step(row: dict[str, Any]) -> list[dict[str, Any]]:
         if name != "ours-compiled-again":  # it is there for its start
             shares = [row["share_of_peak"][each] for each in ("ours", name)] if "share_of_peak" in row else []
             peak = [row["peak_flops"]] if shares else []
-            made.append(asdict(Beside(what, "tokens/s", COMPILED.get(name, name), *numbers, *peak, *shares)))
+            called = COMPILED.get(name, name.replace("ours-", "ours, "))
+            made.append(asdict(Beside(what, "tokens/s", called, *numbers, *peak, *shares)))
     seconds = row.get("first_seconds", {})
     first = f"{row['shape']}, {row['precision']}: the first two steps, processor time with the compiler's"
     for name in (each for each in COMPILED if each in seconds):

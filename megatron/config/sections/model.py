@@ -10,6 +10,7 @@ from ..kind import kinds_of
 from ..pattern import BlockPattern, blocks_of
 from ..tokenizer_size import SizeUnknown, tokenizer_size
 from .base import Derivable, Derived, Section, key
+from .fused_attention import FusedAttentionOptions
 from .multi_token import MultiTokenOptions
 from .parametrization import ParametrizationOptions
 from .recurrence import RecurrenceOptions
@@ -235,6 +236,9 @@ class ModelSection(_Kinds):
         "auto",
         "What computes recurrent mixers: torch, or a package of GPU kernels that a kind names (mamba_ssm, fla); auto "
         "takes one that is installed.",
+    )
+    fused_attention: FusedAttentionOptions = key(
+        FusedAttentionOptions, "Which of FlashAttention's kernels compute attention on GPUs (docs/performance.md)."
     )
     extensions: list[str] = key(
         list,

@@ -138,6 +138,11 @@ class TrainingSection(Section):
         "torch.compile: per layer (parts of it where collectives or draws cut it), off, or per layer where it pays "
         "(GPUs).",
     )
+    cuda_graphs: bool = key(
+        False,
+        "Replay compiled blocks of attention and mlp as CUDA graphs; shapes and addresses must be the same in every "
+        "step (docs/performance.md).",
+    )
     deterministic: bool = key(False, "Use deterministic kernels where torch has them.")
     audit: int | None = key(
         None,

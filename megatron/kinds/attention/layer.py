@@ -107,7 +107,8 @@ class Attention(nn.Module):
         if options.position == "alibi":
             slopes = tuple(alibi_slopes(options.heads)[self.first_head : self.first_head + self.heads])
         scale = (options.scale or D**-0.5) * init.factors.attention(D)
-        self.pattern = Pattern(scale, options.window, options.softcap, slopes)
+        plain = Pattern(scale, options.window, options.softcap, slopes)
+        self.pattern = plain.computed_by(model.fused_attention)
         self.dropout_key = site_key(make.seed, make.prefix, "probabilities")
         self.entropy = AttentionEntropy()
 

@@ -122,7 +122,7 @@ class CCA(nn.Module):
             make.scope("output"), q_width, H, init=init.output(q_width, H), bias=options.output_bias, unit=D
         )
         self.rotary = Rotary(options.rotary, D) if options.position == "rotary" else None
-        self.pattern = Pattern(D**-0.5, options.window)
+        self.pattern = Pattern(D**-0.5, options.window).computed_by(model.fused_attention)
         self.entropy = AttentionEntropy()
 
     def forward(self, x: Tensor, stream: Stream, state: CCAState | None = None) -> Tensor:

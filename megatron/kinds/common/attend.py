@@ -6,7 +6,7 @@ Shapes: B samples, n query heads, m key/value heads (m divides n), Q queries, K 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +22,7 @@ from megatron.parallel.random import uniform
 from .attention_pattern import Dropped, Pattern
 from .ring import attend_in_pieces
 from .tiles import attend_in_tiles
+from .varlen import attend_by_documents, begins, takes
 
 Remember = Callable[[tuple[Hashable, ...], Callable[[], Any]], Any]  # `Stream.remember`
 
@@ -42,13 +43,15 @@ def choose(
     channels: int = FLEX_CHANNELS,
     compiled: bool = False,
     narrow: bool = False,
+    flash: bool = True,
 ) -> tuple[str, str]:
-    """The implementation ("tiles", "causal", "masked", "flex", "math" or "pieces") and the reason for it.
+    """The implementation ("tiles", "causal", "varlen", "masked", "flex", "math" or "pieces") and the reason for it.
 
     Args:
         channels: of a head's queries, keys or values, whichever has the fewest.
         compiled: whether it is part of a compiled block, where each piece would be compiled by itself.
         narrow: whether it is in bf16. In fp32 torch's kernel, which takes head by head, rounds alike on every layout.
+        flash: whether FlashAttention takes heads of these widths.
     """
     windowed = pattern.window is not None and pattern.window < keys
     plain = not (documents or windowed or pattern.slopes or pattern.softcap or sinks or dropout > 0.0)
@@ -56,6 +59,8 @@ def choose(
         return "tiles", "plain causal attention of a short sequence on a CPU: few products in vain"
     if plain and square:
         return "causal", "plain causal attention: torch SDPA (flash on GPUs)"
+    if documents and device == "cuda" and square and flash and by_documents(pattern) and dropout == 0.0 and not sinks:
+        return "varlen", "model.fused_attention.documents: varlen"
     if device == "cuda" and square and channels >= FLEX_CHANNELS and dropout == 0.0:
         return "flex", "a mask or a change of logits: FlexAttention skips what is masked"
     if square and keys > LONG and not compiled:
@@ -65,6 +70,11 @@ def choose(
     if pattern.softcap or sinks:
         return "math", "softcap and sinks need the logits"
     return "masked", "torch SDPA with an explicit mask"
+
+
+def by_documents(pattern: Pattern) -> bool:
+    """Whether documents are to be one after another, and their logits are as FlashAttention makes them."""
+    return pattern.most_documents is not None and not (pattern.slopes or pattern.softcap)
 
 
 def attend(
@@ -102,6 +112,7 @@ def attend(
         channels=min(q.shape[-1], v.shape[-1]),
         compiled=torch.compiler.is_compiling(),
         narrow=q.dtype == torch.bfloat16 and not hasattr(q, "fake_mode"),  # a rehearsal is of a GPU
+        flash=takes(q.shape[-1], v.shape[-1]),
     )
     if kind == "tiles":
         # `sdpa_kernel` may ask for torch's written out form, whose products are counted.
@@ -115,6 +126,8 @@ def attend(
     if kind == "pieces":
         return attend_in_pieces(q, k, v, pattern, documents_BS, dropout, sinks_n, remember)
     mask = _remembered(kind, pattern, q.shape[2], k.shape[2], documents_BS, q.device, q.dtype, remember)
+    if kind == "varlen":
+        return attend_by_documents(q, k, v, pattern, mask)
     if kind == "flex":
         return _flex(q, k, v, pattern, mask, sinks_n)
     if kind == "masked":
@@ -147,7 +160,12 @@ class _OneLayout(torch.autograd.Function):
 def _fused(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, mask: Tensor | None) -> Tensor:
     """torch SDPA, causal where there is no mask."""
     on_gpu = k.device.type == "cuda"
-    with sdpa_kernel(KERNELS_OF_MASKS) if on_gpu and mask is not None else nullcontext():
+    kernels: AbstractContextManager = nullcontext()
+    if on_gpu and mask is not None:
+        kernels = sdpa_kernel(KERNELS_OF_MASKS)
+    elif on_gpu and pattern.flash != "auto" and takes(q.shape[-1], v.shape[-1]):
+        kernels = sdpa_kernel(SDPBackend.FLASH_ATTENTION)  # torch prefers cuDNN's
+    with kernels:
         y = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=pattern.scale, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -182,6 +200,7 @@ def prepare(
         sinks=sinks,
         channels=channels,
         compiled=True,
+        flash=takes(channels, channels),
     )
     if kind != "causal":
         _remembered(kind, pattern, length, length, documents_BS, device, like.dtype, remember)
@@ -198,6 +217,10 @@ def _remembered(
     remember: Remember,
 ) -> Any:
     """What is masked, in the form that the implementation takes, made once for all layers of a pattern."""
+    if kind == "varlen":
+        assert documents_BS is not None and pattern.most_documents is not None
+        numbers_BS, most = documents_BS, pattern.most_documents
+        return remember(("begins", most), lambda: begins(numbers_BS, most))
     if kind == "flex":
         batch = None if documents_BS is None else documents_BS.shape[0]
         allowed, _ = flex_modifiers(pattern, documents_BS, device)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
+
+from megatron.config.sections.fused_attention import FusedAttentionOptions
 
 
 @dataclass(frozen=True)
@@ -17,12 +19,21 @@ class Pattern:
         softcap: logits c become softcap * tanh(c / softcap).
         slopes: ALiBi slope of each local query head; the logit of key k at query q gets slope * (k - q).
         scale: multiplier of query-key products.
+        flash: see `model.fused_attention`.
+        most_documents: that `varlen` takes of a sample, on average over a micro-batch; None where it is not asked for.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     slopes: tuple[float, ...] | None = None
+    flash: str = "auto"
+    most_documents: int | None = None
+
+    def computed_by(self, options: FusedAttentionOptions) -> Pattern:
+        """The same, on a GPU by these kernels."""
+        most = options.most_documents if options.documents == "varlen" else None
+        return replace(self, flash=options.flash, most_documents=most)
 
 
 @dataclass(frozen=True)

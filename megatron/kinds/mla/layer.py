@@ -75,7 +75,8 @@ class MLA(nn.Module):
             make.scope("output"), width, H, init=init.output(width, H), bias=options.bias, unit=options.value_dim
         )
         self.rotary = Rotary(options.rotary, options.rope_dim) if options.position == "rotary" else None
-        self.pattern = Pattern(options.scale * init.factors.attention(options.nope_dim + options.rope_dim))
+        plain = Pattern(options.scale * init.factors.attention(options.nope_dim + options.rope_dim))
+        self.pattern = plain.computed_by(model.fused_attention)
         self.entropy = AttentionEntropy()
         self.logit_clip = None if options.qk_clip is None else self._clip(options.qk_clip, make.device)
         self.dropout_key = site_key(make.seed, make.prefix, "probabilities")

@@ -1,7 +1,9 @@
 """Broken configurations by concern: what stands in a.yml, and what the message must say."""
 
 from tests.config.broken.case import BASE, Case
+from tests.config.broken.cuda_graphs import CUDA_GRAPHS
 from tests.config.broken.data import DATA
+from tests.config.broken.fused_attention import FUSED_ATTENTION, WARNED_FUSED_ATTENTION
 from tests.config.broken.keys import KEYS, RANGES, TYPES, YAML
 from tests.config.broken.layout import DEEPSPEED, LAYOUT
 from tests.config.broken.model import MODEL
@@ -24,6 +26,8 @@ BROKEN = [
     *STATE_SPACE,
     *LAYOUT,
     *RECIPE,
+    *FUSED_ATTENTION,
+    *CUDA_GRAPHS,
     *SCHEDULE,
     *DATA,
     *OUTPUT,
@@ -33,6 +37,6 @@ BROKEN = [
     *STAGES,
     *SEQUENCES,
 ]
-WARNED = [*WARNED_ELSEWHERE, *WARNED_MOE, *WARNED_STAGES]
+WARNED = [*WARNED_ELSEWHERE, *WARNED_FUSED_ATTENTION, *WARNED_MOE, *WARNED_STAGES]
 
 __all__ = ["BASE", "BROKEN", "WARNED", "Case"]

@@ -1,0 +1,37 @@
+"""How many documents a micro-batch may have, where kernels have room for so many (`kinds/common/varlen.py`)."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.config import Config
+from megatron.data.batch import StepBatch
+from megatron.data.errors import DataError
+
+MOST = "model.fused_attention.most_documents"
+
+
+def document_limit(config: Config, device: torch.device) -> int | None:
+    """Documents a sample, on average over a micro-batch; None where there is no limit."""
+    options = config.model.fused_attention
+    return options.most_documents if options.documents == "varlen" and device.type == "cuda" else None
+
+
+def refuse_more_documents(batch: StepBatch, most: int) -> None:
+    """Count them where the host still has them: kernels would take those beyond the limit for one.
+
+    Raises:
+        DataError: some micro-batch has more.
+    """
+    if batch.documents is None:
+        return
+    found = batch.documents[..., -1].long().sum(-1) + batch.documents.shape[1]  # [A]; they are counted from 0
+    largest = int(found.max())
+    if largest > most * batch.documents.shape[1]:
+        needed = -(-largest // batch.documents.shape[1])
+        raise DataError(
+            MOST,
+            f"{most} a sample must be room for the documents of every micro-batch, and one has {largest} in "
+            f"{batch.documents.shape[1]} samples",
+            f"use {MOST}={2 * needed}, or model.fused_attention.documents=auto, and resume",
+        )
