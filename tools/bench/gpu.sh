@@ -25,7 +25,7 @@ python3 -c 'import deepspeed, pydantic, pytest, safetensors, torch, transformers
 within() { # LIMIT COMMAND...: at most so many seconds, and no more than are left
     local left=$((budget - SECONDS))
     ((left > 20)) || return 125
-    timeout --kill-after=10 "$(($1 < left ? $1 : left))" "${@:2}"
+    timeout --signal="${SIGNAL:-TERM}" --kill-after=15 "$(($1 < left ? $1 : left))" "${@:2}"
 }
 
 write_page() {
@@ -55,8 +55,8 @@ if [[ $device == cuda ]]; then
     [[ -n ${PAGE:-} ]] || page=$PWD/docs/performance.md
     name=$(python3 -c 'import torch; print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")') || exit 2
     if [[ ${ONLY:-parity} == parity && ! -e $folder/parity.passed ]]; then
-        # One thread each; with an interrupt, not the end, pytest still says what it has found.
-        OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 within 480 timeout --signal=INT 460 python3 -m pytest -v -n 10 \
+        # One thread each. Interrupted, not ended, pytest says what it has found.
+        SIGNAL=INT OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 within 480 python3 -m pytest -v -n 10 \
             -p no:cacheprovider tests/gpu >"$folder/parity.log" 2>&1 && touch "$folder/parity.passed" || failed=1
         grep -E '^(FAILED|ERROR) ' "$folder/parity.log"
         echo "parity: $(grep -c ' PASSED ' "$folder/parity.log") passed, $(grep -c ' FAILED ' "$folder/parity.log") failed;" \
