@@ -72,7 +72,7 @@ def compiled(*models: str) -> dict[str, dict]:
     return dict(zip(models, json.loads(done.stdout).values(), strict=True))
 
 
-FAST = ("tiny_llama", "tiny_rwkv7", *CHOICES)
+FAST = ("tiny_llama", "tiny_rwkv7", "tiny_llama+graphs")
 
 
 @pytest.fixture(scope="module")
