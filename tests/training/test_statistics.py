@@ -52,6 +52,7 @@ LAYOUTS = {
 }
 
 
+SCALED = ["model.residual.channel_scales=true", "training.micro_batch_size=2"]  # blocks that end with additions
 WEIGHED = [
     "data.synthetic=none",
     "data.train=[{path: FOLDER/a, loss_weight: 3.0}, {path: FOLDER/b, document_weights: FOLDER/b.npy}]",
@@ -84,6 +85,8 @@ def alone(tmp_path_factory) -> tuple[Path, dict[str, list[dict]]]:
         "experts": EXPERTS,
         "recomputed": ["training.activation_checkpointing.mode=full", "logging.statistics=2"],
         "schedule-free": SCHEDULE_FREE,
+        "scaled": SCALED,
+        "scaled, selective": [*SCALED, "training.activation_checkpointing.mode=selective"],
         "weighed": [each.replace("FOLDER", str(folder)) for each in WEIGHED],
     }
     draw = np.random.default_rng(1)
@@ -144,6 +147,11 @@ def test_recomputation_and_every_nth_step(alone):
         compare(line.get("statistics", {}), other["statistics"])
 
 
+def test_selective_recomputation_finds_what_it_has_kept(alone):
+    for line, other in zip(lines(alone[1]["scaled, selective"]), lines(alone[1]["scaled"]), strict=True):
+        compare(line["statistics"], other["statistics"])
+
+
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_no_layout_changes_them(alone, tmp_path, ranks):
     for name, found in trained(tmp_path, ranks, LAYOUTS[ranks]).items():
@@ -201,7 +209,7 @@ def test_entropy_and_size_of_outputs_are_those_of_transformers(alone):
         assert numbers["layers.1"]["attention_entropy"] < math.log(16) and len(out.attentions) == 2
 
 
-@pytest.mark.parametrize(("name", "number"), [("one", 0), ("weighed", 5)])
+@pytest.mark.parametrize(("name", "number"), [("one", 0), ("weighed", 7)])
 def test_noise_scale_is_that_of_two_gradients(alone, name, number):
     """The published formula with gradients of transformers' model: of all four sequences, and of the first. A gradient
     of labels that weigh w is as noisy as that of (sum w)^2 / sum w^2 alike ones."""

@@ -27,23 +27,23 @@ class AttentionEntropy:
 
     Attributes:
         active: whether forward passes of training are to be measured.
-        total, count: sum over samples, heads and queries, and their number.
+        count: of samples, heads and queries that were measured.
     """
 
     def __init__(self) -> None:
         self.active = False
-        self.total: Tensor | None = None
+        self._sums: list[Tensor] = []
         self.count = 0
         self._measure: Callable[..., None] = self._add
 
     def begin(self) -> None:
-        self.active, self.total, self.count = True, None, 0
+        self.active, self._sums, self.count = True, [], 0
         self._measure = torch.compiler.disable(self._add)  # only here: it imports the compiler
 
     def finish(self) -> tuple[Tensor | float, int]:
         """The sum and the number since `begin`."""
         self.active = False
-        return 0.0 if self.total is None else self.total, self.count
+        return torch.stack(self._sums).sum() if self._sums else 0.0, self.count
 
     def see(
         self,
@@ -84,7 +84,7 @@ class AttentionEntropy:
                 logits = torch.cat([logits, sinks], -1)
             logs = logits.log_softmax(-1)
             found -= torch.where(logs > -torch.inf, logs.exp() * logs, 0.0).sum(dtype=torch.float64)
-        self.total = found if self.total is None else self.total + found
+        self._sums.append(found)  # added up later: selective recomputation must find the same operations each time
         self.count += q.shape[0] * q.shape[1] * q.shape[2]
 
 
