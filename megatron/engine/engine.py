@@ -61,6 +61,7 @@ from .spikes import ADAGC
 from .state import EngineState
 from .statistics import UpdateStatistics
 from .teacher import Teacher, known
+from .told_layers import ToldLayers
 from .zero_copies import norms_without_copies, update_in_place
 from .zero_init import cut_as_they_are_made
 
@@ -159,6 +160,7 @@ class BaseEngine:
         if self.gate is not None and self.config.spikes.action == ADAGC:
             limit = self.config.optimizer.gradient_clipping
             self.gate.adagc = AdaGC(self.config.spikes.adagc, limit, self.state, self.mesh, self.device)
+        self.layers = ToldLayers(module, self.beacon)
         self.extras = StepExtras(module, self.config, self.mesh, self.device, self.plan, self.state)
         if isinstance(self.optimizer, MatrixOptimizer):
             held = self.state.held(lambda group: group["matrix"])
@@ -311,6 +313,7 @@ class PlainEngine(BaseEngine):
         """Forward, backward and update on this rank's part of a batch."""
         count = batch.tokens.shape[0]
         self.beacon.at(FORWARD, *((1, count) if self.beacon.tells_of(count) else ()))
+        self.layers.follow(count)
         self._begin(batch.step, lr)
         self.model.train()
         scale = self._scale(batch)
@@ -342,11 +345,13 @@ class PlainEngine(BaseEngine):
                 given, extras = (micro.tokens, micro.labels, micro.weights), known(micro.extras, self.form)
                 taught = None if self.teacher is None else self.teacher.teach(micro)
                 loss, ce, *kl = self.deepspeed(*given, **extras, further=micro.further, teacher=taught)
+            self.losses.add(ce, micro.weights, *kl)
+            if number == count and self.gate is not None:
+                self.gate.losses_are_known()
             if each:
                 self.beacon.at(BACKWARD, number, count)
             with phase("backward"):
                 self.deepspeed.backward(loss)
-            self.losses.add(ce, micro.weights, *kl)  # before the update, which may depend on it
             yield number
 
     @phase("update")
@@ -428,6 +433,7 @@ class PipelinedEngine(BaseEngine):
     def step(self, batch: StepBatch, lr: float, look: Look | None = None) -> StepResult:
         """Forward, backward and update on this rank's part of a batch."""
         self.beacon.at(FORWARD)
+        self.layers.follow(batch.tokens.shape[0])
         self._begin(batch.step, lr)
         scale = self._scale(batch)
         if scale is None:

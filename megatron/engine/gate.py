@@ -3,9 +3,10 @@
 Under every ZeRO stage and in the pipeline DeepSpeed computes the gradient norm, clips, and then calls the `step` of the
 torch optimizer, once or (ZeRO 1 to 3) once for each of its parameter groups. The gate stands there. At the first call
 of a step all ranks add up their losses in one small collective, so that all decide by the same bits; in a run that is
-the message in which they exchange the step's numbers anyway. Where the update is left out, the calls do nothing.
-Weights, moments and the optimizer's count of updates are then those of before the step; what DeepSpeed does after it,
-making the weights of the forward pass from the masters, gives the same weights.
+the message in which they exchange the step's numbers anyway. Where each rank knows the norm to the last bit, that
+message is on its way since before the last backward pass (`begin_to_meet`). Where the update is left out, the calls do
+nothing. Weights, moments and the optimizer's count of updates are then those of before the step; what DeepSpeed does
+after it, making the weights of the forward pass from the masters, gives the same weights.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from megatron.config import Config
 from megatron.parallel.account import phase
+from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
 
 from .replicas import hash_bits
@@ -44,6 +46,22 @@ def has_gate(config: Config) -> bool:
     return judges(config) or config.training.audit is not None or config.logging.noise_scale is not None
 
 
+def meets_early(config: Config, layout: Layout) -> bool:
+    """Whether ranks exchange the numbers of a step while its gradients are computed, without their norm.
+
+    They can where they differ in their part of the batch alone: their sums of gradients have the same bits, and so has
+    what is made of them. Where steps are computed twice, what is exchanged is that of the second time.
+    """
+    alike = layout.tensor == layout.pipeline == layout.expert == 1
+    twice = config.spikes.confirm or config.spikes.attribute or config.training.audit or config.logging.noise_scale
+    return judges(config) and alike and not twice
+
+
+def exchanges_norm(config: Config, layout: Layout) -> bool:
+    """Whether rank 0 tells the others the gradient norm of each step, so that all decide by the same bits."""
+    return judges(config) and not meets_early(config, layout)
+
+
 class StepGate:
     """Stands before the `step` of an optimizer.
 
@@ -58,6 +76,8 @@ class StepGate:
         meet: (this rank's mean loss, its labels, the gradient norm) -> those of the step, the same on all ranks, which
             all call it; the norm is that of rank 0. A trainer puts its own here, which tells further numbers of the
             step by the same message.
+        begin_to_meet: (this rank's mean loss, its labels) -> what waits for the mean loss of the step; a trainer puts
+            it here where ranks need not exchange the norm.
         adagc: clips each tensor, where the run asks for that.
     """
 
@@ -72,6 +92,8 @@ class StepGate:
     ) -> None:
         self.rule = SpikeRule(config.spikes)
         self.meet: Meet = self._meet
+        self.begin_to_meet: Callable[[Number, Number], Callable[[], float]] | None = None
+        self._mean: Callable[[], float] | None = None  # of the step at work, where it is on its way
         self.found: Spike | None = None
         self.adagc: AdaGC | None = None
         self._size = 0.0  # the gradient norm, as all ranks know it
@@ -127,10 +149,15 @@ class StepGate:
 
     def begin(self) -> None:
         """A step begins."""
-        self.found, self._decided, self._factor = None, False, None
+        self.found, self._decided, self._factor, self._mean = None, False, None, None
         self._trial, self._next = self._next, False
         if self.adagc is not None:
             self.adagc.begin()
+
+    def losses_are_known(self) -> None:
+        """This rank has computed the losses of its labels, but not all of its gradients."""
+        if self.begin_to_meet is not None:
+            self._mean = self.begin_to_meet(*self._own())
 
     def finish(self, applied: bool) -> None:
         """A step has ended. Without an overflow of fp16, DeepSpeed leaves out updates for one reason alone."""
@@ -159,15 +186,20 @@ class StepGate:
         if self._decided or not self._judges:
             return
         self._decided = True
-        norm, losses = self._norm(), self._losses()
-        mean, labels = (0.0, 0.0) if losses is None else (losses.mean, losses.labels)
-        loss, size = self.meet(mean, labels, 0.0 if norm is None else norm)
+        norm = self._norm()
+        size: Number = 0.0 if norm is None else norm
+        loss, size = self.meet(*self._own(), size) if self._mean is None else (self._mean(), float(size))
         self._size = size
         self.found, bound = self.rule.judge(loss, None if norm is None else size)
         if self.found is not None and self.found.action == CLIP and bound is not None:
             most = self._config.optimizer.gradient_clipping
             now = min(size, most) if most > 0 else size
             self._factor = bound / now if bound < now else None
+
+    def _own(self) -> tuple[Number, Number]:
+        """The mean loss of this rank's labels, and their weight."""
+        losses = self._losses()
+        return (0.0, 0.0) if losses is None else (losses.mean, losses.labels)
 
     @phase("exchange")
     def _meet(self, loss: Number, labels: Number, norm: Number) -> tuple[float, float]:

@@ -7,7 +7,7 @@ value always changes it; it is made in one pass over the tensor, on its device.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -58,6 +58,24 @@ def named_pieces(state: EngineState) -> Iterator[tuple[str, str, Tensor]]:
             yield f"{name} (weight)", f"{name} weight {place}", parameter
 
 
+class _SmallPieces:
+    """Pieces of fewer than `_CHUNK` values of one width, hashed together: one by one each is a handful of calls.
+
+    Args:
+        pieces: contiguous, on one device.
+    """
+
+    def __init__(self, pieces: Sequence[Tensor]) -> None:
+        self._words = [each.detach().view(-1).view(_BITS[each.element_size()]) for each in pieces]
+        counts = torch.tensor([0, *map(len, self._words)], device=pieces[0].device)
+        self._ends = counts.cumsum(0)  # in the sums so far, of which the first is of nothing
+        self._words.insert(0, self._words[0].new_zeros(1))
+
+    def hashes(self) -> Tensor:
+        """int64 [pieces], as `hash_bits` of each."""
+        return torch.cat(self._words).cumsum(0, dtype=torch.int64)[self._ends].diff()
+
+
 class PieceHashes:
     """Hashes of what this rank holds. Where its pieces lie is found once, and anew where a tensor lies elsewhere: to
     find them takes several times as long as to hash them, where they are small.
@@ -67,6 +85,11 @@ class PieceHashes:
         self._state = state
         self._addresses: list[int] = []
         self._pieces: list[tuple[str, int, Tensor]] = []  # name, code of the exact name, values
+        self._alone: Collection[int] = ()  # what was left out last
+        self._wanted: list[tuple[str, int, Tensor]] = []  # the others
+        self._codes = torch.zeros(0, dtype=torch.int64)
+        self._small: list[tuple[Tensor, _SmallPieces]] = []  # numbers of pieces, and these
+        self._others: list[int] = []  # numbers of the rest
 
     def take(self, device: torch.device, alone: Collection[int] = ()) -> tuple[Tensor, list[str]]:
         """int64 [pieces, 2] on `device`: 63 bits that stand for the exact name of each piece, and its hash; and their
@@ -79,12 +102,33 @@ class PieceHashes:
         if addresses != self._addresses:
             self._pieces = [(name, _code(exact), values) for name, exact, values in named_pieces(self._state)]
             self._addresses = self._state.addresses()  # of states too that were only made now
-        pieces = [each for each in self._pieces if each[1] not in alone]
-        found = torch.zeros(len(pieces), 2, dtype=torch.int64, device=device)
-        if pieces:
-            found[:, 0] = torch.tensor([code for _, code, _ in pieces], dtype=torch.int64)
-            found[:, 1] = torch.stack([hash_bits(values) for _, _, values in pieces])
-        return found, [name for name, _, _ in pieces]
+            self._arrange(device, alone)
+        elif alone != self._alone:
+            self._arrange(device, alone)
+        found = torch.zeros(len(self._wanted), 2, dtype=torch.int64, device=device)
+        found[:, 0] = self._codes
+        for numbers, small in self._small:
+            found[numbers, 1] = small.hashes().to(device)
+        if self._others:
+            found[self._others, 1] = torch.stack([hash_bits(self._wanted[each][2]) for each in self._others]).to(device)
+        return found, [name for name, _, _ in self._wanted]
+
+    def _arrange(self, device: torch.device, alone: Collection[int]) -> None:
+        """See which pieces are hashed together."""
+        self._alone = alone
+        self._wanted = [each for each in self._pieces if each[1] not in alone]
+        self._codes = torch.tensor([code for _, code, _ in self._wanted], dtype=torch.int64, device=device)
+        alike: dict[tuple, list[int]] = {}
+        self._others = []
+        for number, (_, _, values) in enumerate(self._wanted):
+            if values.numel() < _CHUNK and values.is_contiguous():
+                alike.setdefault((values.device, values.element_size()), []).append(number)
+            else:
+                self._others.append(number)
+        self._small = [
+            (torch.tensor(numbers, device=device), _SmallPieces([self._wanted[each][2] for each in numbers]))
+            for numbers in alike.values()
+        ]
 
 
 def _code(text: str) -> int:

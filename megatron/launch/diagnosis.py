@@ -63,6 +63,7 @@ class Rank:
     part: int = 0
     parts: int = 0
     detail: str = ""
+    layer: int = -1
     age: float = 0.0
     limit: float = float("inf")
     waiting: Waiting | None = None
@@ -87,12 +88,14 @@ class Rank:
 
     @property
     def where(self) -> str:
-        """ "step 12, forward (2 of 4): detail"."""
+        """ "forward of layer 17 of step 12 (micro-batch 2 of 4)"; a pipeline's instruction is a detail behind it."""
         if not self.phase:
             return "its start"
-        part = f" ({self.part} of {self.parts})" if self.parts else ""
+        what = "micro-batch " * (self.phase in ("forward", "backward") and not self.detail)
+        part = f" ({what}{self.part} of {self.parts})" if self.parts else ""
+        layer = f" of layer {self.layer}" if self.layer >= 0 else ""
         step = f" of step {self.step}" if self.step >= 0 and self.phase not in ("start", "setup", "end") else ""
-        return f"{self.phase}{step}{part}" + (f": {self.detail}" if self.detail else "")
+        return f"{self.phase}{layer}{step}{part}" + (f": {self.detail}" if self.detail else "")
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,7 @@ def rank_of(told: dict[str, Any], host: str) -> Rank:
         part=int(told.get("part", 0)),
         parts=int(told.get("parts", 0)),
         detail=str(told.get("detail", "")),
+        layer=int(told.get("layer", -1)),
         age=float(told.get("age", 0.0)),
         limit=float(told.get("limit", "inf")),
         waiting=waiting,

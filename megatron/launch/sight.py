@@ -69,6 +69,7 @@ class Sight:
             "part": place.part,
             "parts": place.parts,
             "detail": place.detail,
+            "layer": place.layer,
             "age": now - place.since,
             "limit": limit(place, limits),
             "calls": calls,

@@ -55,7 +55,7 @@ class Block(nn.Module):
         shared: dict[str, nn.Module] | None = None,
     ):
         super().__init__()
-        self.residual, self.pattern, self.dtype = model.residual, pattern, make.dtype
+        self.residual, self.pattern, self.dtype, self.index = model.residual, pattern, make.dtype, init.index
         self.multiplier = model.residual.multiplier * init.factors.branch
         self.post_norm = reads_stream(model, pattern)
         self.sandwich = model.residual.norm == "sandwich"

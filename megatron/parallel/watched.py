@@ -132,11 +132,11 @@ class _Watcher:
         return call
 
     def waiting(self, function: Callable) -> Callable:
-        """`Work.wait`: for an operation that was called without waiting."""
+        """`Work.wait`: for an operation that was called without waiting, and that is not over yet."""
 
         @wraps(function)
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.busy or self.last < 0:
+            if self.busy or self.last < 0 or work.is_completed():
                 return function(work, *args, **kwargs)
             self.busy = True
             self.beacon.wait(self.last)

@@ -1,6 +1,8 @@
 """The one small message of every step: all ranks add up their losses, batch hashes and requests in a single all-reduce.
 
 Where updates are looked at before they are applied, that is when the message is sent: the decision is by its sums.
+Where each rank knows the gradient norm by itself, it is sent before the last backward pass, and its sums are read at
+the update: by then the ranks have met in the sum of their gradients, and none waits once more.
 
 A request is a word that one rank has for all, such as "SIGTERM arrived here". Since every rank reads the same sums, all
 decide alike. The sums stay on the device until somebody reads them.
@@ -12,12 +14,13 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.config import Config
-from megatron.engine.gate import judges
+from megatron.engine.gate import exchanges_norm
 from megatron.engine.protocol import StepResult
 from megatron.parallel.account import group_name, phase
 from megatron.parallel.layout import Layout
@@ -28,6 +31,7 @@ REQUESTS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "wall time", "s
 STOPS = REQUESTS[:-1]  # those that end the run
 Number = torch.Tensor | float
 _LIMBS = 4  # a 64-bit hash travels as four 16-bit numbers, whose sums a float64 holds exactly
+_NORM = 2 + _LIMBS + len(REQUESTS) + 1  # numbers of every step; the gradient norm is behind them
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,15 @@ class StepReport:
         lr: the scheduled learning rate.
         result: what this rank's engine said.
         sums: float64 sums over ranks: loss times tokens, tokens, limbs of the batch hash, one count per request,
-            rank 0's seconds, and its gradient norm if there is one.
+            rank 0's seconds, and its gradient norm where that has to be told.
+        shared: float64 [ranks, n], what each rank had told with `Trainer.share`; None where nobody had.
     """
 
     step: int
     lr: float
     result: StepResult
     sums: torch.Tensor
+    shared: torch.Tensor | None = None
 
     @cached_property
     def _values(self) -> list[float]:
@@ -76,14 +82,47 @@ class StepReport:
         return self._values[2 + _LIMBS + len(REQUESTS)]
 
 
-def report_traffic(config: Config, layout: Layout, rank: int) -> Messages:
-    """What a rank sends for the report of a step."""
-    numbers, call = 2 + _LIMBS + len(REQUESTS) + 1 + judges(config), ("exchange", "")
+def report_traffic(config: Config, layout: Layout, rank: int, shared: int = 0) -> Messages:
+    """What a rank sends for the report of a step, with so many numbers that ranks share beside."""
+    numbers, call = _NORM + exchanges_norm(config, layout) + shared, ("exchange", "")
     found = Messages()
     if layout.world_size > 1:
         group = group_name(range(layout.world_size), layout, layout.coordinates(rank))
         found.add(Call(*call, group, layout.world_size, "all_reduce", "fp64"), 1, 8 * numbers)
     return found
+
+
+@dataclass
+class Meeting:
+    """A message with a step's numbers, which may still be on its way.
+
+    Attributes:
+        vector: float64, what a `StepReport` has as its sums once all ranks have come, and behind it what ranks share.
+        shares: how many numbers each rank shares.
+        work: to wait for; None where nobody has to.
+    """
+
+    vector: torch.Tensor
+    shares: int = 0
+    work: Any = None
+
+    def sums(self) -> torch.Tensor:
+        """Of all ranks."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        return self.vector
+
+    def shared(self, ranks: int) -> torch.Tensor | None:
+        """What each rank told beside, [ranks, shares]."""
+        return self.vector[-ranks * self.shares :].view(ranks, -1) if self.shares else None
+
+    def mean_loss(self) -> float:
+        return mean_loss(self.sums().tolist())
+
+    def loss_and_norm(self) -> tuple[float, float]:
+        sums = self.sums().tolist()
+        return mean_loss(sums), sums[_NORM]
 
 
 class Exchange:
@@ -102,10 +141,13 @@ class Exchange:
 
     def sum(self, values: Sequence[Number]) -> torch.Tensor:
         """Sums over all ranks, float64 [len(values)], on the device; every rank calls it."""
-        vector = self._on_device(values) if self.device.type != "cpu" else self._on_host(values)
+        vector = self._vector(values)
         if self._ranks > 1:
             dist.all_reduce(vector)
         return vector
+
+    def _vector(self, values: Sequence[Number]) -> torch.Tensor:
+        return self._on_device(values) if self.device.type != "cpu" else self._on_host(values)
 
     @staticmethod
     def _on_host(values: Sequence[Number]) -> torch.Tensor:
@@ -138,18 +180,39 @@ class Exchange:
         self, step: int, lr: float, result: StepResult, batch_hash: int, requests: Collection[str], seconds: float = 0.0
     ) -> StepReport:
         """Exchange a step's numbers; every rank calls it once per step."""
-        return StepReport(step, lr, result, self.meet(result.loss, result.tokens, batch_hash, requests, seconds))
+        met = self.meet(result.loss, result.tokens, batch_hash, requests, seconds)
+        return StepReport(step, lr, result, met.sums())
 
     def meet(
-        self, loss: Number, tokens: Number, batch_hash: int, requests: Collection[str], seconds: float, *norm: Number
-    ) -> torch.Tensor:
-        """The sums of a `StepReport`."""
-        return self.sum([
+        self,
+        loss: Number,
+        tokens: Number,
+        batch_hash: int,
+        requests: Collection[str],
+        seconds: float,
+        *norm: Number,
+        share: Sequence[float] = (),
+        early: bool = False,
+    ) -> Meeting:
+        """Send the numbers of a `StepReport`; every rank calls it.
+
+        Args:
+            share: numbers of this rank that all are to hear of, as many from each.
+            early: do not wait for the others.
+        """
+        first = self._rank == 0
+        vector = self._vector([
             *weighted(loss, tokens),
             *self.limbs(batch_hash),
-            *(request in requests for request in REQUESTS),
-            *(each if self._rank == 0 else 0.0 for each in (seconds, *norm)),
+            *[request in requests for request in REQUESTS],
+            *[each if first else 0.0 for each in (seconds, *norm)],
         ])
+        if share:
+            others = torch.zeros(self._ranks, len(share), dtype=torch.float64, device=self.device)
+            others[self._rank] = torch.tensor(share, dtype=torch.float64)
+            vector = torch.cat([vector, others.flatten()])
+        work = dist.all_reduce(vector, async_op=early) if self._ranks > 1 else None
+        return Meeting(vector, len(share), work)
 
 
 def mean_loss(sums: Sequence[float]) -> float:

@@ -13,6 +13,7 @@ import torch
 from megatron.config import Config
 from megatron.data.batch import StepBatch
 from megatron.data.plan import SampleSet
+from megatron.engine.gate import meets_early
 from megatron.engine.protocol import Engine, StepDropped
 from megatron.parallel.account import phase
 from megatron.parallel.mesh import Mesh
@@ -22,7 +23,7 @@ from megatron.worker.beacon import END, EXCHANGE, HOOKS, SETUP, Beacon
 
 from .clock import Clock
 from .early_stop import Looks
-from .exchange import REQUESTS, Exchange, Number, StepReport, mean_loss
+from .exchange import REQUESTS, Exchange, Meeting, Number, StepReport
 from .hook import Hook, RollBack
 from .replay import Replay
 from .schedule import Schedule
@@ -110,10 +111,13 @@ class Trainer:
         self._told: set[str] = set()  # those that were exchanged in the step at work
         self.batch: StepBatch  # of the step at work, or of the last one
         self._begun = self._met_at = self._after = 0.0  # of the step at work; seconds from its exchange to its end
-        self._met: torch.Tensor | None = None
+        self._met: Meeting | None = None
+        self._share: list[float] = []
         gate = getattr(engine, "gate", None)  # which engines with ours alone have
         if gate is not None:
             gate.meet = self._meet_at_the_gate
+            if meets_early(config, mesh.layout):
+                gate.begin_to_meet = self._begin_to_meet
         self._unread: StepReport | None = None
         self._pace: float | None = None  # seconds of the last step whose numbers were read, the same on all ranks
 
@@ -172,8 +176,9 @@ class Trainer:
         if self._met is None:
             self.beacon.at(EXCHANGE)
             self._meet(result.loss, result.tokens)
-        assert self._met is not None  # that was told of in the optimizer's phase, or just now
-        report = StepReport(step, lr, result, self._met)
+        met = self._met
+        assert met is not None  # that was told of in the optimizer's phase or before, or just now
+        report = StepReport(step, lr, result, met.sums(), met.shared(self.mesh.layout.world_size))
         self._after = time.monotonic() - self._met_at
         self._requests -= self._told
         self.completed = step + 1
@@ -186,16 +191,22 @@ class Trainer:
         return report
 
     @phase("exchange")
-    def _meet(self, loss: Number, tokens: Number, *norm: Number) -> torch.Tensor:
+    def _meet(self, loss: Number, tokens: Number, *norm: Number, early: bool = False) -> Meeting:
         """Exchange the numbers of the step: once, before the update where that depends on them, or else after it."""
         self._told, self._met_at = set(self._requests), time.monotonic()
-        seconds = self._met_at - self._begun + (self._after if norm else 0.0)  # what follows takes as long as it did
-        self._met = self.exchange.meet(loss, tokens, self.batch.hash, self._told, seconds, *norm)
+        seconds = self._met_at - self._begun  # what follows takes as long as it did in the step before
+        seconds += self._after if norm or early else 0.0
+        share, self._share = self._share, []
+        self._met = self.exchange.meet(
+            loss, tokens, self.batch.hash, self._told, seconds, *norm, share=share, early=early
+        )
         return self._met
 
     def _meet_at_the_gate(self, loss: Number, tokens: Number, norm: Number) -> tuple[float, float]:
-        sums = self._meet(loss, tokens, norm).tolist()
-        return mean_loss(sums), sums[-1]
+        return self._meet(loss, tokens, norm).loss_and_norm()
+
+    def _begin_to_meet(self, loss: Number, tokens: Number) -> Callable[[], float]:
+        return self._meet(loss, tokens, early=True).mean_loss
 
     def _drop(self, step: int, dropped: StepDropped) -> None:
         left = f"the rest would have taken {dropped.left:.0f} s"
@@ -232,6 +243,12 @@ class Trainer:
         if request not in REQUESTS:
             raise ValueError(f"unknown request {request!r}; choose from {', '.join(REQUESTS)}")
         self._requests.add(request)
+
+    def share(self, numbers: Sequence[float]) -> None:
+        """Tell all ranks these numbers of this one, in the message with the numbers of the step that begins, which the
+        report of the step then has (`StepReport.shared`). All ranks call it before the same step, at most once, with as
+        many numbers."""
+        self._share = list(numbers)
 
     def stop(self, reason: str) -> None:
         """End the run after the current step. All ranks call it at the same step."""

@@ -47,7 +47,9 @@ GROUPS = 40  # process groups that are followed, and in slot 0 messages between 
 PEERS = 0
 _HEAD = struct.Struct("=4siq")  # mark, process, whether stacks can be asked for
 _MARK = b"dp01"
-_INSIDE, _INSIDE_AT = struct.Struct("=q"), 32
+_WORDS, _WORDS_AT = struct.Struct("=qq"), 32
+_INSIDE, _LAYER = 0, 1  # slot of the group in whose call the rank is; layer, see below
+_LAYERS = 1 << 20  # the number of the place times so many, and the layer's from 1 on
 _PLACE, _PLACE_AT = struct.Struct("=QdqqiiB96sQ"), (64, 256)
 _LONGEST, _LONGEST_AT = struct.Struct("=d"), 512
 _GROUP_NAME = struct.Struct("=24s40s96s")  # key, name, members
@@ -96,6 +98,8 @@ class RankProgress:
         phase: one of `NAMES`.
         part, parts: micro-batch, or instruction of a pipeline's schedule, from 1; 0 of 0 where there are none.
         detail: more, in words.
+        layer: of the model, from 0, that a forward or backward pass has come to; -1 where it is in none, or layers are
+            brief.
         since: when the phase began (`time.monotonic`).
         longest: seconds of the longest stay in each phase so far, after the first two steps.
         calls: by group.
@@ -112,6 +116,7 @@ class RankProgress:
     since: float
     longest: dict[str, float]
     calls: list[GroupCall]
+    layer: int = -1
 
 
 class Beacon:
@@ -123,19 +128,20 @@ class Beacon:
     Attributes:
         born: when it was made (`time.monotonic`).
         brief: whether the micro-batches of this step are told of together; see `tells_of`.
+        pace: seconds of the last step.
     """
 
     # No dictionary: to look something up in one takes half as long again where a step has filled the caches.
     __slots__ = (
-        *("born", "brief", "shared", "told", "_memory", "_inside", "_number", "_phase", "_since", "_longest"),
-        *("_spent", "_waited", "_waiting_since", "_step", "_done", "_begun", "_parts", "_calls", "_now", "_before"),
-        *("_free", "_stack_file"),
+        *("born", "brief", "pace", "shared", "told", "_memory", "_words", "_number", "_phase", "_since"),
+        *("_longest", "_spent", "_waited", "_waiting_since", "_step", "_done", "_begun", "_parts", "_calls", "_now"),
+        *("_before", "_free", "_stack_file"),
     )
 
     def __init__(self, memory: mmap.mmap | None = None) -> None:
         self._memory = bytearray(SIZE) if memory is None else memory
         self.shared = memory is not None
-        self._inside = memoryview(self._memory)[_INSIDE_AT : _INSIDE_AT + 8].cast("q")  # one write is one instruction
+        self._words = memoryview(self._memory)[_WORDS_AT : _WORDS_AT + 16].cast("q")  # one write is one instruction
         self._spent = [0.0] * len(NAMES)  # seconds by phase, and those in collectives
         self._waited = [0.0] * len(NAMES)
         self._waiting_since = 0.0
@@ -144,13 +150,14 @@ class Beacon:
         self.born = self._since
         self._longest = [0.0] * len(NAMES)
         self._step, self._done = -1, 0
-        self._begun, self._parts, self.brief = self._since, 0, False  # of the step; whether the last one's parts were
+        self._begun, self._parts = self._since, 0  # of the step
+        self.brief, self.pace = False, 0.0  # whether the parts of the last one were brief, and how long it was
         self._calls = [0] * GROUPS
         self._now: list[tuple] = []  # what was called in this step, in all groups, and in the one before
         self._before: list[tuple] = []
         self._free = 1
         self._stack_file: TextIO | None = None
-        self._inside[0] = -1
+        self._words[_INSIDE] = -1
         _GROUP_NAME.pack_into(self._memory, _GROUPS_AT[PEERS], b"peers", b"messages", b"")
         _HEAD.pack_into(self._memory, 0, _MARK, os.getpid(), 0)
 
@@ -198,7 +205,8 @@ class Beacon:
     def begin(self, step: int) -> None:
         """A step begins, with its data."""
         now = monotonic()
-        self.brief, self._begun, self._parts = now - self._begun < BRIEF * self._parts, now, 0
+        self.pace, self._begun = now - self._begun, now
+        self.brief, self._parts = self.pace < BRIEF * self._parts, 0
         self._step = step
         self._before, self._now = self._now, []
         self.at(DATA)
@@ -209,6 +217,10 @@ class Beacon:
         caches."""
         self._parts = parts
         return not self.brief
+
+    def in_layer(self, index: int) -> None:
+        """The rank's pass, forward or backward, has come to this layer of the model; -1 where it has left the last."""
+        self._words[_LAYER] = self._number * _LAYERS + index + 1  # of this phase alone
 
     def done(self) -> None:
         """A step has ended."""
@@ -275,17 +287,17 @@ class Beacon:
         self._waiting_since = now = monotonic()
         self._calls[slot] = number = self._calls[slot] + 1
         _GROUP_CALL.pack_into(self._memory, _CALLS_AT[slot], operation, now, elements, peer, new, number)
-        self._inside[0] = slot
+        self._words[_INSIDE] = slot
 
     def wait(self, slot: int) -> None:
         """The rank waits for an operation that was called earlier."""
         self._waiting_since = monotonic()
-        self._inside[0] = slot
+        self._words[_INSIDE] = slot
 
     def leave(self) -> None:
         """The operation has returned."""
         self._waited[self._phase] += monotonic() - self._waiting_since
-        self._inside[0] = -1
+        self._words[_INSIDE] = -1
 
 
 def read(memory: mmap.mmap | bytes) -> RankProgress | None:
@@ -297,12 +309,14 @@ def read(memory: mmap.mmap | bytes) -> RankProgress | None:
     place = _whole(memory) if mark == _MARK else None
     if place is None or place[6] >= len(NAMES):
         return None
-    _, since, step, done, part, parts, phase, detail, _ = place
+    number, since, step, done, part, parts, phase, detail, _ = place
+    phase_of, layer = divmod(_WORDS.unpack_from(memory, _WORDS_AT)[_LAYER], _LAYERS)
     told = struct.unpack_from(f"={len(NAMES)}d", memory, _LONGEST_AT)
     longest = {name: seconds for name, seconds in zip(NAMES, told) if 0 < seconds < 1e9}
     words = _text(detail)
     return RankProgress(
-        pid, bool(stacks), step, done, NAMES[phase], part, parts, words, since, longest, list(_calls(memory))
+        *(pid, bool(stacks), step, done, NAMES[phase], part, parts, words, since, longest, list(_calls(memory))),
+        layer=layer - 1 if phase_of == number else -1,
     )
 
 
@@ -319,7 +333,7 @@ def _whole(memory: mmap.mmap | bytes) -> tuple | None:
 
 
 def _calls(memory: mmap.mmap | bytes) -> Iterator[GroupCall]:
-    (inside,) = _INSIDE.unpack_from(memory, _INSIDE_AT)
+    inside = _WORDS.unpack_from(memory, _WORDS_AT)[_INSIDE]
     for slot in range(GROUPS):
         key, name, members = (_text(each) for each in _GROUP_NAME.unpack_from(memory, _GROUPS_AT[slot]))
         operation, when, elements, peer, new, count = _GROUP_CALL.unpack_from(memory, _CALLS_AT[slot])

@@ -104,3 +104,15 @@ def test_pieces_to_hash_are_looked_for_again_where_a_tensor_is_another_one(monke
     weights.data = torch.full((2, 3), 4.0)
     hashes()
     assert len(looks) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.uint8])
+def test_small_pieces_are_hashed_together_as_one_by_one(dtype):
+    """Empty ones too, and sums that pass the ends of 64 bits."""
+    draw = torch.Generator().manual_seed(3)
+    shapes = [(0,), (7, 3), (), (0, 5), (4095,), (1,)]
+    pieces = [(100 * torch.randn(shape, generator=draw)).to(dtype) for shape in shapes]
+    small = replicas._SmallPieces(pieces)
+    assert small.hashes().tolist() == [int(replicas.hash_bits(each)) for each in pieces]
+    pieces[1][2, 1] += 1
+    assert small.hashes().tolist() == [int(replicas.hash_bits(each)) for each in pieces], "the values are those of now"

@@ -1,8 +1,10 @@
-"""What a rank tells of a step: each micro-batch where they take long, and all of them together where they are brief."""
+"""What a rank tells of a step: each micro-batch and each layer where they take long, and all of them together where
+they are brief."""
 
 from __future__ import annotations
 
 import mmap
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from megatron.config import resolve
 from megatron.engine.engine import build_engine, prepare_deepspeed
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
-from megatron.worker.beacon import SIZE, Beacon, read
+from megatron.worker.beacon import HOOKS, SIZE, Beacon, read
 from tests.training import matrix, runs
 from tests.training.matrix import merged
 from tests.workers import run
@@ -73,3 +75,57 @@ def found() -> list[list[Any]]:
 def test_phases_of_a_step(found, stage, reduce, brief):
     for rank in found:
         assert rank[2 * CASES.index((stage, reduce)) + brief] == expected(stage, reduce, brief)
+
+
+class Listener(Beacon):
+    """Keeps what an agent would read each time that a layer was told."""
+
+    __slots__ = ("heard", "memory")
+
+    def in_layer(self, index: int) -> None:
+        super().in_layer(index)
+        place = read(self.memory)
+        assert place is not None
+        self.heard.append((place.phase, place.part, place.layer))
+
+
+def told_layers(pace: float, pipeline: int, **training: Any) -> tuple[list[Any], int]:
+    """Of each pass of the second step, and where the rank is between two steps."""
+    prepare_deepspeed(torch.device("cpu"))
+    sizes = {"micro_batch_size": 1, "global_batch_size": COUNT * 2 // pipeline}
+    more = {"zero": {"stage": 1}, "training": {**sizes, **training}, "parallel": {"pipeline": pipeline}}
+    config, memory = resolve(merged(LLAMA, more), ranks=2), mmap.mmap(-1, SIZE)
+    beacon = Listener(memory)
+    beacon.heard, beacon.memory = [], memory
+    engine = build_engine(config, Mesh.build(Layout.of(config, 2)), "cpu", beacon=beacon)
+    runs.steps(config, engine, 0, 1)
+    beacon.heard, beacon.pace = [], pace
+    runs.steps(config, engine, 1, 1)
+    heard, count, beacon.pace = beacon.heard, len(beacon.heard), 0.0
+    runs.steps(config, engine, 2, 1)
+    assert len(heard) == count, "brief layers are not told"
+    beacon.at(HOOKS)
+    place = read(memory)
+    assert place is not None
+    return heard, place.layer
+
+
+def all_told_layers() -> list[Any]:
+    recomputing = {"activation_checkpointing": {"mode": "full"}}
+    cases: list[tuple[float, int, dict]] = [(9e9, 1, {}), (9e9, 1, recomputing), (9e9, 2, {}), (1e-9, 1, {})]
+    return [told_layers(pace, pipeline, **training) for pace, pipeline, training in cases]
+
+
+def test_layers_of_a_step() -> None:
+    layers = list(range(4))
+    assert LLAMA["model"]["layers"].endswith(f"x{len(layers)}")
+
+    def passes(part: int, own: list[int]) -> list[Told]:
+        return [("forward", part, each) for each in (*own, -1)] + [("backward", part, each) for each in reversed(own)]
+
+    plain = [each for part in range(1, COUNT + 1) for each in passes(part, layers)]
+    for rank, (apart, again, stages, brief) in enumerate(run(2, all_told_layers)):
+        assert apart == (plain, -1) and again == (plain, -1), "also where the forward pass is computed again"
+        assert brief == ([], -1)
+        own = passes(0, layers[:2] if rank == 0 else layers[2:])
+        assert Counter((phase, 0, layer) for phase, _, layer in stages[0]) == Counter(own * COUNT) and stages[1] == -1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,14 +26,19 @@ class Hang(Hook):
     Args:
         size: elements of the smallest message.
         wrong: how many the guilty one brings, of a hundred, where shapes differ.
+        at: the pass through layer 1, counted from 1, that does not end, where a layer does not.
     """
 
-    def __init__(self, kind: str, rank: int, step: int, size: int = 100, wrong: int = 90) -> None:
-        self.kind, self.rank, self.step, self.size = kind, rank, step, size
+    def __init__(self, kind: str, rank: int, step: int, size: int = 100, wrong: int = 90, at: int = 0) -> None:
+        self.kind, self.rank, self.step, self.size, self.at = kind, rank, step, size, at
         self.wrong = size * wrong // 100
         self.group = None
 
     def on_start(self, trainer: Trainer) -> None:
+        self.passes = 0  # of layer 1 in the step at work
+        if self.kind == "layer":  # slow ones, that are told of
+            for index, block in enumerate(trainer.engine.model.blocks):
+                block.mixer.register_forward_pre_hook(partial(self._in_layer, trainer, index))
         if os.environ.get("JOB_ATTEMPT", "0") != "0":
             self.kind = "none"
         if trainer.mesh.layout.world_size > 1:
@@ -41,7 +47,14 @@ class Hang(Hook):
         if self.guilty and self.kind in ("disk", "read"):
             self._break_the_data(trainer)
 
+    def _in_layer(self, trainer: Trainer, index: int, *_: object) -> None:
+        time.sleep(0.02)
+        self.passes += index
+        while self.kind == "layer" and self.guilty and trainer.at == self.step and self.passes == self.at:
+            time.sleep(0)
+
     def before_step(self, trainer: Trainer, step: int) -> None:
+        self.passes = 0
         if step == self.step:
             print(f"this rank shares memory: {shares_memory('self')}", flush=True)
         if step and self.kind in ("skipped", "shapes", "deadlock"):

@@ -69,7 +69,7 @@ def test_the_sentences():
         'Current thread 1 (most recent call first):\n  File "/a/b.py", line 12 in spin\n  File "/a/c.py", line 3 in f\n'
     )
     assert said(*(rank(each, inside=waiting) for each in range(3)), stuck).endswith(
-        "; rank 3 is in forward of step 7 (2 of 4) since 200 s, at /a/b.py:12 in spin"
+        "; rank 3 is in forward of step 7 (micro-batch 2 of 4) since 200 s, at /a/b.py:12 in spin"
     )
 
 

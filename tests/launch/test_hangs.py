@@ -136,6 +136,21 @@ def test_a_run_that_only_pauses_is_reported_and_not_ended(tmp_path):
     assert "the run hangs" in error and "rank 0 on" in error and "the run goes on" in error
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("recompute", "said"), [("none", "forward"), ("full", "backward")])
+def test_a_rank_that_hangs_in_a_layer_is_named_with_the_layer(tmp_path, recompute, said):
+    """Layers that take long, of which one loops in the third micro-batch: in its forward pass, or while the backward
+    pass computes it again."""
+    at = 3 if recompute == "none" else 6
+    words = ("training.steps=20", "launch.restarts=0", "watch.hang=stop", "zero.stage=0", "training.micro_batch_size=4")
+    words += ("training.global_batch_size=32", f"training.activation_checkpointing.mode={recompute}")
+    job = start(tmp_path / "run", hanging("layer", 1, 5, at=at), *words)
+    _, error = job.communicate(timeout=500)
+    assert job.returncode == 76, error
+    assert "the run hangs: rank 0 waits in all_reduce" in error
+    assert f"rank 1 is in {said} of layer 1 of step 5 (micro-batch 3 of 4) since " in error
+
+
 @dataclass(frozen=True)
 class Hung:
     """A run that hung: what was done to whom, what the launcher said of it, and whether ranks shared memory."""

@@ -70,5 +70,5 @@ def test_of_a_rank_that_has_ended_the_last_call_is_told():
         assert (told["rank"], told["state"], told["step"]) == (3, "ended", 5)
         assert (call["name"], call["elements"], call["number"], call["inside"]) == ("the data group", 9, 1, True)
     finally:
-        beacon._inside.release()
+        beacon._words.release()
         sight.close()

@@ -13,7 +13,6 @@ from megatron.worker.beacon import SETUP, Beacon
 from tools.bench.watchers import (
     BLOCK,
     EMPTY,
-    EXCHANGE,
     HASHES,
     NONE,
     OFF,
@@ -43,8 +42,6 @@ def test_of_each_pair_one_step_is_off_and_both_orders_come() -> None:
         kind: 100 * ROUND.count(kind) for kind in ROUND
     }
     assert 0.45 < sum(pair[0] == OFF for pair in pairs) / len(pairs) < 0.55
-    windows = [kind for pair in pairs for kind in pair if kind in (WINDOW, EXCHANGE)]
-    assert windows == [WINDOW, EXCHANGE] * 100, "every second window is exchanged"
     assert steps[-6 * BLOCK - 1 : -1] == ([TIMED] * BLOCK + [EMPTY] * BLOCK) * 3
 
 
@@ -71,10 +68,10 @@ def test_what_is_added_is_found_below_a_load_that_comes_and_goes() -> None:
 
 def test_rare_steps_count_as_often_as_they_come() -> None:
     weights = weights_of(10, 100)
-    assert weights == pytest.approx({ON: 0.89, WINDOW: 0.05, EXCHANGE: 0.05, HASHES: 0.01})
-    each = {ON: 1.0, WINDOW: 3.0, EXCHANGE: 5.0, HASHES: 101.0}
+    assert weights == pytest.approx({ON: 0.89, WINDOW: 0.1, HASHES: 0.01})
+    each = {ON: 1.0, WINDOW: 4.0, HASHES: 101.0}
     kinds = {kind: np.full(6, value) for kind, value in each.items()}
-    assert added(kinds, np.full(24, 10.0), weights) == pytest.approx([0.23] * 3)
+    assert added(kinds, np.full(18, 10.0), weights) == pytest.approx([0.23] * 3)
 
 
 def test_an_interrupt_changes_no_trimmed_mean() -> None:

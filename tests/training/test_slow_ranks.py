@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,9 +19,26 @@ from statistics import median
 
 import pytest
 
+from megatron.report.ledger import read_ledger
+from megatron.training.hook import Hook
 from megatron.training.slow import PARTS, Comparison, median_of_others, parts_of
+from megatron.training.trainer import Trainer
 from megatron.worker.beacon import BACKWARD, DATA, FORWARD, NAMES
 from tests.paths import ROOT
+from tests.training.test_run import job
+from tests.workers import run
+
+TINY = """
+model: {layers: "(attention/mlp) x2", hidden_size: 16, vocab_size: 64, attention: {heads: 2}}
+training: {sequence_length: 16, micro_batch_size: 2, global_batch_size: 4}
+optimizer: {lr: 1e-3}
+schedule: {warmup_steps: 0}
+data: {synthetic: copy}
+tokenizer: {type: none}
+evaluation: {at_end: false}
+checkpoint: {at_end: false}
+logging: {console: quiet, curve: false, every: 1}
+"""
 
 
 def windows(draw: random.Random, ranks: int, slow: dict[int, tuple[int, float]], count: int) -> Comparison:
@@ -95,6 +113,33 @@ def test_ranks_that_tell_forward_and_backward_apart_or_together_are_compared_by_
         assert (begun.rank, begun.part) == (2, "data")
 
 
+class Late(Hook):
+    """Rank 1 takes longer before its forward pass, from a step on."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def on_start(self, trainer: Trainer) -> None:
+        if trainer.mesh.rank == 1:
+            trainer.engine.module.register_forward_pre_hook(lambda *_: time.sleep(0.5 * (trainer.at >= self.first)))
+
+
+@pytest.mark.parametrize("spikes", ["off", "report"])
+def test_metrics_and_ledger_name_the_slow_rank_its_host_and_since_when(tmp_path, spikes):
+    """Windows of two steps, sent with the numbers of the step behind them: before the update or after it."""
+    hook = "hooks=[{type: 'tests.training.test_slow_ranks:Late', options: {first: 6}}]"
+    words = ("watch.slow.every=2", "watch.slow.windows=2", "watch.slow.factor=3", f"spikes.action={spikes}", hook)
+    (tmp_path / "tiny.yml").write_text(TINY)
+    lines = run(2, job, str(tmp_path), 2, "training.steps=14", "zero.stage=0", *words)[0]
+    ranks = {line["step"]: line["ranks"] for line in lines if "ranks" in line}
+    (event,) = [each for each in read_ledger(tmp_path / "run" / "ledger.jsonl") if each["event"] == "slow"]
+    assert (event["rank"], event["since"], event["step"]) == (1, 6, 10), "6 and 7, 8 and 9: heard of in the next step"
+    assert event["host"] == ranks[13]["host"] == socket.gethostname() and event["times_others"] > 3
+    assert (ranks[13]["slowest"], ranks[13]["since"]) == (1, 6) and ranks[13]["times_others"] > 3
+    assert ranks[13]["times_past"] > 2
+    assert "since" not in ranks[10] and min(ranks) == 5, "steps 2 and 3 are heard of in step 4"
+
+
 @contextmanager
 def stopped_and_continued(pid: int) -> Iterator[None]:
     """A process that is stopped for four fifths of the time."""
@@ -165,7 +210,8 @@ def test_a_rank_that_is_slowed_down_is_named(tmp_path, slowed_down):
     assert named[0]["step"] - begin <= 50 and named[0]["since"] >= begin - 20
     assert re.search(r"slow: rank 2 on \S+ takes \d+\.\d times as long as the median of the others", out)
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert records[-1]["ranks"]["slowest"] == 2
+    told = next(each["ranks"] for each in records if each["step"] > named[0]["step"])
+    assert (told["slowest"], told["since"], told["host"]) == (2, named[0]["since"], named[0]["host"])
 
 
 def last_step(folder: Path) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -160,6 +161,59 @@ def test_a_decision_does_not_depend_on_a_restart(tmp_path: Path) -> None:
     assert [[(e["step"], e["value"], e["limit"]) for e in found] for found in spikes] == [
         [(BAD, spikes[0][0]["value"], spikes[0][0]["limit"])]
     ] * 2
+
+
+class Norms(Hook):
+    """Each rank writes the gradient norms that it goes by, to the last digit."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.norms = Path(folder), list[str]()
+
+    def on_numbers(self, trainer: Trainer, report: StepReport) -> None:
+        self.norms.append(repr(report.grad_norm))
+
+    def on_end(self, trainer: Trainer) -> None:
+        early = trainer.engine.gate.begin_to_meet is not None
+        (self.folder / f"norms_{early}_{trainer.mesh.rank}").write_text("\n".join(self.norms))
+
+
+def job_at_the_gate(*arguments) -> list[dict]:
+    """The ranks meet where they decide, and go by the norm of the first."""
+    with mock.patch("megatron.training.trainer.meets_early", lambda *_: False):
+        return job(*arguments)
+
+
+ALIKE = {
+    "zero 0": (2, ()),
+    "zero 0, context": (2, ("parallel.context=2",)),
+    "zero 0, bf16": (2, ("precision=bf16",)),
+    "zero 1": (4, ("zero.stage=1",)),
+    "zero 2": (4, ("zero.stage=2", "training.micro_batch_size=1")),
+    "zero 3": (2, ("zero.stage=3",)),
+}
+
+
+@pytest.mark.parametrize("layout", ["zero 0", *(pytest.param(each, marks=pytest.mark.slow) for each in [*ALIKE][1:])])
+@pytest.mark.parametrize("action", ["skip", pytest.param("clip", marks=pytest.mark.slow)])
+def test_numbers_sent_before_the_gradients_decide_as_those_at_the_gate(
+    layout: str, action: str, tmp_path: Path
+) -> None:
+    """Every rank has the same norm to the last bit, and the runs are one."""
+    ranks, options = ALIKE[layout]
+    path, lines = write(tmp_path, list(range(STEPS))), {}
+    (tmp_path / "tiny.yml").write_text(YAML)
+    hook = f"hooks=[{{type: 'tests.training.test_spikes:Norms', options: {{folder: '{tmp_path}'}}}}]"
+    options = (f"data.train={path}", *options, f"spikes.action={action}", "spikes.clip.warmup=5", hook)
+    for name, what in (("early", job), ("gate", job_at_the_gate)):
+        own = on_ranks(ranks, what, str(tmp_path), ranks, f"run.dir={tmp_path}/{name}", *options)[0]
+        lines[name] = [(line["loss"], line["grad_norm"], line["batch_hash"]) for line in own if "loss" in line]
+    assert lines["early"] == lines["gate"] and len(lines["gate"]) == STEPS
+    same(tmp_path, "early", STEPS, "gate", STEPS)
+    found = [read_ledger(tmp_path / name / "ledger.jsonl") for name in ("early", "gate")]
+    spikes = [[(e["step"], e["value"], e["limit"]) for e in each if e["event"] == "spike"] for each in found]
+    assert spikes[0] == spikes[1] and BAD in [step for step, *_ in spikes[0]]
+    norms = {(tmp_path / f"norms_{early}_{rank}").read_text() for early in (True, False) for rank in range(ranks)}
+    assert len(norms) == 1 and len(norms.pop().splitlines()) == STEPS
 
 
 class Nan(Hook):

@@ -182,7 +182,7 @@ class _Elsewhere:
 def elsewhere(trainer: Trainer) -> None:
     """Make the trainer treat its numbers as those of an accelerator, which are read a step later."""
     trainer.exchange.device = _Elsewhere()
-    trainer.exchange.sum = lambda values: torch.tensor([float(value) for value in values], dtype=torch.float64)
+    trainer.exchange._vector = lambda values: torch.tensor([float(value) for value in values], dtype=torch.float64)
 
 
 def run(trainer: Trainer) -> Outcome:

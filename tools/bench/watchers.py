@@ -13,8 +13,8 @@ beacon's methods do nothing, torch's collectives are torch's own, the engine has
 load that comes and goes meets both; of all pairs the trimmed mean (a fifth left out at either end), with an interval
 in which it is in 19 of 20 draws from the pairs (bootstrap). Both clocks are given: the processor time of all threads
 of all ranks, and the wall time. Most pairs are of steps in which no window ends. What comes once in many steps (a
-window's times are taken or exchanged, the state is hashed) is measured in pairs of its own, and counts as often as a
-run has it: every `watch.slow.every` and `--hashes` steps. In one pair of seven both steps are off: what these show
+window's times are exchanged, the state is hashed) is measured in pairs of its own, and counts as often as a run has
+it: every `watch.slow.every` and `--hashes` steps. In one pair of seven both steps are off: what these show
 must be nothing, and their interval says how much the whole method can tell.
 
 Not in it: what watching does to a later step (each pair begins with the caches of the one before, watched or not),
@@ -45,6 +45,7 @@ import tempfile  # noqa: E402
 import time  # noqa: E402
 from collections.abc import Callable, Mapping, Sequence  # noqa: E402
 from dataclasses import dataclass  # noqa: E402
+from functools import partial  # noqa: E402
 from pathlib import Path  # noqa: E402
 from types import FunctionType  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
@@ -56,18 +57,18 @@ from megatron.launch.command_line import main as launch  # noqa: E402
 from megatron.parallel import watched  # noqa: E402
 from megatron.training.hook import Hook  # noqa: E402
 from megatron.training.hooks.hashes import HashesHook  # noqa: E402
-from megatron.training.hooks.slow import AT_ONCE, SlowRanksHook  # noqa: E402
+from megatron.training.hooks.slow import SlowRanksHook  # noqa: E402
 from megatron.training.hooks.spikes import SpikesHook  # noqa: E402
 from megatron.worker.beacon import Beacon  # noqa: E402
 
 if TYPE_CHECKING:
     from megatron.training.trainer import Trainer
 
-OFF, NONE, ON, WINDOW, EXCHANGE, HASHES = "off", "none", "on", "window", "exchange", "hashes"
+OFF, NONE, ON, WINDOW, HASHES = "off", "none", "on", "window", "hashes"
 TIMED, EMPTY = "timed", "empty"
-ROUND = (*[ON] * 14, WINDOW, EXCHANGE, HASHES, *[NONE] * 3)  # beside which step a pair of a round has one that is off
+ROUND = (*[ON] * 15, WINDOW, HASHES, *[NONE] * 3)  # beside which step a pair of a round has one that is off
 BLOCK = 20  # steps of a block of parts
-WARM = [*[ON] * 20, WINDOW, EXCHANGE, HASHES, *[OFF, ON] * 10]  # before the first step that counts
+WARM = [*[ON] * 20, WINDOW, HASHES, *[OFF, ON] * 10]  # before the first step that counts
 WINDOWS = 10  # steps of `watch.slow`
 NEVER, TRIM, DRAWS, SEED = 10**9, 0.2, 1000, 19
 TOLD = ("at", "enter", "wait", "leave")  # what a beacon is told
@@ -79,10 +80,7 @@ def plan(rounds: int, blocks: int) -> list[str]:
     """What each step is: the first ones, pairs, blocks of parts (so many of either kind), and one that ends them."""
     draw, steps = random.Random(SEED), list(WARM)
     for _ in range(rounds):
-        kinds = draw.sample(ROUND, len(ROUND))
-        first, second = sorted(map(kinds.index, (WINDOW, EXCHANGE)))  # one is taken before it is exchanged
-        kinds[first], kinds[second] = WINDOW, EXCHANGE
-        for kind in kinds:
+        for kind in draw.sample(ROUND, len(ROUND)):
             steps += draw.sample([OFF, kind], 2)
     return [*steps, *([TIMED] * BLOCK + [EMPTY] * BLOCK) * blocks, OFF]
 
@@ -147,7 +145,7 @@ class WatcherTurns(Hook):
         self._changed: list[tuple[Any, str, Any]] = []
 
     def on_start(self, trainer: Trainer) -> None:
-        self._all = list(trainer.hooks)
+        self._all = [self, *(hook for hook in trainer.hooks if hook is not self)]  # so that a step has all its hooks
         self._gate = getattr(trainer.engine, "gate")  # noqa: B009  (the protocol does not have it)
         self._slow = next(hook for hook in self._all if isinstance(hook, SlowRanksHook))
         self._hashes = next(hook for hook in self._all if isinstance(hook, HashesHook))
@@ -173,7 +171,8 @@ class WatcherTurns(Hook):
     def _turn(self, trainer: Trainer, kind: str) -> None:
         self._back()
         off, beacon = kind in (OFF, NONE), trainer.beacon
-        trainer.hooks = [hook for hook in self._all if not (off and isinstance(hook, tuple(HOOKS.values())))]
+        # in place, since the trainer is going through them
+        trainer.hooks[:] = [hook for hook in self._all if not (off and isinstance(hook, tuple(HOOKS.values())))]
         engine: Any = trainer.engine
         engine.gate = None if off else self._gate
         beacon.__class__ = SilentBeacon if off else Beacon
@@ -182,8 +181,7 @@ class WatcherTurns(Hook):
             setattr(module, name, function.__wrapped__ if off else function)
         block = kind in (TIMED, EMPTY)
         self._hashes._every = BLOCK if block else 1 if kind == HASHES else NEVER
-        every = BLOCK // AT_ONCE if block else 1 if kind in (WINDOW, EXCHANGE) else NEVER
-        self._slow._options = self._slow._options.model_copy(update={"every": every})
+        self._slow._every = WINDOWS if block else 1 if kind == WINDOW else NEVER
         if block:
             self._time(trainer, kind)
 
@@ -213,18 +211,22 @@ class WatcherTurns(Hook):
         calls = {name: getattr(Beacon, name) if kind == TIMED else _nothing for name in TOLD}
         told = {name: watch.timed(function, time.perf_counter) for name, function in calls.items()}
         trainer.beacon.__class__ = type("TimedBeacon", (Beacon,), {"__slots__": (), **told})
-        spikes = self._parts["spikes"]  # which have the step's numbers exchanged a little earlier
+        spikes = self._parts["spikes"]  # which have the step's numbers exchanged earlier
+        for name in ("_decide", "losses_are_known"):
+            function = getattr(gate, name) if kind == TIMED else _nothing
+            self._change(gate, name, spikes.timed(function, time.perf_counter))
         if kind == TIMED:
-            self._change(gate, "_decide", spikes.timed(gate._decide, time.perf_counter))
             self._change(gate, "meet", spikes.timed(gate.meet, time.perf_counter, -1))
-        else:
-            self._change(gate, "_decide", spikes.timed(_nothing, time.perf_counter))
+            begin = gate.begin_to_meet and spikes.timed(gate.begin_to_meet, time.perf_counter, -1)
+            if begin is not None:
+                waits = partial(spikes.timed, clock=time.perf_counter, sign=-1)
+                self._change(gate, "begin_to_meet", lambda *own: waits(begin(*own)))
         # which need not compute the loss any more, where the gate has done so
         self._change(engine, "_result", spikes.timed(getattr(engine, "_result"), time.perf_counter))  # noqa: B009
         for name, kind_of in HOOKS.items():
             clock = time.perf_counter if name in SHORT else time.process_time
             for hook in (each for each in self._all if isinstance(each, kind_of)):
-                for point in ("before_step", "after_step", "on_numbers"):
+                for point in hook.points & {"before_step", "after_step", "on_numbers"}:
                     function = getattr(hook, point) if kind == TIMED else _nothing
                     self._change(hook, point, self._parts[name].timed(function, clock))
 
@@ -294,7 +296,7 @@ def added(kinds: Mapping[str, np.ndarray], off: np.ndarray, weights: Mapping[str
 
 def weights_of(windows: int, hashes: int) -> dict[str, float]:
     """How often the steps of a run are of each kind, where a window ends every so many, and hashes are as often."""
-    rare = {WINDOW: (1 - 1 / AT_ONCE) / windows, EXCHANGE: 1 / AT_ONCE / windows, HASHES: 1 / hashes}
+    rare = {WINDOW: 1 / windows, HASHES: 1 / hashes}
     return {ON: 1 - sum(rare.values()), **rare}
 
 

@@ -10,7 +10,7 @@ from .base import Section, key
 class SlowOptions(Section):
     every: int | None = key(
         10,
-        "Compare the ranks' times over n steps each, two such windows in one small collective; none never does.",
+        "Compare the ranks' times over n steps each, sent with the numbers of the step behind them; none never does.",
         unit="steps",
         gt=0,
     )

@@ -55,6 +55,9 @@ def label_layers(recorder: Recorder, module: nn.Module, *, inside: bool = True) 
                 recorder.label(layer, f"{place}.{kind.name}")
 
 
+Expected = Callable[[int, Tensor | None, int], Tally]  # step, its documents, numbers that ranks share beside its own
+
+
 class CommunicationHook(Hook):
     """Counts between the beginning and the end of each step; what comes between steps is kept apart.
 
@@ -83,7 +86,8 @@ class CommunicationHook(Hook):
         self._times: MessageTimes | None = None
         self._durations: Durations | None = None  # of the last timed step that was read
         self._heard = -1
-        self._predicted: Callable[[int, Tensor | None], Tally] | None = None  # of a step, where not all are alike
+        self._predicted: Expected | None = None
+        self._varies, self._shared = False, 0  # numbers that ranks shared in the last step whose prediction is written
 
     @classmethod
     def of(cls, parts: HookContext) -> CommunicationHook | None:
@@ -107,7 +111,7 @@ class CommunicationHook(Hook):
         self._recorder = Recorder(mesh, clock_of(device) if self._timed else None)
         label_layers(self._recorder, trainer.engine.module, inside=self._inside)
         place = {axis: getattr(mesh.at, axis) for axis in AXES if axis != "context" or mesh.context.size > 1}
-        expected, self._predicted = _expected(trainer)
+        expected, self._varies, self._predicted = _expected(trainer)
         facts = {"host": gethostname(), "layout": mesh.layout.sizes, "at": place, **expected}
         self._file = AccountFile(self._folder, mesh.rank, facts)
         self._recorder.install()
@@ -138,8 +142,10 @@ class CommunicationHook(Hook):
         if self._times is not None:
             self._read(step, self._times)
         if step % self._every == 0 or trainer.last:
-            expected = self._predicted
-            predicted = expected(step, trainer.batch.documents) if expected is not None else None
+            shared = 0 if report.shared is None else report.shared.numel()
+            predicted = None
+            if self._predicted is not None and (self._varies or shared != self._shared):
+                predicted, self._shared = self._predicted(step, trainer.batch.documents, shared), shared
             file.step(step, self._last, self._outside, crossing, predicted)
             self._outside = Tally()
             trainer.extra_metrics["communication"] = by_group(self._last, self._durations, crossing)
@@ -171,19 +177,22 @@ class CommunicationHook(Hook):
             trainer.log(f"accounts of all ranks: {self._folder / FOLDER}{os.sep}")
 
 
-def _expected(trainer: Trainer) -> tuple[dict[str, Any], Callable[[int, Tensor | None], Tally] | None]:
-    """What this rank's steps should send, as rows of an account, or why nobody knows; and, where they vary, what a step
-    with these documents should."""
+def _expected(trainer: Trainer) -> tuple[dict[str, Any], bool, Expected | None]:
+    """What this rank's steps should send, as rows of an account, or why nobody knows; whether they vary with the step
+    or its documents; and what a step should."""
     layout, rank = trainer.mesh.layout, trainer.mesh.rank
     plan = getattr(trainer.loader, "plan", None)
     weighted, routes = bool(plan and plan.masked), installed_routes()
     try:
         found = predict(trainer.config, layout.world_size, rank, weighted=weighted, routes=routes)
     except NotPredicted as error:
-        return {"unpredicted": str(error)}, None
-    report = found.routed.tally(report_traffic(trainer.config, layout, rank))
-    facts = {"predicted": (found.step + report).rows()}
+        return {"unpredicted": str(error)}, False, None
+
+    def report(shared: int = 0) -> Tally:
+        return found.routed.tally(report_traffic(trainer.config, layout, rank, shared))
+
+    facts = {"predicted": (found.step + report()).rows()}
     for name, how in (("uneven", MEAN), ("most", MOST)):
         if calls := found.calls(how):
             facts[name] = Tally((call, 0, 0) for call in calls).rows()
-    return facts, (lambda step, documents: found.at(step, documents) + report) if found.varies else None
+    return facts, found.varies, lambda step, documents, shared: found.at(step, documents) + report(shared)
