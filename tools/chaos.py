@@ -8,9 +8,10 @@ an order drawn from the seed. At the end of each run its weights, optimizer stat
 bit to those of a run that was left alone, each batch read once, and no process or private file left. Printed are the
 faults, in how many seconds each was detected and recovered from, and how many steps were lost.
 
-`--faults` lists the kinds, and `--only` takes some of them. Full and read-only disks need root. So do `--hosts N`:
-network namespaces, joined by links, with `--ranks` on each of them, and more of them as spares (launch.spares), which
-take the places of those that are lost.
+The layout is that of the configuration and the overrides: zero.stage, parallel.tensor, parallel.pipeline, ...; --join
+makes one table of what several calls with --json have printed. `--faults` lists the kinds of faults, and `--only` takes
+some of them. Full and read-only disks need root. So do `--hosts N`: network namespaces, joined by links, with `--ranks`
+on each of them, and more of them as spares (launch.spares), which take the places of those that are lost.
 
 Exit status 1: something was not as it must be (its folder is kept); 2: the configuration has mistakes; 3: the run fails
 without any fault, or none is possible.
@@ -46,11 +47,14 @@ def _main(options: argparse.Namespace, stack: ExitStack) -> int:
     from megatron.trials.faults import FAULTS
     from megatron.trials.hosts import TrialHosts
     from megatron.trials.job import TrialError
+    from megatron.trials.table import where
 
     names = [each.name for each in FAULTS]
     if options.faults:
         print("\n".join(names))
         return 0
+    if options.join:
+        return _join(options.join)
     if unknown := [each for each in options.only or () if each not in names]:
         print(f"--only {unknown[0]!r}: must be one of {', '.join(names)}", file=sys.stderr)
         return 2
@@ -92,17 +96,29 @@ def _main(options: argparse.Namespace, stack: ExitStack) -> int:
     except TrialError as error:
         print(error, file=sys.stderr)
         return 3
-    _print(rounds, options.json)
+    _print(rounds, options, where(config, options.ranks, options.hosts))
     return 1 if any(each.problems for each in rounds) else 0
 
 
-def _print(rounds: list, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps({"rounds": [asdict(each) for each in rounds]}))
-        return
+def _print(rounds: list, options: argparse.Namespace, where: str) -> None:
     from megatron.trials.table import table
 
-    print(table(rounds))
+    if options.json:
+        print(json.dumps({"where": where, "seed": options.seed, "rounds": [asdict(each) for each in rounds]}))
+    else:
+        print(table(rounds))
+
+
+def _join(files: list[Path]) -> int:
+    from megatron.trials.table import Played, published
+
+    try:
+        calls = [Played.read(json.loads(each.read_text(encoding="utf-8"))) for each in files]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        print(f"--join: must be files that --json has made: {error!r}", file=sys.stderr)
+        return 2
+    print(published(calls))
+    return 0
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
@@ -120,8 +136,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--faults", action="store_true", help="list the kinds of faults")
     parser.add_argument("--folder", type=Path, help="where the runs are; must not exist")
     parser.add_argument("--json", action="store_true", help="one JSON document")
+    parser.add_argument("--join", type=Path, nargs="+", metavar="FILE", help="one table of what --json has printed")
     options = parser.parse_intermixed_args(arguments)
-    if options.file is None and not options.faults:
+    if options.file is None and not options.faults and not options.join:
         parser.error("no configuration file")
     if options.folder is not None and options.folder.exists():
         parser.error(f"--folder {options.folder} exists: nothing is overwritten")

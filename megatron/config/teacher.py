@@ -74,7 +74,8 @@ def on_layout(config: Config) -> dict[str, Any]:
     if config.parallel.context > 1:
         parallel["context_cut"] = choose_cut(config)[0]  # both read the same tokens
     parallel["pipeline_split"] = type(config.parallel)().pipeline_split
-    training.update(sequence_schedule=[], audit=None, hashes=None, weight_average=None)
+    training.update(sequence_schedule=[], weight_average=None)
+    training.update(audit=None, audit_action="report", hashes=None, hashes_at_rest="due")
     training["activation_checkpointing"] = {}
     return values
 

@@ -57,6 +57,8 @@ from .reduction import (
     sum_large_gradients_in_place,
     tell_of_reductions,
 )
+from .replicas import PieceHashes
+from .rest import StateAtRest
 from .spikes import ADAGC
 from .state import EngineState
 from .statistics import UpdateStatistics
@@ -130,6 +132,9 @@ class BaseEngine:
         stage = zero_stage(self.config, self.mesh.layout)
         if stage == 0:
             self.clipping = GlobalClipping(parameters, self.mesh, global_limit(self.config))
+        self.rest = None if self.config.training.hashes is None else StateAtRest()
+        if self.rest is not None:
+            self.rest.attach(self.optimizer)
         self.gate = self._gate()
         if self.gate is not None:
             self.gate.attach(self.optimizer)
@@ -157,6 +162,10 @@ class BaseEngine:
         self.state = EngineState(
             self.deepspeed, self.optimizer, parameters, self.mesh, stage, buffers_of(module), average
         )
+        if self.gate is not None:
+            self.gate.watch(self.deepspeed.optimizer)
+        if self.rest is not None:
+            self.rest.pieces, self.state.rest = PieceHashes(self.state), self.rest
         if self.gate is not None and self.config.spikes.action == ADAGC:
             limit = self.config.optimizer.gradient_clipping
             self.gate.adagc = AdaGC(self.config.spikes.adagc, limit, self.state, self.mesh, self.device)

@@ -12,12 +12,13 @@ after it, making the weights of the forward pass from the masters, gives the sam
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.config import Config
 from megatron.parallel.account import phase
@@ -62,6 +63,32 @@ def exchanges_norm(config: Config, layout: Layout) -> bool:
     return judges(config) and not meets_early(config, layout)
 
 
+class OwnGradients:
+    """A hash of the gradients of a step as a rank computes them: of every micro-batch, before any is added to another.
+
+    Args:
+        parameters: whose.
+        device: where the hash is.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+        self._total = torch.zeros((), dtype=torch.int64, device=device)
+        self._handles = [
+            each.register_hook(partial(self._add, 2 * number + 1))
+            for number, each in enumerate(parameters)
+            if each.requires_grad
+        ]
+
+    def _add(self, factor: int, gradient: Tensor) -> None:
+        self._total += factor * hash_bits(gradient.contiguous())
+
+    def take(self) -> int:
+        """The hash; no more gradients are added."""
+        for each in self._handles:
+            each.remove()
+        return int(self._total)
+
+
 class StepGate:
     """Stands before the `step` of an optimizer.
 
@@ -103,16 +130,18 @@ class StepGate:
         self._factor: float | None = None
         self._trial = self._next = False
         self._prints: list[Tensor] | None = None
+        self._reduced = False  # whether prints are taken as soon as gradients were reduced
+        self._own: OwnGradients | None = None
 
     def attach(self, optimizer: torch.optim.Optimizer) -> StepGate:
         """Take the place of the optimizer's `step`."""
         update = optimizer.step
 
         def step(closure: Any = None) -> Any:
+            if self._prints is not None and not self._reduced:
+                self._take_prints(p.grad for group in optimizer.param_groups for p in group["params"])
             if self._clipping is not None:
                 self._clipping()
-            if self._prints is not None:
-                self._take_prints(optimizer)
             if self._trial:
                 return None
             self._decide()
@@ -130,12 +159,49 @@ class StepGate:
         gated.step = step
         return self
 
-    def prepare(self, *, trial: bool) -> None:
-        """Of the next step, keep a hash of the gradients; and with `trial` leave its update out, whatever they are."""
+    def watch(self, zero: Any) -> None:
+        """Take prints of ZeRO's gradients before they are clipped: by a norm that is of all ranks, one wrong bit
+        changes them all.
+
+        Args:
+            zero: DeepSpeed's optimizer.
+        """
+        clip: Any = zero.unscale_and_clip_grads if hasattr(zero, "averaged_gradients") else None  # ZeRO 1 to 3
+        shares: Any = getattr(zero, "fp32_groups_gradient_flat_partition", None)
+        self._reduced = clip is not None or shares is not None
+
+        def clipped(which: Any, norm: Any) -> Any:
+            if self._prints is not None:
+                self._take_prints(which if isinstance(which, list) else [zero.fp32_partitioned_groups_flat[which].grad])
+            return clip(which, norm)
+
+        def step(*arguments: Any, **options: Any) -> Any:
+            if self._prints is not None:
+                self._take_prints(shares)
+            return update(*arguments, **options)
+
+        if clip is not None:
+            zero.unscale_and_clip_grads = clipped
+        elif shares is not None:  # the bf16 optimizer's
+            update, zero.step = zero.step, step
+
+    def prepare(self, *, trial: bool, own: Sequence[nn.Parameter] = ()) -> None:
+        """Of the next step, keep a hash of the gradients; and with `trial` leave its update out, whatever they are.
+
+        Args:
+            own: of the gradients of these parameters too, as this rank computes them.
+        """
         self._next, self._prints = trial, []
+        self._own = OwnGradients(own, self._device) if own else None
+
+    def own_gradients(self) -> int:
+        """A hash of what this rank has computed of the gradients in the last step that was prepared for so."""
+        found, self._own = self._own, None
+        return 0 if found is None else found.take()
 
     def gradients(self) -> int:
-        """A hash of the gradients that this rank's optimizer got in the last step that was prepared for."""
+        """A hash of the gradients that this rank's optimizer got in the last step that was prepared for, after they
+        were reduced and before they were clipped."""
         total = 0
         for number, each in enumerate(self._prints or []):
             total += (2 * number + 1) * int(each)
@@ -177,10 +243,9 @@ class StepGate:
         if self.adagc is not None:
             self.adagc.restore(state.get(ADAGC, {}))
 
-    def _take_prints(self, optimizer: torch.optim.Optimizer) -> None:
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    def _take_prints(self, grads: Iterable[Tensor | None]) -> None:
         assert self._prints is not None
-        self._prints += [hash_bits(each) for each in grads]
+        self._prints += [hash_bits(each) for each in grads if each is not None]
 
     def _decide(self) -> None:
         if self._decided or not self._judges:

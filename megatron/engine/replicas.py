@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,16 +47,29 @@ def named_pieces(state: EngineState) -> Iterator[tuple[str, str, Tensor]]:
     """(name for people, exact name, values) of everything that this rank holds; pieces with the same exact name are
     the same piece of the run's state.
 
-    Under ZeRO 1 and 2 the weights of the forward pass are further pieces, beside the masters that they are made of.
+    From ZeRO 1 on the weights of the forward pass are further pieces, beside the masters that they are made of: under
+    ZeRO 3 this rank's share of them.
     """
     for each in state.targets():
         place = f"{each.tensor_rank}/{each.tensor_ranks} {each.start}+{each.data.numel()}"
         yield f"{each.tensor.name} ({each.state})", f"{each.tensor.name} {each.state} {place}", each.data
-    if state.stage in (1, 2):
+    if state.stage == 3:
+        for owned, values in state.partitions():
+            place = f"{owned.cut[0]}/{owned.cut[1]} {owned.start}+{owned.length}"
+            yield f"{owned.tensor.name} (weight)", f"{owned.tensor.name} weight {place}", values
+    elif state.stage > 0:
         for parameter in state.parameters:
             name, (index, count) = logical_of(parameter).name, shard_index(parameter)
             place = f"{index}/{count} {shard_start(parameter)}+{parameter.numel()}"
             yield f"{name} (weight)", f"{name} weight {place}", parameter
+
+
+class Piece(NamedTuple):
+    """A part of the state that this rank holds: its name for people, what stands for its exact name, its values."""
+
+    name: str
+    code: int
+    values: Tensor
 
 
 class _SmallPieces:
@@ -84,12 +98,20 @@ class PieceHashes:
     def __init__(self, state: EngineState) -> None:
         self._state = state
         self._addresses: list[int] = []
-        self._pieces: list[tuple[str, int, Tensor]] = []  # name, code of the exact name, values
-        self._alone: Collection[int] = ()  # what was left out last
-        self._wanted: list[tuple[str, int, Tensor]] = []  # the others
+        self._pieces: list[Piece] = []
+        self._arranged: tuple[list[Piece], Collection[int]] | None = None  # all pieces, and what was left out of them
+        self._wanted: list[Piece] = []  # the others
         self._codes = torch.zeros(0, dtype=torch.int64)
         self._small: list[tuple[Tensor, _SmallPieces]] = []  # numbers of pieces, and these
         self._others: list[int] = []  # numbers of the rest
+
+    def find(self) -> list[Piece]:
+        """All pieces; the same list as before where they have not moved."""
+        addresses = self._state.addresses()
+        if addresses != self._addresses:
+            self._pieces = [Piece(name, _code(exact), values) for name, exact, values in named_pieces(self._state)]
+            self._addresses = self._state.addresses()  # of states too that were only made now
+        return self._pieces
 
     def take(self, device: torch.device, alone: Collection[int] = ()) -> tuple[Tensor, list[str]]:
         """int64 [pieces, 2] on `device`: 63 bits that stand for the exact name of each piece, and its hash; and their
@@ -98,26 +120,23 @@ class PieceHashes:
         Args:
             alone: codes of pieces to leave out, since no other rank holds them.
         """
-        addresses = self._state.addresses()
-        if addresses != self._addresses:
-            self._pieces = [(name, _code(exact), values) for name, exact, values in named_pieces(self._state)]
-            self._addresses = self._state.addresses()  # of states too that were only made now
-            self._arrange(device, alone)
-        elif alone != self._alone:
-            self._arrange(device, alone)
+        pieces = self.find()
+        if self._arranged is None or self._arranged[0] is not pieces or self._arranged[1] != alone:
+            self._arrange(pieces, device, alone)
         found = torch.zeros(len(self._wanted), 2, dtype=torch.int64, device=device)
         found[:, 0] = self._codes
         for numbers, small in self._small:
             found[numbers, 1] = small.hashes().to(device)
         if self._others:
-            found[self._others, 1] = torch.stack([hash_bits(self._wanted[each][2]) for each in self._others]).to(device)
-        return found, [name for name, _, _ in self._wanted]
+            hashes = [hash_bits(self._wanted[each].values) for each in self._others]
+            found[self._others, 1] = torch.stack(hashes).to(device)
+        return found, [each.name for each in self._wanted]
 
-    def _arrange(self, device: torch.device, alone: Collection[int]) -> None:
+    def _arrange(self, pieces: list[Piece], device: torch.device, alone: Collection[int]) -> None:
         """See which pieces are hashed together."""
-        self._alone = alone
-        self._wanted = [each for each in self._pieces if each[1] not in alone]
-        self._codes = torch.tensor([code for _, code, _ in self._wanted], dtype=torch.int64, device=device)
+        self._arranged = pieces, alone
+        self._wanted = [each for each in pieces if each.code not in alone]
+        self._codes = torch.tensor([each.code for each in self._wanted], dtype=torch.int64, device=device)
         alike: dict[tuple, list[int]] = {}
         self._others = []
         for number, (_, _, values) in enumerate(self._wanted):
@@ -126,7 +145,7 @@ class PieceHashes:
             else:
                 self._others.append(number)
         self._small = [
-            (torch.tensor(numbers, device=device), _SmallPieces([self._wanted[each][2] for each in numbers]))
+            (torch.tensor(numbers, device=device), _SmallPieces([self._wanted[each].values for each in numbers]))
             for numbers in alike.values()
         ]
 

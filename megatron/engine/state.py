@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from megatron.parallel.shard import LogicalTensor
 
 from .optimizers import MatrixOptimizer, element_states, fingerprints, initialize_state, number_names
 from .optimizers.whole import Held
+
+if TYPE_CHECKING:
+    from .rest import StateAtRest
 
 FINGERPRINTS = "fingerprints"  # among the counters
 
@@ -74,6 +77,7 @@ class EngineState:
         self._averaging = average
         self.engine, self.optimizer, self.mesh, self.stage = engine, optimizer, mesh, stage
         self.parameters, self.buffers = list(dict.fromkeys(parameters)), buffers
+        self.rest: StateAtRest | None = None  # which hears of changes
 
     def fragments(self) -> Iterator[Fragment]:
         """What this rank saves: each element of the run's state is saved by exactly one rank."""
@@ -112,7 +116,12 @@ class EngineState:
         return found
 
     def refresh(self) -> None:
-        """Make the weights of the forward pass from the masters; call after the targets were filled."""
+        """Make the weights of the forward pass from the masters; call after the targets were filled, or changed."""
+        if self.rest is not None:
+            self.rest.forget()
+        self._refresh()
+
+    def _refresh(self) -> None:
         if self.stage == 3:
             self._refresh_partitioned()
         elif self.stage > 0:
@@ -127,7 +136,7 @@ class EngineState:
             weights = self._evaluates(group, flat, self.optimizer.state[flat])
             self._trained[flat] = flat.detach().clone()
             flat.data.copy_(weights)
-        self.refresh()
+        self._refresh()
 
     def for_training(self) -> None:
         """Undo `for_evaluation`, to the last bit."""
@@ -136,7 +145,7 @@ class EngineState:
         for flat, weights in self._trained.items():
             flat.data.copy_(weights)
         self._trained.clear()
-        self.refresh()
+        self._refresh()
 
     def begin_average(self) -> None:
         """The average is what the weights are."""
@@ -163,7 +172,7 @@ class EngineState:
             weights = flat.detach().clone()
             flat.data.copy_(average)
             average.copy_(weights)
-        self.refresh()
+        self._refresh()
 
     def _average_of(self, flat: Tensor) -> Tensor:
         if flat not in self._averages:
@@ -329,6 +338,14 @@ class EngineState:
             yield Owned(
                 tensor, shard_index(parameter), start, length, zero.fp32_partitioned_groups_flat[group], place, replica
             )
+
+    def partitions(self) -> Iterator[tuple[Owned, Tensor]]:
+        """At ZeRO 3, this rank's share of the weights of the forward pass: they lie as their masters do."""
+        zero = self.engine.optimizer
+        flats = dict(zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True))
+        for owned in self.owned():
+            if flats[owned.flat] is not None:
+                yield owned, owned.view(flats[owned.flat])
 
     def _create_states(self) -> None:
         """Give the optimizer its states before its first step, as it would make them itself."""

@@ -1,12 +1,80 @@
-"""Which ranks hold other bits than those that must hold the same."""
+"""Bits that have changed by themselves: which ranks hold others than those that must hold the same, and what then."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron.worker.job import CORRUPT
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
 
 Piece = tuple[int, int]  # what stands for its name, and its hash
+SHOWN = 3  # names of tensors in a message
+ADVICE = (
+    "Memory or a device of that host may be bad (tools/doctor.py); the run can be started again from its newest "
+    "checkpoint"
+)
+
+
+class Corruption(RuntimeError):
+    """A rank holds wrong bits, or has computed some; raised on all ranks.
+
+    Attributes:
+        step: number of the update after which it was found.
+        status: the exit status of the process.
+    """
+
+    status = CORRUPT
+
+    def __init__(self, text: str, step: int) -> None:
+        super().__init__(text)
+        self.step = step
+
+
+@dataclass(frozen=True)
+class Suspects:
+    """Who is at fault.
+
+    Attributes:
+        ranks: one of them, or all.
+        hosts: of each.
+        certain: whether it is all of them.
+        found: by what: "comparison" of ranks, "rest" of one rank's own state, or "audit".
+        tensors: in which.
+    """
+
+    ranks: Sequence[int]
+    hosts: Sequence[str]
+    certain: bool
+    found: str
+    tensors: Sequence[str] = ()
+
+    def text(self, one: str, more: str, unclear: str) -> str:
+        """`rank 3 on node2 {one}`, and its like for several, or for one of several."""
+        who = ", ".join(f"{rank} on {host}" for rank, host in zip(self.ranks, self.hosts, strict=True))
+        if not self.certain:
+            return f"one of ranks {who} {unclear}"
+        return f"rank {who} {one}" if len(self.ranks) == 1 else f"ranks {who} {more}"
+
+    def give_up(self, trainer: Trainer, step: int, good: int | None, text: str) -> None:
+        """Tell the ledger, and end the run; the launcher goes on from before.
+
+        Args:
+            step: of the last update that was done.
+            good: updates after which all was equal, where that is known.
+
+        Raises:
+            Corruption: always.
+        """
+        trainer.record(
+            "corruption", step=step, ranks=list(self.ranks), hosts=list(self.hosts), certain=self.certain,
+            found=self.found, tensors=list(self.tensors[:SHOWN]), good=good,
+        )  # fmt: skip
+        raise Corruption(text, step)
 
 
 @dataclass(frozen=True)

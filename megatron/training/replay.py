@@ -8,15 +8,19 @@ same draws. Where two results differ in a bit, hardware has failed for a moment,
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 from megatron.config import Config
 from megatron.data.batch import StepBatch
 from megatron.engine.gate import StepGate
 from megatron.engine.protocol import StepResult
 
+from .corruption import ADVICE, Suspects
 from .noise_scale import label_weights, noise_scale, small_batch
 
 if TYPE_CHECKING:
@@ -29,18 +33,46 @@ SHOWN = 8  # ranks in a message
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a step was on this rank: the sum of its labels' losses, before any rank has heard of another, and the
-    gradients that the optimizer was given, after they were reduced."""
+    """What a step was on this rank: the sum of its labels' losses, and hashes of the gradients that it has computed,
+    before they were summed, and of those that its optimizer was given.
+
+    The first two nobody else's numbers have gone into, but for ranks that compute a sample together."""
 
     loss: float
+    own: int
     gradients: int
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """Ranks whose fingerprints of two computations of a step are not the same, by part."""
+
+    losses: list[int]
+    own: list[int]
+    gradients: list[int]
+
+    def __bool__(self) -> bool:
+        return bool(self.losses or self.own or self.gradients)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those at fault, or some that one of them has misled: the others have only heard of it."""
+        return self.losses or self.own or self.gradients
+
+    @property
+    def text(self) -> str:
+        if self.losses:
+            return f"{_ranks(self.losses)} computed another loss"
+        if self.own:
+            return f"{_ranks(self.own)} computed other gradients"
+        return f"{_ranks(self.gradients)} got other gradients"
 
 
 class Replay:
     """Has an engine do steps, and some of them twice.
 
     Args:
-        every: `training.audit`.
+        every: `training.audit`; action: `training.audit_action`.
         confirm: `spikes.confirm`.
         noise: `logging.noise_scale`.
         engine: one with a `gate`.
@@ -48,9 +80,10 @@ class Replay:
     """
 
     def __init__(
-        self, every: int | None, confirm: bool, noise: int | None, engine: Any, attribution: Attribution | None = None
-    ) -> None:
-        self._every, self._confirm, self._noise = every, confirm, noise
+        self, every: int | None, action: str, confirm: bool, noise: int | None, engine: Any,
+        attribution: Attribution | None = None,
+    ) -> None:  # fmt: skip
+        self._every, self._action, self._confirm, self._noise = every, action, confirm, noise
         self._engine, self._attribution = engine, attribution
         self._gate: StepGate = engine.gate
 
@@ -60,7 +93,8 @@ class Replay:
         confirm = config.spikes.confirm or attribution is not None
         audit, noise = config.training.audit, config.logging.noise_scale
         wanted = confirm or audit is not None or noise is not None
-        return cls(audit, confirm, noise, engine, attribution) if wanted else None
+        action = config.training.audit_action
+        return cls(audit, action, confirm, noise, engine, attribution) if wanted else None
 
     def step(self, trainer: Trainer, step: int, batch: StepBatch, lr: float, look: Look) -> StepResult:
         """As the engine's `step`; all ranks call it."""
@@ -94,9 +128,9 @@ class Replay:
 
     def _step(self, trainer: Trainer, step: int, batch: StepBatch, lr: float, look: Look) -> StepResult:
         if self._every is not None and (step + 1) % self._every == 0:
-            self._run(batch, lr, None, trial=True)
+            self._run(batch, lr, None, trial=True, own=True)
             first = self._print()
-            result = self._run(batch, lr, look)
+            result = self._run(batch, lr, look, own=True)
             self._audit(trainer, step, first)
         elif self._confirm:
             before = self._gate.rule.state()
@@ -116,7 +150,8 @@ class Replay:
         was = self._print()
         self._gate.rule.restore(before)
         result = self._run(batch, lr, None)
-        losses, gradients = self._different(trainer, was)
+        found = self._different(trainer, was)
+        losses, gradients = found.losses, found.gradients
         if result.spike is None:
             cause = "transient: it was not there again, and the update is applied"
         elif losses or gradients:
@@ -137,33 +172,44 @@ class Replay:
         return result
 
     def _audit(self, trainer: Trainer, step: int, first: Fingerprint) -> None:
-        losses, gradients = self._different(trainer, first)
-        trainer.record("audit", step=step, equal=not (losses or gradients), losses=losses, gradients=gradients)
-        if losses or gradients:
-            what = f"{_ranks(losses)} computed another loss" if losses else f"{_ranks(gradients)} got other gradients"
-            trainer.log(f"audit of step {step}: computed twice, {what}")
+        found = self._different(trainer, first)
+        trainer.record(
+            "audit", step=step, equal=not found, losses=found.losses, own=found.own, gradients=found.gradients
+        )
+        if not found:
+            return
+        text = f"audit of step {step}: computed twice, {found.text}"
+        if self._action == "report":
+            trainer.log(text)
+            return
+        hosts, ranks = [""] * trainer.mesh.layout.world_size, found.ranks
+        dist.all_gather_object(hosts, socket.gethostname())
+        suspects = Suspects(ranks, [hosts[rank] for rank in ranks], len(ranks) == 1, "audit")
+        suspects.give_up(trainer, step, None, f"{text}. Its update was not saved. {ADVICE}")
 
-    def _run(self, batch: StepBatch, lr: float, look: Look | None, trial: bool = False) -> StepResult:
+    def _run(
+        self, batch: StepBatch, lr: float, look: Look | None, trial: bool = False, own: bool = False
+    ) -> StepResult:
         scaler = self._engine.state.loss_scaler() if trial else {}
-        self._gate.prepare(trial=trial)
+        self._gate.prepare(trial=trial, own=self._engine.state.parameters if own else ())
         result = self._engine.step(batch, lr, look)
         if trial:
             self._engine.state.restore_loss_scaler(scaler)
         return result
 
     def _print(self) -> Fingerprint:
-        return Fingerprint(float(self._engine.losses.loss), self._gate.gradients())
+        return Fingerprint(float(self._engine.losses.loss), self._gate.own_gradients(), self._gate.gradients())
 
-    def _different(self, trainer: Trainer, first: Fingerprint) -> tuple[list[int], list[int]]:
-        """Ranks whose own loss differs from what it was, and those whose gradients do."""
+    def _different(self, trainer: Trainer, first: Fingerprint) -> Disagreement:
+        """Ranks whose fingerprint differs from what it was."""
         now, ranks, own = self._print(), trainer.mesh.layout.world_size, trainer.mesh.rank
-        flags = [0.0] * (2 * ranks)
+        flags = [0.0] * (3 * ranks)
         # A nan is equal to itself here.
         flags[own] = float(repr(now.loss) != repr(first.loss))
-        flags[ranks + own] = float(now.gradients != first.gradients)
+        flags[ranks + own] = float(now.own != first.own)
+        flags[2 * ranks + own] = float(now.gradients != first.gradients)
         found = trainer.exchange.sum(list(flags)).tolist()
-        losses, gradients = found[:ranks], found[ranks:]
-        return [r for r in range(ranks) if losses[r]], [r for r in range(ranks) if gradients[r]]
+        return Disagreement(*([r for r in range(ranks) if found[part * ranks + r]] for part in range(3)))
 
 
 def _ranks(ranks: list[int]) -> str:

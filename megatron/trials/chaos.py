@@ -92,7 +92,8 @@ class Arena:
         ranks = self.ranks * (len(self.hosts.names) - SPARES if self.hosts else 1)
         replicas = zero == 0 and ranks > layout.tensor * layout.pipeline * layout.context
         network = self.hosts is not None or own_network()
-        has = {"ranks": ranks > 1, "replicas": replicas, "disk": disk, "network": network, "hosts": bool(self.hosts)}
+        has = {"ranks": ranks > 1, "replicas": replicas, "masters": zero > 0, "disk": disk, "network": network}
+        has["hosts"] = self.hosts is not None
         return [each for each in FAULTS if all(has[need] for need in each.needs)]
 
 
@@ -113,6 +114,7 @@ def overrides(steps: int, every: int) -> list[str]:
         "logging.every=1",  # every loss is compared
         "checkpoint.prove=true",
         "training.hashes=5",
+        "training.hashes_at_rest=always",
         "spikes.action=skip",
         "spikes.confirm=true",
         "spikes.window=8",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .inject import CLOCK, DIE_IN_SAVE, FLIP, GRADIENT, NAN, SLOW_DISK, SPIKE
+from .inject import CLOCK, DIE_IN_SAVE, FLIP, FLIP_MASTER, FLIP_MOMENT, GRADIENT, NAN, SLOW_DISK, SPIKE
 from .job import TrialJob, kill
 
 KEPT = 4  # checkpoints that a run keeps
@@ -30,7 +30,8 @@ class Fault:
         noticed: the event of the ledger that must follow where the run goes on; None where it need not notice.
         undo: what ends it once it was noticed, where it does not end by itself.
         needs: what the run must have: "ranks", "replicas" (ranks that hold the same bits), "disk" (a file system of
-            its own for checkpoints), "network" (one of its own between the ranks), "hosts".
+            its own for checkpoints), "network" (one of its own between the ranks), "masters" (weights that updates
+            begin from, beside those of the forward pass), "hosts".
         loses: whether a host is lost with it.
     """
 
@@ -289,7 +290,9 @@ FAULTS = (
     Fault("NaN in a gradient", _order(NAN), GOES_ON, noticed="replay"),
     Fault("spike of a gradient", _order(SPIKE), GOES_ON, noticed="replay"),
     Fault("bit of a summed gradient flipped", _order(GRADIENT), RESTART, needs=("replicas",)),
-    Fault("bit of a weight flipped", _order(FLIP), RESTART, needs=("replicas",)),
+    Fault("bit of a weight flipped", _order(FLIP), RESTART),
+    Fault("bit of a master weight flipped", _order(FLIP_MASTER), RESTART, needs=("masters",)),
+    Fault("bit of a moment flipped", _order(FLIP_MOMENT), RESTART),
     Fault("full disk", _fill, GOES_ON, noticed="checkpoint_failed", undo=_empty, needs=("disk",)),
     Fault("read-only disk", _forbid, GOES_ON, noticed="checkpoint_failed", undo=_allow, needs=("disk",)),
     Fault("slow disk", _order(SLOW_DISK), GOES_ON),

@@ -12,15 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron.checkpoint.fragment import MASTER
 from megatron.checkpoint.names import step_name
+from megatron.engine.replicas import named_pieces
+from megatron.engine.state import EngineState
 from megatron.training.hook import Hook
 
 if TYPE_CHECKING:
     from megatron.training.trainer import Trainer
 
-NAN, SPIKE, GRADIENT, FLIP = "nan", "spike", "gradient", "flip"
+NAN, SPIKE, GRADIENT = "nan", "spike", "gradient"
+FLIP, FLIP_MASTER, FLIP_MOMENT = "flip", "flip_master", "flip_moment"
+HELD = {FLIP: ("weight", MASTER), FLIP_MASTER: (MASTER,), FLIP_MOMENT: ("exp_avg",)}  # states, the first that there is
 DIE_IN_SAVE, SLOW_DISK, CLOCK = "die_in_save", "slow_disk", "clock"
-KINDS = (NAN, SPIKE, GRADIENT, FLIP, DIE_IN_SAVE, SLOW_DISK, CLOCK)
+KINDS = (NAN, SPIKE, GRADIENT, *HELD, DIE_IN_SAVE, SLOW_DISK, CLOCK)
 HUGE = 1e6  # what a gradient is multiplied with
 SLOW = (0.5, 8.0)  # seconds that a disk takes longer for each file that is waited for, and for how long it is so slow
 JUMP = 5400.0  # seconds by which a clock jumps, forwards on even ranks and backwards on odd ones
@@ -106,7 +111,8 @@ class Orders(Hook):
     """Does once what a file of the name `<kind>.<rank>` asks for, and removes the file first.
 
     nan and spike spoil a gradient of this rank in the next step, gradient changes a bit of one after ranks have summed
-    it, flip a bit of a weight, die_in_save ends the rank with SIGKILL some time after the next checkpoint has begun to
+    it, flip a bit of a weight of the forward pass, flip_master one of a weight that an update begins from, flip_moment
+    one of a first moment, die_in_save ends the rank with SIGKILL some time after the next checkpoint has begun to
     be written, slow_disk makes this rank's disk slow for some seconds, clock makes the clock of this process jump.
 
     Args:
@@ -127,8 +133,9 @@ class Orders(Hook):
                 self._spoil(trainer, factor)
         if self._take(GRADIENT, rank):
             corrupt_gradient(getattr(trainer.engine, "optimizer"))  # noqa: B009  (the protocol does not have it)
-        if self._take(FLIP, rank):
-            flip(_parameter(trainer))
+        for kind, states in HELD.items():
+            if self._take(kind, rank):
+                flip(held(getattr(trainer.engine, "state"), *states))  # noqa: B009
         if self._take(SLOW_DISK, rank):
             slow_disk(*SLOW)
         if self._take(CLOCK, rank):
@@ -160,6 +167,17 @@ def flip(tensor: torch.Tensor) -> None:
     in the rounding of the next update, and then there is nothing to be found."""
     with torch.no_grad():
         tensor.view(-1)[:1].view(torch.uint8)[tensor.element_size() - 2] ^= 1 << 6
+
+
+def held(state: EngineState, *states: str) -> torch.Tensor:
+    """The largest element, [1], of the first tensor that this rank holds in the first of these states that it has."""
+    pieces = list(named_pieces(state))
+    for each in states:
+        found = next((values for name, _, values in pieces if name.endswith(f"({each})")), None)
+        if found is not None:
+            flat = found.detach().view(-1)
+            return flat[int(flat.abs().argmax()) :][:1]
+    raise LookupError(f"this rank has none of {', '.join(states)}")
 
 
 def corrupt_gradient(optimizer: torch.optim.Optimizer) -> None:

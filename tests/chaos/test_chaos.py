@@ -220,7 +220,7 @@ def test_the_published_table_has_every_fault() -> None:
 
 def test_every_fault_says_what_must_follow() -> None:
     names = [each.name for each in FAULTS]
-    assert len(set(names)) == len(names) and len(KINDS) == 7
+    assert len(set(names)) == len(names) and len(KINDS) == 9
     for each in FAULTS:
         assert each.then in (RESTART, AGAIN, GOES_ON)
         assert each.noticed is None or each.then == GOES_ON

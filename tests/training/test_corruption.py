@@ -116,7 +116,7 @@ def test_who_is_named() -> None:
 
 
 def test_an_exit_status_of_its_own(capsys: pytest.CaptureFixture) -> None:
-    from megatron.training.hooks.hashes import Corruption
+    from megatron.training.corruption import Corruption
 
     def fail() -> None:
         raise Corruption("rank 3 holds other bits", 5)

@@ -107,7 +107,15 @@ def window_fits_the_run(context: RuleContext) -> Iterator[Problem]:
 
 
 def hashes_see_the_state(context: RuleContext) -> Iterator[Problem]:
-    if context.config.training.hashes is None:
+    training = context.config.training
+    if training.hashes is None:
+        if training.hashes_at_rest != "due":
+            yield context.problem(
+                "training.hashes_at_rest",
+                "training.hashes",
+                rule="must go with training.hashes, the steps after which ranks tell what they have found",
+                fix="add training.hashes=100, or leave it out",
+            )
         return
     for name in ("offload_optimizer", "offload_parameters"):
         if getattr(context.config.zero, name).device != "none":
@@ -117,9 +125,16 @@ def hashes_see_the_state(context: RuleContext) -> Iterator[Problem]:
                 rule="must be off with offloading: what is compared would have to come back to the device each time",
                 fix="leave training.hashes out",
             )
-    if context.ranks == 1:
-        yield context.warning(
-            "training.hashes", rule="must have ranks to compare; a single one cannot tell", fix="leave it out"
+
+
+def audits_can_act(context: RuleContext) -> Iterator[Problem]:
+    training = context.config.training
+    if training.audit_action != "report" and training.audit is None:
+        yield context.problem(
+            "training.audit_action",
+            "training.audit",
+            rule="must go with training.audit, which computes steps twice",
+            fix="add training.audit=100, or leave it out",
         )
 
 
@@ -171,6 +186,7 @@ RULES = [
     attribution_can_restart,
     confirmation_has_an_action,
     hashes_see_the_state,
+    audits_can_act,
     rollback_has_checkpoints,
     rollback_keeps_old_checkpoints,
     what_is_left_out_covers_the_spike,

@@ -1,4 +1,6 @@
-"""Looks for bits that have changed by themselves: ranks that must hold the same compare hashes of it."""
+"""Looks for bits that have changed by themselves: ranks that must hold the same compare hashes of it, and each rank
+compares those of its own state after an update with those before the next.
+"""
 
 from __future__ import annotations
 
@@ -9,31 +11,15 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint.communicator import Communicator
-from megatron.engine.replicas import PieceHashes
-from megatron.engine.state import EngineState
-from megatron.worker.job import CORRUPT
+from megatron.config.sections.recipe import AtRest
+from megatron.engine.rest import StateAtRest
 
-from ..corruption import differences, guilty
+from ..corruption import ADVICE, SHOWN, Suspects, differences, guilty
 from ..exchange import StepReport
 from ..hook import Hook, HookContext
 from ..trainer import Trainer
 
-SHOWN = 3  # names of tensors in a message
-
-
-class Corruption(RuntimeError):
-    """Ranks that must hold equal bits do not.
-
-    Attributes:
-        step: number of the update after which it was found.
-        status: the exit status of the process.
-    """
-
-    status = CORRUPT
-
-    def __init__(self, text: str, step: int) -> None:
-        super().__init__(text)
-        self.step = step
+REST = 0  # in the place of a piece's code: how many pieces a rank has found changed at rest
 
 
 class HashesHook(Hook):
@@ -41,7 +27,8 @@ class HashesHook(Hook):
 
     Args:
         every: n.
-        state: of the engine.
+        at_rest: before which updates a rank's own state is looked at: "due" are those that a comparison follows.
+        rest: of the engine.
         communicator: of all ranks.
         hosts: of each rank.
 
@@ -49,51 +36,86 @@ class HashesHook(Hook):
         Corruption: on every rank.
     """
 
-    def __init__(self, every: int, state: EngineState, communicator: Communicator, hosts: Sequence[str]) -> None:
-        self._every, self._communicator, self._hosts = every, communicator, list(hosts)
-        self._pieces = PieceHashes(state)
+    def __init__(
+        self, every: int, at_rest: AtRest, rest: StateAtRest, communicator: Communicator, hosts: Sequence[str]
+    ) -> None:
+        self._every, self._at_rest, self._communicator, self._hosts = every, at_rest, communicator, list(hosts)
+        assert rest.pieces is not None
+        self._rest, self._pieces = rest, rest.pieces
         self._good: int | None = None  # updates after which all was equal
-        self._alone: frozenset[int] = frozenset()  # pieces that no other rank holds
+        self._alone: frozenset[int] | None = None  # pieces that no other rank holds, once that is known
         self._rows: int | None = None  # pieces that a rank compares, at most
 
     @classmethod
     def of(cls, parts: HookContext) -> HashesHook | None:
         every, world, engine = parts.config.training.hashes, parts.world, parts.engine
-        if every is None or world is None or world.mesh.layout.world_size == 1:
+        if every is None or world is None:
             return None
-        state: EngineState = getattr(engine, "state")  # noqa: B009  (the protocol does not have it)
-        return cls(every, state, world.communicator, world.communicator.gather(socket.gethostname()))
+        rest: StateAtRest = getattr(engine, "rest")  # noqa: B009  (the protocol does not have it)
+        hosts = world.communicator.gather(socket.gethostname())
+        return cls(every, parts.config.training.hashes_at_rest, rest, world.communicator, hosts)
+
+    def on_start(self, trainer: Trainer) -> None:
+        self._rest.forget()
+        self._begin_rest(trainer)
 
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
         if trainer.completed % self._every == 0:
             self._compare(trainer)
+        self._begin_rest(trainer)
+
+    def _begin_rest(self, trainer: Trainer) -> None:
+        if self._rests(trainer.completed):
+            with trainer.clock.pause():
+                self._rest.begin(None if self._at_rest == "always" else self._alone)
 
     def before_save(self, trainer: Trainer) -> None:
-        self._compare(trainer)
+        # What comes before a save, an evaluation say, takes its time: another look, where one can be had.
+        if self._good != trainer.completed or self._rests(trainer.completed):
+            with trainer.clock.pause():
+                self._rest.look()
+            self._compare(trainer)
+
+    def _rests(self, completed: int) -> bool:
+        """Whether the state is watched from after this update on."""
+        return self._at_rest == "always" or (self._at_rest == "due" and (completed + 1) % self._every == 0)
 
     def _compare(self, trainer: Trainer) -> None:
-        if self._good == trainer.completed:
-            return
         with trainer.clock.pause():
-            own, names = self._pieces.take(trainer.exchange.device, self._alone)
-            everyone = self._gathered(own)
-            found = differences(everyone)
-        if found:
+            own, names = self._pieces.take(trainer.exchange.device, self._alone or ())
+            changed = torch.zeros(1, 2, dtype=torch.int64, device=own.device)
+            changed[0, 1] = self._rest.count(own.device)
+            everyone = self._gathered(torch.cat([own, changed]))
+        self._judge_rest(trainer, everyone)
+        if found := differences([[each for each in rows if each[0] != REST] for rows in everyone]):
             codes = {each.code for each in found}
             mine = sorted({name for (code, _), name in zip(own.tolist(), names, strict=True) if code in codes})
-            odd, certain = guilty(found)
-            self._raise(trainer, odd, certain, sorted({name for each in self._told(mine) for name in each}))
+            self._judge(trainer, *guilty(found), self._told(mine))
         self._good = trainer.completed
 
+    def _judge_rest(self, trainer: Trainer, everyone: list[list[tuple[int, int]]]) -> None:
+        """A rank whose own state has changed while nobody changed it is the one at fault."""
+        ranks = [rank for rank, rows in enumerate(everyone) if (REST, 0) not in rows]
+        if not ranks:
+            return
+        suspects = Suspects(ranks, self._of(ranks), True, "rest", self._told(self._rest.changed()))
+        who = suspects.text(*["held other bits before an update than after the one before it"] * 3)
+        text = (
+            f"until {trainer.completed} updates were done {who}, in {self._shown(suspects.tensors)}. Nothing was saved "
+        )
+        text += f"since. {ADVICE}"
+        suspects.give_up(trainer, trainer.completed - 1, self._good, text)
+
     def _gathered(self, own: torch.Tensor) -> list[list[tuple[int, int]]]:
-        """The rows of all ranks, which may have different numbers of them; nothing where no two differ, as is the rule:
+        """The rows of all ranks, which may have different numbers of them; nothing where all is well, as is the rule:
         ten thousand ranks have millions of rows.
         """
+        if len(self._hosts) == 1:
+            self._alone = self._alone or frozenset(own[own[:, 0] != REST, 0].tolist())
+            return [[(code, value) for code, value in own.tolist()]]
         first = self._rows is None
         if self._rows is None:
             self._rows = self._most(len(own), own.device)
-        if not self._rows:  # nothing is held twice
-            return []
         padded = torch.full((self._rows, 2), -1, dtype=torch.int64, device=own.device)
         padded[: len(own)] = own
         everyone = torch.empty(len(self._hosts), *padded.shape, dtype=torch.int64, device=own.device)
@@ -104,9 +126,10 @@ class HashesHook(Hook):
             shared = known[holders > 1]
             self._alone = frozenset(own[:, 0][~torch.isin(own[:, 0], shared)].tolist())
             self._rows = int(torch.isin(everyone[:, :, 0], shared).sum(1).max())
+        at_rest = not ((codes == REST) & (values != 0)).any()
         codes, order = codes.sort()
         values = values[order]
-        if not ((codes[1:] == codes[:-1]) & (values[1:] != values[:-1]) & (codes[1:] >= 0)).any():
+        if at_rest and not ((codes[1:] == codes[:-1]) & (values[1:] != values[:-1]) & (codes[1:] >= 0)).any():
             return []
         return [[(code, value) for code, value in each if code >= 0] for each in everyone.tolist()]
 
@@ -116,31 +139,25 @@ class HashesHook(Hook):
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         return int(most)
 
-    def _told(self, names: list[str]) -> list[list[str]]:
-        return self._communicator.gather(names[:SHOWN])
+    def _told(self, names: list[str]) -> list[str]:
+        """Those of all ranks."""
+        return sorted({name for each in self._communicator.gather(names[:SHOWN]) for name in each})
 
-    def _raise(self, trainer: Trainer, odd: list[int], certain: bool, names: list[str]) -> None:
-        who = ", ".join(f"{rank} on {self._hosts[rank]}" for rank in odd)
-        if certain and len(odd) == 1:
-            who = f"rank {who} holds other bits than the others"
-        elif certain:
-            who = f"ranks {who} hold other bits than the others"
-        else:
-            who = f"one of ranks {who} holds wrong bits; so few cannot tell which"
+    def _of(self, ranks: Sequence[int]) -> list[str]:
+        return [self._hosts[rank] for rank in ranks]
+
+    @staticmethod
+    def _shown(names: Sequence[str]) -> str:
+        return ", ".join(names[:SHOWN]) + (" and more" if len(names) > SHOWN else "")
+
+    def _judge(self, trainer: Trainer, odd: list[int], certain: bool, names: list[str]) -> None:
+        suspects = Suspects(odd, self._of(odd), certain, "comparison", names)
+        who = suspects.text(
+            "holds other bits than the others",
+            "hold other bits than the others",
+            "holds wrong bits; so few cannot tell which",
+        )
         since = "the start" if self._good is None else f"{self._good} updates"
-        shown = ", ".join(names[:SHOWN]) + (" and more" if len(names) > SHOWN else "")
-        trainer.record(
-            "corruption",
-            step=trainer.completed - 1,
-            ranks=odd,
-            hosts=[self._hosts[rank] for rank in odd],
-            certain=certain,
-            tensors=names[:SHOWN],
-            good=self._good,
-        )
-        raise Corruption(
-            f"after {trainer.completed} updates {who}, in {shown}. All was equal after {since}, and nothing was saved "
-            "since it was not. Memory or a device of that host may be bad (tools/doctor.py); the run can be started "
-            "again from its newest checkpoint",
-            trainer.completed - 1,
-        )
+        text = f"after {trainer.completed} updates {who}, in {self._shown(names)}. All was equal after {since}, and "
+        text += f"nothing was saved since it was not. {ADVICE}"
+        suspects.give_up(trainer, trainer.completed - 1, self._good, text)

@@ -274,6 +274,20 @@ OUTPUT = [
         "must be off with offloading",
     ),
     case(
+        "state at rest that nobody hears of",
+        "training: {hashes_at_rest: always}",
+        "a.yml:2: training.hashes_at_rest = 'always'",
+        "must go with training.hashes",
+        "add training.hashes=100",
+    ),
+    case(
+        "what follows an audit that is none",
+        "training: {audit_action: restart}",
+        "a.yml:2: training.audit_action = 'restart'",
+        "must go with training.audit",
+        "add training.audit=100",
+    ),
+    case(
         "confirmation of spikes about which nothing is done",
         "spikes: {confirm: true, action: report}",
         "a.yml:2: spikes.confirm = true",
