@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -14,13 +15,14 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.config import load
 from megatron.config.sections.layout import LaunchSection
 from megatron.trials.chaos import Event, Round, own_network
 from megatron.trials.faults import AGAIN, FAULTS, GOES_ON, RESTART, damage, mount, unmount_all
 from megatron.trials.hosts import RUNNER, VARIABLE, TrialHosts
 from megatron.trials.inject import KINDS, corrupt_gradient, flip
 from megatron.trials.job import TrialJob
-from megatron.trials.table import table
+from megatron.trials.table import table, where
 from tests.paths import ROOT
 
 TINY = """
@@ -46,8 +48,9 @@ def chaos(folder: Path, *words: str) -> tuple[int, list[dict], str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [each.name for each in FAULTS if "hosts" not in each.needs])
 def test_each_fault_is_survived(name: str, tmp_path: Path) -> None:
-    status, rounds, said = chaos(tmp_path, "--only", name, "--steps", "60", "--every", "5", "--most", "2")
     (needs,) = [set(each.needs) for each in FAULTS if each.name == name]
+    words = ["zero.stage=1"] if "masters" in needs else []
+    status, rounds, said = chaos(tmp_path, *words, "--only", name, "--steps", "60", "--every", "5", "--most", "2")
     if status == 3 and "none of these faults can happen" in said and needs & {"disk", "network"}:
         pytest.skip("needs root, for mounts and network namespaces")
     assert status == 0 and rounds[0]["events"], said
@@ -209,12 +212,55 @@ def test_the_table_has_every_fault_and_every_miss() -> None:
     assert text.endswith("run 2: spike of a gradient: nobody saw it")
 
 
+def test_calls_are_joined_into_one_table(tmp_path: Path) -> None:
+    """A row for each layout and kind of fault, over all calls of a layout."""
+
+    def call(name: str, where: str, seed: int, *events: Event) -> str:
+        rounds = [asdict(Round(1, list(events)))]
+        (tmp_path / name).write_text(json.dumps({"where": where, "seed": seed, "rounds": rounds}))
+        return str(tmp_path / name)
+
+    first = call("a", "ZeRO 1, 2 ranks", 7, Event("rank killed", "rank 1", 12, 0.5, 10.0, 3, 137))
+    second = call("b", "ZeRO 1, 2 ranks", 3, Event("rank killed", "rank 0", 40, 1.5, 20.0, 0, 137))
+    third = call("c", "ZeRO 3, 2 ranks", 3, Event("slow disk", "rank 0", 40, None, 0.2))
+    command = [sys.executable, str(ROOT / "tools" / "chaos.py"), "--join", first, third, second]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()]
+    assert lines[0][:3] == ["fault", "where (seeds)", "times"]
+    assert lines[2] == ["rank killed", "ZeRO 1, 2 ranks (3, 7)", "2", "1.0 (1.5)", "15.0 (20.0)", "0-3", "137"]
+    assert lines[3] == ["slow disk", "ZeRO 3, 2 ranks (3)", "1", "", "0.2", "0", ""]
+    assert "ZeRO 1, 2 ranks: 2 faults in 2 runs, 3 steps done again; 2 of 2 runs ended equal" in done.stdout
+    (tmp_path / "a").write_text("{}")
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and "must be files that --json has made" in done.stderr
+
+
+def test_a_layout_is_told_in_a_few_words() -> None:
+    def told(ranks: int, hosts: int, *words: str) -> str:
+        model = [
+            "model.layers=(attention/mlp) x2",
+            "model.hidden_size=32",
+            "model.vocab_size=64",
+            "data.synthetic=copy",
+        ]
+        return where(load([], [*model, "tokenizer.type=none", *words], ranks=ranks * hosts).config, ranks, hosts)
+
+    assert told(2, 1, "zero.stage=3") == "ZeRO 3, 2 ranks"
+    assert (
+        told(4, 1, "zero.stage=0", "parallel.tensor=2", "parallel.pipeline=2")
+        == "ZeRO 0, tensor 2, pipeline 2, 4 ranks"
+    )
+    assert told(1, 2, "zero.stage=1") == "ZeRO 1, 2 ranks, 2 hosts"
+
+
 def test_the_published_table_has_every_fault() -> None:
     text = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
     lines = text[text.index("| fault ") :].partition("\n\n")[0].splitlines()[2:]
     rows = [[cell.strip() for cell in line.split("|")[1:4]] for line in lines]
     assert {name for name, _, _ in rows} == {each.name for each in FAULTS}
     times = sum(int(number) for _, _, number in rows)
+    for layout in ("ZeRO 1", "ZeRO 3"):
+        assert sum(int(number) for _, where, number in rows if layout in where) >= 8, layout
     assert times >= 300 and f"These are {times} faults" in text
 
 

@@ -132,7 +132,7 @@ def test_without_more_only_the_updates_before_a_comparison_are_watched(tmp_path:
 
 
 SOUND = {
-    "evaluated weights are others": (2, ("optimizer.type=schedule_free_adamw", "zero.stage=1")),
+    "evaluated weights are others": (2, ("optimizer.type=schedule_free_adamw", "schedule.type=constant", "zero.stage=1")),
     "overflows": (2, ("precision=fp16", "zero.stage=1")),
     "matrices": (2, ("optimizer.type=muon", "zero.stage=1")),
     "eight bits": (2, ("optimizer.type=adamw_8bit", "zero.stage=0")),

@@ -100,10 +100,8 @@ class HashesHook(Hook):
             return
         suspects = Suspects(ranks, self._of(ranks), True, "rest", self._told(self._rest.changed()))
         who = suspects.text(*["held other bits before an update than after the one before it"] * 3)
-        text = (
-            f"until {trainer.completed} updates were done {who}, in {self._shown(suspects.tensors)}. Nothing was saved "
-        )
-        text += f"since. {ADVICE}"
+        where = f"{who}, in {self._shown(suspects.tensors)}. Nothing was saved since. {ADVICE}"
+        text = f"until {trainer.completed} updates were done {where}"
         suspects.give_up(trainer, trainer.completed - 1, self._good, text)
 
     def _gathered(self, own: torch.Tensor) -> list[list[tuple[int, int]]]:
