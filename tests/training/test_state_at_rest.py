@@ -62,7 +62,7 @@ class FlipGradient(Hook):
         if not self._summed:
             once = [True]
             next(trainer.engine.module.parameters()).register_hook(lambda g: _flipped(g) if once and once.pop() else g)
-        elif hasattr(zero, "averaged_gradients"):
+        elif trainer.config.zero.stage > 0:
             _in_shares(zero)
         else:
             corrupt_gradient(trainer.engine.optimizer)
@@ -81,7 +81,9 @@ def _in_shares(zero: object) -> None:
 
     def step(*arguments: object, **options: object) -> object:
         zero.step = update
-        share = max((each for group in zero.averaged_gradients.values() for each in group), key=torch.Tensor.numel)
+        flats = getattr(zero, "fp32_groups_gradient_flat_partition", None)  # the bf16 optimizer's
+        shares = flats or [each for group in zero.averaged_gradients.values() for each in group]
+        share = max(shares, key=torch.Tensor.numel)
         share.copy_(_flipped(share))
         return update(*arguments, **options)
 
@@ -132,7 +134,10 @@ def test_without_more_only_the_updates_before_a_comparison_are_watched(tmp_path:
 
 
 SOUND = {
-    "evaluated weights are others": (2, ("optimizer.type=schedule_free_adamw", "schedule.type=constant", "zero.stage=1")),
+    "evaluated weights are others": (
+        2,
+        ("optimizer.type=schedule_free_adamw", "schedule.type=constant", "zero.stage=1"),
+    ),
     "overflows": (2, ("precision=fp16", "zero.stage=1")),
     "matrices": (2, ("optimizer.type=muon", "zero.stage=1")),
     "eight bits": (2, ("optimizer.type=adamw_8bit", "zero.stage=0")),
