@@ -138,7 +138,6 @@ SOUND = {
         2,
         ("optimizer.type=schedule_free_adamw", "schedule.type=constant", "zero.stage=1"),
     ),
-    "overflows": (2, ("precision=fp16", "zero.stage=1")),
     "matrices": (2, ("optimizer.type=muon", "zero.stage=1")),
     "eight bits": (2, ("optimizer.type=adamw_8bit", "zero.stage=0")),
     "audits": (2, ("training.audit=2", "training.audit_action=restart", "zero.stage=2", "precision=bf16")),

@@ -73,6 +73,7 @@ class HashesHook(Hook):
         # What comes before a save, an evaluation say, takes its time: another look, where one can be had.
         if self._good != trainer.completed or self._rests(trainer.completed):
             with trainer.clock.pause():
+                self._pieces.find()  # an evaluation may have put other weights in the place of those that are trained
                 self._rest.look()
             self._compare(trainer)
 
