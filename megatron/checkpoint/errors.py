@@ -47,6 +47,10 @@ class StoreRefuses(CheckpointError):
     """A checkpoint was not written because the disk has no room for it, or refuses; on every rank alike."""
 
 
+class Unreachable(CheckpointError):
+    """Nobody can say what a store has, or it does not give out what it has: later it may."""
+
+
 def disk_refuses(error: BaseException | None) -> bool:
     """Whether an error of the system says that a disk cannot be written now, but may be later: it, or a user's share of
     it, is full; it has become read-only; its server, or the right to it, is gone."""

@@ -23,6 +23,7 @@ class SavePolicy:
         log_spaced: save at steps 0, 1, 2, 4, ..., 512.
         at_end: save after the last step.
         auto: save when somebody who knows what failures and saves cost says that it is time.
+        store: save at multiples of this many steps too, for the copies in an object store.
     """
 
     every: int | None = None
@@ -31,12 +32,16 @@ class SavePolicy:
     log_spaced: bool = False
     at_end: bool = True
     auto: bool = False
+    store: int | None = None
 
     @classmethod
     def of(cls, section: CheckpointSection) -> SavePolicy:
+        store = section.store
+        copied = None if store is None or store.every == "auto" else store.every
         return cls(
-            section.every, section.minutes, frozenset(section.steps), section.log_spaced, section.at_end, section.auto
-        )
+            section.every, section.minutes, frozenset(section.steps), section.log_spaced, section.at_end, section.auto,
+            copied,
+        )  # fmt: skip
 
     def due(
         self,
@@ -61,6 +66,8 @@ class SavePolicy:
             return "the last step"
         if self.every and step and step % self.every == 0:
             return f"every {self.every} steps"
+        if self.store and step and step % self.store == 0:
+            return f"every {self.store} steps, for the store"
         if step in self.steps:
             return "in checkpoint.steps"
         if self.log_spaced and step in LOG_SPACED:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..config.sections.output import CheckpointSection
+from ..config.sections.output import CheckpointSection, LevelSection
 from .communicator import SOLO, Communicator
 from .copies import Copies, Copy
 from .errors import CheckpointError, StoreRefuses
@@ -100,7 +100,8 @@ class Saver:
         copies: Copies | None = None,
     ) -> None:
         self.store = Store(directory, communicator)
-        self._section = section
+        self._section, self._level = section, section.store
+        self._url = "" if section.store is None else (section.store.url or "").rstrip("/")
         self._communicator = communicator
         self._copies = copies or Copies()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -164,14 +165,13 @@ class Saver:
         """
         try:
             ended = self.wait()
-            url = self._section.upload
-            if url and self._find_owed(url):
-                self._upload_owed(url, self._find_owed(url))
+            if self._level is not None and self._find_owed():
+                self._upload_owed(self._find_owed())
             if self._refused is not None:
                 raise self._refused
             if self._owed:
                 names = ", ".join(path.name for path in self._owed)
-                raise CheckpointError(self._section.upload, f"never uploaded: {names}. {self._upload_problem}")
+                raise CheckpointError(self._url, f"never uploaded: {names}. {self._upload_problem}")
             return ended
         finally:
             self._thread.shutdown()
@@ -195,66 +195,69 @@ class Saver:
 
     def _finish(self, path: Path, stall: float, seconds: float) -> Saved:
         self._refused = None
-        uploaded = self._upload(path, self._section.upload) if self._section.upload else None
+        uploaded = self._upload(path, self._level) if self._level is not None else None
         deleted = self.store.retain(
             self._section.keep_last, self._section.keep_every, protect={owed.name for owed in self._owed or ()}
         )
         return Saved(path, stall, seconds, deleted, uploaded, self._upload_problem)
 
-    def _upload(self, path: Path, url: str) -> str | None:
+    def _upload(self, path: Path, level: LevelSection) -> str | None:
         """Copy this checkpoint and those that could not be copied before. An outage of a remote store does not stop a
         run whose checkpoints are safe on its own disk; it is told, tried again, and an error in the end."""
-        owed = self._find_owed(url)
-        every = self._section.upload_every
-        due = path not in owed and (every is None or number_of(path) % every == 0)
-        left = self._upload_owed(url, [*owed, path] if due else owed)
+        owed = self._find_owed()
+        due = path not in owed and _goes_there(path, level)
+        left = self._upload_owed([*owed, path] if due else owed)
         if path in left or not (due or path in owed):
             return None
-        keep = self._section.upload_keep_last
-        if keep is not None and self._communicator.rank == 0:
-            kept = [step for step in self._copies.within(url) if step <= number_of(path)][-keep:]
-            retain_there(url, kept[0], self._copies.urls)
-        return f"{url.rstrip('/')}/{path.name}"
+        if level.keep != "all" and self._communicator.rank == 0:
+            kept = [step for step in self._copies.within(self._url) if step <= number_of(path)][-level.keep :]
+            retain_there(self._url, kept[0], self._copies.urls)
+        return f"{self._url}/{path.name}"
 
-    def _find_owed(self, url: str) -> list[Path]:
+    def _find_owed(self) -> list[Path]:
         if self._owed is None:
-            answer = [str(path) for path in self._not_there(url)] if self._communicator.rank == 0 else None
+            answer = [str(path) for path in self._not_there()] if self._communicator.rank == 0 else None
             self._owed = [Path(path) for path in self._communicator.broadcast(answer)]
         return self._owed
 
-    def _upload_owed(self, url: str, owed: list[Path]) -> list[Path]:
+    def _upload_owed(self, owed: list[Path]) -> list[Path]:
         """Try to copy all; what is still owed."""
         self._owed, self._upload_problem = [], None
         for each in owed:
             patience: dict[str, Any] = {"attempts": 1} if self._upload_problem else {}  # an outage is waited for once
             try:
-                upload(each, url, self._communicator, **patience)
+                upload(each, self._url, self._communicator, **patience)
                 if self._communicator.rank == 0:
-                    self._count(each, url)
+                    self._count(each)
             except CheckpointError as error:
                 self._owed.append(each)
                 self._upload_problem = str(error)
         return self._owed
 
-    def _not_there(self, url: str) -> list[Path]:
+    def _not_there(self) -> list[Path]:
         """What an earlier start has saved and could not copy any more: complete ones that are newer than the newest of
         this run there. Names do not tell: of a branch that the run has left, or of another run, there may be the same
         ones. Where the run has none there, the newest alone: older ones may be of a time without upload."""
-        every, owed = self._section.upload_every, []
-        due = [path for path in self.store.paths() if every is None or number_of(path) % every == 0]
+        owed: list[Path] = []
+        due = [path for path in self.store.paths() if self._level is not None and _goes_there(path, self._level)]
         with suppress(CheckpointError):  # what cannot be seen is not there
             for path in reversed(due):
                 if not is_complete(path):
                     continue
                 owed.append(path)
-                if manifest_at(f"{url.rstrip('/')}/{path.name}") == (path / MANIFEST_NAME).read_bytes():
+                if manifest_at(f"{self._url}/{path.name}") == (path / MANIFEST_NAME).read_bytes():
                     owed.pop()
-                    self._count(path, url)
+                    self._count(path)
                     return owed[::-1]
-        known = self._copies.within(url)
+        known = self._copies.within(self._url)
         return [path for path in reversed(owed) if number_of(path) > known[-1]] if known else owed[:1]
 
-    def _count(self, path: Path, url: str) -> None:
+    def _count(self, path: Path) -> None:
         """The checkpoint is there in full."""
         manifest = checksum((path / MANIFEST_NAME).read_bytes())
-        self._copies.add(number_of(path), Copy(f"{url.rstrip('/')}/{path.name}", manifest))
+        self._copies.add(number_of(path), Copy(f"{self._url}/{path.name}", manifest))
+
+
+def _goes_there(path: Path, level: LevelSection) -> bool:
+    """Whether a checkpoint has a copy in the store: by `auto` each, since copying costs the steps nothing."""
+    return level.every == "auto" or number_of(path) % level.every == 0

@@ -15,7 +15,7 @@ import fsspec
 
 from .communicator import SOLO, Communicator, all_problems
 from .durable import move
-from .errors import CheckpointError
+from .errors import CheckpointError, Unreachable
 from .index import INDEX_NAME
 from .manifest import open_index, part_of, read_manifest
 from .names import MANIFEST_NAME, META_NAME, leftover_name, number_of, step_of
@@ -69,7 +69,8 @@ def download(url: str, directory: str | Path, *, attempts: int = 5, wait: float 
     """Copy a checkpoint from a URL into a folder of checkpoints, and verify every byte.
 
     Raises:
-        CheckpointError: it is not there, could not be copied, or is damaged.
+        Unreachable: it could not be copied.
+        CheckpointError: it is not there, or is damaged.
     """
     target = part_of(Path(directory), url.rstrip("/").rsplit("/", 1)[-1])
     if target.exists():
@@ -92,7 +93,8 @@ def newest(url: str) -> str:
     """The URL of the checkpoint that is meant: itself, or if it is a folder of checkpoints, the newest whole one in it.
 
     Raises:
-        CheckpointError: no whole checkpoint is there, or the place cannot be read.
+        Unreachable: the place cannot be read.
+        CheckpointError: no whole checkpoint is there.
     """
     found, steps = _whole(url)
     if not found:
@@ -110,7 +112,7 @@ def _whole(url: str) -> tuple[list[str], list[str]]:
         steps = _steps(system, root)
         whole = [f"{url}/{name}" for name in steps if system.exists(f"{root}/{name}/{MANIFEST_NAME}")]
     except Exception as error:  # every store has its own exceptions
-        raise CheckpointError(url, f"it cannot be read: {describe_error(error)}") from error
+        raise Unreachable(url, f"it cannot be read: {describe_error(error)}") from error
     return whole, steps
 
 
@@ -150,14 +152,14 @@ def manifest_at(url: str) -> bytes | None:
     """The manifest of a checkpoint elsewhere; None if it is not there, or not whole.
 
     Raises:
-        CheckpointError: nobody can say.
+        Unreachable: nobody can say.
     """
     try:
         system, place = fsspec.core.url_to_fs(f"{url.rstrip('/')}/{MANIFEST_NAME}")
         system.invalidate_cache()
         found: bytes | None = system.cat_file(place) if system.exists(place) else None
     except Exception as error:  # every store has its own exceptions
-        raise CheckpointError(url, f"it cannot be read: {describe_error(error)}") from error
+        raise Unreachable(url, f"it cannot be read: {describe_error(error)}") from error
     return found
 
 
@@ -165,7 +167,7 @@ def remote_manifest(url: str, *, attempts: int = 5, wait: float = 1.0) -> bytes:
     """The manifest of a checkpoint elsewhere; no two checkpoints have the same one.
 
     Raises:
-        CheckpointError: it could not be read.
+        Unreachable: it could not be read.
     """
     found: list[bytes] = []
 
@@ -175,18 +177,30 @@ def remote_manifest(url: str, *, attempts: int = 5, wait: float = 1.0) -> bytes:
 
     problems = _persistent(read, MANIFEST_NAME, attempts, wait)
     if problems:
-        raise CheckpointError(url, ["it cannot be read", *problems])
+        raise Unreachable(url, ["it cannot be read", *problems])
     return found[-1]
 
 
 def _fetch(url: str, names: list[str], draft: Path, attempts: int, wait: float) -> None:
-    problems = []
+    problems, lost = [], 0
     for name in names:
-        target = part_of(draft, name)
+        target, place = part_of(draft, name), f"{url.rstrip('/')}/{name}"
         target.parent.mkdir(parents=True, exist_ok=True)
-        problems += _persistent(partial(_get, f"{url.rstrip('/')}/{name}", target), name, attempts, wait)
+        wrong = _persistent(partial(_get, place, target), name, attempts, wait)
+        lost += bool(wrong) and _is_lost(place)
+        problems += wrong
     if problems:
-        raise CheckpointError(url, ["it was not downloaded", *problems])
+        kind = CheckpointError if lost == len(problems) else Unreachable
+        raise kind(url, ["it was not downloaded", *problems])
+
+
+def _is_lost(url: str) -> bool:
+    """Whether a store says that it has no such file."""
+    with suppress(Exception):  # every store has its own exceptions; what cannot be asked may be there
+        system, place = fsspec.core.url_to_fs(url)
+        system.invalidate_cache()
+        return not system.exists(place)
+    return False
 
 
 def _persistent(work: Callable[[], None], name: str, attempts: int, wait: float) -> list[str]:

@@ -166,13 +166,16 @@ def _combine(
 
 
 def _fill_in_the_name(view: View) -> bool:
-    """Checkpoints are called by their steps alone: with the run's name in the URL one line serves all runs of a
-    suite. Returns whether it was in the URL."""
-    url = view["checkpoint.upload"]
-    if url is None or RUN_NAME not in url:
-        return False
-    put(view.values, ("checkpoint", "upload"), url.replace(RUN_NAME, str(view["run.name"])))
-    return True
+    """Checkpoints are called by their steps alone: with the run's name in the URL of a store one line serves all runs
+    of a suite. Returns whether it was in one."""
+    named = False
+    for number, level in enumerate(view["checkpoint.levels"]):
+        url = level["url"]
+        if url is not None and RUN_NAME in url:
+            path = ("checkpoint", "levels", number, "url")
+            put(view.values, path, url.replace(RUN_NAME, str(view["run.name"])))
+            named = True
+    return named
 
 
 def _ranks_here(launch: LaunchSection) -> int | None:

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from .catalog import Path, dotted
 from .extensions import extensions_of
+from .former_keys import set_apart
 from .frozen import thaw
 from .problems import ABSENT, ConfigError, Problem
 from .schema import Config, using_extensions
 from .structure import check_structure
+from .tree import put
 from .words import counted
 from .yaml_source import read_file
 
@@ -142,7 +144,7 @@ def save_resolved(resolved: Resolved, path: str | os.PathLike) -> None:
 
 def read_resolved(path: str | os.PathLike) -> Config:
     """The configuration that `save_resolved` wrote, equal to the last digit; nothing is derived again. Keys that came
-    after the file was written have their defaults.
+    after the file was written have their defaults, and what it says of keys that are gone is left out.
 
     Raises:
         ConfigError: the file is missing, damaged, or was edited.
@@ -162,12 +164,16 @@ def _checked(file: str, name: str) -> Config:
     source = read_file(file)
     if source.problems:
         raise ConfigError(source.problems)
+    gone = set_apart(source.values)
     with using_extensions(extensions_of([source])):
         config, problems, _ = check_structure(source.values, source.origin)
     if problems:
         raise ConfigError(problems)
     saved = _HASH.search(File(file).read_text(encoding="utf-8"))
-    if saved is None or saved.group(1) != _hash(_shared(thaw(config.model_dump()), source.values)):
+    values = _shared(thaw(config.model_dump()), source.values)
+    for path, value in gone.items():
+        put(values, path, value)
+    if saved is None or saved.group(1) != _hash(values):
         rule = "a resolved configuration is not edited: " + (
             "its hash is missing" if saved is None else "its values do not give its hash"
         )

@@ -31,7 +31,7 @@ class RuleContext:
         here: whether a start would be now and, if the configuration does not say otherwise, on this machine; not so
             where a job script is made.
         resolve: `resolution.resolve`, for configurations that come with this one.
-        named_upload: whether `checkpoint.upload` had `{run.name}`, for which the name now stands.
+        named_store: whether the URL of a level had `{run.name}`, for which the name now stands.
     """
 
     config: Config
@@ -40,7 +40,7 @@ class RuleContext:
     files: tuple[str, ...] = ()
     here: bool = True
     resolve: Callable[..., Config] | None = field(default=None, repr=False)
-    named_upload: bool = False
+    named_store: bool = False
 
     @property
     def starts_here(self) -> bool:

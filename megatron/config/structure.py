@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 
 from .catalog import Path, catalog_of, describe_type, dotted, lookup, pattern_of, section_of, type_at, without_none
+from .former_keys import FORMER
 from .frozen import thaw
 from .origins import Origin
 from .problems import ABSENT, Problem, shown_value
@@ -88,7 +89,7 @@ def _problem(path: Path, values: dict[str, Any], origin: Callable[[Path], Origin
         )
     if annotation is None:
         known = f"the keys there are: {', '.join(siblings(path))}"
-        fix = (nearest_key(path) or known) if hint else "see the keys that are named above"
+        fix = FORMER.get(path) or ((nearest_key(path) or known) if hint else "see the keys that are named above")
         return Problem(name, f"unknown key in {dotted(path[:-1]) or 'the configuration'}", fix, value, where)
     key = lookup(path)
     limits = key.limits if key else {}

@@ -116,23 +116,23 @@ class Suite:
                 )
                 problem = Problem("forks", rule, fix, where=str(self.path))
                 problems.setdefault(str(problem), problem)
-        problems |= {str(each): each for each in self._shared_uploads(found)}
+        problems |= {str(each): each for each in self._shared_stores(found)}
         if problems:
             raise ConfigError(problems.values())
         return found
 
-    def _shared_uploads(self, found: Mapping[str, Resolved]) -> Iterator[Problem]:
+    def _shared_stores(self, found: Mapping[str, Resolved]) -> Iterator[Problem]:
         """Checkpoints are called by their steps, so runs that share a place overwrite each other's."""
         users: dict[str, list[str]] = {}
         for name, resolved in found.items():
-            if (url := resolved.config.checkpoint.upload) is not None:
-                users.setdefault(url.rstrip("/"), []).append(name)
+            if (level := resolved.config.checkpoint.store) is not None and level.url is not None:
+                users.setdefault(level.url.rstrip("/"), []).append(name)
         for url, names in users.items():
             if len(names) > 1:
                 shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
                 rule = f"must be a place of its own for every run, and {shown} have {url}"
-                fix = f"use {url}/{RUN_NAME}, or leave it out"
-                yield Problem("checkpoint.upload", rule, fix, where=str(self.path))
+                fix = f"use url: {url}/{RUN_NAME}, or leave the store out"
+                yield Problem("checkpoint.levels", rule, fix, where=str(self.path))
 
     def _one(self, member: Member, found: Mapping[str, Resolved], check_inputs: bool) -> Resolved | None:
         """A member's configuration; None for a branch of a run that has none."""

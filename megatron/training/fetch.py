@@ -33,7 +33,7 @@ def local_path(where: str, checkpoints: Path, communicator: Communicator) -> str
     answer = None
     if communicator.rank == 0:
         try:
-            answer = [str(_fetched(where, checkpoints / FOLDER)), None]
+            answer = [str(fetched(where, checkpoints / FOLDER)), None]
         except (OSError, ValueError, CheckpointError) as error:
             answer = [None, str(error)]
     path, failure = communicator.broadcast(answer)
@@ -46,7 +46,7 @@ def _is_hugging_face(path: Path) -> bool:
     return (path / "config.json").is_file() and not (path / META_NAME).is_file()
 
 
-def _fetched(where: str, folder: Path) -> Path:
+def fetched(where: str, folder: Path) -> Path:
     """The local copy. Copies are told apart by what they are of, not by their names: `step_00001000` is many things."""
     for left in folder.glob("*/*.tmp-*"):  # of starts that were killed
         shutil.rmtree(left)

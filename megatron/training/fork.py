@@ -31,16 +31,7 @@ from megatron.report.ledger import Ledger
 from .schedule import Schedule
 
 FILE = "fork.yml"
-OF_THE_TRUNK = (
-    "run",
-    "checkpoint.dir",
-    "checkpoint.resume",
-    "checkpoint.upload",
-    "checkpoint.upload_every",
-    "checkpoint.upload_keep_last",
-    "training.stop_at_step",
-    "data.cache",
-)
+OF_THE_TRUNK = ("run", "checkpoint.dir", "checkpoint.resume", "training.stop_at_step", "data.cache")
 
 
 def fork(trunk: Path, at: int, steps: int, folder: Path, changes: Mapping[str, Any] | None = None) -> Path:
@@ -97,6 +88,9 @@ def branch_values(
     values = given(trunk)
     for key in OF_THE_TRUNK:
         drop(values, tuple(key.split(".")))
+    if config.checkpoint.store is not None:  # where the trunk's copies are
+        levels = [each for each in values["checkpoint"]["levels"] if each["place"] != "store"]
+        put(values, ("checkpoint", "levels"), levels)
     end = at + steps
     put(values, ("run",), {"name": folder.name, "dir": str(folder)})
     # The order of the data depends on training.steps where texts are read several times, so the trunk's stays.

@@ -95,7 +95,7 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     _describe_data(loader, log)
     with _mistakes(place):
         own, insist = config.checkpoint, not place.attempt
-        levels = Levels.of(own.levels, own.dir, world.communicator, world.device, insist)
+        levels = Levels.of(own.near, own.dir, world.communicator, world.device, insist)
         for line in levels.refused if levels else ():
             log(f"warning: {line}; the run goes on without, and tries again when it is due")
         source = find(config, world, log, place.attempt, levels)

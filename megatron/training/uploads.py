@@ -1,4 +1,4 @@
-"""A run that has lost its checkpoints goes on from those that it has uploaded: its own, and no other run's."""
+"""A run whose nearer checkpoints are lost goes on from those in its store: its own, and no other run's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron.checkpoint import CheckpointError
 from megatron.checkpoint.copies import Copies, Copy
-from megatron.checkpoint.errors import brief
+from megatron.checkpoint.errors import Unreachable, brief
 from megatron.checkpoint.index import checksum
 from megatron.checkpoint.names import step_of
 from megatron.checkpoint.store import Resume, Store
@@ -18,7 +18,7 @@ from megatron.config import Config
 from megatron.report.jsonl import read_lines
 from megatron.report.ledger import Ledger
 
-from .fetch import local_path
+from .fetch import FOLDER, fetched
 from .world import World
 
 UPLOADED, LEFT = "uploaded", "copies_left"  # events of the ledger
@@ -71,7 +71,8 @@ def _add_unsigned(copies: Copies, url: str) -> None:
 
 
 def or_uploaded(choose: Callable[[], Resume], store: Store, config: Config, world: World) -> tuple[Resume, bool]:
-    """What is chosen; or where nothing is left to go on from, the newest copy that this run has uploaded.
+    """What is chosen of all that is nearer; or where that is older, or nothing is left, the newest copy that this run
+    has in its store. Where the chosen one is the newest that the run knows of, nobody asks the store.
 
     Returns:
         The same with whether it is such a copy.
@@ -80,44 +81,59 @@ def or_uploaded(choose: Callable[[], Resume], store: Store, config: Config, worl
         CheckpointError: there is something, but nothing that can be used; or the run has uploaded copies, and none of
             them is there any more, or nobody can say so.
     """
-    url, failure, found = config.checkpoint.upload, None, Resume(None)
+    level, failure, found = config.checkpoint.store, None, Resume(None)
     try:
         found = choose()
     except CheckpointError as error:
         failure = error
-    if found.checkpoint is None and url is not None and config.checkpoint.resume == "auto":
-        why = str(failure) if failure else f"nothing is in {store.directory}"
-        where, passed, problem = world.communicator.broadcast(_newest_own(config) if world.is_main else None)
-        if problem:
-            raise CheckpointError(url, f"{problem}, and {why}")
+    if level is not None and config.checkpoint.resume == "auto":
+        least = -1 if found.checkpoint is None else found.checkpoint.step
+        copied = world.communicator.broadcast(_newest_own(config, store, least) if world.is_main else None)
+        where, path, passed, problem = copied
+        note = "".join(f"; passed over: {each}" for each in passed)
+        why = found.reason if found.checkpoint else str(failure) if failure else f"nothing is in {store.directory}"
         if where is not None:
-            path = local_path(where, store.directory, world.communicator)
-            note = "".join(f"; passed over: {each}" for each in passed)
-            reason = f"resumed from {path}, which was fetched from {where}: {why}{note}"
-            return replace(store.resume(path), reason=reason), True
+            reason = f"resumed from {path}, which was fetched from {where}{note}; nearer: {why}"
+            if found.checkpoint is not None:
+                found.checkpoint.release()
+            return replace(store.resume(path), skipped=found.skipped, reason=reason), True
+        if found.checkpoint is not None:
+            note += f"; {problem}" if problem else ""
+            return replace(found, reason=f"{found.reason}{note}"), False
+        if problem:
+            raise CheckpointError(level.url, f"{problem}, and {why}")
     if failure is not None:
         raise failure
     return found, False
 
 
-def _newest_own(config: Config) -> tuple[str | None, list[str], str | None]:
-    """(the URL of the newest copy that is whole and this run's, newer ones with the reason, what is wrong)."""
+def _newest_own(config: Config, store: Store, least: int) -> tuple[str | None, str, list[str], str | None]:
+    """On rank 0: (the URL of the newest copy after more than `least` updates that is whole and this run's, where it
+    was fetched to, newer ones with the reason, what is wrong)."""
     path, passed = Path(config.run.dir) / "ledger.jsonl", list[str]()
     try:
         copies = copies_of(path)
     except (OSError, ValueError, KeyError, TypeError) as error:  # the other ranks wait for an answer
-        return None, passed, f"{path} cannot be read ({type(error).__name__}: {error}), which names what was uploaded"
+        problem = f"{path} cannot be read ({type(error).__name__}: {error}), which names what was uploaded"
+        return None, "", passed, problem
     try:
-        for step in sorted(copies.own, reverse=True):
+        for step in sorted((step for step in copies.own if step > least), reverse=True):
             copy = copies.own[step]
             manifest = manifest_at(copy.url)
-            if manifest is not None and checksum(manifest) == copy.manifest:
-                return copy.url, passed, None
-            why = "it is gone" if manifest is None else "it is not known to be the one that this run has uploaded"
+            why = "it is gone" if manifest is None else ""
+            if manifest is not None and checksum(manifest) != copy.manifest:
+                why = "it is not known to be the one that this run has uploaded"
+            try:
+                if not why:
+                    return copy.url, str(fetched(copy.url, store.directory / FOLDER)), passed, None
+            except Unreachable:
+                raise
+            except CheckpointError as error:
+                why = f"damaged ({brief(error.problems)})"
             passed.append(f"{copy.url}: {why}")
-    except CheckpointError as error:
-        return None, passed, str(error)
+    except (CheckpointError, OSError) as error:
+        return None, "", passed, str(error)
     if not passed:
-        return None, [], None
+        return None, "", [], None
     advice = "name a checkpoint in checkpoint.resume, or set it to none to start anew"
-    return None, passed, f"of the copies that this run has uploaded none can be used ({brief(passed)}): {advice}"
+    return None, "", passed, f"of the copies that this run has uploaded none can be used ({brief(passed)}): {advice}"

@@ -18,7 +18,7 @@ from megatron.checkpoint.copies import Copies
 from megatron.checkpoint.saver import Saver
 from megatron.checkpoint.store import Store
 from megatron.checkpoint.transfer import download, upload
-from megatron.config.sections.output import CheckpointSection
+from megatron.config.sections.output import CheckpointSection, LevelSection
 from megatron.parallel.layout import Layout
 from megatron.parallel.shard import LogicalTensor, Role
 from tests.checkpoint.model import Model, Together, fragments, meta
@@ -117,6 +117,10 @@ def test_ranks_save_in_the_background_together(tmp_path):
         assert torch.equal(checkpoint.read(each.spec).data, each.data)
 
 
+def stored(url: str, keep: int | str = "all", **more: object) -> CheckpointSection:
+    return CheckpointSection(levels=[LevelSection(place="store", url=url, every="auto", keep=keep)], **more)
+
+
 # -- elsewhere ---------------------------------------------------------------------------------------------------------
 
 
@@ -129,7 +133,7 @@ def test_upload_and_back(tmp_path, url):
     model, layout = Model(seed=1), Layout(tensor=2, pipeline=2)
 
     def work(member):
-        saver = Saver(tmp_path / "here", CheckpointSection(upload=url), member)
+        saver = Saver(tmp_path / "here", stored(url), member)
         saver.save(7, fragments(model, layout, member.rank), meta(7))
         return saver.close()
 
@@ -206,7 +210,7 @@ def test_an_outage_is_told_made_good_and_not_lost(tmp_path, unreliable, monkeypa
     monkeypatch.setattr(
         saver_module, "upload", lambda *arguments, **more: upload(*arguments, **{"attempts": 2, "wait": 0.001, **more})
     )
-    saver = Saver(tmp_path / "here", CheckpointSection(upload=f"file://{tmp_path}/there", keep_last=1))
+    saver = Saver(tmp_path / "here", stored(f"file://{tmp_path}/there", keep_last=1))
     unreliable["failures"] = 10**6
     for step in (1, 2):
         saver.save(step, [fragment(step)], Meta(step))
@@ -223,7 +227,7 @@ def test_an_outage_is_told_made_good_and_not_lost(tmp_path, unreliable, monkeypa
 
 def test_never_uploaded_is_an_error_in_the_end(tmp_path, unreliable, monkeypatch):
     monkeypatch.setattr(saver_module, "upload", lambda *arguments, **_: upload(*arguments, attempts=1))
-    saver = Saver(tmp_path / "here", CheckpointSection(upload=f"file://{tmp_path}/there"))
+    saver = Saver(tmp_path / "here", stored(f"file://{tmp_path}/there"))
     unreliable["failures"] = 10**6
     saver.save(1, [fragment(1.0)], Meta(1))
     with pytest.raises(CheckpointError, match=r"(?s)never uploaded: step_00000001.*connection lost"):
@@ -233,7 +237,7 @@ def test_never_uploaded_is_an_error_in_the_end(tmp_path, unreliable, monkeypatch
 def test_what_a_killed_run_owed_is_uploaded_by_the_next(tmp_path, unreliable, monkeypatch):
     """Even by one that has nothing left to save."""
     monkeypatch.setattr(saver_module, "upload", lambda *arguments, **_: upload(*arguments, attempts=1))
-    section = CheckpointSection(upload=f"file://{tmp_path}/there", keep_last=1)
+    section = stored(f"file://{tmp_path}/there", keep_last=1)
     first = Saver(tmp_path / "here", section)
     first.save(1, [fragment(1.0)], Meta(1))
     assert first.wait()[0].uploaded
@@ -266,7 +270,7 @@ def test_an_abandoned_branch_there_has_not_got_the_new_steps(tmp_path):
     shutil.copytree(tmp_path / "old/step_00000500", tmp_path / "here/step_00000500")
     told = []
     copies = Copies(lambda step, copy: told.append((step, copy.url)))
-    assert Saver(tmp_path / "here", CheckpointSection(upload=there), copies=copies).close() == []
+    assert Saver(tmp_path / "here", stored(there), copies=copies).close() == []
     assert told == [(step, f"{there}/step_00000{step}") for step in (500, 600, 700)]
     for step, value in ((600, 6.0), (700, 7.0), (800, 800.0)):
         found = open_checkpoint(tmp_path / f"there/step_00000{step}", verify="checksums")
@@ -277,7 +281,7 @@ def test_retention_elsewhere(tmp_path, monkeypatch):
     """What is half deleted or half uploaded goes the next time; what the run left later is not counted among those to
     keep; another run's stays."""
     there, original = f"file://{tmp_path}/there", LocalFileSystem.rm
-    copies, section = Copies(), CheckpointSection(upload=there, upload_keep_last=2)
+    copies, section = Copies(), stored(there, keep=2)
     saver = Saver(tmp_path / "here", section, copies=copies)
 
     def after(step: int) -> list[int]:
@@ -302,7 +306,7 @@ def test_retention_elsewhere(tmp_path, monkeypatch):
 
 
 def test_memory_urls_are_really_elsewhere(tmp_path):
-    saver = Saver(tmp_path, CheckpointSection(upload=f"memory://elsewhere{tmp_path.name}"))
+    saver = Saver(tmp_path, stored(f"memory://elsewhere{tmp_path.name}"))
     saver.save(1, [fragment(1.0)], Meta(1))
     saver.close()
     assert fsspec.filesystem("memory").exists(f"/elsewhere{tmp_path.name}/step_00000001/manifest.json")

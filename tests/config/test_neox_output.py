@@ -229,5 +229,8 @@ def test_other_outputs():
     )
     assert at(translation, "logging.tensorboard") is True
     assert (at(translation, "logging.every"), at(translation, "logging.peak_tflops")) == (5, 312.0)
-    assert (at(translation, "checkpoint.keep_last"), at(translation, "checkpoint.upload")) == (4, "s3://bucket/x")
+    assert at(translation, "checkpoint.keep_last") == 4
+    assert at(translation, "checkpoint.levels") == [
+        {"place": "store", "url": "s3://bucket/x", "every": "auto", "keep": "all"}
+    ]
     assert at(translation, "training.stop_at_step") == 50

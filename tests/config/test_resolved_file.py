@@ -147,3 +147,22 @@ def test_a_file_from_before_a_key_existed_is_read_and_one_that_lost_a_key_is_not
     path.write_text(head + yaml.safe_dump(content))
     with pytest.raises(ConfigError, match="its values do not give its hash"):
         read_resolved(path)
+
+
+def test_files_with_keys_that_are_gone_stay_readable(tmp_path):
+    """What a former version wrote: its hash is of all of its values."""
+    former = {"upload": "s3://bucket/run", "upload_every": 10, "upload_keep_last": None}
+    one = resolved()
+    lines = "".join(f"  {name}: {json.dumps(value)}\n" for name, value in former.items())
+    text = to_yaml(one).replace("checkpoint:\n", f"checkpoint:\n{lines}", 1)
+    for value, readable in ((10, True), (20, False)):
+        values = yaml.safe_load(text)
+        values["checkpoint"]["upload_every"] = value
+        content = json.dumps(values, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+        hashed = hashlib.sha256(content.encode()).hexdigest()
+        (tmp_path / "config.yml").write_text(text.replace(config_hash(one.config), hashed))
+        if readable:
+            assert read_resolved(tmp_path / "config.yml") == one.config
+        else:
+            with pytest.raises(ConfigError, match="its values do not give its hash"):
+                read_resolved(tmp_path / "config.yml")

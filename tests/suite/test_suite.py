@@ -129,19 +129,23 @@ def test_mistakes_in_the_runs_are_told_once_and_nothing_starts(folder, capsys):
         read_suite(Path("none.yml"))
 
 
+STORE = "[{{place: store, every: auto, url: '{}'}}]"
+
+
 def test_runs_that_upload_to_one_place_are_refused(folder, capsys):
-    shared = SUITE.replace("set: {", "set: {checkpoint.upload: 'memory://bucket/', ")
-    Path("small.yml").write_text(shared.replace("training.seed: 2", "training.seed: 2, checkpoint.upload: null"))
+    shared = SUITE.replace("set: {", f"set: {{checkpoint.levels: {STORE.format('memory://bucket/')}, ")
+    Path("small.yml").write_text(shared.replace("training.seed: 2", "training.seed: 2, checkpoint.levels: []"))
     assert main(["small.yml", "launch"]) == 2
     said = capsys.readouterr().err
-    assert "checkpoint.upload" in said and "w16-s1, w32-s1 have memory://bucket" in said and not Path("runs").exists()
-    assert "use memory://bucket/{run.name}" in said
+    assert "checkpoint.levels" in said and "w16-s1, w32-s1 have memory://bucket" in said and not Path("runs").exists()
+    assert "use url: memory://bucket/{run.name}" in said
 
 
 def test_runs_upload_to_places_of_their_names(folder):
-    Path("small.yml").write_text(SUITE.replace("set: {", "set: {checkpoint.upload: 'memory://bucket/{run.name}', "))
+    level = STORE.format("memory://bucket/{run.name}")
+    Path("small.yml").write_text(SUITE.replace("set: {", f"set: {{checkpoint.levels: {level}, "))
     found = read_suite(Path("small.yml")).resolved()
-    uploads = {name: resolved.config.checkpoint.upload for name, resolved in found.items()}
+    uploads = {name: resolved.config.checkpoint.store.url for name, resolved in found.items()}
     assert len(uploads) == 4 and uploads == {name: f"memory://bucket/small-{name}" for name in uploads}
 
 

@@ -78,9 +78,7 @@ def test_the_file_has_what_the_trunk_was_given(tmp_path):
         "schedule.warmup_steps=null",
         "schedule.warmup_fraction=0.5",
         "run.notes=one",
-        f"checkpoint.upload=file://{tmp_path}/bucket",
-        "checkpoint.upload_every=2",
-        "checkpoint.upload_keep_last=1",
+        f"checkpoint.levels=[{{place: store, url: 'file://{tmp_path}/bucket', every: 2, keep: 1}}]",
     )
     main([str(tmp_path / "trunk" / "run"), "--at", "4", "--steps", "1", "--output", str(tmp_path / "b")])
     config = load([str(tmp_path / "b" / "fork.yml")], ranks=1).config
@@ -89,7 +87,7 @@ def test_the_file_has_what_the_trunk_was_given(tmp_path):
     assert (config.schedule.warmup_steps, config.schedule.steps, config.schedule.decay_steps) == (3, 5, 1)
     assert (config.training.steps, config.training.stop_at_step) == (6, 5)
     # A branch never takes its trunk's copies for its own, nor overwrites them.
-    assert (config.checkpoint.upload, config.checkpoint.upload_every, config.checkpoint.upload_keep_last) == (None,) * 3
+    assert not config.checkpoint.levels
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,16 @@ def test_no_other_interval_loses_less(save: float, between: float) -> None:
     assert best < sqrt(2 * save * between)
 
 
+@pytest.mark.parametrize("save", [0.05, 2.0, 30.0])
+def test_saves_take_less_than_a_hundredth_where_failures_are_5000_of_them_apart(save: float) -> None:
+    """Young's share is sqrt(save / (2 between)); oftener, a smaller share would lose more than it spares."""
+    for more in (1.0, 3.0, 100.0):
+        between = 5000 * more * save
+        share = save / (best_interval(save, between) + save)
+        assert share <= 0.01 and share == pytest.approx(sqrt(save / (2 * between)), rel=0.02)
+    assert save / best_interval(save, 4000 * save) > 0.01
+
+
 def ledger(folder: Path, failures: int, stall: float) -> None:
     spent = {"since": 0.0, "attempt": 0, "completed": 5, "start": 0.0, "evaluation": 0.0, "save": stall, "end": 0.0}
     entries = [{"event": "checkpoint", "stall_seconds": stall, "spent": {**spent, "steps": 36000.0 - stall}}]

@@ -175,7 +175,7 @@ def test_a_copy_is_known_by_what_it_is_of(tmp_path: Path) -> None:
             f"run.dir={tmp_path}/{name}",
             f"optimizer.lr={lr}",
             "training.stop_at_step=2",
-            f"checkpoint.upload=file://{tmp_path}/bucket/{name.partition('_')[0]}",
+            f"checkpoint.levels=[{{place: store, every: auto, url: 'file://{tmp_path}/bucket/{name.partition('_')[0]}'}}]",
         )
         if name == "one_again":
             continue

@@ -33,7 +33,7 @@ class Levels:
     """All levels of a run; every rank calls every method together.
 
     Args:
-        sections: `checkpoint.levels`, the nearest first.
+        sections: those of `checkpoint.levels` that are on the hosts, the nearest first.
         directory: the run's folder of checkpoints, which all hosts see.
         communicator: of all ranks, for the main thread.
         courier: brings files from host to host; None in a run of one process.
@@ -171,8 +171,8 @@ class Levels:
             self.refused.append(f"{name} of {self.hosts.name}: {error}")
         self._folders.append(folder)
         return Level(
-            name, folder / name.replace(" ", "_"), section.keep, section.neighbours, self.hosts, self._communicator,
-            self._courier if section.neighbours else None,
+            name, folder / name.replace(" ", "_"), int(section.keep), section.neighbours, self.hosts,
+            self._communicator, self._courier if section.neighbours else None,
         )  # fmt: skip
 
     def _of_this_branch(self, part: HostPart) -> bool:

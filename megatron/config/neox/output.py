@@ -113,7 +113,9 @@ def _where_to_save(flat: Flat, native: Native) -> None:
                 "add checkpoint_factor: the number of steps between checkpoints",
             )
     if (path := flat.text("s3_path")) is not None:
-        native.put("checkpoint.upload", path if "://" in path else f"s3://{path}", "s3_path")
+        url = path if "://" in path else f"s3://{path}"
+        level = {"place": "store", "url": url, "every": "auto", "keep": "all"}
+        native.put("checkpoint.levels", [level], "s3_path")
 
 
 def _load(flat: Flat, native: Native) -> None:

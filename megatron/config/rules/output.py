@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path as File
 
@@ -10,9 +9,6 @@ from .. import machine
 from ..foreign import advice, neox_checkpoint
 from ..problems import Problem
 from ..rule_context import RuleContext
-from ..sections.output import RUN_NAME
-
-_IN_URLS = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._~-]*")  # nothing that URLs quote, or that leads elsewhere
 
 
 def one_way_to_start(context: RuleContext) -> Iterator[Problem]:
@@ -71,44 +67,13 @@ def initial_weights_exist(context: RuleContext) -> Iterator[Problem]:
 
 def urls_can_be_opened(context: RuleContext) -> Iterator[Problem]:
     """Before the first save finds out: is there anything that speaks the protocol?"""
-    for name in ("upload", "resume", "initialize_from"):
-        url = getattr(context.config.checkpoint, name)
+    checkpoint = context.config.checkpoint
+    urls = {name: getattr(checkpoint, name) for name in ("resume", "initialize_from")}
+    urls |= {f"levels.{number}.url": level.url for number, level in enumerate(checkpoint.levels)}
+    for name, url in urls.items():
         wrong = protocol_problem(url) if url is not None and "://" in url else None
         if wrong is not None:
             yield context.problem(f"checkpoint.{name}", rule=wrong[0], fix=wrong[1])
-
-
-def uploads_come_about(context: RuleContext) -> Iterator[Problem]:
-    checkpoint, name = context.config.checkpoint, context.config.run.name
-    if context.named_upload and not _IN_URLS.fullmatch(name or ""):
-        yield context.problem(
-            "run.name",
-            "checkpoint.upload",
-            rule=f"must be letters, digits and . _ ~ - after a letter or digit, without .., for {RUN_NAME} in a URL",
-            fix=f"use another name, or write the URL without {RUN_NAME}",
-        )
-    elif checkpoint.upload is not None and set(checkpoint.upload) & set("{}"):
-        yield context.problem(
-            "checkpoint.upload",
-            rule=f"must be a URL, in which only {RUN_NAME} may stand in braces",
-            fix=f"use {RUN_NAME}, or leave the braces out",
-        )
-    for name in ("upload_every", "upload_keep_last"):
-        if getattr(checkpoint, name) is not None and checkpoint.upload is None:
-            yield context.problem(
-                f"checkpoint.{name}",
-                "checkpoint.upload",
-                rule="must go with checkpoint.upload, the URL that checkpoints are copied to",
-                fix="give checkpoint.upload, or leave this out",
-            )
-    every, uploads = checkpoint.every, checkpoint.upload_every
-    if checkpoint.upload is not None and every is not None and uploads is not None and uploads % every:
-        yield context.problem(
-            "checkpoint.upload_every",
-            "checkpoint.every",
-            rule="must be a multiple of checkpoint.every: what is not saved cannot be copied",
-            fix=f"use {-(-uploads // every) * every}",
-        )
 
 
 def protocol_problem(url: str) -> tuple[str, str] | None:
@@ -126,6 +91,7 @@ def protocol_problem(url: str) -> tuple[str, str] | None:
 def kept_checkpoints_are_saved(context: RuleContext) -> Iterator[Problem]:
     checkpoint, steps = context.config.checkpoint, context.config.training.steps
     saves = checkpoint.every or checkpoint.minutes or checkpoint.auto or checkpoint.steps or checkpoint.log_spaced
+    saves = saves or (checkpoint.store is not None and checkpoint.store.every != "auto")
     for name in ("keep_last", "keep_every"):
         if getattr(checkpoint, name) is not None and not saves:
             yield context.warning(
@@ -293,58 +259,7 @@ def folders_can_be_written(context: RuleContext) -> Iterator[Problem]:
         yield context.problem("checkpoint.dir", rule=rule, fix=fix)
 
 
-def levels_are_complete(context: RuleContext) -> Iterator[Problem]:
-    checkpoint, seen = context.config.checkpoint, dict[tuple[str, str | None], int]()
-    for number, level in enumerate(checkpoint.levels):
-        at = f"checkpoint.levels.{number}"
-        if level.place == "disk" and level.path is None:
-            yield context.problem(
-                f"{at}.path", f"{at}.place", rule="a disk must have a path", fix="give a folder of each host's own disk"
-            )
-        if level.path is not None and not level.path.startswith("/"):
-            yield context.problem(
-                f"{at}.path",
-                rule="must be an absolute path: ranks start in one folder that all hosts share",
-                fix="begin it with /; {host} in it stands for the host's name",
-            )
-        if level.every != "auto" and level.every < 1:
-            yield context.problem(f"{at}.every", rule="must be at least 1, or auto", fix="use 1")
-        if level.every != "auto" and checkpoint.every and level.every >= checkpoint.every:
-            yield context.warning(
-                f"{at}.every",
-                "checkpoint.every",
-                rule="must be below checkpoint.every: what is saved less often is never the newest",
-                fix=f"use {max(checkpoint.every // 10, 1)}",
-            )
-        if (level.title, level.path) in seen:
-            yield context.problem(
-                f"{at}.path",
-                rule=f"must not be the folder of another level, {seen[level.title, level.path]}",
-                fix="remove one of them, or give it another path",
-            )
-        seen[level.title, level.path] = number
-    if checkpoint.levels and not checkpoint.optimizer_state:
-        yield context.problem(
-            "checkpoint.optimizer_state",
-            rule="must be true with checkpoint.levels: a restart begins from them",
-            fix="use optimizer_state: true, or leave the levels out",
-        )
-
-
-def neighbours_are_there(context: RuleContext) -> Iterator[Problem]:
-    """Where the hosts are not known yet, the run itself looks."""
-    for number, level in enumerate(context.config.checkpoint.levels):
-        if level.neighbours and context.starts_here:
-            yield context.problem(
-                f"checkpoint.levels.{number}.neighbours",
-                rule="must be fewer than the hosts, and this run has one",
-                fix="use neighbours: 0, or start it on several hosts (launch.hostfile)",
-            )
-
-
 RULES = (
-    levels_are_complete,
-    uploads_come_about,
     one_way_to_start,
     map_has_its_source,
     layers_have_a_source,
@@ -359,7 +274,6 @@ INPUT_RULES = (
     other_programs_checkpoints_are_recognised,
     initial_weights_exist,
     urls_can_be_opened,
-    neighbours_are_there,
     name_is_a_folders,
     folders_can_be_written,
 )

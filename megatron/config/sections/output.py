@@ -7,7 +7,7 @@ from typing import Any, Literal
 from ..registry import HOOK, METRIC
 from .base import Addition, Derivable, Derived, Section, key
 
-RUN_NAME = "{run.name}"  # what stands for it in `checkpoint.upload`
+RUN_NAME = "{run.name}"  # what stands for it in the URL of a level
 
 
 def _run_name(own: dict[str, Any], at: Any) -> str:
@@ -33,19 +33,23 @@ class RunSection(Section):
 
 
 class LevelSection(Section):
-    place: Literal["memory", "disk"] = key(
+    place: Literal["memory", "disk", "store"] = key(
         ...,
-        "Where each host keeps what its ranks own. memory: a file system in memory (/dev/shm), which outlives ranks "
-        "and agents; disk: a folder of its own (path).",
+        "memory: a file system in memory of each host (/dev/shm), for what its ranks own, which outlives ranks and "
+        "agents; disk: a folder of each host's own (path); store: an object store (url), for copies of finished "
+        "checkpoints.",
     )
-    path: str | None = key(None, "Folder on each host; {host} stands for the host's name.")
+    path: str | None = key(None, "Of a disk: folder on each host; {host} stands for the host's name.")
+    url: str | None = key(
+        None, f"Of a store: any fsspec URL (s3://, gs://, file://); {RUN_NAME} stands for the run's name."
+    )
     every: int | Literal["auto"] = key(
         ...,
         "Save every n steps. auto: as often as loses least time, by what a save here costs and by the failures after "
-        "which a run would begin from here (Young/Daly).",
+        "which a run would begin from here (Young/Daly); in a store, which costs the steps nothing, each checkpoint.",
         unit="steps",
     )
-    keep: int = key(2, "Keep the newest k saves.", ge=1)
+    keep: int | Literal["all"] = key(2, "Keep the newest k saves; all is for a store.")
     neighbours: int = key(
         0, "So many hosts after each have its files too: as many may be lost side by side.", unit="hosts", ge=0
     )
@@ -114,16 +118,21 @@ class CheckpointSection(Section):
     )
     optimizer_state: bool = key(True, "Save optimizer state, without which a checkpoint cannot be resumed.")
     asynchronous: bool = key(False, "Write in the background after a copy to host memory.")
-    upload: str | None = key(
-        None, f"Also copy finished checkpoints to this fsspec URL; {RUN_NAME} stands for the run's name."
-    )
-    upload_every: int | None = key(
-        None, "Copy only checkpoints whose step is a multiple of this; none copies all.", unit="steps", gt=0
-    )
-    upload_keep_last: int | None = key(None, "Keep only the newest k copies at checkpoint.upload.", gt=0)
     levels: list[LevelSection] = key(
-        list, "Nearer copies, on the hosts themselves, that a restart begins from; the nearest first."
+        list,
+        "Further copies that a restart may begin from: nearer ones, on the hosts themselves, the nearest first, and "
+        "one in an object store, for where nothing nearer is left.",
     )
+
+    @property
+    def near(self) -> list[LevelSection]:
+        """The levels on the hosts, nearer than `dir`."""
+        return [each for each in self.levels if each.place != "store"]
+
+    @property
+    def store(self) -> LevelSection | None:
+        """The level in an object store, farther than `dir`."""
+        return next((each for each in self.levels if each.place == "store"), None)
 
 
 class SampleOptions(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable
 
 from megatron.checkpoint import Fragment, Meta
@@ -110,10 +111,12 @@ class CheckpointHook(Hook):
             return
         trainer.check_state()
         with trainer.aside(SAVE):
+            begin = time.perf_counter()
             fragments, meta = self._contents(trainer.completed)
             fragments = list(fragments)
             refuse_broken(trainer, fragments, self._inspect)
-            stall = self._saver.save(trainer.completed, fragments, meta)
+            stall = time.perf_counter() - begin
+            stall += self._saver.save(trainer.completed, fragments, meta)
         if self._interval is not None:
             self._interval.saved(stall)
         self._refused_at = None

@@ -1,4 +1,4 @@
-"""Saves to `checkpoint.levels`: copies that are nearer than the folder of checkpoints."""
+"""Saves to the levels on the hosts: copies that are nearer than the folder of checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LevelsHook(Hook):
     """Decides when to save to which level. Like a checkpoint, a copy is made of a state that was looked at alone.
 
     Args:
-        sections: `checkpoint.levels`.
+        sections: those of `checkpoint.levels` that are on the hosts.
         levels: they themselves.
         store: the run's folder of checkpoints.
         contents, inspect: as of the hook that saves checkpoints.
@@ -54,7 +54,7 @@ class LevelsHook(Hook):
         if parts.levels is None or parts.contents is None or world is None:
             return None
         store = Store(options.dir, world.communicator)
-        return cls(list(options.levels), parts.levels, store, parts.contents, parts.inspect)
+        return cls(list(options.near), parts.levels, store, parts.contents, parts.inspect)
 
     def on_start(self, trainer: Trainer) -> None:
         self._began = (trainer.start, time.monotonic())

@@ -60,35 +60,6 @@ LAUNCH = [
         "must be TOOL:IMAGE",
     ),
     case(
-        "uploads to nowhere",
-        "checkpoint: {upload_every: 10}",
-        "a.yml:2: checkpoint.upload_every = 10",
-        "must go with checkpoint.upload",
-    ),
-    *[
-        case(
-            f"uploads to a URL in which the name {name} stands",
-            f"run: {{name: '{name}', dir: runs/x}}\ncheckpoint: {{upload: 'memory://a/{{run.name}}'}}",
-            f"a.yml:2: run.name = '{name}'",
-            "must be letters, digits and . _ ~ - after a letter or digit, without ..",
-            "write the URL without {run.name}",
-        )
-        for name in ("a{b}", "a/b", "..", "a..b", "a b", "a%2Fb", "a?b", "a#b", "ä")
-    ],
-    case(
-        "uploads to a place of an unknown name",
-        "checkpoint: {upload: 'memory://a/{name}'}",
-        "a.yml:2: checkpoint.upload = 'memory://a/{name}'",
-        "in which only {run.name} may stand in braces",
-    ),
-    case(
-        "uploads of what is not saved",
-        "checkpoint: {every: 10, upload_every: 15, upload: 'memory://a'}",
-        "a.yml:2: checkpoint.upload_every = 15",
-        "must be a multiple of checkpoint.every",
-        "use 20",
-    ),
-    case(
         "spares of one host, which nobody would ask for",
         "launch: {spares: 1}",
         "a.yml:2: launch.spares = 1",
@@ -134,8 +105,8 @@ OUTPUT = [
     ),
     case(
         "a protocol that nothing speaks",
-        "checkpoint: {upload: 'nosuch://bucket/run'}",
-        "a.yml:2: checkpoint.upload = 'nosuch://bucket/run'",
+        "checkpoint: {levels: [{place: store, every: auto, url: 'nosuch://bucket/run'}]}",
+        "a.yml:2: checkpoint.levels.0.url = 'nosuch://bucket/run'",
         "Protocol not known: nosuch",
         "s3:// s3fs",
     ),
@@ -157,8 +128,67 @@ OUTPUT = [
         "must be an absolute path",
         "must not be the folder of another level, 1",
         "a.yml:3: checkpoint.optimizer_state = false",
-        "must be true with checkpoint.levels",
+        "must be true with levels on hosts",
         problems=6,
+    ),
+    case(
+        "a store without a URL, one with hosts' keys, and a URL of a disk",
+        "checkpoint:\n  levels:\n    - {place: store, every: 10}\n"
+        "    - {place: store, every: 10, url: 'memory://a', path: /b, neighbours: 1}\n"
+        "    - {place: disk, every: 10, path: /c, url: 'memory://a'}",
+        "checkpoint.levels.0.url = null",
+        "with: checkpoint.levels.0.place = 'store' (a.yml:4)",
+        "a store must have a URL",
+        "a.yml:5: checkpoint.levels.1.place = 'store'",
+        "must be the only store; level 0 is one",
+        "a.yml:5: checkpoint.levels.1.path = '/b'",
+        "a.yml:5: checkpoint.levels.1.neighbours = 1",
+        "must be left out with place: store, which has no hosts",
+        "a.yml:6: checkpoint.levels.2.url = 'memory://a'",
+        "must go with place: store",
+        problems=5,
+    ),
+    case(
+        "hosts that keep everything, and nothing",
+        "checkpoint:\n  levels:\n    - {place: memory, every: 1, keep: all}\n"
+        "    - {place: store, every: auto, keep: 0, url: 'memory://a'}",
+        "a.yml:4: checkpoint.levels.0.keep = 'all'",
+        "must be a number on hosts, which all saves would fill",
+        "a.yml:5: checkpoint.levels.1.keep = 0",
+        "must be at least 1",
+        problems=2,
+    ),
+    case(
+        "a path for a URL",
+        "checkpoint: {levels: [{place: store, every: auto, url: /backup}]}",
+        "a.yml:2: checkpoint.levels.0.url = '/backup'",
+        "a store must have a URL",
+        "file:///folder",
+    ),
+    case(
+        "a store as it was written before it was a level",
+        "checkpoint: {upload: 's3://bucket/run', upload_every: 10}",
+        "a.yml:2: checkpoint.upload = 's3://bucket/run'",
+        "a.yml:2: checkpoint.upload_every = 10",
+        "make it a level: `checkpoint: {levels: [{place: store, url: URL, every: auto, keep: all}]}`",
+        problems=2,
+    ),
+    *[
+        case(
+            f"a store with a URL in which the name {name} stands",
+            f"run: {{name: '{name}', dir: runs/x}}\n"
+            "checkpoint: {levels: [{place: store, every: auto, url: 'memory://a/{run.name}'}]}",
+            f"a.yml:2: run.name = '{name}'",
+            "must be letters, digits and . _ ~ - after a letter or digit, without ..",
+            "write the URL without {run.name}",
+        )
+        for name in ("a{b}", "a/b", "..", "a..b", "a b", "a%2Fb", "a?b", "a#b", "ä")
+    ],
+    case(
+        "a store in a place of an unknown name",
+        "checkpoint: {levels: [{place: store, every: auto, url: 'memory://a/{name}'}]}",
+        "a.yml:2: checkpoint.levels.0.url = 'memory://a/{name}'",
+        "in which only {run.name} may stand in braces",
     ),
     case(
         "neighbours of the only host",
