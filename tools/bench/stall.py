@@ -26,6 +26,7 @@ import statistics  # noqa: E402
 import tempfile  # noqa: E402
 import time  # noqa: E402
 from collections.abc import Callable, Sequence  # noqa: E402
+from contextlib import redirect_stdout  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
@@ -112,7 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ.get("PYTHONPATH", "")])
         script = str(Path(__file__).resolve().parents[2] / "train.py")
         given = ["checkpoint.asynchronous=true", *overrides, *own]
-        if status := launch(["--ranks", str(options.ranks), script, *files, *given]):
+        with redirect_stdout(sys.stderr):  # what the run says
+            status = launch(["--ranks", str(options.ranks), script, *files, *given])
+        if status:
             return status
         ranks = [json.loads(output.with_suffix(f".{rank}").read_text()) for rank in range(options.ranks)]
     result = summary(ranks)
