@@ -223,7 +223,7 @@ class StepGate:
     def losses_are_known(self) -> None:
         """This rank has computed the losses of its labels, but not all of its gradients."""
         if self.begin_to_meet is not None:
-            self._mean = self.begin_to_meet(*self._own())
+            self._mean = self.begin_to_meet(*self._own_loss())
 
     def finish(self, applied: bool) -> None:
         """A step has ended. Without an overflow of fp16, DeepSpeed leaves out updates for one reason alone."""
@@ -253,7 +253,7 @@ class StepGate:
         self._decided = True
         norm = self._norm()
         size: Number = 0.0 if norm is None else norm
-        loss, size = self.meet(*self._own(), size) if self._mean is None else (self._mean(), float(size))
+        loss, size = self.meet(*self._own_loss(), size) if self._mean is None else (self._mean(), float(size))
         self._size = size
         self.found, bound = self.rule.judge(loss, None if norm is None else size)
         if self.found is not None and self.found.action == CLIP and bound is not None:
@@ -261,7 +261,7 @@ class StepGate:
             now = min(size, most) if most > 0 else size
             self._factor = bound / now if bound < now else None
 
-    def _own(self) -> tuple[Number, Number]:
+    def _own_loss(self) -> tuple[Number, Number]:
         """The mean loss of this rank's labels, and their weight."""
         losses = self._losses()
         return (0.0, 0.0) if losses is None else (losses.mean, losses.labels)
