@@ -102,8 +102,8 @@ class Takes(Hook):
 
 @pytest.mark.parametrize(("more", "since"), [((), 6), ((SignalOnRankOne(),), 2)], ids=["last step", "stopped"])
 def test_the_last_window_is_compared_where_no_other_follows(tmp_path, more, since):
-    """Windows of two steps, exchanged two at a time: of steps 2 to 7 the third, of steps 2 and 3 the first."""
+    """Windows of two steps, each sent with the step behind it: behind steps 6 and 7, or 2 and 3, there is none."""
     slow = SlowRanksHook(SlowOptions(every=2, factor=1.5, windows=1), ["a", "b"])
-    on_ranks(2, train, str(tmp_path), (*more, Takes(since), slow))
+    on_ranks(2, train, str(tmp_path), (*more, slow, Takes(since)))
     noted = [each for each in read_ledger(tmp_path / "ledger.jsonl") if each["event"] == "slow"]
     assert [(each["rank"], each["host"], each["since"]) for each in noted] == [(1, "b", since)]

@@ -50,19 +50,37 @@ class SlowRanksHook(Hook):
         if step <= trainer.start + 2:  # the first steps compile and warm up
             self._first, self._before = step, parts_of(trainer.beacon.own)
         elif not step % self._every:
-            own, steps = parts_of(trainer.beacon.own), step - self._first
-            trainer.share([(now - before) / steps for now, before in zip(own, self._before)])
-            self._windows.append(range(self._first, step))
-            self._first, self._before = step, own
+            trainer.share(self._window(trainer, step))
         if self._record:
             trainer.extra_metrics["ranks"] = self._record
 
     def on_numbers(self, trainer: Trainer, report: StepReport) -> None:
-        if report.shared is None or self._comparison is None:
+        if report.shared is not None:
+            self._compare(trainer, report.shared.tolist())
+
+    def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
+        """Behind the last step there is none whose numbers a window could travel with."""
+        if not trainer.last or (step + 1) % self._every or step < self._first:
             return
+        trainer.settle()
+        own, ranks = self._window(trainer, step + 1), len(self._hosts)
+        places = [own if rank == trainer.mesh.rank else [0.0] * len(own) for rank in range(ranks)]
+        everyone = trainer.exchange.sum([part for place in places for part in place])
+        self._compare(trainer, everyone.view(ranks, -1).tolist())
+
+    def _window(self, trainer: Trainer, end: int) -> list[float]:
+        """This rank's own seconds of a step, on average over the window that ends before a step."""
+        own, steps = parts_of(trainer.beacon.own), end - self._first
+        seconds = [(now - before) / steps for now, before in zip(own, self._before)]
+        self._windows.append(range(self._first, end))
+        self._first, self._before = end, own
+        return seconds
+
+    def _compare(self, trainer: Trainer, seconds: list[list[float]]) -> None:
         window = self._windows.popleft()
-        begun, over = self._comparison.window(window.start, window.stop - 1, report.shared.tolist())
-        self._tell(trainer, self._comparison, begun, over)
+        if self._comparison is not None:
+            begun, over = self._comparison.window(window.start, window.stop - 1, seconds)
+            self._tell(trainer, self._comparison, begun, over)
 
     def _tell(self, trainer: Trainer, comparison: Comparison, begun: list[Slow], over: list[Slow]) -> None:
         for slow in begun:
