@@ -9,14 +9,9 @@ context axes; so micro-batches and ranks with unequal numbers of labels still ad
 from __future__ import annotations
 
 import contextlib
-import io
-import logging
-import os
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -35,6 +30,7 @@ from megatron.worker.beacon import BACKWARD, FORWARD, OPTIMIZER, Beacon
 from .adagc import AdaGC
 from .clipping import GlobalClipping, global_limit
 from .deepspeed_options import accumulation_steps, deepspeed_options, reduces_once, zero_stage
+from .deepspeed_process import deepspeed_quietly
 from .document_limit import document_limit, refuse_more_documents
 from .ds_mpu import ModelParallelUnit
 from .expert_groups import count_each_element_once, spread_experts
@@ -67,42 +63,7 @@ from .told_layers import ToldLayers
 from .zero_copies import norms_without_copies, update_in_place
 from .zero_init import cut_as_they_are_made
 
-
-def prepare_deepspeed(device: torch.device) -> None:
-    """Import DeepSpeed so that it neither compiles nor talks; call once per process, before the process group exists.
-
-    On CPUs DeepSpeed would build an extension inside init_distributed that only inference uses; a rank killed
-    meanwhile leaves a lock that hangs every later run. Its ZeRO imports its Muon, which no run here uses, and whose
-    decorators would import torch's compiler: seconds of every rank's start.
-    """
-    if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.setdefault("DS_IGNORE_CUDA_DETECTION", "1")
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 has renamed, once per step.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    import deepspeed.ops
-    from deepspeed.runtime import compiler
-    from deepspeed.utils import logger
-
-    logger.setLevel(logging.ERROR)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    with mock.patch.object(compiler, "compile", lambda: compiler.dummy_decorator):
-        import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
-
-
 NO_LABELS = StepResult(loss=0.0, tokens=0.0, grad_norm=None, unlabelled=True)
-
-
-@contextlib.contextmanager
-def deepspeed_quietly() -> Iterator[None]:
-    """DeepSpeed on the process group that exists; what it prints while it builds is not for users."""
-    import deepspeed
-
-    with contextlib.redirect_stdout(io.StringIO()):
-        if not deepspeed.comm.is_initialized():
-            deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
-        yield
 
 
 class BaseEngine:

@@ -16,7 +16,8 @@ from torch import Tensor
 from megatron.config import Config
 from megatron.data.batch import StepBatch
 from megatron.engine.deepspeed_options import accumulation_steps
-from megatron.engine.engine import build_engine, prepare_deepspeed
+from megatron.engine.deepspeed_process import prepare_deepspeed
+from megatron.engine.engine import build_engine
 from megatron.engine.teacher import Teacher
 from megatron.engine.without_values import without_values
 from megatron.objectives.named import objective_of

@@ -129,7 +129,8 @@ def _teacher(config: Config, dtype: torch.dtype) -> Model | None:
 def on_this_rank(values: dict[str, Any], ranks: int) -> Answer:
     """One step of the engine: the mean loss over all ranks, and this rank's fragments of the gradient."""
     from megatron.checkpoint import SOLO, GroupCommunicator
-    from megatron.engine.engine import build_engine, prepare_deepspeed
+    from megatron.engine.deepspeed_process import prepare_deepspeed
+    from megatron.engine.engine import build_engine
     from megatron.engine.teacher import Teacher
     from megatron.parallel.layout import Layout
     from megatron.parallel.mesh import Mesh

@@ -40,7 +40,7 @@ def run_on_this_rank(resolved: Resolved, ranks: int, attempt: int = 0) -> list[d
 
     from megatron.checkpoint import SOLO, GroupCommunicator
     from megatron.config import to_yaml
-    from megatron.engine.engine import prepare_deepspeed
+    from megatron.engine.deepspeed_process import prepare_deepspeed
     from megatron.parallel.layout import Layout
     from megatron.parallel.mesh import Mesh
     from megatron.training.run import run_training

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.checkpoint import SOLO, GroupCommunicator, StoreCommunicator
 from megatron.checkpoint.communicator import Communicator
 from megatron.config import Config
-from megatron.engine.engine import prepare_deepspeed
+from megatron.engine.deepspeed_process import prepare_deepspeed
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
 from megatron.worker.beacon import SETUP, Beacon

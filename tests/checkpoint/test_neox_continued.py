@@ -79,7 +79,7 @@ def here(folder: str, config_file: str, *overrides: str) -> list[float]:
     """A run of ours on this worker; its losses."""
     from megatron.checkpoint import SOLO
     from megatron.config import load, to_yaml
-    from megatron.engine.engine import prepare_deepspeed
+    from megatron.engine.deepspeed_process import prepare_deepspeed
     from megatron.parallel.layout import Layout
     from megatron.parallel.mesh import Mesh
     from megatron.training.run import run_training

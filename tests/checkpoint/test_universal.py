@@ -65,7 +65,8 @@ def native(folder: str, config_file: str, ranks: int) -> tuple[dict[str, str], l
 
     from megatron.config import load
     from megatron.data.loader import build_loader
-    from megatron.engine.engine import build_engine, prepare_deepspeed
+    from megatron.engine.deepspeed_process import prepare_deepspeed
+    from megatron.engine.engine import build_engine
     from megatron.parallel.layout import Layout
     from megatron.parallel.mesh import Mesh
 
@@ -143,7 +144,7 @@ def written(folder: str, config_file: str, ranks: int, *overrides: str) -> str:
 
     from megatron.checkpoint import GroupCommunicator
     from megatron.config import load
-    from megatron.engine.engine import prepare_deepspeed
+    from megatron.engine.deepspeed_process import prepare_deepspeed
     from megatron.parallel.layout import Layout
     from megatron.parallel.mesh import Mesh
     from megatron.training.native import write_native
@@ -291,7 +292,8 @@ def trained_on(folder: str, config_file: str, ranks: int, tag: str, *overrides: 
         The losses of the steps that follow.
     """
     from megatron.data.loader import build_loader
-    from megatron.engine.engine import build_engine, prepare_deepspeed
+    from megatron.engine.deepspeed_process import prepare_deepspeed
+    from megatron.engine.engine import build_engine
     from megatron.parallel.layout import Layout
     from megatron.parallel.mesh import Mesh
 

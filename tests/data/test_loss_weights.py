@@ -149,7 +149,8 @@ def test_a_resumed_run_says_that_weights_differ(tmp_path: Path):
 
 def losses(given: dict, ranks: int) -> list[float]:
     """On every rank, of three steps of a run: mean loss over all ranks, weight of the labels, gradient norm."""
-    from megatron.engine.engine import build_engine, prepare_deepspeed
+    from megatron.engine.deepspeed_process import prepare_deepspeed
+    from megatron.engine.engine import build_engine
 
     config = resolve(given, ranks=ranks)
     prepare_deepspeed(torch.device("cpu"))

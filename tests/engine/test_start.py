@@ -28,7 +28,8 @@ RUNS = [  # compute type, ZeRO stage, optimizer
 
 def train() -> None:
     """A step of each run; ends with status 1 where one of them has imported torch's compiler."""
-    from megatron.engine.engine import build_engine, prepare_deepspeed
+    from megatron.engine.deepspeed_process import prepare_deepspeed
+    from megatron.engine.engine import build_engine
 
     prepare_deepspeed(torch.device("cpu"))
     dist.init_process_group("gloo", rank=0, world_size=1, init_method="tcp://127.0.0.1:0")

@@ -56,7 +56,8 @@ def taught(values: dict[str, Any], ranks: int) -> list[list]:
     import torch
 
     from megatron.checkpoint import GroupCommunicator
-    from megatron.engine.engine import build_engine, prepare_deepspeed
+    from megatron.engine.deepspeed_process import prepare_deepspeed
+    from megatron.engine.engine import build_engine
     from megatron.engine.teacher import Teacher
     from megatron.parallel.layout import Layout
     from megatron.parallel.mesh import Mesh

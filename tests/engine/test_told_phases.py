@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megatron.config import resolve
-from megatron.engine.engine import build_engine, prepare_deepspeed
+from megatron.engine.deepspeed_process import prepare_deepspeed
+from megatron.engine.engine import build_engine
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
 from megatron.worker.beacon import HOOKS, SIZE, Beacon, read

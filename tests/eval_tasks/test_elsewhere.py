@@ -36,7 +36,7 @@ def evaluate(folder: str, words: list[str], uploaded: str | None) -> dict | str:
     from eval_tasks.main import run
     from megatron.checkpoint import SOLO, CheckpointError
     from megatron.checkpoint.transfer import upload
-    from megatron.engine.engine import prepare_deepspeed
+    from megatron.engine.deepspeed_process import prepare_deepspeed
     from megatron.parallel.layout import Layout
     from megatron.parallel.mesh import Mesh
     from megatron.training.world import World

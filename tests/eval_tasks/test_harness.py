@@ -14,7 +14,8 @@ from eval_tasks.select import Request, manager
 from megatron.checkpoint import SOLO, GroupCommunicator, open_checkpoint
 from megatron.config import resolve
 from megatron.data.tokenizer import build_tokenizer
-from megatron.engine.engine import build_engine, prepare_deepspeed
+from megatron.engine.deepspeed_process import prepare_deepspeed
+from megatron.engine.engine import build_engine
 from megatron.engine.scoring import Scorer
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh

@@ -28,7 +28,8 @@ def recitals(folder: Path, rows: list[tuple[int, ...]], ranks: int, layout: dict
     from eval_tasks.memorisation.recite import recite
     from megatron.checkpoint import SOLO, GroupCommunicator, open_checkpoint
     from megatron.config import resolve
-    from megatron.engine.engine import build_engine, prepare_deepspeed
+    from megatron.engine.deepspeed_process import prepare_deepspeed
+    from megatron.engine.engine import build_engine
     from megatron.engine.scoring import Scorer
     from megatron.parallel.layout import Layout
     from megatron.parallel.mesh import Mesh
@@ -105,7 +106,7 @@ def extract(folder: str, ranks: int, words: list[str], overrides: list[str], par
     from eval_tasks.memorisation.main import run
     from megatron.checkpoint import SOLO, GroupCommunicator
     from megatron.data.errors import DataError
-    from megatron.engine.engine import prepare_deepspeed
+    from megatron.engine.deepspeed_process import prepare_deepspeed
     from megatron.parallel.layout import Layout
     from megatron.parallel.mesh import Mesh
     from megatron.training.world import World

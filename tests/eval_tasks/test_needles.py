@@ -75,7 +75,7 @@ def evaluate(folder: str, layout: dict, ranks: int, words: list[str]) -> None:
     """evaluate.py on this worker's ranks."""
     from eval_tasks.main import run
     from megatron.checkpoint import SOLO, GroupCommunicator
-    from megatron.engine.engine import prepare_deepspeed
+    from megatron.engine.deepspeed_process import prepare_deepspeed
     from megatron.parallel.layout import Layout
     from megatron.parallel.mesh import Mesh
     from megatron.training.world import World

@@ -9,7 +9,7 @@ import torch
 
 from megatron.config import resolve
 from megatron.data.batch import StepBatch
-from megatron.engine.engine import prepare_deepspeed
+from megatron.engine.deepspeed_process import prepare_deepspeed
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
 from megatron.rehearsal.rank import RankCounts, enough_micro_batches, observe, with_micro_batches

@@ -93,7 +93,8 @@ def start(values: dict[str, Any], ranks: int):
 
 
 def build(config: Config, ranks: int):
-    from megatron.engine.engine import build_engine, prepare_deepspeed
+    from megatron.engine.deepspeed_process import prepare_deepspeed
+    from megatron.engine.engine import build_engine
 
     prepare_deepspeed(torch.device("cpu"))
     engine = build_engine(config, Mesh.build(Layout.of(config, ranks)), "cpu")

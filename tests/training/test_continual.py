@@ -51,7 +51,7 @@ def job(folder: str, words: tuple[str, ...]) -> None:
 
     from megatron.checkpoint import SOLO
     from megatron.config import load, to_yaml
-    from megatron.engine.engine import prepare_deepspeed
+    from megatron.engine.deepspeed_process import prepare_deepspeed
     from megatron.parallel.layout import Layout
     from megatron.parallel.mesh import Mesh
     from megatron.training.run import run_training

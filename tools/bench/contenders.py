@@ -200,7 +200,8 @@ class Ours:
         import torch
         import torch.distributed as dist
 
-        from megatron.engine.engine import build_engine, prepare_deepspeed
+        from megatron.engine.deepspeed_process import prepare_deepspeed
+        from megatron.engine.engine import build_engine
         from megatron.parallel.mesh import Mesh
 
         ranks = 1 if layout is None else layout.world_size

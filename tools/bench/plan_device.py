@@ -113,7 +113,8 @@ def measured(config: Config, device: str, seconds: float) -> dict[str, Any]:
     import torch
 
     from megatron.data.batch import StepBatch
-    from megatron.engine.engine import build_engine, prepare_deepspeed
+    from megatron.engine.deepspeed_process import prepare_deepspeed
+    from megatron.engine.engine import build_engine
     from megatron.model.stack import ModelPlan
     from megatron.parallel.layout import Layout
     from megatron.parallel.mesh import Mesh

@@ -108,7 +108,7 @@ def counted(values: dict[str, Any], ranks: int) -> RankCounts:
     import torch
 
     from megatron.data.loader import build_loader
-    from megatron.engine.engine import prepare_deepspeed
+    from megatron.engine.deepspeed_process import prepare_deepspeed
     from megatron.parallel.mesh import Mesh
 
     config = resolve(values, ranks=ranks)

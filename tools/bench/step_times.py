@@ -30,7 +30,8 @@ def timed(config: Config, ranks: int, steps: int) -> list[tuple[float, float]]:
     import torch
 
     from megatron.data.loader import build_loader
-    from megatron.engine.engine import build_engine, prepare_deepspeed
+    from megatron.engine.deepspeed_process import prepare_deepspeed
+    from megatron.engine.engine import build_engine
     from megatron.parallel.layout import Layout
     from megatron.parallel.mesh import Mesh
 
