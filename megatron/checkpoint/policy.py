@@ -36,11 +36,9 @@ class SavePolicy:
 
     @classmethod
     def of(cls, section: CheckpointSection) -> SavePolicy:
-        store = section.store
-        copied = None if store is None or store.every == "auto" else store.every
         return cls(
             section.every, section.minutes, frozenset(section.steps), section.log_spaced, section.at_end, section.auto,
-            copied,
+            section.store_every,
         )  # fmt: skip
 
     def due(

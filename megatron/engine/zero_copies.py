@@ -82,7 +82,9 @@ def _keep_flat_gradients(optimizer: Any) -> None:
 
     def gathered(group: int) -> Tensor:
         """[partition] the gradients of what this rank updates, one behind the other, and zeros for what pads it."""
-        flat = kept.setdefault(group, torch.empty(int(optimizer.partition_size[group])))
+        if group not in kept:
+            kept[group] = torch.empty(int(optimizer.partition_size[group]))
+        flat = kept[group]
         parts = [each.detach().reshape(-1) for each in optimizer.averaged_gradients[group]]
         filled = sum(each.numel() for each in parts)
         torch.cat(parts, out=flat[:filled])

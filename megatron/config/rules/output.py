@@ -90,8 +90,8 @@ def protocol_problem(url: str) -> tuple[str, str] | None:
 
 def kept_checkpoints_are_saved(context: RuleContext) -> Iterator[Problem]:
     checkpoint, steps = context.config.checkpoint, context.config.training.steps
-    saves = checkpoint.every or checkpoint.minutes or checkpoint.auto or checkpoint.steps or checkpoint.log_spaced
-    saves = saves or (checkpoint.store is not None and checkpoint.store.every != "auto")
+    regular = checkpoint.every or checkpoint.minutes or checkpoint.auto or checkpoint.store_every
+    saves = regular or checkpoint.steps or checkpoint.log_spaced
     for name in ("keep_last", "keep_every"):
         if getattr(checkpoint, name) is not None and not saves:
             yield context.warning(

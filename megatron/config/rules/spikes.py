@@ -166,9 +166,8 @@ def attribution_can_restart(context: RuleContext) -> Iterator[Problem]:
             fix="give launch.restarts, or use spikes.confirm=true, which stays in place",
         )
     checkpoint = config.checkpoint
-    saves = checkpoint.every or checkpoint.minutes or checkpoint.auto or checkpoint.steps or checkpoint.near
-    saves = saves or (checkpoint.store is not None and checkpoint.store.every != "auto")
-    if not saves and not checkpoint.log_spaced:
+    regular = checkpoint.every or checkpoint.minutes or checkpoint.auto or checkpoint.store_every
+    if not (regular or checkpoint.steps or checkpoint.near or checkpoint.log_spaced):
         yield context.problem(
             "spikes.attribute",
             "checkpoint.every",

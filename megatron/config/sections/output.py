@@ -134,6 +134,11 @@ class CheckpointSection(Section):
         """The level in an object store, farther than `dir`."""
         return next((each for each in self.levels if each.place == "store"), None)
 
+    @property
+    def store_every(self) -> int | None:
+        """Steps between the saves that the store asks for; None where it only copies what is saved anyway."""
+        return None if self.store is None or self.store.every == "auto" else self.store.every
+
 
 class SampleOptions(Section):
     every: int | None = key(None, "Generate samples every n steps.", unit="steps", gt=0)
