@@ -27,7 +27,7 @@ def begins(documents_BS: Tensor, most: int) -> Tensor:
 
     Args:
         documents_BS: number of each token's document; tokens of one document stand together. Those of a micro-batch
-            are N at most, which `engine/micro_batches.py` sees to where the host has them.
+            are N at most, which `engine/document_limit.py` sees to where the host has them.
     """
     samples, device = documents_BS.shape[0], documents_BS.device
     first = torch.ones(samples, 1, dtype=torch.bool, device=device)
