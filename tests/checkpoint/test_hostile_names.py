@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import uuid
 from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
@@ -18,7 +19,7 @@ from megatron.checkpoint import CheckpointError, Fragment, FragmentSpec, open_ch
 from megatron.checkpoint.hf.importer import Folder
 from megatron.checkpoint.hf.neox import layers_of
 from megatron.checkpoint.index import checksum
-from megatron.checkpoint.pickles import load_tensors
+from megatron.checkpoint.pickles import Inert, load_tensors
 from megatron.checkpoint.transfer import download, upload
 from megatron.checkpoint.universal import export
 from megatron.data.cache import cached
@@ -244,6 +245,27 @@ def _made(folder: Path, array: np.ndarray) -> list[Path]:
 class Runs:
     def __reduce__(self):
         return os.mkdir, ("code-of-the-file-was-run",)
+
+
+class Asked:
+    """Written as `getattr(of, name)`, as Python 3.11.0 to 3.11.3 write a member of an enumeration."""
+
+    def __init__(self, of, name: str) -> None:
+        self.of, self.name = of, name
+
+    def __reduce__(self):
+        return getattr, (self.of, self.name)
+
+
+def test_members_of_another_programs_enumerations_are_not_looked_up(tmp_path):
+    torch.save({"level": Asked(uuid.SafeUUID, "safe"), "w": torch.ones(2)}, tmp_path / "a.pt")
+    found = load_tensors(tmp_path / "a.pt", inert=["uuid"])
+    assert type(found["level"]) is Inert and found["level"].arguments == ("safe",) and found["w"].tolist() == [1, 1]
+    with pytest.raises(CheckpointError, match=r"not tensors \(.*getattr\)"):
+        load_tensors(tmp_path / "a.pt")
+    torch.save({"a": Asked(uuid.SafeUUID, "safe"), "b": Asked(torch.Size, "count")}, tmp_path / "b.pt")
+    with pytest.raises(CheckpointError, match=r"not tensors \(builtins.getattr\)"):
+        load_tensors(tmp_path / "b.pt", inert=["uuid"])
 
 
 @pytest.mark.parametrize("new", [True, False], ids=["zip", "old"])

@@ -53,7 +53,8 @@ def test_models_are_equal(name):
 @pytest.fixture
 def old_run(tmp_path):
     with tarfile.open(fileobj=io.BytesIO(lzma.decompress((make.FOLDER / "run.tar.xz").read_bytes()))) as archive:
-        archive.extractall(tmp_path / "run", filter="data")
+        safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # not before Python 3.11.4
+        archive.extractall(tmp_path / "run", **safe)
     return tmp_path / "run"
 
 
