@@ -138,9 +138,24 @@ ROWS = (  # the second row of a shape has contenders that would not fit into 24 
     ),
     *_step("pythia-14m", 4, among=("eager", "compiled", "autocast", "litgpt"), threads=2),
     *_step("pythia-70m", 2, rounds=3, among=("eager", "autocast", "litgpt"), threads=2),
+    *_step("pythia-160m", 2, rounds=3, among=("eager", "litgpt"), threads=2),
+    *_step("llama-14m", 4, among=("eager", "litgpt"), threads=2),
+    *_step("llama-70m", 2, rounds=3, among=("eager", "litgpt"), threads=2),
+    *_step("mamba2-14m", 2, among=("eager",), threads=2),
+    *_step("rwkv7-14m", 2, among=("fla",), threads=2),
+    *(
+        Row("threads", "moe", ("--shapes", "small", "--precision", precision, "--steps", "1"), threads=2)
+        for precision in ("bf16", "fp32")
+    ),
     *(
         Row("ranks", "replicas", ("--shapes", shape, "--precision", precision, "--micro-batch", samples), clocks=False)
-        for shape, samples in (("pythia-14m", "4"), ("pythia-70m", "2"))
+        for shape, samples in (
+            ("pythia-14m", "4"),
+            ("pythia-70m", "2"),
+            ("llama-14m", "4"),
+            ("llama-70m", "2"),
+            ("mamba2-14m", "2"),
+        )
         for precision in ("bf16", "fp32")
     ),
     *(Row("start", "start", ("--ranks", ranks)) for ranks in ("1", "2", "8")),
