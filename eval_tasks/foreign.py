@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import yaml
 
 from megatron.config import Config
+from megatron.config.foreign_json import read_json
 from megatron.config.sections.data import TokenizerSection
 from megatron.data.agreement import is_local
 from megatron.data.errors import DataError
@@ -77,8 +77,8 @@ def _recorded(checkpoint: Path) -> dict[str, Any]:
     newest = [sorted(folder.glob("step_*"))[-1:] for folder in (checkpoint, checkpoint / "checkpoints")]
     for each in (checkpoint, *newest[0], *newest[1]):
         try:
-            values = yaml.safe_load(json.loads((each / META).read_text(encoding="utf-8"))["config"])
-        except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+            values = yaml.safe_load(read_json(each / META)["config"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
             continue  # the ranks say what is wrong with a damaged checkpoint
         return values if isinstance(values, dict) else {}
     return {}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron.config import Config
+from megatron.config.foreign_json import parse_json
 from megatron.config.sections.output import ProbeOptions
 from megatron.config.stages import shortest
 from megatron.data.tokenizer import Tokenizer
@@ -61,7 +61,7 @@ def read_probes(path: str | Path, tokenizer: Tokenizer, longest: int) -> list[Pr
 
 def _probe(line: str, where: str, tokenizer: Tokenizer, longest: int) -> Probe:
     try:
-        value = json.loads(line)
+        value = parse_json(line)
     except ValueError as error:
         raise ProbeError(f"{where} must be a JSON object: {error}") from error
     forms = ({"text"}, {"context", "continuation"})

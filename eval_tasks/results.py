@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.config.foreign_json import read_json
+
 Results = Mapping[str, Any]  # what `lm_eval.simple_evaluate` returns
 NOT_METRICS = ("alias", "name", "sample_len", "sample_count")
 
@@ -75,7 +77,7 @@ def write(path: Path, results: Results) -> None:
 def read(path: Path) -> dict[str, Any] | None:
     """The results in a file that `write` wrote; None where there is none or it is damaged."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) and isinstance(found.get("results"), dict) else None

@@ -79,7 +79,7 @@ def _holds_task(path: Path) -> bool:
     """Whether a file describes one task. What it includes may be anything; what cannot be read is told by others."""
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError):
         return False
     return isinstance(content, dict) and isinstance(content.get("task"), str) and not content.keys() & OTHERS
 

@@ -16,6 +16,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megatron.config.foreign_json import read_json
+
 JOB = "job.json"
 PART = 4096  # sequences
 
@@ -104,7 +106,7 @@ def read_job(folder: Path) -> dict[str, Any]:
         ResultError: it is no such folder.
     """
     try:
-        found = json.loads((folder / JOB).read_text(encoding="utf-8"))
+        found = read_json(folder / JOB)
     except (OSError, ValueError) as error:
         raise ResultError(f"{folder} must be a folder that extract.py has written: {error}") from error
     if not isinstance(found, dict):

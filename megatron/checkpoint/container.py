@@ -34,6 +34,7 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library too
+MAX_DIMENSIONS, MAX_SIZE = 64, 2**63  # of a shape: PyTorch has no more dimensions, and no larger numbers
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ def parse_header(path: Path, text: bytes, size: int) -> tuple[dict[str, TensorEn
     end = max((entry.end for entry in entries.values()), default=8 + len(text))
     if end != size:
         raise CheckpointError(path, f"its header promises {end} bytes, the file has {size}")
+    _refuse_gaps(path, entries, 8 + len(text))
     return entries, metadata
 
 
@@ -115,9 +117,32 @@ def metadata_of(text: bytes) -> dict[str, str]:
 
 
 def _entries(described: dict, base: int) -> dict[str, TensorEntry]:
-    found = {}
-    for name, info in described.items():
-        if name != "__metadata__":
-            begin, end = info["data_offsets"]
-            found[name] = TensorEntry(DTYPES[info["dtype"]], tuple(info["shape"]), base + begin, base + end)
-    return found
+    return {name: _entry(name, info, base) for name, info in described.items() if name != "__metadata__"}
+
+
+def _entry(name: str, info: dict, base: int) -> TensorEntry:
+    """
+    Raises:
+        ValueError: no tensor is described so.
+        TypeError, LookupError: this is no description.
+    """
+    kind, shape, (begin, end) = info["dtype"], info["shape"], info["data_offsets"]
+    if kind not in DTYPES:
+        raise ValueError(f"{name!r:.200} has the type {kind!r:.40}; it must be one of {', '.join(DTYPES)}")
+    if len(shape) > MAX_DIMENSIONS or any(type(size) is not int or not 0 <= size < MAX_SIZE for size in shape):
+        raise ValueError(f"{name!r:.200} has the shape {shape!r:.100}; it must be a list of sizes")
+    size = prod(shape) * DTYPES[kind].itemsize
+    if type(begin) is not int or type(end) is not int or begin < 0 or end - begin != size:
+        place = f"{begin!r:.40} to {end!r:.40}"
+        raise ValueError(f"{name!r:.200} of {kind} {shape} has the bytes {place}; it must have {size} bytes")
+    return TensorEntry(DTYPES[kind], tuple(shape), base + begin, base + end)
+
+
+def _refuse_gaps(path: Path, entries: dict[str, TensorEntry], place: int) -> None:
+    """Bytes of no tensor, or of two, are no safetensors file: every reader would take another part for the data."""
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != place:
+            raise CheckpointError(
+                path, f"damaged: {name!r:.200} begins at byte {entry.begin}; it must be byte {place}, where others end"
+            )
+        place = entry.end

@@ -69,11 +69,15 @@ def write_merged(
         whole: these are all files, so that they must cover each tensor exactly once; and the disk is waited for.
 
     Raises:
-        CheckpointError: they do not.
+        CheckpointError: they do not; or about one of the files, by its path in the checkpoint.
         OSError, ValueError: as they come.
     """
     problems: list[str] = []
-    with Merged(tables, root) as merged, new_file(root / INDEX_NAME, wait=whole) as write:
+
+    def name(number: int) -> str:
+        return records[number].path if number < len(records) else f"file {number}"
+
+    with Merged(tables, root, name) as merged, new_file(root / INDEX_NAME, wait=whole) as write:
         parts = _covering(merged, problems) if whole else merged.parts()
         seal = write_index(write, merged, parts, records)
     if problems:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import IO
 import numpy as np
 
 from .durable import name_errors, read_fully, write_fully
+from .errors import understanding
 from .index import groups_of
 from .table import ROW, Vocabulary
 
@@ -53,18 +54,22 @@ class Merged:
         groups: array of `index.GROUP`, sorted.
     """
 
-    def __init__(self, pieces: Iterable[tuple[str, np.ndarray]], folder: Path) -> None:
+    def __init__(
+        self, pieces: Iterable[tuple[str, np.ndarray]], folder: Path, name: Callable[[int], str] = "file {}".format
+    ) -> None:
         """
         Args:
             pieces: (vocabulary as JSON, rows) of each file, in the order of their numbers. One is taken at a time.
             folder: where rows that do not fit in a batch wait.
+            name: of the file with this number, for what is wrong with it.
 
         Raises:
-            ValueError: two files mean different tensors by one name.
+            CheckpointError: about the file whose names are no vocabulary, or mean other tensors than before.
             OSError: the disk is full, ...
         """
         self.vocabulary = Vocabulary()
         self._folder, self._written = folder, 0
+        self._name = name
         self._file: IO[bytes] | None = None
         self._numbers = lru_cache(VOCABULARIES)(self._take)
         self._batches: list[_Batch] = []
@@ -110,16 +115,19 @@ class Merged:
                 self._batches.append(_batch(waiting))
                 self._put_away(self._batches[-1])
                 waiting, count = [], 0
-            tensors, states = self._numbers(text)
-            renamed = rows.copy()
-            renamed["tensor"], renamed["state"], renamed["file"] = (
-                tensors[rows["tensor"]],
-                states[rows["state"]],
-                number,
-            )
+            renamed = self._renamed(number, text, rows)
             waiting.append(renamed)
             count += len(rows)
         self._batches.append(_batch(waiting))
+
+    def _renamed(self, number: int, text: str, rows: np.ndarray) -> np.ndarray:
+        """The rows of a file with the numbers that tensors and states have here."""
+        renamed = rows.copy()
+        with understanding(self._name(number)):
+            tensors, states = self._numbers(text)
+            renamed["tensor"], renamed["state"] = tensors[rows["tensor"]], states[rows["state"]]
+        renamed["file"] = number
+        return renamed
 
     def _take(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """The numbers that tensors and states of a file's vocabulary have here."""

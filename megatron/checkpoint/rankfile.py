@@ -180,8 +180,9 @@ def read_table(root: Path, record: FileRecord) -> tuple[str, np.ndarray]:
     handle = os.open(path, os.O_RDONLY)
     try:
         start, table = bytearray(record.begin), bytearray(record.size - record.end)
-        read_fully(handle, memoryview(start), 0)
-        read_fully(handle, memoryview(table), record.end)
+        with name_errors(path):
+            read_fully(handle, memoryview(start), 0)
+            read_fully(handle, memoryview(table), record.end)
     finally:
         os.close(handle)
     for part, found, written in (("header", start, record.header), ("table", table, record.table)):

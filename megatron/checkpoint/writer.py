@@ -8,6 +8,7 @@ not a checkpoint's; an error on any rank is raised on all, and leaves what was t
 
 from __future__ import annotations
 
+import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -150,7 +151,10 @@ class Draft:
         try:
             self.commit(records, meta)
         except CheckpointError as error:
-            return error.problems, False
+            if error.subject in (str(self.root), str(self.target)):
+                return error.problems, False
+            file = error.subject.removeprefix(f"{self.root}{os.sep}")  # the draft is gone when this is read
+            return [f"{file}: {each}" for each in error.problems], False
         except Exception as error:  # the other ranks wait for the answer; every rank raises it
             return [describe_error(error)], disk_refuses(error)
         return [], False

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from .foreign_json import read_json
 from .frozen import thaw
 from .problems import UserError
 from .resolved_file import read_resolved_text
@@ -39,7 +39,7 @@ def teacher_config(path: str) -> Config:
 @lru_cache(maxsize=4)
 def _read(path: str, *_state: int) -> Config:
     try:
-        values = json.loads((Path(path) / META).read_bytes())
+        values = read_json(Path(path) / META)
         text, step, told = values["config"], values["step"], values["config_hash"]
         if hashlib.sha256(text.encode()).hexdigest() != told:
             raise ValueError("its configuration does not have its checksum")

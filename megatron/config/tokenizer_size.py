@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from .foreign_json import read_json
 
 
 class SizeUnknown(Exception):
@@ -18,7 +19,7 @@ def _huggingface(path: Path) -> int:
     if not file.is_file():
         raise SizeUnknown(f"{file} is no local file")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
         vocabulary = content["model"]["vocab"]
         added = [token["id"] for token in content.get("added_tokens") or ()]
     except (ValueError, KeyError, TypeError) as error:
@@ -36,7 +37,7 @@ def local_tokens(tokenizer: Mapping[str, Any]) -> set[str] | None:
     if not file.is_file():
         return None
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
         vocabulary = content["model"]["vocab"]
         words = vocabulary if isinstance(vocabulary, dict) else (word for word, _ in vocabulary)
         return {*words, *(token["content"] for token in content.get("added_tokens") or ())}
@@ -50,7 +51,7 @@ def _gpt2(path: Path) -> int:
     if not file.is_file():
         raise SizeUnknown(f"{file} is no local file")
     try:
-        return max(json.loads(file.read_text(encoding="utf-8")).values()) + 1
+        return max(read_json(file).values()) + 1
     except (ValueError, AttributeError, TypeError) as error:
         raise SizeUnknown(f"{file} is no vocabulary ({type(error).__name__}: {error})") from error
 
@@ -60,7 +61,7 @@ def _characters(path: Path) -> int:
     if not path.is_file():
         raise SizeUnknown(f"{path} is no local file")
     try:
-        return len(json.loads(path.read_text(encoding="utf-8"))) + 2
+        return len(read_json(path)) + 2
     except (ValueError, TypeError) as error:
         raise SizeUnknown(f"{path} is no list of characters ({type(error).__name__}: {error})") from error
 

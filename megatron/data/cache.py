@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..config.foreign_json import read_json
 from ..config.paths import path_inside
 from .errors import DataError
 from .hashing import content_hash
@@ -99,7 +100,7 @@ def _write(place: Path, arrays: Arrays) -> None:
 
 def _read(place: Path) -> Arrays:
     try:
-        about = json.loads((place / "arrays.json").read_text())
+        about = read_json(place / "arrays.json")
         files = {name: path_inside(place, f"{name}.npy") for name in about}
         for name, facts in about.items():
             if files[name].stat().st_size != facts["bytes"]:
@@ -161,7 +162,7 @@ def _facts(file: TokenFile, scan_below: int) -> dict:
 def _remembered(memory: Path, state: list) -> dict | None:
     """What was found out about files in this state; a damaged memory is as good as none."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        known = json.loads(memory.read_text())
+        known = read_json(memory)
         if known["state"] == state:
             return known["facts"]
     return None

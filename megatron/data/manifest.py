@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..config.foreign_json import read_json
 from .errors import DataError
 from .token_file import with_ending
 
@@ -73,7 +74,7 @@ def keep_others(prefix: str | os.PathLike) -> None:
     if not path.exists():
         return
     try:
-        ours = json.loads(path.read_text(encoding="utf-8"))["format"] == FORMAT
+        ours = read_json(path)["format"] == FORMAT
     except (OSError, ValueError, KeyError, TypeError):
         ours = False
     if not ours:
@@ -92,7 +93,7 @@ def read_manifest(prefix: str | os.PathLike) -> Manifest | None:
     if not path.is_file():
         return None
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
         if values.pop("format") != FORMAT or values.pop("format_version") != VERSION:
             raise ValueError("another format")
         return Manifest(**values)

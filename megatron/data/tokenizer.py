@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.config.foreign_json import read_json
+
 from .errors import DataError
 
 if TYPE_CHECKING:
@@ -231,7 +233,7 @@ class CharactersTokenizer(Tokenizer):
 
     def __init__(self, path: Path):
         try:
-            characters = json.loads(path.read_text(encoding="utf-8"))
+            characters = read_json(path)
         except ValueError as error:
             raise DataError(path, f"it is no JSON ({error})", "give a JSON list of characters") from error
         if (
@@ -304,10 +306,9 @@ def from_json(file: Path, name: str, end: str | None = None) -> HuggingFaceToken
     if not file.is_file():
         raise DataError(file, "this file does not exist", "correct tokenizer.path")
     try:
-        backend = Backend.from_file(str(file))
+        backend, content = Backend.from_file(str(file)), read_json(file)
     except Exception as error:  # the library raises bare Exception for every kind of damage
         raise DataError(file, f"it cannot be read as a tokenizer.json ({error})", "give a tokenizer.json") from error
-    content = json.loads(file.read_text(encoding="utf-8"))
     return HuggingFaceTokenizer(backend, {**content, "truncation": None, "padding": None}, name, end)
 
 
@@ -316,8 +317,12 @@ def _end_of_folder(folder: Path) -> str | None:
     file = folder / "tokenizer_config.json"
     if not file.is_file():
         return None
-    token = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
-    return token.get("content") if isinstance(token, dict) else token
+    try:
+        token = read_json(file).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise DataError(file, f"it must be a JSON object ({error})", "mend it, or give tokenizer.eod_token") from error
+    found = token.get("content") if isinstance(token, dict) else token
+    return found if isinstance(found, str) else None
 
 
 def _huggingface(section: TokenizerSection) -> Tokenizer:
@@ -372,7 +377,7 @@ def _gpt2(section: TokenizerSection) -> Tokenizer:
         ) from error
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    content = [json.loads(vocabulary.read_text(encoding="utf-8")), merges.read_text(encoding="utf-8").splitlines()]
+    content = [read_json(vocabulary), merges.read_text(encoding="utf-8").splitlines()]
     return HuggingFaceTokenizer(backend, content, vocabulary.name, section.eod_token, kind="gpt2")
 
 

@@ -6,12 +6,13 @@ import errno
 import os
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron.checkpoint import CheckpointError, merging, save
+from megatron.checkpoint import CheckpointError, merging, rankfile, save
 from megatron.checkpoint.errors import StoreRefuses
 from megatron.checkpoint.manifest import write_merged
 from megatron.checkpoint.merging import Merged
@@ -124,3 +125,51 @@ def test_gaps_are_found_in_parts_as_in_the_whole(tmp_path: Path, monkeypatch):
             for each in caught.value.problems
         ]
         assert {(each[1], each[2], int(each[3])) for each in told} == lost and len(told) == len(lost)
+
+
+def test_what_is_wrong_with_a_file_names_it(tmp_path: Path, monkeypatch):
+    """Its names mean other tensors than those of files before it, it is damaged, the disk does not give it."""
+    model = Model(seed=2)
+
+    def told(change) -> str:
+        with monkeypatch.context() as patched:
+            change(patched)
+            own = lambda member: save(tmp_path, 2, fragments(model, LAYOUT, member.rank), meta(2), member)  # noqa: E731
+            results = Together(4).run(own)
+        assert all(isinstance(each, CheckpointError) for each in results)
+        assert len({str(each) for each in results}) == 1 and list(tmp_path.iterdir()) == []
+        return str(results[0])
+
+    read = rankfile.read_table
+    name = "data/0000/rank_00002.safetensors"
+
+    def second(change) -> Callable:
+        return lambda root, record: change(root, record) if record.rank == 2 else read(root, record)
+
+    def other_tensors(root, record):
+        text, rows = read(root, record)
+        return text.replace('"keep_fp32": false', '"keep_fp32": true'), rows
+
+    def other_numbers(root, record):
+        text, rows = read(root, record)
+        rows = rows.copy()
+        rows["tensor"] += 1000
+        return text, rows
+
+    def damaged(root, record):
+        path = root / record.path
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+        return read(root, record)
+
+    for change, words in ((other_tensors, "is two tensors"), (other_numbers, "damaged"), (damaged, "checksum")):
+        said = told(lambda patched, change=change: patched.setattr(rankfile, "read_table", second(change)))
+        assert f"{name}: " in said and words in said, said
+
+    def failing(handle, buffer, offset):
+        if os.readlink(f"/proc/self/fd/{handle}").endswith(name):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return original(handle, buffer, offset)
+
+    original = rankfile.read_fully
+    said = told(lambda patched: patched.setattr(rankfile, "read_fully", failing))
+    assert name in said and "Input/output error" in said

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from megatron.config.sections.model import ModelSection
@@ -33,6 +34,19 @@ class ConversionStep:
         """Our tensors, contiguous, made of theirs; `read` gives one of theirs by its name."""
         made = self.form.from_hf([read(name) for name in self.theirs])
         return ((name, tensor.contiguous()) for name, tensor in zip(self.ours, made, strict=True))
+
+    def shapes(self, ours: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+        """The shapes of their tensors, from those of ours."""
+        made = self.to_hf(lambda name: torch.empty(tuple(ours[name]), device="meta"))
+        return {name: tuple(tensor.shape) for name, tensor in made}
+
+    def cut_otherwise(self, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> bool:
+        """Whether shapes differ only in where the rows of one tensor are cut into several, and the form joins them."""
+        if not getattr(self.form, "any_cut", False) or not all(found.values()):
+            return False
+        sides = (found.values(), wanted.values())
+        rest = {shape[1:] for side in sides for shape in side}
+        return len(rest) == 1 and len({sum(shape[0] for shape in side) for side in sides}) == 1
 
 
 def plan(architecture: Architecture, ours: Iterable[str], model: ModelSection) -> list[ConversionStep]:
@@ -107,9 +121,12 @@ def match(
     Raises:
         CheckpointError: tensors are missing or left over, or a head that should be the embedding is not.
     """
-    there = {architecture.canonical(name): name for name in present if not architecture.is_buffer(name)}
+    there, problems = dict[str, str](), list[str]()
+    for name in present:
+        if not architecture.is_buffer(name) and (first := there.setdefault(architecture.canonical(name), name)) != name:
+            problems.append(f"{first} and {name} are two names of one tensor; there must be one")
     needed = [name for step in steps for name in step.theirs]
-    problems = [f"missing: {name}" for name in needed if name not in there]
+    problems += [f"missing: {name}" for name in needed if name not in there]
     left = set(there) - set(needed)
     if architecture.head in left and not problems and not any(HEAD in step.ours for step in steps):
         left.discard(architecture.head)
@@ -118,7 +135,7 @@ def match(
         source = architecture.source(name, needed)
         if source is None or source not in there:
             problems.append(f"left over: {there[name]}")
-        elif not read(there[name]).equal(read(there[source])):
+        elif not _same(read(there[name]), read(there[source])):
             problems.append(
                 f"{there[name]} and {there[source]} are one tensor of layers that share it, but they differ"
             )
@@ -143,9 +160,13 @@ def _untied(
     architecture: Architecture, steps: list[ConversionStep], there: dict[str, str], read: Callable[[str], Tensor]
 ) -> list[str]:
     embedding = next(step.theirs[0] for step in steps if step.ours == (EMBEDDING,))
-    if read(there[architecture.head]).equal(read(there[embedding])):
+    if _same(read(there[architecture.head]), read(there[embedding])):
         return []
     return [
         f"the configuration says that {there[architecture.head]} is {there[embedding]} (tie_word_embeddings), "
         "but they differ"
     ]
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.equal(other)

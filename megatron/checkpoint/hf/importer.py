@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig
 
+from megatron.config.foreign_json import read_json
 from megatron.config.layers import ConfigSource as Values
 from megatron.config.paths import UnsafeName, path_inside
+from megatron.config.pattern import MAX_BLOCKS
 from megatron.config.resolution import Resolved, combine
 from megatron.config.resolved_file import to_yaml
 from megatron.data.hub import unreachable
@@ -20,7 +21,7 @@ from megatron.model.stack import build_model
 from megatron.parallel.parameters import logical_of, stored_tensors
 from megatron.parallel.shard import LogicalTensor
 
-from ..container import read_header
+from ..container import TensorEntry, read_header
 from ..errors import CheckpointError, understanding
 from ..fragment import WEIGHT, FragmentSpec
 from ..meta import Meta
@@ -32,6 +33,8 @@ from .convert import ConversionStep, match, plan
 from .written import INDEX
 
 CONFIG = "config.json"
+WEIGHTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 UNLIMITED = 2048  # tokens of a sample where the model itself sets no limit
 
 
@@ -49,7 +52,7 @@ class Folder:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.places: dict[str, Path] = {}
         for file in sorted(set(listed.values())) if listed else [self._file("model.safetensors")]:
-            for name, entry in read_header(file)[0].items():
+            for name, entry in _header(file).items():
                 if name in self.places:
                     raise CheckpointError(path, f"{name} is in {self.places[name].name} and in {file.name}")
                 self.types[name], self.shapes[name], self.places[name] = entry.dtype, entry.shape, file
@@ -68,10 +71,7 @@ class Folder:
         if not index.is_file():
             return {}
         with understanding(index):
-            listed = {
-                str(name): str(file)
-                for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
-            }
+            listed = {str(name): str(file) for name, file in read_json(index)["weight_map"].items()}
         places = {file: self._file(file, must=False) for file in sorted(set(listed.values()))}
         lost = [name for name, place in places.items() if not place.is_file()]
         if lost:
@@ -95,8 +95,18 @@ class Folder:
         return place
 
     def read(self, name: str) -> torch.Tensor:
-        with safe_open(self.places[name], framework="pt") as file:
-            return file.get_tensor(name)
+        try:
+            with safe_open(self.places[name], framework="pt") as file:
+                return file.get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(self.places[name], f"{name!r:.200} cannot be read: {error}") from error
+
+
+def _header(file: Path) -> dict[str, TensorEntry]:
+    try:
+        return read_header(file)[0]
+    except CheckpointError as error:
+        raise CheckpointError(file, [f"{each}; fetch or save the file again" for each in error.problems]) from error
 
 
 def locate(model: str, extensions: Extensions = ()) -> Path:
@@ -133,13 +143,17 @@ def read_config(folder: Path, extensions: Extensions = ()) -> PreTrainedConfig:
     """
     file = folder / CONFIG
     try:
-        written = json.loads(file.read_text(encoding="utf-8"))
+        written = read_json(file)
         kind = written["model_type"]
     except OSError as error:
         raise CheckpointError(folder, f"it is no Hugging Face model: {CONFIG} cannot be read ({error})") from error
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(file, f"it is damaged, or has no model_type: {error!r}") from error
     known_architectures(kind, extensions)
+    for name in LAYERS:  # before anybody makes lists of so many
+        count = written.get(name)
+        if isinstance(count, (int, float)) and count > MAX_BLOCKS:
+            raise CheckpointError(file, f"{name} is {count!r:.40}; it must be at most {MAX_BLOCKS}")
     if written.get("quantization_config"):
         raise CheckpointError(file, "its weights are quantised (quantization_config); take a model in 16 or 32 bits")
     try:
@@ -240,14 +254,17 @@ def write(
     source: WeightSource, architecture: Architecture, resolved: Resolved, out: Path, progress: Callable[[str], None]
 ) -> None:
     """Write the tensors of a source as a checkpoint of step 0; errors as of `import_model`."""
-    logical = logical_tensors(resolved)
+    logical = _logical_tensors(source, resolved)
     steps = plan(architecture, logical, resolved.config.model)
     model = resolved.config.model
     further = architecture.further(source.places, len(model.blocks) + len(model.further_blocks))
     if further:
         progress(f"left out: {len(further)} tensors of layers that predict further tokens, such as {further[0]}")
     present = [name for name in source.places if name not in set(further)]
-    there = match(architecture, steps, present, read=source.read)
+    try:
+        there = match(architecture, steps, present, read=source.read)
+    except CheckpointError as error:
+        raise CheckpointError(f"{source.path} as {error.subject}", error.problems) from error
     _check_shapes(source.path, steps, logical, source, there)
     # Each tensor in the type it has; the writer asks for those of wide types first, so that steps stay whole.
     items = [
@@ -273,6 +290,21 @@ def logical_tensors(resolved: Resolved) -> dict[str, LogicalTensor]:
     return {logical_of(tensor).name: logical_of(tensor) for tensor in stored_tensors(model)}
 
 
+def _logical_tensors(source: WeightSource, resolved: Resolved) -> dict[str, LogicalTensor]:
+    """The same, for sizes that somebody else's configuration says."""
+    blocks = len(resolved.config.model.blocks)
+    if blocks > len(source.places):
+        raise CheckpointError(
+            source.path,
+            f"the configuration says {blocks} layers; it must be at most one for each of the {len(source.places)} "
+            "tensors in the files: correct the configuration, or fetch all files",
+        )
+    try:
+        return logical_tensors(resolved)
+    except (RuntimeError, OverflowError) as error:
+        raise CheckpointError(source.path, f"no model has the sizes that the configuration says: {error}") from error
+
+
 def _check_shapes(
     folder: Path,
     steps: list[ConversionStep],
@@ -280,22 +312,26 @@ def _check_shapes(
     source: WeightSource,
     there: dict[str, str],
 ) -> None:
-    """Before anything is written: what each step will make has the shapes of our tensors, and one type."""
+    """Before anything is written: each tensor has the shape that ours are written in, and those of a step one type."""
     problems = []
     for step in steps:
         names = [there[name] for name in step.theirs]
         if len({source.types[name] for name in names}) > 1:
             problems.append(f"{' and '.join(names)} are of different types")
-        try:
-            made = dict(step.from_hf(lambda name: torch.empty(source.shapes[there[name]], device="meta")))
-        except RuntimeError as error:
-            problems.append(f"{' and '.join(names)}: {error}")
-            continue
         problems += [
-            f"{' and '.join(names)}: {name} would be {tuple(tensor.shape)}, not {logical[name].shape}"
-            for name, tensor in made.items()
-            if tuple(tensor.shape) != logical[name].shape
+            f"{name} has the type {str(source.types[name]).removeprefix('torch.')}; weights must be float64, float32, "
+            "bfloat16 or float16"
+            for name in names
+            if source.types[name] not in WEIGHTS
         ]
+        wanted = step.shapes({name: logical[name].shape for name in step.ours})
+        found = {name: source.shapes[there[name]] for name in step.theirs}
+        if found != wanted and not step.cut_otherwise(found, wanted):
+            problems += [
+                f"{there[name]} has the shape {found[name]}; it must be {shape}, as the configuration says"
+                for name, shape in wanted.items()
+                if found[name] != shape
+            ]
     if problems:
         raise CheckpointError(folder, problems)
 

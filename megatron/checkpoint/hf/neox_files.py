@@ -21,9 +21,9 @@ from megatron.config.paths import UnsafeName, path_inside
 from ..errors import CheckpointError
 from ..pickles import load_tensors
 
-LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
-MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+LAYER = re.compile(r"layer_(\d{1,6})-model_(\d{1,5})-model_states\.pt")
+MODEL = re.compile(r"mp_rank_(\d{1,5})_model_states\.pt")
+OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,5})_optim_states\.pt")
 # Whose objects stand beside the tensors: counters, random states, addresses. They are read as plain values.
 PROGRAMS = ("deepspeed", "megatron", "numpy", "_codecs")
 

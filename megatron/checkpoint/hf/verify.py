@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from megatron.model.stack import build_model
 from megatron.parallel.parameters import logical_of, stored_tensors
 
+from ..errors import CheckpointError
 from ..reader import Checkpoint
 from .export import config_of, tensor_reader
 
@@ -55,9 +56,21 @@ def prove(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | None, *, to
     with torch.no_grad():
         for tensor in stored_tensors(model):
             tensor.copy_(read(logical_of(tensor).name))
-        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        theirs = _load(folder)
         length = min(tokens, config.training.sequence_length)
         ids = torch.randint(config.model.vocab_size, (2, length), generator=torch.Generator().manual_seed(seed))
         ours, wanted = model.logits(ids), theirs(ids, use_cache=False).logits.float()
     same = ours.argmax(-1).equal(wanted.argmax(-1))
     return Proof((ours - wanted).abs().max().item(), wanted.abs().max().item(), same)
+
+
+def _load(folder: Path) -> torch.nn.Module:
+    """The model as transformers reads it.
+
+    Raises:
+        CheckpointError: it does not; which error it raises depends on what is wrong with which of its files.
+    """
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    except Exception as error:
+        raise CheckpointError(folder, f"transformers cannot load it: {error!r:.1000}") from error

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..communicator import Communicator
 from ..durable import move, remove, write_file
-from ..errors import CheckpointError, StoreRefuses, disk_refuses
+from ..errors import CheckpointError, StoreRefuses, disk_refuses, understanding
 from ..fragment import Fragment
 from ..manifest import manifest_of, open_index, part_of, read_manifest, write_merged
 from ..meta import Meta
@@ -138,7 +138,7 @@ class Level:
         if not notes:
             shutil.rmtree(draft, ignore_errors=True)
             return
-        here = [FileRecord.from_dict(json.loads((draft / name).read_bytes())) for name in notes]
+        here = [_noted(draft / name) for name in notes]
         index, content = write_merged(draft, tables_of(draft, here), here, whole=False), meta.to_bytes()
         shutil.rmtree(draft / NOTES)
         write_file(draft / META_NAME, content, wait=False)
@@ -212,6 +212,12 @@ class Level:
         except OSError as error:
             return gone, str(error)
         return gone, ""
+
+
+def _noted(path: Path) -> FileRecord:
+    """The record in a note, which may have come from another host."""
+    with understanding(path):
+        return FileRecord.from_dict(json.loads(path.read_bytes()))
 
 
 def note_name(rank: int) -> str:

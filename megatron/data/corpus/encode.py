@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import unicodedata
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ...config.foreign_json import parse_json
 from ..errors import DataError
 from ..tokenizer import HuggingFaceTokenizer, Tokenizer
 from .inputs import InputChunk
@@ -90,8 +90,8 @@ def _texts_of_lines(
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            value = parse_json(line)
+        except ValueError as error:
             bad.append((chunk.line + number, f"no JSON: {error}"))
             continue
         if not isinstance(value, dict) or treatment.key not in value:

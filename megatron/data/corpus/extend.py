@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from ...config.foreign_json import read_json
 from ..errors import DataError
 from ..tokenizer import from_json
 from .vocabulary import publish
@@ -32,7 +33,7 @@ def extend(old: Path, corpus: Iterator[str], size: int, output: Path) -> dict:
         DataError: the old one cannot be read, has no merges, or has as many ids already.
     """
     tokenizer = from_json(old, old.name)
-    content = json.loads(old.read_text(encoding="utf-8"))
+    content = read_json(old)
     model = content["model"]
     if model["type"] != "BPE":
         raise DataError(old, f"it is of kind {model['type']}, and only BPE has merges to add to", "train a new one")

@@ -11,7 +11,6 @@ import contextlib
 import glob
 import gzip
 import io
-import json
 import lzma
 import tarfile
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
+from ...config.foreign_json import parse_json
 from ..errors import DataError
 
 Bytes = IO[bytes] | io.BufferedIOBase  # decompressing files are the latter alone
@@ -260,7 +260,7 @@ def _rows(number: int, entry: Input, start: int, texts: list, compressed: int = 
 def _array(number: int, entry: Input, position: int, line: int, key: str) -> Iterator[InputChunk]:
     with open_stream(entry.name) as (stream, _):
         try:
-            values = json.load(stream)
+            values = parse_json(stream.read())
         except ValueError as error:
             raise DataError(entry.name, f"it is no JSON ({error})", "JSON lines end in .jsonl") from error
     if not isinstance(values, list):

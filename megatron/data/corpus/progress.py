@@ -9,6 +9,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from ...config.foreign_json import read_json
 from ..errors import DataError
 
 
@@ -58,7 +59,7 @@ class Progress:
         if not path.is_file():
             return None
         try:
-            found = cls(**json.loads(path.read_text(encoding="utf-8")))
+            found = cls(**read_json(path))
         except (ValueError, TypeError) as error:
             raise DataError(path, f"it is damaged ({error})", "start anew with --overwrite") from error
         if found.key != key:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...config.foreign_json import read_json
 from ..errors import DataError
 from . import english
 
@@ -121,7 +122,7 @@ def prepare(name: str, folder: Path, validation: float = 0.02, limit: int | None
     state = {"name": name, "validation": validation, "limit": limit, "source": _source(name)}
     if record.is_file():
         with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):  # not ours: refused below
-            known = json.loads(record.read_text())
+            known = read_json(record)
             if known["state"] == state and all(_intact(part) for part in known["files"].values()):
                 return {"files": known["files"], "kept": True}
     _refuse_foreign(record, [folder / f"{name}_{part}.jsonl" for part in _parts(name)])
@@ -163,7 +164,7 @@ def _refuse_foreign(record: Path, paths: list[Path]) -> None:
     known = set()
     if record.is_file():
         try:
-            known = {Path(part["path"]).resolve() for part in json.loads(record.read_text())["files"].values()}
+            known = {Path(part["path"]).resolve() for part in read_json(record)["files"].values()}
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise DataError(record, "it is not a record of this program", "give another --output") from error
     for path in paths:

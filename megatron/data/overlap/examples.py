@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
+from megatron.config.foreign_json import parse_json
 from megatron.data.errors import DataError
 
 FORMS = (("text",), ("context", "continuation"))  # fields that are taken if none are named
@@ -34,7 +34,7 @@ def read_examples(path: str | Path, fields: tuple[str, ...] = ()) -> list[tuple[
 
 def _text(line: str, where: str, fields: tuple[str, ...]) -> str:
     try:
-        value = json.loads(line)
+        value = parse_json(line)
     except ValueError as error:
         raise DataError(where, f"it must be a JSON object: {error}", "mend the line") from error
     forms = (fields,) if fields else FORMS

@@ -20,7 +20,11 @@ from megatron.config.sections.model import ModelSection
 
 
 class Form(Protocol):
-    """How the tensors of the two sides are made of each other."""
+    """How the tensors of the two sides are made of each other.
+
+    A form whose `any_cut` is true joins the rows of theirs, wherever they are cut into tensors; all others take the
+    shapes alone that they write.
+    """
 
     def to_hf(self, ours: list[Tensor]) -> list[Tensor]: ...
 

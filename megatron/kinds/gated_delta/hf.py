@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ class Convolutions:
     """
 
     rows: tuple[int, int]
+    any_cut: ClassVar[bool] = True
 
     def to_hf(self, ours: list[Tensor]) -> list[Tensor]:
         return [*ours[0].chunk(2), ours[1]]

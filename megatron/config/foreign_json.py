@@ -1,0 +1,35 @@
+"""JSON that others may have written: read in one way, and refused in a sentence, whatever it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+LARGEST = 2**30  # bytes of a file; the largest tokenizers have some 50 MiB
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is no JSON, or its lists and objects are nested deeper than Python can follow.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply; JSON must be a few levels deep") from error
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file in UTF-8.
+
+    Raises:
+        ValueError: as `parse_json`; or it is larger than any such file is.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        content = file.read(LARGEST + 1)
+    if len(content) > LARGEST:
+        raise ValueError(f"it is too large; it must have at most {LARGEST >> 30} GiB")
+    return parse_json(content.decode("utf-8"))
