@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
 
 LENGTH, BATCH, EVERY = 64, 32, 50
 GROUPS = {1: 8, 10: 8, 100: 8, 1000: 4}  # times that a canary occurs: how many such canaries there are

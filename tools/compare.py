@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
 
 from megatron.config import ConfigError  # noqa: E402
 from megatron.config.difference import described, differences  # noqa: E402

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
 
 from megatron.config import ConfigError, Problem, Resolved, config_hash, load, split_arguments, to_yaml  # noqa: E402
 from megatron.config.explain import explain  # noqa: E402

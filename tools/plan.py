@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
 
 from megatron.config import ConfigError, Problem, split_arguments  # noqa: E402
 from megatron.config.file_access import OutputError, keep_inputs, writing  # noqa: E402

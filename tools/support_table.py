@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
 
 from tests.training.matrix import Case, cases, read  # noqa: E402
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import sys
 
-sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
+if __name__ == "__main__":
+    sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 
 import argparse  # noqa: E402
 import json  # noqa: E402

@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 import sys
 
-sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
+if __name__ == "__main__":
+    sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 
 import argparse  # noqa: E402
 import json  # noqa: E402
@@ -30,7 +31,7 @@ from megatron.engine.optimizers.build import build_optimizer, set_learning_rate 
 from megatron.parallel.parameters import logical_of  # noqa: E402
 from megatron.report.figures import write_figure  # noqa: E402
 
-ROOT = Path(sys.path[0])
+ROOT = Path(__file__).resolve().parents[2]
 Losses = dict[str, dict[int, dict[float, float]]]  # by parametrization, width and rate
 
 

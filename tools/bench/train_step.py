@@ -20,7 +20,8 @@ import os
 import re
 import sys
 
-sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
+if __name__ == "__main__":
+    sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 
 import argparse  # noqa: E402
 import contextlib  # noqa: E402

@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 import sys
 
-sys.path[0] = os.path.abspath(
-    os.path.join(os.path.dirname(__file__), "..", "..")
-)  # files here hide modules of the library
+if __name__ == "__main__":
+    # Files here hide modules of the library.
+    sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 
 import argparse  # noqa: E402
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from megatron.model.stack import Model
 
 ROOT = Path(__file__).resolve().parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
 
 
 def rows(model: Model, tokens: torch.Tensor, **extras: torch.Tensor) -> Iterator[dict]:
