@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-LARGEST = 2**30  # bytes of a file; the largest tokenizers have some 50 MiB
+LARGEST = 2**28  # bytes of a file; the largest tokenizers have some 50 MiB
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -31,5 +31,5 @@ def read_json(path: Path) -> Any:
     with path.open("rb") as file:
         content = file.read(LARGEST + 1)
     if len(content) > LARGEST:
-        raise ValueError(f"it is too large; it must have at most {LARGEST >> 30} GiB")
+        raise ValueError(f"it is too large; it must have at most {LARGEST >> 20} MiB")
     return parse_json(content.decode("utf-8"))

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint import CheckpointError
+from megatron.checkpoint.container import DTYPES
 from megatron.checkpoint.hf import importer
 from megatron.checkpoint.hf.config import architecture_of, names
 from megatron.checkpoint.hf.convert import match, plan
@@ -193,3 +195,35 @@ def test_reversed_shapes_are_refused_whatever_the_architecture(kind: str, tmp_pa
             reversed_ones += other == shape[::-1]
         source.shapes[name] = shape
     assert reversed_ones
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+def test_weights_that_are_no_numbers_are_not_imported(value: float, kind: str, llama: Path, capsys) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = {each: tensor.to(DTYPES[kind]) for each, tensor in load_file(llama / "model.safetensors").items()}
+    save_file(tensors, llama / "model.safetensors")
+    assert tool("from_hf").main([str(llama), str(llama.parent / "whole")]) == 0
+    tensors[name][-1, -1] = value
+    save_file(tensors, llama / "model.safetensors")
+    capsys.readouterr()
+    assert tool("from_hf").main([str(llama), str(llama.parent / "out")]) == 2
+    assert f"{name} has values that are infinite or no numbers; all must be finite" in capsys.readouterr().err
+    assert [each.name for each in sorted(llama.parent.iterdir())] == ["model", "whole"]
+
+
+def test_names_that_steer_a_terminal_are_shown_and_not_printed(llama: Path, capsys) -> None:
+    header, data = parts(llama / "model.safetensors")
+    header["a\x1b[2Jb"] = {"dtype": "F32", "shape": [0], "data_offsets": [len(data), len(data)]}
+    (llama / "model.safetensors").write_bytes(joined(header, data))
+    said = refused(llama, capsys)
+    assert r"'a\x1b[2Jb' is no name of a tensor; it must be printable" in said and "\x1b" not in said
+
+
+def test_two_names_of_one_tensor_are_refused(llama: Path, capsys) -> None:
+    """`norm.weight` is that of a model that was saved without its head."""
+    header, data = parts(llama / "model.safetensors")
+    header["norm.weight"] = {"dtype": "F32", "shape": [32], "data_offsets": [len(data), len(data) + 128]}
+    (llama / "model.safetensors").write_bytes(joined(header, data + bytes(128)))
+    said = refused(llama, capsys)
+    assert "norm.weight and " in said and "are two names of one tensor; there must be one" in said

@@ -53,6 +53,8 @@ class Folder:
         self.places: dict[str, Path] = {}
         for file in sorted(set(listed.values())) if listed else [self._file("model.safetensors")]:
             for name, entry in _header(file).items():
+                if not name.isprintable():
+                    raise CheckpointError(file, f"{name!r:.200} is no name of a tensor; it must be printable")
                 if name in self.places:
                     raise CheckpointError(path, f"{name} is in {self.places[name].name} and in {file.name}")
                 self.types[name], self.shapes[name], self.places[name] = entry.dtype, entry.shape, file
@@ -346,8 +348,23 @@ def _values(
     def values(name: str) -> Iterator[torch.Tensor]:
         if name not in kept:
             kept.clear()
-            kept.update(step_of[name].from_hf(lambda theirs: source.read(there[theirs])))
+            kept.update(step_of[name].from_hf(lambda theirs: _finite(source, there[theirs])))
             progress(name)
         yield kept.pop(name).flatten()
 
     return values
+
+
+def _finite(source: WeightSource, name: str) -> torch.Tensor:
+    """A tensor that a run can start from.
+
+    Raises:
+        CheckpointError: it has infinite values, or some that are no numbers.
+    """
+    tensor = source.read(name)
+    # An infinity or a nan anywhere is one of the extremes, and there is no copy of the tensor.
+    if tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
+        raise CheckpointError(
+            source.path, f"{name} has values that are infinite or no numbers; all must be finite: take another copy"
+        )
+    return tensor
