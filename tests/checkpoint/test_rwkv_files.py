@@ -96,3 +96,18 @@ def test_nothing_in_a_file_is_run(tmp_path, capsys):
         with pytest.raises(CheckpointError, match=says):
             import_published(tmp_path / f"{name}.pth", tmp_path / "out", sequence_length=8)
     assert "was run" not in capsys.readouterr().out and not (tmp_path / "out").exists()
+
+
+def test_vectors_by_head_have_their_shape(tmp_path):
+    """As one row they are the same; the first layer's says how wide heads are."""
+    source, _ = checkpoint_of(tmp_path, change("rwkv7"))
+    export_published(source, tmp_path / "model.pth")
+    tensors = torch.load(tmp_path / "model.pth", weights_only=True)
+    name = "blocks.1.att.r_k"
+    heads, width = tensors[name].shape
+    assert heads != width
+    torch.save({**tensors, name: tensors[name].T.contiguous()}, tmp_path / "other.pth")
+    with pytest.raises(CheckpointError) as caught:
+        import_published(tmp_path / "other.pth", tmp_path / "out", sequence_length=24)
+    assert f"{name} has the shape ({width}, {heads}); it must be ({heads}, {width})" in str(caught.value)
+    assert not (tmp_path / "out").exists()
