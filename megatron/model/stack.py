@@ -15,6 +15,7 @@ from megatron.config.pattern import BlockPattern
 from megatron.config.recurrence import core_of
 from megatron.config.variants import options_of
 from megatron.objectives.named import objective_of
+from megatron.parallel.async_tensor import check_async_tensor
 from megatron.parallel.context import ContextGroup
 from megatron.parallel.mesh import ALONE, Axis, Mesh
 from megatron.parallel.parameters import ParameterFactory
@@ -136,6 +137,8 @@ class ModelPlan:
             shared: modules that the blocks of one rank share (see `Block`).
         """
         use_flash_attention(self.config.model.fused_attention.flash, self.device)
+        if self.mesh.layout.async_tensor:
+            check_async_tensor(self.mesh.tensor, self.device)
         make = replace(self.factory(f"layers.{index}", self.factors.in_block), products=self.config.precision.products)
         block = Block(make, self.config.model, (*self.blocks, *self.further)[index], self.init.at(index), shared)
         compile_forward(block, self.config, self.device)

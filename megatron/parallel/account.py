@@ -226,6 +226,16 @@ def here() -> str:
     return "" if _installed is None else _installed.layer
 
 
+def note(group: ProcessGroup, operation: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Count a message that goes through no method of the group it is among.
+
+    Args:
+        shape: of the tensor whose bytes count, as in `METHODS`.
+    """
+    if _installed is not None:
+        _installed._count(group, operation, (torch.empty(tuple(shape), dtype=dtype, device="meta"),), 0)
+
+
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
     """Calls inside are those of this phase of a step, or of the evaluation that it is part of."""

@@ -53,6 +53,7 @@ class Layout:
     context_ulysses: int | None = None
     zigzag: bool = False
     shares_rows: bool = False
+    async_tensor: bool = False  # messages of tensor parallel ranks overlap with products; goes with `sequence`
     tensor_wire: str = "none"  # form in which activations travel on the tensor axis; see `megatron.config.wire`
 
     @property
@@ -116,6 +117,7 @@ class Layout:
             context=parallel.context,
             context_method=parallel.context_method,
             context_ulysses=parallel.context_ulysses,
+            async_tensor=parallel.async_tensor and parallel.sequence and parallel.tensor > 1,
             tensor_wire=parallel.communication.compress.tensor,
             shares_rows=parallel.folded > 1,
             zigzag=parallel.context > 1 and choose_cut(config)[0] == "zigzag",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .collectives import leave, sum_gradient
+from .async_tensor import gathered_through, scattered_product
+from .collectives import enter, leave, sum_gradient
 from .folded import embedding_of_rows, linear_of_rows
 from .initial import ZEROS, Init
 from .mesh import ALONE, Mesh
@@ -63,10 +66,24 @@ class ColumnLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.rows.size > 1:
             return linear_of_rows(x, self.weight, self.bias, self.rows)
+        return self.linear(x, *self.used())
+
+    def used(self) -> tuple[Tensor, Tensor | None]:
+        """The matrix and the bias that this rank multiplies with and adds."""
         if self.shard:
-            return self.linear(x, self.weight, self.bias)
+            return self.weight, self.bias
         bias = None if self.bias is None else sum_gradient(self.bias, self.axis)
-        return self.linear(x, sum_gradient(self.weight, self.axis), bias)
+        return sum_gradient(self.weight, self.axis), bias
+
+
+def entered(x: Tensor, columns: Sequence[ColumnLinear], mesh: Mesh) -> tuple[Tensor, list[Tensor]]:
+    """Into the tensor region, and there through each of these matrices: [B, S, H], and [B, S, ...] of each."""
+    if not mesh.layout.async_tensor:
+        x = enter(x, mesh)
+        return x, [each(x) for each in columns]
+    matrices, biases = zip(*(each.used() for each in columns))
+    x, products = gathered_through(x, matrices, mesh.tensor)
+    return x, [y if bias is None else y + bias for y, bias in zip(products, biases)]
 
 
 class RowLinear(nn.Module):
@@ -105,7 +122,10 @@ class RowLinear(nn.Module):
             return linear_of_rows(x, self.weight, self.bias, self.rows)
         if self.mesh.tensor.size == 1:
             return self.linear(x, self.weight, self.bias)
-        y = leave(self.linear(x, self.weight, None), self.mesh)
+        if self.mesh.layout.async_tensor:
+            y = scattered_product(x, self.weight, self.mesh.tensor)
+        else:
+            y = leave(self.linear(x, self.weight, None), self.mesh)
         if self.bias is None:
             return y
         # With sequence parallelism each rank adds the bias to its part of the sequence only.

@@ -187,6 +187,11 @@ class Question:
                             if tensor == 1 < context and zero != 3 and (expert == context or not experts):
                                 yield Candidate(1, pipeline, context, expert, zero, folded=context)
 
+    @property
+    def once_a_step(self) -> bool:
+        """Whether the run's keys ask for blocks that run once a step (`config/rules`)."""
+        return self.base.training.cuda_graphs or self.base.parallel.async_tensor
+
     def experts(self) -> int:
         """Of the layer that has most; 0 without such layers."""
         shapes = self.shapes
@@ -236,8 +241,8 @@ class Question:
                 continue
             fits = False
             for mode in structure.modes:
-                if mode != fixed.get("recompute", mode) or (mode != "none" and self.base.training.cuda_graphs):
-                    continue  # graphs are of blocks that run once a step (`config/rules/cuda_graphs.py`)
+                if mode != fixed.get("recompute", mode) or (mode != "none" and self.once_a_step):
+                    continue
                 plan = self.judge(replace(structure, micro_batch=micro, recompute=mode))
                 found.consider(plan)
                 if plan.share <= 1:

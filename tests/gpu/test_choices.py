@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.config import Config, resolve
 from megatron.config.fused_attention import FA3
@@ -13,6 +16,10 @@ from megatron.config.kernels import installed
 from megatron.config.variants import overlay
 from megatron.model.flash_attention import use_flash_attention
 from megatron.model.stack import build_model
+from megatron.parallel.async_tensor import check_async_tensor, gathered_through, scattered_product
+from megatron.parallel.collectives import enter, leave
+from megatron.parallel.layout import Layout
+from megatron.parallel.mesh import Mesh
 from tests.float64 import DOUBLE
 from tests.gpu.test_parity import batch, computed, error, gradients
 
@@ -88,3 +95,35 @@ def test_8_bit_products_are_those_of_the_cpu() -> None:
     wanted, exact = computed(rounded, "cpu", torch.float32), computed(plain, "cpu", torch.float32)
     found = computed(rounded, "cuda", torch.float32)
     assert error(found, wanted) < 0.1 * error(wanted, exact)
+
+
+def overlap(rank: int, store: str) -> None:
+    """One of two ranks: a column and a row matrix, with its gradients, as the plain gather and scatter have them."""
+    torch.cuda.set_device(rank)
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=2)
+    mesh = Mesh.build(Layout(tensor=2, sequence=True, async_tensor=True))
+    check_async_tensor(mesh.tensor, "cuda")
+
+    def step(overlapping: bool, dtype: torch.dtype) -> list[torch.Tensor]:
+        generator = torch.Generator("cuda").manual_seed(rank)
+        drawn = [
+            torch.randn(size, generator=generator, device="cuda") for size in ((2, 256, 512), (384, 512), (512, 384))
+        ]
+        x, up, down = (each.bfloat16().to(dtype).requires_grad_() for each in drawn)
+        if overlapping:
+            y = scattered_product(gathered_through(x, [up], mesh.tensor)[1][0], down, mesh.tensor)
+        else:
+            y = leave(enter(x, mesh) @ up.t() @ down.t(), mesh)
+        y.backward(torch.ones_like(y))
+        return [each.double() for each in (y.detach(), x.grad, up.grad, down.grad)]
+
+    found, usual = step(True, torch.bfloat16), step(False, torch.bfloat16)
+    for own, plain, exact in zip(found, usual, step(False, torch.float64)):
+        assert (own - exact).norm() < 2 * (plain - exact).norm()
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_products_that_overlap_with_messages(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(overlap, (str(tmp_path / "store"),), nprocs=2)

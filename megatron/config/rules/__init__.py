@@ -8,6 +8,7 @@ from __future__ import annotations
 from ..problems import Problem
 from ..rule_context import RuleContext
 from . import (
+    async_tensor,
     chunks,
     communication,
     cost,
@@ -43,6 +44,7 @@ MODULES = (
     layout,
     sequences,
     stages,
+    async_tensor,
     communication,
     chunks,
     recipe,

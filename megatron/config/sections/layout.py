@@ -114,6 +114,11 @@ class ParallelSection(Section):
     sequence: bool = key(
         False, "Shard norms, dropout and the residual stream over the tensor parallel ranks (sequence parallelism)."
     )
+    async_tensor: bool = key(
+        False,
+        "Products of tensor parallel ranks that share sequences (parallel.sequence) overlap with what the ranks send "
+        "around them, through the memory of NVIDIA GPUs of one host.",
+    )
     pipeline_split: Literal["uniform", "parameters"] | list[int] = key(
         "parameters",
         "How layers are shared by the stages: equal counts, equal parameters, or a list of the number of "

@@ -29,9 +29,8 @@ from megatron.model.norm import Norm, WideRMSNorm, norm_activations, norm_parame
 from megatron.model.rotary import Rotary
 from megatron.model.stream import Stream
 from megatron.model.traffic import Enter, Event, Shared, Summed, TensorAxis, norm, row_events, whole_events
-from megatron.parallel.collectives import enter
 from megatron.parallel.initial import ZEROS
-from megatron.parallel.linear import ColumnLinear, RowLinear
+from megatron.parallel.linear import ColumnLinear, RowLinear, entered
 from megatron.parallel.parameters import ParameterFactory
 from megatron.parallel.random import site_key
 from megatron.parallel.shard import Role, Shard
@@ -140,8 +139,9 @@ class Attention(nn.Module):
         return LogitClip(threshold, self.heads, clipped, device)
 
     def forward(self, x: Tensor, stream: Stream, cache: Keys | None = None, call: SharedCall | None = None) -> Tensor:
-        x_BSH = enter(scaled(x, self.options.input_multiplier), self.mesh)
-        q, k, v = self._project(x_BSH, None if call is None else call.adapters)
+        x = scaled(x, self.options.input_multiplier)
+        x_BSH, (q, kv) = entered(x, (self.query, self.key_value), self.mesh)
+        q, k, v = self._projected(q, kv, x_BSH, None if call is None else call.adapters)
         if self.rotary is not None:
             begin = cache.length if cache is not None else 0
             angles = stream_angles(self.rotary, self.D, stream, begin, x_BSH, self.context.size)
@@ -173,9 +173,11 @@ class Attention(nn.Module):
     def new_state(self) -> KeyValueCache:
         return KeyValueCache()
 
-    def _project(self, x_BSH: Tensor, adapters: tuple[nn.Module, ...] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, S, n, D] queries and [B, S, m, D] keys and values, normalised."""
-        q, (k, v) = self.query(x_BSH), self.key_value(x_BSH).chunk(2, dim=-1)
+    def _projected(
+        self, q: Tensor, kv: Tensor, x_BSH: Tensor, adapters: tuple[nn.Module, ...] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, S, n, D] queries and [B, S, m, D] keys and values, normalised, of what the matrices give."""
+        k, v = kv.chunk(2, dim=-1)
         if adapters is not None:
             q, k, v = (each + adapter(x_BSH) for each, adapter in zip((q, k, v), adapters))
         query_norm, key_norm = self.query_norm, self.key_norm

@@ -12,8 +12,7 @@ from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream
 from megatron.model.traffic import Enter, Event, TensorAxis, row_events
-from megatron.parallel.collectives import enter
-from megatron.parallel.linear import ColumnLinear, RowLinear
+from megatron.parallel.linear import ColumnLinear, RowLinear, entered
 from megatron.parallel.parameters import ParameterFactory
 
 
@@ -33,8 +32,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, stream: Stream, cache: object = None, adapter: nn.Module | None = None) -> Tensor:
         """`adapter`: a module of one of several layers that share this one, added to its first matrix."""
-        x = enter(x, self.mesh)
-        h = self.up(x) if adapter is None else self.up(x) + adapter(x)
+        x, (h,) = entered(x, (self.up,), self.mesh)
+        h = h if adapter is None else h + adapter(x)
         return scaled(self.down(self.activated(h)), self.options.output_multiplier)
 
     def activated(self, h: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Broken configurations by concern: what stands in a.yml, and what the message must say."""
 
+from tests.config.broken.async_tensor import ASYNC_TENSOR
 from tests.config.broken.case import BASE, Case
 from tests.config.broken.cuda_graphs import CUDA_GRAPHS
 from tests.config.broken.data import DATA
@@ -28,6 +29,7 @@ BROKEN = [
     *RECIPE,
     *FUSED_ATTENTION,
     *CUDA_GRAPHS,
+    *ASYNC_TENSOR,
     *SCHEDULE,
     *DATA,
     *OUTPUT,
