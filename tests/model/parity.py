@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+import pytest
 import torch
 import torch.nn.functional as F
 import transformers
@@ -11,9 +14,13 @@ from megatron.checkpoint.hf.config import architecture_of, model_values
 from megatron.config import Config, resolve
 from megatron.model.stack import Model, build_model
 from megatron.parallel.parameters import stored_tensors
+from megatron.parallel.shard import Span
 from tests.float64 import DOUBLE, EXACT, wider
 from tests.margins import Measured
 
+Spans = Sequence[Sequence[Span]]
+# The loss of a step, its gradients with their spans, by name, and logits [B, S, V].
+Step = tuple[float, Mapping[str, tuple[torch.Tensor, Spans]], torch.Tensor]
 # Shapes of tiny configurations of transformers.
 TINY = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA_LIKE = {**TINY, "num_key_value_heads": 2, "intermediate_size": 40}
@@ -42,6 +49,22 @@ def randomise(module: torch.nn.Module, seed: int, std: float = 0.15) -> None:
 def named(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Our parameters by logical name."""
     return {parameter.logical.name: parameter for parameter in model.parameters()}
+
+
+def own_part(whole: torch.Tensor, spans: Spans) -> torch.Tensor:
+    """What a rank with these spans (of each dimension) has of a whole tensor."""
+    for dim, runs in enumerate(spans):
+        whole = torch.cat([whole.narrow(dim, each.start, each.length) for each in runs], dim)
+    return whole
+
+
+def check_part(found: Step, whole: Step, what: object) -> None:
+    """A tensor parallel rank's step, in float64, is its part of one rank's."""
+    loss, gradients, logits = found
+    assert loss == pytest.approx(whole[0], rel=EXACT), what
+    assert relative(logits, whole[2]) < EXACT, what
+    for name, (gradient, spans) in gradients.items():
+        assert relative(gradient, own_part(whole[1][name][0], spans)) < EXACT, (what, name)
 
 
 def stored(model: torch.nn.Module) -> dict[str, torch.Tensor]:

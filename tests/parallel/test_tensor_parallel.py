@@ -9,8 +9,8 @@ from megatron.config import resolve
 from megatron.model.stack import build_model
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
-from tests.float64 import DOUBLE, EXACT
-from tests.model.parity import named, relative
+from tests.float64 import DOUBLE
+from tests.model.parity import check_part, named
 from tests.workers import run
 
 S, V = 12, 37
@@ -96,13 +96,6 @@ def shake(model, layout: Layout) -> None:
 )
 def test_equals_one_rank(ranks: int, sequence: bool, mode: str):
     for name, values in MODELS.items():
-        loss, wanted, logits = step(values, Layout(), "none")
-        answers = run(ranks, step, values, Layout(tensor=ranks, sequence=sequence), mode)
-        for rank, (own_loss, pieces, own_logits) in enumerate(answers):
-            assert own_loss == pytest.approx(loss, rel=EXACT), (name, rank)
-            assert relative(own_logits, logits) < EXACT, (name, rank)
-            for key, (gradient, spans) in pieces.items():
-                expected = wanted[key][0]
-                for dim, runs in enumerate(spans):
-                    expected = torch.cat([expected.narrow(dim, each.start, each.length) for each in runs], dim)
-                assert relative(gradient, expected) < EXACT, (name, key, rank)
+        whole = step(values, Layout(), "none")
+        for rank, own in enumerate(run(ranks, step, values, Layout(tensor=ranks, sequence=sequence), mode)):
+            check_part(own, whole, (name, rank))

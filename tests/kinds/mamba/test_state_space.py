@@ -18,7 +18,7 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
 from tests.float64 import DOUBLE, EXACT
 from tests.model.documents import check_documents
-from tests.model.parity import named, randomise, relative
+from tests.model.parity import check_part, named, own_part, randomise, relative
 from tests.model.test_recomputation import Allocations
 from tests.workers import run
 
@@ -266,8 +266,7 @@ def step(name: str, layout: Layout, mode: str = "none"):
     with torch.no_grad():
         for key, p in named(model).items():
             whole = torch.randn(p.logical.shape, generator=torch.Generator().manual_seed(sum(key.encode())))
-            for dim, spans in enumerate(p.logical.spans(mesh.tensor.rank, mesh.tensor.size)):
-                whole = torch.cat([whole.narrow(dim, each.start, each.length) for each in spans], dim)
+            whole = own_part(whole, p.logical.spans(mesh.tensor.rank, mesh.tensor.size))
             p.add_((0.1 if name == "zamba2" else 0.2) * whole)
     loss, _ = model(tokens_of(), tokens_of(seed=2), torch.ones(2, S))
     loss.backward()
@@ -291,15 +290,9 @@ def steps(layout: Layout, mode: str) -> dict[str, tuple]:
 def test_tensor_parallel_ranks_equal_one(ranks: int, sequence: bool, mode: str):
     found = run(ranks, steps, Layout(tensor=ranks, sequence=sequence), mode)
     for name in MODELS:
-        loss, wanted, logits = step(name, Layout())
-        for rank, (own, pieces, own_logits) in enumerate(each[name] for each in found):
-            assert own == pytest.approx(loss, rel=EXACT), (name, rank)
-            assert relative(own_logits, logits) < EXACT, (name, rank)
-            for key, (gradient, spans) in pieces.items():
-                expected = wanted[key][0]
-                for dim, parts in enumerate(spans):
-                    expected = torch.cat([expected.narrow(dim, each.start, each.length) for each in parts], dim)
-                assert relative(gradient, expected) < EXACT, (name, key, rank)
+        whole = step(name, Layout())
+        for rank, own in enumerate(each[name] for each in found):
+            check_part(own, whole, (name, rank))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -13,7 +13,7 @@ from megatron.parallel.layout import Coordinates, Layout
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import ParameterFactory
 from tests.float64 import DOUBLE, EXACT
-from tests.model.parity import named, relative
+from tests.model.parity import named, own_part, relative
 from tests.workers import run
 from tools.bench.expert_traffic import Traffic, counted, send_everything
 
@@ -54,9 +54,7 @@ def layer(mesh: Mesh, case: str) -> MoE:
 
 
 def cut(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    for dim, runs in enumerate(parameter.logical.spans(*parameter.cut, getattr(parameter, "run", None))):
-        whole = torch.cat([whole.narrow(dim, each.start, each.length) for each in runs], dim)
-    return whole
+    return own_part(whole, parameter.logical.spans(*parameter.cut, getattr(parameter, "run", None)))
 
 
 def batch(data: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,9 +162,7 @@ def test_equals_the_whole_layer(layout: Layout):
 def of_first(value: torch.Tensor, name: str, layout: Layout, case: str) -> torch.Tensor:
     """The part of a whole tensor that tensor parallel rank 0 has, of all experts."""
     logical = named(layer(Mesh.single(), case))[name].logical
-    for dim, runs in enumerate(logical.spans(0, layout.tensor)):
-        value = torch.cat([value.narrow(dim, each.start, each.length) for each in runs], dim)
-    return value
+    return own_part(value, logical.spans(0, layout.tensor))
 
 
 def sent(layout: Layout) -> list[Traffic]:

@@ -15,7 +15,7 @@ from megatron.parallel.mesh import Mesh
 from tests.float64 import DOUBLE, EXACT
 from tests.kinds.rwkv.test_rwkv_parity import randomised
 from tests.model.documents import check_documents
-from tests.model.parity import named, relative
+from tests.model.parity import check_part, named, own_part, relative
 from tests.model.test_recomputation import Allocations
 from tests.workers import run
 
@@ -193,8 +193,7 @@ def step(name: str, layout: Layout, mode: str = "none"):
     with torch.no_grad():
         for key, p in named(model).items():
             whole = torch.randn(p.logical.shape, generator=torch.Generator().manual_seed(sum(key.encode())))
-            for dim, spans in enumerate(p.logical.spans(mesh.tensor.rank, mesh.tensor.size)):
-                whole = torch.cat([whole.narrow(dim, each.start, each.length) for each in spans], dim)
+            whole = own_part(whole, p.logical.spans(mesh.tensor.rank, mesh.tensor.size))
             p.add_(0.2 * whole)
     loss, _ = model(tokens_of(), tokens_of(seed=2), torch.ones(2, S))
     loss.backward()
@@ -210,17 +209,10 @@ def step(name: str, layout: Layout, mode: str = "none"):
 @pytest.mark.parametrize("ranks, sequence, mode", [(2, False, "none"), (2, True, "selective")])
 def test_heads_on_several_ranks_equal_one(ranks: int, sequence: bool, mode: str):
     for name in MODELS:
-        loss, wanted, logits = step(name, Layout())
-        for rank, (own, pieces, own_logits) in enumerate(
-            run(ranks, step, name, Layout(tensor=ranks, sequence=sequence), mode)
-        ):
-            assert own == pytest.approx(loss, rel=EXACT), (name, rank)
-            assert relative(own_logits, logits) < EXACT, (name, rank)
-            for key, (gradient, spans) in pieces.items():
-                expected = wanted[key][0]
-                for dim, parts in enumerate(spans):
-                    expected = torch.cat([expected.narrow(dim, each.start, each.length) for each in parts], dim)
-                assert relative(gradient, expected) < EXACT, (name, key, rank)
+        whole = step(name, Layout())
+        answers = run(ranks, step, name, Layout(tensor=ranks, sequence=sequence), mode)
+        for rank, own in enumerate(answers):
+            check_part(own, whole, (name, rank))
 
 
 STATES = {
