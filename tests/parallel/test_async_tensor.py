@@ -14,18 +14,23 @@ import pytest
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 
+from megatron.config import resolve
+from megatron.config.layers import ConfigSource
+from megatron.config.resolution import combine
+from megatron.config.variants import overlay
 from megatron.parallel import async_tensor
 from megatron.parallel.account import Recorder
 from megatron.parallel.async_tensor import check_async_tensor
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Axis, Mesh
-from tests.float64 import EXACT
-from tests.model.parity import relative
+from tests.model.parity import check_part
 from tests.parallel.test_tensor_parallel import MODELS, step
+from tests.plan.test_search import LLAMA, question
 from tests.training.layout_check import compare
 from tests.training.matrix import Case, cases, merged
 from tests.workers import run
 
+ASYNC = {"parallel": {"async_tensor": True}}
 OPERATIONS = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
 
 
@@ -73,17 +78,11 @@ def observed(values: dict, layout: Layout, on_gpu: bool):
 def test_equals_one_rank(ranks: int, on_gpu: bool):
     layout = Layout(tensor=ranks, sequence=True, async_tensor=True)
     for name, values in MODELS.items():
-        loss, wanted, logits = step(values, Layout(), "none")
+        whole = step(values, Layout(), "none")
         answers = run(ranks, observed, values, layout, on_gpu)
-        for rank, ((own_loss, pieces, own_logits), called, _) in enumerate(answers):
+        for rank, (own, called, _) in enumerate(answers):
             assert set(called) == (set(OPERATIONS) if on_gpu else set())
-            assert own_loss == pytest.approx(loss, rel=EXACT), (name, rank)
-            assert relative(own_logits, logits) < EXACT, (name, rank)
-            for key, (gradient, spans) in pieces.items():
-                expected = wanted[key][0]
-                for dim, runs in enumerate(spans):
-                    expected = torch.cat([expected.narrow(dim, each.start, each.length) for each in runs], dim)
-                assert relative(gradient, expected) < EXACT, (name, key, rank)
+            check_part(own, whole, (name, rank))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -97,10 +96,26 @@ def test_the_account_is_that_of_gathers_and_scatters(name: str):
         assert [account for _, _, account in found] == [account for _, _, account in wanted]
 
 
+def test_one_rank_is_warned():
+    made = combine([ConfigSource(overlay(LLAMA, ASYNC))], ranks=1)
+    assert any(each.key == "parallel.async_tensor" and "no effect" in each.rule for each in made.warnings)
+    assert not Layout.of(made.config, 1).async_tensor
+
+
+def test_plans_propose_what_may_start():
+    values = overlay(LLAMA, ASYNC)
+    choices = [each.choice for each in question(values, 4).answers().plans]
+    assert {each.tensor for each in choices} == {1, 2, 4}
+    for choice in choices:
+        config = resolve(overlay(values, choice.values()), ranks=4)
+        assert Layout.of(config, 4).async_tensor == (choice.tensor > 1)
+        assert choice.recompute == "none"
+
+
 def trained() -> Case:
     known = {each.name: each for each in cases()}
     usual = known["fp32: llama on tp2 · dp2, ZeRO 2, sequence parallel"]
-    return replace(usual, values=merged(usual.values, {"parallel": {"async_tensor": True}}))
+    return replace(usual, values=merged(usual.values, ASYNC))
 
 
 def test_a_run_equals_one_process():

@@ -24,8 +24,9 @@ def async_products_have_messages(context: RuleContext) -> Iterator[Problem]:
     if not parallel.async_tensor:
         return
     if parallel.tensor == 1:
-        rule = "must have tensor parallel ranks, whose messages it overlaps with products"
-        yield context.problem(KEY, "parallel.tensor", rule=rule, fix=f"use {OFF}, or parallel.tensor of 2 or more")
+        # As with `parallel.sequence`, no error: plans and evaluations read a run's file for other layouts too.
+        rule = "products that overlap with messages must go with tensor parallelism; alone they have no effect"
+        yield context.warning(KEY, "parallel.tensor", rule=rule, fix=f"use {OFF}, or parallel.tensor of 2 or more")
         return
     for other, forbids, need, fix in FORBIDDEN:
         if forbids(context.value(other)):

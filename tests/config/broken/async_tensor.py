@@ -8,14 +8,6 @@ ON = "parallel: {tensor: 2, sequence: true, async_tensor: true}\n"
 
 ASYNC_TENSOR = [
     case(
-        "asynchronous products of one rank",
-        "parallel: {async_tensor: true}",
-        "a.yml:2: parallel.async_tensor = true",
-        "parallel.tensor = 1 (default)",
-        "must have tensor parallel ranks",
-        "use parallel.async_tensor=false, or parallel.tensor of 2 or more",
-    ),
-    case(
         "asynchronous products of whole activations",
         "parallel: {tensor: 2, async_tensor: true}",
         "parallel.sequence = false (default)",
