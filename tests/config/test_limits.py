@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
-from megatron.config import ConfigError, load
+from megatron.config import ConfigError, load, structure
+from megatron.config.structure import nearest_key
 from tests.config.test_merge import BASE_TEXT
 from tools.config import main
 
@@ -43,14 +42,12 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_refused_quickly(name, tmp_path, monkeypatch, capsys):
+def test_the_limit_is_what_refuses(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text, says = TEXTS[name]
     (tmp_path / "base.yml").write_text(BASE_TEXT)
     (tmp_path / "a.yml").write_text(text(tmp_path))
-    begin = time.process_time()
     assert main(["check", "base.yml", "a.yml"]) == 2
-    assert time.process_time() - begin < 10  # it takes tenths of a second; without limits minutes, or all memory
     message = capsys.readouterr().err
     assert says in message and "fix:" in message and max(map(len, message.splitlines())) < 400
 
@@ -71,17 +68,16 @@ def test_what_a_large_run_needs_is_allowed(tmp_path, monkeypatch):
     sources = "".join(f"    - {{path: corpus/part_{n}, weight: {n}.5, labels: l{n}}}\n" for n in range(2000))
     (tmp_path / "base.yml").write_text(BASE_TEXT)
     (tmp_path / "a.yml").write_text(f"extends: [{', '.join(['base.yml'] * 5)}]\ndata:\n  train:\n{sources}")
-    begin = time.process_time()
     assert main(["show", "a.yml", "data.synthetic=none"]) == 0
-    assert time.process_time() - begin < 30
 
 
-def test_thousands_of_unknown_keys_are_named_quickly(tmp_path):
-    """Looking for near names takes milliseconds each: with 3,000 of them it took seven seconds."""
+def test_near_names_of_thousands_of_unknown_keys_are_not_looked_for(tmp_path, monkeypatch):
+    """Each takes milliseconds: of 3,000 keys it took seven seconds."""
     (tmp_path / "many.yml").write_text("model:\n" + "".join(f"  some_key_{n}: 3\n" for n in range(3000)))
-    began = time.process_time()
+    searched = []
+    monkeypatch.setattr(structure, "nearest_key", lambda path: searched.append(path) or nearest_key(path))
     with pytest.raises(ConfigError) as caught:
         load([str(tmp_path / "many.yml")], [], ranks=1, check_inputs=False)
-    assert time.process_time() - began < 3
+    assert 0 < len(searched) <= 100  # of 3,000
     unknown = [each for each in caught.value.problems if "unknown key" in each.rule]
     assert len(unknown) == 3000 and "the keys there are" in unknown[0].fix
