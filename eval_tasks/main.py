@@ -17,7 +17,7 @@ from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.engine.engine import build_engine
 from megatron.engine.scoring import Scorer
 from megatron.training.resume import initialize, made_in
-from megatron.training.world import World, join, leave
+from megatron.training.world import World, joined
 from megatron.worker.job import read_job
 from megatron.worker.place import StartError
 
@@ -44,13 +44,11 @@ def evaluate() -> int:
         raise StartError(str(error)) from error
     if place.rank == 0 and place.starter != "agent" and (wrong := before_start(place.own, config)):
         raise StartError("\n".join(wrong))  # deepy.py has looked before it started anything
-    world = join(config, place)
     try:
-        run(config, options, world)
+        with joined(config, place) as world:
+            run(config, options, world)
     except (CheckpointError, TaskError) as error:
         raise StartError(str(error)) from error
-    finally:
-        leave()
     return 0
 
 

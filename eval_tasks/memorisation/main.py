@@ -24,7 +24,7 @@ from megatron.engine.scoring import Scorer
 from megatron.report.ledger import left_out
 from megatron.training.resume import initialize, made_in
 from megatron.training.same_run import data_changes
-from megatron.training.world import World, join, leave
+from megatron.training.world import World, joined
 from megatron.worker.job import read_job
 from megatron.worker.place import StartError
 
@@ -48,13 +48,11 @@ def extract() -> int:
         raise StartError(str(error)) from error
     if place.starter != "agent" and (wrong := before_start(place.own, config)):
         raise StartError("\n".join(wrong))  # deepy.py has looked before it started anything
-    world = join(config, place)
     try:
-        run(config, options, world)
+        with joined(config, place) as world:
+            run(config, options, world)
     except (CheckpointError, DataError, table.ResultError) as error:
         raise StartError(str(error)) from error
-    finally:
-        leave()
     return 0
 
 

@@ -117,7 +117,7 @@ def train(resolved: Resolved, *, quiet: bool = True) -> Run:
     from megatron.config import config_hash
     from megatron.config.resolved_file import to_yaml
     from megatron.training.run import run_training
-    from megatron.training.world import join, leave
+    from megatron.training.world import joined
     from megatron.worker.place import WorkerEnvironment
 
     if torch.distributed.is_initialized():
@@ -127,11 +127,8 @@ def train(resolved: Resolved, *, quiet: bool = True) -> Run:
     with _process_as_it_was(), ExitStack() as stack:
         if quiet:
             stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
-        world = join(config, place)
-        try:
+        with joined(config, place) as world:
             return Run(Path(config.run.dir), run_training(config, place, world))
-        finally:
-            leave()
 
 
 def batches(

@@ -52,17 +52,14 @@ from .sampler import sampler
 from .trainer import Outcome, Trainer
 from .uploads import copies_of
 from .vocabulary import INITIAL
-from .world import World, join, leave
+from .world import World, joined
 
 
 def train() -> int:
     """Train as the arguments and the environment of this process say. Returns the exit status."""
     config, place = read_job()
-    world = join(config, place)
-    try:
+    with joined(config, place) as world:
         outcome = run_training(config, place, world)
-    finally:
-        leave()
     return status(outcome)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -15,10 +17,10 @@ from megatron.config import Config
 from megatron.engine.deepspeed_process import prepare_deepspeed
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
-from megatron.worker.beacon import SETUP, Beacon
+from megatron.worker.beacon import END, SETUP, Beacon
 from megatron.worker.job import check_agreement
 from megatron.worker.place import WorkerEnvironment
-from megatron.worker.rendezvous import open_store
+from megatron.worker.rendezvous import leave_store, open_store
 
 from .wall_time import WallTime
 
@@ -34,6 +36,7 @@ class World:
         background: over all ranks, for the thread that writes checkpoints.
         beacon: where this process tells what it is doing.
         wall_time: the account of this start's time.
+        store: where the ranks met; None with one rank.
     """
 
     device: torch.device
@@ -42,6 +45,7 @@ class World:
     background: Communicator
     beacon: Beacon = field(default_factory=Beacon)
     wall_time: WallTime | None = None
+    store: dist.Store | None = None
 
     @property
     def is_main(self) -> bool:
@@ -64,6 +68,20 @@ def choose_device(config: Config, local_rank: int) -> torch.device:
     index = local_rank % torch.cuda.device_count()  # the launcher may show each rank only its own device
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+@contextmanager
+def joined(config: Config, place: WorkerEnvironment) -> Iterator[World]:
+    """The process group of all ranks, for a block. After a block without an error rank 0 leaves last."""
+    world = join(config, place)
+    try:
+        yield world
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if world.store is not None:
+        world.beacon.at(END, detail=b"leaving the other ranks")
+        leave_store(world.store, place.rank, place.world_size, timedelta(seconds=config.launch.timeout))
 
 
 def join(config: Config, place: WorkerEnvironment) -> World:
@@ -96,7 +114,7 @@ def join(config: Config, place: WorkerEnvironment) -> World:
     agree(place, communicator)
     mesh = Mesh.build(Layout.of(config, place.world_size), timeout)
     background = StoreCommunicator(store, rank, size, "background")
-    return World(device, mesh, communicator, background, beacon, wall_time)
+    return World(device, mesh, communicator, background, beacon, wall_time, store)
 
 
 def agree(place: WorkerEnvironment, communicator: Communicator) -> None:
@@ -111,8 +129,3 @@ def agree(place: WorkerEnvironment, communicator: Communicator) -> None:
 
 def _backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
-
-
-def leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()

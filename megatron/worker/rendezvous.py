@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import MutableMapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,23 @@ def open_store(
         return dist.TCPStore(address, port, ranks, False, timeout, multi_tenant=True)
     listener = _inherited(port, environment) or listen_on(address, port, one_host=one_host)
     return dist.TCPStore(address, port, ranks, True, timeout, multi_tenant=True, master_listen_fd=listener.detach())
+
+
+def leave_store(store: Store, rank: int, ranks: int, timeout: timedelta) -> None:
+    """The last use of the store, on every rank whose work is done. Rank 0, which hosts it, returns last.
+
+    Without this, a rank that is still reading an answer loses the connection and fails at the end of a complete run.
+
+    Args:
+        timeout: of rank 0's wait for the others. After it rank 0 returns too: there is no work left that could fail.
+    """
+    from torch.distributed import DistError
+
+    with suppress(DistError):
+        if rank:
+            store.set(f"left/{rank}", "")
+        else:
+            store.wait([f"left/{other}" for other in range(1, ranks)], timeout)
 
 
 def _inherited(port: int, environment: MutableMapping[str, str]) -> socket.socket | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
+from megatron.worker.network import listen_on
 from tests.paths import ROOT
 
 ENDING = """
@@ -34,5 +36,47 @@ def test_threads_are_waited_for_and_the_status_is_that_of_the_rank() -> None:
 
 
 def test_scripts_of_ranks_end_so() -> None:
-    for name in ("train.py", "evaluate.py", "generate.py", "extract.py"):
+    for name in ("train.py", "evaluate.py", "generate.py", "extract.py", "tools/checkpoint/to_native.py"):
         assert "leave_process(guarded(main))" in (ROOT / name).read_text(), name
+
+
+LAST_ROUND = """
+import sys, time
+from megatron.checkpoint import StoreCommunicator
+from megatron.config import load
+from megatron.training.world import joined
+from megatron.worker.leaving import leave_process
+from megatron.worker.place import worker_environment
+
+place = worker_environment()
+with joined(load(["configs/test/tiny_llama.yml"], ["launch.device=cpu"], ranks=2).config, place) as world:
+    if world.mesh.rank == 1:  # late, between the news that there is an answer and its reading
+        store, wait = world.background._store, world.background._store.wait
+        world.background._store = type("Late", (), {
+            "wait": lambda self, *words: (wait(*words), time.sleep(1.0))[0],
+            "__getattr__": lambda self, name: getattr(store, name),
+        })()
+    print(world.background.broadcast("all is saved"))
+leave_process(0)
+"""
+
+
+def test_the_rank_that_hosts_the_store_leaves_last() -> None:
+    """The last act of a run is a round over the store: a rank that reads its answer late still gets it."""
+    with listen_on("127.0.0.1", one_host=True) as free:
+        port = free.getsockname()[1]
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", LAST_ROUND],
+            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    for rank, (out, error) in enumerate([each.communicate(timeout=300) for each in started]):
+        assert started[rank].returncode == 0, error
+        assert out.splitlines()[-1] == "all is saved"

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING  # noqa: E402
 from megatron.config.problems import UserError  # noqa: E402
 from megatron.parallel.curve import OPERATIONS  # noqa: E402
 from megatron.worker.job import guarded, read_job  # noqa: E402
+from megatron.worker.leaving import leave_process  # noqa: E402
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -147,20 +148,17 @@ def main() -> int:
     if place.world_size == 1:
         raise UserError("one rank sends nothing; start this script with ./deepy.py --ranks N, or give --hosts")
     from megatron.training.algorithms import memory_of_hosts
-    from megatron.training.world import join, leave
+    from megatron.training.world import joined
     from tools.bench.collectives import measure
     from tools.bench.curves import compared, draw, present, put, table
 
-    world = join(config, place)
-    try:
+    with joined(config, place) as world:
         if world.is_main:
             present(options.output)
         with memory_of_hosts(config, print if world.is_main else (lambda *_: None)):
             if options.tune:
                 return tuned(config, world, options)
             found = measure(world, options.operations, options.least, options.most, options.seconds)
-    finally:
-        leave()
     if not world.is_main:
         return 0
     put(options.output, found.document())
@@ -180,4 +178,4 @@ def main() -> int:
 if __name__ == "__main__":
     from megatron.pipes import piped
 
-    sys.exit(piped(lambda: guarded(main)))
+    leave_process(piped(lambda: guarded(main)))

@@ -19,21 +19,19 @@ if __name__ == "__main__":
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.worker.job import guarded
+from megatron.worker.leaving import leave_process
 
 
 def main() -> int:
     from megatron.training.native import write_native
-    from megatron.training.world import join, leave
+    from megatron.training.world import joined
     from megatron.worker.job import read_job
 
     config, place = read_job()
-    world = join(config, place)
-    try:
+    with joined(config, place) as world:
         write_native(config, world, print if world.is_main else lambda _: None)
-    finally:
-        leave()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    leave_process(guarded(main))
