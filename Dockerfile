@@ -1,4 +1,4 @@
-# For NVIDIA GPUs: a driver on the host and its container toolkit are all that is needed besides.
+# For NVIDIA GPUs. The host needs a driver of release 580 or newer (CUDA 13.0) and NVIDIA's container toolkit.
 #
 #   docker build -t megatron .
 #   docker run --rm -it --gpus all --shm-size=8g -v "$PWD/data:/megatron/data" -v "$PWD/runs:/megatron/runs" megatron \

@@ -11,7 +11,9 @@ from .status import signal_of
 CAUSES = (
     (
         r"CUDA out of memory|HIP out of memory|torch\.(cuda\.)?OutOfMemoryError",
-        "the GPU's memory is full: lower training.micro_batch_size, turn on activation checkpointing, raise zero.stage",
+        "the GPU's memory is full: lower training.micro_batch_size, turn on activation checkpointing, raise "
+        "zero.stage; if torch reports much memory as reserved but unallocated, launch.environment="
+        "{PYTORCH_ALLOC_CONF: 'expandable_segments:True'}",
     ),
     (
         r"DefaultCPUAllocator|Cannot allocate memory|MemoryError",

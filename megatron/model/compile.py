@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol, TypeVar, cast
-from warnings import warn
 
 import torch
 from torch import Tensor, nn
 
 from megatron.config import Config
 from megatron.config.pattern import BlockPattern, Kind
+from megatron.parallel.fallback import Fallback, lower_backward_at_once
 
 from .block import Block, BlockState
 from .cuda_graphs import OPTIONS, gradients_leave_graphs
@@ -119,13 +119,11 @@ def compile_forward(block: Block, config: Config, device: torch.device | str) ->
     extent, _ = choose_compilation(config, device)
     if extent == "off":
         return
-    from torch._functorch import config as aot
-
     options = _options(config, device)
-    aot.force_non_lazy_backward_lowering = True  # or it would fail when it is first run, too late
+    lower_backward_at_once()
 
     def compiled(plain: Callable[..., T], dynamic: bool | None = False) -> Callable[..., T]:
-        return _or_plain(torch.compile(plain, dynamic=dynamic, options=options), plain)
+        return Fallback("blocks run as they are").of(torch.compile(plain, dynamic=dynamic, options=options), plain)
 
     if graphs(config, device):
         gradients_leave_graphs(block)
@@ -186,21 +184,3 @@ def _options(config: Config, device: torch.device | str) -> dict[str, Any] | Non
         return OPTIONS
     narrow = torch.device(device).type == "cpu" and config.precision.compute != "fp32"
     return {"cpp.max_horizontal_fusion_size": 1} if narrow else None
-
-
-def _or_plain(fast: Callable[..., T], plain: Callable[..., T]) -> Callable[..., T]:
-    """A compiled pass, and the plain one from the first time on that the compiler fails, which is said in one line."""
-    failed = False
-
-    def forward(*inputs: Any, **options: Any) -> T:
-        nonlocal failed
-        if not failed:
-            try:
-                return fast(*inputs, **options)
-            except torch._dynamo.exc.TorchDynamoException as error:
-                failed = True
-                reason = " ".join(str(error).split())[:160]
-                warn(f"torch.compile failed, so blocks run as they are: {type(error).__name__}: {reason}", stacklevel=2)
-        return plain(*inputs, **options)
-
-    return forward

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .collectives import all_reduce
+from .fallback import Fallback
 from .mesh import ALONE, Axis
 from .precision import at_least_fp32, exp_, wide_type
 
@@ -122,7 +123,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         given = (labels_N, unit_weights_N, first, axis, options, ce_N, lse_N, grads)
         for begin in range(0, x_NH.shape[0], step):
             part = slice(begin, begin + step)
-            if options.compiled and bias_V is None and weight_VH.shape[0]:
+            if options.compiled and bias_V is None and weight_VH.shape[0] and not _passes()[0].failed:
                 _compiled_chunk(part, x_NH, weight_VH, *given)
             else:
                 _chunk(part, x_NH, weight_VH, bias_V, *given)
@@ -217,11 +218,13 @@ def _gradient(
 
 
 @lru_cache(maxsize=1)
-def _passes() -> tuple[Callable, Callable, Callable]:
+def _passes() -> tuple[Fallback, Callable, Callable, Callable]:
     """The three passes over a chunk's logits, each one kernel: 8 bytes per logit in bf16 where single operations move
-    about 50."""
-    largest, total, gradient = (torch.compile(each, dynamic=False) for each in (_largest, _total, _gradient))
-    return largest, total, gradient
+    about 50. Before them, whether the compiler has failed."""
+    fallback = Fallback("the loss runs as single operations")
+    functions = (_largest, _total, _gradient)
+    largest, total, gradient = (fallback.of(torch.compile(each, dynamic=False), each) for each in functions)
+    return fallback, largest, total, gradient
 
 
 def _compiled_chunk(
@@ -238,7 +241,7 @@ def _compiled_chunk(
     grads: Gradients | None,
 ) -> None:
     """As `_chunk`, for a head without biases."""
-    largest, total, gradient = _passes()
+    _, largest, total, gradient = _passes()
     x_CH, weights_C = x_NH[part], weights_N[part]
     product_CV = x_CH @ weight_VH.T
     local_C = labels_N[part] - first

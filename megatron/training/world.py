@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from megatron.config import Config
 from megatron.engine.deepspeed_process import prepare_deepspeed
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
+from megatron.worker import devices
 from megatron.worker.beacon import END, SETUP, Beacon
 from megatron.worker.job import check_agreement
 from megatron.worker.place import WorkerEnvironment
@@ -56,18 +58,46 @@ def choose_device(config: Config, local_rank: int) -> torch.device:
     """The accelerator of this rank, or the CPU.
 
     Raises:
-        RuntimeError: launch.device asks for an accelerator that is not there.
+        RuntimeError: launch.device asks for an accelerator that is not there, or torch cannot use the one that is.
     """
     wanted = config.launch.device
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    if wanted == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise RuntimeError(
-            "launch.device: cuda, but torch sees no GPU here; use launch.device=cpu, or a torch built for this machine"
-        )
+        _check_that_cpu_is_meant(wanted, local_rank)
+        return torch.device("cpu")
     index = local_rank % torch.cuda.device_count()  # the launcher may show each rank only its own device
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def _check_that_cpu_is_meant(wanted: str, local_rank: int) -> None:
+    """torch sees no GPU. Where this machine shows one to a torch that is built for it, its driver is at fault."""
+    built = {"nvidia": torch.version.cuda, "amd": torch.version.hip}
+    here = devices.count() > 0
+    if here and built.get(devices.vendor() or ""):
+        raise RuntimeError(
+            f"this machine has a GPU, but torch {torch.__version__} cannot use it: {_why_without_gpu()}; mend that, "
+            "install a torch built for this driver, or train on the CPU with launch.device=cpu"
+        )
+    if wanted != "auto":
+        raise RuntimeError(
+            "launch.device: cuda, but torch sees no GPU here; use launch.device=cpu, or a torch built for this machine"
+        )
+    if here and local_rank == 0:
+        warnings.warn(
+            f"this machine has a GPU, but torch {torch.__version__} is built without it: training on the CPU",
+            stacklevel=2,
+        )
+
+
+def _why_without_gpu() -> str:
+    """What torch says when it is made to use a GPU."""
+    try:
+        torch.cuda.init()
+    except Exception as error:  # whatever the driver makes of it
+        return " ".join(str(error).split()) or type(error).__name__
+    return "it sees no device"
 
 
 @contextmanager

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import lru_cache
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -64,6 +67,35 @@ def test_compiled_passes_compute_the_same(options: dict):
         )
         loss.backward()
         results.append((loss.detach(), ce, x.grad, weight.grad))
+    for plain, found in zip(*results):
+        torch.testing.assert_close(found, plain, rtol=EXACT, atol=EXACT)
+
+
+def test_a_compiler_that_fails_is_reported_once_and_done_without(monkeypatch):
+    """The first pass that cannot be compiled ends the attempt for all three."""
+    compiled, tried = torch.compile, []
+
+    def broken(graph, inputs):
+        tried.append(graph)
+        raise RuntimeError("no compiler\nhere")
+
+    monkeypatch.setattr("torch.compile", lambda each, **options: compiled(each, backend=broken, **options))
+    monkeypatch.setattr(cross_entropy, "_passes", lru_cache(cross_entropy._passes.__wrapped__))
+    torch._dynamo.reset()
+    results = []
+    for fused in (False, True):
+        x, weight, _, labels, weights = inputs()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            options = LossOptions(chunk=4, compiled=fused, softcap=3.0)
+            loss, ce = linear_cross_entropy(x, weight, None, labels, weights, options=options)
+        loss.backward()
+        results.append((loss.detach(), ce, x.grad, weight.grad))
+    torch._dynamo.reset()
+    reported = [str(each.message) for each in told if "torch.compile failed" in str(each.message)]
+    begin = "torch.compile failed, so the loss runs as single operations: BackendCompilerFailed: "
+    assert len(reported) == 1 and reported[0].startswith(begin) and "RuntimeError: no compiler here" in reported[0]
+    assert len(tried) == 1
     for plain, found in zip(*results):
         torch.testing.assert_close(found, plain, rtol=EXACT, atol=EXACT)
 

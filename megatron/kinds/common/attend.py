@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from megatron.parallel.fallback import Fallback, lower_backward_at_once
 from megatron.parallel.precision import at_least_fp32, wide_type
 from megatron.parallel.random import uniform
 
@@ -287,7 +288,9 @@ def _counters(dropout: Dropped, heads: int, queries: int, keys: int) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _compiled_flex() -> Callable:
-    return torch.compile(flex_attention, dynamic=False)
+    lower_backward_at_once()
+    fallback = Fallback("FlexAttention runs as single operations, with all its logits in memory")
+    return fallback.of(torch.compile(flex_attention, dynamic=False), flex_attention)
 
 
 def _flex_function() -> Callable:
