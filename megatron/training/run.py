@@ -266,7 +266,8 @@ def _prepare_torch(config: Config) -> None:
     if config.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # a kernel per new tensor, which nothing here reads
+        deterministic: Any = torch.utils.deterministic
+        deterministic.fill_uninitialized_memory = False  # or each new tensor is filled by a kernel, for nobody
     torch.set_float32_matmul_precision("high" if config.precision.compute != "fp32" else "highest")
 
 
