@@ -177,6 +177,9 @@ class Agent:
                 self.seen.ask(int(message["request"]), str(message["stacks"]))
             elif kind == "signal":
                 self._pass_on(int(message["number"]))
+            elif kind == "size":
+                for rank in self.ranks:
+                    rank.resize(int(message["rows"]), int(message["columns"]))
             elif kind == "stop":
                 self._signal_all(signal.SIGTERM)
                 self._kill_after(float(message["grace"]))

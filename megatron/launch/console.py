@@ -9,6 +9,8 @@ import time
 from collections import Counter
 from typing import TextIO
 
+from megatron.report.terminal import ERASE, StatusLine, columns_of, wrapped
+
 from .hints import hint_for
 from .status import Failure, describe_status, exit_status
 
@@ -17,6 +19,8 @@ _CHAINED = re.compile(r"(During handling of the above exception|The above except
 _TORCH = re.compile(r"^\[rank\d+\]: ")  # torch says what we say
 YELLOW, PLAIN = "\x1b[33m", "\x1b[0m"
 LINES = 80
+LONGEST = 2000  # characters of a line that may be a status line
+STATUS = StatusLine()  # that rank 0 has drawn on this terminal
 PATIENCE = 0.5  # seconds
 
 
@@ -24,17 +28,21 @@ def log(text: str, stream: TextIO | None = None, *, colour: str = "") -> None:
     """Lines of the launcher's own, on standard error: standard output is the script's. Colours are for terminals, and
     not for those who set NO_COLOR."""
     stream = stream or sys.stderr
-    coloured = colour and stream.isatty() and not os.environ.get("NO_COLOR")
-    for line in text.splitlines() or [""]:
-        stream.write(f"{colour}deepy: {line}{PLAIN}\n" if coloured else f"deepy: {line}\n")
+    terminal = stream.isatty()
+    coloured = colour and terminal and not os.environ.get("NO_COLOR")
+    lines = [f"deepy: {line}" for line in text.splitlines() or [""]]
+    if terminal:
+        lines = [wrapped(line, columns_of(stream), indent="deepy:   ") for line in lines]
+    shown = "".join(f"{colour}{line}{PLAIN}\n" if coloured else f"{line}\n" for line in lines)
+    stream.write(STATUS.above(shown, columns_of(stream)) if terminal else shown)
     stream.flush()
 
 
 class RankConsole:
     """Writes ranks' output: whole lines with `[host:rank]` in front, or rank 0's text as it is.
 
-    Rank 0's own text may stop in the middle of a line (`print` without buffering writes the line's end by itself, a
-    live line has none at all). The others' lines wait for that end, but not longer than `PATIENCE`.
+    Rank 0's own text may stop in the middle of a line (`print` without buffering writes the line's end by itself). The
+    others' lines wait for that end, but not longer than `PATIENCE`. A status line has no end: they go above it.
     """
 
     def __init__(self, plain: bool) -> None:
@@ -42,6 +50,7 @@ class RankConsole:
         self._rests: dict[tuple[int, int], str] = {}
         self._unfinished: set[int] = set()  # streams where rank 0 is in the middle of a line
         self._waiting: dict[int, tuple[float, str]] = {}  # since when, and what
+        self._last = ""  # rank 0's last line on standard output, as far as it has come
 
     def show(self, host: str, rank: int, stream: int, text: str) -> None:
         """Write a piece of output. Without a terminal of its own only whole lines are prefixed and shown."""
@@ -53,6 +62,7 @@ class RankConsole:
                 self._release(stream)
             if tail:
                 self._write(stream, tail)
+            if not self._draws(stream, text) and tail:
                 self._unfinished.add(stream)
             return
         text = self._rests.pop((rank, stream), "") + text
@@ -65,6 +75,21 @@ class RankConsole:
             self._waiting[stream] = since, before + shown
         else:
             self._write(stream, shown)
+
+    def _draws(self, stream: int, text: str) -> bool:
+        """Whether this text of rank 0 ends in a status line, which is then kept below other lines."""
+        if stream != 1 or not sys.stdout.isatty():
+            return False
+        last = (self._last + text)[-LONGEST:]
+        self._last = last.rpartition("\n")[2]
+        if ERASE in last:
+            STATUS.text = self._last.rpartition(ERASE)[2] if ERASE in self._last else ""
+        return ERASE in self._last
+
+    def close(self) -> None:
+        """Write what waits, and remove a status line that rank 0 did not live to remove."""
+        self.settle(0.0)
+        self._write(1, STATUS.above("", columns_of(sys.stdout)))
 
     def settle(self, patience: float = PATIENCE) -> None:
         """Write what has waited longer than `patience` seconds, on a line of its own."""
@@ -82,6 +107,8 @@ class RankConsole:
     @staticmethod
     def _write(stream: int, text: str) -> None:
         target = sys.stdout if stream == 1 else sys.stderr
+        if text and not text.startswith(ERASE) and target.isatty():  # rank 0's console begins with the code itself
+            text = STATUS.above(text, columns_of(target))
         target.buffer.write(text.encode("utf-8", "surrogateescape"))
         target.flush()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import selectors
+import shutil
 import signal
 import socket
 import time
@@ -150,7 +151,9 @@ class Launcher:
         theirs.setblocking(False)
         # Under nohup a lost terminal is no reason to stop.
         numbers = [number for number in FORWARDED_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-        before = {number: signal.signal(number, lambda *_: None) for number in (*numbers, signal.SIGCHLD)}
+        before = {
+            number: signal.signal(number, lambda *_: None) for number in (*numbers, signal.SIGCHLD, signal.SIGWINCH)
+        }
         wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
         self.selector.register(ours, selectors.EVENT_READ, lambda: self._signals(ours.recv(4096)))
 
@@ -382,6 +385,9 @@ class Launcher:
     # ---- how it ends
 
     def _signals(self, numbers: bytes) -> None:
+        if signal.SIGWINCH in numbers and any(self.job.terminal):
+            columns, rows = shutil.get_terminal_size()
+            self.broadcast({"type": "size", "rows": rows, "columns": columns})
         for number in sorted(set(numbers) & {int(each) for each in FORWARDED_SIGNALS}):
             name = signal.Signals(number).name
             now, before = time.monotonic(), [at for each, at in self.received.items() if each in STOP_SIGNALS]
@@ -471,7 +477,7 @@ class Launcher:
         while time.monotonic() < deadline and any(each.process.poll() is None for each in self.connections):
             for key, _ in self.selector.select(0.05):
                 key.data()
-        self.console.settle(0.0)
+        self.console.close()
 
 
 def _resolve(name: str) -> str | None:

@@ -1,6 +1,6 @@
 """What launcher and agents say to each other: one JSON object per line, over pipes or a socket.
 
-Launcher to agent: `specification` (first), `bind`, `start`, `look`, `signal`, `stop`, `kill`, `beat`. Agent to
+Launcher to agent: `specification` (first), `bind`, `start`, `look`, `signal`, `size`, `stop`, `kill`, `beat`. Agent to
 launcher: `address`, `ready`, `bound`, `output`, `exit`, `tail`, `signalled`, `place`, `seen`, `late`, `done`,
 `problem`, `warning`, `beat`. Every message of an agent names its host by index.
 

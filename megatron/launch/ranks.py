@@ -177,6 +177,12 @@ class RankProcess:
         except ProcessLookupError:
             pass  # it has just ended; the wait that follows says how
 
+    def resize(self, rows: int, columns: int) -> None:
+        """Give the rank's terminals the size of the launcher's."""
+        for stream in self.streams if self.alive else ():
+            if os.isatty(stream.source):
+                ioctl(stream.source, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
     def keep(self, stream: OutputStream, data: bytes) -> list[bytes]:
         """Put data into the log and the tail; returns the whole lines."""
         lines = [_clean(line) for line in stream.lines.feed(data)]

@@ -1,25 +1,30 @@
-"""What the person who watches a run sees: a live line on a terminal, plain lines elsewhere."""
+"""The console: a line per logged step and, on a terminal, a progress bar below the lines."""
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
+import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from megatron.config.words import counted
 
-if TYPE_CHECKING:
-    from rich.live import Live
+from .terminal import StatusLine, columns_of, wrapped
 
 
 def short_number(number: float) -> str:
-    """Four digits at most and a unit prefix: 12.3k, 4.56M."""
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= size:
-            return f"{number / size:.3g}{letter}"
-    return f"{number:.3g}"
+    """Three significant digits and a unit prefix: 998, 1.07k, 12.0M; a whole number below 1000 as it is."""
+    digits, prefix = _digits(number)
+    return digits + prefix
+
+
+def _digits(number: float) -> tuple[str, str]:
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        digits = f"{number:.0f}" if not prefix and float(number).is_integer() else f"{number:#.3g}".removesuffix(".")
+        if abs(float(digits)) < 1000:  # after rounding: 999.7 is 1.00k
+            return digits, prefix
+        number /= 1000
+    return f"{number * 1000:.3g}", "P"
 
 
 def duration(seconds: float) -> str:
@@ -30,13 +35,18 @@ def duration(seconds: float) -> str:
     return f"{days}d {clock}" if days else clock
 
 
-BAR = 12  # columns of the progress bar
-# Left out of a line that is too narrow for all, in this order.
-LEAST_FIRST = ("memory_bytes", "tflops", "peak", "mfu", "share", "tokens_per_second", "grad_norm", "eta_seconds", "lr")
+BAR = 16  # columns of the progress bar
+# Dropped from a line that is too narrow for all, in this order.
+LEAST_FIRST = ("peak", "share", "tflops", "mfu", "memory_bytes", "eta_seconds", "grad_norm", "tokens_per_second", "lr")
+IN_THE_BAR = ("share", "eta_seconds")
 
 
-def training_line(record: Mapping[str, Any], total: int, width: int | None = None) -> str:
-    """One training record as text; a value that is not there is left out, and so is what `width` has no room for."""
+def training_line(record: Mapping[str, Any], total: int, width: int | None = None, *, bar: bool = False) -> str:
+    """One training record as text, without values that it lacks and those that `width` has no room for.
+
+    Args:
+        bar: a progress bar shows the share and the time to the end.
+    """
     shown = {
         "step": lambda v: f"step {v:>{len(str(total))}}",
         "share": lambda v: f"{v:6.1%}",
@@ -44,7 +54,7 @@ def training_line(record: Mapping[str, Any], total: int, width: int | None = Non
         "lr": lambda v: f"lr {v:.3e}",
         "grad_norm": lambda v: f"grad {v:.3f}",
         "tokens_per_second": lambda v: f"{short_number(v)} tok/s",
-        "tflops": lambda v: f"{v:.3g} TFLOP/s",
+        "tflops": lambda v: "{} {}FLOP/s".format(*_digits(v * 1e12)),
         "mfu": lambda v: f"MFU {v:.1%}",
         "peak": lambda v: f"of {v:g} TFLOP/s",
         "memory_bytes": lambda v: f"mem {v / 2**30:.2f} GiB",
@@ -55,7 +65,7 @@ def training_line(record: Mapping[str, Any], total: int, width: int | None = Non
     values = {**record, "share": (record["step"] + 1) / max(total, 1)}
     values["peak"] = record.get("peak_tflops") if record.get("mfu") is not None else None
     there = [name for name in shown if values.get(name) is not None and values[name] is not False]
-    parts = {name: shown[name](values[name]) for name in there}
+    parts = {name: shown[name](values[name]) for name in there if not (bar and name in IN_THE_BAR)}
     for name in LEAST_FIRST:
         if width is None or len(_joined(parts)) <= width:
             break
@@ -67,12 +77,13 @@ def _joined(parts: Mapping[str, str]) -> str:
     return "  ".join(parts.values()).replace("  of ", " of ")
 
 
-def columns_of(file: TextIO) -> int | None:
-    """Columns of the terminal behind a file, or what COLUMNS says; None where any width does."""
-    if file.isatty():
-        return shutil.get_terminal_size().columns
-    given = os.environ.get("COLUMNS", "")
-    return int(given) if given.isdigit() and int(given) else None
+def progress_line(done: int, total: int, eta: float | None, width: int) -> str:
+    """The bar of a run that has completed `done` of `total` steps, shorter than `width` columns."""
+    filled = BAR * done // max(total, 1)
+    bar = "#" * filled + "-" * (BAR - filled)
+    line = f"[{bar}] {done / max(total, 1):6.1%}  {done:,} of {total:,} {'step' if total == 1 else 'steps'}"
+    whole = line + ("" if eta is None else f"  ETA {duration(eta)}")
+    return next((each for each in (whole, line) if len(each) < width), line[: max(width - 1, 0)])
 
 
 def validation_line(record: Mapping[str, Any]) -> str:
@@ -94,10 +105,10 @@ def task_lines(record: Mapping[str, Any]) -> list[str]:
 
 
 class MetricsConsole:
-    """The console sink.
+    """The console sink: a line per record, and on a terminal a bar below the lines.
 
     Args:
-        mode: auto (live on a terminal), live, plain or quiet.
+        mode: auto (a bar on a terminal), live (with the bar), plain (without) or quiet.
         total: steps of the whole run.
         file: where to write; standard output by default.
     """
@@ -106,7 +117,9 @@ class MetricsConsole:
         self.file = sys.stdout if file is None else file
         self.total = total
         self.mode = ("live" if self.file.isatty() else "plain") if mode == "auto" else mode
-        self._live: Live | None = None
+        self._bar = StatusLine()
+        self._eta: tuple[float, float] | None = None  # seconds to the end, and when that was so
+        self._drawn = 0.0
 
     def write(self, record: Mapping[str, Any]) -> None:
         if self.mode == "quiet":
@@ -116,43 +129,34 @@ class MetricsConsole:
         elif "tasks" in record:
             for line in task_lines(record):
                 self.log(line)
-        elif "lr" not in record:
-            return  # a record of a user's hook: the console does not know how to show it
-        elif self.mode == "live":
-            self._show(record)
-        else:
-            self.log(training_line(record, self.total, columns_of(self.file)))
+        elif "lr" in record:  # else a record of a user's hook, whose form is not known here
+            eta, live = record.get("eta_seconds"), self.mode == "live"
+            self._eta = None if eta is None else (eta, time.monotonic())
+            line = training_line(record, self.total, columns_of(self.file), bar=live)
+            self._print(line + "\n", self._progress(record["step"] + 1) if live else "")
+
+    def progress(self, done: int) -> None:
+        """Show that a run has completed `done` steps: at most ten times a second."""
+        if self.mode == "live" and time.monotonic() - self._drawn > 0.1:
+            self._print("", self._progress(done))
 
     def log(self, text: str) -> None:
-        """Print a message; on a terminal it scrolls by above the live line."""
-        if self.mode == "quiet":
-            return
-        if self._live is not None:
-            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            print(text, file=self.file, flush=True)
+        """Print a message, above the bar if there is one."""
+        if self.mode != "quiet":
+            lines = wrapped(text, columns_of(self.file)) if self.mode == "live" else text
+            self._print(lines + "\n", self._bar.text)
 
     def close(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        self._print("", "")
 
-    def _show(self, record: Mapping[str, Any]) -> None:
-        from rich.console import Console as Terminal
-        from rich.live import Live
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
+    def _progress(self, done: int) -> str:
+        self._drawn = time.monotonic()
+        eta = None if self._eta is None else max(self._eta[0] - (self._drawn - self._eta[1]), 0.0)
+        return progress_line(done, self.total, eta, columns_of(self.file) or 80)
 
-        columns = columns_of(self.file) if self.file.isatty() else None
-        room = None if columns is None else columns - BAR - 1
-        grid = Table.grid(padding=(0, 1))
-        grid.add_row(
-            ProgressBar(total=self.total, completed=record["step"] + 1, width=BAR),
-            Text(training_line(record, self.total, room)),
-        )
-        if self._live is None:
-            terminal = Terminal(file=self.file, force_terminal=True)
-            self._live = Live(grid, console=terminal, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
-            self._live.start()
-        self._live.update(grid, refresh=True)
+    def _print(self, lines: str, bar: str) -> None:
+        """Write lines in the place of the old bar, and below them the new one."""
+        text = self._bar.removed(columns_of(self.file)) + lines
+        self._bar.text = bar
+        if text or bar:
+            print(text + self._bar.drawn(), end="", file=self.file, flush=True)

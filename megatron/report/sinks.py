@@ -38,6 +38,10 @@ class Sinks:
         """A message for the person who watches."""
         self.console.log(text)
 
+    def progress(self, done: int) -> None:
+        """The run has completed `done` steps, logged or not."""
+        self.console.progress(done)
+
     def close(self) -> None:
         for sink in self.sinks:
             sink.close()

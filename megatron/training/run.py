@@ -35,6 +35,7 @@ from megatron.parallel.compression import describe_wire
 from megatron.parallel.watched import watched_collectives
 from megatron.plan.prediction import Prediction, predict, steps_after
 from megatron.report.run import open_run
+from megatron.report.terminal import say
 from megatron.worker.beacon import SETUP
 from megatron.worker.job import read_job
 from megatron.worker.place import StartError, WorkerEnvironment
@@ -73,7 +74,7 @@ def run_training(config: Config, place: WorkerEnvironment, world: World) -> Outc
     """Build everything, train, and close everything. All ranks call it."""
     with ExitStack() as stack:
         stack.enter_context(watched_collectives(world.beacon, world.mesh))
-        log = print if world.is_main else (lambda *_: None)
+        log = say if world.is_main else (lambda *_: None)
         stack.enter_context(memory_of_hosts(config, log))
         stack.enter_context(chosen_algorithms(config, world, log))
         with _mistakes(place):
@@ -83,7 +84,7 @@ def run_training(config: Config, place: WorkerEnvironment, world: World) -> Outc
 
 def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     _prepare_torch(config)
-    log = print if world.is_main else (lambda *_: None)
+    log = say if world.is_main else (lambda *_: None)
     if world.is_main:
         _keep_configuration(config, place.config_text)
     data, tell = world.mesh.data, partial(world.beacon.at, SETUP)

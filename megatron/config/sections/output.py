@@ -220,7 +220,7 @@ class SinkSection(Addition):
 class LoggingSection(Section):
     every: int = key(1, "Log a training line every n steps.", unit="steps", gt=0)
     console: Literal["auto", "live", "plain", "quiet"] = key(
-        "auto", "Console style: a live line on a terminal, plain lines elsewhere."
+        "auto", "Console style: a line per logged step, and on a terminal a progress bar below the lines (`live`)."
     )
     tensorboard: bool = key(False, "Write TensorBoard events.")
     wandb: WandbOptions = key(WandbOptions, "Weights & Biases.")

@@ -77,7 +77,7 @@ class LogHook(Hook):
 
     def on_start(self, trainer: Trainer) -> None:
         self._peak = peak = device_peak(device_name(trainer.exchange.device), self._compute, self._given)
-        if peak.tflops is None:
+        if peak.tflops is None and trainer.exchange.device.type != "cpu":  # no one looks for the peak of a CPU
             trainer.log(f"MFU is not shown: {peak.source}")
         trainer.clock.lap()
 
@@ -85,6 +85,8 @@ class LogHook(Hook):
         self._steps += 1
         self._operations += 0.0 if self._flops is None else self._flops(step)
         if step % self._every and not trainer.last:
+            if trainer.is_main:
+                trainer.sinks.progress(step + 1)
             return
         trainer.settle()
         loss = report.loss  # waits for the device, so that the lap ends when the step does
