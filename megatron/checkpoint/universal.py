@@ -324,7 +324,7 @@ def restore(
         config=config,
         resumable=whole,
         extra={"imported": "DeepSpeed universal"},
-        optimizer={} if updates is None else {"step": float(updates)},
+        optimizer={} if done is None else {"step": float(done if updates is None else updates)},
     )
     items = [
         (FragmentSpec.whole(tensor, state), torch.float32)

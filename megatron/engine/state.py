@@ -78,6 +78,7 @@ class EngineState:
         self.engine, self.optimizer, self.mesh, self.stage = engine, optimizer, mesh, stage
         self.parameters, self.buffers = list(dict.fromkeys(parameters)), buffers
         self.rest: StateAtRest | None = None  # which hears of changes
+        self._first_scaler = self.loss_scaler()
 
     def fragments(self) -> Iterator[Fragment]:
         """What this rank saves: each element of the run's state is saved by exactly one rank."""
@@ -182,6 +183,7 @@ class EngineState:
     def counters(self) -> dict[str, Any]:
         """What the optimizer keeps besides tensors: updates done, and other numbers that all parameters share; and
         what tells whether files that it reads are the same."""
+        self._create_states()  # before the first update the counts are 0, not unknown
         names, states = number_names(self.optimizer), self.optimizer.state.values()
         found: dict[str, Any] = {
             name: float(state[name]) for state in reversed(states) for name in names if name in state
@@ -194,12 +196,13 @@ class EngineState:
         kept, own = counters.get(FINGERPRINTS, {}), fingerprints(self.optimizer)
         return sorted(key for key in kept.keys() & own.keys() if kept[key] != own[key])
 
-    def restore_counters(self, counters: dict[str, Any]) -> None:
+    def restore_counters(self, counters: Mapping[str, Any]) -> None:
+        """Set the counts, those that are not given to 0: a checkpoint without counts is of before the first update."""
         self._create_states()
         for state in self.optimizer.state.values():
             for name in number_names(self.optimizer):
                 if name in state:
-                    state[name].fill_(counters[name])
+                    state[name].fill_(counters.get(name, 0.0))
 
     def loss_scaler(self) -> dict[str, Any]:
         """State of the dynamic loss scaler; empty without fp16."""
@@ -207,14 +210,15 @@ class EngineState:
         names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
         return {name: getattr(scaler, name) for name in names if hasattr(scaler, name)}
 
-    def restore_loss_scaler(self, values: dict[str, Any]) -> None:
+    def restore_loss_scaler(self, values: Mapping[str, Any]) -> None:
+        """Set the scaler; what is not given is as at the beginning."""
         scaler = self._dynamic_scaler()
-        for name, value in values.items() if scaler else ():
+        for name, value in {**self._first_scaler, **values}.items() if scaler else ():
             setattr(scaler, name, value)
 
     def _dynamic_scaler(self) -> Any:
         """ZeRO has a scaler in fp32 too, a constant 1, which another layout (one data parallel rank) does not have."""
-        scaler = getattr(self.engine.optimizer, "loss_scaler", None)
+        scaler = getattr(getattr(self.engine, "optimizer", None), "loss_scaler", None)
         return scaler if hasattr(scaler, "cur_iter") else None
 
     def held(self, chosen: Callable[[Mapping[str, Any]], bool]) -> list[tuple[list[Tensor], list[Held]]]:

@@ -256,10 +256,8 @@ def resume(checkpoint: Checkpoint, world: World, engine: BaseEngine) -> None:
     checkpoint.check([target.spec for target in targets], communicator=world.communicator)
     checkpoint.read_into(targets, communicator=world.communicator)
     meta = checkpoint.meta
-    if meta.optimizer:
-        state.restore_counters(meta.optimizer)
-    if meta.loss_scaler:
-        state.restore_loss_scaler(meta.loss_scaler)
+    state.restore_counters(meta.optimizer)
+    state.restore_loss_scaler(meta.loss_scaler)
     if engine.gate is not None:
         engine.gate.restore(meta.extra.get("spikes", {}))
     state.refresh()

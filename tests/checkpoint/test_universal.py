@@ -227,6 +227,10 @@ def test_there_and_back_is_bitwise(tmp_path: Path, optimizer: str) -> None:
     back, before = values_of(tmp_path / "back"), values_of(path)
     assert back.keys() == {key for key in before if key[1] != "weight"}
     assert all(value.equal(before[key]) for key, value in back.items())
+    for file in (tmp_path / "theirs").rglob("step.pt"):
+        file.unlink()
+    counted = restore(Universal(tmp_path / "theirs"), tmp_path / "counted", tensors, "", names=None, step=9)
+    assert (counted.step, counted.optimizer) == (9, {"step": 9.0}), "moments of 9 updates are corrected for as many"
 
 
 @pytest.mark.parametrize("limit", [100, 1500])

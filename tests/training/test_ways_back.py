@@ -1,0 +1,103 @@
+"""Every way back to an earlier state, against a run that never left it."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config.registry import INSIDE, OPTIMIZER
+from megatron.report.ledger import read_ledger
+from megatron.training.exchange import StepReport
+from megatron.training.hook import Hook
+from megatron.training.trainer import Trainer
+from tests.training.test_run import job, tensors
+from tests.workers import run as on_ranks
+
+YAML = """
+model: {layers: "(attention/mlp) x1", hidden_size: 32, vocab_size: 64, attention: {heads: 2}}
+training: {steps: 6, sequence_length: 16, micro_batch_size: 1, global_batch_size: 4}
+optimizer: {lr: 1e-2, gradient_clipping: 1.0}
+schedule: {type: constant, warmup_steps: 0}
+data: {synthetic: copy}
+tokenizer: {type: none}
+evaluation: {at_end: false}
+checkpoint: {every: 2, steps: [0]}
+logging: {console: quiet, curve: false}
+"""
+# A norm a million times as large is a spike whatever the other norms are, and none of the others is.
+SPIKES = "spikes={action: rollback, watch: grad_norm, window: 4, sigma: 1.0e+4, limit: 1, back: 1, leave_out: 2}"
+STRUCK = 3  # the first step with more than half a window of norms before it
+
+
+class Strike(Hook):
+    """Multiplies gradients of one step by a million, once: as long as there is a file with the rank's number."""
+
+    def __init__(self, folder: str, step: int = STRUCK) -> None:
+        self.folder, self.step, self.handles = Path(folder), step, list[Any]()
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        file = self.folder / str(trainer.mesh.rank)
+        if step == self.step and file.exists():
+            file.unlink()
+            self.handles = [each.register_hook(lambda g: g * 1e6) for each in trainer.engine.module.parameters()]
+
+    def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
+        while self.handles:
+            self.handles.pop().remove()
+
+
+def strike(folder: Path, ranks: int, step: int = STRUCK) -> str:
+    """The override that has a run struck."""
+    for rank in range(ranks):
+        (folder / str(rank)).touch()
+    return f"hooks=[{{type: 'tests.training.test_ways_back:Strike', options: {{folder: '{folder}', step: {step}}}}}]"
+
+
+def train(folder: Path, name: str, *overrides: str, ranks: int = 1) -> list[tuple]:
+    """Step, loss, norm and batch of each step of one start of a run, the last one where a step was repeated."""
+    (folder / "tiny.yml").write_text(YAML)
+    lines = on_ranks(ranks, partial(job), str(folder), ranks, f"run.dir={folder}/{name}", *overrides)[0]
+    found = {line["step"]: line for line in lines if "loss" in line}
+    return [(step, line["loss"], line["grad_norm"], line["batch_hash"]) for step, line in sorted(found.items())]
+
+
+def left_out(entry: dict) -> str:
+    """The override that leaves out the same batches from the beginning."""
+    return f"data.left_out={[dict(zip(('step', 'batches'), pair)) for pair in entry['left_out']]}"
+
+
+def same(folder: Path, one: str, other: str, step: int) -> None:
+    """Two checkpoints of a step are equal to the last bit, with what counts beside tensors."""
+    ours, theirs = tensors(folder, step, one), tensors(folder, step, other)
+    different = [key for key in ours if not torch.equal(ours[key], theirs[key])]
+    assert ours.keys() == theirs.keys() and not different
+    assert counters(folder, one, step) == counters(folder, other, step)
+
+
+def counters(folder: Path, name: str, step: int) -> dict:
+    meta = json.loads((folder / name / "checkpoints" / f"step_{step:08d}" / "meta.json").read_text())
+    return meta["optimizer"] | meta["loss_scaler"]
+
+
+WRITTEN = sorted(set(INSIDE[OPTIMIZER]) - {"small_fc_lopt"})  # which needs a package and its weights
+OFTEN = ("adamw", "muon", "schedule_free_adamw", "adamw_8bit")
+
+
+@pytest.mark.parametrize(
+    "optimizer", [each if each in OFTEN else pytest.param(each, marks=pytest.mark.slow) for each in WRITTEN]
+)
+def test_back_to_the_beginning(optimizer: str, tmp_path: Path) -> None:
+    """The optimizer has counted nothing there: its bias corrections begin anew."""
+    options = (f"optimizer.type={optimizer}", "checkpoint.every=6")
+    found = train(tmp_path, "back", *options, SPIKES, strike(tmp_path, 1))
+    (back,) = [each for each in read_ledger(tmp_path / "back" / "ledger.jsonl") if each["event"] == "rollback"]
+    assert (back["to"], back["left_out"]) == (0, [[STRUCK - 1, 2]])
+    expected = train(tmp_path, "never", *options, left_out(back))
+    assert found == expected
+    for step in (0, 6):
+        same(tmp_path, "back", "never", step)
