@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from unittest import mock
+
 import torch.distributed as dist
 
 from megatron.parallel.mesh import Axis, Mesh, new_group
@@ -46,3 +50,27 @@ def with_group(axis: Axis, mesh: Mesh) -> Axis:
         return axis
     own = new_group([axis.ranks[0]], mesh.timeout)
     return Axis(axis.rank, axis.size, own, axis.ranks)
+
+
+@contextmanager
+def groups_of_mesh(mesh: Mesh) -> Iterator[None]:
+    """DeepSpeed's grid of a pipeline takes this rank's groups from the mesh, and makes none of other ranks.
+
+    It would make every group of every rank, and a second one of all ranks. With NCCL each of them is a collective of
+    the whole job: 2,241 calls, one after another, at the start of 8,192 ranks.
+    """
+    import deepspeed
+
+    axes = (mesh.tensor, mesh.data, mesh.pipeline, mesh.context, mesh.replicas)
+    known = {tuple(sorted(axis.ranks)): axis.group for axis in axes if axis.group is not None}
+
+    def group_of(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        members = tuple(sorted(ranks))
+        if len(members) == mesh.layout.world_size:
+            return dist.group.WORLD
+        if mesh.rank in members and members not in known:
+            known[members] = new_group(members, mesh.timeout)
+        return known.get(members)
+
+    with mock.patch.object(deepspeed.comm, "new_group", group_of):
+        yield

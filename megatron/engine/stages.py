@@ -24,6 +24,8 @@ from megatron.parallel.compression import pack_rows, unpack_rows
 from megatron.parallel.mesh import new_group
 from megatron.parallel.parameters import logical_of
 
+from .ds_mpu import groups_of_mesh
+
 FINAL_NORM = "final_norm"  # logical name of the norm before the head, which a recurrent core uses too
 
 
@@ -118,14 +120,9 @@ class Pipeline(PipelineModule):
                 first = index == plan.inside.start
                 specs.append(LayerSpec(CoreStage, plan, shared) if first else LayerSpec(nn.Identity))
         specs += [LayerSpec(HeadStage, plan, shared)]
-        super().__init__(
-            specs,
-            partition_method="uniform",
-            activation_checkpoint_interval=0,
-            topology=PipeModelDataParallelTopology(
-                num_pp=layout.pipeline, num_mp=layout.tensor, num_dp=layout.replicas
-            ),
-        )
+        topology = PipeModelDataParallelTopology(num_pp=layout.pipeline, num_mp=layout.tensor, num_dp=layout.replicas)
+        with groups_of_mesh(plan.mesh):
+            super().__init__(specs, partition_method="uniform", activation_checkpoint_interval=0, topology=topology)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:
         """The stage's layers; between stages all floats of the stream are one tensor."""
