@@ -5,7 +5,7 @@ from megatron.worker.leaving import leave_process
 
 
 def main() -> int:
-    from eval_tasks.main import evaluate
+    from megatron.evaluation.main import evaluate
 
     return evaluate()
 

@@ -5,7 +5,7 @@ from megatron.worker.leaving import leave_process
 
 
 def main() -> int:
-    from eval_tasks.memorisation.main import extract
+    from megatron.evaluation.memorisation.main import extract
 
     return extract()
 

@@ -1,1 +1,1 @@
-"""Benchmarks: EleutherAI's evaluation harness on a model of any layout, and the project's own tasks."""
+"""The project's own tasks for EleutherAI's evaluation harness; `megatron.evaluation` runs them."""

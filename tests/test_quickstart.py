@@ -14,7 +14,7 @@ import pytest
 
 from megatron.config import load
 from megatron.data.corpus.registry import prepare
-from megatron.model.describe import totals
+from megatron.model.costs.describe import totals
 from tests.data.make import write_documents
 from tests.paths import ROOT
 from tools.quickstart import MODELS, Record, digest, unigram_entropy

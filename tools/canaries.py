@@ -118,7 +118,7 @@ def train_and_extract(folder: Path, corpus: Corpus, objective: dict[str, Any], e
 
 def shares(corpus: Corpus, results: Path) -> dict[int, float]:
     """By the times that a canary occurs, the share of such canaries that a checkpoint recites."""
-    from eval_tasks.memorisation.table import batches
+    from megatron.evaluation.memorisation.table import batches
 
     recited = np.zeros(len(corpus.times), bool)
     for batch in batches(results, ["document", "extractable"]):
@@ -155,7 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
     most = len(library()) - BATCH  # some more fill the last batch
     if not 1 <= options.texts <= most:
         parser.error(f"--texts must be from 1 to {most}, the pieces of Python's own library")
-    from eval_tasks.memorisation.summary import predict
+    from megatron.evaluation.memorisation.summary import predict
 
     options.folder.mkdir(parents=True, exist_ok=True)
     corpus = write_corpus(options.folder, GROUPS, options.texts)

@@ -30,9 +30,9 @@ from megatron.config import ConfigError, load, split_arguments  # noqa: E402
 from megatron.config.file_access import OutputError, keep_inputs, writing  # noqa: E402
 from megatron.config.given_options import refuse_unread  # noqa: E402
 from megatron.config.problems import UserError  # noqa: E402
-from megatron.parallel.curve import CostCurve, read_curves  # noqa: E402
-from megatron.parallel.layout import AXES  # noqa: E402
-from megatron.parallel.traffic import Tally  # noqa: E402
+from megatron.parallel.layout.layout import AXES  # noqa: E402
+from megatron.parallel.messages.curve import CostCurve, read_curves  # noqa: E402
+from megatron.parallel.messages.traffic import Tally  # noqa: E402
 from megatron.report.communication import FOLDER, RankAccount, read_accounts, readable_bytes, regular_calls, table  # noqa: E402
 from megatron.report.hidden import TimedSteps, side_by_side  # noqa: E402
 from megatron.report.message_times import StepTimes, save_account  # noqa: E402
@@ -97,8 +97,8 @@ def same(facts: dict[str, Any], counted: Tally, predicted: Tally) -> bool:
 
 def of_configuration(sources: list[str], ranks: int, rank: int | None) -> tuple[dict[str, Any], Tally]:
     """Facts, and what a step would send."""
-    from megatron.engine.traffic import predict
-    from megatron.model.exchanges import BY_DOCUMENTS, MOST
+    from megatron.model.costs.exchanges import BY_DOCUMENTS, MOST
+    from megatron.plan.messages.predict import predict
     from megatron.training.exchange import report_traffic
 
     files, overrides = split_arguments(sources)

@@ -20,9 +20,9 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
 from megatron.config import ConfigError  # noqa: E402
-from megatron.config.difference import described, differences  # noqa: E402
 from megatron.config.file_access import OutputError, keep_inputs, writing  # noqa: E402
 from megatron.config.problems import UserError  # noqa: E402
+from megatron.config.show.difference import described, differences  # noqa: E402
 from megatron.report.curve import History, smoothed  # noqa: E402
 from megatron.report.figures import save_lines  # noqa: E402
 

@@ -28,9 +28,9 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
 from megatron.config import ConfigError, Problem, Resolved, config_hash, load, split_arguments, to_yaml  # noqa: E402
-from megatron.config.explain import explain  # noqa: E402
 from megatron.config.file_access import OutputError, keep_inputs, writing  # noqa: E402
 from megatron.config.frozen import thaw  # noqa: E402
+from megatron.config.show.explain import explain  # noqa: E402
 from megatron.config.words import counted  # noqa: E402
 
 
@@ -133,7 +133,7 @@ def check(options: argparse.Namespace) -> None:
 
 def layers(options: argparse.Namespace) -> None:
     """The layers with their parameters, FLOPs, bytes and stages, counted by the layers themselves."""
-    from megatron.model.describe import layers_table, totals
+    from megatron.model.costs.describe import layers_table, totals
 
     resolved = _load(options, inputs=False)
     if resolved.config.model.vocab_size is None:
@@ -246,7 +246,7 @@ def schedule(options: argparse.Namespace) -> None:
 
 def convert(options: argparse.Namespace) -> None:
     """GPT-NeoX's flat files as one native file."""
-    from megatron.config.flat import convert as translated
+    from megatron.config.source.flat import convert as translated
 
     text = translated(options.arguments)
     if options.output:
@@ -280,7 +280,7 @@ def coordinate_check(options: argparse.Namespace) -> None:
 
 def diff(options: argparse.Namespace) -> None:
     """The values in which two configurations differ: files, run directories, or their config.yml."""
-    from megatron.config.difference import described, differences
+    from megatron.config.show.difference import described, differences
 
     if len(options.arguments) != 2:
         rule = f"two configurations are compared, and here are {len(options.arguments)}"
@@ -293,7 +293,7 @@ def diff(options: argparse.Namespace) -> None:
 
 def docs(options: argparse.Namespace) -> None:
     """Write the generated documentation, or with --check see that it is up to date."""
-    from megatron.config.reference import editor_schema, markdown
+    from megatron.config.show.reference import editor_schema, markdown
 
     wanted = {ROOT / "docs" / "configuration.md": markdown(), ROOT / "docs" / "config.schema.json": editor_schema()}
     stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]

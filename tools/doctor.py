@@ -15,9 +15,9 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from megatron.config.sections.layout import LaunchSection
-from megatron.launch.choose import choose_runner
-from megatron.launch.doctor import FAIL, Doctor, table
-from megatron.launch.hosts import HostError
+from megatron.launch.doctor.doctor import FAIL, Doctor, table
+from megatron.launch.job.choose import choose_runner
+from megatron.launch.job.hosts import HostError
 
 
 def main(arguments: list[str] | None = None) -> int:

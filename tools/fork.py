@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--at and --steps must be at least 1")
     from megatron.checkpoint import CheckpointError
     from megatron.config.problems import UserError
-    from megatron.training.fork import fork
+    from megatron.training.start.fork import fork
 
     folder = options.output or options.run.with_name(f"{options.run.name}-from-{options.at}")
     try:

@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.predict and len(options.results) < 2:
         parser.error("--predict needs at least two folders of results; the last one is the truth")
-    from eval_tasks.memorisation.table import ResultError
+    from megatron.evaluation.memorisation.table import ResultError
 
     try:
         found = _predictions(options.results) if options.predict else _summaries(options.results)
@@ -49,14 +49,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _summaries(folders: list[Path]) -> list[tuple[dict[str, Any], str]]:
-    from eval_tasks.memorisation.summary import summary_of
+    from megatron.evaluation.memorisation.summary import summary_of
 
     found = [(folder, summary_of(folder)) for folder in folders]
     return [({"results": str(folder), **each.facts()}, f"{folder}\n{each.text()}") for folder, each in found]
 
 
 def _predictions(folders: list[Path]) -> list[tuple[dict[str, Any], str]]:
-    from eval_tasks.memorisation.summary import predict
+    from megatron.evaluation.memorisation.summary import predict
 
     found = []
     for folder in folders[:-1]:

@@ -109,7 +109,7 @@ def compare(suite: Suite, options: argparse.Namespace) -> int:
 
 
 def manifest(suite: Suite, options: argparse.Namespace) -> int:
-    from megatron.config.resolved_file import config_hash
+    from megatron.config.source.resolved_file import config_hash
     from megatron.suite.tables import agreements, plan_document, results
 
     resolved, states = suite.resolved(), _states(suite)

@@ -89,7 +89,7 @@ class Run:
 
     def checkpoints(self) -> list[Path]:
         """The run's complete checkpoints, the oldest first."""
-        from megatron.checkpoint.store import Store
+        from megatron.checkpoint.save.store import Store
 
         return Store(self.config.checkpoint.dir).paths()
 
@@ -115,7 +115,7 @@ def train(resolved: Resolved, *, quiet: bool = True) -> Run:
     import torch.distributed
 
     from megatron.config import config_hash
-    from megatron.config.resolved_file import to_yaml
+    from megatron.config.source.resolved_file import to_yaml
     from megatron.training.run import run_training
     from megatron.training.world import joined
     from megatron.worker.place import WorkerEnvironment
@@ -145,9 +145,9 @@ def batches(
         stop: default: the end of the run, or of the set.
         split: "train", "validation" or "test".
     """
-    from megatron.data.left_out import LeftOut
     from megatron.data.loader import build_loader
     from megatron.data.provenance import config_file
+    from megatron.data.skipped_batches import LeftOut
     from megatron.report.ledger import left_out
 
     loader = build_loader(_config(source), data_rank=0, data_ranks=1, split=split)
@@ -201,7 +201,7 @@ def tensors(path: Run | str | os.PathLike, *, state: str = "weight") -> Tensors:
         CheckpointError: there is none, or its files do not have their sizes.
     """
     from megatron.checkpoint import open_checkpoint
-    from megatron.checkpoint.store import find_checkpoint
+    from megatron.checkpoint.save.store import find_checkpoint
 
     return Tensors(open_checkpoint(find_checkpoint(_path(path)), verify="sizes"), state)
 

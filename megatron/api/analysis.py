@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from megatron.checkpoint import Fragment, open_checkpoint
 from megatron.checkpoint.configuration import config_of
-from megatron.checkpoint.fragment import WEIGHT
-from megatron.checkpoint.store import find_checkpoint
+from megatron.checkpoint.format.fragment import WEIGHT
+from megatron.checkpoint.save.store import find_checkpoint
 from megatron.config import Config
 from megatron.data.batch import StepBatch
 from megatron.model.stack import DTYPES as COMPUTE_TYPES
 from megatron.model.stack import Model, build_model
 from megatron.model.stream import Stream
-from megatron.parallel.parameters import logical_of, stored_tensors
+from megatron.parallel.layers.parameters import logical_of, stored_tensors
 
 DTYPES = {**COMPUTE_TYPES, "fp64": torch.float64}
 Edit = Callable[[Tensor], Tensor]

@@ -134,7 +134,7 @@ def _train(config: Config, steps: int) -> dict[tuple[str, int], tuple[float, flo
     """(mean absolute activation, mean absolute change) of every place after every number of steps."""
     from megatron.api import batches
     from megatron.engine.optimizers.build import build_optimizer, set_learning_rate
-    from megatron.parallel.parameters import logical_of
+    from megatron.parallel.layers.parameters import logical_of
 
     from .analysis import OpenModel
 

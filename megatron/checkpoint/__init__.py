@@ -1,11 +1,11 @@
 """Checkpoints: sets of fragments of logical tensors, with an index. They belong to a run, not to a layout."""
 
-from .communicator import SOLO, Communicator, GroupCommunicator, Solo, StoreCommunicator
-from .errors import CheckpointError
-from .fragment import MASTER, WEIGHT, Fragment, FragmentSpec
-from .meta import Meta
-from .reader import Checkpoint, open_checkpoint
-from .writer import save, write_tensors
+from .format.communicator import SOLO, Communicator, GroupCommunicator, Solo, StoreCommunicator
+from .format.errors import CheckpointError
+from .format.fragment import MASTER, WEIGHT, Fragment, FragmentSpec
+from .format.meta import Meta
+from .read.reader import Checkpoint, open_checkpoint
+from .save.writer import save, write_tensors
 
 __all__ = [
     "MASTER",

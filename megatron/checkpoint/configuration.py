@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megatron.config import Config
-from megatron.config.resolved_file import read_resolved_text
+from megatron.config.source.resolved_file import read_resolved_text
 from megatron.config.stages import as_of
 
-from .reader import Checkpoint
+from .read.reader import Checkpoint
 
 
 def config_of(checkpoint: Checkpoint) -> Config:

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from ..parallel.layout import Layout
-from .durable import write_file
-from .errors import CheckpointError
-from .fragment import FragmentSpec
-from .logical import TensorStream
-from .names import wrong_name
-from .ownership import owned
-from .rankfile import FileRecord, write_rank_file
-from .reader import Checkpoint, open_checkpoint
-from .writer import Draft
+from ..parallel.layout.layout import Layout
+from .format.durable import write_file
+from .format.errors import CheckpointError
+from .format.fragment import FragmentSpec
+from .format.names import wrong_name
+from .format.rankfile import FileRecord, write_rank_file
+from .read.logical import TensorStream
+from .read.ownership import owned
+from .read.reader import Checkpoint, open_checkpoint
+from .save.writer import Draft
 
 VERIFY_NAME = "sha256.json"
 KEYS = {

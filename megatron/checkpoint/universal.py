@@ -23,17 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.config.origins import Origin
 from megatron.config.paths import UnsafeName, check_name
-from megatron.config.yaml_source import parse
-from megatron.parallel.shard import LogicalTensor
+from megatron.config.source.origins import Origin
+from megatron.config.source.yaml_source import parse
+from megatron.parallel.layout.shard import LogicalTensor
 
-from .errors import CheckpointError
-from .fragment import MASTER, WEIGHT, FragmentSpec
-from .meta import Meta
-from .pickles import load_tensors
-from .reader import Checkpoint
-from .writer import write_tensors
+from .format.errors import CheckpointError
+from .format.fragment import MASTER, WEIGHT, FragmentSpec
+from .format.meta import Meta
+from .format.pickles import load_tensors
+from .read.reader import Checkpoint
+from .save.writer import write_tensors
 
 FP32, STEP, PARAM = "fp32", "step", "param"
 STATE_OF = {FP32: MASTER}  # their file -> our state; others have the same name

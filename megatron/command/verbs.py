@@ -118,7 +118,7 @@ def _tool(path: Path, tools: Path) -> Verb | None:
     text = path.read_text(encoding="utf-8")
     words = tuple(part.replace("_", "-") for part in path.relative_to(tools).with_suffix("").parts)
     about = _SENTENCE.match(text)
-    runs = 'if __name__ == "__main__":' in text and "sys.exit(" in text
+    runs = 'if __name__ == "__main__":' in text and re.search(r"\b(sys\.exit|leave_process)\(", text)
     if not runs or about is None or (installed() and words[0] in REPOSITORY):
         return None
     return Verb(words, _lowered(" ".join(about[1].split())), script=path)

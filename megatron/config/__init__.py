@@ -10,24 +10,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .files import split_arguments
     from .problems import ConfigError, Problem
     from .resolution import Resolved, load, resolve
-    from .resolved_file import config_hash, read_resolved, save_resolved, to_yaml
     from .schema import Config
+    from .source.files import split_arguments
+    from .source.resolved_file import config_hash, read_resolved, save_resolved, to_yaml
 
 _WHERE = {
     "Config": "schema",
     "ConfigError": "problems",
     "Problem": "problems",
     "Resolved": "resolution",
-    "config_hash": "resolved_file",
+    "config_hash": "source.resolved_file",
     "load": "resolution",
-    "read_resolved": "resolved_file",
+    "read_resolved": "source.resolved_file",
     "resolve": "resolution",
-    "save_resolved": "resolved_file",
-    "split_arguments": "files",
-    "to_yaml": "resolved_file",
+    "save_resolved": "source.resolved_file",
+    "split_arguments": "source.files",
+    "to_yaml": "source.resolved_file",
 }
 __all__ = [
     "Config",

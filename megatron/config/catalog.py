@@ -16,7 +16,7 @@ from pydantic_core import PydanticUndefined
 
 from .registry import ADDED, INSIDE
 from .schema import Config, current_schema
-from .sections.base import Derived, Section
+from .section import Derived, Section
 from .tree import ANY, Path
 
 __all__ = [

@@ -13,10 +13,10 @@ from functools import cache
 from typing import Any
 
 from .catalog import Path, catalog_of, parse_path
-from .origins import Origin
 from .pattern import PatternError, blocks_of
 from .schema import Config, current_schema
-from .sections.base import Derived
+from .section import Derived
+from .source.origins import Origin
 from .tree import expand, get, put
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from .problems import ABSENT
 from .registry import KIND, RegistryError, load, registry_of
-from .sections.base import Section
+from .section import Section
 from .tree import get
 
 if TYPE_CHECKING:
@@ -96,8 +96,8 @@ class LayerKind:
         exchange: how models with it are exchanged, where no architecture of transformers has it; "" for no way.
         context: how its layers compute where several ranks share a sequence (`parallel.context`): each token "alone";
             "attends" by `parallel.context_method`; "scans", all ranks at once, with what they need of the ranks before
-            (`kinds/common/carried.py`); "states" that the ranks hand on one after the other (`model/relay.py`), which
-            its `new_state` makes; "" not at all.
+            (`kinds/common/recurrence/sequence_scan.py`); "states" that the ranks hand on one after the other
+            (`model/relay.py`), which its `new_state` makes; "" not at all.
         neighbours: whether, where it attends, it also needs the token before a rank's first one.
         draws: whether, with these options, a forward pass in training draws random numbers.
         repeats: whether its layers can be in a recurrent group, which runs them several times with the same weights:

@@ -95,8 +95,8 @@ INSIDE: dict[str, dict[str, str]] = {
         "experts": "megatron.training.hooks.experts:DeadExpertsHook",
         "average": "megatron.training.hooks.average:AverageHook",
         "evaluate": "megatron.training.hooks.evaluate:EvaluateHook",
-        "tasks": "eval_tasks.hook:TasksHook",
-        "probes": "eval_tasks.probes_hook:ProbesHook",
+        "tasks": "megatron.evaluation.hook:TasksHook",
+        "probes": "megatron.evaluation.probes_hook:ProbesHook",
         "samples": "megatron.training.hooks.samples:SamplesHook",
         "slow": "megatron.training.hooks.slow:SlowRanksHook",
         "levels": "megatron.training.hooks.levels:LevelsHook",
@@ -154,9 +154,9 @@ INSIDE: dict[str, dict[str, str]] = {
     },
     # What looks at a script's own options before any rank starts: (words, config) -> a sentence for each mistake.
     "check": {
-        "evaluate": "eval_tasks.check:before_start",
-        "extract": "eval_tasks.memorisation.check:before_start",
-        "train": "eval_tasks.check:before_training",
+        "evaluate": "megatron.evaluation.check:before_start",
+        "extract": "megatron.evaluation.memorisation.check:before_start",
+        "train": "megatron.evaluation.check:before_training",
     },
 }
 ADDED = {HOOK: "hooks", METRIC: "logging.sinks"}  # roles whose names inside have keys of their own, and where others go

@@ -10,21 +10,21 @@ from typing import Any
 from . import rules
 from .catalog import Path, dotted, lookup, parse_path, pattern_of
 from .derive import AT_START, NEED_RANKS, NEED_TOKENIZER, View, derive, unknown_after
-from .extensions import extensions_of
-from .files import gather, run_name
-from .flat import translate_flat
 from .former import former_runs
 from .frozen import thaw
-from .layers import ConfigSource, merge
-from .origins import DEFAULT, Origin, Overridden
 from .problems import ABSENT, ConfigError, Problem, list_problems
 from .rule_context import RuleContext
 from .schema import Config, current_schema, using_extensions
 from .sections.layout import LaunchSection
 from .sections.output import RUN_NAME
 from .sections.recipe import OptimizerSection
-from .shorthand import normalise
-from .structure import check_structure
+from .source.extensions import extensions_of
+from .source.files import gather, run_name
+from .source.flat import translate_flat
+from .source.layers import ConfigSource, merge
+from .source.origins import DEFAULT, Origin, Overridden
+from .source.shorthand import normalise
+from .source.structure import check_structure
 from .tree import get, leaves, put
 from .variants import check_variants, complete_variants
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from .catalog import Path, dotted, parse_path
 from .kind import KindUse, LayerKind, kinds_of
-from .origins import Origin
 from .pattern import BlockPattern, Kind, PatternError
 from .problems import Problem
 from .schema import Config
-from .sections.base import Section
+from .section import Section
 from .sequences import choose_cut
+from .source.origins import Origin
 from .variants import options_of
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import create_model
 
 from .kind import kinds_of
-from .sections.base import Section, key
+from .section import Section, key
 from .sections.data import DataSection, TokenizerSection
 from .sections.layout import LaunchSection, ParallelSection, PrecisionSection, ZeroSection
 from .sections.model import ModelSection

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from .frozen import thaw
-from .sections.base import Section
+from .section import Section
 from .tree import get
 
 C = TypeVar("C", bound=Section)

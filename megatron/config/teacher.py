@@ -10,10 +10,10 @@ from typing import Any
 from .foreign_json import read_json
 from .frozen import thaw
 from .problems import UserError
-from .resolved_file import read_resolved_text
 from .schema import Config
 from .sections.data import TokenizerSection
 from .sequences import choose_cut
+from .source.resolved_file import read_resolved_text
 from .stages import as_of
 from .variants import used_kinds
 

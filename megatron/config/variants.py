@@ -11,13 +11,13 @@ from .catalog import Path, dotted, parse_path
 from .derive import View, derivations
 from .frozen import thaw
 from .kind import LayerKind, kinds_of
-from .origins import Origin
 from .pattern import Kind
 from .problems import Problem
 from .schema import current_schema
-from .sections.base import Section
+from .section import Section
 from .sections.model import ModelSection
-from .structure import check_structure
+from .source.origins import Origin
+from .source.structure import check_structure
 from .tree import drop, get, put
 
 

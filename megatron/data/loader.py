@@ -15,11 +15,11 @@ from megatron.config.stages import stage_at
 from .batch import StepBatch
 from .errors import DataError
 from .hashing import batch_hash, sample_hash
-from .left_out import LeftOut
-from .pieces import cut_samples
 from .plan import SamplePlan, SyntheticPlan
 from .plan_builder import build_plan
 from .sample import Sample, documents_and_positions
+from .skipped_batches import LeftOut
+from .subsequences import cut_samples
 
 if TYPE_CHECKING:
     from megatron.config import Config

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from .blend import Blend
 from .contract import SampleSource
 from .errors import DataError
+from .order.blend import Blend
 from .sample import AssemblyOptions, Sample
 from .source import OrderedSource
 from .targets import Targets

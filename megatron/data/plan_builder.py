@@ -6,19 +6,19 @@ import math
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from megatron.config.added import resolve_import
+from megatron.config.arithmetic.span_lengths import tokens_read
+from megatron.config.names.added import resolve_import
 from megatron.config.problems import UserError
 from megatron.config.registry import SOURCE
-from megatron.config.span_lengths import tokens_read
 from megatron.objectives.named import objective_of
 
-from .blend import Blend, normalised_weights, weights_by_documents
 from .contract import SampleSource
 from .errors import DataError
-from .left_out import reserve
+from .order.blend import Blend, normalised_weights, weights_by_documents
+from .order.span_corruption import Corruption
 from .sample import AssemblyOptions, Infilling
+from .skipped_batches import reserve
 from .source import OrderedSource, OrderRequest, SourceFile
-from .span_corruption import Corruption
 from .targets import Targets
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class _Builder:
         return opened
 
     def _bounds(self, section: SourceSection) -> tuple[int, int] | None:
-        from .order import split_bounds
+        from .order.order import split_bounds
         from .token_file import TokenFile
 
         if self.data.split is None:

@@ -17,11 +17,11 @@ from megatron.config.stages import stage_at
 from .corpus.files import read_origin
 from .errors import DataError
 from .hashing import batch_hash, sample_hash
-from .left_out import LeftOut
 from .manifest import read_manifest
-from .order import TokenRange
+from .order.order import TokenRange
 from .plan import SyntheticPlan
 from .plan_builder import build_plan
+from .skipped_batches import LeftOut
 from .token_file import TokenFile
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from .keyed import generator
-from .order import TokenRange
-from .span_corruption import Corruption, corrupt
+from .order.order import TokenRange
+from .order.span_corruption import Corruption, corrupt
 
 IGNORED = -100  # a label file's mark of a token that is no target
 

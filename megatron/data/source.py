@@ -10,14 +10,14 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from .cache import examine_once
 from .errors import DataError
 from .hashing import content_hash
 from .manifest import Manifest, read_manifest
-from .order import Order, SequentialOrder, StreamOrder, TokenRange
-from .overflow import OverflowOrder
-from .packing import PackedOrder
-from .pythia import PythiaOrder
+from .order.cache import examine_once
+from .order.order import Order, SequentialOrder, StreamOrder, TokenRange
+from .order.overflow import OverflowOrder
+from .order.packing import PackedOrder
+from .order.pythia import PythiaOrder
 from .sample import IGNORED, AssemblyOptions, Sample, assemble
 from .token_file import TokenFile
 

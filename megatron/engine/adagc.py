@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.config.sections.spikes import AdaGCSection
-from megatron.parallel.collectives import all_reduce
-from megatron.parallel.mesh import Mesh, stage_axis
+from megatron.parallel.layers.collectives import all_reduce
+from megatron.parallel.layout.mesh import Mesh, stage_axis
 
 from .state import EngineState, Owned
 

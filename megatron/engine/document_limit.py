@@ -1,4 +1,4 @@
-"""How many documents a micro-batch may have, where kernels have room for so many (`kinds/common/varlen.py`)."""
+"""The number of documents that a micro-batch may have, if a kernel limits it (`kinds/common/attention/varlen.py`)."""
 
 from __future__ import annotations
 

@@ -22,27 +22,20 @@ from megatron.data.batch import StepBatch
 from megatron.model.block import hands_on_states
 from megatron.model.embedding_and_head import Reader
 from megatron.model.stack import Model, ModelPlan
-from megatron.parallel.account import EVALUATE, phase
-from megatron.parallel.mesh import Mesh, limit_groups, stage_axis
-from megatron.parallel.parameters import buffers_of, logical_of
+from megatron.parallel.layers.parameters import buffers_of, logical_of
+from megatron.parallel.layout.mesh import Mesh, limit_groups, stage_axis
+from megatron.parallel.messages.account import EVALUATE, phase
 from megatron.worker.beacon import BACKWARD, FORWARD, OPTIMIZER, Beacon
 
 from .adagc import AdaGC
-from .clipping import GlobalClipping, global_limit
-from .deepspeed_options import accumulation_steps, deepspeed_options, reduces_once, zero_stage
-from .deepspeed_process import deepspeed_quietly
-from .document_limit import document_limit, refuse_more_documents
-from .ds_mpu import ModelParallelUnit
-from .expert_groups import count_each_element_once, spread_experts
-from .extras import StepExtras
-from .gate import StepGate, has_gate
-from .keep_fp32 import keeping_fp32
-from .lengths import SequenceStages
-from .micro_batches import LossAccumulator, MicroBatch, micro_batches
-from .optimizers import MatrixOptimizer, build_optimizer, set_learning_rate
-from .pipeline_schedule import Look, looked_into, with_phases
-from .protocol import LabelGroups, StepResult
-from .reduction import (
+from .deepspeed.clipping import GlobalClipping, global_limit
+from .deepspeed.expert_groups import count_each_element_once, spread_experts
+from .deepspeed.keep_fp32 import keeping_fp32
+from .deepspeed.mpu import ModelParallelUnit
+from .deepspeed.options import accumulation_steps, deepspeed_options, reduces_once, zero_stage
+from .deepspeed.pipeline_schedule import Look, looked_into, with_phases
+from .deepspeed.process import deepspeed_quietly
+from .deepspeed.reduction import (
     average_gradients_in_place,
     average_groups_in_place,
     begin_sums_with_copies,
@@ -53,15 +46,22 @@ from .reduction import (
     sum_large_gradients_in_place,
     tell_of_reductions,
 )
+from .deepspeed.zero_copies import norms_without_copies, update_in_place
+from .deepspeed.zero_init import cut_as_they_are_made
+from .document_limit import document_limit, refuse_more_documents
+from .extras import StepExtras
+from .layer_progress import ToldLayers
+from .lengths import SequenceStages
+from .micro_batches import LossAccumulator, MicroBatch, micro_batches
+from .optimizers import MatrixOptimizer, build_optimizer, set_learning_rate
+from .protocol import LabelGroups, StepResult
 from .replicas import PieceHashes
-from .rest import StateAtRest
 from .spikes import ADAGC
 from .state import EngineState
+from .state_hashes import StateAtRest
 from .statistics import UpdateStatistics
 from .teacher import Teacher, known
-from .told_layers import ToldLayers
-from .zero_copies import norms_without_copies, update_in_place
-from .zero_init import cut_as_they_are_made
+from .update_gate import StepGate, has_gate
 
 NO_LABELS = StepResult(loss=0.0, tokens=0.0, grad_norm=None, unlabelled=True)
 
@@ -380,7 +380,7 @@ class PipelinedEngine(BaseEngine):
         if teacher is not None:
             raise ValueError("a pipeline has no place for a teacher")
         super().__init__(config, mesh, device, values, beacon)
-        from .stages import Pipeline
+        from .deepspeed.stages import Pipeline
 
         self.pipeline = Pipeline(self.plan)
         self.head = self.pipeline.head_stage
@@ -392,7 +392,7 @@ class PipelinedEngine(BaseEngine):
     def _feed(
         self, batch: StepBatch, scale: float | Tensor, depth: int = 0
     ) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
-        from .stages import stream_inputs
+        from .deepspeed.stages import stream_inputs
 
         for micro in self._micro_batches(batch, scale, depth):
             if self.head is not None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from megatron.config import Config
 from megatron.config.variants import used_kinds
 from megatron.model.expert_tally import LOSSES, ExpertTally
-from megatron.parallel.collectives import all_reduce
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.layers.collectives import all_reduce
+from megatron.parallel.layout.mesh import Mesh
 
 
 class ExpertLoad:

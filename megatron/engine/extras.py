@@ -12,8 +12,8 @@ from torch import nn
 from megatron.config import Config
 from megatron.config.variants import used_kinds
 from megatron.model.stack import ModelPlan
-from megatron.parallel.collectives import all_reduce
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.layers.collectives import all_reduce
+from megatron.parallel.layout.mesh import Mesh
 
 from .expert_load import ExpertLoad
 from .further_losses import FurtherLosses

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from megatron.config import Config
 from megatron.model.multi_token import MultiTokenPrediction
-from megatron.parallel.collectives import all_reduce
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.layers.collectives import all_reduce
+from megatron.parallel.layout.mesh import Mesh
 
 NAME = "multi_token_losses"
 

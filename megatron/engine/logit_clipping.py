@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.model.logit_clip import LogitClip
-from megatron.parallel.collectives import all_reduce
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.parameters import logical_of
+from megatron.parallel.layers.collectives import all_reduce
+from megatron.parallel.layers.parameters import logical_of
+from megatron.parallel.layout.mesh import Mesh
 
 from .state import EngineState
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.data.batch import StepBatch
 from megatron.model.multi_token import FurtherLabels, further_labels
 from megatron.model.stream import StreamForm
-from megatron.parallel.context import ContextGroup
+from megatron.parallel.layers.context import ContextGroup
 
 
 @dataclass

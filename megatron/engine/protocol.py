@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from megatron.checkpoint.fragment import Fragment
+from megatron.checkpoint.format.fragment import Fragment
 from megatron.data.batch import StepBatch
 from megatron.model.embedding_and_head import Reader
 

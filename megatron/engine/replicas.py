@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.parallel.parameters import logical_of, shard_index, shard_start
+from megatron.parallel.layers.parameters import logical_of, shard_index, shard_start
 
 from .state import EngineState
 

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.fragment import AVERAGE, MASTER, TRAINED, WEIGHT, Fragment
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.parameters import is_spread, logical_of, shard_index, shard_start
-from megatron.parallel.shard import LogicalTensor
+from megatron.checkpoint.format.fragment import AVERAGE, MASTER, TRAINED, WEIGHT, Fragment
+from megatron.parallel.layers.parameters import is_spread, logical_of, shard_index, shard_start
+from megatron.parallel.layout.mesh import Mesh
+from megatron.parallel.layout.shard import LogicalTensor
 
 from .optimizers import MatrixOptimizer, element_states, fingerprints, initialize_state, number_names
 from .optimizers.whole import Held
 
 if TYPE_CHECKING:
-    from .rest import StateAtRest
+    from .state_hashes import StateAtRest
 
 FINGERPRINTS = "fingerprints"  # among the counters
 

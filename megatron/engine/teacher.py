@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint import SOLO, WEIGHT, Checkpoint, Communicator, Fragment, open_checkpoint
-from megatron.checkpoint.fragment import MASTER
+from megatron.checkpoint.format.fragment import MASTER
 from megatron.config import Config, resolve
 from megatron.config.problems import UserError
 from megatron.config.teacher import on_layout
@@ -21,8 +21,8 @@ from megatron.model.embedding_and_head import Taught
 from megatron.model.stack import Model, ModelPlan
 from megatron.model.stream import StreamForm
 from megatron.objectives.named import objective_of
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.parameters import logical_of, shard_index, shard_start, stored_tensors
+from megatron.parallel.layers.parameters import logical_of, shard_index, shard_start, stored_tensors
+from megatron.parallel.layout.mesh import Mesh
 
 from .micro_batches import MicroBatch
 

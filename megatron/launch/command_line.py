@@ -74,15 +74,15 @@ def main(argv: list[str], script: str | None = None) -> int:
         script: the script, where `argv` does not name one: the launcher's options may then stand anywhere.
     """
     if argv[:1] == ["--agent"]:
-        from .agent import main as serve
+        from .agent.agent import main as serve
 
         return serve(argv[1:])
-    from megatron.config.arguments import ArgumentError
+    from megatron.config.source.arguments import ArgumentError
     from megatron.worker.job import CONFIG_ERROR
     from megatron.worker.place import LaunchError
 
     from ..config.problems import ConfigError, UserError
-    from .hosts import HostError
+    from .job.hosts import HostError
 
     options = parser(script).parse_args(_options_first(argv) if script else argv)  # a wrong option ends with status 2
     try:
@@ -122,7 +122,7 @@ def _refuse_unread(options: argparse.Namespace) -> None:
     Raises:
         ArgumentError: there are some.
     """
-    from megatron.config.arguments import ArgumentError
+    from megatron.config.source.arguments import ArgumentError
 
     values = {**vars(options), "print": options.template}
     given = {f"--{name}".replace("_", "-") for name, value in values.items() if value not in (None, False)}
@@ -141,17 +141,17 @@ def _refuse_unread(options: argparse.Namespace) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from megatron.config.arguments import ArgumentError
+    from megatron.config.source.arguments import ArgumentError
 
     if options.logs:
-        from .logs import merged
+        from .report.logs import merged
 
         for line in merged(Path(options.logs)):
             sys.stdout.write(line)
         return 0
     for question in ("status", "stacks"):
         if run := getattr(options, question):
-            from .inquiry import ask
+            from .watch.inquiry import ask
 
             sys.stdout.write(ask(Path(run), question))
             return 0
@@ -165,7 +165,7 @@ def _serve(options: argparse.Namespace) -> int:
         return _rehearse(options)
     if not (options.template or options.sbatch or options.dry_run):
         _become_a_rank(options)
-    from .job_plan import make_plan
+    from .job.job_plan import make_plan
 
     plan = make_plan(
         options.words[0],
@@ -175,7 +175,7 @@ def _serve(options: argparse.Namespace) -> int:
         later=bool(options.template or options.sbatch),
     )
     if options.template or options.sbatch:
-        from .templates import job_script, submit
+        from .job.templates import job_script, submit
 
         if options.template:
             sys.stdout.write(job_script(options.template, plan))
@@ -193,9 +193,9 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _rehearse(options: argparse.Namespace) -> int:
     """Have another process do it: it loads torch."""
-    from megatron.config.arguments import ArgumentError
+    from megatron.config.source.arguments import ArgumentError
 
-    from .job_plan import script_arguments
+    from .job.job_plan import script_arguments
 
     taken = script_arguments(options.words[0], options.words[1:])
     if Path(options.words[0]).name != "train.py":
@@ -215,8 +215,8 @@ def _rehearse(options: argparse.Namespace) -> int:
 
 def _become_a_rank(options: argparse.Namespace) -> None:
     """Where something else has started the ranks, go on as the script itself, and never return."""
-    from .console import log
     from .join import rank_command
+    from .report.console import log
 
     found = rank_command(options.words[0], options.words[1:], overrides_of(options), os.environ)
     if found:

@@ -8,10 +8,10 @@ from megatron.config.problems import list_problems
 from megatron.config.words import counted
 from megatron.worker import devices
 
-from . import forwarding
-from .job_plan import JobPlan, commands
-from .ranks import rank_environment
-from .specification import Host
+from .agent.ranks import rank_environment
+from .job.job_plan import JobPlan, commands
+from .report import forwarding
+from .wire.specification import Host
 
 
 def describe(plan: JobPlan) -> str:

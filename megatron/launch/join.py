@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from megatron.worker.place import worker_environment
 
-from .job_plan import script_arguments
-from .settings import launch_section
+from .job.job_plan import script_arguments
+from .job.settings import launch_section
 
 _NAMES = {
     "environment": "RANK and WORLD_SIZE are set",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from megatron.config.arguments import ArgumentError
+from megatron.config.source.arguments import ArgumentError
 
 from ..installation import root
 

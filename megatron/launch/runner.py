@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from megatron.config.problems import UserError
 from megatron.config.registry import RUNNER, Registry, RegistryError
 
-from .connection import Command
-from .specification import Host, Specification
+from .wire.connection import Command
+from .wire.specification import Host, Specification
 
 if TYPE_CHECKING:
     from ..config.sections.layout import LaunchSection

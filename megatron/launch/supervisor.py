@@ -16,17 +16,17 @@ from megatron.worker.job import CORRUPT, RERUN
 from ..config.problems import ConfigError, list_problems
 from ..report.goodput import goodput
 from ..report.ledger import Ledger, read_ledger
-from .console import YELLOW, log, report
-from .credentials import VARIABLE, write_file
-from .doctor import Doctor
-from .hosts import HostError
-from .inquiry import pause
-from .job_plan import JobPlan, commands, restarted, with_spares, without_hosts
-from .launcher import Launcher, Result
-from .listener import AgentListener
-from .need import tell_need
-from .restarts import CYCLES, Restarts
-from .status import NO_PROGRESS, describe_status
+from .doctor.doctor import Doctor
+from .job.hosts import HostError
+from .job.job_plan import JobPlan, commands, restarted, with_spares, without_hosts
+from .job.memory_notice import tell_need
+from .launcher.launcher import Launcher, Result
+from .launcher.restarts import CYCLES, Restarts
+from .report.console import YELLOW, log, report
+from .report.status import NO_PROGRESS, describe_status
+from .watch.inquiry import pause
+from .wire.credentials import VARIABLE, write_file
+from .wire.listener import AgentListener
 
 LONGEST_DELAY = 600.0
 STEADY = 600.0  # a start that lived this long ends the row of failures

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron.config.arithmetic.recurrence import core_of
 from megatron.config.pattern import BlockPattern, Kind, call_numbers
-from megatron.config.recurrence import core_of
 from megatron.config.sections.model import ModelSection
 from megatron.config.variants import options_of
-from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.layers.parameters import ParameterFactory
 
 from .counts import Counts
 from .dropout import Dropout

@@ -1,13 +1,13 @@
-"""Dropout of the residual stream's branches, drawn by key (see `megatron.parallel.random`)."""
+"""Dropout of the residual stream's branches, drawn by key (see `megatron.parallel.layout.random`)."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.parallel.linear import sequence_slice
-from megatron.parallel.parameters import ParameterFactory
-from megatron.parallel.random import dropout, sequence_counters, site_key
+from megatron.parallel.layers.linear import sequence_slice
+from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layout.random import dropout, sequence_counters, site_key
 
 from .stream import Stream
 

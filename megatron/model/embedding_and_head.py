@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from megatron.config.sections.model import ModelSection, NormOptions
 from megatron.config.sections.recipe import TrainingSection
 from megatron.objectives.contract import Objective
-from megatron.parallel.collectives import all_reduce, enter, gather_rows, sum_gradient
-from megatron.parallel.cross_entropy import LossOptions, linear_cross_entropy, logits_of
-from megatron.parallel.distillation import SoftLabels, linear_distillation
-from megatron.parallel.initial import ZEROS
-from megatron.parallel.linear import VocabEmbedding, sequence_slice
-from megatron.parallel.parameters import ParameterFactory, logical_of
-from megatron.parallel.precision import at_least_fp32
-from megatron.parallel.scores import token_scores
-from megatron.parallel.shard import Role, Shard
+from megatron.parallel.layers.collectives import all_reduce, enter, gather_rows, sum_gradient
+from megatron.parallel.layers.cross_entropy import LossOptions, linear_cross_entropy, logits_of
+from megatron.parallel.layers.distillation import SoftLabels, linear_distillation
+from megatron.parallel.layers.linear import VocabEmbedding, sequence_slice
+from megatron.parallel.layers.parameters import ParameterFactory, logical_of
+from megatron.parallel.layers.scores import token_scores
+from megatron.parallel.layout.initial import ZEROS
+from megatron.parallel.layout.precision import at_least_fp32
+from megatron.parallel.layout.shard import Role, Shard
 
 from .block import block_counts
 from .chunks import WHOLE, Chunks, recomputed_call

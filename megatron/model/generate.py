@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.parallel.mesh import ALONE, Axis
-from megatron.parallel.random import site_key, uniform
+from megatron.parallel.layout.mesh import ALONE, Axis
+from megatron.parallel.layout.random import site_key, uniform
 
 from .stack import Model
 

@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 
 from megatron.config.sections.model import InitOptions
-from megatron.parallel.initial import Init
-from megatron.parallel.shard import Growth
+from megatron.parallel.layout.initial import Init
+from megatron.parallel.layout.shard import Growth
 
 from .parametrization import Parametrization
 

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.parallel.collectives import enter
-from megatron.parallel.linear import RowLinear
-from megatron.parallel.parameters import ParameterFactory
-from megatron.parallel.shard import Role, Shard
+from megatron.parallel.layers.collectives import enter
+from megatron.parallel.layers.linear import RowLinear
+from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layout.shard import Role, Shard
 
 from .counts import Counts
 from .initialisation import Initialisation

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron.parallel.precision import at_least_fp32
+from megatron.parallel.layout.precision import at_least_fp32
 
 ROWS = 1024  # queries whose products with all keys exist at one time
 

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.parallel.collectives import enter
-from megatron.parallel.linear import RowLinear, VocabEmbedding
-from megatron.parallel.parameters import ParameterFactory
-from megatron.parallel.shard import Role, Shard
+from megatron.parallel.layers.collectives import enter
+from megatron.parallel.layers.linear import RowLinear, VocabEmbedding
+from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layout.shard import Role, Shard
 
 from .block import Block
 from .initialisation import Initialisation

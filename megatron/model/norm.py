@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.sections.model import NormOptions
-from megatron.parallel.collectives import sum_gradient, sum_over
-from megatron.parallel.initial import ONES, ZEROS
-from megatron.parallel.parameters import ParameterFactory
-from megatron.parallel.precision import at_least_fp32
-from megatron.parallel.shard import Role, Shard
+from megatron.parallel.layers.collectives import sum_gradient, sum_over
+from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layout.initial import ONES, ZEROS
+from megatron.parallel.layout.precision import at_least_fp32
+from megatron.parallel.layout.shard import Role, Shard
 
 
 def norm_parameters(options: NormOptions, size: int) -> int:

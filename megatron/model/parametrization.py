@@ -30,7 +30,7 @@ from megatron.config.kind import kinds_of
 from megatron.config.sections.model import ModelSection
 from megatron.config.sections.parametrization import ParametrizationOptions
 from megatron.config.variants import options_of
-from megatron.parallel.shard import UNSCALED, Growth, Scales
+from megatron.parallel.layout.shard import UNSCALED, Growth, Scales
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megatron.config import Config
-from megatron.config.even_split import uniform_counts
+from megatron.config.arithmetic.even_split import uniform_counts
+from megatron.config.arithmetic.recurrence import core_of
 from megatron.config.pattern import call_numbers
-from megatron.config.recurrence import core_of
 from megatron.config.variants import options_of
 
 from .block import block_counts

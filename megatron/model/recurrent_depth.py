@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron.config.recurrence import Passes, passes_of_step, split
+from megatron.config.arithmetic.recurrence import Passes, passes_of_step, split
 from megatron.config.sections.recurrence import RecurrenceOptions
-from megatron.parallel.linear import sequence_slice
-from megatron.parallel.parameters import ParameterFactory
-from megatron.parallel.random import sequence_counters, site_key, uniform
+from megatron.parallel.layers.linear import sequence_slice
+from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layout.random import sequence_counters, site_key, uniform
 
 from .block import Block, BlockState
 from .norm import Norm

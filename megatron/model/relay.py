@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from megatron.config.pattern import Kind
 from megatron.config.sections.model import ModelSection
-from megatron.parallel.mesh import Axis
-from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layout.mesh import Axis
 
 from .options import kind_of
 from .recompute import decide_once, repeating

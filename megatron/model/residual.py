@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron.parallel.collectives import sum_gradient
-from megatron.parallel.initial import ONES, ZEROS
-from megatron.parallel.parameters import ParameterFactory
-from megatron.parallel.shard import Role
+from megatron.parallel.layers.collectives import sum_gradient
+from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layout.initial import ONES, ZEROS
+from megatron.parallel.layout.shard import Role
 
 
 class ChannelScale(nn.Module):

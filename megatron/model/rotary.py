@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.sections.rotary import RotaryOptions, RotaryScaling
-from megatron.parallel.precision import at_least_fp32, wide_type
+from megatron.parallel.layout.precision import at_least_fp32, wide_type
 
 
 def frequencies(

@@ -11,22 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import Config
+from megatron.config.arithmetic.recurrence import core_of
 from megatron.config.pattern import BlockPattern
-from megatron.config.recurrence import core_of
 from megatron.config.variants import options_of
 from megatron.objectives.named import objective_of
-from megatron.parallel.async_tensor import check_async_tensor
-from megatron.parallel.context import ContextGroup
-from megatron.parallel.mesh import ALONE, Axis, Mesh
-from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.layers.async_tensor import check_async_tensor
+from megatron.parallel.layers.context import ContextGroup
+from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layout.mesh import ALONE, Axis, Mesh
 
 from .block import Block, block_channels
 from .chunks import Chunks, embed_in_chunks, mapped, work_in_chunks
-from .compile import compile_forward, graphs
-from .cuda_graphs import begin_pass
 from .embedding_and_head import Embedding, Head, Reader, Taught, final_norm, token_embedding
-from .flash_attention import use_flash_attention
 from .initialisation import Initialisation
+from .kernels.compile import compile_forward, graphs
+from .kernels.cuda_graphs import begin_pass
+from .kernels.flash_attention import use_flash_attention
 from .multi_token import FurtherLabels, FurtherToken, MultiTokenPrediction
 from .norm import Norm
 from .options import kind_of

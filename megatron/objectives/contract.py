@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class TeacherOptions:
     """How a frozen model teaches: with its logits u, the student's l and the temperature T, each label costs
-    (1 - share) * cost + share * T**2 * KL(softmax(u / T) || softmax(l / T)); see `parallel/distillation.py`."""
+    (1 - share) * cost + share * T**2 * KL(softmax(u / T) || softmax(l / T)); see `parallel/layers/distillation.py`."""
 
     share: float
     temperature: float

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.config import Config
-from megatron.config.resolved_file import read_resolved, read_resolved_text
+from megatron.config.source.resolved_file import read_resolved, read_resolved_text
 
 from .prediction import predict, steps_after
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.config import Config, ConfigError, Problem
-from megatron.config.origins import DEFAULT
 from megatron.config.rule_context import RuleContext
 from megatron.config.rules.cost import gib, kept_checkpoints
-from megatron.model.describe import totals
+from megatron.config.source.origins import DEFAULT
+from megatron.model.costs.describe import totals
 
 from .candidate import Candidate
 from .devices import Cluster, Device, known_devices

@@ -10,7 +10,7 @@ import yaml
 
 from megatron.config import Config
 from megatron.config.problems import ConfigError, Problem
-from megatron.parallel.layout import Layout
+from megatron.parallel.layout.layout import Layout
 
 RECOMPUTE = ("none", "selective", "full")
 

@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron.config.problems import ConfigError, Problem
-from megatron.parallel.curve import CostCurve
+from megatron.parallel.messages.curve import CostCurve
 from megatron.report.peaks import device_peak
 
 FILE = Path(__file__).with_name("devices.yml")

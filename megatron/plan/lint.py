@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config import ConfigError
-from megatron.config.layers import ConfigSource
+from megatron.config.source.layers import ConfigSource
 from megatron.config.variants import options_of
-from megatron.model.describe import totals
+from megatron.model.costs.describe import totals
 
 from .candidate import Candidate
 from .search import Plan, Question

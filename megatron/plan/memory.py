@@ -1,6 +1,6 @@
 """Memory of a layout in closed form, on the stage that needs most of it, as DeepSpeed 0.19.8 lays it out.
 
-Bytes per parameter, with r replicas, as `engine/deepspeed_options.py` configures it (Rajbhandari et al. 2020 has the
+Bytes per parameter, with r replicas, as `engine/deepspeed/options.py` configures it (Rajbhandari et al. 2020 has the
 textbook's figures, which differ):
     bf16, ZeRO 1, sums in fp32   weights 2, sums 4, states (4 + moments) / r; where r > 1, gradients 2
     fp32, one replica            weights 4, gradients 4, moments, also at ZeRO 1
@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config import Config
+from megatron.config.arithmetic.wire import FEEDS_BACK
 from megatron.config.rules.cost import MOMENTS
-from megatron.config.wire import FEEDS_BACK
-from megatron.model.describe import BYTES
-from megatron.parallel.layout import Layout
+from megatron.model.costs.describe import BYTES
+from megatron.parallel.layout.layout import Layout
 
 from .candidate import Candidate, layout_of
 from .devices import Cluster

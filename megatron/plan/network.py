@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, log2
 
-from megatron.parallel.curve import choose_curve
-from megatron.parallel.layout import Layout
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.messages.curve import choose_curve
 
 from .devices import Cluster
 
@@ -58,7 +58,7 @@ def ring(operation: str, ranks: int, size: float, latency: float, bandwidth: flo
     """Seconds of one collective among ranks with equal links.
 
     Args:
-        operation: as in `megatron.parallel.traffic.Call`.
+        operation: as in `megatron.parallel.messages.traffic.Call`.
         size: bytes of the whole tensor; of a send, of the message.
         latency: seconds of each step.
         bandwidth: bytes per second of a rank, in one direction.

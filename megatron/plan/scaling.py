@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import Config, ConfigError
-from megatron.config.divisors import divisors
-from megatron.config.layers import ConfigSource
-from megatron.model.describe import totals
+from megatron.config.arithmetic.divisors import divisors
+from megatron.config.source.layers import ConfigSource
+from megatron.model.costs.describe import totals
 from megatron.report.figures import write_figure
 from megatron.report.goodput import best_interval
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from megatron.config.layers import ConfigSource
+from megatron.config.source.layers import ConfigSource
 
 from .candidate import Candidate, apply, parse
 from .devices import Device, Efficiency, cluster, known_devices

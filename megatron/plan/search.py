@@ -13,13 +13,13 @@ from functools import cached_property
 from typing import Any
 
 from megatron.config import Config, ConfigError, Problem
-from megatron.config.divisors import divisors
-from megatron.config.files import gather, run_name
-from megatron.config.flat import translate_flat
-from megatron.config.layers import ConfigSource
+from megatron.config.arithmetic.divisors import divisors
 from megatron.config.resolution import Resolved, combine
+from megatron.config.source.files import gather, run_name
+from megatron.config.source.flat import translate_flat
+from megatron.config.source.layers import ConfigSource
 from megatron.config.tree import get
-from megatron.model.describe import teacher_flops, totals
+from megatron.model.costs.describe import teacher_flops, totals
 
 from .candidate import Candidate, apply
 from .devices import Cluster

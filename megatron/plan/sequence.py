@@ -9,7 +9,7 @@ from megatron.config import Config
 from megatron.config.pattern import Kind
 from megatron.config.sequences import choose_method
 from megatron.config.variants import options_of
-from megatron.model.describe import BYTES
+from megatron.model.costs.describe import BYTES
 from megatron.model.options import kind_of
 
 from .candidate import Candidate
@@ -19,7 +19,7 @@ class SequenceMessages(NamedTuple):
     """Equal messages of a rank, for one layer and one micro-batch.
 
     Attributes:
-        operation: as in `megatron.parallel.traffic.Call`.
+        operation: as in `megatron.parallel.messages.traffic.Call`.
         ranks: that take part.
         size: bytes of all of them: of a send those of the messages, else of the whole tensors.
         messages: how many.
@@ -86,7 +86,7 @@ def exchanges(config: Config, kind: Kind, choice: Candidate, state: float = 0.0)
 
 
 def rows_around(config: Config, choice: Candidate, rows: int, repeated: bool) -> list[SequenceMessages]:
-    """What a layer sends of matrices whose rows ranks share (`megatron.parallel.folded`).
+    """What a layer sends of matrices whose rows ranks share (`megatron.parallel.layers.folded`).
 
     Args:
         rows: elements of a rank's own runs.

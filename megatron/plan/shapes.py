@@ -15,22 +15,22 @@ from typing import Any
 from torch import nn
 
 from megatron.config import Config
-from megatron.config.recurrence import Passes, expected_passes
+from megatron.config.arithmetic.recurrence import Passes, expected_passes
 from megatron.config.teacher import teacher_config
 from megatron.config.variants import options_of
 from megatron.model.block import block_counts, opens_core
+from megatron.model.costs.describe import BYTES, copies, layers
+from megatron.model.costs.traffic import Leave, NotPredicted, TensorAxis, block_sends, tensor_traffic
 from megatron.model.counts import Counts
-from megatron.model.describe import BYTES, copies, layers
 from megatron.model.embedding_and_head import embedding_counts, head_counts, multi_token_counts
 from megatron.model.options import kind_of, layer_class
 from megatron.model.partition import stage_bounds
 from megatron.model.stack import ModelPlan
-from megatron.model.traffic import Leave, NotPredicted, TensorAxis, block_sends, tensor_traffic
 from megatron.objectives.named import objective_of
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.parameters import is_spread, logical_of, shares_rows
-from megatron.parallel.shard import Role
-from megatron.parallel.traffic import Call, Tally
+from megatron.parallel.layers.parameters import is_spread, logical_of, shares_rows
+from megatron.parallel.layout.mesh import Mesh
+from megatron.parallel.layout.shard import Role
+from megatron.parallel.messages.traffic import Call, Tally
 
 from .candidate import Candidate, layout_of
 

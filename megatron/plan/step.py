@@ -14,10 +14,10 @@ from math import ceil
 from typing import Any
 
 from megatron.config import Config
-from megatron.config.wire import between_stages
-from megatron.model.describe import BYTES
-from megatron.parallel.compression import sum_messages
-from megatron.parallel.layout import Layout
+from megatron.config.arithmetic.wire import between_stages
+from megatron.model.costs.describe import BYTES
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.transport.compression import sum_messages
 
 from .candidate import Candidate, layout_of
 from .devices import Cluster, Device

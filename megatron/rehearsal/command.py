@@ -14,10 +14,10 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
 from megatron.config import Config, ConfigError, Problem, load
-from megatron.config.arguments import split
-from megatron.config.optimizer_options import WHOLE_MATRICES
+from megatron.config.arithmetic.optimizer_options import WHOLE_MATRICES
 from megatron.config.problems import UserError
-from megatron.parallel.layout import Layout
+from megatron.config.source.arguments import split
+from megatron.parallel.layout.layout import Layout
 from megatron.plan.devices import Device, known_devices
 
 if TYPE_CHECKING:

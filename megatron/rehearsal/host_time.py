@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 from megatron.config import Config
-from megatron.engine.deepspeed_options import accumulation_steps
-from megatron.parallel.layout import Layout
+from megatron.engine.deepspeed.options import accumulation_steps
+from megatron.parallel.layout.layout import Layout
 from megatron.plan.devices import Device
 from megatron.plan.prediction import choice_of
 from megatron.plan.shapes import Shapes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.config import Config
 from megatron.config.variants import used_kinds
 from megatron.model.partition import stage_bounds
-from megatron.parallel.layout import Coordinates, Layout
+from megatron.parallel.layout.layout import Coordinates, Layout
 
 
 @dataclass(frozen=True)

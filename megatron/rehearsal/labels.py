@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron.parallel.account import Recorder
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.layout.mesh import Mesh
+from megatron.parallel.messages.account import Recorder
 from megatron.training.hooks.communication import label_layers
 
 from .storage_counter import ProgramPlace

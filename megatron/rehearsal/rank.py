@@ -15,14 +15,14 @@ from torch import Tensor
 
 from megatron.config import Config
 from megatron.data.batch import StepBatch
-from megatron.engine.deepspeed_options import accumulation_steps
-from megatron.engine.deepspeed_process import prepare_deepspeed
+from megatron.engine.deepspeed.options import accumulation_steps
+from megatron.engine.deepspeed.process import prepare_deepspeed
+from megatron.engine.deepspeed.without_values import without_values
 from megatron.engine.engine import build_engine
 from megatron.engine.teacher import Teacher
-from megatron.engine.without_values import without_values
 from megatron.objectives.named import objective_of
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
 
 from .labels import Labels
 from .repeats import Repeats

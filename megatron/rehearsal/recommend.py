@@ -14,9 +14,9 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from megatron.config.files import gather
-from megatron.model.describe import totals
-from megatron.parallel.layout import Layout
+from megatron.config.source.files import gather
+from megatron.model.costs.describe import totals
+from megatron.parallel.layout.layout import Layout
 from megatron.plan.advice import why_nothing_fits
 from megatron.plan.candidate import Candidate
 from megatron.plan.devices import cluster, known_devices

@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from megatron.engine.without_values import Values
-from megatron.kinds.common import recomputed
+from megatron.engine.deepspeed.without_values import Values
+from megatron.kinds.common.recurrence import recomputed
 
 from .storage_counter import Repetition, StorageCounter
 

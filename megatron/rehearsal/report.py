@@ -9,14 +9,14 @@ from typing import Any
 
 from megatron.config import Config
 from megatron.config.words import counted
-from megatron.engine.deepspeed_options import accumulation_steps, zero_stage
-from megatron.engine.traffic import predict
-from megatron.model.describe import totals
-from megatron.model.exchanges import MOST
-from megatron.model.traffic import NotPredicted
-from megatron.parallel.layout import Layout
-from megatron.parallel.traffic import Tally
+from megatron.engine.deepspeed.options import accumulation_steps, zero_stage
+from megatron.model.costs.describe import totals
+from megatron.model.costs.exchanges import MOST
+from megatron.model.costs.traffic import NotPredicted
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.messages.traffic import Tally
 from megatron.plan.devices import Device
+from megatron.plan.messages.predict import predict
 from megatron.report.communication import by_group, readable_bytes, step_table, table
 
 from .kinds import parts

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.parallel.durations import Duration, Durations
-from megatron.parallel.traffic import Tally, wire_bytes
+from megatron.parallel.messages.durations import Duration, Durations
+from megatron.parallel.messages.traffic import Tally, wire_bytes
 
 from .append import AppendFile
 from .jsonl import encode, read_lines

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-from megatron.parallel.durations import Duration, Durations
+from megatron.parallel.messages.durations import Duration, Durations
 
 from .communication import RankAccount, table
 

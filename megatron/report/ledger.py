@@ -119,8 +119,8 @@ def batch_hashes(path: str | Path) -> dict[int, str]:
 
 
 def left_out(path: str | Path) -> list[list[int]] | None:
-    """The batches that a run leaves out, as pairs (step, batches) in the order of `megatron.data.left_out`, as its last
-    start, resumption or rollback says; None if its ledger knows of none of these."""
+    """The batches that a run skips, as pairs (step, batches) in the order of `megatron.data.skipped_batches`, from its
+    last start, resumption or rollback; None if its ledger has none of these."""
     found: list[list[int]] | None = None
     for entry in read_lines(path) if Path(path).exists() else ():
         if entry["event"] in ("start", "resume", "rollback"):

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.parallel.curve import CostCurve, choose_curve
-from megatron.parallel.durations import Duration, Durations, MessageKind, bus_bandwidth
-from megatron.parallel.traffic import Tally
+from megatron.parallel.messages.curve import CostCurve, choose_curve
+from megatron.parallel.messages.durations import Duration, Durations, MessageKind, bus_bandwidth
+from megatron.parallel.messages.traffic import Tally
 
 from .communication import TIMES, RankAccount, milliseconds, regular_calls, table
 from .figures import write_figure

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.config import Config
-from megatron.config.added import build_added
+from megatron.config.names.added import build_added
 from megatron.config.registry import INSIDE, METRIC, load
 
 from .console import MetricsConsole

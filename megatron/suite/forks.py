@@ -12,12 +12,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron.config.difference import Described
-from megatron.config.layers import ConfigSource
-from megatron.config.origins import Origin
 from megatron.config.problems import Problem, UserError
 from megatron.config.resolution import Resolved, combine
 from megatron.config.schema import Config
+from megatron.config.show.difference import Described
+from megatron.config.source.layers import ConfigSource
+from megatron.config.source.origins import Origin
 
 KEYS = {"at", "steps", "set"}
 # What a branch sets itself.
@@ -99,7 +99,7 @@ def resolved_fork(fork: Fork, folder: Path, trunk: Resolved, *, ranks: int, chec
         ConfigError: the changes make mistakes.
         UserError: the trunk's learning rate is not constant there.
     """
-    from megatron.training.fork import FILE, branch_values
+    from megatron.training.start.fork import FILE, branch_values
 
     source = Described(trunk.config, {key: str(origin) for key, origin in trunk.origins.items()})
     values = branch_values(source, fork.at, fork.steps, folder, fork.changes)
@@ -109,7 +109,7 @@ def resolved_fork(fork: Fork, folder: Path, trunk: Resolved, *, ranks: int, chec
 
 def unsaved(forks: Sequence[Fork], config: Config, where: str) -> Iterator[Problem]:
     """Branches whose checkpoint a run with this configuration does not make, or does not keep."""
-    from megatron.checkpoint.policy import SavePolicy
+    from megatron.checkpoint.save.policy import SavePolicy
 
     section, last = config.checkpoint, config.training.stop_at_step or config.training.steps
     policy = SavePolicy.of(section)
@@ -134,9 +134,9 @@ def make(fork: Fork, trunk: Path, folder: Path) -> bool:
     Raises:
         CheckpointError, OSError, UserError: the checkpoint or the trunk's files cannot be read.
     """
-    from megatron.checkpoint.names import step_of
-    from megatron.checkpoint.store import Store
-    from megatron.training import fork as branches
+    from megatron.checkpoint.format.names import step_of
+    from megatron.checkpoint.save.store import Store
+    from megatron.training.start import fork as branches
 
     if (folder / branches.FILE).is_file():
         return True
@@ -160,6 +160,6 @@ def _checkpoints(run: Path, written: int) -> Path:
     Args:
         written: when its config.yml was, in ns: another one is read anew.
     """
-    from megatron.config.difference import described
+    from megatron.config.show.difference import described
 
     return Path(described(str(run)).config.checkpoint.dir).absolute()

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.catalog import dotted
-from megatron.config.origins import Origin
 from megatron.config.problems import ConfigError, Problem, UserError
 from megatron.config.resolution import Resolved, load
 from megatron.config.sections.output import RUN_NAME
+from megatron.config.source.origins import Origin
+from megatron.config.source.yaml_source import parse
 from megatron.config.tree import get, leaves
-from megatron.config.yaml_source import parse
 from megatron.installation import configuration_file
 
 from .forks import Fork, read_forks, resolved_fork, unsaved
@@ -63,7 +63,7 @@ class Member:
 
     def branch(self, fork: Fork) -> Member:
         """A branch of this run; its file is made when the run has the checkpoint."""
-        from megatron.training.fork import FILE
+        from megatron.training.start.fork import FILE
 
         name = f"{self.name}-from-{fork.at}"
         folder = self.folder.with_name(name)

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.checkpoint.errors import CheckpointError
-from megatron.config.difference import Described, described, differences
+from megatron.checkpoint.format.errors import CheckpointError
 from megatron.config.problems import UserError
 from megatron.config.resolution import Resolved
+from megatron.config.show.difference import Described, described, differences
 from megatron.installation import root
 
 from .forks import make

@@ -28,7 +28,7 @@ def size_of(resolved: Resolved, first: int) -> tuple[int, int]:
     Raises:
         UserError: its vocabulary is not known yet.
     """
-    from megatron.model.describe import totals, training_operations
+    from megatron.model.costs.describe import totals, training_operations
 
     if resolved.config.model.vocab_size is None:
         raise UserError("sizes need the vocabulary's: give model.vocab_size, or a local tokenizer in tokenizer.path")

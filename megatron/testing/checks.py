@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config import resolve
-from megatron.parallel.parameters import logical_of
+from megatron.parallel.layers.parameters import logical_of
 
 from .noise import batch, noise
 
@@ -47,7 +47,7 @@ def check_counts(values: Mapping[str, Any]) -> None:
     Raises:
         AssertionError: with both numbers.
     """
-    from megatron.model.describe import totals
+    from megatron.model.costs.describe import totals
     from megatron.model.stack import build_model
 
     config = resolve(dict(values))

@@ -13,7 +13,7 @@ from megatron.config import Config, resolve
 from megatron.config.variants import overlay
 from megatron.data.batch import StepBatch
 from megatron.objectives.named import objective_of
-from megatron.parallel.parameters import logical_of
+from megatron.parallel.layers.parameters import logical_of
 
 from .noise import batch, noise, part_of
 from .ranks import on_ranks
@@ -129,11 +129,11 @@ def _teacher(config: Config, dtype: torch.dtype) -> Model | None:
 def on_this_rank(values: dict[str, Any], ranks: int) -> Answer:
     """One step of the engine: the mean loss over all ranks, and this rank's fragments of the gradient."""
     from megatron.checkpoint import SOLO, GroupCommunicator
-    from megatron.engine.deepspeed_process import prepare_deepspeed
+    from megatron.engine.deepspeed.process import prepare_deepspeed
     from megatron.engine.engine import build_engine
     from megatron.engine.teacher import Teacher
-    from megatron.parallel.layout import Layout
-    from megatron.parallel.mesh import Mesh
+    from megatron.parallel.layout.layout import Layout
+    from megatron.parallel.layout.mesh import Mesh
 
     config = resolve(values, ranks=ranks)
     prepare_deepspeed(torch.device("cpu"))

@@ -12,7 +12,7 @@ from megatron.config import Config
 from megatron.data.sample import Sample
 from megatron.data.targets import Targets
 from megatron.objectives.named import objective_of
-from megatron.parallel.shard import LogicalTensor
+from megatron.parallel.layout.shard import LogicalTensor
 
 
 def noise(tensor: LogicalTensor) -> np.ndarray:

@@ -135,7 +135,7 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron.engine.deepspeed_process import prepare_deepspeed
+    from megatron.engine.deepspeed.process import prepare_deepspeed
 
     faulthandler.enable()
     prepare_deepspeed(torch.device("cpu"))

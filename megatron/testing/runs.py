@@ -40,9 +40,9 @@ def run_on_this_rank(resolved: Resolved, ranks: int, attempt: int = 0) -> list[d
 
     from megatron.checkpoint import SOLO, GroupCommunicator
     from megatron.config import to_yaml
-    from megatron.engine.deepspeed_process import prepare_deepspeed
-    from megatron.parallel.layout import Layout
-    from megatron.parallel.mesh import Mesh
+    from megatron.engine.deepspeed.process import prepare_deepspeed
+    from megatron.parallel.layout.layout import Layout
+    from megatron.parallel.layout.mesh import Mesh
     from megatron.training.run import run_training
     from megatron.training.world import World
     from megatron.worker.place import WorkerEnvironment

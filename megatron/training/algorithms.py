@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import Config
-from megatron.config.algorithm_table import OTHER, AlgorithmTable, table_of
-from megatron.parallel.routes import Router, Routes, groups_of
-from megatron.parallel.shared_sums import SharedSums
+from megatron.config.arithmetic.algorithm_table import OTHER, AlgorithmTable, table_of
+from megatron.parallel.transport.routes import Router, Routes, groups_of
+from megatron.parallel.transport.shared_sums import SharedSums
 from megatron.worker.place import StartError
 
 from .world import World

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.communicator import Communicator
+from megatron.checkpoint.format.communicator import Communicator
 from megatron.config import Config
 from megatron.engine.spikes import Spike
 from megatron.report.ledger import read_ledger

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import Config
-from megatron.engine.gate import exchanges_norm
 from megatron.engine.protocol import StepResult
-from megatron.parallel.account import group_name, phase
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.traffic import Call, Messages
+from megatron.engine.update_gate import exchanges_norm
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
+from megatron.parallel.messages.account import group_name, phase
+from megatron.parallel.messages.traffic import Call, Messages
 
 REQUESTS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "wall time", "save")
 STOPS = REQUESTS[:-1]  # those that end the run

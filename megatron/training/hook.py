@@ -8,9 +8,9 @@ from inspect import isfunction
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from megatron.checkpoint import Fragment, Meta
-from megatron.checkpoint.finite import non_finite
 from megatron.checkpoint.levels import Levels
-from megatron.checkpoint.saver import Saved
+from megatron.checkpoint.save.finite import non_finite
+from megatron.checkpoint.save.saver import Saved
 from megatron.config import Config
 from megatron.config.sections.output import SampleOptions
 from megatron.engine.protocol import Engine
@@ -35,7 +35,7 @@ class ValidationSet:
 
 
 class SaverProtocol(Protocol):
-    """What is used of `megatron.checkpoint.saver.Saver`; all ranks call every method."""
+    """What is used of `megatron.checkpoint.save.saver.Saver`; all ranks call every method."""
 
     def save(self, step: int, fragments: Iterable[Fragment], meta: Meta) -> float: ...
 

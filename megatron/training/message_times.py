@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.parallel.account import Recorder, phase
-from megatron.parallel.clocks import Offset, find_latest, measure_offset
-from megatron.parallel.durations import Duration, Durations, MessageKind, members_text
-from megatron.parallel.timing import Clock, DeviceClock, HostClock, Message, Timed, Timer
+from megatron.parallel.messages.account import Recorder, phase
+from megatron.parallel.messages.clocks import Offset, find_latest, measure_offset
+from megatron.parallel.messages.durations import Duration, Durations, MessageKind, members_text
+from megatron.parallel.messages.timing import Clock, DeviceClock, HostClock, Message, Timed, Timer
 
 KEPT = 4  # steps whose single messages are kept for a trace
 MOST = 100_000  # messages that are kept

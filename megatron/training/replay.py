@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from megatron.config import Config
 from megatron.data.batch import StepBatch
-from megatron.engine.gate import StepGate
 from megatron.engine.protocol import StepResult
+from megatron.engine.update_gate import StepGate
 
 from .corruption import ADVICE, Suspects
 from .noise_scale import label_weights, noise_scale, small_batch

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.checkpoint.levels import Levels
-from megatron.checkpoint.store import Store
+from megatron.checkpoint.save.store import Store
 from megatron.config import Config
-from megatron.data.left_out import LeftOut
+from megatron.data.skipped_batches import LeftOut
 from megatron.report.ledger import Ledger
 
 from .hook import RollBack
-from .resume import StartPoint
+from .start.resume import StartPoint
 from .world import World
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from megatron.checkpoint import CheckpointError
-from megatron.checkpoint.copies import Copies
-from megatron.checkpoint.finite import non_finite
 from megatron.checkpoint.levels import Levels
-from megatron.checkpoint.lock import sole_writer
-from megatron.checkpoint.saver import Saver
+from megatron.checkpoint.save.copies import Copies
+from megatron.checkpoint.save.finite import non_finite
+from megatron.checkpoint.save.lock import sole_writer
+from megatron.checkpoint.save.saver import Saver
 from megatron.config import Config
 from megatron.config.stages import as_stage, stage_at, stages_of
 from megatron.config.words import counted
@@ -25,14 +25,14 @@ from megatron.data.loader import Loader, build_loader
 from megatron.data.plan_builder import set_names
 from megatron.engine.engine import PipelinedEngine, PlainEngine, build_engine
 from megatron.engine.teacher import Teacher
-from megatron.kinds.common.attend_across import describe_context
-from megatron.model.compile import describe_compile
-from megatron.model.describe import flops_of_step, teacher_flops, totals
-from megatron.model.flash_attention import describe_flash_attention
-from megatron.model.kernels import describe_kernels
+from megatron.kinds.common.attention.attend_across import describe_context
+from megatron.model.costs.describe import flops_of_step, teacher_flops, totals
+from megatron.model.kernels.choice import describe_kernels
+from megatron.model.kernels.compile import describe_compile
+from megatron.model.kernels.flash_attention import describe_flash_attention
 from megatron.model.stack import DTYPES
-from megatron.parallel.compression import describe_wire
-from megatron.parallel.watched import watched_collectives
+from megatron.parallel.messages.watched import watched_collectives
+from megatron.parallel.transport.compression import describe_wire
 from megatron.plan.prediction import Prediction, predict, steps_after
 from megatron.report.run import open_run
 from megatron.report.terminal import say
@@ -45,14 +45,14 @@ from .attribution import Attribution
 from .hook import HookContext, ValidationSet
 from .hooks import hooks_of
 from .hooks.log import device_name
-from .proof import check_loss, with_proof
-from .resume import StartPoint, contents, find, load, tokens_read
 from .rollback import roll_back
-from .same_run import data_changes
 from .sampler import sampler
+from .start.resume import StartPoint, contents, find, load, tokens_read
+from .start.resume_check import check_loss, with_proof
+from .start.same_run import data_changes
+from .start.uploads import copies_of
+from .start.vocabulary import INITIAL
 from .trainer import Outcome, Trainer
-from .uploads import copies_of
-from .vocabulary import INITIAL
 from .world import World, joined
 
 

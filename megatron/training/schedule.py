@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron.config import Config
-from megatron.config.added import resolve_import
+from megatron.config.names.added import resolve_import
 from megatron.config.problems import UserError
 from megatron.config.registry import INSIDE, SCHEDULE
 from megatron.config.sections.recipe import ScheduleSection

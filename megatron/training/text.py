@@ -17,15 +17,15 @@ import torch.distributed as dist
 
 from megatron.checkpoint import Fragment, open_checkpoint
 from megatron.checkpoint.configuration import config_of
-from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.fragment import WEIGHT
-from megatron.checkpoint.store import find_checkpoint
+from megatron.checkpoint.format.errors import CheckpointError
+from megatron.checkpoint.format.fragment import WEIGHT
+from megatron.checkpoint.save.store import find_checkpoint
 from megatron.config import Config
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.model.generate import Sampling, complete, tokens_left
 from megatron.model.stack import DTYPES, Model, build_model
-from megatron.parallel.mesh import ALONE, Axis
-from megatron.parallel.parameters import logical_of, stored_tensors
+from megatron.parallel.layers.parameters import logical_of, stored_tensors
+from megatron.parallel.layout.mesh import ALONE, Axis
 from megatron.worker.place import WorkerEnvironment, worker_environment
 
 

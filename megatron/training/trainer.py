@@ -13,10 +13,10 @@ import torch
 from megatron.config import Config
 from megatron.data.batch import StepBatch
 from megatron.data.plan import SampleSet
-from megatron.engine.gate import meets_early
 from megatron.engine.protocol import Engine, StepDropped
-from megatron.parallel.account import phase
-from megatron.parallel.mesh import Mesh
+from megatron.engine.update_gate import meets_early
+from megatron.parallel.layout.mesh import Mesh
+from megatron.parallel.messages.account import phase
 from megatron.report.ledger import Ledger
 from megatron.report.sinks import Sinks
 from megatron.worker.beacon import END, EXCHANGE, HOOKS, SETUP, Beacon

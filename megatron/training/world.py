@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint import SOLO, GroupCommunicator, StoreCommunicator
-from megatron.checkpoint.communicator import Communicator
+from megatron.checkpoint.format.communicator import Communicator
 from megatron.config import Config
-from megatron.engine.deepspeed_process import prepare_deepspeed
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
+from megatron.engine.deepspeed.process import prepare_deepspeed
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
 from megatron.worker import devices
 from megatron.worker.beacon import END, SETUP, Beacon
 from megatron.worker.job import check_agreement

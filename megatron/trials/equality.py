@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint.compare import compare_tensors
-from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.read.compare import compare_tensors
+from megatron.checkpoint.read.reader import open_checkpoint
 
 
 @dataclass(frozen=True)

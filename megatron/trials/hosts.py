@@ -16,10 +16,10 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from megatron.launch.connection import Command
 from megatron.launch.runner import Runner
 from megatron.launch.runners.agent_command import agent_command
-from megatron.launch.specification import Specification
+from megatron.launch.wire.connection import Command
+from megatron.launch.wire.specification import Specification
 
 if TYPE_CHECKING:
     from megatron.config.sections.layout import LaunchSection

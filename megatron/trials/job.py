@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from megatron.checkpoint.names import step_name, step_of
+from megatron.checkpoint.format.names import step_name, step_of
 from megatron.installation import root
 from megatron.report.jsonl import read_lines
 

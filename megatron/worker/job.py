@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import Config, config_hash, load, read_resolved, to_yaml
-from megatron.config.arguments import split
 from megatron.config.problems import UserError
+from megatron.config.source.arguments import split
 
 from .place import LaunchError, WorkerEnvironment, worker_environment
 

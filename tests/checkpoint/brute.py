@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron.parallel.shard import LogicalTensor
+from megatron.parallel.layout.shard import LogicalTensor
 
 
 def owner(unit: int, units: int, ranks: int) -> int:

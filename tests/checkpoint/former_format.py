@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from megatron.checkpoint import open_checkpoint
-from megatron.checkpoint.container import header
-from megatron.checkpoint.index import INDEX_NAME, checksum
-from megatron.checkpoint.names import MANIFEST_NAME, META_NAME
+from megatron.checkpoint.format.container import header
+from megatron.checkpoint.format.index import INDEX_NAME, checksum
+from megatron.checkpoint.format.names import MANIFEST_NAME, META_NAME
 
 
 def to_format_1(path: Path) -> Path:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from megatron.checkpoint import Fragment, Meta
-from megatron.parallel.layout import Layout
-from megatron.parallel.shard import LogicalTensor, Role, Shard
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.shard import LogicalTensor, Role, Shard
 from tests.checkpoint.brute import local_shard
 
 HIDDEN, VOCABULARY, LAYERS = 12, 37, 3

@@ -246,7 +246,7 @@ def train(folder: str, config_file: str, case: dict[str, Any]) -> tuple[list[flo
 
     from megatron.config import load
     from megatron.data.loader import build_loader
-    from megatron.engine.deepspeed_process import prepare_deepspeed
+    from megatron.engine.deepspeed.process import prepare_deepspeed
 
     tensor, stages, parallel = case.get("tensor", 1), case.get("stages", 0), case.get("parallel", False)
     prepare_deepspeed(torch.device("cpu"))

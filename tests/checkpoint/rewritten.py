@@ -6,11 +6,11 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.checkpoint.index import INDEX_NAME, Index
-from megatron.checkpoint.index_file import write_index
-from megatron.checkpoint.manifest import manifest_of
-from megatron.checkpoint.names import MANIFEST_NAME, META_NAME
-from megatron.checkpoint.rankfile import FileRecord
+from megatron.checkpoint.format.index import INDEX_NAME, Index
+from megatron.checkpoint.format.index_file import write_index
+from megatron.checkpoint.format.manifest import manifest_of
+from megatron.checkpoint.format.names import MANIFEST_NAME, META_NAME
+from megatron.checkpoint.format.rankfile import FileRecord
 
 
 def rewrite_head(path: Path, index: Index, records: Sequence[FileRecord]) -> None:

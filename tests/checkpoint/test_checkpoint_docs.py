@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron.checkpoint import open_checkpoint
-from megatron.checkpoint.fragment import FragmentSpec
+from megatron.checkpoint.format.fragment import FragmentSpec
 from megatron.checkpoint.hf.config import names
 from megatron.checkpoint.reshape import parse_layout, reshape
 from tests.checkpoint.test_hf_tools import MODELS, checkpoint_of

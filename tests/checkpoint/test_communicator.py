@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.checkpoint import SOLO, GroupCommunicator, StoreCommunicator
-from megatron.checkpoint.communicator import all_problems
+from megatron.checkpoint.format.communicator import all_problems
 from tests.workers import run
 
 ROUNDS = 20

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from megatron.checkpoint import CheckpointError, Fragment, FragmentSpec, open_checkpoint, save
-from megatron.checkpoint.store import Store
-from megatron.parallel.layout import Layout
-from megatron.parallel.shard import LogicalTensor, Role
+from megatron.checkpoint.save.store import Store
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.shard import LogicalTensor, Role
 from tests.checkpoint.model import Model, Together, fragments, meta
 from tests.checkpoint.processes import child, ended
 
@@ -400,7 +400,7 @@ def test_a_file_lost_while_loading_is_an_error_on_all(directory):
 def test_the_newer_version_is_told(directory):
     path = directory / "step_00000002" / "manifest.json"
     outer = json.loads(path.read_text())
-    from megatron.checkpoint.index import checksum
+    from megatron.checkpoint.format.index import checksum
 
     outer["content"] = outer["content"].replace('"format": 2', '"format": 3')
     outer["checksum"] = checksum(outer["content"].encode())

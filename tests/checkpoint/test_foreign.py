@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.checkpoint import CheckpointError
-from megatron.checkpoint.store import Store
+from megatron.checkpoint.save.store import Store
 from megatron.config import ConfigError, load
 from megatron.config.foreign import neox_checkpoint
 from tests.paths import ROOT

@@ -11,10 +11,10 @@ import torch
 
 from megatron.checkpoint import CheckpointError, Fragment, FragmentSpec, Meta, open_checkpoint, save
 from megatron.checkpoint.reshape import parse_layout, reshape
-from megatron.checkpoint.store import Store
-from megatron.checkpoint.transfer import download, upload
-from megatron.parallel.layout import Layout
-from megatron.parallel.shard import LogicalTensor, Role, Shard
+from megatron.checkpoint.save.store import Store
+from megatron.checkpoint.save.transfer import download, upload
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.shard import LogicalTensor, Role, Shard
 from tests.checkpoint.former_format import to_format_1
 from tests.checkpoint.model import Model, Together, fragments, meta
 from tests.checkpoint.test_tools import tool

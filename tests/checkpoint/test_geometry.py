@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.checkpoint.fragment import FragmentSpec
-from megatron.checkpoint.geometry import common_width, overlap, rectangles
-from megatron.parallel.shard import LogicalTensor, Role, Shard
+from megatron.checkpoint.format.fragment import FragmentSpec
+from megatron.checkpoint.format.geometry import common_width, overlap, rectangles
+from megatron.parallel.layout.shard import LogicalTensor, Role, Shard
 from tests.checkpoint.brute import local_shard
 
 

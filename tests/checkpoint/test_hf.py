@@ -7,7 +7,7 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 
-from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.format.errors import CheckpointError
 from megatron.checkpoint.hf import convert
 from megatron.checkpoint.hf.config import architecture_of, hf_config, model_values
 from megatron.config import resolve

@@ -10,7 +10,7 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint import open_checkpoint
-from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.format.errors import CheckpointError
 from megatron.checkpoint.hf.export import export, tensor_reader
 from megatron.checkpoint.hf.importer import import_model
 from megatron.checkpoint.hf.verify import prove

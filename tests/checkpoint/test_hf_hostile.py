@@ -12,7 +12,7 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint import CheckpointError
-from megatron.checkpoint.container import DTYPES
+from megatron.checkpoint.format.container import DTYPES
 from megatron.checkpoint.hf import importer
 from megatron.checkpoint.hf.config import architecture_of, names
 from megatron.checkpoint.hf.convert import match, plan

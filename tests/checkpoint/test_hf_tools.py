@@ -19,9 +19,9 @@ from megatron.checkpoint.hf.export import export
 from megatron.checkpoint.hf.importer import import_model
 from megatron.checkpoint.hf.verify import prove
 from megatron.checkpoint.reshape import parse_layout, reshape
-from megatron.config.layers import ConfigSource
 from megatron.config.resolution import combine
-from megatron.config.resolved_file import to_yaml
+from megatron.config.source.layers import ConfigSource
+from megatron.config.source.resolved_file import to_yaml
 from megatron.model.generate import Sampling, complete
 from megatron.model.stack import build_model
 from megatron.training.text import load_model

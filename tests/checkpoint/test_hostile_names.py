@@ -16,16 +16,16 @@ import torch
 from safetensors.torch import save_file
 
 from megatron.checkpoint import CheckpointError, Fragment, FragmentSpec, open_checkpoint, save
+from megatron.checkpoint.format.index import checksum
+from megatron.checkpoint.format.pickles import Inert, load_tensors
 from megatron.checkpoint.hf.importer import Folder
 from megatron.checkpoint.hf.neox import layers_of
-from megatron.checkpoint.index import checksum
-from megatron.checkpoint.pickles import Inert, load_tensors
-from megatron.checkpoint.transfer import download, upload
+from megatron.checkpoint.save.transfer import download, upload
 from megatron.checkpoint.universal import export
-from megatron.data.cache import cached
 from megatron.data.errors import DataError
-from megatron.parallel.layout import Layout
-from megatron.parallel.shard import LogicalTensor, Role
+from megatron.data.order.cache import cached
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.shard import LogicalTensor, Role
 from tests.checkpoint.former_format import to_format_1
 from tests.checkpoint.model import Model, Together, fragments, meta
 from tests.checkpoint.rewritten import rewrite_head

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import CheckpointError, FragmentSpec, open_checkpoint, save
-from megatron.checkpoint.index import Index, checksum
-from megatron.checkpoint.rankfile import read_table
-from megatron.checkpoint.table import Vocabulary
-from megatron.parallel.layout import Layout
+from megatron.checkpoint.format.index import Index, checksum
+from megatron.checkpoint.format.rankfile import read_table
+from megatron.checkpoint.format.table import Vocabulary
+from megatron.parallel.layout.layout import Layout
 from tests.checkpoint.former_format import to_format_1
 from tests.checkpoint.model import Model, Together, fragments, meta
 from tests.checkpoint.rewritten import rewrite_head

@@ -8,9 +8,9 @@ from math import prod
 import numpy as np
 import pytest
 
-from megatron.checkpoint.index import Index
-from megatron.checkpoint.table import ROW, Vocabulary
-from megatron.parallel.shard import LogicalTensor, Role, Shard
+from megatron.checkpoint.format.index import Index
+from megatron.checkpoint.format.table import ROW, Vocabulary
+from megatron.parallel.layout.shard import LogicalTensor, Role, Shard
 
 TENSORS = [
     LogicalTensor("a", (40, 30), Role.HIDDEN, Shard(0, None, 4)),

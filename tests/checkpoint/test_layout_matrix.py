@@ -9,9 +9,9 @@ import torch
 from safetensors import safe_open
 
 from megatron.checkpoint import Fragment, open_checkpoint, save
-from megatron.checkpoint.container import DTYPES
-from megatron.checkpoint.table import DTYPE_ORDER
-from megatron.parallel.layout import Layout
+from megatron.checkpoint.format.container import DTYPES
+from megatron.checkpoint.format.table import DTYPE_ORDER
+from megatron.parallel.layout.layout import Layout
 from tests.checkpoint.model import Model, Together, fragments, meta
 
 LAYOUTS = {

@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from megatron.checkpoint import CheckpointError, Fragment, GroupCommunicator, open_checkpoint
-from megatron.checkpoint.levels import Levels, courier, hosts, level
+from megatron.checkpoint.levels import Levels, hosts, level
 from megatron.checkpoint.levels import levels as all_levels
+from megatron.checkpoint.levels import peer_transfer as courier
 from megatron.checkpoint.levels.hosts import private
 from megatron.config.sections.output import LevelSection
-from megatron.parallel.layout import Layout
+from megatron.parallel.layout.layout import Layout
 from tests.checkpoint.model import Model, fragments, meta
 from tests.workers import run
 

@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.checkpoint import CheckpointError, merging, rankfile, save
-from megatron.checkpoint.errors import StoreRefuses
-from megatron.checkpoint.manifest import write_merged
-from megatron.checkpoint.merging import Merged
-from megatron.checkpoint.table import ROW, Vocabulary
-from megatron.parallel.layout import Layout
-from megatron.parallel.shard import LogicalTensor, Role, Shard
+from megatron.checkpoint import CheckpointError, save
+from megatron.checkpoint.format import merging, rankfile
+from megatron.checkpoint.format.errors import StoreRefuses
+from megatron.checkpoint.format.manifest import write_merged
+from megatron.checkpoint.format.merging import Merged
+from megatron.checkpoint.format.table import ROW, Vocabulary
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.shard import LogicalTensor, Role, Shard
 from tests.checkpoint.model import Model, Together, fragments, meta
 
 TENSORS = [LogicalTensor(f"layers.{number}.weight", (600,), Role.NORM, Shard(0)) for number in range(9)]

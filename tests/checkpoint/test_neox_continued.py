@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import open_checkpoint
-from megatron.checkpoint.fragment import MASTER, FragmentSpec
+from megatron.checkpoint.format.fragment import MASTER, FragmentSpec
 from tests.checkpoint.neox_upstream import HEADS, HIDDEN, LAYERS, LENGTH, LR, SAVED, STEPS, train, write_data
 from tests.paths import ROOT
 from tests.workers import run as on_ranks
@@ -79,9 +79,9 @@ def here(folder: str, config_file: str, *overrides: str) -> list[float]:
     """A run of ours on this worker; its losses."""
     from megatron.checkpoint import SOLO
     from megatron.config import load, to_yaml
-    from megatron.engine.deepspeed_process import prepare_deepspeed
-    from megatron.parallel.layout import Layout
-    from megatron.parallel.mesh import Mesh
+    from megatron.engine.deepspeed.process import prepare_deepspeed
+    from megatron.parallel.layout.layout import Layout
+    from megatron.parallel.layout.mesh import Mesh
     from megatron.training.run import run_training
     from megatron.training.world import World
     from megatron.worker.place import WorkerEnvironment

@@ -18,19 +18,19 @@ from megatron.checkpoint import (
     FragmentSpec,
     GroupCommunicator,
     Meta,
-    durable,
     open_checkpoint,
-    read_plan,
     save,
     write_tensors,
 )
-from megatron.checkpoint.errors import brief, by_layer
-from megatron.checkpoint.hash_tree import HashTree
-from megatron.checkpoint.index import INDEX_NAME
-from megatron.checkpoint.logical import TensorStream
+from megatron.checkpoint.format import durable
+from megatron.checkpoint.format.errors import brief, by_layer
+from megatron.checkpoint.format.hash_tree import HashTree
+from megatron.checkpoint.format.index import INDEX_NAME
+from megatron.checkpoint.read import read_plan
+from megatron.checkpoint.read.logical import TensorStream
 from megatron.checkpoint.reshape import reshape
-from megatron.parallel.layout import Layout
-from megatron.parallel.shard import LogicalTensor, Role, Shard
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.shard import LogicalTensor, Role, Shard
 from tests.checkpoint.model import Model, Together, fragments, meta
 from tests.checkpoint.processes import ended
 from tests.workers import run

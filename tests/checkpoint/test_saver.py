@@ -13,14 +13,14 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 from megatron.checkpoint import CheckpointError, Fragment, FragmentSpec, Meta, open_checkpoint, save
-from megatron.checkpoint import saver as saver_module
-from megatron.checkpoint.copies import Copies
-from megatron.checkpoint.saver import Saver
-from megatron.checkpoint.store import Store
-from megatron.checkpoint.transfer import download, upload
+from megatron.checkpoint.save import saver as saver_module
+from megatron.checkpoint.save.copies import Copies
+from megatron.checkpoint.save.saver import Saver
+from megatron.checkpoint.save.store import Store
+from megatron.checkpoint.save.transfer import download, upload
 from megatron.config.sections.output import CheckpointSection, LevelSection
-from megatron.parallel.layout import Layout
-from megatron.parallel.shard import LogicalTensor, Role
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.shard import LogicalTensor, Role
 from tests.checkpoint.model import Model, Together, fragments, meta
 
 VECTOR = LogicalTensor("vector", (1000,), Role.NORM)

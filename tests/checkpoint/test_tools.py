@@ -18,15 +18,15 @@ import pytest
 import torch
 
 from megatron.checkpoint import CheckpointError, open_checkpoint, save
-from megatron.checkpoint.ownership import owned
-from megatron.checkpoint.progress import now_and_then
+from megatron.checkpoint.read.ownership import owned
 from megatron.checkpoint.reshape import parse_layout
+from megatron.checkpoint.save.progress import now_and_then
 from megatron.config import resolve
 from megatron.model.stack import ModelPlan
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.parameters import is_spread, logical_of, shard_start
-from megatron.parallel.shard import LogicalTensor, Role, Shard
+from megatron.parallel.layers.parameters import is_spread, logical_of, shard_start
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
+from megatron.parallel.layout.shard import LogicalTensor, Role, Shard
 from tests.checkpoint.brute import local_shard
 from tests.checkpoint.model import Model, Together, fragments, meta
 
@@ -351,7 +351,7 @@ def test_progress_is_a_line_now_and_then(capsys):
 
 
 def test_a_fragment_larger_than_a_chunk_is_streamed(tmp_path, monkeypatch):
-    from megatron.checkpoint import logical
+    from megatron.checkpoint.read import logical
     from megatron.checkpoint.reshape import reshape
 
     model = Model(seed=1)

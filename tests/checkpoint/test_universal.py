@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import CheckpointError, Meta, open_checkpoint, save
-from megatron.checkpoint.fragment import FragmentSpec
+from megatron.checkpoint.format.fragment import FragmentSpec
 from megatron.config import load, read_resolved, to_yaml
 from megatron.testing.ranks import PATIENCE
 from tests.checkpoint.brute import local_shard
@@ -65,10 +65,10 @@ def native(folder: str, config_file: str, ranks: int) -> tuple[dict[str, str], l
 
     from megatron.config import load
     from megatron.data.loader import build_loader
-    from megatron.engine.deepspeed_process import prepare_deepspeed
+    from megatron.engine.deepspeed.process import prepare_deepspeed
     from megatron.engine.engine import build_engine
-    from megatron.parallel.layout import Layout
-    from megatron.parallel.mesh import Mesh
+    from megatron.parallel.layout.layout import Layout
+    from megatron.parallel.layout.mesh import Mesh
 
     config = load([config_file], [], ranks=ranks).config
     device = torch.device("cpu")
@@ -130,8 +130,8 @@ def test_what_deepspeeds_converter_writes_becomes_a_checkpoint_that_resumes(tmp_
 def parameter_names(config_file: str, ranks: int, *overrides: str) -> dict[str, str]:
     """Our names of the parameters, and those of the module that DeepSpeed gets."""
     from megatron.model.stack import Model, ModelPlan
-    from megatron.parallel.layout import Layout
-    from megatron.parallel.mesh import Mesh
+    from megatron.parallel.layout.layout import Layout
+    from megatron.parallel.layout.mesh import Mesh
 
     config = load([config_file], overrides, ranks=ranks).config
     model = Model(ModelPlan(config, Mesh.build(Layout.of(config, ranks)), values=False))
@@ -144,10 +144,10 @@ def written(folder: str, config_file: str, ranks: int, *overrides: str) -> str:
 
     from megatron.checkpoint import GroupCommunicator
     from megatron.config import load
-    from megatron.engine.deepspeed_process import prepare_deepspeed
-    from megatron.parallel.layout import Layout
-    from megatron.parallel.mesh import Mesh
-    from megatron.training.native import write_native
+    from megatron.engine.deepspeed.process import prepare_deepspeed
+    from megatron.parallel.layout.layout import Layout
+    from megatron.parallel.layout.mesh import Mesh
+    from megatron.training.start.native import write_native
     from megatron.training.world import World
 
     config = load([config_file], [f"run.dir={folder}", *overrides], ranks=ranks).config
@@ -217,7 +217,7 @@ def test_corrections_go_there_and_back_for_a_run_with_spread_experts(tmp_path: P
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_there_and_back_is_bitwise(tmp_path: Path, optimizer: str) -> None:
     from megatron.checkpoint.universal import Universal, restore
-    from megatron.parallel.layout import Layout
+    from megatron.parallel.layout.layout import Layout
 
     model = Model(optimizer=optimizer)
     path = save(tmp_path, 7, fragments(model, Layout(), 0), Meta(step=7, optimizer={"step": 7.0}))
@@ -236,7 +236,7 @@ def test_there_and_back_is_bitwise(tmp_path: Path, optimizer: str) -> None:
 @pytest.mark.parametrize("limit", [100, 1500])
 def test_no_room_leaves_nothing(tmp_path: Path, limit: int) -> None:
     """In another process: the limit stays with it."""
-    from megatron.parallel.layout import Layout
+    from megatron.parallel.layout.layout import Layout
 
     path = save(tmp_path, 7, fragments(Model(), Layout(), 0), Meta(step=7, optimizer={"step": 7.0}))
     script = (
@@ -255,7 +255,7 @@ def test_no_room_leaves_nothing(tmp_path: Path, limit: int) -> None:
 def test_deepspeeds_own_loader_cuts_it_as_our_layouts_do(tmp_path: Path) -> None:
     from deepspeed.checkpoint.universal_checkpoint import load_hp_checkpoint_state
 
-    from megatron.parallel.layout import Layout
+    from megatron.parallel.layout.layout import Layout
 
     model = Model()
     path = save(tmp_path, 7, fragments(model, Layout(), 0), Meta(step=7, optimizer={"step": 7.0}))
@@ -296,10 +296,10 @@ def trained_on(folder: str, config_file: str, ranks: int, tag: str, *overrides: 
         The losses of the steps that follow.
     """
     from megatron.data.loader import build_loader
-    from megatron.engine.deepspeed_process import prepare_deepspeed
+    from megatron.engine.deepspeed.process import prepare_deepspeed
     from megatron.engine.engine import build_engine
-    from megatron.parallel.layout import Layout
-    from megatron.parallel.mesh import Mesh
+    from megatron.parallel.layout.layout import Layout
+    from megatron.parallel.layout.mesh import Mesh
 
     words = ["training.seed=77", "deepspeed.checkpoint.load_universal=true", *overrides]
     config = load([config_file], words, ranks=ranks).config

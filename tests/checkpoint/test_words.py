@@ -8,13 +8,13 @@ import re
 import pytest
 
 from megatron.checkpoint import CheckpointError, open_checkpoint, save
-from megatron.checkpoint.index import INDEX_NAME, checksum
-from megatron.checkpoint.index_file import IndexSeal
-from megatron.checkpoint.names import MANIFEST_NAME, META_NAME
+from megatron.checkpoint.format.index import INDEX_NAME, checksum
+from megatron.checkpoint.format.index_file import IndexSeal
+from megatron.checkpoint.format.names import MANIFEST_NAME, META_NAME
 from megatron.checkpoint.reshape import reshape
-from megatron.checkpoint.store import Store
-from megatron.checkpoint.writer import write_tensors
-from megatron.parallel.layout import Layout
+from megatron.checkpoint.save.store import Store
+from megatron.checkpoint.save.writer import write_tensors
+from megatron.parallel.layout.layout import Layout
 from tests.checkpoint.former_format import to_format_1
 from tests.checkpoint.model import Model, fragments, meta
 

@@ -16,9 +16,9 @@ import pytest
 
 from megatron.config import rules, to_yaml
 from megatron.config.kind import LayerKind, kinds_of
-from megatron.config.layers import ConfigSource
 from megatron.config.resolution import combine
 from megatron.config.rule_context import RuleContext
+from megatron.config.source.layers import ConfigSource
 from tests.config.broken import BASE, BROKEN, WARNED, Case
 from tests.paths import ROOT
 from tools.config import main
@@ -41,9 +41,9 @@ def teachers() -> dict[str, str]:
 def folder(tmp_path, monkeypatch):
     """A working directory with base.yml and the files that the cases name."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("megatron.config.machine.has_gpu", lambda: False)
-    monkeypatch.setattr("megatron.config.machine.memory_bytes", lambda: 64 << 30)
-    monkeypatch.setattr("megatron.config.machine.free_bytes", lambda path: 100 << 30)
+    monkeypatch.setattr("megatron.config.arithmetic.machine.has_gpu", lambda: False)
+    monkeypatch.setattr("megatron.config.arithmetic.machine.memory_bytes", lambda: 64 << 30)
+    monkeypatch.setattr("megatron.config.arithmetic.machine.free_bytes", lambda path: 100 << 30)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     (tmp_path / "base.yml").write_text(BASE)
     (tmp_path / "other.yml").write_text("extends: nothing.yml\n")

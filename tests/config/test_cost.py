@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.checkpoint.policy import SavePolicy
+from megatron.checkpoint.save.policy import SavePolicy
 from megatron.config import load
 from megatron.config.rule_context import RuleContext
 from megatron.config.rules.cost import WeightCounts, kept_checkpoints
-from megatron.model.describe import totals
+from megatron.model.costs.describe import totals
 from tests.paths import ROOT
 
 

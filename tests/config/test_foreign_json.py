@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron.config import foreign_json
+from megatron.config.arithmetic.tokenizer_size import SizeUnknown, local_tokens, tokenizer_size
 from megatron.config.foreign_json import parse_json, read_json
 from megatron.config.problems import UserError
-from megatron.config.tokenizer_size import SizeUnknown, local_tokens, tokenizer_size
 from megatron.data.errors import DataError
 from megatron.data.manifest import ENDING, read_manifest
 from megatron.data.overlap.examples import read_examples

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config import ConfigError, load, structure
-from megatron.config.structure import nearest_key
+from megatron.config import ConfigError, load
+from megatron.config.source import structure
+from megatron.config.source.structure import nearest_key
 from tests.config.test_merge import BASE_TEXT
 from tools.config import main
 

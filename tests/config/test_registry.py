@@ -9,8 +9,8 @@ import pytest
 
 from megatron.config import ConfigError, registry, resolve
 from megatron.config.catalog import catalog
-from megatron.config.extensions import PLACES
 from megatron.config.registry import INSIDE, KIND, RegistryError, load, registry_of
+from megatron.config.source.extensions import PLACES
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_what_is_wrong_with_an_extension_is_said(module, text, rule, fix):
 
 def test_folders_without_an_init_are_found(tmp_path, monkeypatch):
     """Nested ones too: Python's own search wants the outer folder imported."""
-    from megatron.config.importable import check_importable
+    from megatron.config.names.importable import check_importable
 
     (tmp_path / "our_lab" / "probes").mkdir(parents=True)
     (tmp_path / "our_lab" / "probes" / "first.py").write_text("class Probe: pass\n")
@@ -139,7 +139,7 @@ def test_installed_packages_offer_names_of_every_role(role, module, tmp_path, mo
 def test_installed_packages_are_asked_for_unknown_names_only(monkeypatch):
     """To ask them is most of what reading a configuration costs, and how often a layer comes is no name."""
     asked = []
-    monkeypatch.setattr("megatron.config.extensions.offered_by", lambda role, name: asked.append((role, name)))
+    monkeypatch.setattr("megatron.config.source.extensions.offered_by", lambda role, name: asked.append((role, name)))
     training = {"steps": 1, "sequence_length": 8}
     model = {"hidden_size": 8, "vocab_size": 8, "attention": {"heads": 1}}
     resolve({"model": {**model, "layers": "(attention/mlp) x2 attention/mlp x 3"}, "training": training})

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config import Config, ConfigError, config_hash, load, read_resolved, resolve, save_resolved, to_yaml
-from megatron.config.layers import ConfigSource
 from megatron.config.resolution import combine
-from megatron.config.resolved_file import scalar
-from megatron.config.yaml_source import parse
+from megatron.config.source.layers import ConfigSource
+from megatron.config.source.resolved_file import scalar
+from megatron.config.source.yaml_source import parse
 from tests.config.test_merge import BASE
 
 

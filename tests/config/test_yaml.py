@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron.config import yaml_source
-from megatron.config.origins import Origin
-from megatron.config.yaml_source import parse, read_file, read_override
+from megatron.config.source import yaml_source
+from megatron.config.source.origins import Origin
+from megatron.config.source.yaml_source import parse, read_file, read_override
 
 
 def value(text: str):

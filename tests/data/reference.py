@@ -7,7 +7,7 @@ import operator
 
 import numpy as np
 
-from megatron.data.pythia import PythiaOrder
+from megatron.data.order.pythia import PythiaOrder
 
 
 def flat_samples(

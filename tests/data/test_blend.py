@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data import blend as module
-from megatron.data.blend import Blend, build_arrays, normalised_weights
+from megatron.data.order import blend as module
+from megatron.data.order.blend import Blend, build_arrays, normalised_weights
 from megatron.data.plan_builder import build_plan
 from tests.data.make import configuration, write_sizes
 from tests.data.reference import blend as plain_blend

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from megatron.config.sections.data import TokenizerSection
-from megatron.data import cache
 from megatron.data.corpus import files
 from megatron.data.corpus.encode import Treatment
 from megatron.data.corpus.inputs import find_inputs
@@ -19,7 +18,8 @@ from megatron.data.corpus.job import TokenizeJob, run
 from megatron.data.corpus.registry import corpora, prepare, stdlib_texts
 from megatron.data.errors import DataError
 from megatron.data.manifest import read_manifest
-from megatron.data.pythia import PythiaOrder
+from megatron.data.order import cache
+from megatron.data.order.pythia import PythiaOrder
 from megatron.data.token_file import TokenFile
 from tests.data.make import write_documents, write_sizes
 from tests.data.reference import sample_index
@@ -82,7 +82,7 @@ def test_splitting_into_many(tmp_path):
 
 def order_in_a_process(folder: str, marker: str) -> list[int]:
     """Build the order; the marker counts the builds."""
-    from megatron.data import pythia
+    from megatron.data.order import pythia
 
     original = pythia.build_arrays
 

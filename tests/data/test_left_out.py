@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from megatron.data.left_out import LeftOut
+from megatron.data.skipped_batches import LeftOut
 
 
 def test_against_a_list() -> None:

@@ -13,9 +13,9 @@ from megatron.config import resolve
 from megatron.data.errors import DataError
 from megatron.data.loader import build_loader
 from megatron.data.plan_builder import build_plan
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
-from megatron.training.same_run import data_changes
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
+from megatron.training.start.same_run import data_changes
 from tests.data.make import write_documents
 from tests.workers import run
 
@@ -135,7 +135,7 @@ def test_damaged_files_of_weights(tmp_path: Path, content: bytes):
 
 
 def test_a_resumed_run_says_that_weights_differ(tmp_path: Path):
-    from megatron.checkpoint.meta import Meta
+    from megatron.checkpoint.format.meta import Meta
 
     files(tmp_path)
     config = resolve(values(tmp_path))
@@ -149,7 +149,7 @@ def test_a_resumed_run_says_that_weights_differ(tmp_path: Path):
 
 def losses(given: dict, ranks: int) -> list[float]:
     """On every rank, of three steps of a run: mean loss over all ranks, weight of the labels, gradient norm."""
-    from megatron.engine.deepspeed_process import prepare_deepspeed
+    from megatron.engine.deepspeed.process import prepare_deepspeed
     from megatron.engine.engine import build_engine
 
     config = resolve(given, ranks=ranks)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.errors import DataError
-from megatron.data.overflow import OverflowOrder
+from megatron.data.order.overflow import OverflowOrder
 from megatron.data.plan_builder import build_plan
 from tests.data.make import configuration, write_documents
 from tests.data.reference import pack_until_overflow

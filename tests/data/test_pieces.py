@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.data.loader import build_loader
-from megatron.data.pieces import cut_samples
+from megatron.data.subsequences import cut_samples
 from tests.data.make import configuration, write_documents
 
 

@@ -240,7 +240,7 @@ def test_changed_data_do_not_pass_unseen(run):
 
 
 def test_inspect_finds_problems(run, tmp_path):
-    from megatron.data.corpus.look import look
+    from megatron.data.corpus.inspect import look
 
     for ending in (".bin", ".idx", ".json", ".origin"):
         (tmp_path / f"a{ending}").write_bytes(Path(f"{run / 'a'}{ending}").read_bytes())

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.errors import DataError
-from megatron.data.order import split_bounds
-from megatron.data.pythia import PythiaOrder, build_arrays, epochs_for
+from megatron.data.order.order import split_bounds
+from megatron.data.order.pythia import PythiaOrder, build_arrays, epochs_for
 from megatron.data.token_file import TokenFile
 from tests.data.make import write_documents, write_sizes
 from tests.data.reference import flat_samples, sample_index
@@ -176,7 +176,7 @@ def test_epochs_are_the_fewest(samples, tokens, length):
 
 def test_blocks_longer_than_a_chunk(tmp_path, monkeypatch):
     """The cumulated starts do not depend on how many entries are handled together."""
-    from megatron.data import pythia
+    from megatron.data.order import pythia
 
     sizes = np.random.default_rng(3).integers(0, 9, 1000).astype(np.int32)
     whole = build_arrays(sizes, 0, 1000, 8, 5, 3)

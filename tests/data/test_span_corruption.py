@@ -10,13 +10,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.span_lengths import tokens_read
+from megatron.config.arithmetic.span_lengths import tokens_read
 from megatron.data.keyed import generator
 from megatron.data.loader import build_loader
+from megatron.data.order.span_corruption import Corruption, corrupt, noise_mask
 from megatron.data.plan_builder import build_plan
 from megatron.data.provenance import Provenance
 from megatron.data.sample import AssemblyOptions, assemble
-from megatron.data.span_corruption import Corruption, corrupt, noise_mask
 from megatron.data.token_file import TokenFile
 from tests.data.make import configuration, write_documents
 

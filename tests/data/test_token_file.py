@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron.data.corpus.files import merge
-from megatron.data.corpus.look import look
+from megatron.data.corpus.inspect import look
 from megatron.data.errors import DataError
 from megatron.data.plan_builder import build_plan
 from megatron.data.token_file import TokenFile, token_dtype

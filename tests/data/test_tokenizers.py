@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from megatron.config.arithmetic.tokenizer_size import tokenizer_size
 from megatron.config.sections.data import TokenizerSection
-from megatron.config.tokenizer_size import tokenizer_size
 from megatron.data.corpus.encode import Treatment
 from megatron.data.corpus.inputs import find_inputs
 from megatron.data.corpus.job import TokenizeJob, run

@@ -14,8 +14,8 @@ from megatron.checkpoint import open_checkpoint
 from megatron.config.sections.spikes import AdaGCSection
 from megatron.engine.adagc import AdaGC
 from megatron.engine.state import Owned
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.shard import LogicalTensor, Role
+from megatron.parallel.layout.mesh import Mesh
+from megatron.parallel.layout.shard import LogicalTensor, Role
 from tests.training.test_run import job, losses, tensors
 from tests.workers import run as on_ranks
 

@@ -9,7 +9,7 @@ from torch import nn
 from torchao.optim import AdamW8bit
 
 from megatron.engine.optimizers import build_optimizer, set_learning_rate
-from megatron.parallel.shard import Role
+from megatron.parallel.layout.shard import Role
 from tests.engine.test_optimizers import RATES, gradients, parameter
 from tests.training.settings import settings
 

@@ -9,10 +9,10 @@ import torch
 
 from megatron.config import resolve
 from megatron.data.batch import StepBatch
-from megatron.engine.clipping import GlobalClipping
+from megatron.engine.deepspeed.clipping import GlobalClipping
+from megatron.engine.deepspeed.sum_of_squares import ROW, norm, sum_of_squares
 from megatron.engine.engine import build_engine
-from megatron.engine.squares import ROW, norm, sum_of_squares
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.layout.mesh import Mesh
 from megatron.testing.ranks import on_ranks
 
 # A row's fp32 sum makes one rounding for each element and register of 8, and its root halves their sum: at the worst.

@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 
-from megatron.config.optimizer_options import WHOLE_MATRICES
+from megatron.config.arithmetic.optimizer_options import WHOLE_MATRICES
 from megatron.config.registry import INSIDE, OPTIMIZER
 from megatron.engine.optimizers import MatrixOptimizer, build_optimizer, set_learning_rate
 from megatron.engine.optimizers.jorge import follow
 from megatron.engine.optimizers.named import optimizer_class
 from megatron.engine.optimizers.soap import first_basis
-from megatron.parallel.shard import Role
+from megatron.parallel.layout.shard import Role
 from megatron.rehearsal.command import main
 from tests.engine.test_optimizers import RATES, gradients, model, parameter, train
 from tests.paths import ROOT

@@ -16,7 +16,7 @@ from megatron.engine.optimizers import (
     set_learning_rate,
 )
 from megatron.engine.optimizers.muon import muon_direction
-from megatron.parallel.shard import LogicalTensor, Role
+from megatron.parallel.layout.shard import LogicalTensor, Role
 from tests.training.settings import settings
 
 

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import load
-from megatron.engine.deepspeed_process import prepare_deepspeed
+from megatron.engine.deepspeed.process import prepare_deepspeed
+from megatron.engine.deepspeed.without_values import without_values
 from megatron.engine.engine import build_engine
-from megatron.engine.without_values import without_values
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
 from megatron.rehearsal.rank import _group_of_nobody
 from tests.paths import ROOT
 

@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from megatron.config import resolve
-from megatron.config.algorithm_table import OPERATIONS, RECURSIVE, RING, THREE, TWO_LEVEL, candidates
-from megatron.engine.traffic import predict
-from megatron.model.traffic import NotPredicted
-from megatron.parallel.traffic import Tally
+from megatron.config.arithmetic.algorithm_table import OPERATIONS, RECURSIVE, RING, THREE, TWO_LEVEL, candidates
+from megatron.model.costs.traffic import NotPredicted
+from megatron.parallel.messages.traffic import Tally
+from megatron.plan.messages.predict import predict
 from tests.engine.test_traffic import counted
 from tests.training.matrix import Case, cases, merged
 from tests.workers import run
@@ -48,8 +48,8 @@ def routed(values: dict, ranks: int, steps: int) -> list[list[list]]:
     import torch
 
     from megatron.checkpoint import SOLO, GroupCommunicator
-    from megatron.parallel.layout import Layout
-    from megatron.parallel.mesh import Mesh
+    from megatron.parallel.layout.layout import Layout
+    from megatron.parallel.layout.mesh import Mesh
     from megatron.training.algorithms import chosen_algorithms
     from megatron.training.world import World
 

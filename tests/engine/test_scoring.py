@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from megatron.config import resolve
-from megatron.engine.scoring import Scorer, Text, depends_on_batch
+from megatron.evaluation.scoring import Scorer, Text, depends_on_batch
 from megatron.model.generate import Sampling, complete
 from megatron.model.stack import Model, build_model
-from megatron.parallel.parameters import buffers_of, stored_tensors
+from megatron.parallel.layers.parameters import buffers_of, stored_tensors
 from tests.training import matrix, runs
 from tests.workers import run
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron.config import resolve
-from megatron.engine.scoring import Text
-from megatron.engine.shared_contexts import SharedContexts, depends_on_batch, reads_on, split
+from megatron.evaluation.scoring import Text
+from megatron.evaluation.shared_contexts import SharedContexts, depends_on_batch, reads_on, split
 from megatron.model.stack import Model
 from tests.engine.test_scoring import MATRIX, alone, plain_model, settings_of, texts
 from tests.training import matrix

@@ -7,11 +7,11 @@ import torch
 
 from megatron.config import resolve
 from megatron.config.variants import overlay
+from megatron.engine.deepspeed.reduction import one_behind_the_other
 from megatron.engine.engine import build_engine
-from megatron.engine.reduction import one_behind_the_other
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.shared_sums import SharedSums
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
+from megatron.parallel.transport.shared_sums import SharedSums
 from tests.engine.test_traffic import counted
 from tests.training import runs
 from tests.training.matrix import cases

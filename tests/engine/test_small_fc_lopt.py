@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from megatron.config import resolve
-from megatron.config.meta_weights import Network
+from megatron.config.arithmetic.meta_weights import Network
 from megatron.config.problems import UserError
 from megatron.engine.optimizers import build_optimizer, set_learning_rate
 from megatron.engine.optimizers.small_fc_lopt import read_network
 from megatron.model.stack import build_model
-from megatron.parallel.mesh import Axis
-from megatron.parallel.shard import Role
+from megatron.parallel.layout.mesh import Axis
+from megatron.parallel.layout.shard import Role
 from megatron.testing.ranks import on_ranks
 from tests.engine.test_optimizers import gradients, model, parameter
 from tests.paths import ROOT
@@ -294,7 +294,7 @@ def test_ranks_have_one_network(tmp_path):
 def resumed(values: dict, saved: str, further: dict) -> tuple[str, ...]:
     """On one rank: a checkpoint of a run with `values`, and what each of the other settings finds in it."""
     from megatron.checkpoint import SOLO, CheckpointError, Meta, open_checkpoint, save
-    from megatron.training.resume import resume
+    from megatron.training.start.resume import resume
     from megatron.training.world import World
 
     config, engine = runs.start(values, 1)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron.config import resolve
 from megatron.data.batch import StepBatch
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.layout.mesh import Mesh
 from tests.engine.test_traps import values_of
 
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
@@ -28,7 +28,7 @@ RUNS = [  # compute type, ZeRO stage, optimizer
 
 def train() -> None:
     """A step of each run; ends with status 1 where one of them has imported torch's compiler."""
-    from megatron.engine.deepspeed_process import prepare_deepspeed
+    from megatron.engine.deepspeed.process import prepare_deepspeed
     from megatron.engine.engine import build_engine
 
     prepare_deepspeed(torch.device("cpu"))

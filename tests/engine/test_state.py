@@ -10,8 +10,8 @@ from torch import nn
 
 from megatron.engine import replicas
 from megatron.engine.state import EngineState
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.shard import LogicalTensor, Role
+from megatron.parallel.layout.mesh import Mesh
+from megatron.parallel.layout.shard import LogicalTensor, Role
 
 
 def parameter(*shape: int) -> nn.Parameter:

@@ -9,8 +9,8 @@ from megatron.config import resolve
 from megatron.data.batch import StepBatch
 from megatron.engine import engine as engines
 from megatron.engine.engine import build_engine
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
 from megatron.testing.ranks import on_ranks
 
 SAMPLES, LENGTH, WORDS = 4, 8, 32

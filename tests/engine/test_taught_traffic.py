@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megatron.config import resolve
-from megatron.engine.traffic import predict
-from megatron.parallel.traffic import Tally
+from megatron.parallel.messages.traffic import Tally
+from megatron.plan.messages.predict import predict
 from tests.engine.test_traffic import account_of
 from tests.objectives.teachers import write_teacher
 from tests.training.matrix import merged
@@ -56,11 +56,11 @@ def taught(values: dict[str, Any], ranks: int) -> list[list]:
     import torch
 
     from megatron.checkpoint import GroupCommunicator
-    from megatron.engine.deepspeed_process import prepare_deepspeed
+    from megatron.engine.deepspeed.process import prepare_deepspeed
     from megatron.engine.engine import build_engine
     from megatron.engine.teacher import Teacher
-    from megatron.parallel.layout import Layout
-    from megatron.parallel.mesh import Mesh
+    from megatron.parallel.layout.layout import Layout
+    from megatron.parallel.layout.mesh import Mesh
 
     prepare_deepspeed(torch.device("cpu"))
     config = resolve(values, ranks=ranks)

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.config.layers import ConfigSource
 from megatron.config.resolution import combine
+from megatron.config.source.layers import ConfigSource
 from megatron.engine.engine import build_engine
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh, new_group
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh, new_group
 from tests.workers import run
 
 MODEL = {"layers": "(attention/mlp) x2", "hidden_size": 16, "vocab_size": 32, "attention": {"heads": 2}}

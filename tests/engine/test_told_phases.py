@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megatron.config import resolve
-from megatron.engine.deepspeed_process import prepare_deepspeed
+from megatron.engine.deepspeed.process import prepare_deepspeed
 from megatron.engine.engine import build_engine
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
 from megatron.worker.beacon import HOOKS, SIZE, Beacon, read
 from tests.training import matrix, runs
 from tests.training.matrix import merged

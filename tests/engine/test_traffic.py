@@ -12,13 +12,13 @@ import pytest
 from torch import Tensor
 
 from megatron.config import Config, resolve
-from megatron.engine import traffic
-from megatron.engine.traffic import TrafficPrediction, predict
-from megatron.model.exchanges import BY_DOCUMENTS, MOST
-from megatron.model.traffic import NotPredicted
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.traffic import Call, Tally, wire_bytes
+from megatron.model.costs.exchanges import BY_DOCUMENTS, MOST
+from megatron.model.costs.traffic import NotPredicted
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
+from megatron.parallel.messages.traffic import Call, Tally, wire_bytes
+from megatron.plan.messages import predict as traffic
+from megatron.plan.messages.predict import TrafficPrediction, predict
 from tests.training import runs
 from tests.training.matrix import Case, cases
 from tests.workers import run
@@ -63,7 +63,7 @@ def counted(values: dict, ranks: int, steps: int = 2) -> list[list[list]]:
 
 def account_of(config: Config, engine: Any, steps: int) -> list[list[list]]:
     """Of the first steps of an engine, on this rank."""
-    from megatron.parallel.account import Recorder
+    from megatron.parallel.messages.account import Recorder
     from megatron.training.hooks.communication import label_layers
 
     recorder, data, found = Recorder(engine.mesh), engine.mesh.data, []

@@ -17,9 +17,9 @@ from torch import nn
 
 from megatron.config import resolve
 from megatron.config.rules.deepspeed import KNOWN
-from megatron.engine.deepspeed_options import deepspeed_options
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
+from megatron.engine.deepspeed.options import deepspeed_options
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
 from tests.training import runs
 from tests.training.matrix import merged, read
 from tests.workers import run
@@ -110,7 +110,7 @@ def test_stages_may_have_different_groups():
 
 def wrapper(accumulate: bool) -> tuple[str, str]:
     """DeepSpeed's optimizer for bf16 at ZeRO 1, and the type of its sums, with our options or without types."""
-    from megatron.engine.deepspeed_process import prepare_deepspeed
+    from megatron.engine.deepspeed.process import prepare_deepspeed
 
     prepare_deepspeed(torch.device("cpu"))
     import deepspeed
@@ -131,7 +131,7 @@ def test_bf16_gradients_are_summed_in_fp32():
 
 
 def zero_0_in_bf16() -> str:
-    from megatron.engine.deepspeed_process import prepare_deepspeed
+    from megatron.engine.deepspeed.process import prepare_deepspeed
 
     prepare_deepspeed(torch.device("cpu"))
     import deepspeed
@@ -159,7 +159,7 @@ def test_no_fp32_sums_at_zero_0():
 
 def initialised_type() -> tuple[bool, str, str]:
     """Whether DeepSpeed finds fp16 here, and the types of a weight that shall be fp32: told so, and by our options."""
-    from megatron.engine.deepspeed_process import prepare_deepspeed
+    from megatron.engine.deepspeed.process import prepare_deepspeed
 
     prepare_deepspeed(torch.device("cpu"))
     import deepspeed
@@ -205,7 +205,7 @@ class Last(nn.Module):
 
 def small_pipeline(inside: bool, stage: int):
     """DeepSpeed's engine for a linear layer on one rank and a `Last` on another."""
-    from megatron.engine.deepspeed_process import prepare_deepspeed
+    from megatron.engine.deepspeed.process import prepare_deepspeed
 
     prepare_deepspeed(torch.device("cpu"))
     import deepspeed
@@ -295,7 +295,7 @@ def extension() -> tuple[bool, bool, bool]:
     from deepspeed.comm.torch import build_shm_op
 
     known = "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__
-    from megatron.engine.deepspeed_process import prepare_deepspeed
+    from megatron.engine.deepspeed.process import prepare_deepspeed
 
     prepare_deepspeed(torch.device("cpu"))
     return known, deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"], build_shm_op() is None

@@ -7,10 +7,10 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron.checkpoint import Fragment, Meta, save
-from megatron.checkpoint.fragment import MASTER
+from megatron.checkpoint.format.fragment import MASTER
 from megatron.config import to_yaml
-from megatron.config.layers import ConfigSource
 from megatron.config.resolution import combine
+from megatron.config.source.layers import ConfigSource
 from megatron.model.stack import build_model
 from tests.model.parity import randomise, stored
 

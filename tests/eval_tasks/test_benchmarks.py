@@ -14,13 +14,13 @@ import pyarrow
 import pytest
 import yaml
 
-from eval_tasks import benchmarks
-from eval_tasks.benchmarks import BENCHMARKS, PackageError, find_package, unpack
-from eval_tasks.documents import texts
-from eval_tasks.select import Request, manager, tasks_of_request
 from megatron.checkpoint import Fragment, Meta, save
-from megatron.checkpoint.fragment import MASTER
+from megatron.checkpoint.format.fragment import MASTER
 from megatron.config import load, to_yaml
+from megatron.evaluation import benchmarks
+from megatron.evaluation.benchmarks import BENCHMARKS, PackageError, find_package, unpack
+from megatron.evaluation.documents import texts
+from megatron.evaluation.select import Request, manager, tasks_of_request
 from megatron.model.stack import build_model
 from tests.eval_tasks.test_run import deepy
 from tests.model.parity import stored

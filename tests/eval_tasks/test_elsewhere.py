@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from eval_tasks.check import checkpoint_problems
-from megatron.config.layers import ConfigSource
 from megatron.config.resolution import combine
+from megatron.config.source.layers import ConfigSource
+from megatron.evaluation.check import checkpoint_problems
 from tests.eval_tasks.models import settings, write_checkpoint
 from tests.workers import run as on_ranks
 
@@ -30,15 +30,15 @@ def evaluate(folder: str, words: list[str], uploaded: str | None) -> dict | str:
     """evaluate.py in this worker, whose memory:// is its own: the results, or what it refuses."""
     import torch
 
-    from eval_tasks import results
-    from eval_tasks.arguments import parse
-    from eval_tasks.errors import TaskError
-    from eval_tasks.main import run
     from megatron.checkpoint import SOLO, CheckpointError
-    from megatron.checkpoint.transfer import upload
-    from megatron.engine.deepspeed_process import prepare_deepspeed
-    from megatron.parallel.layout import Layout
-    from megatron.parallel.mesh import Mesh
+    from megatron.checkpoint.save.transfer import upload
+    from megatron.engine.deepspeed.process import prepare_deepspeed
+    from megatron.evaluation import results
+    from megatron.evaluation.arguments import parse
+    from megatron.evaluation.errors import TaskError
+    from megatron.evaluation.main import run
+    from megatron.parallel.layout.layout import Layout
+    from megatron.parallel.layout.mesh import Mesh
     from megatron.training.world import World
 
     config = combine(

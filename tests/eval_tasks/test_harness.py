@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from eval_tasks.harness import run_tasks, undisturbed
-from eval_tasks.select import Request, manager
 from megatron.checkpoint import SOLO, GroupCommunicator, open_checkpoint
 from megatron.config import resolve
 from megatron.data.tokenizer import build_tokenizer
-from megatron.engine.deepspeed_process import prepare_deepspeed
+from megatron.engine.deepspeed.process import prepare_deepspeed
 from megatron.engine.engine import build_engine
-from megatron.engine.scoring import Scorer
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
-from megatron.training.resume import initialize
+from megatron.evaluation.harness import run_tasks, undisturbed
+from megatron.evaluation.scoring import Scorer
+from megatron.evaluation.select import Request, manager
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
+from megatron.training.start.resume import initialize
 from megatron.training.world import World
 from tests.eval_tasks.models import KINDS, LENGTH, settings, write_checkpoint
 from tests.workers import run

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eval_tasks.memorisation import table
-from eval_tasks.memorisation.summary import predict, summary_of
 from megatron.config import load
+from megatron.evaluation.memorisation import table
+from megatron.evaluation.memorisation.summary import predict, summary_of
 from tests.data.make import write_documents
 from tests.eval_tasks.models import LENGTH, SIZE, settings, write_checkpoint
 from tests.eval_tasks.test_harness import LAYOUTS
@@ -25,15 +25,15 @@ def recitals(folder: Path, rows: list[tuple[int, ...]], ranks: int, layout: dict
     """Of rows, by the model of a checkpoint on a layout."""
     import torch
 
-    from eval_tasks.memorisation.recite import recite
     from megatron.checkpoint import SOLO, GroupCommunicator, open_checkpoint
     from megatron.config import resolve
-    from megatron.engine.deepspeed_process import prepare_deepspeed
+    from megatron.engine.deepspeed.process import prepare_deepspeed
     from megatron.engine.engine import build_engine
-    from megatron.engine.scoring import Scorer
-    from megatron.parallel.layout import Layout
-    from megatron.parallel.mesh import Mesh
-    from megatron.training.resume import initialize
+    from megatron.evaluation.memorisation.recitation import recite
+    from megatron.evaluation.scoring import Scorer
+    from megatron.parallel.layout.layout import Layout
+    from megatron.parallel.layout.mesh import Mesh
+    from megatron.training.start.resume import initialize
     from megatron.training.world import World
 
     device = torch.device("cpu")
@@ -102,13 +102,13 @@ def extract(folder: str, ranks: int, words: list[str], overrides: list[str], par
     """extract.py on this worker's ranks; what it refuses, if it does."""
     import torch
 
-    from eval_tasks.memorisation.arguments import parse
-    from eval_tasks.memorisation.main import run
     from megatron.checkpoint import SOLO, GroupCommunicator
     from megatron.data.errors import DataError
-    from megatron.engine.deepspeed_process import prepare_deepspeed
-    from megatron.parallel.layout import Layout
-    from megatron.parallel.mesh import Mesh
+    from megatron.engine.deepspeed.process import prepare_deepspeed
+    from megatron.evaluation.memorisation.arguments import parse
+    from megatron.evaluation.memorisation.main import run
+    from megatron.parallel.layout.layout import Layout
+    from megatron.parallel.layout.mesh import Mesh
     from megatron.training.world import World
 
     config = load([f"{folder}/tiny.yml"], [f"run.dir={folder}/run", *overrides], ranks=ranks).config
@@ -202,8 +202,8 @@ def test_other_results_and_other_data_are_refused(words, overrides, said, traine
     ],
 )
 def test_mistakes_are_found_before_a_rank_starts(words, said, tmp_path):
-    from eval_tasks.memorisation.check import before_start
     from megatron.config import resolve
+    from megatron.evaluation.memorisation.check import before_start
 
     assert LENGTH == 64
     if said != "train the run first":
@@ -213,8 +213,8 @@ def test_mistakes_are_found_before_a_rank_starts(words, said, tmp_path):
 
 
 def test_a_recital_fits_the_sequences_of_its_steps(tmp_path):
-    from eval_tasks.memorisation.check import before_start
     from megatron.config import resolve
+    from megatron.evaluation.memorisation.check import before_start
 
     (tmp_path / "checkpoints").mkdir()
     values = settings("gpt_neox", tmp_path)

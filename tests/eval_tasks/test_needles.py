@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from eval_tasks.arguments import OptionError, parse
-from eval_tasks.check import before_start
-from eval_tasks.errors import TaskError
-from eval_tasks.needles import haystack, needles, table
-from megatron.config.layers import ConfigSource
 from megatron.config.resolution import combine
+from megatron.config.source.layers import ConfigSource
 from megatron.data.tokenizer import BytesTokenizer, build_tokenizer
-from megatron.engine.scoring import Score
+from megatron.evaluation.arguments import OptionError, parse
+from megatron.evaluation.check import before_start
+from megatron.evaluation.errors import TaskError
+from megatron.evaluation.needles import haystack, needles, table
+from megatron.evaluation.scoring import Score
 from megatron.training.text import load_model
 from tests.eval_tasks.models import settings, write_checkpoint
 from tests.workers import run as on_ranks
@@ -73,11 +73,11 @@ def test_readers_of_known_memory() -> None:
 
 def evaluate(folder: str, layout: dict, ranks: int, words: list[str]) -> None:
     """evaluate.py on this worker's ranks."""
-    from eval_tasks.main import run
     from megatron.checkpoint import SOLO, GroupCommunicator
-    from megatron.engine.deepspeed_process import prepare_deepspeed
-    from megatron.parallel.layout import Layout
-    from megatron.parallel.mesh import Mesh
+    from megatron.engine.deepspeed.process import prepare_deepspeed
+    from megatron.evaluation.main import run
+    from megatron.parallel.layout.layout import Layout
+    from megatron.parallel.layout.mesh import Mesh
     from megatron.training.world import World
 
     values = settings("gpt_neox", Path(folder)) | layout

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from eval_tasks.check import before_training
-from eval_tasks.probes import LARGEST, Probe, ProbeError, read_probes
 from megatron.checkpoint import open_checkpoint
-from megatron.checkpoint.compare import compare_tensors
+from megatron.checkpoint.read.compare import compare_tensors
 from megatron.config import load
 from megatron.data.tokenizer import BytesTokenizer
+from megatron.evaluation.check import before_training
+from megatron.evaluation.probes import LARGEST, Probe, ProbeError, read_probes
 from megatron.training.text import load_model
 from tests.training.test_run import job
 from tests.workers import run as on_ranks

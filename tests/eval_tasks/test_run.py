@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from eval_tasks.arguments import parse
-from eval_tasks.select import Request
 from megatron.checkpoint import open_checkpoint
-from megatron.checkpoint.compare import compare_tensors
+from megatron.checkpoint.read.compare import compare_tensors
 from megatron.config.sections.output import TaskOptions
+from megatron.evaluation.arguments import parse
+from megatron.evaluation.select import Request
 from megatron.launch.command_line import main
 from tests.paths import ROOT
 from tests.training.test_run import job

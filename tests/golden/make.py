@@ -23,11 +23,11 @@ import torch
 from megatron.config import ConfigError, load
 from megatron.config.catalog import Path as KeyPath
 from megatron.config.frozen import thaw
-from megatron.config.layers import ConfigSource
 from megatron.config.resolution import combine
+from megatron.config.source.layers import ConfigSource
 from megatron.config.tree import get, leaves, put
 from megatron.model.stack import build_model
-from megatron.parallel.parameters import stored_tensors
+from megatron.parallel.layers.parameters import stored_tensors
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import Config, resolve
-from megatron.config.fused_attention import FA3
-from megatron.config.kernels import installed
+from megatron.config.arithmetic.fused_attention import FA3
+from megatron.config.arithmetic.kernels import installed
 from megatron.config.variants import overlay
-from megatron.model.flash_attention import use_flash_attention
+from megatron.model.kernels.flash_attention import use_flash_attention
 from megatron.model.stack import build_model
-from megatron.parallel.async_tensor import check_async_tensor, gathered_through, scattered_product
-from megatron.parallel.collectives import enter, leave
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.layers.async_tensor import check_async_tensor, gathered_through, scattered_product
+from megatron.parallel.layers.collectives import enter, leave
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
 from tests.float64 import DOUBLE
 from tests.gpu.test_parity import batch, computed, error, gradients
 

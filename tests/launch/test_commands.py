@@ -16,10 +16,10 @@ import yaml as pyyaml
 from megatron.config.registry import INSIDE, RUNNER, registry_of
 from megatron.config.sections.layout import LaunchSection
 from megatron.launch.command_line import main, overrides_of, parser
-from megatron.launch.job_plan import make_plan, restarted
+from megatron.launch.job.job_plan import make_plan, restarted
 from megatron.launch.runner import runner_of
 from megatron.launch.runners import torchrun
-from megatron.launch.specification import Host, Specification, seat_in
+from megatron.launch.wire.specification import Host, Specification, seat_in
 from tests.paths import ROOT
 
 from .running import CONFIG

@@ -14,13 +14,13 @@ import pytest
 
 from megatron.config.problems import ConfigError
 from megatron.launch import supervisor
-from megatron.launch.choose import RunnerChoice
-from megatron.launch.compare import MEASURES
-from megatron.launch.doctor import FAIL, WARN, Doctor, HostFinding
-from megatron.launch.job_plan import make_plan
-from megatron.launch.launcher import Result
-from megatron.launch.specification import Host
-from megatron.launch.status import Failure
+from megatron.launch.doctor.compare import MEASURES
+from megatron.launch.doctor.doctor import FAIL, WARN, Doctor, HostFinding
+from megatron.launch.job.choose import RunnerChoice
+from megatron.launch.job.job_plan import make_plan
+from megatron.launch.launcher.launcher import Result
+from megatron.launch.report.status import Failure
+from megatron.launch.wire.specification import Host
 from megatron.report.ledger import Ledger, read_ledger
 from megatron.trials.chaos import own_network
 from megatron.trials.hosts import TrialHosts
@@ -137,7 +137,7 @@ def test_before_each_start(monkeypatch, tmp_path):
 
 def test_a_host_that_never_comes_to_an_end_is_named(tmp_path, monkeypatch):
     """As where its disk does not answer: the start is tried all the same."""
-    monkeypatch.setattr("megatron.launch.doctor.LONGEST", 0.0)
+    monkeypatch.setattr("megatron.launch.doctor.doctor.LONGEST", 0.0)
     config = str(ROOT / "configs/test/tiny_neox.yml")
     plan = make_plan(str(ROOT / "train.py"), [config, "launch.device=cpu", f"run.dir={tmp_path}/run"], [], {})
     python = tmp_path / "python"

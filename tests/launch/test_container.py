@@ -11,7 +11,7 @@ from megatron.config import ConfigError, resolve
 from megatron.config.registry import registry_of
 from megatron.config.sections.layout import LaunchSection
 from megatron.launch.runner import runner_of
-from megatron.launch.specification import Host, Specification
+from megatron.launch.wire.specification import Host, Specification
 from tests.launch.running import CONFIG, Job
 from tests.paths import ROOT
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.launch.diagnosis import diagnose, disagreement, rank_of
+from megatron.launch.watch.diagnosis import diagnose, disagreement, rank_of
 
 from .simulated import KINDS, scene
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from megatron.config.sections.layout import LaunchSection
-from megatron.launch import probe
-from megatron.launch.choose import RunnerChoice
-from megatron.launch.compare import MEASURES, PAIRS, best_pairs, partners
-from megatron.launch.doctor import FAIL, GIB, OK, WARN, Doctor, judge, judge_clocks, judge_rates, table
+from megatron.launch.doctor import probe
+from megatron.launch.doctor.compare import MEASURES, PAIRS, best_pairs, partners
+from megatron.launch.doctor.doctor import FAIL, GIB, OK, WARN, Doctor, judge, judge_clocks, judge_rates, table
+from megatron.launch.job.choose import RunnerChoice
 from megatron.launch.runners import local
-from megatron.launch.specification import Host
+from megatron.launch.wire.specification import Host
 from megatron.trials.chaos import own_network
 from megatron.trials.hosts import RUNNER, TrialHosts
 from megatron.worker import devices
@@ -143,7 +143,7 @@ def test_facts_and_speeds_are_of_all_devices_of_a_host(tmp_path, monkeypatch):
     monkeypatch.setattr(devices, "DEV", tmp_path)
     monkeypatch.setattr(devices, "nvidia_buses", list)
     seen = {
-        job.command[job.command.index("megatron.launch.probe") + 1]: devices.count(
+        job.command[job.command.index("megatron.launch.doctor.probe") + 1]: devices.count(
             devices.visibility(job.hosts[0].slots, {}, job.device)
         )
         for job in jobs

@@ -9,10 +9,10 @@ import sys
 import pytest
 
 from megatron.config import ConfigError, config_hash, load, save_resolved
-from megatron.config.arguments import ArgumentError, split
-from megatron.launch.forwarding import forwarded, read_file, shown
+from megatron.config.source.arguments import ArgumentError, split
+from megatron.launch.agent.ranks import rank_environment
 from megatron.launch.join import rank_command
-from megatron.launch.ranks import rank_environment
+from megatron.launch.report.forwarding import forwarded, read_file, shown
 from megatron.worker.job import check_agreement, guarded, read_job
 from megatron.worker.place import LaunchError, WorkerEnvironment, worker_environment
 from tests.paths import ROOT

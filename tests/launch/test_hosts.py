@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.sections.layout import LaunchSection
-from megatron.launch.choose import choose_runner
-from megatron.launch.hosts import HostError, read_hostfile, select
-from megatron.launch.specification import Host
+from megatron.launch.job.choose import choose_runner
+from megatron.launch.job.hosts import HostError, read_hostfile, select
+from megatron.launch.wire.specification import Host
 from megatron.worker.devices import cores_of, parse_cores, ranks_here
 from megatron.worker.network import Address, addresses, free_port, shared_network
 from megatron.worker.slurm_nodes import expand

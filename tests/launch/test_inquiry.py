@@ -16,10 +16,10 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.config.problems import UserError
-from megatron.launch import inquiry
 from megatron.launch.command_line import main
-from megatron.launch.diagnosis import Rank
-from megatron.launch.inquiry import FILE, InquirySocket, ask, of_ranks, pause
+from megatron.launch.watch import inquiry
+from megatron.launch.watch.diagnosis import Rank
+from megatron.launch.watch.inquiry import FILE, InquirySocket, ask, of_ranks, pause
 
 
 def note(folder: Path, **changes: object) -> str:

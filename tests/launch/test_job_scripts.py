@@ -11,7 +11,7 @@ import pytest
 import yaml as pyyaml
 
 from megatron.launch.command_line import main
-from megatron.launch.templates import _service_name
+from megatron.launch.job.templates import _service_name
 from tests.launch.running import CONFIG
 
 TRAP = "x$(touch pwned)`touch pwned`;touch pwned #'\" y"

@@ -13,10 +13,10 @@ import time
 
 import pytest
 
-from megatron.launch import listener as listening
-from megatron.launch.credentials import connect, write_file
-from megatron.launch.listener import AgentListener
-from megatron.launch.protocol import decode
+from megatron.launch.wire import listener as listening
+from megatron.launch.wire.credentials import connect, write_file
+from megatron.launch.wire.listener import AgentListener
+from megatron.launch.wire.protocol import decode
 from megatron.worker import network
 from tests.launch.running import Job
 from tests.paths import ROOT

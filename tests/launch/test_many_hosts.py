@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from megatron.launch.launcher import AT_ONCE
+from megatron.launch.launcher.launcher import AT_ONCE
 from tests.paths import ROOT
 
 from .running import CONFIG

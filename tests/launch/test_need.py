@@ -7,10 +7,11 @@ import signal
 
 import pytest
 
-from megatron.config.resolved_file import read_resolved
-from megatron.launch import need, supervisor
-from megatron.launch.job_plan import make_plan
-from megatron.launch.need import TOLD, tell_need
+from megatron.config.source.resolved_file import read_resolved
+from megatron.launch import supervisor
+from megatron.launch.job import memory_notice as need
+from megatron.launch.job.job_plan import make_plan
+from megatron.launch.job.memory_notice import TOLD, tell_need
 from megatron.plan.__main__ import main, steps_left
 from megatron.plan.prediction import TOO_LARGE, predict
 from megatron.training.run import told_by_launcher

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megatron.config.arguments import ArgumentError
+from megatron.config.source.arguments import ArgumentError
 from megatron.launch.neox_style import translated
 from tests.paths import ROOT
 

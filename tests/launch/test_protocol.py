@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.launch import protocol
-from megatron.launch.console import RankConsole
-from megatron.launch.protocol import LIMIT, Lines, decode, encode, encode_text
-from megatron.launch.specification import Host, Seat, Specification, seat_in
+from megatron.launch.report.console import RankConsole
+from megatron.launch.wire import protocol
+from megatron.launch.wire.protocol import LIMIT, Lines, decode, encode, encode_text
+from megatron.launch.wire.specification import Host, Seat, Specification, seat_in
 
 TEXT = st.text(st.characters(codec=None, exclude_categories=()), max_size=3000)
 

@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from megatron.launch.launcher import Result
-from megatron.launch.restarts import CYCLES, Restarts
-from megatron.launch.status import HANG, HOST_LOST, Failure
+from megatron.launch.launcher.launcher import Result
+from megatron.launch.launcher.restarts import CYCLES, Restarts
+from megatron.launch.report.status import HANG, HOST_LOST, Failure
 from megatron.worker.job import CORRUPT
 
 TRACE = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n'
@@ -73,7 +73,7 @@ def test_another_failure_or_another_step_is(again):
     [
         "OSError: [Errno 28] No space left on device",
         "RuntimeError: Connection closed by peer",
-        "megatron.checkpoint.errors.StoreRefuses: /c/step_00000400: [Errno 30] Read-only file system",
+        "megatron.checkpoint.format.errors.StoreRefuses: /c/step_00000400: [Errno 30] Read-only file system",
     ],
 )
 def test_what_may_pass_by_itself_is(text):

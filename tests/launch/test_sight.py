@@ -8,7 +8,7 @@ import time
 import pytest
 
 from megatron.config.sections.watch import WatchSection
-from megatron.launch.sight import Sight, limit
+from megatron.launch.agent.rank_probe import Sight, limit
 from megatron.worker.beacon import OPTIMIZER, REDUCE, SIZE, Beacon, RankProgress, read
 
 LIMITS = {name: value for name, value in WatchSection().model_dump().items() if isinstance(value, float)}

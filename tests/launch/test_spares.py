@@ -12,14 +12,14 @@ import pytest
 
 from megatron.config.problems import ConfigError
 from megatron.config.sections.layout import LaunchSection
-from megatron.launch.agent import Agent
-from megatron.launch.choose import choose_runner
-from megatron.launch.hosts import HostError
-from megatron.launch.job_plan import JobPlan, commands, make_plan
-from megatron.launch.launcher import Result
-from megatron.launch.protocol import decode, encode
-from megatron.launch.status import HOST_LOST, Failure
+from megatron.launch.agent.agent import Agent
+from megatron.launch.job.choose import choose_runner
+from megatron.launch.job.hosts import HostError
+from megatron.launch.job.job_plan import JobPlan, commands, make_plan
+from megatron.launch.launcher.launcher import Result
+from megatron.launch.report.status import HOST_LOST, Failure
 from megatron.launch.supervisor import _elsewhere, _on_hosts_that_are_left
+from megatron.launch.wire.protocol import decode, encode
 from tests.paths import ROOT
 
 from .host_job import DEEPY

@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from megatron.launch.console import YELLOW, last_traceback, log, report
-from megatron.launch.hints import hint_for
-from megatron.launch.status import HOST_LOST, STOPPED, Failure, describe_status, exit_status, outcome, signal_of
+from megatron.launch.report.console import YELLOW, last_traceback, log, report
+from megatron.launch.report.known_causes import hint_for
+from megatron.launch.report.status import HOST_LOST, STOPPED, Failure, describe_status, exit_status, outcome, signal_of
 
 
 def fail(time, rank, status, reason="", text=""):

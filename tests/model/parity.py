@@ -13,8 +13,8 @@ from megatron.checkpoint.hf import convert
 from megatron.checkpoint.hf.config import architecture_of, model_values
 from megatron.config import Config, resolve
 from megatron.model.stack import Model, build_model
-from megatron.parallel.parameters import stored_tensors
-from megatron.parallel.shard import Span
+from megatron.parallel.layers.parameters import stored_tensors
+from megatron.parallel.layout.shard import Span
 from tests.float64 import DOUBLE, EXACT, wider
 from tests.margins import Measured
 

@@ -38,8 +38,8 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megatron.config import Config, load
-from megatron.kinds.common import attend
-from megatron.model.compile import choose_compilation
+from megatron.kinds.common.attention import attend
+from megatron.model.kernels.compile import choose_compilation
 from megatron.model.stack import build_model
 from tests.model.pretended_gpu import DEVICE, gradients_of, let_torch_handle_cuda_tensors
 

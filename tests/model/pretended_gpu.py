@@ -23,7 +23,7 @@ from torch.autograd.graph import Node
 
 from megatron.config import load
 from megatron.config.schema import Config
-from megatron.kinds.common import attend
+from megatron.kinds.common.attention import attend
 from megatron.model.stack import Model, build_model
 
 DEVICE = "cuda"

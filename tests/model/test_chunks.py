@@ -10,15 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron import api
-from megatron.kinds.common import ring
-from megatron.kinds.common.attend import attend
-from megatron.kinds.common.attention_pattern import Dropped, Pattern
-from megatron.kinds.common.chunked_keys import ChunkedKeys
+from megatron.kinds.common.attention import ring
+from megatron.kinds.common.attention.attend import attend
+from megatron.kinds.common.attention.chunked_keys import ChunkedKeys
+from megatron.kinds.common.attention.pattern import Dropped, Pattern
 from megatron.model.stack import Model, build_model
 from megatron.model.stream import Chunk
-from megatron.parallel.context import ContextGroup
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Axis, Mesh
+from megatron.parallel.layers.context import ContextGroup
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Axis, Mesh
 from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import named
 from tests.workers import run
@@ -178,7 +178,7 @@ def attention(pattern: Pattern, documents, dropout, sinks, chunks: int) -> list[
 def test_attention_to_earlier_chunks(window, softcap, slopes, documents, dropped, sinks, monkeypatch):
     """Of queries and keys with other numbers of channels, which no fused kernel takes, masks are written out."""
     monkeypatch.setattr(ring, "PIECE", 7)
-    monkeypatch.setattr("megatron.kinds.common.chunked_keys.PIECE", 7)
+    monkeypatch.setattr("megatron.kinds.common.attention.chunked_keys.PIECE", 7)
     pattern = Pattern(0.4, window, softcap, slopes)
     begins = torch.zeros(B, 60, dtype=torch.int64)
     begins[0, [13, 40, 41]] = begins[1, [5, 30]] = 1

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.config import resolve
-from megatron.model.compile import choose_compilation, describe_compile
+from megatron.model.kernels.compile import choose_compilation, describe_compile
 from megatron.model.stack import Model, build_model
 
 V, S = 61, 24

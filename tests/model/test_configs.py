@@ -10,7 +10,7 @@ import transformers as hf
 
 from megatron.checkpoint.hf.config import hf_config
 from megatron.config import load
-from megatron.model.describe import totals
+from megatron.model.costs.describe import totals
 from megatron.model.stack import build_model
 from tests.model.parity import named
 from tests.paths import ROOT

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import Config, resolve
-from megatron.model.compile import _options, describe_compile, graphs
-from megatron.model.cuda_graphs import gradients_leave_graphs
+from megatron.model.kernels.compile import _options, describe_compile, graphs
+from megatron.model.kernels.cuda_graphs import gradients_leave_graphs
 
 
 def settings(compute: str = "bf16", cuda_graphs: bool = True) -> Config:

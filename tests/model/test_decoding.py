@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron.config import resolve
-from megatron.kinds.common.key_value_cache import KeyValueCache
-from megatron.model.describe import layers_table
+from megatron.kinds.common.attention.key_value_cache import KeyValueCache
+from megatron.model.costs.describe import layers_table
 from megatron.model.generate import Sampling, choose_token, complete, filtered, generate
 from megatron.model.stack import build_model
 from tests.float64 import DOUBLE, EXACT

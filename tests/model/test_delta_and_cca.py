@@ -18,7 +18,7 @@ from transformers.models.zaya.modeling_zaya import ZayaAttention, ZayaRotaryEmbe
 from megatron.config import resolve
 from megatron.kinds.gated_delta import kernels as delta_kernels
 from megatron.kinds.gated_delta.delta_rule import LENGTH_EPSILON, gated_delta_rule
-from megatron.model.describe import layers
+from megatron.model.costs.describe import layers
 from megatron.model.stack import build_model
 from megatron.model.stream import Stream
 from tests.float64 import DOUBLE, EXACT, wider

@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config import resolve
-from megatron.model.describe import layers, layers_table, totals
+from megatron.model.costs.describe import layers, layers_table, totals
 from megatron.model.stack import Model, build_model
 from tests.model.test_model_options import BASE, OPTIONS, merged
 from tests.model.test_recomputation import Allocations

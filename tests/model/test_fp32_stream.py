@@ -7,7 +7,7 @@ import torch
 
 from megatron.checkpoint.hf.config import hf_config, model_values
 from megatron.config import resolve
-from megatron.model.describe import layers
+from megatron.model.costs.describe import layers
 from megatron.model.stack import build_model
 from tests.model.parity import relative
 from tests.model.test_recomputation import Allocations

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.config import load
-from megatron.model.compile import choose_compilation
+from megatron.model.kernels.compile import choose_compilation
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,12 +9,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config import resolve
-from megatron.model.describe import layers, totals
+from megatron.model.costs.describe import layers, totals
 from megatron.model.generate import Sampling, generate
 from megatron.model.multi_token import further_labels
 from megatron.model.stack import build_model
-from megatron.parallel.context import ContextGroup
-from megatron.parallel.mesh import Axis
+from megatron.parallel.layers.context import ContextGroup
+from megatron.parallel.layout.mesh import Axis
 from megatron.testing import check_counts
 from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import named, randomise, relative

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from megatron.config import resolve
 from megatron.model.recompute import _policy, deciding, keep_whole
 from megatron.model.stack import build_model
-from megatron.parallel import cross_entropy
+from megatron.parallel.layers import cross_entropy
 from tests.float64 import DOUBLE
 from tests.model.parity import named
 

@@ -13,10 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config import resolve
+from megatron.config.arithmetic.recurrence import Passes, expected_passes, passes_of_step
 from megatron.config.pattern import PatternError, parse
-from megatron.config.recurrence import Passes, expected_passes, passes_of_step
 from megatron.config.sections.recurrence import RecurrenceOptions
-from megatron.model.describe import flops_of_step, layers, totals
+from megatron.model.costs.describe import flops_of_step, layers, totals
 from megatron.model.generate import Sampling, generate
 from megatron.model.stack import build_model
 from megatron.testing import check_counts

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from megatron import api
-from megatron.kinds.common.key_value_cache import KeyValueCache
-from megatron.kinds.common.spread_keys import SpreadKeys
+from megatron.kinds.common.attention.key_value_cache import KeyValueCache
+from megatron.kinds.common.attention.spread_keys import SpreadKeys
 from megatron.model.generate import Sampling, generate
 from megatron.model.stack import build_model
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import ALONE, Axis, Mesh
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import ALONE, Axis, Mesh
 from tests.float64 import DOUBLE, EXACT
 from tests.workers import run
 

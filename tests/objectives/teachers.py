@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from megatron.checkpoint import Meta, write_tensors
-from megatron.checkpoint.fragment import WEIGHT, FragmentSpec
+from megatron.checkpoint.format.fragment import WEIGHT, FragmentSpec
 from megatron.config import to_yaml
-from megatron.config.layers import ConfigSource
 from megatron.config.resolution import combine
+from megatron.config.source.layers import ConfigSource
 from megatron.model.stack import build_model
-from megatron.parallel.parameters import logical_of, stored_tensors
+from megatron.parallel.layers.parameters import logical_of, stored_tensors
 from megatron.testing.noise import noise
 
 

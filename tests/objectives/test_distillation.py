@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config import Config, ConfigError, load, resolve
-from megatron.model.describe import teacher_flops, totals
+from megatron.model.costs.describe import teacher_flops, totals
 from megatron.model.stack import build_model
-from megatron.parallel.cross_entropy import LossOptions
-from megatron.parallel.distillation import SoftLabels, linear_distillation
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.layers.cross_entropy import LossOptions
+from megatron.parallel.layers.distillation import SoftLabels, linear_distillation
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
 from megatron.plan.candidate import Candidate
 from megatron.plan.memory import stage_memory
 from megatron.plan.shapes import Shapes

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroup
 
-from megatron.parallel.account import METHODS, Recorder, group_name, phase
-from megatron.parallel.collectives import enter, leave
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.traffic import Call, Tally, wire_bytes
+from megatron.parallel.layers.collectives import enter, leave
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
+from megatron.parallel.messages.account import METHODS, Recorder, group_name, phase
+from megatron.parallel.messages.traffic import Call, Tally, wire_bytes
 from tests.workers import run
 
 

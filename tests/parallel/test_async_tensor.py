@@ -15,14 +15,14 @@ import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 
 from megatron.config import resolve
-from megatron.config.layers import ConfigSource
 from megatron.config.resolution import combine
+from megatron.config.source.layers import ConfigSource
 from megatron.config.variants import overlay
-from megatron.parallel import async_tensor
-from megatron.parallel.account import Recorder
-from megatron.parallel.async_tensor import check_async_tensor
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Axis, Mesh
+from megatron.parallel.layers import async_tensor
+from megatron.parallel.layers.async_tensor import check_async_tensor
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Axis, Mesh
+from megatron.parallel.messages.account import Recorder
 from tests.model.parity import check_part
 from tests.parallel.test_tensor_parallel import MODELS, step
 from tests.plan.test_search import LLAMA, question

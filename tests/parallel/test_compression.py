@@ -6,10 +6,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.config.wire import BLOCK, FEEDS_BACK, LEAST_BLOCK, SHARE, WIRES, part_bytes, part_elements, row_block
+from megatron.config.arithmetic.wire import (
+    BLOCK,
+    FEEDS_BACK,
+    LEAST_BLOCK,
+    SHARE,
+    WIRES,
+    part_bytes,
+    part_elements,
+    row_block,
+)
 from megatron.model.stream import Channel, StreamForm
-from megatron.parallel.account import Recorder
-from megatron.parallel.compression import (
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
+from megatron.parallel.messages.account import Recorder
+from megatron.parallel.transport.compression import (
     CompressedSum,
     decode,
     encode,
@@ -21,8 +32,6 @@ from megatron.parallel.compression import (
     summed,
     unpack_rows,
 )
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
 from tests.workers import run
 
 ROWS = 8, 75  # of activations on a rank

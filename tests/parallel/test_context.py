@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from megatron.config.sequences import choose_method
-from megatron.kinds.common.attend import attend
-from megatron.kinds.common.attend_across import attend_across
-from megatron.kinds.common.attention_pattern import Dropped, Pattern, alibi_slopes
+from megatron.kinds.common.attention.attend import attend
+from megatron.kinds.common.attention.attend_across import attend_across
+from megatron.kinds.common.attention.pattern import Dropped, Pattern, alibi_slopes
 from megatron.model.relay import Relay
 from megatron.model.stream import Stream
-from megatron.parallel.context import ContextGroup
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.layers.context import ContextGroup
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
 from tests.float64 import EXACT
 from tests.model.parity import relative
 from tests.workers import run

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.parallel import cross_entropy
-from megatron.parallel.cross_entropy import LossOptions, linear_cross_entropy
+from megatron.parallel.layers import cross_entropy
+from megatron.parallel.layers.cross_entropy import LossOptions, linear_cross_entropy
 from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import relative
 

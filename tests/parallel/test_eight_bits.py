@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from megatron.config import resolve
 from megatron.config.variants import overlay
 from megatron.model.stack import build_model
-from megatron.parallel.eight_bits import E4M3, E5M2, linear_for, linear_of_8_bits, plain, rounded
+from megatron.parallel.layers.eight_bits import E4M3, E5M2, linear_for, linear_of_8_bits, plain, rounded
 from megatron.testing.layouts import _assembled, on_this_rank, one_process
 from megatron.testing.ranks import on_ranks
 from tests.float64 import DOUBLE

@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config import resolve
-from megatron.engine.traffic import predict
 from megatron.model.stack import ModelPlan
-from megatron.parallel.folded import embedding_of_rows, linear_of_rows
-from megatron.parallel.initial import Init
-from megatron.parallel.layout import Layout
-from megatron.parallel.linear import ColumnLinear
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.parameters import ParameterFactory, shares_rows
-from megatron.parallel.traffic import Tally, wire_bytes
+from megatron.parallel.layers.folded import embedding_of_rows, linear_of_rows
+from megatron.parallel.layers.linear import ColumnLinear
+from megatron.parallel.layers.parameters import ParameterFactory, shares_rows
+from megatron.parallel.layout.initial import Init
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
+from megatron.parallel.messages.traffic import Tally, wire_bytes
+from megatron.plan.messages.predict import predict
 from megatron.rehearsal.command import in_own_process
 from tests.float64 import EXACT
 from tests.model.parity import relative

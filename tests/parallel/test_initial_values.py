@@ -11,11 +11,11 @@ from megatron.config import resolve
 from megatron.config.sections.model import InitOptions
 from megatron.model.initialisation import scheme_init
 from megatron.model.stack import build_model
-from megatron.parallel import initial
-from megatron.parallel.initial import Init, initial_values
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.shard import LogicalTensor, Role, Shard, Span
+from megatron.parallel.layout import initial
+from megatron.parallel.layout.initial import Init, initial_values
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
+from megatron.parallel.layout.shard import LogicalTensor, Role, Shard, Span
 from tests.model.parity import named
 
 H, L, V, WIDTH = 192, 4, 1003, 384

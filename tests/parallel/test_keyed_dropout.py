@@ -9,7 +9,7 @@ import torch
 
 from megatron.config import resolve
 from megatron.model.stack import build_model
-from megatron.parallel.random import dropout, sequence_counters, site_key, uniform
+from megatron.parallel.layout.random import dropout, sequence_counters, site_key, uniform
 from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import named, relative
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.parallel.precision import exp_
+from megatron.parallel.layout.precision import exp_
 
 
 def test_an_exponential_is_off_by_its_roundings():

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroup
 
-from megatron.config.algorithm_table import (
+from megatron.config.arithmetic.algorithm_table import (
     BACKEND,
     LEVELS,
     OPERATIONS,
@@ -19,12 +19,12 @@ from megatron.config.algorithm_table import (
     best,
     candidates,
 )
-from megatron.parallel.account import METHODS, Recorder
-from megatron.parallel.hierarchy import places_by_host
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.routes import Router, Routes, groups_of
-from megatron.parallel.traffic import crossing_bytes
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
+from megatron.parallel.messages.account import METHODS, Recorder
+from megatron.parallel.messages.traffic import crossing_bytes
+from megatron.parallel.transport.hierarchy import places_by_host
+from megatron.parallel.transport.routes import Router, Routes, groups_of
 from tests.workers import run
 
 RANKS = 4

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroup
 
-from megatron.parallel import host_memory
-from megatron.parallel.account import Recorder
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.shared_sums import METHODS, SharedSums, averages
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
+from megatron.parallel.messages.account import Recorder
+from megatron.parallel.transport import host_memory
+from megatron.parallel.transport.shared_sums import METHODS, SharedSums, averages
 from tests.workers import run
 
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -198,7 +198,7 @@ def test_other_operations_are_no_sum():
 
 RANK = """
 import os, signal, sys, torch, torch.distributed as dist
-from megatron.parallel.shared_sums import SharedSums
+from megatron.parallel.transport.shared_sums import SharedSums
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", rank=rank, world_size=3, init_method="file://" + sys.argv[2])
 with SharedSums(print, least=1, chunk=4096).installed():

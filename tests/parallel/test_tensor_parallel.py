@@ -7,8 +7,8 @@ import torch
 
 from megatron.config import resolve
 from megatron.model.stack import build_model
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
 from tests.float64 import DOUBLE
 from tests.model.parity import check_part, named
 from tests.workers import run

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.parallel.account import Recorder, phase
-from megatron.parallel.clocks import Offset, bounded, find_latest, measure_offset
-from megatron.parallel.durations import Duration, Durations, MessageKind, bus_bandwidth
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.timing import DeviceClock, HostClock, Message, Timed
-from megatron.parallel.traffic import Call
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
+from megatron.parallel.messages.account import Recorder, phase
+from megatron.parallel.messages.clocks import Offset, bounded, find_latest, measure_offset
+from megatron.parallel.messages.durations import Duration, Durations, MessageKind, bus_bandwidth
+from megatron.parallel.messages.timing import DeviceClock, HostClock, Message, Timed
+from megatron.parallel.messages.traffic import Call
 from tests.workers import run
 
 CALL = Call("backward", "", "data", 3, "all_reduce", "fp32")

@@ -8,7 +8,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from megatron.parallel.watched import watched_collectives
+from megatron.parallel.messages.watched import watched_collectives
 from megatron.worker.beacon import SIZE, Beacon, GroupCall, read
 from tests.workers import run
 

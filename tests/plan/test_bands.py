@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.config.catalog import catalog, dotted
-from megatron.plan.bands import TITLES, WITHIN, Band, _fitted, _split_matrix, profile
-from megatron.plan.bands_text import ADVICE, HOST, advice, picture, text
+from megatron.plan.time_bands import TITLES, WITHIN, Band, _fitted, _split_matrix, profile
+from megatron.plan.time_bands_text import ADVICE, HOST, advice, picture, text
 from megatron.report.trace import FACTS, MARK, read_traces, sum_trace
 from tests.paths import ROOT
 from tests.training.test_run import TINY, job
@@ -27,7 +27,7 @@ STEPS = 6
 
 def planted(folder: str, *overrides: str) -> dict[str, float]:
     """On two ranks: a run in which time passes only where it is planted; returns how much, by band."""
-    from megatron.checkpoint.saver import Saver
+    from megatron.checkpoint.save.saver import Saver
     from megatron.data.loader import Loader
     from megatron.engine.engine import PlainEngine
     from megatron.training.hooks.log import LogHook

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megatron.config import resolve
-from megatron.engine.traffic import predict
-from megatron.parallel.traffic import Tally
+from megatron.parallel.messages.traffic import Tally
 from megatron.plan.devices import cluster
+from megatron.plan.messages.predict import predict
 from megatron.plan.prediction import choice_of
 from megatron.plan.shapes import Shapes
 from megatron.plan.step import StepEstimator

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.config import ConfigError
-from megatron.parallel.layout import Layout
+from megatron.parallel.layout.layout import Layout
 from megatron.plan.devices import Cluster, cluster, known_devices
 from megatron.plan.network import Group, collective, group, groups, ring
 

@@ -8,7 +8,7 @@ from multiprocessing import get_context
 import pytest
 
 from megatron.config import resolve
-from megatron.parallel.traffic import Tally
+from megatron.parallel.messages.traffic import Tally
 from megatron.plan.devices import cluster
 from megatron.plan.prediction import choice_of
 from megatron.plan.sequence import exchanges

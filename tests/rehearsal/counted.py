@@ -9,9 +9,9 @@ import torch
 
 from megatron.config import resolve
 from megatron.data.batch import StepBatch
-from megatron.engine.deepspeed_process import prepare_deepspeed
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
+from megatron.engine.deepspeed.process import prepare_deepspeed
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
 from megatron.rehearsal.rank import RankCounts, enough_micro_batches, observe, with_micro_batches
 from tests.training import runs
 
@@ -28,5 +28,5 @@ def counted(values: dict[str, Any], ranks: int, micro_batches: int | None = None
         drawn = runs.local_batch(config, step, mesh.data.rank, mesh.data.size)
         return StepBatch(**{**vars(drawn), "loss_mask": None})
 
-    with mock.patch("megatron.kinds.common.attend.TILED", 0):
+    with mock.patch("megatron.kinds.common.attention.attend.TILED", 0):
         return observe(config, mesh, batch)

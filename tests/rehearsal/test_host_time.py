@@ -11,8 +11,8 @@ import yaml
 
 from megatron.config import resolve
 from megatron.engine.engine import build_engine
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
 from megatron.plan.devices import HostTime, known_devices
 from megatron.rehearsal import command
 from megatron.rehearsal.command import in_own_process

@@ -10,9 +10,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.config import resolve
-from megatron.engine.deepspeed_options import accumulation_steps
-from megatron.model.describe import totals
-from megatron.parallel.layout import Layout
+from megatron.engine.deepspeed.options import accumulation_steps
+from megatron.model.costs.describe import totals
+from megatron.parallel.layout.layout import Layout
 from megatron.rehearsal.command import in_own_process, main
 from megatron.rehearsal.kinds import kinds_of_ranks, parts
 from megatron.rehearsal.rank import RankCounts

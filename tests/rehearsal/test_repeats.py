@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.config import resolve
-from megatron.kinds.common import recomputed as place
-from megatron.kinds.common.recomputed import recomputed
+from megatron.kinds.common.recurrence import recomputed as place
+from megatron.kinds.common.recurrence.recomputed import recomputed
 from megatron.rehearsal.command import PRELOADED
 from megatron.rehearsal.rank import RankCounts, rehearse_rank
 from megatron.rehearsal.repeats import Repeats

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from megatron.engine import without_values
-from megatron.engine.without_values import VIEWS, Values
+from megatron.engine.deepspeed import without_values
+from megatron.engine.deepspeed.without_values import VIEWS, Values
 
 aten = torch.ops.aten
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {

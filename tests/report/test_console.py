@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from megatron.launch.console import STATUS, RankConsole, log
+from megatron.launch.report.console import STATUS, RankConsole, log
 from megatron.report.console import MetricsConsole, duration, progress_line, short_number, training_line
 from megatron.report.terminal import ERASE, StatusLine, wrapped
 

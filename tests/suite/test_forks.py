@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.errors import CheckpointError
-from megatron.config import difference, load, to_yaml
-from megatron.config.difference import described
-from megatron.config.files import split_arguments
+from megatron.checkpoint.format.errors import CheckpointError
+from megatron.config import load, to_yaml
+from megatron.config.show import difference
+from megatron.config.show.difference import described
+from megatron.config.source.files import split_arguments
 from megatron.report.jsonl import read_lines
 from megatron.suite import Member, Suite, queue, read_suite
 from megatron.suite.forks import make

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import ConfigError, load
-from megatron.model.describe import totals
+from megatron.model.costs.describe import totals
 from megatron.suite import read_suite
 from megatron.suite.state import State, agreement, data_group, state_of
 from tests.paths import ROOT

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from megatron.config.algorithm_table import OPERATIONS as TUNABLE
-from megatron.config.algorithm_table import candidates, read_table
+from megatron.config.arithmetic.algorithm_table import OPERATIONS as TUNABLE
+from megatron.config.arithmetic.algorithm_table import candidates, read_table
 from megatron.config.problems import ConfigError, UserError
-from megatron.parallel.account import Recorder
-from megatron.parallel.curve import OPERATIONS, CostCurve, choose_curve, line, read_curves
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
+from megatron.parallel.messages.account import Recorder
+from megatron.parallel.messages.curve import OPERATIONS, CostCurve, choose_curve, line, read_curves
 from megatron.plan.devices import cluster, known_devices, measured
 from megatron.plan.network import Group, collective
 from tests.workers import run

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from megatron.model.describe import totals
+from megatron.model.costs.describe import totals
 from tests.paths import ROOT
 from tools.bench.contenders import Setup
 from tools.bench.moe import SHAPES, as_lines, configuration

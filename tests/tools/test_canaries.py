@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eval_tasks.memorisation import table
 from megatron.data.token_file import TokenFile
+from megatron.evaluation.memorisation import table
 from tools.canaries import BATCH, GROUPS, LENGTH, OBJECTIVES, draw, shares, train_and_extract, write_corpus
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.checkpoint import merging
-from megatron.checkpoint.index import INDEX_NAME
-from megatron.checkpoint.manifest import write_merged
-from megatron.checkpoint.rankfile import FileRecord
-from megatron.checkpoint.table import Vocabulary, coverage_problems
+from megatron.checkpoint.format import merging
+from megatron.checkpoint.format.index import INDEX_NAME
+from megatron.checkpoint.format.manifest import write_merged
+from megatron.checkpoint.format.rankfile import FileRecord
+from megatron.checkpoint.format.table import Vocabulary, coverage_problems
 from tools.bench.growth import PIPELINE, STATES, TENSOR, checkpoint, groups, launcher, stored_rows, tables, tensors
 
 

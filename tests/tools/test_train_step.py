@@ -123,7 +123,7 @@ def test_values_that_differ_are_named():
 )
 def test_shapes_are_those_published(shape, parameters):
     """Of the released models; all have 50304 rows."""
-    from megatron.model.describe import totals
+    from megatron.model.costs.describe import totals
 
     assert totals(configuration(Setup(shape, 512, 1))).parameters == parameters
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron.parallel.watched import watched_collectives
+from megatron.parallel.messages.watched import watched_collectives
 from megatron.worker.beacon import SETUP, Beacon
 from tools.bench.watchers import (
     BLOCK,

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.parallel.shard import LogicalTensor
+from megatron.parallel.layout.shard import LogicalTensor
 from tests.training.plain_matrices import blocks
 
 

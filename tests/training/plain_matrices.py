@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from megatron.parallel.shard import LogicalTensor, Role
+from megatron.parallel.layout.shard import LogicalTensor, Role
 
 
 def is_matrix(logical: LogicalTensor) -> bool:

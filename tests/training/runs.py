@@ -21,11 +21,11 @@ from megatron.data.targets import Targets
 from megatron.kinds.moe.balance import Balance
 from megatron.model.stream import LOSS
 from megatron.objectives.named import objective_of
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.parameters import buffers_of, stored_tensors
-from megatron.parallel.precision import at_least_fp32, wide_type
-from megatron.parallel.shard import LogicalTensor
+from megatron.parallel.layers.parameters import buffers_of, stored_tensors
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
+from megatron.parallel.layout.precision import at_least_fp32, wide_type
+from megatron.parallel.layout.shard import LogicalTensor
 from tests.checkpoint.brute import local_shard
 from tests.training.plain_averages import PlainScheduleFree
 from tests.training.plain_learned import PlainLearned
@@ -93,7 +93,7 @@ def start(values: dict[str, Any], ranks: int):
 
 
 def build(config: Config, ranks: int):
-    from megatron.engine.deepspeed_process import prepare_deepspeed
+    from megatron.engine.deepspeed.process import prepare_deepspeed
     from megatron.engine.engine import build_engine
 
     prepare_deepspeed(torch.device("cpu"))

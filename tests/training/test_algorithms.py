@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megatron.config import load
-from megatron.config.algorithm_table import OPERATIONS, RING, TWO_LEVEL, AlgorithmTable
+from megatron.config.arithmetic.algorithm_table import OPERATIONS, RING, TWO_LEVEL, AlgorithmTable
 from megatron.report.communication import read_accounts
 from megatron.training.algorithms import pairs_of, processor
 from megatron.worker.place import StartError

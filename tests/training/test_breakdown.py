@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.checkpoint.store import find_checkpoint
+from megatron.checkpoint.save.store import find_checkpoint
 from megatron.data.plan_builder import build_plan
 from megatron.training.text import load_model
 from tests.data.make import write_documents

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint import MASTER, Fragment, FragmentSpec, Meta, durable, open_checkpoint, rankfile
-from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.policy import SavePolicy
-from megatron.checkpoint.saver import Saver
+from megatron.checkpoint import MASTER, Fragment, FragmentSpec, Meta, open_checkpoint
+from megatron.checkpoint.format import durable, rankfile
+from megatron.checkpoint.format.errors import CheckpointError
+from megatron.checkpoint.save.policy import SavePolicy
+from megatron.checkpoint.save.saver import Saver
 from megatron.report.ledger import read_ledger
 from megatron.training.hooks import checkpoint as checkpoint_hook
 from megatron.training.hooks.checkpoint import CheckpointHook

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.config.algorithm_table import RING
+from megatron.config.arithmetic.algorithm_table import RING
 from megatron.data.sample import Sample
 from megatron.data.synthetic import Copy
-from megatron.parallel.durations import Durations
-from megatron.parallel.traffic import Tally
+from megatron.parallel.messages.durations import Durations
+from megatron.parallel.messages.traffic import Tally
 from megatron.report.communication import RankAccount, by_group, read_accounts, regular_calls
 from megatron.report.message_trace import read_events
 from megatron.report.tags import tagged

@@ -51,9 +51,9 @@ def job(folder: str, words: tuple[str, ...]) -> None:
 
     from megatron.checkpoint import SOLO
     from megatron.config import load, to_yaml
-    from megatron.engine.deepspeed_process import prepare_deepspeed
-    from megatron.parallel.layout import Layout
-    from megatron.parallel.mesh import Mesh
+    from megatron.engine.deepspeed.process import prepare_deepspeed
+    from megatron.parallel.layout.layout import Layout
+    from megatron.parallel.layout.mesh import Mesh
     from megatron.training.run import run_training
     from megatron.training.world import World
     from megatron.worker.place import WorkerEnvironment

@@ -11,8 +11,8 @@ import pytest
 
 from megatron.checkpoint import open_checkpoint
 from megatron.config import to_yaml
-from megatron.config.layers import ConfigSource
 from megatron.config.resolution import combine
+from megatron.config.source.layers import ConfigSource
 from megatron.engine.protocol import StepDropped
 from megatron.testing.ranks import PATIENCE
 from megatron.training import early_stop
@@ -43,9 +43,9 @@ def job(folder: str, case: str, stop_at: int | None, at: int | None, moment: int
     import torch.distributed as dist
 
     from megatron.checkpoint import GroupCommunicator
-    from megatron.checkpoint.communicator import SOLO
-    from megatron.parallel.layout import Layout
-    from megatron.parallel.mesh import Mesh
+    from megatron.checkpoint.format.communicator import SOLO
+    from megatron.parallel.layout.layout import Layout
+    from megatron.parallel.layout.mesh import Mesh
 
     ranks, model, parallel, stage, precision = CASES[case]
     accumulation = 8

@@ -190,7 +190,7 @@ def test_unknown_requests_are_refused(tmp_path):
 
 def test_the_engine_may_report_on_some_ranks_only():
     """Ranks without labels add nothing, even if their loss is no number (a pipeline's first stage has none)."""
-    from megatron.parallel.mesh import Mesh
+    from megatron.parallel.layout.mesh import Mesh
 
     exchange = Exchange(Mesh.single())
     report = exchange.report(0, 0.1, StepResult(torch.tensor(math.nan), torch.tensor(0.0)), 0, ())

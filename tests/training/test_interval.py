@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.policy import SavePolicy
+from megatron.checkpoint.save.policy import SavePolicy
 from megatron.report.goodput import best_interval
 from megatron.report.ledger import read_ledger
 from megatron.training import interval

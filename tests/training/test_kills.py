@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import open_checkpoint
-from megatron.checkpoint.fragment import FragmentSpec
+from megatron.checkpoint.format.fragment import FragmentSpec
 from megatron.worker.network import free_port
 from tests.paths import ROOT
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.levels import Levels
-from megatron.checkpoint.store import Store
+from megatron.checkpoint.save.store import Store
 from megatron.report.ledger import read_ledger
 from megatron.training.hooks.levels import FIRST, LevelsHook
 from megatron.training.interval import Interval, failures, failures_answered

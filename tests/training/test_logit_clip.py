@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron.config import resolve
-from megatron.kinds.common import attend_across
-from megatron.kinds.common.attention_pattern import Pattern
+from megatron.kinds.common.attention import attend_across
+from megatron.kinds.common.attention.pattern import Pattern
 from megatron.model.logit_clip import largest_logits
 from megatron.model.stack import build_model
 from megatron.testing.ranks import on_ranks

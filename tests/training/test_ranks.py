@@ -10,8 +10,8 @@ import torch
 
 from megatron.config.schema import Config
 from megatron.config.sections.watch import SlowOptions
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
 from megatron.report.jsonl import read_lines
 from megatron.report.ledger import batch_hashes, read_ledger
 from megatron.training.hook import Hook

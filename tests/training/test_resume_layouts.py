@@ -156,7 +156,7 @@ def one_after_the_other(values: dict[str, Any], ranks: int, sources: list[str]) 
     import torch.distributed as dist
 
     from megatron.checkpoint import SOLO, GroupCommunicator, open_checkpoint
-    from megatron.training.resume import resume
+    from megatron.training.start.resume import resume
     from megatron.training.world import World
 
     config, engine = runs.start(values, ranks)
@@ -212,7 +212,7 @@ def leg(values: dict[str, Any], ranks: int, count: int, source: str | None, targ
     import torch.distributed as dist
 
     from megatron.checkpoint import SOLO, GroupCommunicator, Meta, open_checkpoint, save
-    from megatron.training.resume import resume
+    from megatron.training.start.resume import resume
     from megatron.training.world import World
 
     config, engine = runs.start(values, ranks)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import CheckpointError, open_checkpoint
-from megatron.checkpoint.fragment import MASTER, FragmentSpec
+from megatron.checkpoint.format.fragment import MASTER, FragmentSpec
 from megatron.config import ConfigError, load, to_yaml
 from megatron.testing.runs import run_on_this_rank
 from megatron.worker.place import LaunchError, StartError
@@ -356,7 +356,7 @@ def test_another_run_is_not_gone_on_with(key: str, tmp_path: Path) -> None:
 
 def test_what_makes_a_run_another_one(tmp_path: Path) -> None:
     from megatron.checkpoint import CheckpointError
-    from megatron.training.same_run import refuse_other_runs
+    from megatron.training.start.same_run import refuse_other_runs
 
     (tmp_path / "tiny.yml").write_text(TINY)
     config = load([str(tmp_path / "tiny.yml")], [], ranks=1).config
@@ -373,7 +373,7 @@ def test_what_makes_a_run_another_one(tmp_path: Path) -> None:
 
 
 def test_changed_keys_are_named(tmp_path: Path) -> None:
-    from megatron.training.same_run import changes
+    from megatron.training.start.same_run import changes
 
     (tmp_path / "tiny.yml").write_text(TINY)
     old = load([str(tmp_path / "tiny.yml")], [], ranks=1)
@@ -411,7 +411,7 @@ def test_text_of_a_checkpoint_of_any_layout(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_signal_shows_in_the_exit_status() -> None:
-    from megatron.launch.status import STOPPED_EARLY
+    from megatron.launch.report.status import STOPPED_EARLY
     from megatron.training.run import status
     from megatron.training.trainer import Outcome
 

@@ -12,7 +12,7 @@ import torch
 
 from megatron.checkpoint import open_checkpoint
 from megatron.checkpoint.configuration import config_of
-from megatron.checkpoint.fragment import FragmentSpec
+from megatron.checkpoint.format.fragment import FragmentSpec
 from megatron.data.provenance import Provenance, run_config, step_hash
 from megatron.testing.runs import train_on_ranks
 from tests.data.make import write_documents
@@ -229,7 +229,7 @@ def test_a_run_gets_further_stages(tokens, tmp_path) -> None:
 
 
 def test_operations_of_a_run_are_those_of_its_stages(staged) -> None:
-    from megatron.model.describe import totals, training_operations
+    from megatron.model.costs.describe import totals, training_operations
 
     config, ends = run_config(staged[0]), {2: 16, 4: 32, 6: 64}
     parts = [config_of(open_checkpoint(staged[0] / "checkpoints" / f"step_{step:08d}")) for step in ends]

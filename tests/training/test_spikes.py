@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data.left_out import LeftOut
 from megatron.data.provenance import Provenance, run_config, step_hash
+from megatron.data.skipped_batches import LeftOut
 from megatron.data.token_writer import TokenFileWriter
 from megatron.report.curve import History
 from megatron.report.ledger import batch_hashes, left_out, read_ledger

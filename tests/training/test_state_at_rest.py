@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.engine.replicas import Piece
-from megatron.engine.rest import StateAtRest
+from megatron.engine.state_hashes import StateAtRest
 from megatron.report.ledger import read_ledger
 from megatron.training.hook import Hook
 from megatron.training.trainer import Trainer

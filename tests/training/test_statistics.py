@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import open_checkpoint
-from megatron.checkpoint.store import Store
+from megatron.checkpoint.save.store import Store
 from megatron.data.loader import build_loader
 from megatron.data.token_writer import TokenFileWriter
 from megatron.training.text import load_model

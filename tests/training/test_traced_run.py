@@ -15,8 +15,8 @@ import torch.nn.functional as F
 
 from megatron.checkpoint import open_checkpoint
 from megatron.config import load
-from megatron.config.resolved_file import read_resolved
 from megatron.config.sections.data import TokenizerSection
+from megatron.config.source.resolved_file import read_resolved
 from megatron.data.corpus.encode import Treatment
 from megatron.data.corpus.inputs import find_inputs
 from megatron.data.corpus.job import TokenizeJob
@@ -24,7 +24,7 @@ from megatron.data.corpus.job import run as tokenize
 from megatron.data.loader import build_loader
 from megatron.data.plan_builder import build_plan
 from megatron.model.stack import build_model
-from megatron.training.same_run import data_changes
+from megatron.training.start.same_run import data_changes
 from tests.paths import ROOT
 from tests.training.test_run import job
 from tests.workers import run as on_ranks

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from megatron.checkpoint import MASTER, Fragment, FragmentSpec, Meta, save
-from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.format.errors import CheckpointError
 from megatron.config import resolve
 from megatron.model.stack import build_model
-from megatron.parallel.shard import LogicalTensor, Role, Shard
-from megatron.training.upcycle import fill, of_layer, origin_of
+from megatron.parallel.layout.shard import LogicalTensor, Role, Shard
+from megatron.training.start.upcycle import fill, of_layer, origin_of
 from tests.model.parity import named, randomise
 from tests.training import runs
 from tests.workers import run
@@ -56,7 +56,7 @@ def dense(folder: Path):
 def loss_after_start(values: dict, ranks: int, path: str) -> tuple[list, tuple[float, float]]:
     """On every rank: start from the checkpoint; this rank's masters, and the loss of a batch in evaluation."""
     from megatron.checkpoint import SOLO, GroupCommunicator, open_checkpoint
-    from megatron.training.resume import initialize
+    from megatron.training.start.resume import initialize
     from megatron.training.world import World
 
     config, engine = runs.start(values, ranks)
@@ -107,7 +107,7 @@ def test_computes_what_the_dense_model_does(kind: str, layout: str, tmp_path):
 def grown(values: dict, ranks: int, path: str) -> tuple[list, tuple[float, float]]:
     """On every rank: a deeper model from the checkpoint; this rank's masters, and the loss of a batch."""
     from megatron.checkpoint import SOLO, GroupCommunicator, open_checkpoint
-    from megatron.training.resume import initialize
+    from megatron.training.start.resume import initialize
     from megatron.training.world import World
 
     config = resolve(values, ranks=ranks)

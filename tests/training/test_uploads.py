@@ -13,13 +13,13 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 from megatron.checkpoint import CheckpointError, Fragment, FragmentSpec, Meta, open_checkpoint
-from megatron.checkpoint.communicator import SOLO
-from megatron.checkpoint.saver import Saver
-from megatron.checkpoint.store import Store
+from megatron.checkpoint.format.communicator import SOLO
+from megatron.checkpoint.save.saver import Saver
+from megatron.checkpoint.save.store import Store
 from megatron.config import load
-from megatron.parallel.shard import LogicalTensor, Role
+from megatron.parallel.layout.shard import LogicalTensor, Role
 from megatron.report.ledger import Ledger, read_ledger
-from megatron.training.uploads import copies_of, leave_later, or_uploaded
+from megatron.training.start.uploads import copies_of, leave_later, or_uploaded
 from tests.training.test_run import TINY, losses, start, tensors
 
 

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron.checkpoint import open_checkpoint
-from megatron.checkpoint.fragment import MASTER, FragmentSpec
+from megatron.checkpoint.format.fragment import MASTER, FragmentSpec
 from tests.training.test_run import job
 from tests.workers import run as on_ranks
 

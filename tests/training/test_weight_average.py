@@ -10,7 +10,7 @@ import torch
 
 from megatron.config import resolve
 from megatron.model.stack import build_model
-from megatron.parallel.parameters import stored_tensors
+from megatron.parallel.layers.parameters import stored_tensors
 from megatron.testing.ranks import on_ranks
 from tests.training import runs
 from tests.training.matrix import merged, read

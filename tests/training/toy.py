@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from megatron.checkpoint.saver import Saved
+from megatron.checkpoint.save.saver import Saved
 from megatron.engine.optimizers import build_optimizer, set_learning_rate
 from megatron.engine.protocol import StepResult
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.shard import LogicalTensor, Role
+from megatron.parallel.layout.mesh import Mesh
+from megatron.parallel.layout.shard import LogicalTensor, Role
 from megatron.report.run import open_run
 from megatron.training.hook import HookContext, ValidationSet
 from megatron.training.hooks import hooks_of

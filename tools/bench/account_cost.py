@@ -33,8 +33,8 @@ import torch.distributed as dist  # noqa: E402
 
 from megatron.config import split_arguments  # noqa: E402
 from megatron.launch.command_line import main as launch  # noqa: E402
-from megatron.parallel.account import Recorder  # noqa: E402
-from megatron.parallel.timing import HostClock  # noqa: E402
+from megatron.parallel.messages.account import Recorder  # noqa: E402
+from megatron.parallel.messages.timing import HostClock  # noqa: E402
 from megatron.training.hook import Hook  # noqa: E402
 from megatron.training.hooks.communication import CommunicationHook  # noqa: E402
 

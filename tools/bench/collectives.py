@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.parallel.curve import CostCurve
-from megatron.parallel.layout import AXES
-from megatron.parallel.mesh import Axis
+from megatron.parallel.layout.layout import AXES
+from megatron.parallel.layout.mesh import Axis
+from megatron.parallel.messages.curve import CostCurve
 from megatron.training.algorithms import processor
 from megatron.training.world import World
 

@@ -32,7 +32,7 @@ from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
 from megatron.config.problems import UserError  # noqa: E402
-from megatron.parallel.curve import OPERATIONS  # noqa: E402
+from megatron.parallel.messages.curve import OPERATIONS  # noqa: E402
 from megatron.worker.job import guarded, read_job  # noqa: E402
 from megatron.worker.leaving import leave_process  # noqa: E402
 
@@ -107,7 +107,7 @@ def tuned(config: Config, world: World, options: argparse.Namespace) -> int:
     """Choose algorithms, on every rank; rank 0 writes and prints."""
     import torch.distributed as dist
 
-    from megatron.config.algorithm_table import OPERATIONS as TUNABLE
+    from megatron.config.arithmetic.algorithm_table import OPERATIONS as TUNABLE
     from megatron.training.algorithms import hosts_of, pairs_of
     from tools.bench.curves import put
     from tools.bench.tuning import draw_tuned, tune, tuned_table
@@ -178,4 +178,4 @@ def main() -> int:
 if __name__ == "__main__":
     from megatron.pipes import piped
 
-    leave_process(piped(lambda: guarded(main)))
+    leave_process(piped(lambda: guarded(main)) or 0)

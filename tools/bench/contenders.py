@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from megatron.checkpoint.hf.architecture import Architecture
     from megatron.config import Config
-    from megatron.parallel.layout import Layout
+    from megatron.parallel.layout.layout import Layout
 
 LR, BETAS, EPSILON, WEIGHT_DECAY, CLIP, SEED = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0, 1234
 VOCABULARY = 50304
@@ -159,7 +159,7 @@ def architecture(shape: str) -> dict[str, Any]:
 
 def flops_per_token(config: Config) -> int:
     """Of a step, forward and backward: the layers' own counts, attention whole."""
-    from megatron.model.describe import totals
+    from megatron.model.costs.describe import totals
 
     return totals(config).training_flops
 
@@ -200,9 +200,9 @@ class Ours:
         import torch
         import torch.distributed as dist
 
-        from megatron.engine.deepspeed_process import prepare_deepspeed
+        from megatron.engine.deepspeed.process import prepare_deepspeed
         from megatron.engine.engine import build_engine
-        from megatron.parallel.mesh import Mesh
+        from megatron.parallel.layout.mesh import Mesh
 
         ranks = 1 if layout is None else layout.world_size
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))  # DeepSpeed reads them
@@ -243,7 +243,7 @@ def clip(parameters: list[nn.Parameter]) -> torch.Tensor:
     small there, and no two sides could be compared by it."""
     import torch
 
-    from megatron.engine.squares import sum_of_squares
+    from megatron.engine.deepspeed.sum_of_squares import sum_of_squares
 
     norm = sum_of_squares([parameter.grad for parameter in parameters if parameter.grad is not None]).sqrt()
     torch.nn.utils.clip_grads_with_norm_(parameters, CLIP, norm)
@@ -312,7 +312,7 @@ def exported(config: Config) -> tuple[Architecture, Any, dict[str, torch.Tensor]
     from megatron.checkpoint.hf import convert
     from megatron.checkpoint.hf.config import hf_config
     from megatron.model.stack import build_model
-    from megatron.parallel.parameters import logical_of
+    from megatron.parallel.layers.parameters import logical_of
 
     family = "llama" if config.model.mlp.gated else "gpt_neox"
     architecture, theirs_config = hf_config(config, "mamba2" if "mamba2" in config.model.layers else family)

@@ -37,7 +37,7 @@ Clock = Callable[[], float]
 def model_of(kind: str, hidden: int, blocks: int, length: int) -> tuple[Model, int]:
     """A model in training mode, with the parameters of its layers that are no embedding or head."""
     from megatron.config import resolve
-    from megatron.model.describe import totals
+    from megatron.model.costs.describe import totals
     from megatron.model.stack import build_model
 
     heads = max(2, hidden // HEAD)

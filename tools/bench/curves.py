@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from megatron.config.problems import UserError
-from megatron.parallel.curve import OPERATIONS, CostCurve
-from megatron.parallel.traffic import wire_bytes
+from megatron.parallel.messages.curve import OPERATIONS, CostCurve
+from megatron.parallel.messages.traffic import wire_bytes
 from megatron.report.communication import readable_bytes
 from megatron.report.communication import table as columns
 

@@ -27,9 +27,9 @@ from typing import TypeVar  # noqa: E402
 
 import numpy as np  # noqa: E402
 
-from megatron.data.blend import Blend  # noqa: E402
-from megatron.data.cache import examine_once  # noqa: E402
-from megatron.data.pythia import PythiaOrder  # noqa: E402
+from megatron.data.order.blend import Blend  # noqa: E402
+from megatron.data.order.cache import examine_once  # noqa: E402
+from megatron.data.order.pythia import PythiaOrder  # noqa: E402
 from megatron.data.token_file import TokenFile  # noqa: E402
 from megatron.data.token_writer import write_index  # noqa: E402
 

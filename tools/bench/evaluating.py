@@ -63,13 +63,13 @@ def ours(setup: Setup, tokenizer: str, texts: int) -> Any:
     """The harness's view of our model."""
     import torch
 
-    from eval_tasks.adapter import HarnessModel
-    from eval_tasks.chorus import Leader
-    from megatron.checkpoint.communicator import SOLO
+    from megatron.checkpoint.format.communicator import SOLO
     from megatron.config.sections.data import TokenizerSection
     from megatron.data.tokenizer import build_tokenizer
-    from megatron.engine.scoring import Scorer
-    from megatron.parallel.mesh import Mesh
+    from megatron.evaluation.adapter import HarnessModel
+    from megatron.evaluation.request_broadcast import Leader
+    from megatron.evaluation.scoring import Scorer
+    from megatron.parallel.layout.mesh import Mesh
 
     words = build_tokenizer(TokenizerSection(path=tokenizer))
     scorer = Scorer(configuration(setup), Ours(setup).engine, Mesh.single(), torch.device(setup.device), texts=texts)

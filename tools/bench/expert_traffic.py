@@ -39,9 +39,9 @@ from megatron.kinds.moe.dispatch import AllToAllDispatch  # noqa: E402
 from megatron.kinds.moe.layer import MoE  # noqa: E402
 from megatron.model.initialisation import Initialisation  # noqa: E402
 from megatron.model.stream import Stream  # noqa: E402
-from megatron.parallel.layout import Layout  # noqa: E402
-from megatron.parallel.mesh import ALONE, Mesh  # noqa: E402
-from megatron.parallel.parameters import ParameterFactory  # noqa: E402
+from megatron.parallel.layers.parameters import ParameterFactory  # noqa: E402
+from megatron.parallel.layout.layout import Layout  # noqa: E402
+from megatron.parallel.layout.mesh import ALONE, Mesh  # noqa: E402
 
 WAYS = ("each sends all", "each sends its share", "folded")
 TOLERANCE = 1e-4  # of the outputs, relative

@@ -30,20 +30,21 @@ from unittest import mock  # noqa: E402
 
 import numpy as np  # noqa: E402
 
-from megatron.checkpoint import Solo, index_file  # noqa: E402
-from megatron.checkpoint.durable import new_file  # noqa: E402
-from megatron.checkpoint.fragment import FragmentSpec  # noqa: E402
-from megatron.checkpoint.hash_tree import HashTree  # noqa: E402
-from megatron.checkpoint.index import INDEX_NAME, Index  # noqa: E402
-from megatron.checkpoint.index_file import write_index  # noqa: E402
-from megatron.checkpoint.manifest import manifest_of, write_merged  # noqa: E402
-from megatron.checkpoint.meta import Meta  # noqa: E402
-from megatron.checkpoint.names import MANIFEST_NAME, META_NAME  # noqa: E402
-from megatron.checkpoint.rankfile import FileRecord  # noqa: E402
-from megatron.checkpoint.read_plan import plan  # noqa: E402
-from megatron.checkpoint.reader import Checkpoint  # noqa: E402
-from megatron.checkpoint.table import ROW, Vocabulary  # noqa: E402
-from megatron.parallel.shard import LogicalTensor, Role, Shard  # noqa: E402
+from megatron.checkpoint import Solo
+from megatron.checkpoint.format import index_file  # noqa: E402
+from megatron.checkpoint.format.durable import new_file  # noqa: E402
+from megatron.checkpoint.format.fragment import FragmentSpec  # noqa: E402
+from megatron.checkpoint.format.hash_tree import HashTree  # noqa: E402
+from megatron.checkpoint.format.index import INDEX_NAME, Index  # noqa: E402
+from megatron.checkpoint.format.index_file import write_index  # noqa: E402
+from megatron.checkpoint.format.manifest import manifest_of, write_merged  # noqa: E402
+from megatron.checkpoint.format.meta import Meta  # noqa: E402
+from megatron.checkpoint.format.names import MANIFEST_NAME, META_NAME  # noqa: E402
+from megatron.checkpoint.format.rankfile import FileRecord  # noqa: E402
+from megatron.checkpoint.format.table import ROW, Vocabulary  # noqa: E402
+from megatron.checkpoint.read.read_plan import plan  # noqa: E402
+from megatron.checkpoint.read.reader import Checkpoint  # noqa: E402
+from megatron.parallel.layout.shard import LogicalTensor, Role, Shard  # noqa: E402
 
 STATES, DEVICES = ("master", "exp_avg", "exp_avg_sq"), 8
 TENSOR, PIPELINE = 8, 2  # of the layout; the rest is data parallel
@@ -52,8 +53,8 @@ MESSAGE = "x" * 200  # a fingerprint of configuration and code
 
 def groups(world: int) -> dict[str, float]:
     """Process groups of one rank: how many, their members together, and the time to find out who they are."""
-    from megatron.parallel import mesh
-    from megatron.parallel.layout import Layout
+    from megatron.parallel.layout import mesh
+    from megatron.parallel.layout.layout import Layout
 
     made: list[int] = []
 
@@ -73,7 +74,7 @@ def groups(world: int) -> dict[str, float]:
 
 def launcher(world: int) -> dict[str, float]:
     """The launcher's message to one host, and the time to write those to all."""
-    from megatron.launch.specification import Host, Specification
+    from megatron.launch.wire.specification import Host, Specification
 
     hosts = tuple(Host(f"node{number:05d}", tuple(range(DEVICES))) for number in range(max(1, world // DEVICES)))
     job = Specification(hosts, ("python", "train.py"), "/job", configuration="x" * 20_000)

@@ -84,7 +84,7 @@ def mixtral(setup: Setup) -> nn.Module:
     from megatron.checkpoint.hf import convert
     from megatron.checkpoint.hf.config import hf_config
     from megatron.model.stack import build_model
-    from megatron.parallel.parameters import logical_of
+    from megatron.parallel.layers.parameters import logical_of
 
     config = configuration(setup)
     architecture, theirs_config = hf_config(config, "mixtral")

@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.config.optimizer_options import SCHEDULE_FREE
+from megatron.config.arithmetic.optimizer_options import SCHEDULE_FREE
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, WARMUP, BATCH, LENGTH, LOOK = 60, 6, 8, 64, 10

@@ -98,7 +98,7 @@ def planned(config: Config, at: Cluster) -> dict[str, Any]:
 
 def rehearsed(config: Config, at: Cluster) -> dict[str, Any]:
     """Bytes of tensors by what they are for, and with the allowance; processor seconds that the rehearsal took."""
-    from megatron.parallel.layout import Layout
+    from megatron.parallel.layout.layout import Layout
     from megatron.rehearsal.command import in_own_process
     from megatron.rehearsal.report import describe_rank
 
@@ -113,11 +113,11 @@ def measured(config: Config, device: str, seconds: float) -> dict[str, Any]:
     import torch
 
     from megatron.data.batch import StepBatch
-    from megatron.engine.deepspeed_process import prepare_deepspeed
+    from megatron.engine.deepspeed.process import prepare_deepspeed
     from megatron.engine.engine import build_engine
     from megatron.model.stack import ModelPlan
-    from megatron.parallel.layout import Layout
-    from megatron.parallel.mesh import Mesh
+    from megatron.parallel.layout.layout import Layout
+    from megatron.parallel.layout.mesh import Mesh
     from megatron.rehearsal.rank import blank_batch, observe
 
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")  # DeepSpeed reads them

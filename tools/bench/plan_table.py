@@ -42,8 +42,8 @@ from typing import Any  # noqa: E402
 from unittest import mock  # noqa: E402
 
 from megatron.config import Config, resolve  # noqa: E402
-from megatron.config.optimizer_options import WHOLE_MATRICES  # noqa: E402
-from megatron.parallel.layout import Layout  # noqa: E402
+from megatron.config.arithmetic.optimizer_options import WHOLE_MATRICES  # noqa: E402
+from megatron.parallel.layout.layout import Layout  # noqa: E402
 from megatron.plan.devices import Cluster, Device, known_devices  # noqa: E402
 from megatron.plan.memory import memory  # noqa: E402
 from megatron.plan.prediction import HistoryEntry, Need, choice_of, correction, kinds_of_layers  # noqa: E402
@@ -109,8 +109,8 @@ def counted(values: dict[str, Any], ranks: int) -> RankCounts:
     import torch
 
     from megatron.data.loader import build_loader
-    from megatron.engine.deepspeed_process import prepare_deepspeed
-    from megatron.parallel.mesh import Mesh
+    from megatron.engine.deepspeed.process import prepare_deepspeed
+    from megatron.parallel.layout.mesh import Mesh
 
     config = resolve(values, ranks=ranks)
     layout = Layout.of(config, ranks)
@@ -120,7 +120,7 @@ def counted(values: dict[str, Any], ranks: int) -> RankCounts:
     loader = build_loader(config, data_rank=mesh.data.rank, data_ranks=mesh.data.size)
     try:
         # torch's attention, as rehearsals have it: they are of GPUs, and tiles of 16 bits are for CPUs
-        with mock.patch("megatron.kinds.common.attend.TILED", 0):
+        with mock.patch("megatron.kinds.common.attention.attend.TILED", 0):
             return observe(config, mesh, loader.step)
     finally:
         loader.close()

@@ -28,7 +28,7 @@ from megatron.api.analysis import OpenModel  # noqa: E402
 from megatron.config import Config, resolve  # noqa: E402
 from megatron.data.token_writer import TokenFileWriter  # noqa: E402
 from megatron.engine.optimizers.build import build_optimizer, set_learning_rate  # noqa: E402
-from megatron.parallel.parameters import logical_of  # noqa: E402
+from megatron.parallel.layers.parameters import logical_of  # noqa: E402
 from megatron.report.figures import write_figure  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -36,8 +36,8 @@ class Replica(Ours):
     """A data parallel rank. All ranks train on the same samples, so losses and norms are those of one rank."""
 
     def __init__(self, setup: Setup, rank: int, ranks: int, store: str):
-        from megatron.parallel.layout import Layout
-        from megatron.parallel.shared_sums import SharedSums
+        from megatron.parallel.layout.layout import Layout
+        from megatron.parallel.transport.shared_sums import SharedSums
 
         super().__init__(setup, functools.partial(_together, ranks=ranks), rank, Layout(data=ranks), store)
         self.shared = SharedSums(print).installed()

@@ -58,7 +58,7 @@ def rank() -> int:
     if again:
         import torch
 
-        from megatron.engine.deepspeed_process import prepare_deepspeed
+        from megatron.engine.deepspeed.process import prepare_deepspeed
 
         prepare_deepspeed(torch.device("cuda" if torch.cuda.is_available() else "cpu"))  # which keeps compilers out
     for name in json.loads(modules.read_text()) if again else ():

@@ -30,10 +30,10 @@ def timed(config: Config, ranks: int, steps: int) -> list[tuple[float, float]]:
     import torch
 
     from megatron.data.loader import build_loader
-    from megatron.engine.deepspeed_process import prepare_deepspeed
+    from megatron.engine.deepspeed.process import prepare_deepspeed
     from megatron.engine.engine import build_engine
-    from megatron.parallel.layout import Layout
-    from megatron.parallel.mesh import Mesh
+    from megatron.parallel.layout.layout import Layout
+    from megatron.parallel.layout.mesh import Mesh
 
     mesh = Mesh.build(Layout.of(config, ranks))
     prepare_deepspeed(torch.device("cpu"))

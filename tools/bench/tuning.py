@@ -14,12 +14,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.config.algorithm_table import BACKEND, MARGIN, OPERATIONS, OTHER, AlgorithmTable, best, candidates
-from megatron.parallel.account import Recorder
-from megatron.parallel.hierarchy import places_by_host
-from megatron.parallel.mesh import Axis
-from megatron.parallel.routes import ALL_GATHER, Router, Routes
-from megatron.parallel.traffic import Tally
+from megatron.config.arithmetic.algorithm_table import (
+    BACKEND,
+    MARGIN,
+    OPERATIONS,
+    OTHER,
+    AlgorithmTable,
+    best,
+    candidates,
+)
+from megatron.parallel.layout.mesh import Axis
+from megatron.parallel.messages.account import Recorder
+from megatron.parallel.messages.traffic import Tally
+from megatron.parallel.transport.hierarchy import places_by_host
+from megatron.parallel.transport.routes import ALL_GATHER, Router, Routes
 from megatron.report.communication import readable_bytes, table
 from megatron.training.algorithms import job_facts
 from megatron.training.world import World

@@ -54,7 +54,7 @@ import numpy as np  # noqa: E402
 
 from megatron.config import split_arguments  # noqa: E402
 from megatron.launch.command_line import main as launch  # noqa: E402
-from megatron.parallel import watched  # noqa: E402
+from megatron.parallel.messages import watched  # noqa: E402
 from megatron.training.hook import Hook  # noqa: E402
 from megatron.training.hooks.hashes import HashesHook  # noqa: E402
 from megatron.training.hooks.slow import SlowRanksHook  # noqa: E402

@@ -25,7 +25,7 @@ from megatron.checkpoint import CheckpointError
 from megatron.checkpoint.hf.importer import logical_tensors
 from megatron.checkpoint.universal import Universal, made_universal, read_names, restore
 from megatron.config import ConfigError, load, to_yaml
-from megatron.config.files import read_file
+from megatron.config.source.files import read_file
 
 # Whatever layout a run has: only its tensors matter here.
 ONE_RANK = [f"parallel.{axis}=1" for axis in ("tensor", "pipeline", "context", "expert", "expert_tensor")]

@@ -21,7 +21,7 @@ from pathlib import Path
 from megatron.checkpoint import CheckpointError, open_checkpoint
 from megatron.checkpoint.hf.importer import import_model, locate
 from megatron.checkpoint.hf.verify import prove
-from megatron.checkpoint.progress import now_and_then
+from megatron.checkpoint.save.progress import now_and_then
 from megatron.config import ConfigError
 from megatron.config.frozen import thaw
 from megatron.config.registry import RegistryError

@@ -20,9 +20,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from megatron.checkpoint import CheckpointError, open_checkpoint
-from megatron.checkpoint.reader import Checkpoint
-from megatron.checkpoint.store import Store, find_checkpoint, folder_of
-from megatron.checkpoint.summary import describe
+from megatron.checkpoint.read.reader import Checkpoint
+from megatron.checkpoint.read.summary import describe
+from megatron.checkpoint.save.store import Store, find_checkpoint, folder_of
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

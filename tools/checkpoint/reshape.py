@@ -21,14 +21,14 @@ import resource
 from pathlib import Path
 
 from megatron.checkpoint import CheckpointError, open_checkpoint
-from megatron.checkpoint.progress import now_and_then
 from megatron.checkpoint.reshape import VERIFY_NAME, parse_layout, reshape
+from megatron.checkpoint.save.progress import now_and_then
 from megatron.config import ConfigError, resolve
 from megatron.config.derive import View
-from megatron.config.origins import Origin
+from megatron.config.source.origins import Origin
+from megatron.config.source.yaml_source import parse
 from megatron.config.words import counted
-from megatron.config.yaml_source import parse
-from megatron.parallel.layout import Layout
+from megatron.parallel.layout.layout import Layout
 
 
 def refuse_illegal(config: str, layout: Layout) -> None:

@@ -23,7 +23,7 @@ from megatron.worker.leaving import leave_process
 
 
 def main() -> int:
-    from megatron.training.native import write_native
+    from megatron.training.start.native import write_native
     from megatron.training.world import joined
     from megatron.worker.job import read_job
 

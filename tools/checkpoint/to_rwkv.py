@@ -19,7 +19,7 @@ from pathlib import Path
 from megatron.checkpoint import CheckpointError, open_checkpoint
 from megatron.checkpoint.hf.export import TYPES
 from megatron.checkpoint.hf.rwkv_files import export_published
-from megatron.checkpoint.store import find_checkpoint
+from megatron.checkpoint.save.store import find_checkpoint
 from megatron.config import ConfigError
 
 

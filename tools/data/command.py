@@ -11,8 +11,8 @@ from typing import Any
 from megatron.config import ConfigError
 from megatron.config.file_access import OutputError
 from megatron.data.errors import DataError
-from megatron.data.left_out import LeftOut
 from megatron.data.provenance import config_file
+from megatron.data.skipped_batches import LeftOut
 from megatron.report.ledger import left_out
 
 

@@ -35,7 +35,7 @@ def options() -> argparse.ArgumentParser:
 def main(given: argparse.Namespace) -> dict:
     from megatron.config.file_access import keep_inputs
     from megatron.data.corpus.files import pair_files
-    from megatron.data.corpus.look import draw_lengths, look
+    from megatron.data.corpus.inspect import draw_lengths, look
     from megatron.data.tokenizer import build_tokenizer
 
     if given.picture:

@@ -88,12 +88,12 @@ def _examples(given: argparse.Namespace) -> list[tuple[str, str]]:
     fields = tuple(filter(None, (given.fields or "").split(",")))
     if given.examples:
         return read_examples(given.examples, fields)
-    from eval_tasks.select import Request, problems
+    from megatron.evaluation.select import Request, problems
 
     requests = [Request(name) for name in given.tasks.split(",") if name]
     if wrong := problems(requests, tuple(given.include_path)):
         raise DataError("--tasks", "; ".join(wrong), "name tasks that evaluate.py knows")
-    from eval_tasks.documents import texts
+    from megatron.evaluation.documents import texts
 
     return list(texts(requests, tuple(given.include_path)))
 

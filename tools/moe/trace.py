@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> int:
         parser.error("--step must be at least 0, and --samples at least 1")
     import torch
 
-    from megatron.checkpoint.errors import CheckpointError
+    from megatron.checkpoint.format.errors import CheckpointError
     from megatron.config.file_access import OutputError, keep_inputs
     from megatron.data.loader import build_loader
     from megatron.kinds.moe.trace import moe_layers

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megatron.config.sections.layout import LaunchSection
-from megatron.launch.connection import Command
 from megatron.launch.runner import Runner
 from megatron.launch.runners.agent_command import agent_command
-from megatron.launch.specification import Specification
+from megatron.launch.wire.connection import Command
+from megatron.launch.wire.specification import Specification
 
 
 def commands(job: Specification, launch: LaunchSection) -> list[Command]:

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 import torch.distributed as dist
 
-from megatron.checkpoint.fragment import MASTER
+from megatron.checkpoint.format.fragment import MASTER
 from megatron.config.problems import UserError
 from megatron.training.exchange import StepReport
 from megatron.training.hook import Hook

@@ -7,9 +7,9 @@ from my_lab.nice import RUNNER
 
 from megatron.config.registry import registry_of
 from megatron.config.sections.layout import LaunchSection
-from megatron.launch.choose import choose_runner
-from megatron.launch.hosts import HostError
-from megatron.launch.specification import Host, Specification
+from megatron.launch.job.choose import choose_runner
+from megatron.launch.job.hosts import HostError
+from megatron.launch.wire.specification import Host, Specification
 
 
 def test_its_command():

@@ -85,7 +85,7 @@ def test_hook_writes_whole_tensors_and_changes_nothing(straight, tmp_path):
     plain, two = train(tmp_path / "plain", 1), train(tmp_path / "two", 2, "parallel.tensor=2", hooks=[HOOK])
     assert steps(plain) == steps(straight[1]) and not any("weights" in each for each in plain)
     from megatron.checkpoint import open_checkpoint
-    from megatron.checkpoint.fragment import FragmentSpec
+    from megatron.checkpoint.format.fragment import FragmentSpec
 
     for last in (2, 4):
         checkpoint = open_checkpoint(straight[0] / "checkpoints" / f"step_{last:08d}")

@@ -7,9 +7,9 @@ import json
 import torch
 
 from megatron.config import Config, config_hash
-from megatron.model.describe import totals
+from megatron.model.costs.describe import totals
 
-from ..reader import Checkpoint
+from ..read.reader import Checkpoint
 from .architecture import Architecture
 from .versions import least_version
 

@@ -13,14 +13,14 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from megatron.config import Config, ConfigError, resolve
+from megatron.config.arithmetic.recurrence import core_of
 from megatron.config.kind import kinds_of
 from megatron.config.pattern import BlockPattern, parse
-from megatron.config.recurrence import core_of
 from megatron.config.registry import ARCHITECTURE, RegistryError, offered_by, registry_of
 from megatron.config.sections.model import ModelSection
 from megatron.model.parametrization import folded_config
 
-from ..errors import CheckpointError
+from ..format.errors import CheckpointError
 from .architecture import Architecture
 from .layers import without_variants
 from .same import differences

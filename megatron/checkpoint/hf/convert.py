@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.links import Form
 
-from ..errors import CheckpointError
+from ..format.errors import CheckpointError
 from .architecture import Architecture
 
 EMBEDDING, HEAD = "embedding.tokens.weight", "head.weight"

@@ -16,9 +16,9 @@ from megatron.config import Config
 from megatron.data.tokenizer import HuggingFaceTokenizer, build_tokenizer
 
 from ..configuration import config_of
-from ..errors import CheckpointError
-from ..fragment import MASTER, WEIGHT, FragmentSpec
-from ..reader import Checkpoint
+from ..format.errors import CheckpointError
+from ..format.fragment import MASTER, WEIGHT, FragmentSpec
+from ..read.reader import Checkpoint
 from .architecture import Architecture
 from .card import model_card
 from .config import hf_config

@@ -11,22 +11,22 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig
 
 from megatron.config.foreign_json import read_json
-from megatron.config.layers import ConfigSource as Values
 from megatron.config.paths import UnsafeName, path_inside
 from megatron.config.pattern import MAX_BLOCKS
 from megatron.config.resolution import Resolved, combine
-from megatron.config.resolved_file import to_yaml
+from megatron.config.source.layers import ConfigSource as Values
+from megatron.config.source.resolved_file import to_yaml
 from megatron.data.hub import unreachable
 from megatron.model.stack import build_model
-from megatron.parallel.parameters import logical_of, stored_tensors
-from megatron.parallel.shard import LogicalTensor
+from megatron.parallel.layers.parameters import logical_of, stored_tensors
+from megatron.parallel.layout.shard import LogicalTensor
 
-from ..container import TensorEntry, read_header
-from ..errors import CheckpointError, understanding
-from ..fragment import WEIGHT, FragmentSpec
-from ..meta import Meta
-from ..rankfile import write_rank_file
-from ..writer import Draft
+from ..format.container import TensorEntry, read_header
+from ..format.errors import CheckpointError, understanding
+from ..format.fragment import WEIGHT, FragmentSpec
+from ..format.meta import Meta
+from ..format.rankfile import write_rank_file
+from ..save.writer import Draft
 from .architecture import Architecture
 from .config import Extensions, architecture_of, extensions_for, known_architectures, model_values
 from .convert import ConversionStep, match, plan

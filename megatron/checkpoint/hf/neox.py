@@ -20,10 +20,10 @@ from transformers import PreTrainedConfig
 
 from megatron.config import Resolved, load, to_yaml
 
-from ..errors import CheckpointError
-from ..fragment import MASTER, WEIGHT, FragmentSpec
-from ..meta import Meta
-from ..writer import write_tensors
+from ..format.errors import CheckpointError
+from ..format.fragment import MASTER, WEIGHT, FragmentSpec
+from ..format.meta import Meta
+from ..save.writer import write_tensors
 from .architectures.gpt import GPT_NEOX
 from .config import hf_config
 from .convert import match, plan

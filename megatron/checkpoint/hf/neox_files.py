@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megatron.config.paths import UnsafeName, path_inside
 
-from ..errors import CheckpointError
-from ..pickles import load_tensors
+from ..format.errors import CheckpointError
+from ..format.pickles import load_tensors
 
 LAYER = re.compile(r"layer_(\d{1,6})-model_(\d{1,5})-model_states\.pt")
 MODEL = re.compile(r"mp_rank_(\d{1,5})_model_states\.pt")

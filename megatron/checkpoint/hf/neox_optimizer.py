@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, understanding
-from ..fragment import MASTER
+from ..format.errors import CheckpointError, understanding
+from ..format.fragment import MASTER
 from .neox_files import OPTIMIZER, LayerShard, complete, first_name, matching, model_files, read_model_file
 
 Place = tuple[int, str]  # number of a layer, name in it

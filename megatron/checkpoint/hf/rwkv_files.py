@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config, resolve
-from megatron.config.layers import ConfigSource as Values
 from megatron.config.resolution import Resolved, combine
+from megatron.config.source.layers import ConfigSource as Values
 from megatron.kinds.common.links import Link
 from megatron.kinds.common.rwkv.hf import PUBLISHED
 from megatron.kinds.rwkv5 import hf as rwkv5
 from megatron.kinds.rwkv6 import hf as rwkv6
 from megatron.kinds.rwkv7 import hf as rwkv7
 from megatron.model.stack import build_model
-from megatron.parallel.parameters import logical_of
+from megatron.parallel.layers.parameters import logical_of
 
-from ..errors import CheckpointError
-from ..pickles import load_tensors
-from ..reader import Checkpoint
+from ..format.errors import CheckpointError
+from ..format.pickles import load_tensors
+from ..read.reader import Checkpoint
 from .architecture import Architecture
 from .convert import ConversionStep, plan, to_hf
 from .export import TYPES, config_of, tensor_reader, type_of

@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron.model.stack import build_model
-from megatron.parallel.parameters import logical_of, stored_tensors
+from megatron.parallel.layers.parameters import logical_of, stored_tensors
 
-from ..errors import CheckpointError
-from ..reader import Checkpoint
+from ..format.errors import CheckpointError
+from ..read.reader import Checkpoint
 from .export import config_of, tensor_reader
 
 BOUND = 1e-5

@@ -10,8 +10,8 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from ..container import header
-from ..durable import CHUNK
+from ..format.container import header
+from ..format.durable import CHUNK
 from .convert import ConversionStep
 
 Planned = tuple[ConversionStep, dict[str, tuple[int, ...]]]  # a step, and the shapes of what it writes

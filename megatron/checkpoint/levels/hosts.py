@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ..communicator import Communicator
-from ..errors import CheckpointError
+from ..format.communicator import Communicator
+from ..format.errors import CheckpointError
 
 
 def host_name() -> str:

@@ -13,18 +13,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..communicator import Communicator
-from ..durable import move, remove, write_file
-from ..errors import CheckpointError, StoreRefuses, disk_refuses, understanding
-from ..fragment import Fragment
-from ..manifest import manifest_of, open_index, part_of, read_manifest, write_merged
-from ..meta import Meta
-from ..names import MANIFEST_NAME, META_NAME, leftover_name, leftover_of, number_of, step_name
-from ..rankfile import FileRecord, file_name, host_chunks, tables_of, write_rank_file
-from ..store import Store
-from ..writer import describe_error
-from .courier import Courier, Parcel
+from ..format.communicator import Communicator
+from ..format.durable import move, remove, write_file
+from ..format.errors import CheckpointError, StoreRefuses, describe_error, disk_refuses, understanding
+from ..format.fragment import Fragment
+from ..format.manifest import manifest_of, open_index, part_of, read_manifest, write_merged
+from ..format.meta import Meta
+from ..format.names import MANIFEST_NAME, META_NAME, leftover_name, leftover_of, number_of, step_name
+from ..format.rankfile import FileRecord, file_name, host_chunks, tables_of, write_rank_file
+from ..save.store import Store
 from .hosts import Hosts, private
+from .peer_transfer import Courier, Parcel
 
 NOTES, NOTE_BYTES = "notes", 256  # of as many as every rank's note has, with spaces, so that nobody must tell
 KEY = "level"  # in `Meta.extra`: which save a part belongs to, and how many files that had in all

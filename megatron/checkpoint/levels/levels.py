@@ -13,16 +13,16 @@ from typing import Any
 import torch
 
 from ...config.sections.output import LevelSection
-from ..communicator import Communicator, all_problems
-from ..durable import move, write_file
-from ..errors import CheckpointError, StoreRefuses, brief, disk_refuses
-from ..fragment import Fragment
-from ..meta import Meta
-from ..reader import Checkpoint
-from .courier import Courier, GroupCourier
-from .gathered import FoundSave, gather
+from ..format.communicator import Communicator, all_problems
+from ..format.durable import move, write_file
+from ..format.errors import CheckpointError, StoreRefuses, brief, disk_refuses
+from ..format.fragment import Fragment
+from ..format.meta import Meta
+from ..read.reader import Checkpoint
 from .hosts import Hosts, private
+from .index_exchange import FoundSave, gather
 from .level import KEY, HostPart, Level
+from .peer_transfer import Courier, GroupCourier
 
 MEMORY = "/dev/shm"  # noqa: S108  (a file system in memory; folders in it are made private)
 # In the folder of checkpoints: which folders on hosts belong to it, and after which steps the run has left a branch.

@@ -8,15 +8,12 @@ from __future__ import annotations
 from ..problems import Problem
 from ..rule_context import RuleContext
 from . import (
-    async_tensor,
     chunks,
     communication,
     cost,
-    cuda_graphs,
     data,
     deepspeed,
     distillation,
-    fused_attention,
     launch,
     layout,
     levels,
@@ -34,6 +31,7 @@ from . import (
     spikes,
     stages,
 )
+from .gpu import async_tensor, cuda_graphs, fused_attention
 
 MODULES = (
     names,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ..divisors import divisors, multiples, near
+from ..arithmetic.divisors import divisors, multiples, near
 from ..problems import Problem
 from ..rule_context import RuleContext
 from ..sequences import choose_method

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..algorithm_table import read_table
+from ..arithmetic.algorithm_table import read_table
+from ..arithmetic.wire import LEAST_BLOCK, PIPELINE
 from ..file_access import unreadable
 from ..problems import Problem
 from ..rule_context import RuleContext
-from ..wire import LEAST_BLOCK, PIPELINE
 
 TABLE = "parallel.communication.table"
 MAKE = "make one with tools/bench/communication.py --tune on this job's hosts, or remove the key"

@@ -10,7 +10,7 @@ from math import lcm
 from os.path import isdir
 from pathlib import Path as File
 
-from .. import machine
+from ..arithmetic import machine
 from ..problems import Problem
 from ..rule_context import RuleContext
 

@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path as File
 
+from ..arithmetic.tokenizer_size import local_tokens
 from ..catalog import Path, dotted
 from ..file_access import MISSING, unreadable
 from ..problems import Problem
 from ..rule_context import RuleContext
 from ..sections.data import SourceSection
-from ..tokenizer_size import local_tokens
 
 
 def sources(context: RuleContext) -> Iterator[tuple[Path, SourceSection]]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .. import machine
+from ..arithmetic import machine
 from ..catalog import Path
 from ..problems import Problem
 from ..rule_context import RuleContext
 from ..schema import Config
-from ..structure import nearest
+from ..source.structure import nearest
 from ..tree import get, leaves
 
 # Blocks whose presence alone makes DeepSpeed 0.19.8 refuse to start, and what to do instead.

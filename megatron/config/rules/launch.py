@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path as File
 from typing import Any
 
-from .. import machine
+from ..arithmetic import machine
 from ..problems import Problem
 from ..registry import RUNNER, RegistryError, registry_of
 from ..rule_context import RuleContext

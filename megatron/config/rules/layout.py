@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..divisors import multiples
+from ..arithmetic.divisors import multiples
 from ..problems import Problem
 from ..rule_context import RuleContext
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..arithmetic.tokenizer_size import SizeUnknown, tokenizer_size
 from ..frozen import thaw
 from ..pattern import PatternError
 from ..problems import Problem
 from ..rule_context import RuleContext
-from ..structure import nearest
-from ..tokenizer_size import SizeUnknown, tokenizer_size
+from ..source.structure import nearest
 from ..tree import leaves
 
 

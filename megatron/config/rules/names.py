@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..arithmetic.optimizer_options import NOT_BUILT
 from ..catalog import lookup
-from ..importable import check_importable
-from ..optimizer_options import NOT_BUILT
+from ..names.importable import check_importable
 from ..problems import Problem
 from ..registry import ADDED, OPTIMIZER, Registry, RegistryError, registry_of
 from ..rule_context import RuleContext
-from ..structure import nearest
+from ..source.structure import nearest
 from ..tree import leaves
 
 

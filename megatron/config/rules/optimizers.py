@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..kernels import has_file, installed
-from ..meta_weights import check_header, weights_file
-from ..optimizer_options import PACKAGES, SCHEDULE_FREE
+from ..arithmetic.kernels import has_file, installed
+from ..arithmetic.meta_weights import check_header, weights_file
+from ..arithmetic.optimizer_options import PACKAGES, SCHEDULE_FREE
 from ..problems import Problem
 from ..registry import INSIDE, SCHEDULE
 from ..rule_context import RuleContext

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path as File
 
-from .. import machine
+from ..arithmetic import machine
 from ..foreign import advice, neox_checkpoint
 from ..problems import Problem
 from ..rule_context import RuleContext

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .. import machine
-from ..epochs import Uncounted, Unread, steps_of_epochs
-from ..kernels import installed
-from ..optimizer_options import OPTIONS, SCHEDULE_FREE
+from ..arithmetic import machine
+from ..arithmetic.epochs import Uncounted, Unread, steps_of_epochs
+from ..arithmetic.kernels import installed
+from ..arithmetic.optimizer_options import OPTIONS, SCHEDULE_FREE
 from ..problems import Problem
 from ..registry import INSIDE, OPTIMIZER
 from ..rule_context import RuleContext
 from ..sections.recipe import ObjectiveSection
-from ..structure import nearest
+from ..source.structure import nearest
 
 
 def batch_sizes_multiply_out(context: RuleContext) -> Iterator[Problem]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..even_split import uniform_counts
+from ..arithmetic.even_split import uniform_counts
+from ..arithmetic.recurrence import core_of
 from ..problems import Problem
-from ..recurrence import core_of
 from ..rule_context import RuleContext
 from ..sections.recurrence import RecurrenceOptions
 

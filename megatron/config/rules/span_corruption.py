@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..arithmetic.tokenizer_size import local_tokens
 from ..problems import Problem
 from ..rule_context import RuleContext
-from ..tokenizer_size import local_tokens
 from .data import no_tokenizer, sources
 
 RATE, SENTINEL = "data.span_corruption.rate", "data.span_corruption.sentinel"

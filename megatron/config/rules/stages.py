@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ..divisors import divisors, near
+from ..arithmetic.divisors import divisors, near
 from ..kind import KindUse
 from ..problems import Problem
 from ..rule_context import RuleContext
 from ..sections.rotary import RotaryOptions
+from ..source.structure import nearest
 from ..stages import as_stage, stages_of
-from ..structure import nearest
 
 SCHEDULE = ("training", "sequence_schedule")
 _LENGTH = "training.sequence_length"

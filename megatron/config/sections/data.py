@@ -6,7 +6,7 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from ..registry import SOURCE
-from .base import Derivable, Derived, Section, key
+from ..section import Derivable, Derived, Section, key
 
 
 def _source_name(own: dict[str, Any], at: Any) -> str:

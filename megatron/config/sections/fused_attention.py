@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from .base import Derivable, Derived, Section, key
+from ..section import Derivable, Derived, Section, key
 
 SHORT = 64  # tokens of a document: those of a micro-batch are taken to be as long, on average
 

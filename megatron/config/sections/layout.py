@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from ..registry import RUNNER
-from .base import Derivable, Derived, Section, key
+from ..section import Derivable, Derived, Section, key
 
 
 def _expert_tensor(own: dict[str, Any], at: Any) -> int | None:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import create_model
 
+from ..arithmetic.tokenizer_size import SizeUnknown, tokenizer_size
 from ..kind import kinds_of
 from ..pattern import BlockPattern, blocks_of
-from ..tokenizer_size import SizeUnknown, tokenizer_size
-from .base import Derivable, Derived, Section, key
+from ..section import Derivable, Derived, Section, key
 from .fused_attention import FusedAttentionOptions
 from .multi_token import MultiTokenOptions
 from .parametrization import ParametrizationOptions

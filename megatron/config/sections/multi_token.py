@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from .base import Derivable, Derived, Section, key
+from ..section import Derivable, Derived, Section, key
 
 
 def _block(own: dict[str, Any], at: Any) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from ..registry import HOOK, METRIC
-from .base import Addition, Derivable, Derived, Section, key
+from ..section import Addition, Derivable, Derived, Section, key
 
 RUN_NAME = "{run.name}"  # what stands for it in the URL of a level
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .base import Section, key
+from ..section import Section, key
 
 
 class ParametrizationOptions(Section):

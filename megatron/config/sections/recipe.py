@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from ..epochs import Uncounted, steps_of_epochs
+from ..arithmetic.epochs import Uncounted, steps_of_epochs
 from ..registry import OBJECTIVE, OPTIMIZER, SCHEDULE
-from .base import Derivable, Derived, Section, key
+from ..section import Derivable, Derived, Section, key
 from .layout import ActivationCheckpointing
 from .rotary import RotaryScaling
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from .base import Derivable, Derived, Section, key
+from ..section import Derivable, Derived, Section, key
 
 
 def _repeats(at: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from .base import Derivable, Derived, Needed, Section, key
+from ..section import Derivable, Derived, Needed, Section, key
 
 
 def _attention_factor(own: dict[str, Any], at: Any) -> float | None:

@@ -130,7 +130,7 @@ def split(
     Returns:
         The number of documents of each.
     """
-    from ..order import split_bounds
+    from ..order.order import split_bounds
 
     file = TokenFile(path)
     file.verify()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.parallel.shard import LogicalTensor
+from megatron.parallel.layout.shard import LogicalTensor
 
 from .groups import use_fused
 from .matrix import MatrixOptimizer, blocks, sizes

@@ -16,8 +16,8 @@ from torch import Tensor
 from torchao.optim import subclass_8bit
 
 from megatron.config import Config
-from megatron.config.optimizer_options import options_of
-from megatron.parallel.shard import LogicalTensor
+from megatron.config.arithmetic.optimizer_options import options_of
+from megatron.parallel.layout.shard import LogicalTensor
 
 from .groups import use_fused
 from .matrix import MatrixOptimizer

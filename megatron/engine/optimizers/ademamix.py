@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.config.optimizer_options import options_of
+from megatron.config.arithmetic.optimizer_options import options_of
 
 from .elementwise import ElementwiseOptimizer
 

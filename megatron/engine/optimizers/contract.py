@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.parallel.shard import LogicalTensor
+from megatron.parallel.layout.shard import LogicalTensor
 
 STEP = "step"  # a state that is a number: updates done, a float32 tensor without dimensions
 

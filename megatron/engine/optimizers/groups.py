@@ -9,8 +9,8 @@ from torch import nn
 
 from megatron.config import Config
 from megatron.config.sections.recipe import OptimizerSection
-from megatron.parallel.parameters import is_spread
-from megatron.parallel.shard import Role
+from megatron.parallel.layers.parameters import is_spread
+from megatron.parallel.layout.shard import Role
 
 from .contract import group_settings
 from .named import optimizer_class

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from megatron.config import Config
-from megatron.parallel.mesh import ALONE, Axis
-from megatron.parallel.parameters import logical_of
-from megatron.parallel.shard import LogicalTensor, Role
+from megatron.parallel.layers.parameters import logical_of
+from megatron.parallel.layout.mesh import ALONE, Axis
+from megatron.parallel.layout.shard import LogicalTensor, Role
 
 from .base import EagerOptimizer
 from .contract import STEP, initialize_state

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.config.optimizer_options import options_of
-from megatron.parallel.shard import LogicalTensor, Scales
+from megatron.config.arithmetic.optimizer_options import options_of
+from megatron.parallel.layout.shard import LogicalTensor, Scales
 
 from .groups import use_fused
 from .matrix import MatrixOptimizer

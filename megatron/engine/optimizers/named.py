@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.config import Config
-from megatron.config.added import resolve_import
+from megatron.config.names.added import resolve_import
 from megatron.config.problems import UserError
 from megatron.config.registry import OPTIMIZER
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.config.optimizer_options import options_of
+from megatron.config.arithmetic.optimizer_options import options_of
 
 from .contract import STEP
 from .elementwise import ElementwiseOptimizer

@@ -25,11 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.config.meta_weights import FEATURES, LARGEST, NAME, RULE, network_of, weights_file
-from megatron.config.optimizer_options import PACKAGES, options_of
+from megatron.config.arithmetic.meta_weights import FEATURES, LARGEST, NAME, RULE, network_of, weights_file
+from megatron.config.arithmetic.optimizer_options import PACKAGES, options_of
 from megatron.config.problems import UserError
-from megatron.parallel.mesh import Axis
-from megatron.parallel.shard import LogicalTensor
+from megatron.parallel.layout.mesh import Axis
+from megatron.parallel.layout.shard import LogicalTensor
 
 from .groups import use_fused
 from .matrix import WEIGHT, MatrixOptimizer, blocks, sizes

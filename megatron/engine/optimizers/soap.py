@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.config.optimizer_options import options_of
-from megatron.parallel.shard import LogicalTensor
+from megatron.config.arithmetic.optimizer_options import options_of
+from megatron.parallel.layout.shard import LogicalTensor
 
 from .groups import use_fused
 from .matrix import MatrixOptimizer, blocks, sizes

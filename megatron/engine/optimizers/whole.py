@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.parallel.mesh import ALONE, Axis
-from megatron.parallel.shard import LogicalTensor, Span
+from megatron.parallel.layout.mesh import ALONE, Axis
+from megatron.parallel.layout.shard import LogicalTensor, Span
 
 ROUND = 2**27  # elements of whole tensors that travel at one time, over all ranks: what buffers may grow to
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron.config.divisors import divisors, multiples, near
+from megatron.config.arithmetic.divisors import divisors, multiples, near
+from megatron.config.arithmetic.optimizer_options import SCHEDULE_FREE
 from megatron.config.kind import KindUse, LayerKind
-from megatron.config.optimizer_options import SCHEDULE_FREE
-from megatron.config.sections.base import Derivable, Derived, Needed, Section, key
+from megatron.config.section import Derivable, Derived, Needed, Section, key
 from megatron.config.sections.rotary import RotaryOptions
 from megatron.kinds.common.options import (
     heads_are_given,

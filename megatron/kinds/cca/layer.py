@@ -17,27 +17,27 @@ from torch import Tensor, nn
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.cca.options import CCAOptions
 from megatron.kinds.common.angles import stream_angles
-from megatron.kinds.common.attend_across import attend_in
-from megatron.kinds.common.attention_entropy import AttentionEntropy
-from megatron.kinds.common.attention_pattern import Pattern
-from megatron.kinds.common.carried import handed, taps_after, taps_before, token_before
-from megatron.kinds.common.convolution import with_past
+from megatron.kinds.common.attention.attend_across import attend_in
+from megatron.kinds.common.attention.context_messages import attention_messages, scan_messages
+from megatron.kinds.common.attention.entropy import AttentionEntropy
+from megatron.kinds.common.attention.key_value_cache import Keys, KeyValueCache
+from megatron.kinds.common.attention.pattern import Pattern
 from megatron.kinds.common.documents import piece_starts, shared_starts
-from megatron.kinds.common.exchanged import attention_messages, scan_messages
-from megatron.kinds.common.key_value_cache import Keys, KeyValueCache
-from megatron.kinds.common.recomputed import recomputed
+from megatron.kinds.common.recurrence.convolution import with_past
+from megatron.kinds.common.recurrence.recomputed import recomputed
+from megatron.kinds.common.recurrence.sequence_scan import handed, taps_after, taps_before, token_before
+from megatron.model.costs.exchanges import Around, LayerMessage
+from megatron.model.costs.traffic import Enter, Event, TensorAxis, row_events
 from megatron.model.counts import Counts
-from megatron.model.exchanges import Around, LayerMessage
 from megatron.model.initialisation import Initialisation
 from megatron.model.rotary import Rotary
 from megatron.model.stream import Stream
-from megatron.model.traffic import Enter, Event, TensorAxis, row_events
-from megatron.parallel.collectives import enter
-from megatron.parallel.initial import ONES, ZEROS, Init
-from megatron.parallel.linear import ColumnLinear, RowLinear
-from megatron.parallel.parameters import ParameterFactory
-from megatron.parallel.precision import at_least_fp32
-from megatron.parallel.shard import Growth, Role, Shard
+from megatron.parallel.layers.collectives import enter
+from megatron.parallel.layers.linear import ColumnLinear, RowLinear
+from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layout.initial import ONES, ZEROS, Init
+from megatron.parallel.layout.precision import at_least_fp32
+from megatron.parallel.layout.shard import Growth, Role, Shard
 
 
 @dataclass

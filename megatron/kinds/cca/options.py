@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.config.kind import KindUse, LayerKind
-from megatron.config.sections.base import Derivable, Derived, Needed, Section, key
+from megatron.config.section import Derivable, Derived, Needed, Section, key
 from megatron.config.sections.rotary import RotaryOptions
 from megatron.kinds.common.options import (
     divides_over_tensor_ranks,

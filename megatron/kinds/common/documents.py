@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.model.stream import Stream
-from megatron.parallel.context import ContextGroup
+from megatron.parallel.layers.context import ContextGroup
 
 
 def document_starts(documents_BS: Tensor, continued_B: Tensor | None = None) -> Tensor:

@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.kinds.common.decays import decays
-from megatron.kinds.common.recomputed import recomputed
-from megatron.parallel.precision import at_least_fp32
+from megatron.kinds.common.recurrence.decays import decays
+from megatron.kinds.common.recurrence.recomputed import recomputed
+from megatron.parallel.layout.precision import at_least_fp32
 
 LENGTH_EPSILON = 1e-6  # added to the square of the length of queries and keys
 

@@ -15,7 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.carried import (
+from megatron.kinds.common.attention.context_messages import scan_messages
+from megatron.kinds.common.recurrence.convolution import Taps
+from megatron.kinds.common.recurrence.convolution_kernels import CONVOLUTIONS
+from megatron.kinds.common.recurrence.recomputed import recomputed
+from megatron.kinds.common.recurrence.sequence_scan import (
     carried_by_matrix,
     document_begins,
     handed,
@@ -23,23 +27,19 @@ from megatron.kinds.common.carried import (
     taps_after,
     taps_before,
 )
-from megatron.kinds.common.convolution import Taps
-from megatron.kinds.common.convolution_kernels import CONVOLUTIONS
-from megatron.kinds.common.exchanged import scan_messages
-from megatron.kinds.common.recomputed import recomputed
 from megatron.kinds.gated_delta.options import KIND, GatedDeltaOptions
+from megatron.model.costs.exchanges import Around, LayerMessage
+from megatron.model.costs.traffic import Enter, Event, Leave, Shared, TensorAxis, whole_events
 from megatron.model.counts import Counts
-from megatron.model.exchanges import Around, LayerMessage
 from megatron.model.initialisation import Initialisation
-from megatron.model.kernels import choose_kernels
+from megatron.model.kernels.choice import choose_kernels
 from megatron.model.stream import Stream
-from megatron.model.traffic import Enter, Event, Leave, Shared, TensorAxis, whole_events
-from megatron.parallel.collectives import enter, sum_gradient
-from megatron.parallel.initial import ONES, Init, time_steps
-from megatron.parallel.linear import ColumnLinear, RowLinear
-from megatron.parallel.parameters import ParameterFactory
-from megatron.parallel.precision import at_least_fp32
-from megatron.parallel.shard import Role, Shard
+from megatron.parallel.layers.collectives import enter, sum_gradient
+from megatron.parallel.layers.linear import ColumnLinear, RowLinear
+from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layout.initial import ONES, Init, time_steps
+from megatron.parallel.layout.precision import at_least_fp32
+from megatron.parallel.layout.shard import Role, Shard
 
 from . import kernels
 from .delta_rule import ends, gated_delta_rule

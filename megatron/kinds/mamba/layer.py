@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection, NormOptions
-from megatron.kinds.common import convolution_kernels
-from megatron.kinds.common.carried import (
+from megatron.kinds.common.attention.context_messages import scan_messages
+from megatron.kinds.common.recurrence import convolution_kernels
+from megatron.kinds.common.recurrence.convolution import Taps, causal_convolution
+from megatron.kinds.common.recurrence.sequence_scan import (
     carried_by_decay,
     document_begins,
     handed,
@@ -27,21 +29,19 @@ from megatron.kinds.common.carried import (
     taps_after,
     taps_before,
 )
-from megatron.kinds.common.convolution import Taps, causal_convolution
-from megatron.kinds.common.exchanged import scan_messages
 from megatron.kinds.mamba.options import KIND, MambaOptions
+from megatron.model.costs.exchanges import Around, LayerMessage
+from megatron.model.costs.traffic import Enter, Event, Summed, TensorAxis, norm, row_events
 from megatron.model.counts import Counts
-from megatron.model.exchanges import Around, LayerMessage
 from megatron.model.initialisation import Initialisation
-from megatron.model.kernels import choose_kernels
+from megatron.model.kernels.choice import choose_kernels
 from megatron.model.norm import Norm, norm_activations
 from megatron.model.stream import Stream
-from megatron.model.traffic import Enter, Event, Summed, TensorAxis, norm, row_events
-from megatron.parallel.collectives import enter, sum_over
-from megatron.parallel.initial import ONES, Init, formula, time_steps
-from megatron.parallel.linear import ColumnLinear, RowLinear
-from megatron.parallel.parameters import ParameterFactory
-from megatron.parallel.shard import Role, Shard
+from megatron.parallel.layers.collectives import enter, sum_over
+from megatron.parallel.layers.linear import ColumnLinear, RowLinear
+from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layout.initial import ONES, Init, formula, time_steps
+from megatron.parallel.layout.shard import Role, Shard
 
 from . import kernels
 from .selective_scan import ends, selective_scan
@@ -74,7 +74,7 @@ class TimeSteps(ColumnLinear):
 class Mamba(nn.Module):
     """x [B, s, H] to its output [B, s, H]: output(scan(silu(conv(u))) * silu(z))."""
 
-    # See `finished` in engine/buckets.py.
+    # See `finished` in engine/deepspeed/buckets.py.
     uses = ("zx", "x_conv.bias", "x_conv.weight", "dt_bc", "norms", "dt", "dt_bias", "A_log", "D", "output")
 
     def __init__(self, make: ParameterFactory, model: ModelSection, options: MambaOptions, init: Initialisation):

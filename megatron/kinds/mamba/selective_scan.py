@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.kinds.common.recomputed import recomputed
+from megatron.kinds.common.recurrence.recomputed import recomputed
 from megatron.kinds.common.rwkv.runs import pieces
-from megatron.parallel.precision import at_least_fp32, wide_type
+from megatron.parallel.layout.precision import at_least_fp32, wide_type
 
 
 def selective_scan(

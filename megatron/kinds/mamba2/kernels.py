@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.kinds.common.convolution_kernels import sequences
 from megatron.kinds.common.documents import document_bounds
-from megatron.kinds.common.recomputed import recomputed
-from megatron.parallel.precision import at_least_fp32
+from megatron.kinds.common.recurrence.convolution_kernels import sequences
+from megatron.kinds.common.recurrence.recomputed import recomputed
+from megatron.parallel.layout.precision import at_least_fp32
 
 from . import ssd as plain
 

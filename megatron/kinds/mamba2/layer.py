@@ -16,8 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common import convolution_kernels
-from megatron.kinds.common.carried import (
+from megatron.kinds.common.attention.context_messages import scan_messages
+from megatron.kinds.common.recurrence import convolution_kernels
+from megatron.kinds.common.recurrence.convolution import Taps
+from megatron.kinds.common.recurrence.recomputed import recomputed
+from megatron.kinds.common.recurrence.sequence_scan import (
     carried_by_decay,
     document_begins,
     handed,
@@ -25,23 +28,20 @@ from megatron.kinds.common.carried import (
     taps_after,
     taps_before,
 )
-from megatron.kinds.common.convolution import Taps
-from megatron.kinds.common.exchanged import scan_messages
-from megatron.kinds.common.multiplied import scaled
-from megatron.kinds.common.recomputed import recomputed
+from megatron.kinds.common.scaled import scaled
 from megatron.kinds.mamba2.options import KIND, Mamba2Options, inner_channels
+from megatron.model.costs.exchanges import Around, LayerMessage
+from megatron.model.costs.traffic import Enter, Event, Shared, Summed, TensorAxis, row_events, whole_events
 from megatron.model.counts import Counts
-from megatron.model.exchanges import Around, LayerMessage
 from megatron.model.initialisation import Initialisation
-from megatron.model.kernels import choose_kernels
+from megatron.model.kernels.choice import choose_kernels
 from megatron.model.stream import Stream
-from megatron.model.traffic import Enter, Event, Shared, Summed, TensorAxis, row_events, whole_events
-from megatron.parallel.collectives import enter, sum_over
-from megatron.parallel.initial import ONES, Init, time_steps
-from megatron.parallel.linear import ColumnLinear, RowLinear
-from megatron.parallel.parameters import ParameterFactory
-from megatron.parallel.precision import at_least_fp32
-from megatron.parallel.shard import Role, Shard
+from megatron.parallel.layers.collectives import enter, sum_over
+from megatron.parallel.layers.linear import ColumnLinear, RowLinear
+from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layout.initial import ONES, Init, time_steps
+from megatron.parallel.layout.precision import at_least_fp32
+from megatron.parallel.layout.shard import Role, Shard
 
 from . import kernels
 from .ssd import ends
@@ -71,7 +71,7 @@ class Mamba2(nn.Module):
     """
 
     compiled_parts: tuple[str, ...] = ("_gated",)
-    # See `finished` in engine/buckets.py.
+    # See `finished` in engine/deepspeed/buckets.py.
     uses = ("zx", "bc", "dt", "x_conv.bias", "x_conv.weight", "bc_conv.bias", "bc_conv.weight", "A_log", "dt_bias", "D",
             "norm", "output")  # fmt: skip
 

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.kinds.common import recomputed
-from megatron.kinds.common.decays import decays
-from megatron.parallel.precision import at_least_fp32
+from megatron.kinds.common.recurrence import recomputed
+from megatron.kinds.common.recurrence.decays import decays
+from megatron.parallel.layout.precision import at_least_fp32
 
 from .ssd_gradient import Four, Limits, ssd_gradient
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.parallel.precision import at_least_fp32
+from megatron.parallel.layout.precision import at_least_fp32
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 Limits = tuple[float, float | None]  # of time steps

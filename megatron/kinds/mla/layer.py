@@ -15,26 +15,26 @@ from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.angles import stream_angles
-from megatron.kinds.common.attend import LONG
-from megatron.kinds.common.attend_across import attend_in
-from megatron.kinds.common.attention_entropy import AttentionEntropy
-from megatron.kinds.common.attention_pattern import Dropped, Pattern
-from megatron.kinds.common.exchanged import attention_messages
-from megatron.kinds.common.key_value_cache import Keys, KeyValueCache
-from megatron.kinds.common.spread_keys import SpreadKeys
+from megatron.kinds.common.attention.attend import LONG
+from megatron.kinds.common.attention.attend_across import attend_in
+from megatron.kinds.common.attention.context_messages import attention_messages
+from megatron.kinds.common.attention.entropy import AttentionEntropy
+from megatron.kinds.common.attention.key_value_cache import Keys, KeyValueCache
+from megatron.kinds.common.attention.pattern import Dropped, Pattern
+from megatron.kinds.common.attention.spread_keys import SpreadKeys
 from megatron.kinds.mla.options import MLAOptions
+from megatron.model.costs.exchanges import Around, LayerMessage
+from megatron.model.costs.traffic import Enter, Event, Shared, TensorAxis, row_events, whole_events
 from megatron.model.counts import Counts
-from megatron.model.exchanges import Around, LayerMessage
 from megatron.model.initialisation import Initialisation
 from megatron.model.logit_clip import LogitClip, Projection, largest_logits
 from megatron.model.norm import Norm
 from megatron.model.rotary import Rotary
 from megatron.model.stream import Stream
-from megatron.model.traffic import Enter, Event, Shared, TensorAxis, row_events, whole_events
-from megatron.parallel.collectives import enter
-from megatron.parallel.linear import ColumnLinear, RowLinear
-from megatron.parallel.parameters import ParameterFactory
-from megatron.parallel.random import site_key
+from megatron.parallel.layers.collectives import enter
+from megatron.parallel.layers.linear import ColumnLinear, RowLinear
+from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layout.random import site_key
 
 
 class MLA(nn.Module):

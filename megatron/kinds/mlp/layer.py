@@ -6,14 +6,14 @@ from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.activations import ACTIVATIONS, SAVED
-from megatron.kinds.common.multiplied import scaled
+from megatron.kinds.common.scaled import scaled
 from megatron.kinds.mlp.options import MLPOptions
+from megatron.model.costs.traffic import Enter, Event, TensorAxis, row_events
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream
-from megatron.model.traffic import Enter, Event, TensorAxis, row_events
-from megatron.parallel.linear import ColumnLinear, RowLinear, entered
-from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.layers.linear import ColumnLinear, RowLinear, entered
+from megatron.parallel.layers.parameters import ParameterFactory
 
 
 class MLP(nn.Module):

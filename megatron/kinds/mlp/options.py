@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron.config.divisors import multiples
+from megatron.config.arithmetic.divisors import multiples
 from megatron.config.kind import KindUse, LayerKind
-from megatron.config.sections.base import Derivable, Derived, Section, key
+from megatron.config.section import Derivable, Derived, Section, key
 from megatron.kinds.common.options import MLP_WIDTH, Activation, mlp_width
 
 if TYPE_CHECKING:

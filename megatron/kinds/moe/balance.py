@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron.kinds.moe.options import MoEOptions
 from megatron.model.expert_tally import LOSSES, ExpertTally
-from megatron.parallel.parameters import ParameterFactory
-from megatron.parallel.shard import Role
+from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layout.shard import Role
 
 from .choice import classes
 

@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.kinds.moe.options import MoEOptions
-from megatron.model.exchanges import MEAN, MOST, NEVER, Around, LayerMessage
+from megatron.model.costs.exchanges import MEAN, MOST, NEVER, Around, LayerMessage
+from megatron.model.costs.traffic import NotPredicted
 from megatron.model.recompute import decide_once
-from megatron.model.traffic import NotPredicted
-from megatron.parallel.collectives import exchange, gather_rows, scatter_rows
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.layers.collectives import exchange, gather_rows, scatter_rows
+from megatron.parallel.layout.mesh import Mesh
 
 from .permute import Rows, put, take
 

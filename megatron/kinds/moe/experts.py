@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from megatron.kinds.common.activations import ACTIVATIONS
 from megatron.kinds.moe.options import MoEOptions
 from megatron.model.initialisation import Initialisation
-from megatron.parallel.initial import ZEROS
-from megatron.parallel.parameters import ParameterFactory
-from megatron.parallel.shard import Role, Shard
+from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layout.initial import ZEROS
+from megatron.parallel.layout.shard import Role, Shard
 
 
 def grouped(x_RK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:

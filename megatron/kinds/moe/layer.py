@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.activations import SAVED
 from megatron.kinds.moe.options import MoEOptions
+from megatron.model.costs.exchanges import BEHIND, LAST, Around, LayerMessage
+from megatron.model.costs.traffic import Enter, Event, Leave, Shared, TensorAxis
 from megatron.model.counts import Counts
-from megatron.model.exchanges import BEHIND, LAST, Around, LayerMessage
 from megatron.model.initialisation import Initialisation
 from megatron.model.recompute import decide_once, repeating
 from megatron.model.stream import LOSS, Channel, Stream
-from megatron.model.traffic import Enter, Event, Leave, Shared, TensorAxis
-from megatron.parallel.collectives import enter, leave
-from megatron.parallel.parameters import ParameterFactory
-from megatron.parallel.precision import at_least_fp32
-from megatron.parallel.random import sequence_counters, site_key, uniform
+from megatron.parallel.layers.collectives import enter, leave
+from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layout.precision import at_least_fp32
+from megatron.parallel.layout.random import sequence_counters, site_key, uniform
 
 from .balance import Balance
 from .choice import ExpertChoice, choose_experts, classes, replace_none, scores_of, weights_of

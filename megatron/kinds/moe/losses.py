@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron.kinds.moe.options import AuxiliaryLossOptions, MoEOptions
-from megatron.parallel.collectives import all_reduce
-from megatron.parallel.mesh import Axis
+from megatron.parallel.layers.collectives import all_reduce
+from megatron.parallel.layout.mesh import Axis
 
 from .choice import ExpertChoice
 

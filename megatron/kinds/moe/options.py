@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.config.kind import LayerKind
-from megatron.config.sections.base import Derivable, Derived, Section, key
+from megatron.config.section import Derivable, Derived, Section, key
 from megatron.kinds.common.options import MLP_WIDTH, Activation, mlp_width
 
 from .rules import RULES, STACK_RULES

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.kinds.common.recomputed import recomputed
-from megatron.parallel.precision import at_least_fp32
+from megatron.kinds.common.recurrence.recomputed import recomputed
+from megatron.parallel.layout.precision import at_least_fp32
 
 from .choice import ExpertChoice
 

@@ -15,11 +15,11 @@ from megatron.config.sections.model import ModelSection
 from megatron.kinds.moe.options import MoEOptions
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream
-from megatron.parallel.collectives import sum_gradient
-from megatron.parallel.initial import ONES, ZEROS
-from megatron.parallel.parameters import ParameterFactory
-from megatron.parallel.precision import at_least_fp32
-from megatron.parallel.shard import Growth, Role
+from megatron.parallel.layers.collectives import sum_gradient
+from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layout.initial import ONES, ZEROS
+from megatron.parallel.layout.precision import at_least_fp32
+from megatron.parallel.layout.shard import Growth, Role
 
 from .choice import classes
 

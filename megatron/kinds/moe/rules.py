@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from megatron.config.divisors import divisors, multiples, near
+from megatron.config.arithmetic.divisors import divisors, multiples, near
+from megatron.config.arithmetic.wire import LEAST_BLOCK, PIPELINE, sends_blocks
 from megatron.config.kind import KindUse
-from megatron.config.wire import LEAST_BLOCK, PIPELINE, sends_blocks
 
 if TYPE_CHECKING:
     from megatron.config.problems import Problem

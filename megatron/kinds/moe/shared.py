@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from megatron.kinds.common.activations import ACTIVATIONS
 from megatron.kinds.moe.options import MoEOptions
 from megatron.model.initialisation import Initialisation
-from megatron.parallel.collectives import sum_gradient
-from megatron.parallel.linear import ColumnLinear
-from megatron.parallel.parameters import ParameterFactory
-from megatron.parallel.precision import at_least_fp32
-from megatron.parallel.shard import Role, Shard
+from megatron.parallel.layers.collectives import sum_gradient
+from megatron.parallel.layers.linear import ColumnLinear
+from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layout.precision import at_least_fp32
+from megatron.parallel.layout.shard import Role, Shard
 
 
 class PartialLinear(nn.Module):

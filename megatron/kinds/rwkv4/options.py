@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron.config.divisors import divisors, near
+from megatron.config.arithmetic.divisors import divisors, near
 from megatron.config.kind import KindUse, LayerKind
-from megatron.config.sections.base import key
+from megatron.config.section import key
 from megatron.kinds.common.rwkv.options import RWKVOptions
 
 if TYPE_CHECKING:

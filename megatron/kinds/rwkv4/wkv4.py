@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.kinds.common.recomputed import recomputed
+from megatron.kinds.common.recurrence.recomputed import recomputed
 from megatron.kinds.common.rwkv.runs import Runs, earlier_in_run, pieces
-from megatron.parallel.precision import at_least_fp32, wide_type
+from megatron.parallel.layout.precision import at_least_fp32, wide_type
 
 NOTHING = -1e38  # exponent of what is not there
 

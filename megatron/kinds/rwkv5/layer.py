@@ -13,24 +13,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.carried import carried_by_decay, document_begins, handed, token_before
-from megatron.kinds.common.exchanged import scan_messages
-from megatron.kinds.common.recomputed import recomputed
+from megatron.kinds.common.attention.context_messages import scan_messages
+from megatron.kinds.common.recurrence.recomputed import recomputed
+from megatron.kinds.common.recurrence.sequence_scan import carried_by_decay, document_begins, handed, token_before
 from megatron.kinds.common.rwkv.start import Start
 from megatron.kinds.common.rwkv.token_shift import ShiftState, mixed
 from megatron.kinds.common.rwkv.wkv6 import ends, wkv6
 from megatron.kinds.rwkv5.options import RWKV5Options
+from megatron.model.costs.exchanges import Around, LayerMessage
+from megatron.model.costs.traffic import Enter, Event, Leave, Shared, TensorAxis
 from megatron.model.counts import Counts
-from megatron.model.exchanges import Around, LayerMessage
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream
-from megatron.model.traffic import Enter, Event, Leave, Shared, TensorAxis
-from megatron.parallel.collectives import enter, sum_gradient
-from megatron.parallel.initial import ZEROS, Init, formula
-from megatron.parallel.linear import ColumnLinear, RowLinear
-from megatron.parallel.parameters import ParameterFactory
-from megatron.parallel.precision import at_least_fp32
-from megatron.parallel.shard import Role, Shard
+from megatron.parallel.layers.collectives import enter, sum_gradient
+from megatron.parallel.layers.linear import ColumnLinear, RowLinear
+from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layout.initial import ZEROS, Init, formula
+from megatron.parallel.layout.precision import at_least_fp32
+from megatron.parallel.layout.shard import Role, Shard
 
 
 @dataclass

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.recomputed import recomputed
+from megatron.kinds.common.recurrence.recomputed import recomputed
 from megatron.kinds.common.rwkv.low_rank import LowRank, Whole
 from megatron.kinds.common.rwkv.start import Start
 from megatron.kinds.common.rwkv.token_shift import mixed, shifted
 from megatron.kinds.rwkv5.layer import RWKV5, Mixes
 from megatron.kinds.rwkv6.options import RWKV6Options
+from megatron.model.costs.traffic import Enter, Event, Leave, Shared, TensorAxis
 from megatron.model.counts import Counts
-from megatron.model.traffic import Enter, Event, Leave, Shared, TensorAxis
-from megatron.parallel.collectives import sum_gradient
-from megatron.parallel.initial import Init
-from megatron.parallel.parameters import ParameterFactory
-from megatron.parallel.shard import Role
+from megatron.parallel.layers.collectives import sum_gradient
+from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layout.initial import Init
+from megatron.parallel.layout.shard import Role
 
 
 class RWKV6(RWKV5[RWKV6Options]):

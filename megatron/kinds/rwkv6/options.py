@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.config.kind import LayerKind
-from megatron.config.sections.base import key
+from megatron.config.section import key
 from megatron.kinds.common.rwkv.options import EXCHANGE, heads_are_whole, heads_divide_over_tensor_ranks
 from megatron.kinds.rwkv5.options import RWKV5Options
 

@@ -16,25 +16,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.carried import carried_by_matrix, document_begins, handed, token_before
-from megatron.kinds.common.exchanged import scan_messages
-from megatron.kinds.common.recomputed import recomputed
+from megatron.kinds.common.attention.context_messages import scan_messages
+from megatron.kinds.common.recurrence.recomputed import recomputed
+from megatron.kinds.common.recurrence.sequence_scan import carried_by_matrix, document_begins, handed, token_before
 from megatron.kinds.common.rwkv.low_rank import LowRank
 from megatron.kinds.common.rwkv.start import Start
 from megatron.kinds.common.rwkv.token_shift import ShiftState, blended, mixed
 from megatron.kinds.rwkv7.options import KIND, RWKV7Options
+from megatron.model.costs.exchanges import Around, LayerMessage
+from megatron.model.costs.traffic import Enter, Event, Leave, Shared, TensorAxis
 from megatron.model.counts import Counts
-from megatron.model.exchanges import Around, LayerMessage
 from megatron.model.initialisation import Initialisation
-from megatron.model.kernels import choose_kernels
+from megatron.model.kernels.choice import choose_kernels
 from megatron.model.stream import Channel, Stream
-from megatron.model.traffic import Enter, Event, Leave, Shared, TensorAxis
-from megatron.parallel.collectives import enter, sum_gradient
-from megatron.parallel.initial import ZEROS, Init, formula
-from megatron.parallel.linear import ColumnLinear, RowLinear
-from megatron.parallel.parameters import ParameterFactory
-from megatron.parallel.precision import at_least_fp32
-from megatron.parallel.shard import Role, Shard
+from megatron.parallel.layers.collectives import enter, sum_gradient
+from megatron.parallel.layers.linear import ColumnLinear, RowLinear
+from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layout.initial import ZEROS, Init, formula
+from megatron.parallel.layout.precision import at_least_fp32
+from megatron.parallel.layout.shard import Role, Shard
 
 from .kernels import wkv7_of_fla
 from .wkv7 import left_of_state, wkv7

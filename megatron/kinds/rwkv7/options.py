@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from megatron.config.arithmetic.wire import LEAST_BLOCK, PIPELINE, sends_blocks
 from megatron.config.kind import LayerKind
-from megatron.config.sections.base import Derivable, Derived, key
-from megatron.config.wire import LEAST_BLOCK, PIPELINE, sends_blocks
+from megatron.config.section import Derivable, Derived, key
 from megatron.kinds.common.rwkv.options import EXCHANGE, RWKVOptions, heads_are_whole, heads_divide_over_tensor_ranks
 
 if TYPE_CHECKING:

@@ -10,21 +10,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.carried import document_begins, token_before
-from megatron.kinds.common.exchanged import scan_messages
+from megatron.kinds.common.attention.context_messages import scan_messages
+from megatron.kinds.common.recurrence.sequence_scan import document_begins, token_before
 from megatron.kinds.common.rwkv.start import Start
 from megatron.kinds.common.rwkv.token_shift import ShiftState, blended, mixed
 from megatron.kinds.rwkv_ffn.options import RWKV4FFNOptions, RWKV5FFNOptions
+from megatron.model.costs.exchanges import Around, LayerMessage
+from megatron.model.costs.traffic import Enter, Event, Leave, Shared, TensorAxis
 from megatron.model.counts import Counts
-from megatron.model.exchanges import Around, LayerMessage
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream
-from megatron.model.traffic import Enter, Event, Leave, Shared, TensorAxis
-from megatron.parallel.collectives import enter, sum_gradient
-from megatron.parallel.initial import Init
-from megatron.parallel.linear import ColumnLinear, RowLinear
-from megatron.parallel.parameters import ParameterFactory, logical_of
-from megatron.parallel.shard import Role
+from megatron.parallel.layers.collectives import enter, sum_gradient
+from megatron.parallel.layers.linear import ColumnLinear, RowLinear
+from megatron.parallel.layers.parameters import ParameterFactory, logical_of
+from megatron.parallel.layout.initial import Init
+from megatron.parallel.layout.shard import Role
 
 Options = RWKV4FFNOptions | RWKV5FFNOptions
 

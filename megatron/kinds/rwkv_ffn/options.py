@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.divisors import divisors, near
+from megatron.config.arithmetic.divisors import divisors, near
 from megatron.config.kind import KindUse, LayerKind
-from megatron.config.sections.base import Derivable, Derived, key
+from megatron.config.section import Derivable, Derived, key
 from megatron.kinds.common.rwkv.options import EXCHANGE, RWKVOptions
 
 if TYPE_CHECKING:

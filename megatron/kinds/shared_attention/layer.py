@@ -20,18 +20,18 @@ from torch import Tensor, nn
 from megatron.config.pattern import Kind
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.attention.layer import Attention, SharedCall
-from megatron.kinds.common.key_value_cache import Keys, KeyValueCache
+from megatron.kinds.common.attention.key_value_cache import Keys, KeyValueCache
 from megatron.kinds.mlp.layer import MLP
 from megatron.kinds.shared_attention.options import SharedAttentionOptions
+from megatron.model.costs.exchanges import Around, LayerMessage
+from megatron.model.costs.traffic import Event, Shared, TensorAxis, norm
 from megatron.model.counts import Counts
-from megatron.model.exchanges import Around, LayerMessage
 from megatron.model.initialisation import Initialisation
 from megatron.model.norm import Norm, norm_activations, norm_parameters
 from megatron.model.stream import Channel, Stream
-from megatron.model.traffic import Event, Shared, TensorAxis, norm
-from megatron.parallel.linear import ColumnLinear, WholeLinear
-from megatron.parallel.parameters import ParameterFactory
-from megatron.parallel.random import site_key
+from megatron.parallel.layers.linear import ColumnLinear, WholeLinear
+from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layout.random import site_key
 
 EMBEDDING = "embedding"  # the side channel of x0
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.divisors import multiples
+from megatron.config.arithmetic.divisors import multiples
 from megatron.config.kind import KindUse, LayerKind
-from megatron.config.sections.base import Derivable, Derived, Needed, key
+from megatron.config.section import Derivable, Derived, Needed, key
 from megatron.kinds.attention.options import RULES, AttentionOptions, heads_fill
 from megatron.kinds.mlp.options import MLPOptions
 

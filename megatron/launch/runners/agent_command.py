@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from megatron.worker.code_version import root
 
-from ..container import inside
-from ..specification import Specification
+from ..job.container import inside
+from ..wire.specification import Specification
 
 if TYPE_CHECKING:
     from ...config.sections.layout import LaunchSection

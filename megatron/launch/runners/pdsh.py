@@ -8,9 +8,9 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from ..connection import Command
 from ..runner import Runner
-from ..specification import Specification
+from ..wire.connection import Command
+from ..wire.specification import Specification
 from .agent_command import agent_command
 from .ssh import ssh_options
 

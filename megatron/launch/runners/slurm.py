@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from megatron.worker.slurm_nodes import expand
 
-from ..connection import Command
-from ..container import srun_options
-from ..hosts import HostError
+from ..job.container import srun_options
+from ..job.hosts import HostError
 from ..runner import Runner
-from ..specification import Host, Specification
+from ..wire.connection import Command
+from ..wire.specification import Host, Specification
 from .agent_command import agent_command
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..runner import Runner
-from ..specification import Specification
+from ..wire.specification import Specification
 
 if TYPE_CHECKING:
     from ...config.sections.layout import LaunchSection

@@ -11,8 +11,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from megatron.config.difference import Described, described
 from megatron.config.problems import UserError
+from megatron.config.show.difference import Described, described
 
 from ..curve import branches
 from ..jsonl import flatten, read_lines

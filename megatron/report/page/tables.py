@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.difference import differences
 from megatron.config.problems import ABSENT, shown_value
+from megatron.config.show.difference import differences
 
 from .history import Record, RunHistory
 

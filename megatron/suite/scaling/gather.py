@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megatron.config import Config
-from megatron.config.difference import described
 from megatron.config.problems import UserError
 from megatron.config.resolution import Resolved
+from megatron.config.show.difference import described
 from megatron.report.jsonl import read_lines
 
 from ..members import Member, Suite
@@ -33,7 +33,7 @@ def points_of(
     Raises:
         UserError: no run has such losses, or there are several sets and no name.
     """
-    from megatron.model.describe import training_operations
+    from megatron.model.costs.describe import training_operations
 
     rows: list[tuple[str, float, float, float, float]] = []
     sets: set[str] = set()
@@ -90,7 +90,7 @@ def _is_constant(config: Config, step: int) -> bool:
 
 def _size(config: Config, embeddings: bool) -> int:
     """Parameters."""
-    from megatron.model.describe import totals
+    from megatron.model.costs.describe import totals
 
     if config.model.vocab_size is None:
         raise UserError("sizes need the vocabulary's: give model.vocab_size, or a local tokenizer in tokenizer.path")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.config.added import build_added
+from megatron.config.names.added import build_added
 from megatron.config.registry import HOOK, INSIDE, load
 
 from ..hook import Hook, HookContext

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterable
 
 from megatron.checkpoint import Fragment, Meta
-from megatron.checkpoint.finite import non_finite
-from megatron.checkpoint.policy import SavePolicy
-from megatron.checkpoint.saver import Saved
+from megatron.checkpoint.save.finite import non_finite
+from megatron.checkpoint.save.policy import SavePolicy
+from megatron.checkpoint.save.saver import Saved
 from megatron.worker.beacon import SAVE
 
 from ..exchange import StepReport
@@ -32,7 +32,7 @@ class CheckpointHook(Hook):
         policy: when to save.
         saver: saves, now or in the background.
         contents: (completed updates) -> the fragments that this rank owns, and what else belongs to the state.
-        inspect: what is wrong with the values of fragments; see `megatron.checkpoint.finite`.
+        inspect: what is wrong with the values of fragments; see `megatron.checkpoint.save.finite`.
 
     Raises:
         NonFinite: on every rank, in place of saving what is broken on any.

@@ -11,18 +11,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron.engine.traffic import predict
 from megatron.model.block import Block
-from megatron.model.compile import choose_compilation
+from megatron.model.costs.exchanges import MEAN, MOST
+from megatron.model.costs.traffic import NotPredicted
 from megatron.model.embedding_and_head import Embedding, Head
-from megatron.model.exchanges import MEAN, MOST
-from megatron.model.traffic import NotPredicted
-from megatron.parallel.account import Recorder
-from megatron.parallel.durations import Durations
-from megatron.parallel.layout import AXES
-from megatron.parallel.parameters import logical_of
-from megatron.parallel.routes import installed_routes
-from megatron.parallel.traffic import Tally
+from megatron.model.kernels.compile import choose_compilation
+from megatron.parallel.layers.parameters import logical_of
+from megatron.parallel.layout.layout import AXES
+from megatron.parallel.messages.account import Recorder
+from megatron.parallel.messages.durations import Durations
+from megatron.parallel.messages.traffic import Tally
+from megatron.parallel.transport.routes import installed_routes
+from megatron.plan.messages.predict import predict
 from megatron.report.communication import FOLDER, AccountFile, by_group, step_table
 from megatron.report.message_trace import write_events
 

@@ -11,7 +11,7 @@ import torch
 
 from megatron.config.stages import stage_of
 from megatron.data.batch import StepBatch
-from megatron.data.pieces import cut_samples
+from megatron.data.subsequences import cut_samples
 from megatron.engine.protocol import Engine
 from megatron.worker.beacon import EVALUATE
 

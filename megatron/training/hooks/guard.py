@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megatron.data.left_out import LeftOut
+from megatron.data.skipped_batches import LeftOut
 from megatron.engine.spikes import STOP
 from megatron.report.ledger import hash_text
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.communicator import Communicator
+from megatron.checkpoint.format.communicator import Communicator
 from megatron.config.sections.recipe import AtRest
-from megatron.engine.rest import StateAtRest
+from megatron.engine.state_hashes import StateAtRest
 
 from ..corruption import ADVICE, SHOWN, Suspects, differences, guilty
 from ..exchange import StepReport

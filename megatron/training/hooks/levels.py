@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterable
 
 from megatron.checkpoint import Fragment, Meta
+from megatron.checkpoint.format.names import number_of
 from megatron.checkpoint.levels import Levels
-from megatron.checkpoint.names import number_of
-from megatron.checkpoint.store import Store
+from megatron.checkpoint.save.store import Store
 from megatron.config.sections.output import LevelSection
 from megatron.worker.beacon import SAVE
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron.engine.gate import StepGate
 from megatron.engine.spikes import CLIP, REPORT, ROLLBACK, SKIP, Spike, SpikeRule
+from megatron.engine.update_gate import StepGate
 from megatron.report.ledger import hash_text
 
 from ..exchange import StepReport
@@ -35,7 +35,7 @@ class TooManySpikes(RuntimeError):
 
 
 class SpikesHook(Hook):
-    """The engine has decided (`megatron.engine.gate`); here the ledger and the person who watches hear of it.
+    """The engine has decided (`megatron.engine.update_gate`); here the ledger and the person who watches hear of it.
 
     Args:
         rule: the engine's, which remembers in checkpoints when updates were left out.

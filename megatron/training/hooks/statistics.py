@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.engine.statistics import GRADIENT, KINDS, UpdateStatistics, layer_of
-from megatron.kinds.common.attention_entropy import AttentionEntropy
+from megatron.kinds.common.attention.entropy import AttentionEntropy
 from megatron.model.block import Block
 from megatron.model.embedding_and_head import Embedding
-from megatron.parallel.parameters import logical_of
+from megatron.parallel.layers.parameters import logical_of
 
 from ..exchange import StepReport
 from ..hook import Hook, HookContext

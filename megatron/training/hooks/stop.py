@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from megatron.checkpoint.policy import STOP_SIGNALS, StopSignals
+from megatron.checkpoint.save.policy import STOP_SIGNALS, StopSignals
 
 from ..exchange import StepReport
 from ..hook import Hook, HookContext

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.config.kind import LayerKind
-from megatron.config.sections.base import Section
+from megatron.config.section import Section
 
 
 class NoOptions(Section):

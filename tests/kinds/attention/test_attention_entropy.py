@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import resolve
-from megatron.kinds.common.attention_entropy import AttentionEntropy
+from megatron.kinds.common.attention.entropy import AttentionEntropy
 from megatron.model.stack import build_model
 from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import randomise

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from megatron.kinds.common import attend as paths
-from megatron.kinds.common.attend import attend, choose
-from megatron.kinds.common.attention_pattern import Pattern, alibi_slopes
+from megatron.kinds.common.attention import attend as paths
+from megatron.kinds.common.attention.attend import attend, choose
+from megatron.kinds.common.attention.pattern import Pattern, alibi_slopes
 from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import relative
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.kinds.common import attend as paths
-from megatron.kinds.common import blocks, ring
-from megatron.kinds.common.attend import attend, choose
-from megatron.kinds.common.attention_pattern import Dropped, Pattern
+from megatron.kinds.common.attention import attend as paths
+from megatron.kinds.common.attention import blocks, ring
+from megatron.kinds.common.attention.attend import attend, choose
+from megatron.kinds.common.attention.pattern import Dropped, Pattern
 from tests.float64 import DOUBLE, EXACT
 from tests.kinds.attention.test_attention_paths import HEADS, KV, PATTERNS, B, D, S
 from tests.model.parity import relative

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from megatron.config.sections.layout import ActivationCheckpointing
-from megatron.kinds.common import tiles
-from megatron.kinds.common.attend import TILED, choose
-from megatron.kinds.common.attention_pattern import Pattern
-from megatron.kinds.common.tiles import attend_in_tiles
+from megatron.kinds.common.attention import tiles
+from megatron.kinds.common.attention.attend import TILED, choose
+from megatron.kinds.common.attention.pattern import Pattern
+from megatron.kinds.common.attention.tiles import attend_in_tiles
 from megatron.model.recompute import recompute_activations
 from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import relative

@@ -10,10 +10,10 @@ from megatron.config.variants import overlay
 from megatron.data.batch import StepBatch
 from megatron.data.errors import DataError
 from megatron.engine.document_limit import document_limit, refuse_more_documents
-from megatron.kinds.common import attend as paths
-from megatron.kinds.common.attend import attend, choose
-from megatron.kinds.common.attention_pattern import Pattern, alibi_slopes
-from megatron.kinds.common.varlen import attend_by_documents, begins
+from megatron.kinds.common.attention import attend as paths
+from megatron.kinds.common.attention.attend import attend, choose
+from megatron.kinds.common.attention.pattern import Pattern, alibi_slopes
+from megatron.kinds.common.attention.varlen import attend_by_documents, begins
 from megatron.model.stack import build_model
 from tests.float64 import DOUBLE, EXACT
 from tests.kinds.attention.flash_on_cpu import flash_attention

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.kinds.common.convolution import causal_convolution, last_taps
+from megatron.kinds.common.recurrence.convolution import causal_convolution, last_taps
 from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import relative
 

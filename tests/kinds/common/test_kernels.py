@@ -11,11 +11,11 @@ import torch.nn.functional as F
 
 from megatron.config import resolve
 from megatron.config.kind import kinds_of
-from megatron.kinds.common import convolution, convolution_kernels
+from megatron.kinds.common.recurrence import convolution, convolution_kernels
 from megatron.kinds.mamba import selective_scan
 from megatron.kinds.mamba2 import ssd
 from megatron.kinds.rwkv7 import wkv7
-from megatron.model import kernels
+from megatron.model.kernels.choice import choice as kernels
 from megatron.model.stack import build_model
 from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import randomise, relative

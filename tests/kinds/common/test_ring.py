@@ -8,14 +8,14 @@ from random import Random
 import pytest
 import torch
 
-from megatron.kinds.common import blocks
-from megatron.kinds.common.attention_pattern import Dropped, Pattern, alibi_slopes
-from megatron.kinds.common.blocks import AttentionTile, tile_gradients, tile_output
-from megatron.kinds.common.ring import Ring, mask_of, neighbourhoods, ring_attention
-from megatron.parallel.account import Recorder
-from megatron.parallel.context import ContextGroup
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Axis, Mesh
+from megatron.kinds.common.attention import blocks
+from megatron.kinds.common.attention.blocks import AttentionTile, tile_gradients, tile_output
+from megatron.kinds.common.attention.pattern import Dropped, Pattern, alibi_slopes
+from megatron.kinds.common.attention.ring import Ring, mask_of, neighbourhoods, ring_attention
+from megatron.parallel.layers.context import ContextGroup
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Axis, Mesh
+from megatron.parallel.messages.account import Recorder
 from tests.workers import run
 
 RANKS = 4

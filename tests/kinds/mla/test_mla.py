@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config import resolve
-from megatron.model.describe import layers, layers_table
+from megatron.model.costs.describe import layers, layers_table
 from megatron.model.stack import build_model
 from megatron.testing import check_counts, check_decoding
 from tests.float64 import DOUBLE, EXACT

@@ -9,8 +9,8 @@ from megatron.config import resolve
 from megatron.kinds.moe.layer import MoE
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layout.mesh import Mesh
 from tests.float64 import DOUBLE
 from tests.model.parity import randomise
 

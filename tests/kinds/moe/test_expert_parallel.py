@@ -9,9 +9,9 @@ from megatron.config import resolve
 from megatron.kinds.moe.layer import MoE
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream
-from megatron.parallel.layout import Coordinates, Layout
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layout.layout import Coordinates, Layout
+from megatron.parallel.layout.mesh import Mesh
 from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import named, own_part, relative
 from tests.workers import run

@@ -17,8 +17,8 @@ from megatron.kinds.moe.choice import choose_experts, scores_of, sinkhorn
 from megatron.kinds.moe.layer import MoE
 from megatron.model.initialisation import Initialisation
 from megatron.model.stack import build_model
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layout.mesh import Mesh
 from tests.float64 import DOUBLE, EXACT, wider
 from tests.kinds.moe.blocks import H, config_of, inputs, layer, run
 from tests.model.parity import named, randomise, relative

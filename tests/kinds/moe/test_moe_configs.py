@@ -8,7 +8,7 @@ import transformers as hf
 
 from megatron.checkpoint.hf.config import hf_config
 from megatron.config.variants import options_of
-from megatron.model.describe import layers, totals
+from megatron.model.costs.describe import layers, totals
 from megatron.model.stack import build_model
 from tests.model.test_configs import settings
 

@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config import resolve
-from megatron.model.describe import layers, totals
+from megatron.model.costs.describe import layers, totals
 from megatron.model.stack import build_model
 from tests.model.test_describe import B, S, inputs, kept_bytes
 

@@ -8,10 +8,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config import resolve
 from megatron.engine.optimizers.groups import parameter_groups
-from megatron.model.describe import layers, layers_table, totals
+from megatron.model.costs.describe import layers, layers_table, totals
 from megatron.model.stack import build_model
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
 from tests.float64 import DOUBLE, EXACT
 from tests.kinds.rwkv.test_rwkv_parity import randomised
 from tests.model.documents import check_documents

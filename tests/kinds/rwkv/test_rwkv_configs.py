@@ -7,7 +7,7 @@ import torch
 import transformers as hf
 
 from megatron.checkpoint.hf.rwkv_files import steps_of
-from megatron.model.describe import totals
+from megatron.model.costs.describe import totals
 from megatron.model.stack import build_model
 from tests.model.test_configs import files, settings
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron.config import resolve
 from megatron.config.pattern import blocks_of, call_numbers
-from megatron.model.describe import layers
+from megatron.model.costs.describe import layers
 from megatron.model.partition import copies
 from megatron.model.stack import build_model
 from tests.float64 import DOUBLE, EXACT

@@ -20,12 +20,12 @@ from megatron.kinds.common.documents import piece_starts
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream
-from megatron.parallel.collectives import enter
-from megatron.parallel.initial import ONES
-from megatron.parallel.linear import ColumnLinear, RowLinear
-from megatron.parallel.parameters import ParameterFactory
-from megatron.parallel.precision import at_least_fp32
-from megatron.parallel.shard import Role, Shard
+from megatron.parallel.layers.collectives import enter
+from megatron.parallel.layers.linear import ColumnLinear, RowLinear
+from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layout.initial import ONES
+from megatron.parallel.layout.precision import at_least_fp32
+from megatron.parallel.layout.shard import Role, Shard
 
 from .options import RetentionOptions
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.divisors import divisors, near
+from megatron.config.arithmetic.divisors import divisors, near
 from megatron.config.kind import KindUse, LayerKind
-from megatron.config.sections.base import Derivable, Derived, Needed, Section, key
+from megatron.config.section import Derivable, Derived, Needed, Section, key
 
 if TYPE_CHECKING:
     from megatron.config.derive import View

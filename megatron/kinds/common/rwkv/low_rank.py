@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from megatron.parallel.collectives import sum_gradient
-from megatron.parallel.initial import ZEROS, Init
-from megatron.parallel.linear import ColumnLinear
-from megatron.parallel.parameters import ParameterFactory
-from megatron.parallel.shard import Growth, Role
+from megatron.parallel.layers.collectives import sum_gradient
+from megatron.parallel.layers.linear import ColumnLinear
+from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layout.initial import ZEROS, Init
+from megatron.parallel.layout.shard import Growth, Role
 
 
 class LowRank(nn.Module):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron.config.divisors import divisors, near
+from megatron.config.arithmetic.divisors import divisors, near
 from megatron.config.kind import KindUse
-from megatron.config.sections.base import Section, key
+from megatron.config.section import Section, key
 
 if TYPE_CHECKING:
     from megatron.config.problems import Problem

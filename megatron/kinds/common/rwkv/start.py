@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from megatron.model.initialisation import Initialisation
-from megatron.parallel.initial import ZEROS, Init, formula
+from megatron.parallel.layout.initial import ZEROS, Init, formula
 
 
 class Start:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.kinds.common.carried import handed, last_document
-from megatron.kinds.common.recomputed import recomputed
+from megatron.kinds.common.recurrence.recomputed import recomputed
+from megatron.kinds.common.recurrence.sequence_scan import handed, last_document
 from megatron.model.stream import Stream
-from megatron.parallel.context import ContextGroup
+from megatron.parallel.layers.context import ContextGroup
 
 
 @dataclass

@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.kinds.common.recomputed import recomputed
-from megatron.parallel.precision import at_least_fp32, wide_type
+from megatron.kinds.common.recurrence.recomputed import recomputed
+from megatron.parallel.layout.precision import at_least_fp32, wide_type
 
 from .runs import Runs, pieces
 from .wkv6_inside import inside_runs

@@ -1,0 +1,215 @@
+"""A checkpoint whose files lie on several hosts: found, verified, and read as one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..format.communicator import SOLO, Communicator, all_problems
+from ..format.errors import CheckpointError, brief, describe_error
+from ..format.fragment import Fragment
+from ..format.manifest import part_of
+from ..format.names import leftover_name, step_name
+from ..format.rankfile import file_name
+from ..read.read_plan import plan
+from ..read.reader import Checkpoint
+from .first_rank import SharedHead
+from .hosts import Hosts, private
+from .peer_transfer import Courier, Parcel
+
+
+@dataclass(frozen=True)
+class FoundSave:
+    """A save that seems to have everything.
+
+    Attributes:
+        level: number of the level.
+        step: completed updates.
+        save: tells saves of one step apart.
+        total: files of all hosts.
+    """
+
+    level: int
+    step: int
+    save: str
+    total: int
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What the ranks have found to be intact.
+
+    Attributes:
+        part: this host's, None if it has none.
+        holders: by file, the numbers of the hosts that have it.
+        problems: what was not intact.
+    """
+
+    part: Checkpoint | None
+    holders: dict[str, list[int]]
+    problems: list[str]
+
+
+def verify(found: FoundSave, folder: Path, key: str, hosts: Hosts, communicator: Communicator) -> Verified:
+    """Read every byte that any host has of a save; the ranks of a host share the work."""
+    part, good, problems = None, [], []
+    path = folder / step_name(found.step)
+    try:
+        if path.is_dir():
+            part = Checkpoint(path)
+            if part.meta.extra.get(key, {}).get("save") != found.save:
+                part = None
+    except (CheckpointError, OSError) as error:
+        problems.append(f"{hosts.name}: {describe_error(error)}")
+    if part is not None:
+        first, step = hosts.place
+        for number in range(first, len(part.records), step):
+            wrong = part.file_damage(number)
+            problems += [f"{hosts.name}: {each}" for each in wrong]
+            good += [] if wrong else [part.records[number].rank]
+    everything = communicator.gather([good, problems])
+    holders: dict[str, list[int]] = {}
+    for rank, (writers, _) in enumerate(everything):
+        for writer in writers:
+            holders.setdefault(file_name(writer), []).append(hosts.number_of[rank])
+    return Verified(part, holders, list(dict.fromkeys(each for _, told in everything for each in told)))
+
+
+def gather(
+    found: FoundSave,
+    level: str,
+    folder: Path,
+    key: str,
+    hosts: Hosts,
+    communicator: Communicator,
+    courier: Courier | None,
+) -> GatheredCheckpoint:
+    """Open a save of all hosts; every rank calls it.
+
+    Raises:
+        CheckpointError: on every rank: something is lost or damaged on every host that had it.
+    """
+    title = f"{level}, step {found.step}"
+    seen = verify(found, folder, key, hosts, communicator)
+    lost = found.total - len(seen.holders)
+    if lost:
+        why = f" ({brief(seen.problems)})" if seen.problems else ""
+        raise CheckpointError(
+            title, f"{lost} of {found.total} files are on no host, or damaged on all that have them{why}"
+        )
+    root = leftover_name(folder / step_name(found.step), "tmp", communicator.broadcast(uuid.uuid4().hex[:12]))
+    problems = all_problems(communicator, _lay_out(root, seen, hosts) if hosts.leads else [])
+    if not problems:
+        part = None if seen.part is None else seen.part.path
+        problems = SharedHead(root, part, seen.holders, hosts, communicator, courier).share()
+    checkpoint = None
+    if not problems:
+        try:
+            checkpoint = GatheredCheckpoint(root, title, seen.holders, hosts, communicator, courier)
+        except CheckpointError as error:
+            problems = [f"{hosts.name}: {describe_error(error)}"]
+        problems = all_problems(communicator, problems)
+    if problems or checkpoint is None:
+        raise CheckpointError(title, problems)
+    return checkpoint
+
+
+def _lay_out(root: Path, seen: Verified, hosts: Hosts) -> list[str]:
+    """A folder for the whole checkpoint without files of other hosts; why it cannot be. This host's own intact ones are
+    links, not copies. A damaged one must not be: what comes in its place would be written into it."""
+    try:
+        private(root.parent.parent)
+        root.mkdir(parents=True)
+        for name, holders in seen.holders.items():
+            path = root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if seen.part is not None and hosts.own in holders:
+                os.link(part_of(seen.part.path, name), path)
+    except (OSError, CheckpointError) as error:
+        return [f"{hosts.name}: {error}"]
+    return []
+
+
+class GatheredCheckpoint(Checkpoint):
+    """A checkpoint of which each host has a part. What ranks need of other hosts comes when they read it."""
+
+    def __init__(
+        self,
+        root: Path,
+        title: str,
+        holders: dict[str, list[int]],
+        hosts: Hosts,
+        communicator: Communicator,
+        courier: Courier | None,
+    ) -> None:
+        super().__init__(root, share=hosts.place)
+        self._title, self._holders, self._hosts = title, holders, hosts
+        self._talk, self._courier = communicator, courier
+
+    @property
+    def title(self) -> str:
+        return self._title
+
+    def read_into(
+        self,
+        targets: Iterable[Fragment],
+        *,
+        cast: Collection[str] = (),
+        communicator: Communicator = SOLO,
+        threads: int = 4,
+    ) -> list[str]:
+        """See `Checkpoint.read_into`; all ranks call it."""
+        targets = list(targets)
+        self._bring(self._needed(targets))
+        return super().read_into(targets, cast=cast, communicator=communicator, threads=threads)
+
+    def release(self) -> None:
+        """Forget what was brought here; the hosts keep their own parts."""
+        self._talk.barrier()
+        if self._hosts.leads:
+            shutil.rmtree(self.path, ignore_errors=True)
+        self._talk.barrier()
+
+    def _needed(self, targets: list[Fragment]) -> set[str]:
+        """Files that hold a part of what this rank reads."""
+        numbers: set[int] = set()
+        for target in targets:
+            source = self.source(target.spec, target.data.dtype) if target.data.numel() else None
+            if source is not None:
+                numbers |= {read.file for read in plan(self.index, target.spec, source)}
+        return {self.records[number].path for number in numbers}
+
+    def _bring(self, names: set[str]) -> None:
+        lacking = sorted(name for name in names if self._hosts.own not in self._holders[name])
+        parcels = self._parcels(self._talk.gather(lacking))
+        problems = [str(each) for each in self._carried(parcels).values()]
+        numbers = {record.path: number for number, record in enumerate(self.records)}
+        for parcel in parcels:
+            if parcel.receiver == self._hosts.rank:
+                problems += self.file_damage(numbers[parcel.name])
+        self._raise_together(problems, self._talk)
+
+    def _carried(self, parcels: list[Parcel]) -> dict[str, OSError]:
+        if not parcels:
+            return {}
+        if self._courier is None:
+            raise CheckpointError(self._title, "files of other hosts are needed, and nothing can bring them")
+        return self._courier.carry(parcels, self.path, self.path)
+
+    def _parcels(self, wanted: list[list[str]]) -> list[Parcel]:
+        """Each file that a host lacks comes to it once, from hosts that have it in turn."""
+        sizes = {record.path: record.size for record in self.records}
+        receivers: dict[tuple[str, int], int] = {}
+        for rank, names in enumerate(wanted):
+            for name in names:
+                receivers.setdefault((name, self._hosts.number_of[rank]), rank)
+        found = []
+        for turn, ((name, host), receiver) in enumerate(sorted(receivers.items())):
+            holders = self._holders[name]
+            ranks = self._hosts.members[holders[(host + turn) % len(holders)]]
+            found.append(Parcel(name, sizes[name], ranks[turn % len(ranks)], receiver))
+        return found

@@ -1,0 +1,1 @@
+"""Reading checkpoints: read plans, ownership of fragments, comparison."""

@@ -1,0 +1,204 @@
+"""The read plan: which bytes of which stored fragments a wanted range is made of, and their way into memory."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+import torch
+
+from ..format.container import DTYPES
+from ..format.durable import CHUNK, read_fully
+from ..format.errors import CheckpointError, understanding
+from ..format.fragment import FragmentSpec
+from ..format.geometry import Piece, common_width, overlap, rectangles
+from ..format.index import Index, Run, checksum
+from ..format.rankfile import FileRecord
+from ..format.table import DTYPE_ORDER, Vocabulary, spec_of
+
+LONG_RUN = 256 << 10  # bytes; runs at least this long are read one by one, shorter ones with what lies between them
+OPEN_FILES = 64
+
+
+@dataclass(frozen=True)
+class Read:
+    """Copy `piece` from the stored fragment that starts at byte `offset` of file `file`."""
+
+    file: int
+    offset: int
+    dtype: torch.dtype
+    piece: Piece
+
+
+def plan(index: Index, wanted: FragmentSpec, state: str | None = None) -> list[Read]:
+    """The reads that fill `wanted`, in the order of the stored bytes.
+
+    Args:
+        state: read this stored state in place of the wanted one.
+
+    Raises:
+        CheckpointError: the tensor or the state is not stored, has another shape, or is not stored whole.
+    """
+    name, state = wanted.tensor.name, state or wanted.state
+    run = index.find(name, state)
+    if run is None:
+        raise CheckpointError(f"{name} ({state})", "it is not in the checkpoint")
+    if run.tensor.shape != wanted.tensor.shape:
+        raise CheckpointError(
+            f"{name} ({state})", f"its shape is {wanted.tensor.shape} here, {run.tensor.shape} in the checkpoint"
+        )
+    with understanding(f"{name} ({state})"):
+        reads = list(_reads(index.vocabulary, run, wanted, state))
+    found = sum(read.piece.count * read.piece.length for read in reads)
+    if found != wanted.length:
+        missing = wanted.length - found
+        raise CheckpointError(f"{name} ({state})", f"{missing} of {wanted.length} elements are not stored")
+    return sorted(reads, key=lambda read: (read.file, read.offset, read.piece.source))
+
+
+def _reads(vocabulary: Vocabulary, run: Run, wanted: FragmentSpec, state: str) -> Iterator[Read]:
+    stored, ranks = run.tensor, run.ranks
+    width = common_width(stored, wanted.tensor)
+    target = rectangles(wanted, width)
+    for rank in range(ranks):
+        size = prod(stored.local_shape(rank, ranks))
+        common = overlap(rectangles(FragmentSpec(stored, state, rank, ranks, 0, size), width), target)
+        if not common:
+            continue
+        low = min(piece.source for piece in common)
+        high = max(piece.source + (piece.count - 1) * piece.source_stride + piece.length for piece in common)
+        for row in run.between(rank, low, high):
+            dtype = DTYPES[DTYPE_ORDER[row["dtype"]]]
+            for piece in overlap(rectangles(spec_of(row, vocabulary), width), target):
+                yield Read(int(row["file"]), int(row["offset"]), dtype, piece)
+
+
+class Files:
+    """The ranks' files of a checkpoint, opened when needed, and no more than some at a time. One thread uses it."""
+
+    def __init__(self, root: Path, records: Sequence[FileRecord]) -> None:
+        self.root = root
+        self.records = records
+        self._handles: OrderedDict[int, int] = OrderedDict()
+        self._scratch: torch.Tensor | None = None
+
+    def scratch(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Room for values on their way; one buffer for all, because the C library's heap grows by each large one."""
+        size = elements * dtype.itemsize
+        if self._scratch is None or self._scratch.numel() < size:
+            self._scratch = torch.empty(max(size, CHUNK), dtype=torch.uint8)
+        return self._scratch[:size].view(dtype)
+
+    def read(self, number: int, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from byte `offset` of file `number`.
+
+        Raises:
+            CheckpointError: the file is lost, has the wrong size, or cannot be read.
+        """
+        path = self.root / self._record(number).path
+        try:
+            count = read_fully(self._handle(number), buffer, offset)
+        except OSError as error:
+            raise CheckpointError(path, f"cannot be read: {error}") from error
+        if count != len(buffer):
+            raise CheckpointError(path, f"truncated: {len(buffer)} bytes at {offset} were asked for, {count} are there")
+
+    def close(self) -> None:
+        while self._handles:
+            os.close(self._handles.popitem()[1])
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _record(self, number: int) -> FileRecord:
+        if not 0 <= number < len(self.records):
+            raise CheckpointError(self.root, f"damaged: its index names file {number} of {len(self.records)}")
+        return self.records[number]
+
+    def _handle(self, number: int) -> int:
+        if number in self._handles:
+            self._handles.move_to_end(number)
+            return self._handles[number]
+        record = self._record(number)
+        handle = os.open(record.under(self.root), os.O_RDONLY)
+        try:
+            _refuse_other(self.root / record.path, handle, record)
+        except BaseException:
+            os.close(handle)
+            raise
+        self._handles[number] = handle
+        if len(self._handles) > OPEN_FILES:
+            os.close(self._handles.popitem(last=False)[1])
+        return handle
+
+
+def _refuse_other(path: Path, handle: int, record: FileRecord) -> None:
+    """Raise unless this is the file of the record. Its table, of 52 bytes for each fragment, has the checksums of all
+    values: another rank's file, or this rank's of another step, has another one."""
+    size = os.fstat(handle).st_size
+    if size != record.size:
+        raise CheckpointError(path, f"it has {size} bytes instead of {record.size}")
+    table = bytearray(record.size - record.end)
+    read_fully(handle, memoryview(table), record.end)
+    if checksum(bytes(table)) != record.table:
+        raise CheckpointError(path, "its table does not have the checksum it was written with: it is another file")
+
+
+def execute(reads: list[Read], files: Files, target: torch.Tensor) -> None:
+    """Fill the 1-D contiguous `target` (any device, any type); holds at most `CHUNK` bytes besides it."""
+    for read in reads:
+        for piece, gap in _chunks(read.piece, read.dtype.itemsize):
+            _copy(read, piece, gap, files, target)
+
+
+def _chunks(piece: Piece, itemsize: int) -> list[tuple[Piece, int]]:
+    """The piece in parts that fit in a chunk, each with the distance of its runs in the bytes that are read for it."""
+    limit = CHUNK // itemsize
+    if piece.count == 1 or piece.length * itemsize >= LONG_RUN:
+        return [
+            (
+                Piece(
+                    1,
+                    min(limit, piece.length - at),
+                    piece.source + run * piece.source_stride + at,
+                    0,
+                    piece.target + run * piece.target_stride + at,
+                    0,
+                ),
+                0,
+            )
+            for run in range(piece.count)
+            for at in range(0, piece.length, limit)
+        ]
+    rows = max(1, limit // piece.source_stride)
+    return [
+        (
+            replace(
+                piece,
+                count=min(rows, piece.count - row),
+                source=piece.source + row * piece.source_stride,
+                target=piece.target + row * piece.target_stride,
+            ),
+            piece.source_stride,
+        )
+        for row in range(0, piece.count, rows)
+    ]
+
+
+def _copy(read: Read, piece: Piece, gap: int, files: Files, target: torch.Tensor) -> None:
+    span = (piece.count - 1) * gap + piece.length
+    offset = read.offset + piece.source * read.dtype.itemsize
+    direct = piece.count == 1 and target.dtype == read.dtype and target.device.type == "cpu"
+    buffer = target[piece.target : piece.target + span] if direct else files.scratch(span, read.dtype)
+    files.read(read.file, offset, buffer.view(torch.uint8).numpy().data)
+    if not direct:
+        size = (piece.count, piece.length)
+        place = target.as_strided(size, (piece.target_stride, 1), target.storage_offset() + piece.target)
+        place.copy_(buffer.as_strided(size, (gap, 1)))

@@ -1,0 +1,1 @@
+"""Saving checkpoints: when, where to, and in which order files become valid."""

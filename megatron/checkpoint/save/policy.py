@@ -1,0 +1,109 @@
+"""When to save. Pure functions of the step and of time; ranks that ask alike get the same answer."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ...config.sections.output import CheckpointSection
+
+LOG_SPACED = frozenset([0, *(2**power for power in range(10))])  # 0, 1, 2, 4, ..., 512
+
+
+@dataclass(frozen=True)
+class SavePolicy:
+    """The rules of when to save; see the configuration's `checkpoint` section for their meaning.
+
+    Attributes:
+        every: save at multiples of this many steps (step 0 apart).
+        minutes: save when this much time has passed since the last save.
+        steps: save at these.
+        log_spaced: save at steps 0, 1, 2, 4, ..., 512.
+        at_end: save after the last step.
+        auto: save when somebody who knows what failures and saves cost says that it is time.
+        store: save at multiples of this many steps too, for the copies in an object store.
+    """
+
+    every: int | None = None
+    minutes: float | None = None
+    steps: frozenset[int] = frozenset()
+    log_spaced: bool = False
+    at_end: bool = True
+    auto: bool = False
+    store: int | None = None
+
+    @classmethod
+    def of(cls, section: CheckpointSection) -> SavePolicy:
+        return cls(
+            section.every, section.minutes, frozenset(section.steps), section.log_spaced, section.at_end, section.auto,
+            section.store_every,
+        )  # fmt: skip
+
+    def due(
+        self,
+        step: int,
+        *,
+        last_step: int | None = None,
+        seconds_since_save: float = 0.0,
+        stopping: bool = False,
+        time_is_up: bool = False,
+    ) -> str | None:
+        """Why to save after `step` optimizer steps (0: before the first), or None.
+
+        Args:
+            last_step: the run's last step.
+            seconds_since_save: since the last save or the start. Clocks of ranks differ: all must pass rank 0's.
+            time_is_up: with `auto`, whether it is time; all must pass rank 0's answer.
+            stopping: the run was told to stop (a signal, a wall-time limit); all ranks must agree on it.
+        """
+        if stopping:
+            return "the run was told to stop"
+        if self.at_end and last_step is not None and step == last_step:
+            return "the last step"
+        if self.every and step and step % self.every == 0:
+            return f"every {self.every} steps"
+        if self.store and step and step % self.store == 0:
+            return f"every {self.store} steps, for the store"
+        if step in self.steps:
+            return "in checkpoint.steps"
+        if self.log_spaced and step in LOG_SPACED:
+            return "log-spaced"
+        if self.minutes is not None and seconds_since_save >= 60 * self.minutes:
+            return f"every {self.minutes:g} minutes"
+        if self.auto and time_is_up:
+            return "the interval that loses least time"
+        return None
+
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class StopSignals:
+    """Remembers that a signal asked the run to stop; the loop asks once per step. A second one acts as it always did.
+
+    A signal that was ignored when the process started stays so: `nohup` means that a lost terminal is no reason.
+
+    Use as a context in the main thread: handlers are put back at its end.
+
+    Attributes:
+        received: the signal's name, None as long as there was none.
+    """
+
+    def __init__(self, signals: Iterable[signal.Signals] = STOP_SIGNALS) -> None:
+        self.received: str | None = None
+        self._signals = tuple(number for number in signals if signal.getsignal(number) != signal.SIG_IGN)
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        self._previous = {number: signal.signal(number, self._remember) for number in self._signals}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _remember(self, number: int, _frame: object) -> None:
+        self.received = signal.Signals(number).name
+        signal.signal(number, self._previous[signal.Signals(number)] or signal.SIG_DFL)

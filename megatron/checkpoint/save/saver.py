@@ -1,0 +1,263 @@
+"""Saving as the trainer does it: now or in the background, then upload and retention."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...config.sections.output import CheckpointSection, LevelSection
+from ..format.communicator import SOLO, Communicator
+from ..format.errors import CheckpointError, StoreRefuses
+from ..format.fragment import Fragment
+from ..format.index import checksum
+from ..format.meta import Meta
+from ..format.names import MANIFEST_NAME, number_of, step_name
+from .copies import Copies, Copy
+from .store import Store, is_complete
+from .transfer import manifest_at, retain_there, upload
+from .writer import save
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A save that is over.
+
+    Attributes:
+        path: the checkpoint.
+        stall: seconds the training step stood still for it.
+        seconds: seconds from the call until the disk had it.
+        deleted: names of older checkpoints that retention removed.
+        uploaded: where it was copied to, if anywhere.
+        upload_problem: why it, or an earlier one, could not be copied; it is tried again after the next save.
+        failure: why it was not written at all; earlier checkpoints are as they were.
+    """
+
+    path: Path
+    stall: float
+    seconds: float
+    deleted: list[str]
+    uploaded: str | None = None
+    upload_problem: str | None = None
+    failure: str | None = None
+
+
+class HostCopy:
+    """Copies of fragments in host memory that is used again at every save: no page faults, no new pinned memory."""
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+
+    def take(self, fragments: Iterable[Fragment]) -> list[Fragment]:
+        """Copy everything; the originals may change when this returns."""
+        copies, devices = [], set()
+        for place, fragment in enumerate(fragments):
+            buffer = self._buffer(place, fragment.data)
+            buffer.copy_(fragment.data, non_blocking=True)
+            if fragment.data.is_cuda:
+                devices.add(fragment.data.device)
+            copies.append(Fragment.of(fragment.spec, buffer))
+        for device in devices:
+            torch.cuda.synchronize(device)
+        return copies
+
+    def prepare(self, fragments: Iterable[Fragment]) -> None:
+        """Allocate everything now, pages included, so that the first save is as quick as the later ones."""
+        for place, fragment in enumerate(fragments):
+            self._buffer(place, fragment.data).zero_()
+
+    def _buffer(self, place: int, data: torch.Tensor) -> torch.Tensor:
+        if place == len(self._buffers):
+            self._buffers.append(torch.empty(0))
+        buffer = self._buffers[place]
+        if buffer.dtype != data.dtype or buffer.shape != data.shape or buffer.is_pinned() != data.is_cuda:
+            buffer = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+            self._buffers[place] = buffer
+        return buffer
+
+
+class Saver:
+    """Saves steps of a run into its folder.
+
+    Args:
+        directory: folder of checkpoints.
+        section: the configuration's `checkpoint` section.
+        communicator: used from a thread when saving in the background or uploading, so nobody else may use its group.
+        copies: what the run has uploaded so far, on rank 0; takes what is uploaded from now on.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        section: CheckpointSection,
+        communicator: Communicator = SOLO,
+        copies: Copies | None = None,
+    ) -> None:
+        self.store = Store(directory, communicator)
+        self._section, self._level = section, section.store
+        self._url = "" if section.store is None else (section.store.url or "").rstrip("/")
+        self._communicator = communicator
+        self._copies = copies or Copies()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[Saved] | None = None
+        self._ended: list[Saved] = []
+        self._owed: list[Path] | None = None  # not known before the first look at what is there
+        self._upload_problem: str | None = None
+        self._refused: StoreRefuses | None = None  # the last save's
+        self._host = HostCopy()
+
+    def prepare(self, fragments: Iterable[Fragment]) -> None:
+        """Get the host memory of background saves ready; optional, before the first step."""
+        if self._section.asynchronous:
+            self._host.prepare(fragments)
+
+    def save(self, step: int, fragments: Iterable[Fragment], meta: Meta) -> float:
+        """Save a step; all ranks call. Returns the seconds for which the training stood still.
+
+        In the background the step waits for the end of the previous save, if it still runs, and for the copy to host
+        memory. What then goes wrong is raised by the next `poll`, `save` or `close`. A disk that is full or refuses
+        does not stop a run, which loses nothing by going on: `poll` tells of it, and only `close` raises it, if no
+        later save went well.
+        """
+        began = time.perf_counter()
+        self._settle()
+        if self._section.asynchronous:
+            copies = self._host.take(fragments)
+            stall = time.perf_counter() - began
+            self._pending = self._thread.submit(self._write, step, copies, meta, began, stall)
+            return stall
+        try:
+            path = save(self.store.directory, step, fragments, meta, self._communicator)
+        except StoreRefuses as error:
+            self._ended.append(self._failed(error, step, time.perf_counter() - began))
+            return time.perf_counter() - began
+        stall = time.perf_counter() - began
+        self._pending = self._thread.submit(self._finish, path, stall, stall)
+        return stall
+
+    def poll(self) -> list[Saved]:
+        """The saves that ended since the last call. Call at every step.
+
+        Raises:
+            CheckpointError: one failed.
+        """
+        if self._pending is not None and self._pending.done():
+            self._settle()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self) -> list[Saved]:
+        """Like `poll`, but waits for a save that still runs."""
+        self._settle()
+        return self.poll()
+
+    def close(self) -> list[Saved]:
+        """Wait for everything, give what is not uploaded a last chance, and stop the thread.
+
+        Raises:
+            CheckpointError: a save failed, or a checkpoint could still not be uploaded.
+        """
+        try:
+            ended = self.wait()
+            if self._level is not None and self._find_owed():
+                self._upload_owed(self._find_owed())
+            if self._refused is not None:
+                raise self._refused
+            if self._owed:
+                names = ", ".join(path.name for path in self._owed)
+                raise CheckpointError(self._url, f"never uploaded: {names}. {self._upload_problem}")
+            return ended
+        finally:
+            self._thread.shutdown()
+
+    def _settle(self) -> None:
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._ended.append(pending.result())
+
+    def _write(self, step: int, copies: list[Fragment], meta: Meta, began: float, stall: float) -> Saved:
+        try:
+            path = save(self.store.directory, step, copies, meta, self._communicator)
+        except StoreRefuses as error:
+            return self._failed(error, step, stall, time.perf_counter() - began)
+        return self._finish(path, stall, time.perf_counter() - began)
+
+    def _failed(self, error: StoreRefuses, step: int, stall: float, seconds: float | None = None) -> Saved:
+        self._refused = error
+        path = self.store.directory / step_name(step)
+        return Saved(path, stall, stall if seconds is None else seconds, [], failure=str(error))
+
+    def _finish(self, path: Path, stall: float, seconds: float) -> Saved:
+        self._refused = None
+        uploaded = self._upload(path, self._level) if self._level is not None else None
+        deleted = self.store.retain(
+            self._section.keep_last, self._section.keep_every, protect={owed.name for owed in self._owed or ()}
+        )
+        return Saved(path, stall, seconds, deleted, uploaded, self._upload_problem)
+
+    def _upload(self, path: Path, level: LevelSection) -> str | None:
+        """Copy this checkpoint and those that could not be copied before. An outage of a remote store does not stop a
+        run whose checkpoints are safe on its own disk; it is told, tried again, and an error in the end."""
+        owed = self._find_owed()
+        due = path not in owed and _goes_there(path, level)
+        left = self._upload_owed([*owed, path] if due else owed)
+        if path in left or not (due or path in owed):
+            return None
+        if level.keep != "all" and self._communicator.rank == 0:
+            kept = [step for step in self._copies.within(self._url) if step <= number_of(path)][-level.keep :]
+            retain_there(self._url, kept[0], self._copies.urls)
+        return f"{self._url}/{path.name}"
+
+    def _find_owed(self) -> list[Path]:
+        if self._owed is None:
+            answer = [str(path) for path in self._not_there()] if self._communicator.rank == 0 else None
+            self._owed = [Path(path) for path in self._communicator.broadcast(answer)]
+        return self._owed
+
+    def _upload_owed(self, owed: list[Path]) -> list[Path]:
+        """Try to copy all; what is still owed."""
+        self._owed, self._upload_problem = [], None
+        for each in owed:
+            patience: dict[str, Any] = {"attempts": 1} if self._upload_problem else {}  # an outage is waited for once
+            try:
+                upload(each, self._url, self._communicator, **patience)
+                if self._communicator.rank == 0:
+                    self._count(each)
+            except CheckpointError as error:
+                self._owed.append(each)
+                self._upload_problem = str(error)
+        return self._owed
+
+    def _not_there(self) -> list[Path]:
+        """What an earlier start has saved and could not copy any more: complete ones that are newer than the newest of
+        this run there. Names do not tell: of a branch that the run has left, or of another run, there may be the same
+        ones. Where the run has none there, the newest alone: older ones may be of a time without upload."""
+        owed: list[Path] = []
+        due = [path for path in self.store.paths() if self._level is not None and _goes_there(path, self._level)]
+        with suppress(CheckpointError):  # what cannot be seen is not there
+            for path in reversed(due):
+                if not is_complete(path):
+                    continue
+                owed.append(path)
+                if manifest_at(f"{self._url}/{path.name}") == (path / MANIFEST_NAME).read_bytes():
+                    owed.pop()
+                    self._count(path)
+                    return owed[::-1]
+        known = self._copies.within(self._url)
+        return [path for path in reversed(owed) if number_of(path) > known[-1]] if known else owed[:1]
+
+    def _count(self, path: Path) -> None:
+        """The checkpoint is there in full."""
+        manifest = checksum((path / MANIFEST_NAME).read_bytes())
+        self._copies.add(number_of(path), Copy(f"{self._url}/{path.name}", manifest))
+
+
+def _goes_there(path: Path, level: LevelSection) -> bool:
+    """Whether a checkpoint has a copy in the store: by `auto` each, since copying costs the steps nothing."""
+    return level.every == "auto" or number_of(path) % level.every == 0

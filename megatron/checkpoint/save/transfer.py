@@ -1,0 +1,237 @@
+"""Checkpoints elsewhere: to and from any fsspec URL (s3://, gs://, file://, memory://), with retries."""
+
+from __future__ import annotations
+
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from ..format.communicator import SOLO, Communicator, all_problems
+from ..format.durable import move
+from ..format.errors import CheckpointError, Unreachable, describe_error
+from ..format.index import INDEX_NAME
+from ..format.manifest import open_index, part_of, read_manifest
+from ..format.names import MANIFEST_NAME, META_NAME, leftover_name, number_of, step_of
+from ..read.reader import open_checkpoint
+
+
+def upload(path: Path, url: str, communicator: Communicator = SOLO, *, attempts: int = 5, wait: float = 1.0) -> str:
+    """Copy a checkpoint to `<url>/<name of its directory>`; the ranks share the files.
+
+    The manifest goes last, so what has a manifest there is whole.
+
+    Args:
+        attempts: tries per file.
+        wait: seconds before the second try; doubles with each.
+
+    Returns:
+        Where it is.
+
+    Raises:
+        CheckpointError: on every rank, with the first file of each rank that could not be copied.
+    """
+    target = f"{url.rstrip('/')}/{path.name}"
+    names, problems = [], []
+    try:
+        _, stored = open_index(path, read_manifest(path), None)
+        names = [stored[number].path for number in range(communicator.rank, len(stored), communicator.size)]
+        names += [INDEX_NAME, META_NAME] if communicator.rank == communicator.size - 1 else []
+    except CheckpointError as error:
+        problems = [str(error)]
+    if not problems and communicator.rank == 0:  # of another branch's checkpoint of that step, which is about to go
+        problems = _persistent(lambda: _withdraw(f"{target}/{MANIFEST_NAME}"), MANIFEST_NAME, attempts, wait)
+    if communicator.broadcast(problems):
+        names = []
+    for name in names:
+        problems += _persistent(partial(_put, part_of(path, name), f"{target}/{name}"), name, attempts, wait)
+        if problems:
+            break  # what has failed so often will not take the next file either
+    problems = all_problems(communicator, problems)
+    if not problems and communicator.rank == 0:
+        problems = _persistent(
+            lambda: _put(path / MANIFEST_NAME, f"{target}/{MANIFEST_NAME}"), MANIFEST_NAME, attempts, wait
+        )
+    problems = communicator.broadcast(problems)
+    if problems:
+        raise CheckpointError(target, ["it was not uploaded", *problems])
+    return target
+
+
+def download(url: str, directory: str | Path, *, attempts: int = 5, wait: float = 1.0) -> Path:
+    """Copy a checkpoint from a URL into a folder of checkpoints, and verify every byte.
+
+    Raises:
+        Unreachable: it could not be copied.
+        CheckpointError: it is not there, or is damaged.
+    """
+    target = part_of(Path(directory), url.rstrip("/").rsplit("/", 1)[-1])
+    if target.exists():
+        raise CheckpointError(target, "it exists already")
+    draft = leftover_name(target, "tmp", uuid.uuid4().hex[:12])
+    draft.mkdir(parents=True)
+    try:
+        _fetch(url, [MANIFEST_NAME], draft, attempts, wait)
+        manifest = read_manifest(draft)
+        _fetch(url, [INDEX_NAME, META_NAME], draft, attempts, wait)
+        _fetch(url, [record.path for record in open_index(draft, manifest)[1]], draft, attempts, wait)
+        open_checkpoint(draft, verify="checksums")
+        move(draft, target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return target
+
+
+def newest(url: str) -> str:
+    """The URL of the checkpoint that is meant: itself, or if it is a folder of checkpoints, the newest whole one in it.
+
+    Raises:
+        Unreachable: the place cannot be read.
+        CheckpointError: no whole checkpoint is there.
+    """
+    found, steps = _whole(url)
+    if not found:
+        raise CheckpointError(url, "there is no checkpoint" + (f" (incomplete: {', '.join(steps)})" if steps else ""))
+    return found[-1]
+
+
+def _whole(url: str) -> tuple[list[str], list[str]]:
+    """URLs of whole checkpoints, oldest first: of that one, or of those in a folder; and names of all in it."""
+    url = url.rstrip("/")
+    try:
+        system, root = fsspec.core.url_to_fs(url)
+        if system.exists(f"{root}/{MANIFEST_NAME}"):
+            return [url], []
+        steps = _steps(system, root)
+        whole = [f"{url}/{name}" for name in steps if system.exists(f"{root}/{name}/{MANIFEST_NAME}")]
+    except Exception as error:  # every store has its own exceptions
+        raise Unreachable(url, f"it cannot be read: {describe_error(error)}") from error
+    return whole, steps
+
+
+def _steps(system: Any, root: str) -> list[str]:
+    """Names of checkpoints in a folder of a file system, oldest step first, whole or not."""
+    names = [Path(found).name for found in system.ls(root, detail=False)] if system.isdir(root) else []
+    return sorted((name for name in names if step_of(Path(name)) is not None), key=lambda name: number_of(Path(name)))
+
+
+def retain_there(url: str, oldest: int, own: Collection[str]) -> list[str]:
+    """Delete checkpoints of steps before `oldest` in a folder elsewhere, the manifest of each first: what is half
+    deleted has none, and goes as well, as do uploads that were never finished.
+
+    Args:
+        own: URLs of checkpoints that may be deleted. Other whole ones are another run's, and stay.
+
+    Returns:
+        Names of those that are gone. What cannot be deleted is left for the next time.
+    """
+    gone, url = [], url.rstrip("/")
+    with suppress(Exception):  # every store has its own exceptions; nothing depends on it
+        system, root = fsspec.core.url_to_fs(url)
+        system.invalidate_cache()
+        for name in [name for name in _steps(system, root) if number_of(Path(name)) < oldest]:
+            with suppress(Exception):
+                place = f"{root}/{name}"
+                if system.exists(f"{place}/{MANIFEST_NAME}"):
+                    if f"{url}/{name}" not in own:
+                        continue
+                    system.rm_file(f"{place}/{MANIFEST_NAME}")
+                system.rm(place, recursive=True)
+                gone.append(name)
+    return gone
+
+
+def manifest_at(url: str) -> bytes | None:
+    """The manifest of a checkpoint elsewhere; None if it is not there, or not whole.
+
+    Raises:
+        Unreachable: nobody can say.
+    """
+    try:
+        system, place = fsspec.core.url_to_fs(f"{url.rstrip('/')}/{MANIFEST_NAME}")
+        system.invalidate_cache()
+        found: bytes | None = system.cat_file(place) if system.exists(place) else None
+    except Exception as error:  # every store has its own exceptions
+        raise Unreachable(url, f"it cannot be read: {describe_error(error)}") from error
+    return found
+
+
+def remote_manifest(url: str, *, attempts: int = 5, wait: float = 1.0) -> bytes:
+    """The manifest of a checkpoint elsewhere; no two checkpoints have the same one.
+
+    Raises:
+        Unreachable: it could not be read.
+    """
+    found: list[bytes] = []
+
+    def read() -> None:
+        system, place = fsspec.core.url_to_fs(f"{url.rstrip('/')}/{MANIFEST_NAME}")
+        found.append(system.cat_file(place))
+
+    problems = _persistent(read, MANIFEST_NAME, attempts, wait)
+    if problems:
+        raise Unreachable(url, ["it cannot be read", *problems])
+    return found[-1]
+
+
+def _fetch(url: str, names: list[str], draft: Path, attempts: int, wait: float) -> None:
+    problems, lost = [], 0
+    for name in names:
+        target, place = part_of(draft, name), f"{url.rstrip('/')}/{name}"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        wrong = _persistent(partial(_get, place, target), name, attempts, wait)
+        lost += bool(wrong) and _is_lost(place)
+        problems += wrong
+    if problems:
+        kind = CheckpointError if lost == len(problems) else Unreachable
+        raise kind(url, ["it was not downloaded", *problems])
+
+
+def _is_lost(url: str) -> bool:
+    """Whether a store says that it has no such file."""
+    with suppress(Exception):  # every store has its own exceptions; what cannot be asked may be there
+        system, place = fsspec.core.url_to_fs(url)
+        system.invalidate_cache()
+        return not system.exists(place)
+    return False
+
+
+def _persistent(work: Callable[[], None], name: str, attempts: int, wait: float) -> list[str]:
+    """Try several times; returns the last error, if every try failed."""
+    for attempt in range(attempts):
+        try:
+            work()
+            return []
+        except Exception as error:  # every store has its own exceptions; what is left after the last try is reported
+            failure = error
+            if attempt + 1 < attempts:
+                time.sleep(wait * 2**attempt)
+    return [f"{name}: {describe_error(failure)} ({attempts} tries)"]
+
+
+def _put(source: Path, url: str) -> None:
+    """Copy a file and look whether it arrived in full."""
+    system, target = fsspec.core.url_to_fs(url)
+    system.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
+    system.put_file(str(source), target)
+    system.invalidate_cache()
+    size, arrived = source.stat().st_size, system.size(target)
+    if arrived != size:
+        raise OSError(f"{arrived} of {size} bytes arrived")
+
+
+def _withdraw(url: str) -> None:
+    system, place = fsspec.core.url_to_fs(url)
+    if system.exists(place):
+        system.rm_file(place)
+
+
+def _get(url: str, target: Path) -> None:
+    system, source = fsspec.core.url_to_fs(url)
+    system.get_file(source, str(target))

@@ -1,0 +1,194 @@
+"""Writing a checkpoint: complete or absent.
+
+Every rank writes one file into `step_00001000.tmp-<token>`, waits for the disk, and tells the others how it went.
+Rank 0 then merges the tables of the files into the index, writes what else belongs to the checkpoint, the manifest
+last, and renames the directory. No tensor is sent to anybody. A run that is killed leaves a directory whose name is
+not a checkpoint's; an error on any rank is raised on all, and leaves what was there before as it was.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from ..format.communicator import SOLO, Communicator
+from ..format.durable import move, sync_directory, write_file
+from ..format.errors import CheckpointError, StoreRefuses, describe_error, disk_refuses
+from ..format.fragment import Fragment, FragmentSpec
+from ..format.manifest import manifest_of, write_merged
+from ..format.meta import Meta
+from ..format.names import MANIFEST_NAME, META_NAME, leftover_name, step_name, wrong_name
+from ..format.rankfile import FileRecord, host_chunks, tables_of, write_rank_file
+
+
+def save(
+    directory: str | Path, step: int, fragments: Iterable[Fragment], meta: Meta, communicator: Communicator = SOLO
+) -> Path:
+    """Save one step; every rank calls with what it owns.
+
+    Args:
+        directory: folder of checkpoints, visible to all ranks.
+        step: optimizer steps done.
+        fragments: what this rank owns. Together the ranks must own each element of each state once.
+        meta: the rest of the run's state; rank 0's is kept.
+
+    Returns:
+        The checkpoint's directory. A checkpoint of the same step that was there is replaced.
+
+    Raises:
+        StoreRefuses: on every rank, if the disk alone is to blame: it is full, or refuses.
+        CheckpointError: on every rank, if any rank could not write, or elements are missing or written twice.
+    """
+    if meta.step != step:
+        raise ValueError(f"the meta data of step {meta.step} cannot be saved as step {step}")
+    target = Path(directory) / step_name(step)
+    draft = Draft.begin(target, communicator)
+    records, failure = [], None
+    try:
+        owned = list(fragments)
+        record = write_rank_file(
+            draft.root,
+            communicator.rank,
+            [(fragment.spec, fragment.data.dtype) for fragment in owned],
+            lambda number: host_chunks(owned[number].data),
+        )
+        records = [record] if record else []
+    except Exception as error:  # whatever it is, the other ranks are waiting to hear of it; `finish` raises it
+        failure = error
+    draft.finish(records, failure, meta, communicator)
+    return target
+
+
+def write_tensors(
+    target: Path,
+    items: Sequence[tuple[FragmentSpec, torch.dtype]],
+    values: Callable[[int], Iterable[torch.Tensor]],
+    meta: Meta,
+) -> Path:
+    """One process writes a whole checkpoint, tensor by tensor, and holds no more than it is given at a time.
+
+    Args:
+        target: the checkpoint's directory.
+        items: what is written, with its types.
+        values: gives the elements of the item with that number, as consecutive 1-D host tensors. Called once per item,
+            in the order of the items (those of wider types first, if types differ).
+
+    Raises:
+        CheckpointError: it could not be written, or the items do not cover each tensor exactly once.
+    """
+    draft = Draft.begin(target)
+    records, failure = [], None
+    try:
+        record = write_rank_file(draft.root, 0, items, values)
+        records = [record] if record else []
+    except Exception as error:  # raised by `finish`, after what was written is gone
+        failure = error
+    draft.finish(records, failure, meta)
+    return target
+
+
+class Draft:
+    """A checkpoint that is being written.
+
+    Attributes:
+        target: what it will be called.
+        root: what it is called until then.
+    """
+
+    def __init__(self, target: Path, token: str) -> None:
+        self.target = target
+        self.token = token
+        self.root = leftover_name(target, "tmp", token)
+
+    @classmethod
+    def begin(cls, target: Path, communicator: Communicator = SOLO) -> Draft:
+        """Rank 0 makes the directory; everybody learns its name."""
+        answer = None
+        if communicator.rank == 0:
+            draft = cls(target, uuid.uuid4().hex[:12])
+            try:
+                draft.root.mkdir(parents=True)
+                answer = [draft.token, None, False]
+            except OSError as error:
+                answer = [None, str(error), disk_refuses(error)]
+        token, failure, full = communicator.broadcast(answer)
+        if failure:
+            raise (StoreRefuses if full else CheckpointError)(target, f"cannot be created: {failure}")
+        return cls(target, token)
+
+    def finish(
+        self, records: list[FileRecord], failure: Exception | None, meta: Meta, communicator: Communicator = SOLO
+    ) -> None:
+        """Commit if every rank succeeded, or take everything back and raise on every rank.
+
+        Args:
+            records: the files that this rank wrote.
+            failure: why it could not.
+        """
+        own = [[record.to_dict() for record in records], failure and describe_error(failure), disk_refuses(failure)]
+        reports = communicator.collect(own)
+        problems, full = [], False
+        if reports is not None:
+            problems = [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(reports) if text]
+            full = bool(problems) and all(room for _, text, room in reports if text)
+            if not problems:
+                problems, full = self._try_commit([FileRecord(**item) for each in reports for item in each[0]], meta)
+            if problems:
+                shutil.rmtree(self.root, ignore_errors=True)
+        problems, full = communicator.broadcast([problems, full])
+        if problems:
+            raise (StoreRefuses if full else CheckpointError)(
+                self.target, ["it was not saved; earlier checkpoints are untouched", *problems]
+            ) from failure
+
+    def _try_commit(self, records: list[FileRecord], meta: Meta) -> tuple[list[str], bool]:
+        """What went wrong, and whether it is that the disk is full."""
+        try:
+            self.commit(records, meta)
+        except CheckpointError as error:
+            if error.subject in (str(self.root), str(self.target)):
+                return error.problems, False
+            file = error.subject.removeprefix(f"{self.root}{os.sep}")  # the draft is gone when this is read
+            return [f"{file}: {each}" for each in error.problems], False
+        except Exception as error:  # the other ranks wait for the answer; every rank raises it
+            return [describe_error(error)], disk_refuses(error)
+        return [], False
+
+    def commit(self, records: list[FileRecord], meta: Meta) -> None:
+        """Write index, meta data and manifest, and give the directory its name.
+
+        Raises:
+            CheckpointError: the fragments do not cover each tensor exactly once.
+            OSError, ValueError: as they come.
+        """
+        if wrong := wrong_name(self.target, meta.step):
+            raise CheckpointError(self.target, wrong)
+        index = write_merged(self.root, tables_of(self.root, records), records, whole=True)
+        content = meta.to_bytes()
+        write_file(self.root / META_NAME, content)
+        for folder in sorted({(self.root / record.path).parent for record in records}):
+            sync_directory(folder)
+        if records:
+            sync_directory(self.root / "data")
+        write_file(self.root / MANIFEST_NAME, manifest_of(index, content))
+        sync_directory(self.root)
+        self._rename()
+
+    def _rename(self) -> None:
+        """Take the final name. One of the same step steps aside first; a kill in between is mended by `Store.clean`."""
+        aside = leftover_name(self.target, "old", self.token)
+        if self.target.exists():
+            move(self.target, aside)
+        try:
+            move(self.root, self.target)
+        except OSError:
+            if aside.exists() and not self.target.exists():
+                move(aside, self.target)
+            raise
+        if aside.exists():
+            shutil.rmtree(aside)

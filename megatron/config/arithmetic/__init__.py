@@ -1,0 +1,1 @@
+"""Arithmetic on options that other rooms share. No torch."""

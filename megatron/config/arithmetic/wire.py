@@ -1,0 +1,48 @@
+"""In what form gradients and activations travel between ranks, and how many bytes that is. No torch."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..sections.layout import ParallelSection
+
+WIRES = ("none", "bf16", "fp16", "int8_block", "top_k")
+FEEDS_BACK = ("int8_block", "top_k")  # what these leave out is added to the next gradients
+BLOCK = 256  # elements with a scale of their own
+LEAST_BLOCK = 16  # elements of a block between pipeline stages
+SHARE = 32  # of so many elements one is sent
+PIPELINE = "parallel.communication.compress.pipeline"
+
+
+def sends_blocks(parallel: ParallelSection) -> bool:
+    """Whether the stream goes from stage to stage in blocks."""
+    return parallel.pipeline > 1 and parallel.communication.compress.pipeline == "int8_block"
+
+
+def part_elements(wire: str, elements: int, ranks: int) -> int:
+    """Elements of each rank's part of a tensor, padded to whole blocks."""
+    unit = {"int8_block": BLOCK, "top_k": SHARE}.get(wire, 1)
+    return -(-elements // (ranks * unit)) * unit
+
+
+def row_block(width: int) -> int:
+    """Elements with a scale of their own between pipeline stages, where rows of `width` must not be padded."""
+    return math.gcd(BLOCK, width)
+
+
+def part_bytes(wire: str, elements: int, block: int = BLOCK) -> int:
+    """Of a part on its way."""
+    if wire == "int8_block":
+        return elements + 4 * (elements // block)
+    return 8 * (elements // SHARE) if wire == "top_k" else 2 * elements
+
+
+def between_stages(wire: str, elements: int, width: int, dtype: str) -> tuple[str, int]:
+    """(type, elements) of what travels between pipeline stages for a sample's elements of a type, whose rows have a
+    multiple of `width` of them. Bytes pass as fp32, since only floats have gradients there.
+    """
+    if wire == "int8_block":
+        return "fp32", part_bytes(wire, elements, row_block(width)) // 4
+    return (dtype, elements) if wire == "none" else (wire, elements)

@@ -1,0 +1,1 @@
+"""Names of user packages: extensions, additions, import paths."""

@@ -1,0 +1,1 @@
+"""Rules of options that only GPUs have."""

@@ -1,0 +1,102 @@
+"""What every section is made of: a frozen, closed pydantic model whose keys carry a sentence and a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from .frozen import freeze
+from .registry import ADDED, INSIDE
+
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+    Derivable = Annotated[T, "derived"]
+    Needed = Annotated[T, "needed"]
+else:
+
+    class Derivable:
+        """`Derivable[int]` is the type of a key that resolution fills in: `int | None` to pydantic, since a user may
+        leave it out, and `int` to type checkers, since code reads resolved configurations. Rules and derivations,
+        which see what is not known yet, still ask for None.
+        """
+
+        def __class_getitem__(cls, item: Any) -> Any:
+            return item | None
+
+    class Needed(Derivable):
+        """Likewise, the type of a key without a default that a rule asks for wherever it is read: a resolved
+        configuration that has a layer of attention says how many heads that has."""
+
+
+class Section(BaseModel):
+    """A closed, frozen group of keys. Unknown keys and silent type conversions are errors."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, validate_default=False, allow_inf_nan=False, protected_namespaces=()
+    )
+
+    def model_post_init(self, context: Any) -> None:
+        """Freeze lists and dictionaries too: `frozen` alone only guards the attributes."""
+        for name, value in self.__dict__.items():
+            if isinstance(value, (list, dict, tuple)):
+                self.__dict__[name] = freeze(value)
+
+
+@dataclass(frozen=True)
+class Derived:
+    """How a key is filled in where the user says nothing.
+
+    Attributes:
+        formula: in words, in terms of other keys.
+        function: of the values of the key's own section (a nested dictionary) and of a `derive.View` on all values; it
+            gives None where the key has no meaning or what it needs is not known.
+        reads: the keys that the formula reads; one that begins with a dot is of the key's own section.
+    """
+
+    formula: str
+    function: Callable[[dict[str, Any], Any], Any]
+    reads: tuple[str, ...] = ()
+
+
+def key(
+    default: Any,
+    sentence: str,
+    *,
+    unit: str | None = None,
+    derived: str | Derived | None = None,
+    role: str | None = None,
+    words: tuple[str, ...] = (),
+    **limits: Any,
+) -> Any:
+    """Declare a key.
+
+    Args:
+        default: the value when the user says nothing; `...` makes the key required. A callable is a factory.
+        sentence: one sentence that says what the key means.
+        unit: the unit of the value ("tokens", "seconds", "bytes", ...), shown in the docs.
+        derived: for keys whose default is None: what fills them in; only text where a start or the machine does it.
+        role: for keys whose value is a name in the registry, or an import path: the table that it is looked up in.
+        words: further values of such a key that mean something else.
+        limits: pydantic constraints (`gt`, `ge`, `le`, `lt`, `min_length`, ...).
+    """
+    formula = derived.formula if isinstance(derived, Derived) else derived
+    extra: dict[str, Any] = {name: value for name, value in (("unit", unit), ("derived", formula)) if value}
+    if role:
+        names = [*words, *(INSIDE[role] if role not in ADDED else ())]
+        path = {"pattern": "^[A-Za-z_]\\w*(\\.\\w+)*:\\w+$"}
+        extra |= {"role": role, "words": list(words), "anyOf": [{"enum": names}, path] if names else [path]}
+    factory = {"default_factory": default} if callable(default) else {"default": default}
+    field = Field(**factory, description=sentence, json_schema_extra=extra or None, **limits)
+    if isinstance(derived, Derived):
+        field.metadata.append(derived)  # pydantic keeps what it does not know
+    return field
+
+
+class Addition(Section):
+    """Something from a user's package that a run has beside what is inside, with its options."""
+
+    options: dict[str, Any] = key(dict, "Keyword arguments that it is made with.")

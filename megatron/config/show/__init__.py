@@ -1,0 +1,1 @@
+"""Explaining and comparing configurations; the generated reference."""

@@ -1,0 +1,95 @@
+"""How two configurations differ, by meaning: resolved values are compared, wherever and however they were written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path as File
+from typing import Any
+
+from ..catalog import dotted
+from ..frozen import thaw
+from ..problems import ABSENT, shown_value
+from ..resolution import load
+from ..schema import Config
+from ..source.resolved_file import read_resolved
+from ..source.yaml_source import read_file
+from ..tree import leaves
+
+_MARK = b"# Resolved for "
+
+
+@dataclass(frozen=True)
+class Described:
+    """A configuration and where each of its values came from, in words, by dotted key."""
+
+    config: Config
+    origins: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class KeyDifference:
+    """A key with unlike values; ABSENT where one side does not have the key."""
+
+    key: str
+    values: tuple[Any, Any]
+    origins: tuple[str, str]
+
+    def __str__(self) -> str:
+        sides = (
+            f"{sign} {'(not there)' if value is ABSENT else shown_value(value)}  ({origin})"
+            for sign, value, origin in zip("-+", self.values, self.origins)
+        )
+        return "\n".join([self.key, *(f"  {side}" for side in sides)])
+
+    def to_json(self) -> dict[str, Any]:
+        """The difference as a JSON object."""
+        first, second = (
+            {"value": None if value is ABSENT else value, "there": value is not ABSENT, "origin": origin}
+            for value, origin in zip(self.values, self.origins)
+        )
+        return {"key": self.key, "a": first, "b": second}
+
+
+def described(path: str | os.PathLike, *, ranks: int | None = None) -> Described:
+    """The configuration of a run's directory, of its config.yml, or of a file that a run could start from.
+
+    Args:
+        ranks: for a file that is not resolved yet.
+
+    Raises:
+        ConfigError: with all problems.
+    """
+    file = File(path)
+    file = file / "config.yml" if file.is_dir() else file
+    if not _is_resolved(file):
+        resolved = load([file], ranks=ranks, check_inputs=False)
+        return Described(resolved.config, {key: str(origin) for key, origin in resolved.origins.items()})
+    config, source, lines = read_resolved(file), read_file(os.fspath(file)), file.read_text("utf-8").splitlines()
+    origins = {}
+    for at, _ in leaves(thaw(config.model_dump())):
+        line = source.origin(at).line
+        comment = lines[line - 1].rpartition("  # ")[2] if line else ""
+        origins[dotted(at)] = comment or "default"
+    return Described(config, origins)
+
+
+def _is_resolved(file: File) -> bool:
+    try:
+        with open(file, "rb") as opened:
+            return opened.read(len(_MARK)) == _MARK
+    except OSError:
+        return False  # `load` says what is wrong with it
+
+
+def differences(a: Described, b: Described) -> list[KeyDifference]:
+    """The keys in which two configurations differ, in order; patterns of the same layers are equal."""
+    values = [{dotted(path): value for path, value in leaves(thaw(each.config.model_dump()))} for each in (a, b)]
+    same = list(map(str, a.config.model.blocks)) == list(map(str, b.config.model.blocks))
+    return [
+        KeyDifference(key, (first, second), (a.origins.get(key, "default"), b.origins.get(key, "default")))
+        for key in dict.fromkeys([*values[0], *values[1]])
+        if (first := values[0].get(key, ABSENT)) != (second := values[1].get(key, ABSENT))
+        and not (key == "model.layers" and same)
+    ]

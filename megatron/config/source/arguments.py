@@ -1,0 +1,60 @@
+"""The words after a script's name: configuration files, overrides, and what is the script's own."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...installation import configuration_file, configuration_names
+from ..problems import UserError
+
+FILES = (".yml", ".yaml", ".json")
+_PLACE = re.compile(r"--local[-_]rank=\d+")  # DeepSpeed's launcher puts it first; the environment says it too
+_OVERRIDE = re.compile(r"[A-Za-z_][\w-]*(\.[\w@*-]+)*=", re.ASCII)
+
+
+class ArgumentError(UserError):
+    """A word that nobody understands."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """`a.yml b.yml key.path=value ... [--option ...]`, taken apart.
+
+    Attributes:
+        files: configuration files, in the order in which they are merged.
+        overrides: `key.path=value` words.
+        own: the rest: everything from the first word that begins with a dash; a bare `--` is only the border.
+    """
+
+    files: tuple[str, ...]
+    overrides: tuple[str, ...]
+    own: tuple[str, ...]
+
+
+def split(words: Sequence[str]) -> Arguments:
+    """Take a script's arguments apart.
+
+    Raises:
+        ArgumentError: a word before the first option that is neither a configuration file nor an override.
+    """
+    words = [word for index, word in enumerate(words) if index or not _PLACE.fullmatch(word)]
+    end = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
+    files: list[str] = []
+    overrides: list[str] = []
+    for word in words[:end]:
+        if _OVERRIDE.match(word):
+            overrides.append(word)
+        elif (found := configuration_file(word)) is not None or word.endswith(FILES):
+            files.append(found or word)
+        else:
+            near = difflib.get_close_matches(word, configuration_names(), n=1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            raise ArgumentError(
+                f"{word!r} is neither a configuration file ({', '.join(FILES)}), nor the name of a ready one "
+                f"(pythia/70m), nor an override (key.path=value){meant}"
+            )
+    own = words[end:]
+    return Arguments(tuple(files), tuple(overrides), tuple(own[1:] if own[:1] == ["--"] else own))

@@ -1,0 +1,123 @@
+"""Which extensions a configuration needs: those that `model.extensions` lists, and those that offer a name it has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from ..catalog import Path
+from ..problems import ConfigError, Problem
+from ..registry import (
+    HOOK,
+    KIND,
+    METRIC,
+    OBJECTIVE,
+    OPTIMIZER,
+    RUNNER,
+    SCHEDULE,
+    SOURCE,
+    RegistryError,
+    offered_by,
+    registry_of,
+)
+from ..schema import schema_of
+from ..tree import get, put
+from .layers import ConfigSource
+from .origins import Origin
+
+KEY = ("model", "extensions")
+PLACES: tuple[tuple[str, Path], ...] = (  # where a configuration has names of the registry
+    (KIND, ("model", "layers")),
+    (OPTIMIZER, ("optimizer", "type")),
+    (SCHEDULE, ("schedule", "type")),
+    (OBJECTIVE, ("objective", "type")),
+    (SOURCE, ("data", "synthetic")),
+    (RUNNER, ("launch", "runner")),
+    (HOOK, ("hooks",)),
+    (METRIC, ("logging", "sinks")),
+)
+# A kind in a layer pattern: a variant stands after a '@', and x12 is how often.
+_NAME = re.compile(r"(?<![@\w])(?!x\s*\d+(?!\w))[A-Za-z_]\w*")
+
+
+def extensions_of(sources: list[ConfigSource]) -> tuple[str, ...]:
+    """The modules to load, in order; what an installed package offers is added to the last source.
+
+    Raises:
+        ConfigError: with each that cannot be used.
+    """
+    listed = _last(sources, KEY)
+    if listed is None or not isinstance(listed[1], list) or not all(isinstance(each, str) for each in listed[1]):
+        found = []  # of the wrong type, which is reported with all other types
+    else:
+        found = list(dict.fromkeys(listed[1]))
+        _check(found, listed[0])
+    added = _offered(sources, tuple(found))
+    if added:
+        put(sources[-1].values, KEY, [*found, *added])
+        keys = tuple(dict.fromkeys(added.values()))
+        text = f"what installed packages offer for {' and '.join(keys)}: {', '.join(added)}"
+        sources[-1].places[KEY] = Origin("derived", text=text, keys=keys)
+    return (*found, *added)
+
+
+def _check(modules: list[str], source: ConfigSource) -> None:
+    """Each by itself first, so that all that is wrong is said at once; then all together, whose names may clash."""
+    problems = []
+    for index, module in enumerate(modules):
+        try:
+            schema_of((module,))
+        except RegistryError as error:
+            place = str(source.origin((*KEY, index)))
+            problems.append(Problem(f"model.extensions.{index}", error.rule, error.fix, module, place))
+    if not problems:
+        try:
+            schema_of(tuple(modules))
+        except RegistryError as error:
+            problems.append(Problem("model.extensions", error.rule, error.fix, modules, str(source.origin(KEY))))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _offered(sources: list[ConfigSource], extensions: tuple[str, ...]) -> dict[str, str]:
+    """The modules that installed packages offer for names that nothing listed has, each with the key of the name."""
+    added: dict[str, str] = {}
+    for role, path, source, name in _named(sources):
+        if name in registry_of((*extensions, *added)).names(role):
+            continue
+        module = offered_by(role, name)
+        if module is not None and module not in added:
+            key = ".".join(map(str, path))
+            try:
+                schema_of((*extensions, *added, module))
+            except RegistryError as error:
+                problem = Problem(key, error.rule, error.fix, name, str(source.origin(path)))
+                raise ConfigError([problem]) from None
+            added[module] = key
+    return added
+
+
+def _named(sources: list[ConfigSource]) -> Iterator[tuple[str, Path, ConfigSource, str]]:
+    """The names in the sources: role, key, source that says it last, name."""
+    for role, path in PLACES:
+        found = _last(sources, path)
+        if found is None:
+            continue
+        source, value = found
+        if role == KIND:
+            names = _NAME.findall(value) if isinstance(value, str) else []
+        else:  # one name, or a list of names or of {type: name}
+            each = value if isinstance(value, list) else [value]
+            names = [one.get("type") if isinstance(one, dict) else one for one in each]
+        for name in dict.fromkeys(name for name in names if isinstance(name, str)):
+            yield role, path, source, name
+
+
+def _last(sources: list[ConfigSource], path: Path) -> tuple[ConfigSource, Any] | None:
+    """The source that says this key last, and what it says."""
+    for source in reversed(sources):
+        value = get(source.values, path, None)
+        if value is not None:
+            return source, value
+    return None

@@ -1,0 +1,110 @@
+"""One source of values (a file, an argument, a dictionary) with the place of each, and how sources are merged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..catalog import Path, dotted
+from ..frozen import thaw
+from ..problems import Problem
+from ..tree import drop, get, leaves, put
+from .origins import VALUES, Origin, Overridden
+
+
+@dataclass
+class ConfigSource:
+    """Nested values and the origin of each key.
+
+    Attributes:
+        values: nested dictionaries, lists and scalars.
+        places: the origin of each path that has one; a path without one has its parent's.
+        fallback: the origin where there is none.
+        problems: what was wrong in reading it.
+        unread: whether it could not be read at all, so that what it says is not known.
+    """
+
+    values: dict[str, Any]
+    places: dict[Path, Origin] = field(default_factory=dict)
+    fallback: Origin = VALUES
+    problems: list[Problem] = field(default_factory=list)
+    unread: bool = False
+
+    def origin(self, path: Path) -> Origin:
+        """Where the value at `path` came from."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.places:
+                return self.places[path[:length]]
+        return self.fallback
+
+    def places_at(self, path: Path) -> dict[Path, Origin]:
+        """The places of `path` and of what is below it, by what follows `path`.
+
+        Only a mapping or a list has something below it: for the many scalars nothing is searched.
+        """
+        if not isinstance(get(self.values, path, None), (dict, list)):
+            return {(): self.places[path]} if path in self.places else {}
+        return {known[len(path) :]: place for known, place in self.places.items() if known[: len(path)] == path}
+
+
+def merge(sources: list[ConfigSource]) -> tuple[ConfigSource, list[Overridden]]:
+    """Merge sources left to right: mappings key by key, everything else replaced; null takes back what came before
+    (but is a value in a variant, whose options replace those of a kind).
+
+    Returns:
+        The merged source, and each value that lost to a different one.
+    """
+    result, lost = ConfigSource({}), []
+    for source in sources:
+        result.problems += source.problems
+        result.unread |= source.unread
+        for path in dict.fromkeys(_whole(path) for path, _ in leaves(source.values)):
+            if path:
+                lost += _set(result, path, source)
+    return result, lost
+
+
+def _in_a_variant(path: Path) -> bool:
+    """Whether a path is an option of a variant. There null is a value, which replaces that of the kind."""
+    return path[:2] == ("model", "variants") and len(path) > 3
+
+
+def _whole(path: Path) -> Path:
+    """The path up to the first list on the way: lists are replaced whole."""
+    for length, part in enumerate(path):
+        if isinstance(part, int):
+            return path[:length]
+    return path
+
+
+def _set(result: ConfigSource, path: Path, source: ConfigSource) -> list[Overridden]:
+    """Take one value (a scalar, a whole list, or an empty mapping) of `source` over into `result`."""
+    value, origin = get(source.values, path), source.origin(path)
+    lost = []
+    for length in range(1, len(path)):  # a scalar that stands where a mapping comes
+        old = get(result.values, path[:length], {})
+        if not isinstance(old, dict):
+            if old is not None:
+                lost.append(Overridden(dotted(path[:length]), "a mapping", origin, old, result.origin(path[:length])))
+            _forget(result, path[:length])
+            put(result.values, path[:length], {})
+    old = get(result.values, path, None)
+    if isinstance(old, dict) and value == {}:
+        return lost  # an empty section adds nothing
+    if old is not None and old != value:
+        lost.append(Overridden(dotted(path), thaw(value), origin, old, result.origin(path)))
+    _forget(result, path)
+    if value is None and not _in_a_variant(path):
+        drop(result.values, path)
+        return lost
+    put(result.values, path, thaw(value))
+    above = (path[:length] for length in range(1, len(path)))
+    result.places.update({known: source.places[known] for known in above if known in source.places})
+    result.places.update({(*path, *rest): place for rest, place in source.places_at(path).items()})
+    result.places[path] = origin
+    return lost
+
+
+def _forget(result: ConfigSource, path: Path) -> None:
+    for rest in result.places_at(path):
+        del result.places[(*path, *rest)]

@@ -1,0 +1,1 @@
+"""The order of samples: permutations, packing, blends, Pythia's order."""

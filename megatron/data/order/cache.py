@@ -1,0 +1,173 @@
+"""Cached arrays, keyed by all that determines them; safe with any number of processes, nodes and disks.
+
+A set of arrays is a folder whose name is its key. It is built beside its place and renamed as a whole, so it exists
+complete or not at all. Processes that see the same disk wait for the first of them (a file lock, which the system
+releases when its owner dies); where locks do not work each builds for itself and the first rename wins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import socket
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from ...config.foreign_json import read_json
+from ...config.paths import path_inside
+from ..errors import DataError
+from ..hashing import content_hash
+from ..token_file import TokenFile
+
+VERSION = 1  # of the arrays' meaning; another version is another key
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+
+Arrays = dict[str, np.ndarray]
+
+
+@contextlib.contextmanager
+def lock(path: Path) -> Iterator[None]:
+    """Wait for the lock that belongs to a path and hold it; does nothing on disks without locks."""
+    import fcntl
+
+    with open(path, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        yield
+
+
+def cached(folder: str | os.PathLike | None, kind: str, key: tuple, build: Callable[[], Arrays]) -> Arrays:
+    """The arrays that `build` makes, from the cache if they are there.
+
+    Args:
+        folder: the cache; None builds in memory.
+        kind: what the arrays are, the first part of their folder's name.
+        key: everything that determines them.
+        build: makes them.
+
+    Returns:
+        Arrays by name; memory mapped when there is a cache.
+
+    Raises:
+        DataError: the cache cannot be written or its entry is damaged.
+    """
+    if folder is None:
+        return build()
+    place = Path(folder) / f"{kind}-{content_hash(repr((VERSION, *key)))}"
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if not place.is_dir():
+            with lock(place.with_suffix(".lock")):
+                if not place.is_dir():
+                    _write(place, build())
+    except OSError as error:
+        raise DataError(
+            place, f"the cache cannot be written ({error})", "set data.cache to a folder with room"
+        ) from error
+    return _read(place)
+
+
+def _write(place: Path, arrays: Arrays) -> None:
+    """Write arrays beside `place` and rename the folder; if another process was first, its result stays."""
+    temporary = _beside(place)
+    temporary.mkdir()
+    try:
+        about = {}
+        for name, array in arrays.items():
+            with open(temporary / f"{name}.npy", "wb") as file:
+                np.save(file, array)
+                file.flush()
+                os.fsync(file.fileno())
+            about[name] = {"bytes": (temporary / f"{name}.npy").stat().st_size}
+        (temporary / "arrays.json").write_text(json.dumps(about))
+        with contextlib.suppress(FileExistsError):
+            os.rename(temporary, place)
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _read(place: Path) -> Arrays:
+    try:
+        about = read_json(place / "arrays.json")
+        files = {name: path_inside(place, f"{name}.npy") for name in about}
+        for name, facts in about.items():
+            if files[name].stat().st_size != facts["bytes"]:
+                raise ValueError(f"{name}.npy is truncated")
+        return {name: np.load(file, mmap_mode="r").view(np.ndarray) for name, file in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            place, f"this cache entry is damaged ({error})", "delete the folder; it is built again"
+        ) from error
+
+
+def examine_once(file: TokenFile, folder: str | os.PathLike | None, scan_below: int = 1 << 27) -> dict:
+    """What needs a look at a whole token file: remembered as long as both files keep size, time and inode.
+
+    Args:
+        file: an open pair.
+        folder: the cache; None remembers nothing.
+        scan_below: files with fewer tokens than this are searched for their largest id too.
+
+    Returns:
+        `fingerprint` (of the sizes), `smallest` and `largest` id (None if not searched).
+
+    Raises:
+        DataError: the index is damaged, or the cache cannot be written.
+    """
+    if folder is None:
+        return _facts(file, scan_below)
+    state = [
+        [os.path.abspath(path), status.st_size, status.st_mtime_ns, status.st_ino]
+        for path in (file.bin_path, file.idx_path)
+        for status in (path.stat(),)
+    ]
+    memory = Path(folder) / "examined" / f"{content_hash(os.path.abspath(file.bin_path))}.json"
+    known = _remembered(memory, state)
+    if known is not None:
+        return known
+    try:
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        with lock(memory.with_suffix(".lock")):
+            known = _remembered(memory, state)
+            if known is None:
+                known = _facts(file, scan_below)
+                temporary = _beside(memory)
+                temporary.write_text(json.dumps({"state": state, "facts": known}))
+                os.replace(temporary, memory)
+    except OSError as error:
+        raise DataError(
+            memory, f"the cache cannot be written ({error})", "set data.cache to a folder with room"
+        ) from error
+    return known
+
+
+def _facts(file: TokenFile, scan_below: int) -> dict:
+    file.verify()
+    smallest, largest = file.extent() if file.tokens < scan_below else (None, None)
+    return {"fingerprint": file.fingerprint(), "smallest": smallest, "largest": largest}
+
+
+def _remembered(memory: Path, state: list) -> dict | None:
+    """What was found out about files in this state; a damaged memory is as good as none."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        known = read_json(memory)
+        if known["state"] == state:
+            return known["facts"]
+    return None
+
+
+def _beside(path: Path) -> Path:
+    """A name next to `path` that no other process of any node uses."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}")

@@ -1,0 +1,183 @@
+"""Sample orders: which tokens of which documents sample k of one source is.
+
+An order knows nothing of files' contents, blends or layouts. GPT-NeoX's order is in `pythia.py`, packing in
+`packing.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron.config.arithmetic.epochs import document_bounds
+
+from ..errors import DataError
+from ..token_file import TokenFile
+from .permutation import Permutation
+
+
+class TokenRange(NamedTuple):
+    """Tokens start ... start + length of a document."""
+
+    document: int
+    start: int
+    length: int
+
+
+class Lookup:
+    """Where values lie in an array: found by scanning it, and by an index from the ninth question on."""
+
+    SCANS = 8
+
+    def __init__(self, values: np.ndarray):
+        self.values, self._asked = values, 0
+
+    def places(self, wanted: Iterable[int]) -> np.ndarray:
+        """Ascending places of any of the values."""
+        wanted, self._asked = np.fromiter(wanted, np.int64), self._asked + 1
+        if self._asked <= self.SCANS:
+            return np.flatnonzero(np.isin(self.values, wanted))
+        order, ascending = self._index
+        low, high = (np.searchsorted(ascending, wanted, side) for side in ("left", "right"))
+        return np.sort(np.concatenate([order[:0], *(order[begin:end] for begin, end in zip(low, high))]))
+
+    @cached_property
+    def _index(self) -> tuple[np.ndarray, np.ndarray]:
+        order = np.argsort(self.values, kind="stable")
+        return order, self.values[order]
+
+
+class Order(ABC):
+    """The order of one source's samples.
+
+    Attributes:
+        length: samples until the order repeats itself or, if `endless`, until its next epoch.
+        endless: whether each pass has an order of its own; otherwise sample k is sample k mod length.
+        tokens: tokens of the source in one epoch.
+        description: one line for the user.
+    """
+
+    length: int
+    endless: bool = False
+    tokens: int
+    description: str
+
+    @abstractmethod
+    def spans(self, sample: int) -> list[TokenRange]:
+        """The pieces of sample k, back to back; S+1 tokens, or fewer where packing leaves room."""
+
+    @abstractmethod
+    def find(self, document: int, below: int) -> Iterator[int]:
+        """All samples k < `below` that have tokens of a document, ascending within a pass."""
+
+
+def documents_tokens(file: TokenFile, first: int, last: int) -> int:
+    """Tokens of documents first ... last-1."""
+    if first >= last:
+        return 0
+    end = int(file.offsets[last - 1]) // file.dtype.itemsize + int(file.sizes[last - 1])
+    return end - int(file.offsets[first]) // file.dtype.itemsize
+
+
+def too_small(file: TokenFile, tokens: int, sequence_length: int) -> DataError:
+    return DataError(
+        file.prefix,
+        f"its {tokens} tokens do not fill one sample of {sequence_length} + 1 tokens",
+        "use a larger file or a smaller training.sequence_length",
+    )
+
+
+class SequentialOrder(Order):
+    """The file's own order, pass after pass.
+
+    Files whose documents all have exactly S+1 tokens are pre-shuffled samples (Pythia publishes such): document k is
+    sample k. Otherwise sample k is tokens k*S ... k*S + S of the documents back to back; neighbours share one token.
+    """
+
+    def __init__(self, file: TokenFile, first: int, last: int, sequence_length: int):
+        """Of documents first ... last-1."""
+        self.file, self.first, self.last, self.sequence_length = file, first, last, sequence_length
+        self.tokens = documents_tokens(file, first, last)
+        sizes = file.sizes[first:last]
+        self.rows = last > first and int(sizes.min()) == int(sizes.max()) == sequence_length + 1
+        self.length = last - first if self.rows else (self.tokens - 1) // sequence_length
+        if self.length < 1:
+            raise too_small(file, self.tokens, sequence_length)
+        self.description = "the file's documents are the samples" if self.rows else "the file's own order"
+        self._stride = sequence_length + 1 if self.rows else sequence_length
+        self._base = int(file.offsets[first]) // file.dtype.itemsize
+
+    def place(self, sample: int) -> int:
+        """Which piece of the file sample k is."""
+        return sample % self.length
+
+    def sample_at(self, place: int, epoch: int) -> int:
+        """The sample that is a piece of the file in an epoch."""
+        return epoch * self.length + place
+
+    def spans(self, sample: int) -> list[TokenRange]:
+        position = self._base + self.place(sample) * self._stride
+        itemsize, offsets = self.file.dtype.itemsize, self.file.offsets
+        document = bisect_right(offsets, position * itemsize, self.first, self.last) - 1
+        offset, missing, spans = position - int(offsets[document]) // itemsize, self.sequence_length + 1, []
+        while missing:
+            length = min(missing, int(self.file.sizes[document]) - offset)
+            if length > 0:
+                spans.append(TokenRange(document, offset, length))
+                missing -= length
+            document, offset = document + 1, 0
+        return spans
+
+    def find(self, document: int, below: int) -> Iterator[int]:
+        size = int(self.file.sizes[document])
+        if size == 0 or not self.first <= document < self.last:
+            return
+        start = int(self.file.offsets[document]) // self.file.dtype.itemsize - self._base
+        places = pieces_touching(start, size, self._stride, self.sequence_length + 1, self.length)
+        for epoch in range(-(-below // self.length)):
+            yield from sorted(sample for place in places if (sample := self.sample_at(place, epoch)) < below)
+
+
+def pieces_touching(start: int, size: int, stride: int, width: int, count: int) -> range:
+    """Pieces j < count, each tokens j*stride ... j*stride + width, that overlap tokens start ... start + size."""
+    return range(max(0, -(-(start - width + 1) // stride)), min(count, (start + size - 1) // stride + 1))
+
+
+class StreamOrder(SequentialOrder):
+    """The pieces of the file in a keyed pseudo-random order, a new one each epoch, without any index.
+
+    Unlike the pythia order it does not shuffle documents before they are cut: neighbours in the file share a sample.
+    """
+
+    endless = True
+
+    def __init__(self, file: TokenFile, first: int, last: int, sequence_length: int, seed: int):
+        super().__init__(file, first, last, sequence_length)
+        self.permutation = lru_cache(4)(lambda epoch: Permutation(self.length, seed, "stream", epoch))
+        self.description = (
+            "keyed permutation of the file's samples" if self.rows else "keyed permutation of the file's pieces"
+        )
+
+    def place(self, sample: int) -> int:
+        epoch, index = divmod(sample, self.length)
+        return self.permutation(epoch)(index)
+
+    def sample_at(self, place: int, epoch: int) -> int:
+        return epoch * self.length + self.permutation(epoch).inverse(place)
+
+
+def split_bounds(shares: list[float], documents: int) -> list[int]:
+    """GPT-NeoX's cut of documents into training, validation and test: four bounds, the first 0, the last `documents`.
+
+    Args:
+        shares: up to three numbers; missing ones are 0, further ones are ignored.
+    """
+    shares = ([float(share) for share in shares] + [0.0, 0.0, 0.0])[:3]
+    if sum(shares) <= 0 or min(shares) < 0:
+        raise DataError("data.split", f"{shares} has no share above 0, or one below", "write it as in [969, 30, 1]")
+    return document_bounds(shares, documents)

@@ -1,0 +1,163 @@
+"""GPT-NeoX's sample order, item for item as version 1.0 has it; Pythia was trained in it.
+
+The documents of all epochs are shuffled together, laid back to back and cut into pieces of S tokens plus one for the
+last label; then the pieces are shuffled. Both shuffles draw from one `RandomState(seed)` (MT19937). Where a piece
+begins is found by searching the cumulated lengths, of which every 16th is kept.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+
+from megatron.config.words import counted
+
+from ..errors import DataError
+from ..token_file import TokenFile
+from .cache import Arrays, cached
+from .order import Lookup, Order, TokenRange, documents_tokens, pieces_touching, too_small
+
+STRIDE = 16  # entries of the shuffled documents between two kept starts
+_CHUNK = STRIDE << 18
+
+
+def epochs_for(samples: int, tokens: int, sequence_length: int) -> int:
+    """The fewest epochs of `tokens` from which `samples` pieces of S tokens, plus one label, can be cut; at least 1.
+
+    The last shuffled piece is never read, so at least two are made (GPT-NeoX fails on such small files).
+    """
+    return max(1, -(-(max(samples, 2) * sequence_length + 1) // tokens))
+
+
+def build_arrays(sizes: np.ndarray, first: int, last: int, sequence_length: int, seed: int, epochs: int) -> Arrays:
+    """Make the order of documents first ... last-1.
+
+    Returns:
+        documents: int32 [epochs * (last-first)], all epochs shuffled together (GPT-NeoX's doc_idx).
+        pieces: uint32 [N], the shuffled pieces (shuffle_idx); N = (epochs * tokens - 1) // S.
+        starts: int64 [ceil(len(documents) / STRIDE)], tokens before every STRIDE-th entry of `documents`.
+    """
+    generator = np.random.RandomState(seed)
+    count = last - first
+    documents = np.empty(epochs * count, np.int32 if last < 2**31 else np.int64)
+    for begin in range(0, count, _CHUNK):
+        end = min(begin + _CHUNK, count)
+        for epoch in range(epochs):
+            documents[epoch * count + begin : epoch * count + end] = np.arange(first + begin, first + end)
+    generator.shuffle(documents)
+    starts, tokens = block_starts(np.ascontiguousarray(sizes), documents)
+    number = (tokens - 1) // sequence_length
+    pieces = np.arange(number, dtype=np.uint32 if number < 2**32 - 2 else np.int64)
+    generator.shuffle(pieces)
+    return {"documents": documents, "pieces": pieces, "starts": starts}
+
+
+def block_starts(sizes: np.ndarray, documents: np.ndarray) -> tuple[np.ndarray, int]:
+    """Tokens before every STRIDE-th document of a list, and tokens in all."""
+    starts, total = np.empty(-(-len(documents) // STRIDE), np.int64), 0
+    for begin in range(0, len(documents), _CHUNK):
+        ends = total + np.cumsum(sizes[documents[begin : begin + _CHUNK]], dtype=np.int64)
+        block = begin // STRIDE
+        starts[block] = total
+        inner = ends[STRIDE - 1 : -1 : STRIDE]
+        starts[block + 1 : block + 1 + len(inner)] = inner
+        total = int(ends[-1])
+    return starts, total
+
+
+class PythiaOrder(Order):
+    """The order of one source.
+
+    Attributes:
+        epochs: passes over the documents that are shuffled together.
+        length: N-1, one less than the pieces there are, as in GPT-NeoX. Sample k is piece k for k < N, and from there
+            on piece k mod length: so sample `length` is the last piece, and only later samples are repetitions.
+    """
+
+    def __init__(
+        self,
+        file: TokenFile,
+        first: int,
+        last: int,
+        sequence_length: int,
+        seed: int,
+        *,
+        samples: int | None = None,
+        epochs: int | None = None,
+        fingerprint: str | None = None,
+        cache: str | os.PathLike | None = None,
+    ):
+        """Of documents first ... last-1; give either the samples that will be asked for, or the epochs.
+
+        Args:
+            fingerprint: the file's, from `cache.examine`; made here if it is needed.
+            cache: folder of the arrays; None makes them in memory.
+        """
+        self.file, self.sequence_length = file, sequence_length
+        self.first, self.last = first, last
+        self.tokens = documents_tokens(file, first, last)
+        if self.tokens < 1:
+            raise too_small(file, self.tokens, sequence_length)
+        if not 0 <= seed < 2**32:
+            raise DataError(
+                "data.seed", f"{seed} does not fit into 32 bits, as the pythia order needs", "give a smaller data.seed"
+            )
+        self.epochs = epochs_for(samples or 0, self.tokens, sequence_length) if epochs is None else epochs
+        if (self.epochs * self.tokens - 1) // sequence_length < 2:
+            raise too_small(file, self.epochs * self.tokens, sequence_length)
+        key = (
+            ()
+            if cache is None
+            else (fingerprint or file.fingerprint(), first, last, sequence_length, seed, self.epochs)
+        )
+        arrays = cached(
+            cache, "pythia", key, lambda: build_arrays(file.sizes, first, last, sequence_length, seed, self.epochs)
+        )
+        self.documents, self.pieces, self.starts = arrays["documents"], arrays["pieces"], arrays["starts"]
+        self._entries, self._shuffled = Lookup(self.documents), Lookup(self.pieces)
+        self.length = len(self.pieces) - 1
+        self.description = f"GPT-NeoX's order, {counted(self.epochs, 'epoch')} shuffled together"
+
+    def locate(self, piece: int) -> tuple[int, int]:
+        """Entry of `documents` and offset in it where a piece begins; the next document if one ends just before."""
+        position = piece * self.sequence_length
+        block = int(np.searchsorted(self.starts, position, side="right")) - 1
+        entry = block * STRIDE
+        before = int(self.starts[block])
+        sizes = self.file.sizes[self.documents[entry : entry + STRIDE]]
+        cumulated = before + np.concatenate([[0], np.cumsum(sizes[:-1], dtype=np.int64)])
+        inside = int(np.searchsorted(cumulated, position, side="right")) - 1
+        return entry + inside, position - int(cumulated[inside])
+
+    def spans(self, sample: int) -> list[TokenRange]:
+        place = sample if sample < len(self.pieces) else sample % self.length
+        entry, offset = self.locate(int(self.pieces[place]))
+        missing, spans = self.sequence_length + 1, []
+        while missing:
+            document = int(self.documents[entry])
+            length = min(missing, int(self.file.sizes[document]) - offset)
+            if length > 0:
+                spans.append(TokenRange(document, offset, length))
+                missing -= length
+            entry, offset = entry + 1, 0
+        return spans
+
+    def find(self, document: int, below: int) -> Iterator[int]:
+        places: set[int] = set()
+        for entry in self._entries.places([document]):
+            block = int(entry) // STRIDE
+            start = int(
+                self.starts[block] + self.file.sizes[self.documents[block * STRIDE : entry]].sum(dtype=np.int64)
+            )
+            size = int(self.file.sizes[document])
+            if size:
+                places.update(
+                    pieces_touching(start, size, self.sequence_length, self.sequence_length + 1, len(self.pieces))
+                )
+        found = self._shuffled.places(places).tolist()
+        yield from (place for place in found if place < below)
+        for epoch in range(1, -(-below // self.length)):
+            repeated = (epoch * self.length + place for place in found if place < self.length)
+            yield from (sample for sample in repeated if self.length < sample < below)

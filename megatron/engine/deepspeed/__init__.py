@@ -1,0 +1,1 @@
+"""Everything that replaces or patches DeepSpeed's names."""

@@ -1,0 +1,61 @@
+"""A pipeline's schedule, told to the beacon and looked into between its steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron.parallel.messages.account import phase
+from megatron.worker.beacon import BACKWARD, FORWARD, OPTIMIZER, REDUCE, Beacon
+
+Look = Callable[[int, int], None]  # see `protocol.Engine.step`
+
+_PHASES = {
+    "BackwardPass": BACKWARD,
+    "SendGrad": BACKWARD,
+    "RecvGrad": BACKWARD,
+    "ReduceGrads": REDUCE,
+    "ReduceTiedGrads": REDUCE,
+    "OptimizerStep": OPTIMIZER,
+}
+
+
+class _Schedule:
+    """A pipeline's schedule with looks between its steps, and each instruction told to the beacon. Stages send and
+    receive within the same of these steps, so where all have done as many, nothing is on its way."""
+
+    def __init__(self, schedule: Any, look: Look | None, beacon: Beacon) -> None:
+        self._schedule, self._look, self._beacon = schedule, look, beacon
+        self.num_pipe_buffers = schedule.num_pipe_buffers
+
+    def __iter__(self) -> Iterator[Iterator[Any]]:
+        steps = list(self._schedule)
+        for number, commands in enumerate(steps):
+            if number and self._look is not None:
+                self._look(number, len(steps))
+            yield self._told(commands, number + 1, len(steps))
+
+    def _told(self, commands: list[Any], number: int, parts: int) -> Iterator[Any]:
+        for command in commands:
+            name = type(command).__name__
+            self._beacon.at(_PHASES.get(name, FORWARD), number, parts, name.encode())
+            yield command
+
+
+def with_phases(instructions: dict[type, Callable[..., Any]]) -> dict[type, Callable[..., Any]]:
+    """The instructions of a pipeline's schedule, each in the phase of a step that it is part of."""
+    backward = ("BackwardPass", "SendGrad", "RecvGrad", "ReduceGrads", "ReduceTiedGrads")
+    phases = dict.fromkeys(backward, "backward") | {"OptimizerStep": "update"}
+    return {each: phase(phases.get(each.__name__, "forward"))(run) for each, run in instructions.items()}
+
+
+@contextlib.contextmanager
+def looked_into(engine: Any, look: Look | None, beacon: Beacon) -> Iterator[None]:
+    """DeepSpeed's pipeline engine with looks between the steps of its schedule."""
+    execute = engine._exec_schedule
+    engine._exec_schedule = lambda schedule: execute(_Schedule(schedule, look, beacon))
+    try:
+        yield
+    finally:
+        del engine._exec_schedule

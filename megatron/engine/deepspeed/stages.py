@@ -1,0 +1,176 @@
+"""The model as DeepSpeed's pipeline engine wants it: a list of layers that map tuples of tensors to tuples of
+tensors.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import Tensor, nn
+
+from megatron.model.block import Block
+from megatron.model.embedding_and_head import Reader
+from megatron.model.multi_token import FurtherLabels
+from megatron.model.norm import Norm
+from megatron.model.partition import copies, stage_bounds
+from megatron.model.stack import ModelPlan
+from megatron.model.stream import StreamForm
+from megatron.parallel.layers.parameters import logical_of
+from megatron.parallel.layout.mesh import new_group
+from megatron.parallel.transport.compression import pack_rows, unpack_rows
+
+from .mpu import groups_of_mesh
+
+FINAL_NORM = "final_norm"  # logical name of the norm before the head, which a recurrent core uses too
+
+
+class EmbeddingStage(nn.Module):
+    """(tokens, then the side channels that the form has) to a packed stream."""
+
+    def __init__(self, plan: ModelPlan):
+        super().__init__()
+        self.embedding, self.form = plan.embedding(), plan.form_at(0)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self.form.pack(self.embedding(inputs[0], **self.form.name(inputs[1:])))
+
+
+class BlockStage(nn.Module):
+    """One block on packed streams."""
+
+    def __init__(self, plan: ModelPlan, index: int, shared: dict[str, nn.Module]):
+        super().__init__()
+        self.block, self.before, self.after = plan.block(index, shared), plan.form_at(index), plan.form_at(index + 1)
+
+    def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self.after.pack(self.block(self.before.unpack(tensors)))
+
+
+class CoreStage(nn.Module):
+    """The blocks of a recurrent core, as one layer on packed streams."""
+
+    def __init__(self, plan: ModelPlan, shared: dict[str, nn.Module]):
+        super().__init__()
+        inside = plan.inside
+        self.blocks = nn.ModuleList(plan.block(index, shared) for index in inside)
+        self.before, self.after = plan.form_at(inside.start), plan.form_at(inside.stop)
+        self.norm = None
+        if plan.config.model.recurrence.norm == "head":
+            self.norm = shared.setdefault(FINAL_NORM, plan.head_norm())
+        self.core = plan.core(cast(Iterable[Block], self.blocks), cast(Norm, self.norm))
+
+    def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        assert self.core is not None
+        return self.after.pack(self.core(self.before.unpack(tensors)))
+
+
+class HeadStage(nn.Module):
+    """The last layer: a packed stream to the loss.
+
+    The loss is computed here, inside the module, and not in DeepSpeed's `loss_fn`: its backward pass clears bf16
+    gradients when it reaches the module's output, and would lose those of anything that ran after it. So the labels
+    come in by `targets`, which the engine fills in the order of the micro-batches.
+    """
+
+    def __init__(self, plan: ModelPlan, shared: dict[str, nn.Module]):
+        super().__init__()
+        tokens = plan.tokens() if plan.head_embeds else None
+        norm = cast("Norm | None", shared.get(FINAL_NORM))
+        self.head, self.form = plan.head(tokens, norm), plan.form_at(len(plan.blocks))
+        self.targets: deque[tuple[Tensor, Tensor, FurtherLabels | None]] = deque()
+        self.readers: deque[Reader] = deque()  # where there are some, they compute `found`, and there is no loss
+        self.found: list[Any] = []
+        self.observe: Callable[[Tensor, Tensor], None] = lambda ce_BS, weights_BS: None
+
+    def forward(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        labels_BS, weights_BS, further = self.targets.popleft()
+        if self.readers:
+            reader = self.readers.popleft()
+            self.found.append(self.head(self.form.unpack(tensors), labels_BS, weights_BS, reader))
+            return weights_BS.sum()
+        loss, ce_BS = self.head(self.form.unpack(tensors), labels_BS, weights_BS, further=further)
+        self.observe(ce_BS, weights_BS)
+        return loss
+
+
+class Pipeline(PipelineModule):
+    """This rank's stage.
+
+    What several stages use (a tied embedding, weights that layers share), each of them has a copy of, with the same
+    name and so the same initial values; the gradients are summed over the copies once per step, and the norm counts the
+    first alone.
+    """
+
+    def __init__(self, plan: ModelPlan):
+        self.plan = plan
+        self.tied: list[tuple[Tensor, dist.ProcessGroup]] = []
+        layout = plan.mesh.layout
+        self._bounds = stage_bounds(plan.config)
+        specs = [LayerSpec(EmbeddingStage, plan)]
+        shared: dict[str, nn.Module] = {}
+        for index in range(len(plan.blocks)):
+            if index not in plan.inside:
+                specs.append(LayerSpec(BlockStage, plan, index, shared))
+            else:  # the whole core is at the place of its first block
+                first = index == plan.inside.start
+                specs.append(LayerSpec(CoreStage, plan, shared) if first else LayerSpec(nn.Identity))
+        specs += [LayerSpec(HeadStage, plan, shared)]
+        topology = PipeModelDataParallelTopology(num_pp=layout.pipeline, num_mp=layout.tensor, num_dp=layout.replicas)
+        with groups_of_mesh(plan.mesh):
+            super().__init__(specs, partition_method="uniform", activation_checkpoint_interval=0, topology=topology)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:
+        """The stage's layers; between stages all floats of the stream are one tensor."""
+        stage, layout = self.plan.mesh.pipeline.rank, self.plan.mesh.layout
+        config, cut = self.plan.config, layout.tensor if layout.sequence else 1
+        wire, hidden = config.parallel.communication.compress.pipeline, config.model.hidden_size
+        if stage > 0:
+            before = self.plan.form_at(self.parts[stage] - 1)
+            if wire != "none":
+                stream = unpack_rows(inputs[0], wire, before.common_width(hidden, cut), self.plan.stream_dtype)
+                inputs = (stream if before.channels else stream.unflatten(1, (-1, hidden)), *inputs[1:])
+            inputs = before.split(inputs, hidden, cut)
+        outputs = super().forward(inputs)
+        if stage == layout.pipeline - 1:
+            return outputs
+        after = self.plan.form_at(self.parts[stage + 1] - 1)
+        stream, *others = after.join(outputs)
+        return pack_rows(stream, wire, after.common_width(hidden, cut)), *others
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        self.parts = self._bounds
+        stage = self.plan.mesh.pipeline.rank
+        self._set_bounds(self.parts[stage], self.parts[stage + 1])
+
+    def _index_tied_modules(self) -> dict:
+        axis, held = self.plan.mesh.pipeline, copies(self.plan.config)
+        groups = {}
+        for stages in sorted(set(held.values())):
+            # Stages without a copy make a group of their own: torch names a group after how many its members have
+            # joined, so a rank that has joined fewer than its peers would wait for them under another name for ever.
+            members = [axis.ranks[stage] for stage in (stages if axis.rank in stages else (axis.rank,))]
+            groups[stages] = new_group(members, self.plan.mesh.timeout)
+        for weight in sorted(self.parameters(), key=lambda p: logical_of(p).name):
+            stages = next((at for prefix, at in held.items() if logical_of(weight).name.startswith(f"{prefix}.")), ())
+            if axis.rank in stages:
+                weight.ds_pipe_replicated = axis.rank != stages[0]
+                self.tied.append((weight, groups[stages]))
+        return {}
+
+    def get_tied_weights_and_groups(self) -> list[tuple[Tensor, dist.ProcessGroup]]:
+        """Each pair is one sum, in the order of names: the same for all members of a group."""
+        return self.tied
+
+    @property
+    def head_stage(self) -> HeadStage | None:
+        return next((layer for layer in self.forward_funcs if isinstance(layer, HeadStage)), None)
+
+
+def stream_inputs(form: StreamForm, tokens: Tensor, extras: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """What `EmbeddingStage` takes: tokens and the side channels in the form's order."""
+    return (tokens, *(extras[name] for name in form.optional))

@@ -1,0 +1,153 @@
+"""DeepSpeed on tensors without values, in a process group that sends nothing.
+
+torch's fake tensors have shapes, types and devices only, and its fake process group takes every message and delivers
+none. Where DeepSpeed reads a value or waits for one that another rank has sent, what it would read is put in place:
+no gradient overflows, all ranks agree, and the stage before sends a stream of the form that this stage expects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.config.arithmetic.wire import between_stages
+from megatron.model.stack import DTYPES
+
+# Other forms of one tensor. ZeRO 3 cuts each weight into parts for all ranks, whenever it gathers or reduces it.
+_aten = torch.ops.aten
+VIEWS = frozenset((
+    _aten.as_strided.default,
+    _aten.expand.default,
+    _aten.permute.default,
+    _aten.select.int,
+    _aten.slice.Tensor,
+    _aten.t.default,
+    _aten.transpose.int,
+    _aten.unsqueeze.default,
+    _aten.view.default,
+))
+
+
+class Values(TorchDispatchMode):
+    """Gives 0 to whoever reads a value that a tensor does not have, and grouped products in the types that CPUs have
+    them in: the form without values is that of GPUs, which know bf16 alone. Makes views and flat buffers itself:
+    torch would look up each in a cache of operations, by the forms of all parts."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in VIEWS and type(args[0]) is FakeTensor and args[0].constant is None:
+            return _view(args[0], func, args, kwargs or {})
+        if func is _aten.cat.default and _are_flat(args[0]):
+            return args[0][0].new_empty(sum(each.shape[0] for each in args[0]))
+        if func is torch.ops.aten._local_scalar_dense.default and getattr(args[0], "constant", None) is None:
+            dtype = args[0].dtype
+            return False if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
+        if func is torch.ops.aten._grouped_mm.default:
+            ends = args[2] if len(args) > 2 else (kwargs or {}).get("offs")
+            return _grouped_product(args[0], args[1], ends)
+        return func(*args, **(kwargs or {}))
+
+
+def _view(base: FakeTensor, func: Any, args: Any, kwargs: Any) -> FakeTensor:
+    """As `FakeTensorMode` makes it: by the operation on shapes alone, in the same storage."""
+    with in_kernel_invocation_manager(base.fake_mode):
+        shape = func(*args, **kwargs)
+    return FakeTensor(base.fake_mode, shape, base.fake_device)
+
+
+def _are_flat(parts: Sequence[Tensor]) -> bool:
+    """Whether they are vectors of one type, without values that are known."""
+    dtype = parts[0].dtype
+    return all(
+        type(each) is FakeTensor and each.dim() == 1 and each.dtype is dtype and each.constant is None for each in parts
+    )
+
+
+def _grouped_product(a: Tensor, b: Tensor, ends: Tensor | None) -> Tensor:
+    """What `aten._grouped_mm` gives: rows that begin at multiples of 16 bytes. The groups are parts of the dimension
+    that only one of the factors has as such; of two matrices, each group has a product of its own."""
+    unit = 16 // a.element_size()
+    rows, columns = a.shape[-2], b.shape[-1]
+    padded = -(-columns // unit) * unit
+    if a.dim() == b.dim():
+        groups = len(a) if ends is None or a.dim() == 3 else len(ends)
+        return a.new_empty_strided((groups, rows, columns), (rows * padded, padded, 1))
+    return a.new_empty_strided((rows, columns), (padded, 1))
+
+
+@contextlib.contextmanager
+def without_values() -> Iterator[None]:
+    """Tensors that are made inside have no values, and DeepSpeed accepts it.
+
+    `torch.distributed` must have been initialised with the backend "fake".
+    """
+    import torch.distributed._tools.fake_collectives  # noqa: F401  what collectives give, as shapes
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+    from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3, utils
+
+    def agreed(numbers: list[int]) -> None:
+        """All ranks have the same."""
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (nn.Module, "_apply", _apply),
+        (PipelineEngine, "_recv_tensor_meta", _expected_stream),
+    ]
+    for module in (partition_parameters, partitioned_param_coordinator, stage3, utils):
+        replaced.append((module, "assert_ints_same_as_other_ranks", agreed))
+    with contextlib.ExitStack() as stack:
+        for where, name, stand_in in replaced:
+            stack.enter_context(_replaced(where, name, stand_in))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(Values())
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(where: Any, name: str, stand_in: Any) -> Iterator[None]:
+    before = getattr(where, name)
+    setattr(where, name, stand_in)
+    try:
+        yield
+    finally:
+        setattr(where, name, before)
+
+
+def _apply(self: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """`nn.Module._apply` as it is for tensors with values: parameters stay, their data change. For those without it
+    swaps tensors, which parameters that somebody refers to refuse."""
+    for child in self.children():
+        child._apply(change)
+    with torch.no_grad():
+        for parameter in self._parameters.values():
+            if parameter is not None:
+                parameter.data = change(parameter.data)
+                if parameter.grad is not None:
+                    parameter.grad.data = change(parameter.grad.data)
+    for name, buffer in self._buffers.items():
+        if buffer is not None:
+            self._buffers[name] = change(buffer)
+    return self
+
+
+def _expected_stream(self: Any, stage: int) -> tuple[Tensor, ...]:
+    """Buffers for what the stage before sends: its shapes are those of the stream at this stage's border."""
+    plan = self.module.plan
+    border = self.module.parts[plan.mesh.pipeline.rank]
+    form, config, layout = plan.form_at(border - 1), plan.config, plan.mesh.layout
+    samples, cut = config.training.micro_batch_size, layout.tensor if layout.sequence else 1
+    positions = config.training.sequence_length // layout.context
+    hidden, wire = config.model.hidden_size, config.parallel.communication.compress.pipeline
+    compute = "fp32" if config.model.residual.fp32 else config.precision.compute
+    elements = positions // cut * form.sample_width(hidden, cut)
+    dtype, elements = between_stages(wire, elements, form.common_width(hidden, cut), compute)
+    # all floats of a sample are one row where there are channels, or another form of them travels
+    shape = [samples, elements] if form.channels or wire != "none" else [samples, positions // cut, hidden]
+    shapes = [(shape, DTYPES[dtype])]
+    for name in form.optional:
+        shapes.append(([samples], torch.int64) if name == "samples" else ([samples, positions], torch.int32))
+    return tuple(self._allocate_or_extend_buffers(index, *each) for index, each in enumerate(shapes))

@@ -1,0 +1,106 @@
+"""What DeepSpeed's ZeRO optimizers copy in each step on CPUs though nobody needs the copy.
+
+New memory is the most expensive part of such a copy: the kernel clears it page by page, in each step again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .sum_of_squares import norm
+
+
+def norms_without_copies(optimizer: Any) -> None:
+    """On CPUs, norms of gradients at ZeRO 1 and 2 are taken as those of other stages (`squares`). DeepSpeed copies each
+    gradient to fp64 for its norm.
+
+    Args:
+        optimizer: DeepSpeed's.
+    """
+    if not hasattr(optimizer, "get_grad_norm_direct") or not _on_cpu(optimizer):
+        return
+    direct = optimizer.get_grad_norm_direct
+
+    def of_norms(gradients: Sequence[Tensor], params: Sequence[Tensor], norm_type: float = 2) -> Tensor:
+        if norm_type == 2:  # DeepSpeed takes norms again, of what are norms already
+            gradients = [norm(each) for each in gradients if not getattr(each, "_zero_padding", False)]
+        return direct(gradients, params, norm_type)
+
+    optimizer.get_grad_norm_direct = of_norms
+
+
+def update_in_place(optimizer: Any) -> None:
+    """On CPUs in fp32, ZeRO 1 updates a rank's part of the weights where it is, from gradients in memory that stays.
+
+    DeepSpeed keeps a second copy of that part as its masters, which it copies to the weights after each update; and it
+    gathers the part's gradients in memory that is new in each step, and multiplies them by 1 where nothing is clipped.
+    Both memories are of the same size: what the masters took, the gradients have now.
+
+    Args:
+        optimizer: DeepSpeed's, before its first step.
+    """
+    if not _plain_fp32(optimizer):
+        return
+    for group, master in enumerate(optimizer.single_partition_of_fp32_groups):
+        parts = optimizer.parallel_partitioned_bit16_groups[group]
+        master.data = parts[dist.get_rank(optimizer.real_dp_process_group[group])].detach()
+    optimizer._link_all_hp_params()
+    _save_masters_alone(optimizer)
+    _keep_flat_gradients(optimizer)
+    _clip_what_is_too_long(optimizer)
+
+
+def _plain_fp32(optimizer: Any) -> bool:
+    """Whether this is ZeRO 1 with fp32 masters of fp32 weights, which nothing else keeps elsewhere."""
+    masters = getattr(optimizer, "single_partition_of_fp32_groups", None)
+    if masters is None or not hasattr(optimizer, "parallel_partitioned_bit16_groups") or not _on_cpu(optimizer):
+        return False
+    flats = [*masters, *optimizer.bit16_groups_flat]
+    elsewhere = optimizer.partition_gradients or optimizer.cpu_offload or optimizer.zenflow
+    return all(each.dtype == torch.float32 for each in flats) and not elsewhere
+
+
+def _on_cpu(optimizer: Any) -> bool:
+    groups = getattr(optimizer, "bit16_groups", None)  # of ZeRO 1 and 2
+    return groups is not None and all(each.device.type == "cpu" for group in groups for each in group)
+
+
+def _save_masters_alone(optimizer: Any) -> None:
+    """A file of DeepSpeed's would have the weights of all ranks, of which the masters are views now."""
+    masters = optimizer._get_groups_without_padding
+
+    optimizer._get_groups_without_padding = lambda groups: [each.detach().clone() for each in masters(groups)]
+
+
+def _keep_flat_gradients(optimizer: Any) -> None:
+    kept: dict[int, Tensor] = {}
+
+    def gathered(group: int) -> Tensor:
+        """[partition] the gradients of what this rank updates, one behind the other, and zeros for what pads it."""
+        if group not in kept:
+            kept[group] = torch.empty(int(optimizer.partition_size[group]))
+        flat = kept[group]
+        parts = [each.detach().reshape(-1) for each in optimizer.averaged_gradients[group]]
+        filled = sum(each.numel() for each in parts)
+        torch.cat(parts, out=flat[:filled])
+        flat[filled:].zero_()
+        return flat
+
+    optimizer._get_preflattened_grad_partition = gathered
+
+
+def _clip_what_is_too_long(optimizer: Any) -> None:
+    scale = optimizer.unscale_and_clip_grads
+
+    def clip(groups: Sequence[Tensor], total: Any) -> None:
+        limit = optimizer.clip_grad
+        one = optimizer.loss_scale == 1.0 and limit > 0.0 and 0 <= total and (total + 1e-6) / limit <= 1.0
+        if not one:
+            scale(groups, total)
+
+    optimizer.unscale_and_clip_grads = clip

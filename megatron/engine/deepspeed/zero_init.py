@@ -1,0 +1,52 @@
+"""Modules whose parameters are cut by ZeRO 3 as soon as they exist."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from megatron.config import Config
+from megatron.config.variants import used_kinds
+
+from .mpu import ModelParallelUnit
+
+
+@contextlib.contextmanager
+def cut_as_they_are_made(config: Config, options: dict[str, Any], mpu: ModelParallelUnit) -> Iterator[None]:
+    """Have each parameter cut when its module has been made, so that no rank ever holds the whole model.
+
+    It keeps the type that it was made with: DeepSpeed's override of types would be one for all.
+
+    Args:
+        options: of DeepSpeed.
+    """
+    import deepspeed
+
+    for _, kind, _ in used_kinds(config.model):
+        kind.module  # noqa: B018  (imported before classes of modules are made otherwise)
+    overrides = [deepspeed.runtime.zero.partition_parameters.DeepSpeedTensorOverride.device]
+    with (
+        _classes_as_they_were(),
+        deepspeed.zero.Init(
+            data_parallel_group=mpu.get_data_parallel_group(),
+            config_dict_or_path=options,
+            mpu=mpu,
+            tensor_overrides=overrides,
+        ),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _classes_as_they_were() -> Iterator[None]:
+    """Takes from `nn.Module` the `__init_subclass__` that zero.Init gives it, and leaves there: with it, no generic
+    class of modules can be made."""
+    own = "__init_subclass__" in vars(nn.Module)
+    try:
+        yield
+    finally:
+        if not own and "__init_subclass__" in vars(nn.Module):
+            del nn.Module.__init_subclass__

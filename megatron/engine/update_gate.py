@@ -1,0 +1,280 @@
+"""Decides just before an update whether it is applied: the last moment at which it costs nothing to leave it out.
+
+Under every ZeRO stage and in the pipeline DeepSpeed computes the gradient norm, clips, and then calls the `step` of the
+torch optimizer, once or (ZeRO 1 to 3) once for each of its parameter groups. The gate stands there. At the first call
+of a step all ranks add up their losses in one small collective, so that all decide by the same bits; in a run that is
+the message in which they exchange the step's numbers anyway. Where each rank knows the norm to the last bit, that
+message is on its way since before the last backward pass (`begin_to_meet`). Where the update is left out, the calls do
+nothing. Weights, moments and the optimizer's count of updates are then those of before the step; what DeepSpeed does
+after it, making the weights of the forward pass from the masters, gives the same weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.config import Config
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
+from megatron.parallel.messages.account import phase
+
+from .replicas import hash_bits
+from .spikes import ADAGC, CLIP, NORM, Spike, SpikeRule
+
+if TYPE_CHECKING:
+    from .adagc import AdaGC
+    from .deepspeed.clipping import GlobalClipping
+    from .micro_batches import LossAccumulator
+
+Number = Tensor | float
+Meet = Callable[[Number, Number, Number], tuple[float, float]]
+
+
+def judges(config: Config) -> bool:
+    """Whether a run looks at its updates before it applies them."""
+    return config.spikes.action != "off" or config.spikes.non_finite != "stop" or config.spikes.attribute
+
+
+def has_gate(config: Config) -> bool:
+    """Whether a run has a gate: because it looks at updates, or computes steps without an update."""
+    return judges(config) or config.training.audit is not None or config.logging.noise_scale is not None
+
+
+def meets_early(config: Config, layout: Layout) -> bool:
+    """Whether ranks exchange the numbers of a step while its gradients are computed, without their norm.
+
+    They can where they differ in their part of the batch alone: their sums of gradients have the same bits, and so has
+    what is made of them. Where steps are computed twice, what is exchanged is that of the second time.
+    """
+    alike = layout.tensor == layout.pipeline == layout.expert == 1
+    twice = config.spikes.confirm or config.spikes.attribute or config.training.audit or config.logging.noise_scale
+    return judges(config) and alike and not twice
+
+
+def exchanges_norm(config: Config, layout: Layout) -> bool:
+    """Whether rank 0 tells the others the gradient norm of each step, so that all decide by the same bits."""
+    return judges(config) and not meets_early(config, layout)
+
+
+class OwnGradients:
+    """A hash of the gradients of a step as a rank computes them: of every micro-batch, before any is added to another.
+
+    Args:
+        parameters: whose.
+        device: where the hash is.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+        self._total = torch.zeros((), dtype=torch.int64, device=device)
+        self._handles = [
+            each.register_hook(partial(self._add, 2 * number + 1))
+            for number, each in enumerate(parameters)
+            if each.requires_grad
+        ]
+
+    def _add(self, factor: int, gradient: Tensor) -> None:
+        self._total += factor * hash_bits(gradient.contiguous())
+
+    def take(self) -> int:
+        """The hash; no more gradients are added."""
+        for each in self._handles:
+            each.remove()
+        return int(self._total)
+
+
+class StepGate:
+    """Stands before the `step` of an optimizer.
+
+    Args:
+        losses: this step's sums on this rank, if it reports any labels.
+        norm: the gradient norm before clipping, known when the optimizer is called.
+        clipping: ours at ZeRO 0, which then runs here.
+
+    Attributes:
+        rule: decides.
+        found: the spike of the current step.
+        meet: (this rank's mean loss, its labels, the gradient norm) -> those of the step, the same on all ranks, which
+            all call it; the norm is that of rank 0. A trainer puts its own here, which tells further numbers of the
+            step by the same message.
+        begin_to_meet: (this rank's mean loss, its labels) -> what waits for the mean loss of the step; a trainer puts
+            it here where ranks need not exchange the norm.
+        adagc: clips each tensor, where the run asks for that.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        device: torch.device,
+        losses: Callable[[], LossAccumulator | None],
+        norm: Callable[[], Tensor | float | None],
+        clipping: GlobalClipping | None,
+    ) -> None:
+        self.rule = SpikeRule(config.spikes)
+        self.meet: Meet = self._meet
+        self.begin_to_meet: Callable[[Number, Number], Callable[[], float]] | None = None
+        self._mean: Callable[[], float] | None = None  # of the step at work, where it is on its way
+        self.found: Spike | None = None
+        self.adagc: AdaGC | None = None
+        self._size = 0.0  # the gradient norm, as all ranks know it
+        self._config, self._mesh, self._device = config, mesh, device
+        self._losses, self._norm, self._clipping = losses, norm, clipping
+        self._judges, self._decided = judges(config), True
+        self._factor: float | None = None
+        self._trial = self._next = False
+        self._prints: list[Tensor] | None = None
+        self._reduced = False  # whether prints are taken as soon as gradients were reduced
+        self._own: OwnGradients | None = None
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> StepGate:
+        """Take the place of the optimizer's `step`."""
+        update = optimizer.step
+
+        def step(closure: Any = None) -> Any:
+            if self._prints is not None and not self._reduced:
+                self._take_prints(p.grad for group in optimizer.param_groups for p in group["params"])
+            if self._clipping is not None:
+                self._clipping()
+            if self._trial:
+                return None
+            self._decide()
+            if self.found is not None and self.found.leaves_out:
+                return None
+            if self.adagc is not None:
+                with phase("exchange"):
+                    self.adagc(optimizer, self._size)
+            if self._factor is not None:
+                grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+                torch._foreach_mul_(grads, self._factor)
+            return update(closure)
+
+        gated: Any = optimizer  # this one alone, not its class
+        gated.step = step
+        return self
+
+    def watch(self, zero: Any) -> None:
+        """Take prints of ZeRO's gradients before they are clipped: by a norm that is of all ranks, one wrong bit
+        changes them all.
+
+        Args:
+            zero: DeepSpeed's optimizer.
+        """
+        clip: Any = zero.unscale_and_clip_grads if hasattr(zero, "averaged_gradients") else None  # ZeRO 1 to 3
+        shares: Any = getattr(zero, "fp32_groups_gradient_flat_partition", None)
+        self._reduced = clip is not None or shares is not None
+
+        def clipped(which: Any, norm: Any) -> Any:
+            if self._prints is not None:
+                self._take_prints(which if isinstance(which, list) else [zero.fp32_partitioned_groups_flat[which].grad])
+            return clip(which, norm)
+
+        def step(*arguments: Any, **options: Any) -> Any:
+            if self._prints is not None:
+                self._take_prints(shares)
+            return update(*arguments, **options)
+
+        if clip is not None:
+            zero.unscale_and_clip_grads = clipped
+        elif shares is not None:  # the bf16 optimizer's
+            update, zero.step = zero.step, step
+
+    def prepare(self, *, trial: bool, own: Sequence[nn.Parameter] = ()) -> None:
+        """Of the next step, keep a hash of the gradients; and with `trial` leave its update out, whatever they are.
+
+        Args:
+            own: of the gradients of these parameters too, as this rank computes them.
+        """
+        self._next, self._prints = trial, []
+        self._own = OwnGradients(own, self._device) if own else None
+
+    def own_gradients(self) -> int:
+        """A hash of what this rank has computed of the gradients in the last step that was prepared for so."""
+        found, self._own = self._own, None
+        return 0 if found is None else found.take()
+
+    def gradients(self) -> int:
+        """A hash of the gradients that this rank's optimizer got in the last step that was prepared for, after they
+        were reduced and before they were clipped."""
+        total = 0
+        for number, each in enumerate(self._prints or []):
+            total += (2 * number + 1) * int(each)
+        self._prints = None
+        return total % 2**64
+
+    @property
+    def applies(self) -> bool:
+        """Whether the current step's update is applied, as far as the gate is concerned."""
+        return not self._trial and not (self.found is not None and self.found.leaves_out)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.found, self._decided, self._factor, self._mean = None, False, None, None
+        self._trial, self._next = self._next, False
+        if self.adagc is not None:
+            self.adagc.begin()
+
+    def losses_are_known(self) -> None:
+        """This rank has computed the losses of its labels, but not all of its gradients."""
+        if self.begin_to_meet is not None:
+            self._mean = self.begin_to_meet(*self._own_loss())
+
+    def finish(self, applied: bool) -> None:
+        """A step has ended. Without an overflow of fp16, DeepSpeed leaves out updates for one reason alone."""
+        if not applied and not self._decided and not self._trial and self._config.precision.compute != "fp16":
+            self.found = Spike(NORM, float("inf"), None, self._config.spikes.non_finite)
+        self._decided = True
+        if self.adagc is not None:
+            self.adagc.finish(applied and self.applies)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON values; all ranks call it."""
+        return {**self.rule.state(), **({} if self.adagc is None else {ADAGC: self.adagc.state()})}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """From `state`."""
+        self.rule.restore(state)
+        if self.adagc is not None:
+            self.adagc.restore(state.get(ADAGC, {}))
+
+    def _take_prints(self, grads: Iterable[Tensor | None]) -> None:
+        assert self._prints is not None
+        self._prints += [hash_bits(each) for each in grads if each is not None]
+
+    def _decide(self) -> None:
+        if self._decided or not self._judges:
+            return
+        self._decided = True
+        norm = self._norm()
+        size: Number = 0.0 if norm is None else norm
+        loss, size = self.meet(*self._own_loss(), size) if self._mean is None else (self._mean(), float(size))
+        self._size = size
+        self.found, bound = self.rule.judge(loss, None if norm is None else size)
+        if self.found is not None and self.found.action == CLIP and bound is not None:
+            most = self._config.optimizer.gradient_clipping
+            now = min(size, most) if most > 0 else size
+            self._factor = bound / now if bound < now else None
+
+    def _own_loss(self) -> tuple[Number, Number]:
+        """The mean loss of this rank's labels, and their weight."""
+        losses = self._losses()
+        return (0.0, 0.0) if losses is None else (losses.mean, losses.labels)
+
+    @phase("exchange")
+    def _meet(self, loss: Number, labels: Number, norm: Number) -> tuple[float, float]:
+        """For engines without a trainer."""
+        sums = torch.zeros(3, dtype=torch.float64, device=self._device)
+        if labels:
+            sums[0], sums[1] = loss * labels, labels
+        if self._mesh.rank == 0:
+            sums[2] = norm
+        if self._mesh.layout.world_size > 1:
+            dist.all_reduce(sums)
+        total, count, size = sums.tolist()
+        return (total / count if count else math.nan), size

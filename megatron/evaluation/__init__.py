@@ -1,0 +1,1 @@
+"""Evaluation: scoring on any layout, EleutherAI's harness, probes, memorisation."""

@@ -1,0 +1,56 @@
+"""Which checkpoints of a run are meant, found by rank 0 and told to all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.checkpoint import CheckpointError
+from megatron.checkpoint.save.store import Store, find_checkpoint
+from megatron.config import Config
+from megatron.training.start.fetch import local_path
+from megatron.training.world import World
+
+
+def named_checkpoints(config: Config, world: World, named: str | None, every: bool, folder: Path) -> list[Path]:
+    """The checkpoints to look at, as rank 0 sees them. All ranks call it.
+
+    Args:
+        named: a step of the run; the path or URL of a checkpoint, a run or a Hugging Face folder; None for the newest.
+        every: all checkpoints of the run instead, the oldest first.
+        folder: where what has to be fetched or converted goes.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    answer: list[list[str] | str | None] | None = None
+    if world.communicator.rank == 0:
+        try:
+            answer = [[str(each) for each in _found(config, named, every)], None]
+        except (CheckpointError, OSError) as error:
+            answer = [None, str(error)]
+    paths, failure = world.communicator.broadcast(answer)
+    if failure:
+        raise CheckpointError(config.checkpoint.dir, failure)
+    return [Path(local_path(each, folder, world.communicator)) for each in paths]
+
+
+def _found(config: Config, named: str | None, every: bool) -> Sequence[Path | str]:
+    folder = Path(config.checkpoint.dir)
+    if every:
+        found = sorted(Store(folder).paths())
+        if not found:
+            raise CheckpointError(folder, "there are no checkpoints to evaluate")
+        return found
+    if named is None:
+        return [find_checkpoint(folder)]
+    if named.isdigit():
+        path = folder / f"step_{int(named):08d}"
+        if not path.is_dir():
+            steps = ", ".join(str(int(each.name.removeprefix("step_"))) for each in sorted(Store(folder).paths()))
+            raise CheckpointError(
+                folder, f"there is no checkpoint of step {named}; there are those of {steps or 'none'}"
+            )
+        return [path]
+    whole = "://" in named or (Path(named) / "config.json").is_file()
+    return [named if whole else find_checkpoint(Path(named))]

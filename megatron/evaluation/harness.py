@@ -1,0 +1,170 @@
+"""Running the harness on a model that all ranks hold together, without leaving a trace in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+import random
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch.utils import collect_env
+
+from megatron.checkpoint.format.communicator import Communicator
+from megatron.config import Config
+from megatron.data.tokenizer import Tokenizer
+from megatron.evaluation.scoring import Scorer
+
+from . import loading
+from .request_broadcast import Leader, follow
+from .select import Request, manager_for
+
+if TYPE_CHECKING:
+    from .adapter import HarnessModel
+
+BOOTSTRAPS = (
+    1000  # resamples for the standard error of metrics that are no means; the harness's own 100,000 take minutes
+)
+
+# The harness forks processes for its bootstraps, which a process with a GPU and process groups must not do.
+NO_FORKS = "DISABLE_MULTIPROC"
+
+
+def longest(config: Config) -> int:
+    """Tokens that the model reads at once: as in training."""
+    return config.training.sequence_length
+
+
+def run_tasks(
+    requests: Sequence[Request],
+    scorer: Scorer,
+    communicator: Communicator,
+    tokenizer: Tokenizer,
+    *,
+    max_length: int | None = None,
+    folders: Sequence[str] = (),
+    samples: bool = False,
+    facts: Mapping[str, Any] | None = None,
+    progress: bool = True,
+) -> dict[str, Any] | None:
+    """The harness's results, on rank 0; None elsewhere. All ranks call it.
+
+    Args:
+        max_length: tokens that the model reads at once; by default as in training.
+        folders: with task files of the user's.
+        samples: keep every document with its prompt and answers.
+        facts: of the model, for the results (`config.model_args`).
+        progress: whether the harness shows bars on standard error.
+
+    Raises:
+        TaskError: a task asks for what this model cannot do.
+    """
+    if communicator.rank:
+        follow(scorer, communicator, tokenizer)
+        return None
+    from .adapter import HarnessModel
+
+    leader = Leader(scorer, communicator, tokenizer)
+    try:
+        with undisturbed(), contextlib.nullcontext() if progress else contextlib.redirect_stderr(io.StringIO()):
+            config = scorer.config
+            model = HarnessModel(
+                leader,
+                tokenizer,
+                max_length or longest(config),
+                seed=config.training.seed,
+                truncate=config.evaluation.truncate,
+            )
+            return _evaluate(model, requests, tuple(folders), samples, dict(facts or {}))
+    finally:
+        leader.dismiss()
+
+
+def load_tasks(requests: Sequence[Request], folders: tuple[str, ...] = ()) -> None:
+    """Load the tasks and their data, so that what is missing is known before anything is computed.
+
+    Raises:
+        TaskError: data cannot be had.
+    """
+    with undisturbed():
+        for request in requests:
+            index = manager_for([request], folders)
+            for name in loading.named_tasks([request], index):
+                loading.load(name, index)
+
+
+def _evaluate(
+    model: HarnessModel, requests: Sequence[Request], folders: tuple[str, ...], samples: bool, facts: dict[str, Any]
+) -> dict[str, Any]:
+    from lm_eval import simple_evaluate
+
+    whole: dict[str, Any] = {}
+    for alike in loading.alike(requests):
+        index = manager_for(alike, folders)
+        named = ", ".join(request.name for request in alike)
+        with loading.data_of(named), mock.patch("lm_eval.evaluator.get_git_commit_hash", _commit):
+            results = simple_evaluate(
+                model=model,
+                tasks=loading.named_tasks(alike, index),
+                num_fewshot=alike[0].few_shot,
+                limit=alike[0].limit,
+                bootstrap_iters=BOOTSTRAPS,
+                log_samples=samples,
+                task_manager=index,
+            )
+        _merge(whole, results)
+    whole["config"] = {**whole["config"], "model": "deepy", "model_args": facts}
+    return whole
+
+
+def _commit() -> str | None:
+    """The commit of the working directory, as the harness notes it, without git's complaint where there is none."""
+    try:
+        done = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
+
+
+def _merge(whole: dict[str, Any], results: Mapping[str, Any]) -> None:
+    for name, value in results.items():
+        if isinstance(value, Mapping):
+            whole[name] = {**whole.get(name, {}), **value}
+        else:
+            whole[name] = value
+
+
+@functools.cache
+def _environment(describe: Callable[[], str] = collect_env.get_pretty_env_info) -> str:
+    """What the harness writes of this machine, asked once: it starts pip and more, seconds for each group of tasks."""
+    return describe()
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """The harness seeds every generator of the process, and talks. Afterwards all is as before."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    forks = os.environ.get(NO_FORKS)
+    os.environ[NO_FORKS] = "1"
+    describe, collect_env.get_pretty_env_info = collect_env.get_pretty_env_info, _environment
+    try:
+        with loading.quiet():
+            yield
+    finally:
+        collect_env.get_pretty_env_info = describe
+        if forks is None:
+            del os.environ[NO_FORKS]
+        else:
+            os.environ[NO_FORKS] = forks
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if devices:
+            torch.cuda.set_rng_state_all(devices)

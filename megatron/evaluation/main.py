@@ -1,0 +1,182 @@
+"""What evaluate.py does: open a run's checkpoints on any layout, run tasks on them, and write down what they score.
+
+The run itself is only read: its checkpoints, ledger and metrics stay as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from megatron.config import Config
+from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.engine.engine import build_engine
+from megatron.evaluation.scoring import Scorer
+from megatron.training.start.resume import initialize, made_in
+from megatron.training.world import World, joined
+from megatron.worker.job import read_job
+from megatron.worker.place import StartError
+
+from . import results
+from .arguments import OptionError, Options, parse
+from .check import before_start
+from .checkpoints import named_checkpoints
+from .errors import TaskError
+from .foreign import tokenizer_problems
+from .harness import run_tasks
+from .needles import needles, table, write
+
+FOLDER = "evaluations"  # in the run's directory: a file for each checkpoint, and their picture
+PICTURE = "curves.png"
+NEEDLES = ".needles.json"  # the ending of what `needles` found, beside the other results
+
+
+def evaluate() -> int:
+    """Evaluate as the arguments and the environment of this process say. Returns the exit status."""
+    config, place = read_job(check_inputs=False)
+    try:
+        options = parse(place.own, config.evaluation.tasks, config.evaluation.task_folders)
+    except OptionError as error:
+        raise StartError(str(error)) from error
+    if place.rank == 0 and place.starter != "agent" and (wrong := before_start(place.own, config)):
+        raise StartError("\n".join(wrong))  # deepy.py has looked before it started anything
+    try:
+        with joined(config, place) as world:
+            run(config, options, world)
+    except (CheckpointError, TaskError) as error:
+        raise StartError(str(error)) from error
+    return 0
+
+
+def run(config: Config, options: Options, world: World) -> None:
+    """Evaluate all checkpoints that are asked for. All ranks call it.
+
+    Raises:
+        CheckpointError: one is missing or damaged, or is not of this model.
+    """
+    log = (lambda line: print(line, file=sys.stderr, flush=True)) if world.is_main else (lambda _: None)
+    paths = named_checkpoints(config, world, options.checkpoint, options.every, Path(config.run.dir) / FOLDER)
+    todo = [path for path in paths if options.needles or not (options.every and _done(config, options, path))]
+    if len(todo) < len(paths):
+        log(f"{len(paths) - len(todo)} of {len(paths)} checkpoints have their results already")
+    tokenizer = build_tokenizer(config.tokenizer)
+    engine = None
+    texts = options.texts or config.training.micro_batch_size
+    for path in todo:
+        checkpoint = open_checkpoint(path, verify="sizes")
+        if (
+            options.checkpoint is not None
+            and "://" in options.checkpoint
+            and (wrong := tokenizer_problems(config, path))
+        ):
+            raise TaskError(wrong[0])  # of others the launcher has looked
+        log(f"evaluating {path}")
+        if engine is None:  # one for all
+            engine = build_engine(config, world.mesh, world.device, values=False)
+        initialize(checkpoint, world, engine)
+        engine.stages.enter(made_in(checkpoint, config))
+        scorer = Scorer(config, engine, world.mesh, world.device, texts=texts)
+        if options.needles:
+            _find_needles(config, options, scorer, world, tokenizer, checkpoint, log)
+        if not options.requests:
+            continue
+        found = _tasks(options, scorer, world, tokenizer, checkpoint, engine.stages.now.length)
+        if found is not None:
+            _report(config, options, found, checkpoint, log)
+    if options.every and options.requests and world.is_main:
+        _draw(Path(config.run.dir) / FOLDER, log)
+
+
+def _tasks(
+    options: Options, scorer: Scorer, world: World, tokenizer: Tokenizer, checkpoint: Checkpoint, length: int
+) -> dict[str, Any] | None:
+    return run_tasks(
+        options.requests,
+        scorer,
+        world.communicator,
+        tokenizer,
+        max_length=options.max_length or length,
+        folders=options.folders,
+        samples=options.samples,
+        facts=facts(scorer.config, checkpoint, options),
+    )
+
+
+def _find_needles(
+    config: Config,
+    options: Options,
+    scorer: Scorer,
+    world: World,
+    tokenizer: Tokenizer,
+    checkpoint: Checkpoint,
+    log: Callable[[str], Any],
+) -> None:
+    cells = needles(scorer, tokenizer, options.needles, options.depths, options.needle_texts)
+    if not world.is_main:
+        return
+    file = _file(config, checkpoint.path).with_suffix(NEEDLES)
+    told = {"step": checkpoint.meta.step, "checkpoint": str(checkpoint.path), "texts": options.needle_texts}
+    picture = write(file, cells, told)
+    print(file.read_text() if options.as_json and not options.requests else f"{table(cells)}\n", flush=True)
+    log(f"results: {file}, {picture}")
+
+
+def facts(config: Config, checkpoint: Checkpoint, options: Options) -> dict[str, Any]:
+    """What results depend on: the checkpoint and the options. Results with the same facts are not made again."""
+    return {
+        "step": checkpoint.meta.step,
+        "checkpoint": str(checkpoint.path),
+        "requests": [asdict(request) for request in options.requests],
+        "max_length": options.max_length,
+        **({"given": options.checkpoint} if options.checkpoint is not None else {}),
+        **({"truncate": True} if config.evaluation.truncate else {}),
+    }
+
+
+def _file(config: Config, path: Path) -> Path:
+    return Path(config.run.dir) / FOLDER / f"{path.name}.json"
+
+
+def _done(config: Config, options: Options, path: Path) -> bool:
+    """Whether a checkpoint has results with the same facts."""
+    found = results.read(_file(config, path))
+    return found is not None and found.get("config", {}).get("model_args") == facts(
+        config, open_checkpoint(path, verify="sizes"), options
+    )
+
+
+def _report(
+    config: Config, options: Options, found: dict[str, Any], checkpoint: Checkpoint, log: Callable[[str], Any]
+) -> None:
+    file = options.output or _file(config, checkpoint.path)
+    results.write(file, found)
+    print(results.text(found) if options.as_json else f"{results.table(found)}\n", flush=True)
+    asked = {request.name: request.few_shot for request in options.requests}
+    if names := [name for name, shots in asked.items() if shots and found.get("n-shot", {}).get(name) == 0]:
+        log(f"no examples before questions of {', '.join(names)}: the task's file says num_fewshot: 0")
+    log(f"results: {file}")
+
+
+def _draw(folder: Path, log: Callable[[str], Any]) -> None:
+    """Every metric over the steps, in one picture per run."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for file in sorted(folder.glob("*.json")):
+        found = results.read(file)
+        if found is None or file.name.endswith(NEEDLES):
+            continue
+        step = found["config"]["model_args"]["step"]
+        for task, values in results.numbers(found).items():
+            name = next(
+                (metric for metric in ("acc_norm", "acc", "exact_match", "bits_per_byte") if metric in values), ""
+            )
+            if name:
+                series.setdefault(f"{task} {name}", []).append((step, values[name]))
+    if series:
+        from megatron.report.figures import save_lines
+
+        save_lines(folder / PICTURE, series, title="tasks over the run", x="step", y="score")
+        log(f"picture: {folder / PICTURE}")

@@ -1,0 +1,183 @@
+"""What extract.py does: have checkpoints recite sequences of the run's own data, and write down how well.
+
+The run itself is only read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from megatron.config import Config
+from megatron.data.errors import DataError
+from megatron.data.provenance import Provenance
+from megatron.data.sample import Sample
+from megatron.data.skipped_batches import LeftOut
+from megatron.engine.engine import build_engine
+from megatron.evaluation.scoring import Scorer
+from megatron.report.ledger import left_out
+from megatron.training.start.resume import initialize, made_in
+from megatron.training.start.same_run import data_changes
+from megatron.training.world import World, joined
+from megatron.worker.job import read_job
+from megatron.worker.place import StartError
+
+from ..arguments import OptionError
+from ..checkpoints import named_checkpoints
+from . import table
+from .arguments import Options, parse
+from .check import before_start
+from .recitation import recite
+from .summary import summary_of
+
+FOLDER = "memorisation"  # in the run's directory: a folder of results for each checkpoint
+
+
+def extract() -> int:
+    """Extract as the arguments and the environment of this process say. Returns the exit status."""
+    config, place = read_job()
+    try:
+        options = parse(place.own)
+    except OptionError as error:
+        raise StartError(str(error)) from error
+    if place.starter != "agent" and (wrong := before_start(place.own, config)):
+        raise StartError("\n".join(wrong))  # deepy.py has looked before it started anything
+    try:
+        with joined(config, place) as world:
+            run(config, options, world)
+    except (CheckpointError, DataError, table.ResultError) as error:
+        raise StartError(str(error)) from error
+    return 0
+
+
+def run(config: Config, options: Options, world: World) -> None:
+    """Have all checkpoints that are asked for recite. All ranks call it.
+
+    Raises:
+        CheckpointError: one is missing or damaged, or is not of this model.
+        DataError: the data are not those that the checkpoint was trained on.
+        ResultError: the folder has results of other options.
+    """
+    log: Callable[[str], Any] = (
+        (lambda line: print(line, file=sys.stderr, flush=True)) if world.is_main else (lambda _: None)
+    )
+    folder = options.output or Path(config.run.dir) / FOLDER
+    found = left_out(Path(config.run.dir) / "ledger.jsonl")
+    data = Provenance(config, left_out=None if found is None else LeftOut.of(found))
+    engine = build_engine(config, world.mesh, world.device, values=False)
+    for path in named_checkpoints(config, world, options.checkpoint, options.every, folder):
+        checkpoint = open_checkpoint(path, verify="sizes")
+        _same_data(checkpoint, config, data)
+        initialize(checkpoint, world, engine)
+        engine.stages.enter(made_in(checkpoint, config))
+        log(f"reciting with {path}")
+        scorer = Scorer(
+            config, engine, world.mesh, world.device, texts=options.texts or config.training.micro_batch_size
+        )
+        where = folder / f"step_{checkpoint.meta.step:08d}"
+        job = job_of(config, options, checkpoint)
+        Recitation(scorer, data, options, world, log).run(where, job)
+        if world.is_main:
+            print(f"{where}\n{summary_of(where).text()}\n", flush=True)
+
+
+def job_of(config: Config, options: Options, checkpoint: Checkpoint) -> table.RecitationJob:
+    steps = options.steps
+    return table.RecitationJob(
+        str(checkpoint.path),
+        checkpoint.meta.step,
+        (steps.start, steps.stop, steps.step),
+        options.samples or config.training.global_batch_size,
+        options.context,
+        options.continuation,
+        options.scores,
+        config.precision.compute,
+    )
+
+
+def _same_data(checkpoint: Checkpoint, config: Config, data: Provenance) -> None:
+    """See that step and sequence mean what they meant to the checkpoint's run."""
+    changed = data_changes(checkpoint.meta, config, data.plan, data.left_out)
+    if changed:
+        raise DataError(
+            str(checkpoint.path),
+            "the configuration must have the data of the checkpoint's run; " + "; ".join(changed),
+            "give the run's own configuration (config.yml in its directory), and training.global_batch_size with it",
+        )
+
+
+class Recitation:
+    """Recites the sequences of some steps with the model that a scorer has, a part after the other."""
+
+    def __init__(
+        self, scorer: Scorer, data: Provenance, options: Options, world: World, log: Callable[[str], Any]
+    ) -> None:
+        self.scorer, self.data, self.options, self.world, self.log = scorer, data, options, world, log
+
+    def run(self, folder: Path, job: table.RecitationJob) -> None:
+        """Write the parts that a folder does not have yet. All ranks call it."""
+        have = self._begin(folder, job)
+        places = ((step, sequence) for step in self.options.steps for sequence in range(job.samples))
+        total = len(self.options.steps) * job.samples
+        for number in range(-(-total // table.PART)):
+            part = list(islice(places, table.PART))
+            if number in have:
+                continue
+            rows = self._part(part)
+            if self.world.is_main:
+                table.write_part(folder, number, rows)
+            self.world.communicator.barrier()
+            self.log(f"{min((number + 1) * table.PART, total):,} of {total:,} sequences")
+
+    def _begin(self, folder: Path, job: table.RecitationJob) -> set[int]:
+        answer: list[Any] | None = None
+        if self.world.is_main:
+            try:
+                answer = [sorted(table.begin(folder, job)), None]
+            except (table.ResultError, OSError) as error:
+                answer = [None, str(error)]
+        have, failure = self.world.communicator.broadcast(answer)
+        if failure:
+            raise table.ResultError(failure)
+        return set(have)
+
+    def _part(self, places: list[tuple[int, int]]) -> list[dict[str, Any]]:
+        length = self.options.context + self.options.continuation
+        numbers = [self.data.left_out.batch(step) * self.data.plan.batch + sequence for step, sequence in places]
+        samples = [self.data.plan.sample(number) for number in numbers]
+        recitals = recite(
+            self.scorer,
+            [tuple(sample.tokens[:length].tolist()) for sample in samples],
+            self.options.context,
+            scores=self.options.scores,
+        )
+        return [
+            {
+                "sample": number,
+                "step": step,
+                "sequence": sequence,
+                **self._document(sample, length),
+                "extractable": each.extractable,
+                "score": each.score,
+                "log_likelihood": each.log_likelihood,
+            }
+            for (step, sequence), number, sample, each in zip(places, numbers, samples, recitals, strict=True)
+        ]
+
+    def _document(self, sample: Sample, length: int) -> dict[str, Any]:
+        """Where the tokens of a sample are from."""
+        if not sample.spans:
+            return {"source": "synthetic", "document": None, "start": None, "documents": 1}
+        ends = np.cumsum([span.length for span in sample.spans])
+        return {
+            "source": self.data.plan.sources[sample.source].name,
+            "document": sample.spans[0].document,
+            "start": sample.spans[0].start,
+            "documents": int(np.searchsorted(ends, length)) + 1,
+        }

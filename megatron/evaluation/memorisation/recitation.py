@@ -1,0 +1,64 @@
+"""How much of a sequence a model recites when it is given the beginning.
+
+Biderman et al., "Emergent and Predictable Memorization in Large Language Models" (2023), arXiv 2304.11158: of a
+training sequence the model reads the first k tokens and continues greedily. The memorisation score is the share of the
+next l tokens that are the sequence's own, place by place; a sequence of score 1 is extractable (Carlini et al. 2022).
+
+A score is 1 if and only if every one of the l tokens is the likeliest one after the true tokens before it: as long as
+the continuation is right, what the model has written and the true text are the same. One pass shows that. So only
+sequences that are not extractable are continued token by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.evaluation.scoring import Row, Scorer, Text
+from megatron.model.generate import Sampling
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class Recital:
+    """What a model does with one sequence.
+
+    Attributes:
+        extractable: whether its greedy continuation is the sequence's own.
+        score: share of the continuation's tokens that are right; None where only `extractable` was asked for, and it
+            is not.
+        log_likelihood: of the sequence's own continuation, in nats.
+    """
+
+    extractable: bool
+    score: float | None
+    log_likelihood: float
+
+
+def recite(scorer: Scorer, rows: Sequence[Row], context: int, *, scores: bool = True) -> list[Recital]:
+    """The recitals of sequences, those that occur several times computed once. All ranks call it with the same ones.
+
+    Args:
+        rows: k + l tokens each.
+        context: k.
+        scores: also continue what is not extractable, which costs up to l passes instead of one.
+    """
+    different = list(dict.fromkeys(rows))
+    found = dict(zip(different, _recite(scorer, different, context, scores), strict=True))
+    return [found[row] for row in rows]
+
+
+def _recite(scorer: Scorer, rows: Sequence[Row], context: int, scores: bool) -> list[Recital]:
+    length = len(rows[0]) - context if rows else 0
+    read = scorer.score([Text(row, length) for row in rows])
+    others = [number for number, each in enumerate(read) if scores and not each.greedy]
+    made = scorer.generate([rows[number][:context] for number in others], length, GREEDY, lambda ids: False)
+    right: dict[int, float] = {
+        number: sum(own == true for own, true in zip(ids, rows[number][context:], strict=True)) / length
+        for number, ids in zip(others, made, strict=True)
+    }
+    return [
+        Recital(each.greedy, 1.0 if each.greedy else right.get(number), each.log_likelihood)
+        for number, each in enumerate(read)
+    ]

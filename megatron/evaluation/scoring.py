@@ -1,0 +1,204 @@
+"""Log-likelihoods and continuations of texts by a model that lies on any layout.
+
+Every rank calls the methods of `Scorer` with the same texts and gets the same results. Which data parallel rank
+computes a text follows from the texts alone. In a batch, texts are padded on the right, where causal layers do not
+look.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.config import Config
+from megatron.config.sequences import longest_text
+from megatron.data.batch import StepBatch
+from megatron.model.embedding_and_head import Reader
+from megatron.model.generate import Sampling, choose_token
+from megatron.parallel.layout.mesh import Mesh
+
+from ..engine.protocol import Engine, ReadsOn
+from .shared_contexts import SharedContexts, depends_on_batch, reads_on, split
+from .texts import PAD, Row, Text, states_at
+
+LENGTHS = 32  # lengths of batches are multiples of this, so that few shapes occur
+
+
+@dataclass(frozen=True)
+class Score:
+    """The sum of the scored tokens' log-probabilities in nats, and whether each is the likeliest token in its place."""
+
+    log_likelihood: float
+    greedy: bool
+
+
+class Scorer:
+    """Scores and continues texts. All ranks call its methods together, with the same arguments.
+
+    Args:
+        texts: in a micro-batch. Models in which the texts of a batch see each other get one.
+
+    Attributes:
+        tokens: that this rank has read, padding included.
+    """
+
+    def __init__(self, config: Config, engine: Engine, mesh: Mesh, device: torch.device, *, texts: int = 16):
+        self.config, self.engine, self.mesh, self.device = config, engine, mesh, device
+        self.texts = 1 if depends_on_batch(config) else texts
+        self.tokens = 0
+        self.endings: SharedContexts | None = None
+        if isinstance(engine, ReadsOn) and reads_on(config, engine):
+            self.endings = SharedContexts(engine, self.texts, (mesh.data.rank, mesh.data.size), device)
+        self.reports = mesh.at.tensor == mesh.at.context == 0 and mesh.at.pipeline == mesh.pipeline.size - 1
+
+    def score(self, texts: Sequence[Text]) -> list[Score]:
+        """The score of each text. What several texts have in common up to their last token is computed once, and so is
+        a context with several endings where the layout allows it (see `reads_on`)."""
+        found = torch.zeros(len(texts), 2, dtype=torch.float64)
+        groups, others = split(texts) if self.endings is not None else ([], list(range(len(texts))))
+        if self.endings is not None:
+            before = self.endings.tokens
+            answers = self.endings.read(groups, texts)
+            self.tokens += self.endings.tokens - before
+            for index, (logs, greedy) in answers.items() if self.reports else ():
+                found[index] = torch.tensor([math.fsum(logs), greedy], dtype=torch.float64)
+        self._score_whole(texts, others, found)
+        return [Score(log_likelihood, bool(greedy)) for log_likelihood, greedy in self._sum(found).tolist()]
+
+    def _score_whole(self, texts: Sequence[Text], indices: Sequence[int], found: torch.Tensor) -> None:
+        """Put the scores of texts that are read from their beginnings into `found`, where this rank has them."""
+        same: dict[Row, list[int]] = {}
+        for index in indices:
+            same.setdefault(texts[index].inputs, []).append(index)
+        for step in self._steps(sorted(same, key=lambda row: (-len(row), row))):
+            asked = [[(at, index) for at, row in enumerate(rows) for index in same.get(row, ())] for rows in step]
+            readers = [self._scores([(at, texts[index]) for at, index in each]) for each in asked]
+            for each, (logs_N, best_N) in zip(asked, self._read(step, readers)):
+                logs, best, begin = logs_N.double().tolist(), best_N.tolist(), 0
+                for _, index in each:
+                    targets = texts[index].targets
+                    end = begin + len(targets)
+                    found[index, 0] = math.fsum(logs[begin:end])
+                    found[index, 1] = best[begin:end] == list(targets)
+                    begin = end
+
+    def generate(
+        self,
+        prompts: Sequence[Row],
+        tokens: int,
+        sampling: Sampling,
+        finished: Callable[[list[int]], bool],
+        vocabulary: int | None = None,
+    ) -> list[list[int]]:
+        """What follows each prompt: up to `tokens` tokens, or fewer once `finished` holds of those that were made.
+
+        Draws are keyed by the number of the prompt and the position, so they depend on neither batch nor layout. The
+        whole text is read for each token, which works on every layout.
+
+        Args:
+            vocabulary: only ids below it are chosen; the embedding may have more rows than the tokenizer has ids.
+        """
+        made: list[list[int]] = [[] for _ in prompts]
+        together = self.texts * self.mesh.data.size * self.mesh.pipeline.size
+        order = sorted(range(len(prompts)), key=lambda index: (-len(prompts[index]), index))
+        for begin in range(0, len(order), together):
+            active = order[begin : begin + together]
+            for _ in range(tokens):
+                texts = [(index, (*prompts[index], *made[index])) for index in active]
+                for index, token in zip(active, self._next(texts, sampling, vocabulary)):
+                    made[index].append(token)
+                active = [index for index in active if not finished(made[index])]
+                if not active:
+                    break
+        return made
+
+    def _next(self, texts: list[tuple[int, Row]], sampling: Sampling, vocabulary: int | None) -> list[int]:
+        """The token that follows each (number of a prompt, text)."""
+        places = {row: [place for place, (_, other) in enumerate(texts) if other == row] for _, row in texts}
+        found = torch.zeros(len(texts), dtype=torch.float64)
+        for step in self._steps(sorted(places, key=lambda row: (-len(row), row))):
+            real = [[row for row in rows if row] for rows in step]
+            for rows, logits_NV in zip(real, self._read(step, [self._last_logits(rows) for rows in real])):
+                for row, logits_V in zip(rows, logits_NV):
+                    for place in places[row]:
+                        token = choose_token(
+                            logits_V[:vocabulary].unsqueeze(0), sampling, len(row), first=texts[place][0]
+                        )
+                        found[place] = float(token)
+        return [int(token) for token in self._sum(found).tolist()]
+
+    def _steps(self, rows: Sequence[Row]) -> Iterator[list[list[Row]]]:
+        """This rank's micro-batches of each step, as many on all ranks and of as many rows; () where none is left."""
+        data, micros = self.mesh.data, self.mesh.pipeline.size  # as many micro-batches as stages keep all of them busy
+        for begin in range(0, len(rows), self.texts * data.size * micros):
+            whole = list(rows[begin : begin + self.texts * data.size * micros])
+            micros_here = min(micros, -(-len(whole) // data.size))
+            whole += [()] * (-len(whole) % (data.size * micros_here))
+            own = whole[data.rank :: data.size]
+            yield [own[micro::micros_here] for micro in range(micros_here)]
+
+    def _read(self, step: list[list[Row]], readers: list[Reader]) -> list[Any]:
+        """What the readers find in a step's micro-batches; nothing on ranks that do not report."""
+        longest = torch.tensor([max((len(row) for rows in step for row in rows), default=1)], device=self.device)
+        if self.mesh.data.size > 1:
+            dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.mesh.data.group)
+        length = self._length(int(longest))
+        self.tokens += length * sum(map(len, step))
+        found = self.engine.read(self._batch(step, length), readers)
+        return found if self.reports else []
+
+    def _length(self, longest: int) -> int:
+        """The length of a batch: every tensor and context parallel rank can have an equal part of it.
+
+        A context parallel rank looks back at the last tokens of the one before, so none has just a few, nor of the last
+        chunk of a sequence in chunks.
+        """
+        ranks = self.mesh.context.size * (self.mesh.tensor.size if self.mesh.layout.sequence else 1)
+        unit = math.lcm(LENGTHS, ranks)
+        if self.mesh.context.size > 1:
+            unit = ranks * LENGTHS
+            training = self.config.training
+            if training.sequence_chunks > 1:
+                unit = math.lcm(unit, training.sequence_length // training.sequence_chunks)
+        length = -(-longest // unit) * unit
+        most = longest_text(self.config)
+        return length if most is None else max(min(length, most), longest)
+
+    def _batch(self, step: list[list[Row]], length: int) -> StepBatch:
+        tokens = torch.full((len(step), len(step[0]), length + 1), PAD, dtype=torch.int64)
+        for micro, rows in enumerate(step):
+            for at, row in enumerate(rows):
+                tokens[micro, at, : len(row)] = torch.tensor(row, dtype=torch.int64)
+        documents = positions = None
+        if self.config.data.reset_attention_at_eod:  # each text is one document
+            documents = torch.zeros(len(step), len(step[0]), length, dtype=torch.int32)
+            positions = torch.arange(length, dtype=torch.int32).expand_as(documents).contiguous()
+        sample_ids = torch.zeros(len(step), len(step[0]), dtype=torch.int64)  # there is no dropout
+        return StepBatch(0, tokens, sample_ids, 0, None, documents, positions)
+
+    def _scores(self, texts: list[tuple[int, Text]]) -> Reader:
+        """Scores of (row, text), one text's tokens after another's."""
+        rows = [at for at, text in texts for _ in text.targets]
+        places = [len(text.inputs) - text.scored + number for _, text in texts for number in range(text.scored)]
+        labels = torch.tensor([token for _, text in texts for token in text.targets], dtype=torch.int64)
+        return lambda head, x_BSH: head.scores(states_at(x_BSH, rows, places), labels.to(x_BSH.device))
+
+    @staticmethod
+    def _last_logits(rows: list[Row]) -> Reader:
+        """Logits [rows, V] of what follows the first rows of the batch."""
+        return lambda head, x_BSH: head.logits_at(
+            states_at(x_BSH, list(range(len(rows))), [len(row) - 1 for row in rows])
+        )
+
+    def _sum(self, found: torch.Tensor) -> torch.Tensor:
+        """Results of all ranks: each is known to one of them and zero elsewhere, so nothing is rounded."""
+        if self.mesh.layout.world_size == 1:
+            return found
+        found = found.to(self.device)
+        dist.all_reduce(found)
+        return found.cpu()

@@ -1,0 +1,1 @@
+"""Attention over documents, windows, caches and context parallel ranks."""

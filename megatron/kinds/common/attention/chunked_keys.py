@@ -1,0 +1,158 @@
+"""Attention of a sequence that is worked on in chunks: the queries of one chunk, the keys of all up to it.
+
+Keys and values of earlier chunks wait in the host's memory and come one chunk at a time, and so do the gradients that
+later chunks have for them (FPDT; Yao et al. 2024). What a window or documents mask does not come at all. A chunk's part
+of the gradient is computed before that of the chunk before it, so that each finds the terms of all later ones.
+
+Shapes: as in `blocks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from megatron.model.offload import HostMemory
+from megatron.model.stream import Chunk
+from megatron.parallel.layers.context import TokenRun
+
+from .pattern import Dropped, Pattern
+from .ring import PIECE, PIECES, Range, Task, attend_to, mask_of, ranges_of
+
+
+class Kept:
+    """What the chunks so far have left, for all of them and for repetitions.
+
+    Attributes:
+        kv: keys and values of each chunk, side by side.
+        gradients: their gradients of later chunks, at least fp32.
+        runs: of each chunk's keys; several where some may be masked while others are not.
+        ranges: of the documents of each run, by its first place.
+        documents_BS: of all tokens so far.
+    """
+
+    def __init__(self) -> None:
+        self.kv, self.gradients = HostMemory(), HostMemory()
+        self.runs: list[tuple[TokenRun, ...]] = []
+        self.ranges: dict[int, list[Range]] = {}
+        self.documents_BS: Tensor | None = None
+
+    def add(self, chunk: Chunk, k: Tensor, v: Tensor, documents_BS: Tensor | None, window: int | None) -> None:
+        """Keep the chunk's keys and values, once."""
+        if chunk.number < len(self.runs):
+            return
+        cut = documents_BS is not None or window is not None
+        self.runs.append(_pieces(chunk, TokenRun(0, chunk.first, k.shape[2]), cut))
+        if documents_BS is not None:
+            before = self.documents_BS
+            self.documents_BS = documents_BS if before is None else torch.cat([before, documents_BS], 1)
+            self.ranges |= ranges_of(self.documents_BS, self.runs[-1])
+        if not chunk.last:
+            self.kv.put(chunk.number, torch.cat([k, v], -1))
+
+
+def _pieces(chunk: Chunk, run: TokenRun, cut: bool) -> tuple[TokenRun, ...]:
+    """The run, cut into pieces of which masked ones can be left out."""
+    size = max(PIECE, -(-chunk.whole // PIECES)) if cut else run.length
+    begins = range(0, run.length, size)
+    return tuple(TokenRun(run.begin + at, run.first + at, min(size, run.length - at)) for at in begins)
+
+
+@dataclass(frozen=True)
+class ChunkSource:
+    """The keys that a chunk's queries see, as a `KeySource` of these.
+
+    Attributes:
+        place: the chunk's number.
+        runs: of each chunk's keys, but of the own one its queries.
+        masks: what of a rectangle is masked, by the first places of its queries and keys; none where all is.
+    """
+
+    kept: Kept
+    place: int
+    runs: Sequence[tuple[TokenRun, ...]]
+    masks: Mapping[tuple[int, int], str]
+
+    @classmethod
+    def of(cls, kept: Kept, number: int, window: int | None) -> ChunkSource:
+        masks = {}
+        for queries, keys in product(kept.runs[number], [run for each in kept.runs[: number + 1] for run in each]):
+            documents = list(zip(kept.ranges.get(queries.first, ()), kept.ranges.get(keys.first, ())))
+            if (mask := mask_of(queries, keys, window, documents)) is not None:
+                masks[queries.first, keys.first] = mask
+        return cls(kept, number, kept.runs[: number + 1], masks)
+
+    def keys(self, kv: Tensor) -> Iterator[tuple[int, Tensor | None]]:
+        """The own ones, then those of earlier chunks that are not all masked."""
+        yield self.place, kv
+        queries = self.runs[self.place]
+        seen = [
+            number
+            for number in range(self.place)
+            if any((q.first, k.first) in self.masks for q, k in product(queries, self.runs[number]))
+        ]
+        yield from self.kept.kv.each(seen)
+
+    def home(self, own: Tensor) -> Terms:
+        return Terms(self, own)
+
+
+@dataclass
+class Terms:
+    """Gradients of keys and values: own ones, and those that wait for earlier chunks."""
+
+    chunks: ChunkSource
+    own: Tensor
+
+    def add(self, step: int, owner: int, more: Tensor | None) -> None:
+        if more is None:
+            return
+        if owner == self.chunks.place:
+            self.own = self.own + more
+            return
+        waiting = self.chunks.kept.gradients
+        waiting.put(owner, waiting.pop(owner) + more if owner in waiting else more)
+
+    def done(self) -> Tensor:
+        waiting, place = self.chunks.kept.gradients, self.chunks.place
+        return self.own + waiting.pop(place) if place in waiting else self.own
+
+
+@dataclass
+class ChunkedKeys:
+    """State of a layer that attends, between the chunks of a sequence.
+
+    Attributes:
+        kept: shared by all chunks.
+        length: tokens of the sequence so far.
+        after: orders the gradients of the chunks (see `attend_to`).
+    """
+
+    kept: Kept = field(default_factory=Kept)
+    length: int = 0
+    after: Tensor | None = None
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        chunk: Chunk,
+        pattern: Pattern,
+        documents_BS: Tensor | None,
+        dropout: Dropped | None,
+        sinks_n: Tensor | None,
+    ) -> Tensor:
+        """Attention of a chunk's queries to its keys and those of the chunks before; arguments as those of `attend`."""
+        self.kept.add(chunk, k, v, documents_BS, pattern.window)
+        self.length = chunk.first + chunk.tokens
+        if dropout is not None:
+            dropout = replace(dropout, length=chunk.whole)
+        source = ChunkSource.of(self.kept, chunk.number, pattern.window)
+        task = Task(source, pattern, None if documents_BS is None else self.kept.documents_BS, dropout)
+        y, self.after = attend_to(q, k, v, sinks_n, self.after, task)
+        return y

@@ -1,0 +1,1 @@
+"""Scans with states, convolutions, decays."""

@@ -1,0 +1,63 @@
+"""A function whose intermediate tensors are made again for the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron.parallel.messages.account import here
+
+T = TypeVar("T")
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Callable, *inputs: Any) -> Any:
+        ctx.layer = here()
+        ctx.function, ctx.needed = function, [isinstance(each, Tensor) and each.requires_grad for each in inputs]
+        ctx.save_for_backward(*inputs)
+        with torch.no_grad():
+            return call(function, *inputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        return None, *call(_gradients, ctx.function, ctx.needed, ctx.saved_tensors, gradients)
+
+
+def _gradients(
+    function: Callable, needed: list[bool], saved: tuple[Tensor | None, ...], gradients: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """Of the inputs, None where nobody needs it."""
+    inputs = [each if each is None else each.detach().requires_grad_(wanted) for each, wanted in zip(saved, needed)]
+    with torch.enable_grad():
+        outputs = function(*inputs)
+    outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+    pairs: list[tuple[Tensor, Tensor]] = [
+        (out, gradient)
+        for out, gradient in zip(outputs, gradients)
+        if isinstance(out, Tensor) and out.requires_grad and gradient is not None
+    ]
+    wanted = [each for each, need in zip(inputs, needed) if need and each is not None]
+    found = iter(torch.autograd.grad([out for out, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
+    return tuple(next(found) if need else None for need in needed)
+
+
+def call(function: Callable[..., T], *inputs: Any) -> T:
+    """`function(*inputs)`, of a pure function. A rehearsal puts another one in its place, which runs the first of calls
+    that are alike."""
+    return function(*inputs)
+
+
+def recomputed(function: Callable[..., T], *inputs: Tensor | None) -> T:
+    """`function(*inputs)`, keeping nothing but the inputs for its gradient.
+
+    Args:
+        function: pure, of tensors (or None) to a tensor or a tuple of such; what it closes over gets no gradient.
+    """
+    if not torch.is_grad_enabled() or not any(isinstance(each, Tensor) and each.requires_grad for each in inputs):
+        return function(*inputs)
+    return _Recomputed.apply(function, *inputs)

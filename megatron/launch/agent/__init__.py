@@ -1,0 +1,1 @@
+"""One agent per host: starts ranks and watches their processes."""

@@ -1,0 +1,1 @@
+"""Checks of hosts and devices before a job."""

@@ -1,0 +1,1 @@
+"""Plans a job: hosts, runner, settings, batch scripts."""

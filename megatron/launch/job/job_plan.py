@@ -1,0 +1,322 @@
+"""A run as it will start: the resolved configuration, the hosts, and what every agent is told."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron import config as configuration
+from megatron.config.problems import ConfigError, Problem
+from megatron.config.registry import registry_of
+from megatron.config.source.arguments import ArgumentError, Arguments, split
+from megatron.worker.code_version import code_now, code_version
+
+from .. import options
+from ..launcher.launcher import LauncherSettings
+from ..report import forwarding
+from ..wire.connection import Command
+from ..wire.specification import Specification
+from .choose import RunnerChoice, choose_runner, some_hosts
+from .hosts import HostError
+from .settings import launch_section, registry_for
+
+if TYPE_CHECKING:
+    from megatron.config import Config
+
+    from ...config.resolution import Resolved
+    from ...config.sections.layout import LaunchSection
+
+# Scripts that read a trained model: the run's training data need not be there any more.
+WITHOUT_DATA = ("evaluate.py", "generate.py")
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """Everything that is known before the first process starts.
+
+    Attributes:
+        script: path of the script.
+        taken: its arguments, the launcher's options added as overrides.
+        resolved: the configuration, resolved for the run's number of ranks.
+        choice: the runner and the hosts.
+        job: what the agents are told.
+        settings: how the launcher behaves.
+    """
+
+    script: str
+    taken: Arguments
+    resolved: Resolved
+    choice: RunnerChoice
+    job: Specification
+    settings: LauncherSettings
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What follows the script on a command line that starts the same run."""
+        own = self.taken.own
+        return (
+            *self.taken.files,
+            *self.taken.overrides,
+            *(("--", *own) if own and not own[0].startswith("-") else own),
+        )
+
+    @property
+    def launch(self) -> LaunchSection:
+        return self.resolved.config.launch
+
+    @property
+    def logs(self) -> Path:
+        return Path(self.job.directory, self.resolved.config.run.dir, "logs")
+
+
+def make_plan(
+    script: str, words: Sequence[str], overrides: Sequence[str], environment: Mapping[str, str], *, later: bool = False
+) -> JobPlan:
+    """Resolve and check everything about a run.
+
+    Args:
+        script: the script that every rank executes.
+        words: its arguments: files, overrides, its own options.
+        overrides: the launcher's options, as overrides.
+        environment: of the launcher.
+        later: the run will start in a scheduler's job (`launch.batch`), on hosts that are not known yet.
+
+    Raises:
+        ConfigError, HostError, ArgumentError: mistakes of the user.
+    """
+    taken = script_arguments(script, words)
+    taken = replace(taken, overrides=(*taken.overrides, *overrides))
+    launch = launch_section(taken.files, taken.overrides)
+    registry = registry_for(taken.files, taken.overrides)
+    choice = some_hosts(launch) if later else choose_runner(launch, environment, registry)
+    plan = _plan(script, taken, choice, environment, here=not later)
+    if not later and (alone := _nothing_to_compare(plan)):
+        raise ConfigError([*alone, *plan.resolved.warnings])
+    return plan
+
+
+def _nothing_to_compare(plan: JobPlan) -> list[Problem]:
+    """A mistake where hosts are to be compared and cannot be."""
+    if not plan.launch.compare:
+        return []
+    if len(plan.choice.hosts) + len(plan.choice.spares) < 2:
+        why, way = "must have hosts to compare, and this run has one", "name the others in launch.hostfile"
+    elif any(each.dials for each in commands(plan)):
+        why = f"must have a runner that reaches each host by itself, which {plan.choice.transport} does not"
+        way = "use launch.runner=ssh or slurm"
+    else:
+        return []
+    key = "launch.compare"
+    return [Problem(key, why, f"{way}, or remove the key", True, str(plan.resolved.origins[key]))]
+
+
+def _plan(
+    script: str,
+    taken: Arguments,
+    choice: RunnerChoice,
+    environment: Mapping[str, str],
+    extra: Sequence[str] = (),
+    *,
+    here: bool = True,
+) -> JobPlan:
+    """The plan for hosts that are chosen. `extra` overrides do not belong to what the user asked for; `here` as in
+    `config.load`."""
+    resolved = configuration.load(
+        taken.files,
+        [*taken.overrides, *extra],
+        ranks=choice.ranks,
+        check_inputs=Path(script).name not in WITHOUT_DATA,
+        here=here,
+    )
+    if apart := _pairs_over_hosts(resolved, choice):
+        raise ConfigError([*apart, *resolved.warnings])
+    resolved = replace(resolved, warnings=(*resolved.warnings, *_over_hosts(resolved, choice)))
+    _check_options(script, taken.own, resolved.config)
+    launch = resolved.config.launch
+    # An agent on this machine reads the same files; what is edited meanwhile is no difference between hosts.
+    check_code = launch.check_code and not choice.starter.here
+    settings = LauncherSettings(
+        launch.master_address, launch.master_port, launch.interface, launch.start_timeout, check_code, _hang(resolved)
+    )
+    job = _specification(script, taken.own, resolved, choice, environment)
+    return JobPlan(script, taken, resolved, choice, job, settings)
+
+
+def _hang(resolved: Resolved) -> str:
+    """What happens when the ranks hang."""
+    config = resolved.config
+    return ("stop" if config.launch.restarts else "report") if config.watch.hang == "auto" else config.watch.hang
+
+
+def _over_hosts(resolved: Resolved, choice: RunnerChoice) -> list[Problem]:
+    """A warning where tensor parallel ranks, which are neighbours, are not all on one host."""
+    tensor, slots = resolved.config.parallel.tensor, [len(host.slots) for host in choice.hosts]
+    if len(slots) == 1 or all(number % tensor == 0 for number in slots):
+        return []
+    least, most = min(slots), max(slots)
+    each = str(least) if least == most else f"{least} to {most}"
+    key, blocks = "parallel.tensor", len(resolved.config.model.blocks)
+    return [
+        Problem(
+            key,
+            f"tensor parallel ranks should share a host: {tensor} do not divide the {each} ranks of a host, so the "
+            f"sums over them, several in each of {blocks} blocks and each micro-batch, cross the network",
+            f"use parallel.tensor={gcd(*slots)}, and parallel.pipeline for the rest",
+            tensor,
+            str(resolved.origins[key]),
+            fatal=False,
+        )
+    ]
+
+
+def _pairs_over_hosts(resolved: Resolved, choice: RunnerChoice) -> list[Problem]:
+    """A mistake where ranks that the configuration calls a pair would be on two hosts."""
+    options, slots = resolved.config.parallel.communication, [len(host.slots) for host in choice.hosts]
+    # islands are in the place of hosts then, and a rule has looked at them
+    if options.pair is None or options.island is not None or len(slots) == 1:
+        return []
+    if not (wrong := [host for host in choice.hosts if len(host.slots) % options.pair]):
+        return []
+    key = "parallel.communication.pair"
+    return [
+        Problem(
+            key,
+            f"must lie within a host: it must divide the ranks of each, and {wrong[0].name} has {len(wrong[0].slots)}",
+            "give the ranks of a host that share the fastest links, or remove the key",
+            options.pair,
+            str(resolved.origins[key]),
+        )
+    ]
+
+
+def _check_options(script: str, own: Sequence[str], config: Config) -> None:
+    """Have a script's own options looked at, where there is somebody who knows them.
+
+    Raises:
+        ArgumentError: they have mistakes.
+    """
+    registry = registry_of(tuple(config.model.extensions))
+    name = Path(script).stem
+    if name in registry.names("check") and (found := registry.load("check", name)(own, config)):
+        raise ArgumentError("\n".join(found))
+
+
+def without_hosts(plan: JobPlan, lost: set[str], environment: Mapping[str, str]) -> JobPlan:
+    """The same run on the hosts that are left: fewer data parallel ranks, the same global batch.
+
+    Raises:
+        ConfigError: the layout or the batch does not allow that many ranks.
+        HostError: no host is left, or rank 0's address was given and its host is lost.
+    """
+    hosts = tuple(host for host in plan.choice.hosts if host.name not in lost)
+    if not hosts:
+        raise HostError("no host is left")
+    if plan.settings.master_address and plan.choice.hosts[0].name in lost:
+        raise HostError("launch.master_address belongs to a host that is lost")
+    size = plan.resolved.config.training.global_batch_size
+    same_batch = ["training.accumulation=null", f"training.global_batch_size={size}"]
+    return _plan(plan.script, plan.taken, replace(plan.choice, hosts=hosts), environment, same_batch)
+
+
+def with_spares(plan: JobPlan, lost: set[str]) -> tuple[JobPlan, dict[str, str]]:
+    """The same run, ranks and layout included, with spare hosts in the places of lost ones, as far as there are any.
+
+    Returns:
+        The plan, and by lost host the one that has taken its place.
+    """
+    spares = [host for host in plan.choice.spares if host.name not in lost]
+    hosts, taken = list(plan.choice.hosts), dict[str, str]()
+    for index, host in enumerate(hosts):
+        fits = [each for each in spares if len(each.slots) >= len(host.slots)]
+        given = index == 0 and plan.settings.master_address is not None  # an address that no other host has
+        if host.name in lost and fits and not given:
+            spares.remove(fits[0])
+            hosts[index] = replace(fits[0], slots=fits[0].slots[: len(host.slots)])
+            taken[host.name] = fits[0].name
+    choice = replace(plan.choice, hosts=tuple(hosts), spares=tuple(spares))
+    return replace(plan, choice=choice, job=replace(plan.job, hosts=tuple(hosts))), taken
+
+
+def script_arguments(script: str, words: Sequence[str]) -> Arguments:
+    """A script's arguments, taken apart and looked at.
+
+    Raises:
+        ArgumentError: no script, no configuration, or an option of deepy.py behind the script.
+    """
+    if not script.endswith(".py") or script.startswith("-"):
+        raise ArgumentError(f"expected a script (SCRIPT.py), found {script!r}")
+    if not Path(script).is_file():
+        raise ArgumentError(f"there is no script {script}")
+    taken = split(words)
+    late = [word for word in taken.own if word.startswith("--") and word[2:].partition("=")[0] in options.NAMES]
+    if late:
+        raise ArgumentError(f"{late[0]} is an option of deepy.py: write it before {script}")
+    if not taken.files:
+        raise ArgumentError(f"no configuration file: deepy.py {script} a.yml ...")
+    return taken
+
+
+def _specification(
+    script: str, own: Sequence[str], resolved: Resolved, choice: RunnerChoice, environment: Mapping[str, str]
+) -> Specification:
+    config = resolved.config
+    launch, here = config.launch, choice.starter.here
+    variables = {} if here else forwarding.forwarded(environment, launch.forward)
+    if launch.environment_file:
+        try:
+            variables |= forwarding.read_file(launch.environment_file)
+        except (OSError, ValueError) as error:
+            raise HostError(f"launch.environment_file: {error}") from error
+    directory = launch.working_directory or os.getcwd()
+    interface = {name: launch.interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if launch.interface}
+    job = Specification(
+        hosts=choice.hosts,
+        command=(launch.python or sys.executable, "-u", os.path.join(directory, script), *own),
+        directory=directory,
+        environment={**interface, **variables, **launch.environment},
+        configuration=configuration.to_yaml(resolved),
+        code=code_version(),
+        logs=str(Path(config.run.dir, "logs")),
+        console=launch.console,
+        plain=here,
+        terminal=_terminal() if here else (None, None),
+        grace=launch.grace,
+        heartbeat=0.0 if here else launch.heartbeat,
+        device=launch.device,
+        bind=launch.bind,
+        watch={name: value for name, value in config.watch.model_dump().items() if isinstance(value, float)},
+        credentials_file=str(Path(directory, config.run.dir, f".credentials-{secrets.token_hex(4)}")),
+    )
+    wrap = choice.wrapper.wrap
+    return wrap(job, launch) if wrap else job
+
+
+def _terminal() -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
+    """The size of the terminal behind standard output and standard error, where that is one."""
+    columns, rows = shutil.get_terminal_size()
+    output, errors = ((rows, columns) if stream.isatty() else None for stream in (sys.stdout, sys.stderr))
+    return output, errors
+
+
+def restarted(plan: JobPlan, attempt: int) -> Specification:
+    """What the agents are told at a start: also how many there were before, in Slurm jobs that were queued
+    again too, and when it was.
+    """
+    before = os.environ.get("SLURM_RESTART_COUNT", "")
+    number = attempt + (int(before) if before.isdigit() else 0)
+    environment = {**plan.job.environment, "JOB_ATTEMPT": str(number), "JOB_SINCE": repr(time.time())}
+    code = code_now() if attempt else plan.job.code  # hosts must have what this one has now
+    return replace(plan.job, attempt=attempt, environment=environment, code=code)
+
+
+def commands(plan: JobPlan) -> list[Command]:
+    """What the chosen runner starts."""
+    return plan.choice.commands(plan.job, plan.launch)

@@ -1,0 +1,50 @@
+"""The launch section alone, before anything else of the configuration can be checked.
+
+How many ranks a run has follows from its hosts, and the hosts from this section; the rest of the configuration is
+then resolved for that number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import ValidationError
+
+from ... import config as configuration
+from ...config.registry import RUNNER, Registry, registry_of
+from ...config.sections.layout import LaunchSection
+from ...config.source.extensions import extensions_of
+from ...config.source.files import gather
+from ...config.source.flat import translate_flat
+from ...config.source.layers import merge
+from ...config.source.shorthand import normalise
+
+AUTO = "auto"
+
+
+def launch_section(files: Sequence[str], overrides: Sequence[str]) -> LaunchSection:
+    """The `launch` keys of some files and overrides.
+
+    Raises:
+        ConfigError: these keys are wrong; the error tells of every mistake in the whole configuration.
+    """
+    sources, _ = translate_flat(gather(files, overrides))
+    merged, _ = merge([normalise(source) for source in sources])
+    try:
+        return LaunchSection.model_validate(merged.values.get("launch", {}))
+    except ValidationError:
+        return configuration.load(files, overrides).config.launch
+
+
+def registry_for(files: Sequence[str], overrides: Sequence[str]) -> Registry:
+    """The registry with the extensions of these files and overrides.
+
+    Raises:
+        ConfigError: one cannot be used, or the runner is none; the error tells of every mistake in the configuration.
+    """
+    sources, _ = translate_flat(gather(files, overrides))
+    registry = registry_of(extensions_of(sources))
+    runner = launch_section(files, overrides).runner
+    if runner != AUTO and runner not in registry.names(RUNNER):
+        configuration.load(files, overrides)
+    return registry

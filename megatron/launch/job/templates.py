@@ -1,0 +1,224 @@
+"""Job scripts and manifests for schedulers, from the `launch.batch` keys."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.worker.code_version import root
+from megatron.worker.job import CONFIG_ERROR
+
+from ..report.console import log
+from ..report.status import STOPPED_EARLY
+from .hosts import HostError
+
+LOST_PODS = 3  # times that all pods may come back after one was lost, where launch.restarts allows fewer
+
+if TYPE_CHECKING:
+    from .job_plan import JobPlan
+
+
+def job_script(kind: str, plan: JobPlan) -> str:
+    """The text of a job script ("sbatch" or "pbs") or a manifest ("k8s")."""
+    return {"sbatch": sbatch, "pbs": pbs, "k8s": kubernetes}[kind](plan)
+
+
+def submit(plan: JobPlan, really: bool) -> int:
+    """Write the Slurm job script into the run's directory, and submit it if asked to."""
+    path = Path(plan.job.directory, plan.resolved.config.run.dir, "job.sbatch")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(sbatch(plan))
+    log(f"wrote {path}")
+    if not really:
+        sys.stdout.write(f"sbatch {shlex.quote(str(path))}\n")
+        return 0
+    try:
+        return subprocess.run(["sbatch", str(path)], cwd=plan.job.directory, check=False).returncode
+    except FileNotFoundError as error:
+        raise HostError("--submit needs the program sbatch, which is not installed here") from error
+
+
+def _deepy(plan: JobPlan, *options: str, hostfile: str = "") -> str:
+    """The command line that the job script runs; `hostfile` is an option in the shell's own words."""
+    python = (not plan.launch.container and plan.launch.python) or sys.executable  # deepy.py stays outside
+    words = [shlex.join([python, str(root() / "deepy.py"), *options]), hostfile, shlex.join([plan.script, *plan.words])]
+    return " ".join(filter(None, words))
+
+
+def _gpus(plan: JobPlan) -> int:
+    return 0 if plan.launch.device == "cpu" else len(plan.choice.hosts[0].slots)
+
+
+def sbatch(plan: JobPlan) -> str:
+    """A Slurm job: USR1 before the time is up makes the ranks save and end, and the job is queued again."""
+    batch, name = plan.launch.batch, plan.resolved.config.run.name
+    folder = str(Path(plan.job.directory, plan.resolved.config.run.dir))
+    logs = folder.replace("%", "%%") + "/slurm-%j.out"  # Slurm fills in what follows a percent sign
+    lines = [
+        ("job-name", name),
+        ("nodes", batch.nodes),
+        ("ntasks-per-node", 1),
+        ("time", batch.time),
+        ("account", batch.account),
+        ("partition", batch.partition),
+        ("qos", batch.qos),
+        ("cpus-per-task", batch.cores),
+        ("gpus-per-node", _gpus(plan) or None),
+        ("output", logs),
+        ("open-mode", "append"),
+        ("signal", f"USR1@{batch.warning}" if batch.warning and batch.time else None),
+    ]
+    flags = [shlex.quote(f"--{key}={value}") for key, value in lines if value is not None]  # Slurm reads quotes too
+    flags += [] if batch.cores else ["--exclusive"]  # all cores
+    memory = batch.memory or (None if batch.cores else "0")  # 0 is all that there is
+    flags += [f"--mem={memory}"] if memory else []
+    flags += ["--requeue"] if batch.requeue else ["--no-requeue"]
+    head = [f"#SBATCH {flag}" for flag in (*flags, *batch.options)]
+    again = f'[ "$status" -eq {STOPPED_EARLY} ] && scontrol requeue "$SLURM_JOB_ID"' if batch.requeue else "true"
+    return (
+        "\n".join([
+            "#!/bin/bash",
+            *head,
+            "",
+            *batch.setup,
+            f"cd {shlex.quote(plan.job.directory)} || exit 2",
+            f"{_deepy(plan, '--runner', 'slurm')}",
+            "status=$?",
+            f"# {STOPPED_EARLY}: the run was warned in time, has saved, and is not at its end.",
+            again,
+            "exit $status",
+        ])
+        + "\n"
+    )
+
+
+def pbs(plan: JobPlan) -> str:
+    """A PBS job; the hosts are reached by ssh."""
+    batch = plan.launch.batch
+    ranks, gpus = len(plan.choice.hosts[0].slots), _gpus(plan)
+    chunk = (
+        f"select={batch.nodes}:mpiprocs=1"
+        + (f":ngpus={gpus}" if gpus else "")
+        + (f":ncpus={batch.cores}" if batch.cores else "")
+        + (f":mem={batch.memory}" if batch.memory else "")
+    )
+    name = re.sub(r"[^A-Za-z0-9_.+-]", "_", plan.resolved.config.run.name)
+    head = [f"#PBS -N {name[:15] if name[:1].isalpha() else 'r' + name[:14]}", f"#PBS -l {chunk}"]
+    head += [f"#PBS -l walltime={batch.time}"] if batch.time else []
+    head += [f"#PBS -A {batch.account}"] if batch.account else []
+    head += [f"#PBS -q {batch.partition}"] if batch.partition else []
+    head += ["#PBS -j oe", "#PBS -r y" if batch.requeue else "#PBS -r n", *(f"#PBS {line}" for line in batch.options)]
+    hostfile = f'hostfile={shlex.quote(plan.resolved.config.run.dir)}/hosts."$PBS_JOBID"'
+    return (
+        "\n".join([
+            "#!/bin/bash",
+            *head,
+            "",
+            *batch.setup,
+            f"cd {shlex.quote(plan.job.directory)} || exit 2",
+            hostfile,
+            'mkdir -p -- "$(dirname -- "$hostfile")"',
+            f'sort -u "$PBS_NODEFILE" | sed \'s/$/ slots={ranks}/\' > "$hostfile"',
+            _deepy(plan, hostfile='--hostfile="$hostfile"'),
+            "exit $?",
+        ])
+        + "\n"
+    )
+
+
+def kubernetes(plan: JobPlan) -> str:
+    """An Indexed Job with a headless Service: one pod per host, torchrun in each, pod 0 is where they meet."""
+    batch, config = plan.launch.batch, plan.resolved.config
+    name = _service_name(config.run.name)
+    variables = "".join(
+        f"            - {{name: {_yaml(key)}, value: {_yaml(value)}}}\n"
+        for key, value in config.launch.environment.items()
+    )
+    notes = secret = ""
+    if config.launch.environment_file:  # what is in it may be secret, so it does not belong here
+        file = shlex.quote(config.launch.environment_file)
+        notes = f"# kubectl create secret generic {name}-environment --from-env-file={file}\n"
+        secret = f"          envFrom: [{{secretRef: {{name: {name}-environment}}}}]\n"
+    limits, security = _resources(plan)
+    # A lost pod makes its peers fail too. All come back, and go on from the newest checkpoint: that must be allowed.
+    pods, failures = batch.nodes, max(config.launch.restarts, LOST_PODS) * batch.nodes
+    return f"""{notes}apiVersion: v1
+kind: Service
+metadata: {{name: {name}}}
+spec:
+  clusterIP: None
+  publishNotReadyAddresses: true
+  selector: {{job-name: {name}}}
+---
+apiVersion: batch/v1
+kind: Job
+metadata: {{name: {name}}}
+spec:
+  completionMode: Indexed
+  completions: {pods}
+  parallelism: {pods}
+  backoffLimit: {failures}
+  podFailurePolicy:
+    rules:
+      - action: FailJob
+        onExitCodes: {{containerName: ranks, operator: In, values: [{CONFIG_ERROR}]}}
+      - action: Ignore
+        onPodConditions: [{{type: DisruptionTarget, status: "True"}}]
+  template:
+    spec:
+      subdomain: {name}
+      restartPolicy: Never
+      terminationGracePeriodSeconds: {int(config.launch.grace) + 30}
+      containers:
+        - name: ranks
+          image: {_yaml(batch.image)}
+          workingDir: {_yaml(plan.job.directory)}
+          command: ["/bin/sh", "-c", {_yaml(_command_of_a_pod(plan, name))}]
+          env:
+            - {{name: TORCH_DISABLE_SHARE_RDZV_TCP_STORE, value: "1"}}
+{variables}{secret}          securityContext:{security}
+          resources:{limits}
+          volumeMounts:
+            - {{name: shared-memory, mountPath: /dev/shm}}
+            - {{name: work, mountPath: {_yaml(plan.job.directory)}}}
+      volumes:
+        - {{name: shared-memory, emptyDir: {{medium: Memory}}}}
+        - {{name: work, persistentVolumeClaim: {{claimName: {name}}}}}
+"""
+
+
+def _resources(plan: JobPlan) -> tuple[str, str]:
+    """What a pod's container asks for and what it may do, as the values of `resources` and `securityContext`."""
+    batch = plan.launch.batch
+    wanted = ({f"{batch.gpus}.com/gpu": _gpus(plan)} if _gpus(plan) else {}) | batch.resources
+    limits = f"\n            limits: {json.dumps(wanted)}" if wanted else " {}"
+    # Cards that read memory by themselves need it locked, which a pod may do with this capability.
+    locks = any("rdma" in each or "efa" in each for each in wanted)
+    return limits, ' {capabilities: {add: ["IPC_LOCK"]}}' if locks else " {}"
+
+
+def _command_of_a_pod(plan: JobPlan, service: str) -> str:
+    """torchrun with this pod's ranks; pod 0 is where all meet."""
+    script = shlex.join([os.path.relpath(plan.script, plan.job.directory), *plan.words])
+    return (
+        f"exec torchrun --nnodes={plan.launch.batch.nodes} --nproc-per-node={len(plan.choice.hosts[0].slots)} "
+        f"--node-rank=$JOB_COMPLETION_INDEX --master-addr={service}-0.{service} --master-port=29500 {script}"
+    )
+
+
+def _service_name(name: str) -> str:
+    """A name as a Service may have it: small letters of ASCII, digits and hyphens, a letter first, 63 at most; a pod
+    adds its number to it."""
+    plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return (plain if plain[:1].isalpha() else f"run-{plain}")[:50].strip("-")
+
+
+def _yaml(text: str) -> str:
+    """A YAML string in double quotes (JSON strings are YAML)."""
+    return json.dumps(text)

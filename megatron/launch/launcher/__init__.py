@@ -1,0 +1,1 @@
+"""The launcher: starts agents, follows a job, decides on restarts."""

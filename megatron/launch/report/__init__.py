@@ -1,0 +1,1 @@
+"""Status of a job, and its lines on the console."""

@@ -1,0 +1,1 @@
+"""Detects ranks that hang, and names the cause."""

@@ -1,0 +1,1 @@
+"""Messages between launcher and agents, their encryption and connections."""

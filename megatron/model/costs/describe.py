@@ -1,0 +1,232 @@
+"""What a model costs, layer by layer, from the layers' own counts. Needs no model, no device and no process group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.config import Config
+from megatron.config.arithmetic.recurrence import core_of, expected_passes, passes_of_step
+from megatron.config.pattern import BlockPattern
+from megatron.config.stages import as_stage, stages_of
+from megatron.config.teacher import teacher_config
+from megatron.objectives.named import objective_of
+
+from ..block import block_counts, streams_saved
+from ..counts import Counts
+from ..embedding_and_head import embedding_counts, head_counts, multi_token_counts
+from ..partition import stage_of
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """One layer of the list [embedding, blocks..., head].
+
+    A block of a recurrent core has the costs of all its passes, but its parameters once. The head has the modules that
+    predict further tokens, whose work training alone has.
+
+    Attributes:
+        name: prefix of its logical names.
+        kind: "embedding", "head", or the block's pattern.
+        stage: the pipeline stage that holds it.
+        counts: what it costs, whole, before recomputation; FLOPs and state are those of an evaluation.
+        saved: elements saved per token for the backward pass, with the run's activation checkpointing, in units of the
+            compute type.
+        recomputed: FLOPs per token of the forward pass that run a second time.
+        training_flops: per token, forward and backward, without what is recomputed; the mean over steps.
+    """
+
+    name: str
+    kind: str
+    stage: int
+    counts: Counts
+    saved: int
+    recomputed: int
+    training_flops: float = 0.0
+
+
+def layers(config: Config) -> list[LayerCosts]:
+    """The costs of every layer.
+
+    Args:
+        config: resolved, with `model.vocab_size`.
+    """
+    model = config.model
+    blocks = model.blocks
+    further = multi_token_counts(model, config.training.sequence_length)
+    counts = [
+        embedding_counts(model),
+        *(block_counts(model, block, config.training.sequence_length, index) for index, block in enumerate(blocks)),
+        head_counts(model) + replace(further, flops=0),
+    ]
+    names = ["embedding", *(f"layers.{index}" for index in range(len(blocks))), "head"]
+    kinds = ["embedding", *map(str, blocks), "head"]
+    wider = model.hidden_size * (_stream_units(config) - 1)  # what the ends read of an fp32 stream
+    saved = [
+        (counts[0].activations + (wider if model.residual.channel_scales else 0), 0),
+        *(_recomputation(config, index, block, each) for index, (block, each) in enumerate(zip(blocks, counts[1:-1]))),
+        _head_recomputation(config, counts[-1], wider),
+    ]
+    rows = [
+        LayerCosts(*row[:4], *row[4], 3 * row[3].flops) for row in zip(names, kinds, stage_of(config), counts, saved)
+    ]
+    rows[-1] = replace(rows[-1], training_flops=rows[-1].training_flops + 3 * further.flops)
+    inside = {index + 1 for index in core_of(blocks)}
+    return [_repeated(config, row) if place in inside else row for place, row in enumerate(rows)]
+
+
+def _repeated(config: Config, once: LayerCosts) -> LayerCosts:
+    """A block of the core, from what one pass through it costs; activations are those of steps with most of them."""
+    options = config.model.recurrence
+    mean, shown, counts = expected_passes(options), options.evaluation, once.counts
+    flops, state, memory = (shown * each for each in (counts.flops, counts.state, counts.memory))
+    return replace(
+        once,
+        counts=replace(counts, flops=flops, state=state, memory=memory),
+        saved=options.backward * once.saved,
+        recomputed=round(mean.backward * once.recomputed),
+        training_flops=counts.flops * (mean.without + 3 * mean.backward),
+    )
+
+
+def _recomputation(config: Config, index: int, block: BlockPattern, counts: Counts) -> tuple[int, int]:
+    """(elements saved per token, FLOPs per token computed again) of a block."""
+    options, units = config.training.activation_checkpointing, _stream_units(config)
+    width = config.model.hidden_size * units
+    if config.training.sequence_chunks > 1:
+        return width, counts.flops
+    if options.mode == "selective":
+        return width + counts.products, 0
+    if options.mode == "full" and index % options.every == 0:
+        return width, counts.flops
+    streams = (units - 1) * config.model.hidden_size * streams_saved(config.model, block)
+    return counts.activations + copies(config, counts) + streams, 0
+
+
+def copies(config: Config, counts: Counts) -> int:
+    """Elements that a layer keeps beside its activations, since it computes them in fp32."""
+    return counts.copies if BYTES[config.precision.compute] == 2 else 0
+
+
+def _head_recomputation(config: Config, counts: Counts, wider: int) -> tuple[int, int]:
+    """(elements saved per token, FLOPs per token computed again) of the head; blocks of modules that predict further
+    tokens are recomputed as those of the stack are.
+
+    Args:
+        wider: elements that an fp32 stream adds to what the head reads.
+    """
+    model, saved, again = config.model, counts.activations + wider, 0
+    for index, block in enumerate(model.further_blocks, start=len(model.blocks)):
+        own = block_counts(model, block, config.training.sequence_length, index)
+        kept, flops = _recomputation(config, index, block, own)
+        saved, again = saved + kept - own.activations + wider, again + flops
+    return saved, again
+
+
+def _stream_units(config: Config) -> int:
+    """How many elements of the compute type one element of the residual stream is as large as."""
+    return BYTES["fp32"] // BYTES[config.precision.compute] if config.model.residual.fp32 else 1
+
+
+def layers_table(config: Config) -> list[dict[str, Any]]:
+    """One row per layer: name, kind, pipeline stage, parameters, those of them that a token uses, FLOPs of the forward
+    pass per token, bytes of activations kept for one micro-batch (of all tensor parallel ranks together), bytes of
+    decoding state of one sample of training.sequence_length tokens."""
+    size, tokens = BYTES[config.precision.compute], config.training.micro_batch_size * config.training.sequence_length
+    return [
+        {
+            "name": layer.name,
+            "kind": layer.kind,
+            "stage": layer.stage,
+            "parameters": layer.counts.parameters,
+            "active_parameters": layer.counts.parameters - layer.counts.idle,
+            "flops": layer.counts.flops,
+            "activation_bytes": layer.saved * tokens * size,
+            "state_bytes": (layer.counts.state - layer.counts.memory) * size + layer.counts.memory * BYTES["fp32"],
+        }
+        for layer in layers(config)
+    ]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Costs of the whole model.
+
+    Attributes:
+        parameters: trainable elements.
+        active_parameters: of these, what one token uses: all but the experts that it does not choose.
+        embedding_parameters: of all, in the token and position embeddings and in an untied head's matrix.
+        forward_flops: per token.
+        training_flops: per token, forward and backward, the backward pass counted as twice the forward pass; without
+            recomputation; of a recurrent core the mean over steps. Model FLOPs utilisation is a share of this.
+        hardware_flops: the same with what is recomputed.
+        core_flops: of the forward pass, those of one pass through a recurrent core.
+    """
+
+    parameters: int
+    active_parameters: int
+    embedding_parameters: int
+    forward_flops: int
+    training_flops: int
+    hardware_flops: int
+    core_flops: int = 0
+
+    @property
+    def non_embedding_parameters(self) -> int:
+        return self.parameters - self.embedding_parameters
+
+
+def totals(config: Config) -> Totals:
+    """The sums over all layers."""
+    rows, model = layers(config), config.model
+    training = round(sum(row.training_flops for row in rows))
+    vocabularies = 1 if model.embedding.tied else 2
+    positions = model.embedding.max_positions if model.embedding.position == "learned" else 0
+    forward = sum(row.counts.flops for row in rows)
+    return Totals(
+        parameters=sum(row.counts.parameters for row in rows),
+        active_parameters=sum(row.counts.parameters - row.counts.idle for row in rows),
+        embedding_parameters=(vocabularies * model.vocab_size + positions) * model.hidden_size,
+        forward_flops=forward,
+        training_flops=training,
+        hardware_flops=training + sum(row.recomputed for row in rows),
+        core_flops=sum(rows[index + 1].counts.flops // model.recurrence.evaluation for index in core_of(model.blocks)),
+    )
+
+
+def teacher_flops(config: Config) -> int:
+    """FLOPs per token of the teacher's forward pass; 0 without one.
+
+    Raises:
+        UserError: its checkpoint cannot be read.
+    """
+    if objective_of(config).teacher is None or config.objective.teacher is None:
+        return 0
+    model = teacher_config(config.objective.teacher).model
+    return totals(config.model_copy(update={"model": model})).forward_flops
+
+
+def flops_of_step(config: Config, total: Totals, step: int) -> float:
+    """FLOPs per token, forward and backward, of a training step: `training_flops`, but with the passes through a
+    recurrent core that this step draws.
+
+    Args:
+        total: of the configuration.
+    """
+    if not total.core_flops:
+        return total.training_flops
+    options = config.model.recurrence
+    mean, own = expected_passes(options), passes_of_step(options, config.training.seed, step)
+    return total.training_flops + total.core_flops * (own.without - mean.without + 3 * (own.backward - mean.backward))
+
+
+def training_operations(config: Config, completed: int) -> int:
+    """FLOPs of all tokens of so many updates, forward and backward; shorter stages of sequence length have fewer."""
+    training, found = config.training, 0
+    for stage in stages_of(config):
+        end = completed if stage.end is None else min(stage.end, completed)
+        if end > stage.begin:
+            found += (end - stage.begin) * totals(as_stage(config, stage)).training_flops
+    return found * training.global_batch_size * training.sequence_length

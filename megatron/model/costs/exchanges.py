@@ -1,0 +1,263 @@
+"""What the layers send on other axes than tensor, in closed form, from what each kind declares.
+
+A kind whose layers look beyond their own tokens says in a static method `exchanges(model, options, around)` what one
+micro-batch sends, forward and backward, as a list of `LayerMessage`; `around` is the rank's place and its share of the
+tokens. Layers that only compute token by token need none. Sizes are nccl-tests' S, as in accounts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from megatron.config import Config
+from megatron.config.arithmetic.recurrence import Passes, core_of
+from megatron.config.pattern import Kind
+from megatron.config.sections.model import ModelSection
+from megatron.config.variants import options_of
+from megatron.parallel.layers.context import ContextGroup
+from megatron.parallel.layout.mesh import Mesh
+from megatron.parallel.messages.account import group_name
+from megatron.parallel.messages.traffic import SIZES, SPLIT, Call, Messages
+
+from ..options import kind_of, layer_class
+from .traffic import ONCE, NotPredicted, stops_early
+
+ALWAYS, UNLESS_KEPT, BEHIND, NEVER = "always", "unless kept", "behind", "never"
+EACH, ALL_BUT_LAST, LAST = "each", "all but the last", "last"
+MEAN, MOST, BY_DOCUMENTS = "mean", "most", "by documents"
+
+
+@dataclass(frozen=True)
+class LayerMessage:
+    """One message of a layer in each micro-batch.
+
+    Attributes:
+        axis: on which: a field of `Mesh`.
+        operation: as in accounts; `send` and `recv` are between two ranks.
+        elements: of nccl-tests' S.
+        dtype: empty is the type in which layers compute.
+        backward: it is sent in the backward pass.
+        again: whether a recomputation sends it once more: always, unless selective recomputation keeps the result,
+            where something that comes behind the layer's last product is needed, or never.
+        shared: a name of what all layers read; the first one asks for it, and with a pipeline that of each block.
+        by_data: what the data decide, empty where nothing: how much of it each rank sends, of which `elements` is the
+            mean over the ranks of the group (`MEAN`) or the most that there can be (`MOST`); or whether documents need
+            it, which is exact where they are known, and else the most (`BY_DOCUMENTS`).
+        training: it is sent in training alone, not where the layer is one of a teacher.
+        split: an all-to-all whose caller gives the size of each rank's part; tables of algorithms leave it alone.
+        chunks: for which chunks of a sequence it is sent, where layers work on chunks: each, all but the last, or the
+            last alone.
+    """
+
+    axis: str
+    operation: str
+    elements: int
+    dtype: str = ""
+    backward: bool = False
+    again: str = ALWAYS
+    shared: str = ""
+    by_data: str = ""
+    split: bool = False
+    training: bool = False
+    chunks: str = EACH
+
+    @property
+    def kind(self) -> str:
+        """Of `Messages.add`."""
+        return SPLIT if self.split else ""
+
+    def times(self, chunks: int) -> int:
+        """How often it is sent for so many chunks."""
+        return {EACH: chunks, ALL_BUT_LAST: chunks - 1, LAST: 1}[self.chunks]
+
+
+@dataclass(frozen=True)
+class Around:
+    """What a layer's messages depend on besides its options.
+
+    Attributes:
+        mesh: this rank's place.
+        context: the ranks that share its sequences.
+        samples: of a micro-batch.
+        length: positions that this rank has of each, or of a chunk of it.
+        documents: whether documents are kept apart.
+        chunks: of a sequence, which layers work on one after the other.
+        known: int [B, S], the documents of the micro-batch's whole samples, where somebody knows them.
+        memo: what several layers derive from these, made once.
+    """
+
+    mesh: Mesh
+    context: ContextGroup
+    samples: int
+    length: int
+    documents: bool
+    chunks: int = 1
+    known: Tensor | None = None
+    memo: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def tensor(self) -> int:
+        """Tensor parallel ranks."""
+        return self.mesh.layout.tensor
+
+    def remember(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """The value made once under this key."""
+        if key not in self.memo:
+            self.memo[key] = make()
+        return self.memo[key]
+
+
+def from_before(around: Around, elements: int, by: int = 1, dtype: str = "") -> list[LayerMessage]:
+    """`ContextGroup.from_before`: what the rank `by` ranks before has, and its gradient on the way back."""
+    rank, ranks = around.context.rank, around.context.size
+    if ranks == 1:
+        return []
+    sent, returned = (elements if there else 0 for there in (rank + by < ranks, rank >= by))
+    return [
+        LayerMessage("context", "all_to_all", sent, dtype, split=True),
+        LayerMessage("context", "all_to_all", returned, dtype, backward=True, split=True),
+    ]
+
+
+def handed_on(around: Around, elements: int, dtype: str = "", *, gradient: bool = True) -> list[LayerMessage]:
+    """`ContextGroup.to_first`: what a chunk leaves on the last rank for the next chunk, which begins on the first; and
+    its gradient, where it has one. Nothing reads what the last chunk leaves."""
+    rank, ranks = around.context.rank, around.context.size
+    if ranks == 1 or around.chunks == 1:
+        return []
+    sent, returned = (elements if here else 0 for here in (rank == ranks - 1, rank == 0))
+    found = [LayerMessage("context", "all_to_all", sent, dtype, split=True)]
+    if gradient:
+        found.append(LayerMessage("context", "all_to_all", returned, dtype, backward=True, split=True,
+                                  chunks=ALL_BUT_LAST))  # fmt: skip
+    return found
+
+
+def document_starts(around: Around) -> list[LayerMessage]:
+    """What scanning layers ask the rank before of documents, once for all of them."""
+    if around.context.size == 1 or not around.documents:
+        return []
+    return [LayerMessage("context", "all_to_all", from_before(around, around.samples)[0].elements, "int32",
+                    again=NEVER, shared="document starts", split=True)]  # fmt: skip
+
+
+@dataclass
+class ExchangeTraffic:
+    """What one micro-batch sends on the context, data and expert axes.
+
+    Attributes:
+        by_data: of calls of which the data decide; see `LayerMessage`.
+    """
+
+    messages: Messages = field(default_factory=Messages)
+    by_data: dict[Call, str] = field(default_factory=dict)
+
+    def add(self, call: Call, times: int, message: LayerMessage) -> None:
+        """`message`, so often."""
+        self.messages.add(call, times, times * message.elements * SIZES[call.dtype], message.kind)
+        if message.by_data:
+            self.by_data[call] = message.by_data
+
+
+def layer_traffic(
+    config: Config, mesh: Mesh, layers: Sequence[int], core: Passes = ONCE, documents: Tensor | None = None
+) -> ExchangeTraffic:
+    """What the layers send in one micro-batch.
+
+    Args:
+        config: resolved.
+        mesh: of the rank.
+        layers: places in the list [embedding, blocks..., head] that the rank holds.
+        core: how often it goes through a recurrent core.
+        documents: int [B, S], of the micro-batch's whole samples; None where nobody knows them.
+
+    Raises:
+        NotPredicted: a kind does not say what it sends.
+    """
+    found, model = ExchangeTraffic(), config.model
+    held = [place - 1 for place in layers if 0 < place <= len(model.blocks)]
+    held += range(len(model.blocks), _count(model)) if len(model.blocks) + 1 in layers else ()
+    for index, layer, message in _asked(config, mesh, held, documents):
+        often = core if index in core_of(model.blocks) and not message.shared else ONCE
+        for call in _calls(config, mesh, layer, message, index):
+            times = int(often.total if call.phase == "forward" else often.backward)
+            found.add(call, times * message.times(config.training.sequence_chunks), message)
+    return found
+
+
+def reading_exchanges(config: Config, mesh: Mesh, documents: Tensor | None = None) -> ExchangeTraffic:
+    """As `layer_traffic`, of a model that is only asked for the input of its head, and whose layers no account names: a
+    teacher.
+    """
+    found, model = ExchangeTraffic(), config.model
+    for index, _, message in _asked(config, mesh, range(len(model.blocks)), documents):
+        if message.backward or message.training:
+            continue
+        times = model.recurrence.evaluation if index in core_of(model.blocks) and not message.shared else 1
+        for call in _calls(config, mesh, "", message, index):
+            if call.phase == "forward":
+                found.add(call, times * message.times(config.training.sequence_chunks), message)
+    return found
+
+
+def _count(model: ModelSection) -> int:
+    return len(model.blocks) + len(model.further_blocks)
+
+
+def _asked(
+    config: Config, mesh: Mesh, held: Iterable[int], known: Tensor | None
+) -> Iterator[tuple[int, str, LayerMessage]]:
+    """(index of the block, layer, message) of blocks in one pass; what all layers read is asked for once."""
+    training, model = config.training, config.model
+    chunks, documents = training.sequence_chunks, config.data.reset_attention_at_eod
+    length = training.sequence_length // mesh.layout.context // chunks
+    around = Around(mesh, ContextGroup.of(mesh), training.micro_batch_size, length, documents, chunks, known)
+    asked: set[str] = set()
+    for index in held:
+        pattern, name = (*model.blocks, *model.further_blocks)[index], f"layers.{index}"
+        if mesh.layout.pipeline > 1 or chunks > 1:  # there each block unpacks a stream of its own, or cuts it anew
+            asked = set()
+        parts = [(name, kind) for kind in pattern.side]
+        parts += [(f"{name}.{kind.name}", kind) for kind in (*pattern.mixers, *([pattern.ffn] if pattern.ffn else []))]
+        for layer, kind in parts:
+            for message in _messages(config, kind, around):
+                if message.shared and message.shared in asked:
+                    continue
+                asked.add(message.shared)
+                if message.again == BEHIND:
+                    left_out = kind is pattern.layers[-1] and stops_early(config.model, pattern)
+                    message = replace(message, again=NEVER if left_out else ALWAYS)
+                yield index, layer, message
+
+
+def _messages(config: Config, kind: Kind, around: Around) -> Iterable[LayerMessage]:
+    layer = layer_class(config.model, kind)
+    if not hasattr(layer, "exchanges"):
+        if around.context.size > 1 and kind_of(config.model, kind).context != "alone":
+            raise NotPredicted(f"layers of kind {kind.name} do not say what they exchange (`exchanges`)")
+        return ()
+    found: Iterable[LayerMessage] = layer.exchanges(config.model, options_of(config.model, kind), around)
+    return found
+
+
+def _calls(config: Config, mesh: Mesh, layer: str, message: LayerMessage, index: int) -> Iterator[Call]:
+    axis, recompute = getattr(mesh, message.axis), config.training.activation_checkpointing
+    if axis.size == 1:
+        return
+    layout = mesh.layout
+    line = layout.all_experts(mesh.at) if message.axis == "expert" else None
+    name = group_name(list(map(layout.rank, line)), layout, mesh.at) if line else message.axis
+    ranks = 2 if message.operation in ("send", "recv") else axis.size
+    dtype = message.dtype or config.precision.compute
+    phases = ["backward" if message.backward else "forward"]
+    repeats = recompute.mode == "selective" or (recompute.mode == "full" and index % recompute.every == 0)
+    repeats |= config.training.sequence_chunks > 1
+    if repeats and not message.backward and message.again != NEVER:
+        kept = message.again == UNLESS_KEPT and recompute.mode == "selective"
+        phases += [] if kept else ["recompute"]
+    for phase in phases:
+        yield Call(phase, layer, name, ranks, message.operation, dtype)

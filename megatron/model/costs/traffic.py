@@ -1,0 +1,331 @@
+"""What the layers send on the tensor axis, in closed form, from what each kind declares.
+
+A kind says in a static method `sends(model, options, tensor)` what one forward pass does, in order, as a list of the
+classes below; `tensor` is the axis. This module makes calls of them: in which passes, of which operation and size.
+
+S bytes of an event in one micro-batch of T tokens, with `width` numbers per token of 4 bytes in fp32 and 2 otherwise:
+    Enter   backward: all-reduce of T width (with sequence parallelism: forward all-gather, backward reduce-scatter)
+    Leave   forward: all-reduce of T width (with sequence parallelism: reduce-scatter, backward all-gather)
+    Summed  forward and backward: all-reduce of T width
+    Shared  backward: all-reduce of the parameter's gradient, which does not depend on T
+(Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron.config import Config
+from megatron.config.arithmetic.recurrence import Passes, core_of
+from megatron.config.pattern import BlockPattern, Kind
+from megatron.config.sections.model import ModelSection, NormOptions
+from megatron.config.variants import options_of
+from megatron.objectives.named import objective_of
+from megatron.parallel.messages.traffic import SIZES, Call, Messages
+from megatron.parallel.transport.compression import part_message, sum_messages
+
+from ..block import Block, opens_core, reads_stream
+from ..options import layer_class
+
+ONCE = Passes(0, 1)
+
+
+class NotPredicted(ValueError):
+    """A configuration has a part whose messages nobody has written down."""
+
+
+@dataclass(frozen=True)
+class TensorAxis:
+    """How many tensor parallel ranks there are, whether the stream is cut along the sequence, and in which form
+    activations travel (`megatron.config.arithmetic.wire`)."""
+
+    ranks: int = 1
+    sequence: bool = False
+    wire: str = "none"
+
+
+@dataclass(frozen=True)
+class Enter:
+    """Into a tensor region."""
+
+    width: int
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Out of a tensor region."""
+
+    width: int
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A value that every rank uses after a sum; `wide` where it is fp32 in every precision.
+
+    Attributes:
+        again: it is made once more in the backward pass.
+    """
+
+    width: int
+    wide: bool = False
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A replicated parameter of which each rank sees part of the uses."""
+
+    elements: int
+    wide: bool = False
+
+
+Event = Enter | Leave | Summed | Shared
+
+
+def row_events(width: int, bias: bool, tensor: TensorAxis) -> list[Event]:
+    """A `RowLinear` that closes a region."""
+    return [Leave(width), *([Shared(width)] if bias and tensor.sequence else [])]
+
+
+def whole_events(rows: int, columns: int, bias: bool = False) -> list[Event]:
+    """A `ColumnLinear` that is not cut."""
+    return [*([Shared(rows)] if bias else []), Shared(rows * columns)]
+
+
+def norm(options: NormOptions, size: int, partial: bool = True) -> list[Event]:
+    """A `Norm`."""
+    vectors = {"layernorm": 2 if options.bias else 1, "rmsnorm": 1, "nonparametric": 0}[options.type]
+    return [Shared(size)] * vectors if partial else []
+
+
+@dataclass(frozen=True)
+class CallRecorder:
+    """Makes calls of events.
+
+    Attributes:
+        tensor: the axis.
+        tokens: of a micro-batch.
+        dtype: in which the layers compute.
+    """
+
+    tensor: TensorAxis
+    tokens: int
+    dtype: str
+
+    def calls(self, layer: str, events: Iterable[Event], forward: str = "forward") -> Iterator[tuple[Call, int, int]]:
+        """Those of a forward pass, or of its repetition (`forward="recompute"`)."""
+        for event in events:
+            if isinstance(event, Enter) and self.tensor.sequence:
+                yield from self._door(forward, layer, "all_gather", event.width)
+            elif isinstance(event, Leave):
+                operation = "reduce_scatter" if self.tensor.sequence else "all_reduce"
+                yield from self._door(forward, layer, operation, event.width)
+            elif isinstance(event, Summed):
+                yield self._call(forward, layer, "all_reduce", event.width, event.wide)
+
+    def gradients(self, layer: str, events: Iterable[Event]) -> Iterator[tuple[Call, int, int]]:
+        """Those of the backward pass."""
+        for event in events:
+            if isinstance(event, Enter):
+                operation = "reduce_scatter" if self.tensor.sequence else "all_reduce"
+                yield from self._door("backward", layer, operation, event.width)
+            elif isinstance(event, Leave) and self.tensor.sequence:
+                yield from self._door("backward", layer, "all_gather", event.width)
+            elif isinstance(event, Summed):
+                for _ in range(2 if event.again else 1):
+                    yield self._call("backward", layer, "all_reduce", event.width, event.wide)
+            elif isinstance(event, Shared):
+                dtype = "fp32" if event.wide else self.dtype
+                call = Call("backward", layer, "tensor", self.tensor.ranks, "all_reduce", dtype)
+                yield call, 1, event.elements * SIZES[dtype]
+
+    def _door(self, phase: str, layer: str, operation: str, width: int) -> Iterator[tuple[Call, int, int]]:
+        """Into or out of a tensor region, in the form in which activations travel."""
+        wire, ranks, elements = self.tensor.wire, self.tensor.ranks, self.tokens * width
+        if wire == "none":
+            yield self._call(phase, layer, operation, width)
+            return
+        size, found = part_message(wire, elements, ranks), {"all_gather": ["all_gather"]}
+        if operation == "all_reduce":
+            size, _ = sum_messages(wire, elements, ranks)
+            found["all_reduce"] = ["all_to_all", "all_gather"]
+        for each in found.get(operation, ["all_to_all"]):
+            yield Call(phase, layer, "tensor", ranks, each, "uint8"), 1, size
+
+    def _call(self, phase: str, layer: str, operation: str, width: int, wide: bool = False) -> tuple[Call, int, int]:
+        dtype = "fp32" if wide else self.dtype
+        call = Call(phase, layer, "tensor", self.tensor.ranks, operation, dtype)
+        return call, 1, self.tokens * width * SIZES[dtype]
+
+
+def tensor_traffic(config: Config, layers: Sequence[int], tensor: TensorAxis, core: Passes = ONCE) -> Messages:
+    """What one micro-batch sends on the tensor axis.
+
+    Args:
+        config: resolved.
+        layers: places in the list [embedding, blocks..., head] that a rank holds.
+        core: how often it goes through a recurrent core.
+
+    Raises:
+        NotPredicted: a kind does not say what it sends.
+    """
+    tally = Messages()
+    if tensor.ranks == 1:
+        return tally
+    model, chunks, passes = config.model, config.training.sequence_chunks, _chunk(config, tensor)
+    for place in [place for place in layers for _ in range(chunks)]:
+        if place == 0:
+            _all(tally, passes, "embedding", _embedding(model, tensor))
+        elif place == len(model.blocks) + 1:
+            _head(tally, passes, config)
+        else:
+            often = core if place - 1 in core_of(model.blocks) else ONCE
+            _block(tally, passes, config, place - 1, often)
+    inside = core_of(model.blocks)
+    if inside and inside.start + 1 in layers and model.recurrence.norm == "head":
+        _all(tally, passes, "", norm(model.norm, model.hidden_size, tensor.sequence))
+    return tally
+
+
+def reading_traffic(config: Config, tensor: TensorAxis) -> Messages:
+    """What one micro-batch sends on the tensor axis in a model that is only asked for the input of its head, and whose
+    layers no account names: a teacher.
+
+    Raises:
+        NotPredicted: a kind does not say what it sends.
+    """
+    tally, model = Messages(), config.model
+    if tensor.ranks == 1:
+        return tally
+    events, inside = _embedding(model, tensor), core_of(model.blocks)
+    for index, pattern in enumerate(model.blocks):
+        once = [event for _, each in block_sends(model, pattern, tensor, index) for event in each]
+        events += once * (model.recurrence.evaluation if index in inside else 1)
+    for _ in range(config.training.sequence_chunks):
+        for entry in _chunk(config, tensor).calls("", [*events, Enter(model.hidden_size)]):
+            tally.add(*entry)
+    return tally
+
+
+def _chunk(config: Config, tensor: TensorAxis) -> CallRecorder:
+    """Each chunk of a sequence goes through a layer by itself."""
+    training = config.training
+    length = training.sequence_length // config.parallel.context // training.sequence_chunks
+    return CallRecorder(tensor, training.micro_batch_size * length, config.precision.compute)
+
+
+def _all(tally: Messages, passes: CallRecorder, layer: str, events: list[Event], often: Passes = ONCE) -> None:
+    _repeat(tally, passes.calls(layer, events), often.total)
+    _repeat(tally, passes.gradients(layer, events), often.backward)
+
+
+def _repeat(tally: Messages, entries: Iterable[tuple[Call, int, int]], times: float) -> None:
+    for call, messages, size in entries:
+        tally.add(call, messages * int(times), size * int(times))
+
+
+def _head(tally: Messages, passes: CallRecorder, config: Config) -> None:
+    """The head, with the modules that predict further tokens: what it reads for all of them is one message."""
+    model, tensor = config.model, passes.tensor
+    H, times = model.hidden_size, 1 + len(model.further_blocks)
+    normed = norm(model.norm, H, tensor.sequence)
+    joined = [Leave(H), *normed, *normed, Enter(2 * H), Leave(H), *normed]
+    for index in range(len(model.blocks), len(model.blocks) + times - 1):
+        _all(tally, passes, "head", joined)
+        _block(tally, passes, config, index)
+    _all(tally, passes, "head", [*normed, Enter(times * H)])
+    _loss(tally, passes, config, times)
+    if config.training.sequence_chunks > 1:  # made again, by a function of the head, which no account can name
+        for entry in passes.calls("", [Enter(times * H)], "backward"):
+            tally.add(*entry)
+        _loss(tally, passes, config, times, ("backward", ""))
+
+
+def _embedding(model: ModelSection, tensor: TensorAxis) -> list[Event]:
+    H, cut = model.hidden_size, tensor.sequence
+    events: list[Event] = [Leave(H)]
+    if model.embedding.position == "learned" and cut:
+        events.append(Shared(model.embedding.max_positions * H))
+    if model.embedding.norm:
+        events += norm(model.norm, H, cut)
+    return events + ([Shared(2 * H)] if model.residual.channel_scales and cut else [])
+
+
+def _loss(
+    tally: Messages, passes: CallRecorder, config: Config, times: int, at: tuple[str, str] = ("forward", "head")
+) -> None:
+    """Each chunk of logits of `times` as many tokens, in fp32 per token: the largest, then two sums; beside a teacher's
+    logits the largest of both, then five sums."""
+    tokens, widths = times * passes.tokens, (1, 2) if objective_of(config).teacher is None else (2, 5)
+    call = Call(*at, "tensor", passes.tensor.ranks, "all_reduce", "fp32")
+    step = config.training.loss_chunk or tokens
+    for chunks, size in ((tokens // step, step), (1, tokens % step)):
+        for width in widths if size else ():
+            tally.add(call, chunks, chunks * width * size * SIZES["fp32"])
+
+
+def block_sends(
+    model: ModelSection, pattern: BlockPattern, tensor: TensorAxis, index: int
+) -> list[tuple[str, list[Event]]]:
+    """What a block does in one forward pass, in order: (part, events); the part is a kind, or empty for the rest.
+
+    Raises:
+        NotPredicted: a kind does not say what it sends.
+    """
+    H, cut = model.hidden_size, tensor.sequence
+    found: list[tuple[str, list[Event]]] = [("injection", [Enter(2 * H), Leave(H)])] if opens_core(model, index) else []
+    found += [("", _layer(model, kind, tensor, index)) for kind in pattern.side]
+    shared = Block.shares_norm(model, pattern)
+    for branch in (pattern.mixers, (pattern.ffn,) if pattern.ffn else ()):
+        if not branch:
+            continue
+        norms = norm(model.norm, H, cut) if not (shared and branch[0] is pattern.ffn) else []
+        after = norm(model.norm, H, cut) if model.residual.norm in ("both", "sandwich") else []
+        scales = [Shared(4 * H)] if model.residual.channel_scales and cut else []
+        own = [(kind.name, _layer(model, kind, tensor, index)) for kind in branch]
+        found += [("", norms), *own, ("", [*after, *scales])]
+    return found
+
+
+def _layer(model: ModelSection, kind: Kind, tensor: TensorAxis, index: int) -> list[Event]:
+    layer = layer_class(model, kind)
+    if not hasattr(layer, "sends"):
+        raise NotPredicted(f"layers of kind {kind.name} do not say what they send (`sends`)")
+    place = (index,) if getattr(layer, "indexed", False) else ()
+    return layer.sends(model, options_of(model, kind), tensor, *place)
+
+
+def _block(tally: Messages, passes: CallRecorder, config: Config, index: int, often: Passes = ONCE) -> None:
+    model, recompute = config.model, config.training.activation_checkpointing
+    pattern, name = (*model.blocks, *model.further_blocks)[index], f"layers.{index}"
+    parts = block_sends(model, pattern, passes.tensor, index)
+    for part, events in parts:
+        _all(tally, passes, f"{name}.{part}" if part else name, events, often)
+    left = recompute.mode == "none" or (recompute.mode == "full" and index % recompute.every)
+    if left and config.training.sequence_chunks == 1:
+        return
+    for part, events in _repeated(model, pattern, parts):
+        _repeat(tally, passes.calls(f"{name}.{part}" if part else name, events, "recompute"), often.backward)
+
+
+def stops_early(model: ModelSection, pattern: BlockPattern) -> bool:
+    """Whether a block's repetition ends with its last layer's last matrix product: where that layer's sum is only added
+    to the stream, the backward pass needs nothing behind it, so the sum is not made again."""
+    kind = pattern.layers[-1]
+    layer, residual = layer_class(model, kind), model.residual
+    normed = residual.norm in ("both", "sandwich") or reads_stream(model, pattern)
+    needed = getattr(layer, "needs_output", lambda model, options: False)(model, options_of(model, kind))
+    return not (normed or residual.channel_scales or model.dropout > 0.0 or needed)
+
+
+def _repeated(
+    model: ModelSection, pattern: BlockPattern, parts: list[tuple[str, list[Event]]]
+) -> list[tuple[str, list[Event]]]:
+    """What runs again: all up to the last tensor that the backward pass needs."""
+    if not stops_early(model, pattern):
+        return parts
+    last = max(place for place, (part, _) in enumerate(parts) if part)
+    kept = [event for event in parts[last][1]]
+    place = max(at for at, event in enumerate(kept) if isinstance(event, Leave))
+    return [*parts[:last], (parts[last][0], [*kept[:place], *kept[place + 1 :]])]

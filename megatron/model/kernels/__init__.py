@@ -1,0 +1,1 @@
+"""Choice of kernels: torch, torch.compile, CUDA graphs, FlashAttention."""

@@ -1,0 +1,186 @@
+"""torch.compile of single blocks: which runs use it, and why.
+
+A block is the unit because all blocks of a kind share one compilation, because the pipeline cuts between blocks, and
+because what surrounds them (embedding, fused loss) has nothing to fuse. Of a block whose mixer or feed-forward has
+loops or kernels of its own, the other half is compiled, and of each layer the methods that it names in
+`compiled_parts`: elementwise work between its products, which reads no parameter by itself and sends nothing. Where
+collectives, hooks or chunks cut blocks, these parts are compiled alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config import Config
+from megatron.config.pattern import BlockPattern, Kind
+from megatron.parallel.fallback import Fallback, lower_backward_at_once
+
+from ..block import Block, BlockState
+from ..options import kind_of, layer_class
+from ..stream import Stream
+from .cuda_graphs import OPTIONS, gradients_leave_graphs
+
+T = TypeVar("T")
+Extent = Literal["off", "parts", "blocks"]
+
+
+class Compilable(Protocol):
+    """A mixer of a kind that `compiles`."""
+
+    def prepare(self, stream: Stream) -> None:
+        """Make what the stream remembers for its layers, outside of the compiled part."""
+
+
+def choose_compilation(config: Config, device: torch.device | str) -> tuple[Extent, str]:
+    """How much of the blocks of a run is compiled, and the reason."""
+    wanted, kind = config.training.compile, torch.device(device).type
+    if wanted == "off":
+        return "off", "training.compile: off"
+    if kind == "meta":
+        return "off", "nothing is computed on the meta device"
+    if wanted == "auto" and kind != "cuda":
+        return "off", "auto: on CPU it gains nothing, or too little for its start and memory"
+    if not any(_has_parts(config, each) for each in config.model.blocks):
+        return "off", "no layer has parts that are compiled"
+    cut = _cut_by(config)
+    if cut:
+        return "parts", cut
+    if wanted == "layer":
+        return "blocks", "training.compile: layer"
+    return "blocks", "auto: on GPUs norms, activations, rotary and residual sums become few kernels"
+
+
+def _cut_by(config: Config) -> str | None:
+    """What stands between the parts of a block, so that it is not compiled as one."""
+    if config.parallel.tensor > 1:
+        return "collectives of tensor parallelism cut blocks"
+    if config.parallel.context > 1:
+        return "collectives of context parallelism cut attention"
+    if config.training.sequence_chunks > 1:
+        return "each chunk of a sequence has other keys before it, and would be compiled anew"
+    model = config.model
+    if model.dropout > 0 or model.attention.dropout > 0 or any("dropout" in each for each in model.variants.values()):
+        return "dropout has its own keys in each block, so each would be compiled anew"
+    if config.training.activation_checkpointing.mode == "selective":
+        return "selective recomputation chooses among single operations, which a compiled block no longer has"
+    if config.zero.stage == 3:
+        return "ZeRO 3 gathers parameters in hooks between the operations of a block"
+    return None
+
+
+def _compiles(config: Config, kinds: Iterable[Kind]) -> bool:
+    """Whether these are kinds without loops and kernels of their own."""
+    found = list(kinds)
+    return bool(found) and all(kind_of(config.model, each).compiles for each in found)
+
+
+def _fits(config: Config, block: BlockPattern) -> bool:
+    """Blocks of attention and mlp."""
+    return bool(block.mixers) and _compiles(config, block.kinds)
+
+
+def _halves(config: Config, block: BlockPattern) -> list[str]:
+    """The methods of a block that add one branch, of whatever kind the other is."""
+    if config.model.residual.form == "parallel" or _fits(config, block):
+        return []
+    mixes = not block.side and _compiles(config, block.mixers)
+    feeds = block.ffn is not None and _compiles(config, [block.ffn])
+    return ["mixed"] * mixes + ["fed"] * feeds
+
+
+def _has_parts(config: Config, block: BlockPattern) -> bool:
+    return any(hasattr(layer_class(config.model, kind), "compiled_parts") for kind in block.kinds)
+
+
+def describe_compile(config: Config, device: torch.device | str) -> str:
+    """One line for people: the choice and its reason."""
+    extent, reason = choose_compilation(config, device)
+    whole = all(_fits(config, block) for block in config.model.blocks)
+    blocks = "blocks" if whole else "what is made of attention and mlp, and parts of other layers"
+    what = {"off": "off", "parts": "parts of layers", "blocks": blocks}[extent]
+    return f"torch.compile: {what} ({reason})" + (", as CUDA graphs" if graphs(config, device) else "")
+
+
+def graphs(config: Config, device: torch.device | str) -> bool:
+    """Whether compiled blocks are CUDA graphs."""
+    return config.training.cuda_graphs and torch.device(device).type == "cuda"
+
+
+def compile_forward(block: Block, config: Config, device: torch.device | str) -> None:
+    """Compile the block's forward pass, or parts of it, where the run does; decoding, whose shapes change, stays as it
+    is.
+
+    Call it before recomputation is added: a block that runs again runs its compiled form.
+    """
+    extent, _ = choose_compilation(config, device)
+    if extent == "off":
+        return
+    options = _options(config, device)
+    lower_backward_at_once()
+
+    def compiled(plain: Callable[..., T], dynamic: bool | None = False) -> Callable[..., T]:
+        return Fallback("blocks run as they are").of(torch.compile(plain, dynamic=dynamic, options=options), plain)
+
+    if graphs(config, device):
+        gradients_leave_graphs(block)
+    if extent == "blocks" and _fits(config, block.pattern):
+        _compile_whole(block, compiled)
+        return
+    halves = _halves(config, block.pattern) if extent == "blocks" else []
+    for name in halves:
+        _compile_half(block, name, compiled)
+    inside = [module for name in halves for module in _half(block, name).modules()]
+    for module in block.modules():
+        for name in () if module in inside else getattr(module, "compiled_parts", ()):
+            setattr(module, name, compiled(getattr(module, name), dynamic=None))  # the rows of an expert change
+
+
+def _half(block: Block, name: str) -> nn.Module:
+    """The layer whose branch a method of `_halves` adds."""
+    return cast(nn.Module, block.mixer if name == "mixed" else block.ffn)
+
+
+def _compile_whole(block: Block, compiled: Callable) -> None:
+    plain = block.forward
+    fast = compiled(plain)
+    prepare, module = cast(Compilable, block.mixer).prepare, cast(nn.Module, block)
+
+    def forward(stream: Stream, state: BlockState | None = None) -> Stream:
+        if state is not None:
+            return plain(stream, state)
+        prepare(stream)
+        return fast(stream)
+
+    module.forward = forward
+
+
+def _compile_half(block: Block, name: str, compiled: Callable) -> None:
+    """Of kinds that write nothing beside the stream."""
+    plain: Callable[[Tensor, Stream, BlockState], tuple[Tensor, Stream]] = getattr(block, name)
+    fast, mixes = compiled(lambda x, stream: plain(x, stream, BlockState())[0]), name == "mixed"
+
+    def half(x: Tensor, stream: Stream, state: BlockState) -> tuple[Tensor, Stream]:
+        if (state.mixer if mixes else state.ffn) is not None:
+            return plain(x, stream, state)
+        if mixes:
+            cast(Compilable, block.mixer).prepare(stream)
+        return fast(x, stream), stream
+
+    setattr(block, name, half)
+
+
+def _options(config: Config, device: torch.device | str) -> dict[str, Any] | None:
+    """What inductor needs to be told.
+
+    Two biases whose gradients are the same sum, as those of a parallel residual, become one C++ loop that stores it
+    twice; torch 2.13 then declares the number of a narrower type twice, which no compiler takes. So no loops are joined
+    side by side.
+    """
+    if graphs(config, device):
+        return OPTIONS
+    narrow = torch.device(device).type == "cpu" and config.precision.compute != "fp32"
+    return {"cpp.max_horizontal_fusion_size": 1} if narrow else None

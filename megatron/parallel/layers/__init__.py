@@ -1,0 +1,1 @@
+"""Sharded layers, and the collectives that autograd sees."""

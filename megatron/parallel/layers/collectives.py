@@ -1,0 +1,193 @@
+"""Collectives that autograd can see. Each is the identity where its axis has one rank.
+
+A *tensor region* is the part of a layer in which each tensor parallel rank holds a slice of the channels.
+Outside of it the residual stream is either whole on every rank, or, with sequence parallelism, cut along
+the sequence. `enter` and `leave` are the two doors; their backward passes are each other's forward passes
+(Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2).
+
+Shapes: B batch, S sequence, H hidden; t the tensor parallel size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..layout.mesh import Axis, Mesh
+from ..messages.account import here
+from ..transport.compression import gathered, scattered_sum, summed
+
+NONE = "none"  # what travels is what is given
+
+
+def all_reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """The sum (or `op`) over the axis, not seen by autograd; writes into `x` where it can."""
+    if axis.size == 1:
+        return x
+    x = x.contiguous()
+    dist.all_reduce(x, op=op, group=axis.group)
+    return x
+
+
+def _gather_sequence(x_BsH: Tensor, axis: Axis, wire: str = NONE) -> Tensor:
+    """[B, S/t, H] to [B, S, H]."""
+    x_sBH = x_BsH.transpose(0, 1).contiguous()
+    if wire != NONE:
+        return gathered(x_sBH, axis, wire).transpose(0, 1).contiguous()
+    out_SBH = x_sBH.new_empty((x_sBH.shape[0] * axis.size, *x_sBH.shape[1:]))
+    dist.all_gather_into_tensor(out_SBH, x_sBH, group=axis.group)
+    return out_SBH.transpose(0, 1).contiguous()
+
+
+def _scatter_sum_sequence(x_BSH: Tensor, axis: Axis, wire: str = NONE) -> Tensor:
+    """[B, S, H] partial sums to this rank's [B, S/t, H] of the sum."""
+    x_SBH = x_BSH.transpose(0, 1).contiguous()
+    if wire != NONE:
+        return scattered_sum(x_SBH, axis, wire).transpose(0, 1).contiguous()
+    out_sBH = x_SBH.new_empty((x_SBH.shape[0] // axis.size, *x_SBH.shape[1:]))
+    dist.reduce_scatter_tensor(out_sBH, x_SBH, group=axis.group)
+    return out_sBH.transpose(0, 1).contiguous()
+
+
+def _sum(x: Tensor, axis: Axis, wire: str) -> Tensor:
+    return all_reduce(x.clone(), axis) if wire == NONE else summed(x, axis, wire)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, wire: str = NONE) -> Tensor:
+        ctx.axis, ctx.wire, ctx.layer = axis, wire, here()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _sum(grad, ctx.axis, ctx.wire), None, None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, wire: str = NONE) -> Tensor:
+        return _sum(x, axis, wire)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
+
+
+class _ReduceBoth(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis, ctx.layer = axis, here()
+        return all_reduce(x.clone(), axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad.clone(), ctx.axis), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, wire: str = NONE) -> Tensor:
+        ctx.axis, ctx.wire, ctx.layer = axis, wire, here()
+        return _gather_sequence(x, axis, wire)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _scatter_sum_sequence(grad, ctx.axis, ctx.wire), None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, wire: str = NONE) -> Tensor:
+        ctx.axis, ctx.wire, ctx.layer = axis, wire, here()
+        return _scatter_sum_sequence(x, axis, wire)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _gather_sequence(grad, ctx.axis, ctx.wire), None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RH: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
+        ctx.sent, ctx.received, ctx.axis, ctx.layer = sent, received, axis, here()
+        return _all_to_all(x_RH, sent, received, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_to_all(grad_RH, ctx.received, ctx.sent, ctx.axis), None, None, None
+
+
+def _all_to_all(x_RH: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
+    out_RH = x_RH.new_empty((sum(received), *x_RH.shape[1:]))
+    dist.all_to_all_single(out_RH, x_RH.contiguous(), received, sent, group=axis.group)
+    return out_RH
+
+
+def exchange(x_RH: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
+    """Each rank's rows to the ranks they are for; gradients go the way back.
+
+    Args:
+        x_RH: rows in the order of the ranks that get them.
+        sent: how many rows each rank of the axis gets from here.
+        received: how many come from each; they follow each other in the result.
+    """
+    return x_RH if axis.size == 1 else _Exchange.apply(x_RH, sent, received, axis)
+
+
+def gather_rows(x_RH: Tensor, axis: Axis) -> Tensor:
+    """The rows of all ranks, [t R, H]; the gradients of the ranks are summed. R is the same everywhere."""
+    return x_RH if axis.size == 1 else _Gather.apply(x_RH.unsqueeze(0), axis).squeeze(0)
+
+
+def gather_sequence(x_BsH: Tensor, axis: Axis) -> Tensor:
+    """[B, s, ...] of all ranks along the second dimension; their gradients are summed, and each gets its part's."""
+    return x_BsH if axis.size == 1 else _Gather.apply(x_BsH, axis)
+
+
+def scatter_rows(x_RH: Tensor, axis: Axis) -> Tensor:
+    """This rank's share [R / t, H] of the sum of the ranks' rows."""
+    return x_RH if axis.size == 1 else _ScatterSum.apply(x_RH.unsqueeze(0), axis).squeeze(0)
+
+
+def enter(x: Tensor, mesh: Mesh) -> Tensor:
+    """Into the tensor region: every rank gets the whole [B, S, H]; the gradients of the ranks are summed."""
+    if mesh.tensor.size == 1:
+        return x
+    return (_Gather if mesh.layout.sequence else _Copy).apply(x, mesh.tensor, mesh.layout.tensor_wire)
+
+
+def leave(x: Tensor, mesh: Mesh) -> Tensor:
+    """Out of the tensor region: the ranks' partial [B, S, H] are summed (and cut along the sequence)."""
+    if mesh.tensor.size == 1:
+        return x
+    return (_ScatterSum if mesh.layout.sequence else _Reduce).apply(x, mesh.tensor, mesh.layout.tensor_wire)
+
+
+def sum_gradient(parameter: Tensor, axis: Axis) -> Tensor:
+    """A replicated parameter of which each rank sees only part of the uses: its gradient is summed over the axis."""
+    return parameter if axis.size == 1 else _Copy.apply(parameter, axis)
+
+
+def sum_over(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over the axis of a value that every rank then uses: the gradient is summed too."""
+    return x if axis.size == 1 else _ReduceBoth.apply(x, axis)
+
+
+def swap(axis: Axis, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> list[dist.Work]:
+    """Start to send tensors to the ranks that are so far behind this one on the axis, counted around, and to receive
+    what others send here; none is done before its `wait`, and received tensors are written then. All ranks must call it
+    in the same order."""
+
+    def peer(by: int) -> int:
+        return axis.ranks[(axis.rank + by) % axis.size]
+
+    calls = [
+        *(dist.P2POp(dist.isend, each, peer(by), group=axis.group) for by, each in sent),
+        *(dist.P2POp(dist.irecv, each, peer(by), group=axis.group) for by, each in received),
+    ]
+    return dist.batch_isend_irecv(calls) if calls else []

@@ -1,0 +1,184 @@
+"""Sharded matrices: linear layers cut by output or by input channels, and the token embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..layout.initial import ZEROS, Init
+from ..layout.mesh import ALONE, Mesh
+from ..layout.shard import Growth, Role, Shard
+from .async_tensor import gathered_through, scattered_product
+from .collectives import enter, leave, sum_gradient
+from .folded import embedding_of_rows, linear_of_rows
+from .parameters import ParameterFactory
+
+
+class ColumnLinear(nn.Module):
+    """[..., inputs] to this rank's slice of [..., outputs]; lives inside a tensor region.
+
+    Args:
+        parts: sizes of the fused matrices along the outputs; each is cut separately.
+        unit: cuts fall on multiples of this many outputs (head_dim).
+        heads: what each part gives, "query", "key" or "value", where it gives heads of `unit` outputs.
+        shard: False keeps the whole matrix on every rank; then each rank may use only part of the result, and
+            the gradient is summed over the ranks (key/value heads fewer than ranks).
+        folds: whether ranks that share sequences may share the rows of the matrix.
+    """
+
+    def __init__(
+        self,
+        make: ParameterFactory,
+        inputs: int,
+        parts: tuple[int, ...],
+        *,
+        init: Init,
+        role: Role = Role.HIDDEN,
+        bias: bool = False,
+        unit: int = 1,
+        shard: bool = True,
+        growth: Growth | None = None,
+        heads: tuple[str, ...] | None = None,
+        folds: bool = True,
+    ):
+        super().__init__()
+        self.axis = make.mesh.tensor
+        self.shard = shard
+        cut = Shard(0, parts, unit) if shard else None
+        outputs = sum(parts)
+        self.rows = make.row_axis(outputs) if folds else ALONE
+        self.weight = make.parameter(
+            "weight",
+            (outputs, inputs),
+            role=role,
+            init=init,
+            shard=cut,
+            matrices=parts,
+            growth=growth,
+            heads=None if heads is None else tuple((each, unit) for each in heads),
+            rows=self.rows,
+        )
+        self.bias = make.parameter("bias", (outputs,), role=Role.BIAS, init=ZEROS, shard=cut) if bias else None
+        self.linear = make.linear(inputs, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.rows.size > 1:
+            return linear_of_rows(x, self.weight, self.bias, self.rows)
+        return self.linear(x, *self.used())
+
+    def used(self) -> tuple[Tensor, Tensor | None]:
+        """The matrix and the bias that this rank multiplies with and adds."""
+        if self.shard:
+            return self.weight, self.bias
+        bias = None if self.bias is None else sum_gradient(self.bias, self.axis)
+        return sum_gradient(self.weight, self.axis), bias
+
+
+def entered(x: Tensor, columns: Sequence[ColumnLinear], mesh: Mesh) -> tuple[Tensor, list[Tensor]]:
+    """Into the tensor region, and there through each of these matrices: [B, S, H], and [B, S, ...] of each."""
+    if not mesh.layout.async_tensor:
+        x = enter(x, mesh)
+        return x, [each(x) for each in columns]
+    matrices, biases = zip(*(each.used() for each in columns))
+    x, products = gathered_through(x, matrices, mesh.tensor)
+    return x, [y if bias is None else y + bias for y, bias in zip(products, biases)]
+
+
+class RowLinear(nn.Module):
+    """This rank's slice of [..., inputs] to the whole [..., outputs]; closes a tensor region.
+
+    The bias is added once, after the sum over ranks.
+    """
+
+    def __init__(
+        self,
+        make: ParameterFactory,
+        inputs: int,
+        outputs: int,
+        *,
+        init: Init,
+        role: Role = Role.OUTPUT,
+        bias: bool = False,
+        unit: int = 1,
+    ):
+        super().__init__()
+        self.mesh, self.rows = make.mesh, make.row_axis(outputs)
+        self.weight = make.parameter(
+            "weight",
+            (outputs, inputs),
+            role=role,
+            init=init,
+            shard=Shard(1, None, unit),
+            matrices=(outputs,),
+            rows=self.rows,
+        )
+        self.bias = make.parameter("bias", (outputs,), role=Role.BIAS, init=ZEROS) if bias else None
+        self.linear = make.linear(inputs, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.rows.size > 1:
+            return linear_of_rows(x, self.weight, self.bias, self.rows)
+        if self.mesh.tensor.size == 1:
+            return self.linear(x, self.weight, self.bias)
+        if self.mesh.layout.async_tensor:
+            y = scattered_product(x, self.weight, self.mesh.tensor)
+        else:
+            y = leave(self.linear(x, self.weight, None), self.mesh)
+        if self.bias is None:
+            return y
+        # With sequence parallelism each rank adds the bias to its part of the sequence only.
+        return y + (sum_gradient(self.bias, self.mesh.tensor) if self.mesh.layout.sequence else self.bias)
+
+
+class WholeLinear(nn.Module):
+    """[..., s, inputs] to [..., s, outputs] outside of tensor regions; every rank has the whole matrix.
+
+    With sequence parallelism each rank sees part of the positions, and the gradient is summed over the ranks.
+    """
+
+    def __init__(self, make: ParameterFactory, inputs: int, outputs: int, *, init: Init, role: Role = Role.OUTPUT):
+        super().__init__()
+        self.axis = make.mesh.tensor if make.mesh.layout.sequence else None
+        self.rows, shape = make.row_axis(outputs), (outputs, inputs)
+        self.weight = make.parameter("weight", shape, role=role, init=init, matrices=(outputs,), rows=self.rows)
+        self.linear = make.linear(inputs, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.rows.size > 1:
+            return linear_of_rows(x, self.weight, None, self.rows)
+        return self.linear(x, self.weight if self.axis is None else sum_gradient(self.weight, self.axis), None)
+
+
+class VocabEmbedding(nn.Module):
+    """Token ids [B, S] to embeddings [B, S, H] (or [B, S/t, H]); the rows of the table are cut over the ranks."""
+
+    def __init__(
+        self, make: ParameterFactory, vocab: int, hidden: int, *, init: Init, weight: nn.Parameter | None = None
+    ):
+        """`weight`: that of another embedding, which this one shares."""
+        super().__init__()
+        self.mesh, self.rows, shape = make.mesh, make.row_axis(vocab), (vocab, hidden)
+        if weight is None:
+            weight = make.parameter("weight", shape, role=Role.EMBEDDING, init=init, shard=Shard(0), rows=self.rows)
+        self.weight = weight
+        (self.span,) = Shard(0).spans(vocab, self.mesh.tensor.rank, self.mesh.tensor.size)
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        if self.rows.size > 1:
+            return embedding_of_rows(tokens_BS, self.weight, self.rows)
+        if self.mesh.tensor.size == 1:
+            return F.embedding(tokens_BS, self.weight)
+        local_BS = tokens_BS - self.span.start
+        foreign_BS = (local_BS < 0) | (local_BS >= self.span.length)
+        x_BSH = F.embedding(local_BS.masked_fill(foreign_BS, 0), self.weight)
+        return leave(x_BSH.masked_fill(foreign_BS.unsqueeze(-1), 0), self.mesh)
+
+
+def sequence_slice(x: Tensor, mesh: Mesh, dim: int = 1) -> Tensor:
+    """This rank's part of a whole tensor along the sequence, where the residual stream is cut; no gradient flows."""
+    if not mesh.layout.sequence:
+        return x
+    length = x.shape[dim] // mesh.tensor.size
+    return x.narrow(dim, mesh.tensor.rank * length, length)

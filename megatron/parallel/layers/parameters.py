@@ -1,0 +1,168 @@
+"""Making parameters: the one place where a logical tensor becomes this rank's `nn.Parameter`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layout.initial import Init, initial_values
+from ..layout.mesh import ALONE, Axis, Mesh
+from ..layout.precision import wide_type
+from ..layout.shard import UNSCALED, Growth, LogicalTensor, Role, Scales, Shard, Span, growth_of
+from .context import ContextGroup
+from .eight_bits import Linear, linear_for
+
+
+@dataclass(frozen=True)
+class ParameterFactory:
+    """Creates this rank's shards of logical tensors, with their initial values.
+
+    Attributes:
+        mesh: where this rank stands.
+        seed: seed of the run; values are a function of it and of the logical name.
+        device: "meta" makes parameters without values.
+        dtype: type of parameters that may be rounded; those marked keep_fp32 stay fp32 (float64 where this is).
+        prefix: logical name of the module that asks.
+        values: False leaves them out; whoever builds the model fills them in.
+        scales: how tensors that grow so are trained (`model/parametrization.py`).
+        products: what linear layers multiply, `precision.products`.
+    """
+
+    mesh: Mesh
+    seed: int = 0
+    device: torch.device | str = "cpu"
+    dtype: torch.dtype = torch.float32
+    prefix: str = ""
+    values: bool = True
+    scales: Callable[[Growth], Scales] = lambda growth: UNSCALED
+    products: str = "compute"
+
+    @property
+    def context(self) -> ContextGroup:
+        """The ranks that share each sample's tokens with this one."""
+        return ContextGroup.of(self.mesh)
+
+    def row_axis(self, rows: int) -> Axis:
+        """The ranks that share a matrix of so many rows: where they fold, those of a sequence, if they divide them."""
+        axis = self.mesh.context
+        return axis if self.mesh.layout.shares_rows and rows % axis.size == 0 else ALONE
+
+    def linear(self, inputs: int, outputs: int) -> Linear:
+        """What multiplies with a matrix of these sides."""
+        return linear_for(self.products, inputs, outputs, self.device, self.dtype)
+
+    def scope(self, name: str) -> ParameterFactory:
+        return replace(self, prefix=f"{self.prefix}.{name}" if self.prefix else name)
+
+    def parameter(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        role: Role,
+        init: Init,
+        shard: Shard | None = None,
+        keep_fp32: bool = False,
+        matrices: tuple[int, ...] | None = None,
+        experts: bool = False,
+        growth: Growth | None = None,
+        heads: tuple[tuple[str, int], ...] | None = None,
+        rows: Axis = ALONE,
+    ) -> nn.Parameter:
+        """This rank's shard of the logical tensor `<prefix>.<name>` of (whole) `shape`.
+
+        Args:
+            experts: dimension 0 counts experts, of which each expert parallel rank has a run; where they are folded
+                over
+                the tensor axis, `shard` cuts nothing.
+            growth: how its fans grow with the model's width, where that does not follow from its role.
+            heads: see `LogicalTensor`.
+            rows: ranks that have equal runs of its rows (`row_axis`).
+        """
+        scales = self.scales(growth or growth_of(role))
+        logical = LogicalTensor(
+            f"{self.prefix}.{name}" if self.prefix else name, shape, role, shard, keep_fp32, matrices, scales, heads
+        )
+        dtype = wide_type(self.dtype) if keep_fp32 else self.dtype
+        at, run = self.mesh.tensor, _run(shape[0], rows) if rows.size > 1 else None
+        if experts:
+            at, run = self.mesh.expert_tensor, _run(shape[0], self.mesh.expert)
+            run = run if self.mesh.layout.spreads_experts else None
+        if not self.values or torch.device(self.device).type == "meta":
+            local = torch.empty(logical.local_shape(at.rank, at.size, run), dtype=dtype, device=self.device)
+        else:
+            local = initial_values(logical, init, self.seed, at.rank, at.size, run).to(device=self.device, dtype=dtype)
+        parameter = nn.Parameter(local)
+        marks: Any = parameter  # torch's tensors take attributes of any name; the functions below read these
+        marks.logical = logical
+        marks.cut = (0, 1) if shard is None else (at.rank, at.size)
+        if shard is not None and self.mesh.tensor.size > 1:
+            # DeepSpeed counts parameters without this mark once per tensor parallel group in the gradient norm.
+            marks.model_parallel = marks.tensor_model_parallel = True
+        if run is not None:
+            marks.run, marks.shares_rows = run, not experts
+        return parameter
+
+    def buffer(self, name: str, shape: tuple[int, ...], *, role: Role) -> Tensor:
+        """A tensor that checkpoints keep and no optimizer sees: fp32, whole on every rank, 0 at the start."""
+        tensor = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        marks: Any = tensor
+        marks.logical = LogicalTensor(f"{self.prefix}.{name}" if self.prefix else name, shape, role, keep_fp32=True)
+        return tensor
+
+
+def _run(size: int, axis: Axis) -> Span:
+    """This rank's share of a dimension that the ranks of an axis divide."""
+    return Span(axis.rank * (size // axis.size), size // axis.size, 0)
+
+
+def logical_of(tensor: Tensor) -> LogicalTensor:
+    """The logical tensor of a parameter or buffer that a `ParameterFactory` made."""
+    marks: Any = tensor
+    return marks.logical
+
+
+def shard_index(parameter: Tensor) -> tuple[int, int]:
+    """Which shard of its logical tensor a parameter is, and of how many."""
+    marks: Any = parameter
+    return marks.cut
+
+
+def run_of(parameter: Tensor) -> Span | None:
+    """This rank's run of experts, or of a matrix's rows; None where all ranks of the replicas have all."""
+    return getattr(parameter, "run", None)
+
+
+def is_spread(parameter: Tensor) -> bool:
+    """Whether it is such a run: its gradient is summed over the ranks that hold the same one."""
+    return run_of(parameter) is not None
+
+
+def shares_rows(parameter: Tensor) -> bool:
+    """Whether it is a run of a matrix's rows."""
+    return getattr(parameter, "shares_rows", False)
+
+
+def shard_start(parameter: Tensor) -> int:
+    """Where the parameter begins in the flattened shard (`shard_index`) of the logical tensor."""
+    run = run_of(parameter)
+    return 0 if run is None else run.start * (parameter.numel() // run.length)
+
+
+def stored_tensors(module: nn.Module) -> list[Tensor]:
+    """All that a checkpoint has of a module: its parameters, each once, and its buffers."""
+    return [*dict.fromkeys(module.parameters()), *buffers_of(module)]
+
+
+def buffers_of(module: nn.Module) -> list[Tensor]:
+    """The tensors of a module and its parts that `ParameterFactory.buffer` made, in order."""
+    return [
+        value
+        for each in module.modules()
+        for value in vars(each).values()
+        if isinstance(value, Tensor) and hasattr(value, "logical")
+    ]

@@ -1,0 +1,1 @@
+"""The account of messages: intercepted, counted, timed."""

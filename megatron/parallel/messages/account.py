@@ -1,0 +1,254 @@
+"""The account of what this rank sends and receives: every message of every process group, by who asked for it.
+
+All of torch's collectives, DeepSpeed's and those of backward passes too, end in a method of `ProcessGroup`. While a
+recorder is installed, these methods count and then do what they always do. Nothing is synchronised and no tensor is
+read: a call costs a few dictionary look-ups. Groups of one rank send nothing and are left out.
+
+`size` is the number of bytes that nccl-tests calls S: of an all-gather the whole result, of a reduce-scatter and an
+all-to-all the whole input, of the others the tensor. `wire_bytes` is what a rank then sends with a ring. Where hosts
+are known, what this rank sends to other hosts is counted apart (`crossing_bytes`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import ProcessGroup, get_process_group_ranks
+
+from ..layout.layout import AXES, Coordinates, Layout
+from ..layout.mesh import Mesh
+from .interception import ACCOUNT, intercept, release
+from .timing import Clock, Message, Timer
+from .traffic import Call, Tally, crossing_bytes
+
+# Method of a process group -> (name of the operation, number of the argument whose bytes count).
+METHODS: dict[str, tuple[str, int | None]] = {
+    "allreduce": ("all_reduce", 0),
+    "allreduce_coalesced": ("all_reduce", 0),
+    "allgather": ("all_gather", 0),
+    "allgather_coalesced": ("all_gather", 0),
+    "allgather_into_tensor_coalesced": ("all_gather", 0),
+    "_allgather_base": ("all_gather", 0),
+    "all_gather_single": ("all_gather", 0),
+    "all_gather_single_coalesced": ("all_gather", 0),
+    "reduce_scatter": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
+    "_reduce_scatter_base": ("reduce_scatter", 1),
+    "reduce_scatter_single": ("reduce_scatter", 1),
+    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
+    "alltoall": ("all_to_all", 1),
+    "alltoall_base": ("all_to_all", 1),
+    "all_to_all_single": ("all_to_all", 1),
+    "broadcast": ("broadcast", 0),
+    "reduce": ("reduce", 0),
+    "gather": ("gather", 1),
+    "scatter": ("scatter", 0),
+    "send": ("send", 0),
+    "recv": ("recv", 0),
+    "recv_anysource": ("recv", 0),
+    "barrier": ("barrier", None),
+}
+EVALUATE = "evaluate"
+# descriptions of groups that are a level of another one: ranks of a host, hosts, and ranks of a pair
+LEVELS = ("inside", "between", "pair")
+_installed: Recorder | None = None
+
+
+def group_name(ranks: Sequence[int], layout: Layout, at: Coordinates) -> str:
+    """The axis of the rank at `at` that a group of ranks is, or the axes on which its members differ.
+
+    A group that is two axes at once (with pure data parallelism all ranks are the data axis) has the first name that
+    fits of tensor, context, data, pipeline, expert, expert_data, world.
+    """
+    ranks = sorted(ranks)
+    lines = {name: [replace(at, **{name: index}) for index in range(getattr(layout, name))] for name in AXES}
+    lines |= {"expert": layout.all_experts(at), "expert_data": layout.same_experts(at)}
+    for name, line in lines.items():
+        if sorted(map(layout.rank, line)) == ranks:
+            return name
+    if len(ranks) == layout.world_size:
+        return "world"
+    places = [layout.coordinates(rank) for rank in ranks]
+    return "+".join(name for name in AXES if len({getattr(one, name) for one in places}) > 1)
+
+
+def pair_name(here: Coordinates, there: Coordinates) -> str:
+    """The axes on which two ranks differ."""
+    return "+".join(axis for axis in AXES if getattr(here, axis) != getattr(there, axis))
+
+
+class Recorder:
+    """Counts into `tally` while it is installed.
+
+    Args:
+        mesh: names the groups.
+        clock: also take times with it, while `timer.active`; None never does.
+        hosts: of each rank of the job, a name; then `crossing` has the bytes that this rank sends to other hosts. May
+            be set later.
+    """
+
+    def __init__(self, mesh: Mesh, clock: Clock | None = None, hosts: Sequence[Hashable] = ()) -> None:
+        self.mesh, self.tally, self.crossing = mesh, Tally(), Tally()
+        self.hosts = hosts
+        self.timer = Timer(clock) if clock is not None else None
+        self.phase = ""
+        self._layers: list[str] = []  # of the modules whose forward pass is running, the innermost last
+        self._groups: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._handles: list[Any] = []
+
+    def install(self) -> None:
+        """From now on calls are counted.
+
+        Raises:
+            RuntimeError: another recorder is installed in this process.
+        """
+        global _installed
+        if _installed is not None:
+            raise RuntimeError("a recorder of communication is installed already")
+        _installed = self
+        if self.timer is not None:
+            self.timer.install()
+        intercept(ACCOUNT, METHODS, lambda method, plain: self._counting(plain, *METHODS[method]))
+
+    def remove(self) -> None:
+        """Leave torch and the modules as they were."""
+        global _installed
+        if _installed is self:
+            release(ACCOUNT)
+            _installed = None
+        for handle in self._handles:
+            handle.remove()
+        if self.timer is not None:
+            self.timer.remove()
+        self._handles = []
+
+    def label(self, module: nn.Module, name: str) -> None:
+        """Calls inside this module's forward pass, and their backward passes, are those of layer `name`."""
+        self._handles += [
+            module.register_forward_pre_hook(lambda *_: self._layers.append(name)),
+            # also where a recomputation ends early, which it does with an exception
+            module.register_forward_hook(lambda *_: self._layers.pop() and None, always_call=True),
+        ]
+
+    @property
+    def layer(self) -> str:
+        """The layer whose forward pass is running; while gradients are computed, the layer whose gradient it is."""
+        if self._layers:
+            return self._layers[-1]
+        return getattr(torch._C._current_autograd_node(), "layer", "") if self.phase == "backward" else ""
+
+    def _counting(self, plain: Callable, operation: str, argument: int | None) -> Callable:
+        if self.timer is not None:
+            return self._timing(plain, operation, argument, self.timer)
+
+        def counting(group: ProcessGroup, *args: Any, **options: Any) -> Any:
+            self._count(group, operation, args, argument)
+            return plain(group, *args, **options)
+
+        return counting
+
+    def _timing(self, plain: Callable, operation: str, argument: int | None, timer: Timer) -> Callable:
+        def timing(group: ProcessGroup, *args: Any, **options: Any) -> Any:
+            message = self._count(group, operation, args, argument)
+            if message is not None and timer.active:
+                return timer.call(message, plain, group, args, options)
+            work = plain(group, *args, **options)
+            timer.forget(work)
+            return work
+
+        return timing
+
+    def _count(self, group: ProcessGroup, operation: str, args: tuple, argument: int | None) -> Message | None:
+        """Count a call; if times are taken, the message is returned."""
+        name, ranks = self._group(group)
+        size, place = len(ranks), None
+        if size == 1:
+            return None
+        if operation in ("send", "recv"):
+            place = args[1] if len(args) > 2 else None  # nobody in particular: `recv_anysource`
+            if place is not None:
+                level = name.partition("/")[1:]  # of an algorithm's own group
+                name, size, ranks = self._pair(ranks[place]), 2, (self.mesh.rank, ranks[place])
+                name += "".join(level)
+        bytes_, dtype = _bytes(args[argument]) if argument is not None else (0, "")
+        phase = "recompute" if self.phase == "backward" and self._layers else self.phase
+        call = Call(phase, self.layer, name, size, operation, dtype)
+        self.tally.add(call, 1, bytes_)
+        if self.hosts and (crossing := crossing_bytes(operation, ranks, self.hosts, self.mesh.rank, bytes_)):
+            self.crossing.add(call, 1, crossing)
+        if self.timer is None or not self.timer.active:
+            return None
+        known = group in dist.distributed_c10d._world.pg_group_ranks
+        return Message(call, group if known else None, tuple(sorted(ranks)), place, bytes_)
+
+    def _group(self, group: ProcessGroup) -> tuple[str, tuple[int, ...]]:
+        key = group.group_name
+        if key not in self._groups:
+            # a group that torch does not list is not one of ours: it has no ranks of the job
+            known = group in dist.distributed_c10d._world.pg_group_ranks
+            ranks = tuple(get_process_group_ranks(group)) if known else tuple(range(group.size()))
+            name = group_name(ranks, self.mesh.layout, self.mesh.at)
+            level = group.group_desc if group.group_desc in LEVELS else ""
+            self._groups[key] = f"{name}/{level}" if level else name, ranks
+        return self._groups[key]
+
+    def _pair(self, peer: int) -> str:
+        return pair_name(self.mesh.at, self.mesh.layout.coordinates(peer))
+
+
+def _bytes(tensors: Any) -> tuple[int, str]:
+    """Bytes of a tensor, or of all in nested lists, and their type."""
+    if isinstance(tensors, Tensor):
+        return tensors.numel() * tensors.element_size(), _TYPES.get(tensors.dtype) or str(tensors.dtype)[6:]
+    found = [_bytes(each) for each in tensors]
+    return sum(size for size, _ in found), next((dtype for _, dtype in found if dtype), "")
+
+
+_TYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int64: "int64",
+    torch.int32: "int32",
+    torch.uint8: "uint8",
+}
+
+
+def here() -> str:
+    """The layer that is running, for an autograd function to keep in its context as `layer`."""
+    return "" if _installed is None else _installed.layer
+
+
+def note(group: ProcessGroup, operation: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Count a message that goes through no method of the group it is among.
+
+    Args:
+        shape: of the tensor whose bytes count, as in `METHODS`.
+    """
+    if _installed is not None:
+        _installed._count(group, operation, (torch.empty(tuple(shape), dtype=dtype, device="meta"),), 0)
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Calls inside are those of this phase of a step, or of the evaluation that it is part of."""
+    recorder = _installed
+    if recorder is None:
+        yield
+        return
+    before, timer = recorder.phase, recorder.timer
+    recorder.phase = before if before == EVALUATE else name
+    begin = timer.clock.mark() if timer is not None and timer.active else None
+    try:
+        yield
+    finally:
+        recorder.phase = before
+        if timer is not None and begin is not None:
+            timer.spans.append((name, begin, timer.clock.mark()))

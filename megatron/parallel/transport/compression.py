@@ -1,0 +1,214 @@
+"""Sums over ranks that travel in fewer bytes than they have.
+
+A tensor is cut into as many parts as there are ranks. Each rank encodes its values of every part and sends it to the
+part's owner; the owner adds them in fp32, encodes the sum, and sends it to all. So a value is rounded twice, whatever
+the number of ranks, and every rank decodes the same bytes.
+
+`int8_block` has blocks of 256 with the largest magnitude as 127; `top_k` sends the largest of every 32 values as they
+are. What these leave out is kept where it was left out, and added to the next values of the same tensor (error
+feedback; Seide et al. 2014, Karimireddy et al. 2019, arXiv 1901.09847), so that what is sent over many steps adds up to
+what should have been. `bf16` and `fp16` only round, and keep nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.config.arithmetic.wire import BLOCK, FEEDS_BACK, SHARE, part_bytes, part_elements, row_block
+
+from ..layout.mesh import Axis
+
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def encode(wire: str, x_PE: Tensor, block: int = BLOCK) -> Tensor:
+    """fp32 parts of a whole number of blocks to bytes, [P, bytes]."""
+    parts = len(x_PE)
+    if wire in TYPES:
+        return x_PE.to(TYPES[wire]).view(torch.uint8).view(parts, -1)
+    if wire == "int8_block":
+        blocks = x_PE.view(parts, -1, block)
+        scale = blocks.abs().amax(-1, keepdim=True) / 127
+        # where it is no number, the scale says so for the whole block
+        values = (blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)).nan_to_num(0.0).round().clamp(-127, 127)
+        return torch.cat(
+            [scale.reshape(parts, -1).view(torch.uint8), values.to(torch.int8).view(parts, -1).view(torch.uint8)], 1
+        )
+    places = x_PE.abs().topk(x_PE.shape[1] // SHARE, 1, sorted=False).indices
+    values = x_PE.gather(1, places)
+    return torch.cat([places.to(torch.int32).view(torch.uint8), values.view(torch.uint8)], 1)
+
+
+def decode(wire: str, bytes_PB: Tensor, elements: int, block: int = BLOCK) -> Tensor:
+    """What `encode` was given, as far as it kept it: fp32 [P, elements]."""
+    parts = len(bytes_PB)
+    if wire in TYPES:
+        return bytes_PB.contiguous().view(TYPES[wire]).float()
+    cut = 4 * (elements // (block if wire == "int8_block" else SHARE))
+    head, tail = bytes_PB[:, :cut].contiguous(), bytes_PB[:, cut:].contiguous()
+    if wire == "int8_block":
+        values = tail.view(torch.int8).view(parts, -1, block).float()
+        return (values * head.view(torch.float32).unsqueeze(-1)).view(parts, -1)
+    out = torch.zeros(parts, elements, device=bytes_PB.device)
+    return out.scatter_(1, head.view(torch.int32).long(), tail.view(torch.float32))
+
+
+class CompressedSum:
+    """Sums in one form, with what was left out of earlier ones.
+
+    Tensors are told apart by their turn since `begin`: the same ones must come in the same order every time.
+
+    Args:
+        wire: a form of `megatron.config.arithmetic.wire`, but not none.
+        feeds_back: whether it keeps what it leaves out; False where tensors are other ones every time.
+    """
+
+    def __init__(self, wire: str, feeds_back: bool = True) -> None:
+        self.wire, self.feeds_back = wire, feeds_back and wire in FEEDS_BACK
+        self.left_out: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (turn, elements) -> [P, E] here, [E] owned
+        self._turn = 0
+
+    def begin(self) -> None:
+        """The tensors of a step come, from the first one on."""
+        self._turn = 0
+
+    def sum(self, flat: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        """The sum of a flat tensor over a group, fp32 of the same size."""
+        ranks, wire = dist.get_world_size(group), self.wire
+        elements = part_elements(wire, flat.numel(), ranks)
+        x_PE = torch.zeros(ranks * elements, device=flat.device)
+        x_PE[: flat.numel()] = flat
+        x_PE = x_PE.view(ranks, elements)
+        here, owned = self._left_out(x_PE)
+        sent = self._encoded(x_PE, here)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        mine = decode(wire, received, elements).sum(0, keepdim=True)
+        part = self._encoded(mine, owned)
+        everyone = part.new_empty(ranks * part.shape[1])
+        dist.all_gather_into_tensor(everyone, part.view(-1), group=group)
+        self._turn += 1
+        return decode(wire, everyone.view(ranks, -1), elements).view(-1)[: flat.numel()]
+
+    def _left_out(self, x_PE: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        if not self.feeds_back:
+            return None, None
+        key = self._turn, x_PE.numel()
+        if key not in self.left_out:
+            self.left_out[key] = torch.zeros_like(x_PE), torch.zeros_like(x_PE[:1])
+        return self.left_out[key]
+
+    def _encoded(self, x_PE: Tensor, left_out: Tensor | None) -> Tensor:
+        if left_out is None:
+            return encode(self.wire, x_PE)
+        x_PE += left_out
+        sent = encode(self.wire, x_PE)
+        torch.sub(x_PE, decode(self.wire, sent, x_PE.shape[1]), out=left_out)
+        left_out.nan_to_num_(0.0, 0.0, 0.0)  # a step that overflows must not spoil all later ones
+        return sent
+
+
+def summed(x: Tensor, axis: Axis, wire: str) -> Tensor:
+    """The sum over an axis, of the same shape and type on all its ranks."""
+    return CompressedSum(wire, feeds_back=False).sum(x.reshape(-1), axis.group).to(x.dtype).view(x.shape)
+
+
+def gathered(x: Tensor, axis: Axis, wire: str) -> Tensor:
+    """[s, ...] of all ranks, one after the other: [t s, ...]."""
+    sent = encode(wire, _padded(x.reshape(1, -1), wire))
+    everyone = sent.new_empty(axis.size * sent.numel())
+    dist.all_gather_into_tensor(everyone, sent.view(-1), group=axis.group)
+    found = decode(wire, everyone.view(axis.size, -1), part_elements(wire, x.numel(), 1))[:, : x.numel()]
+    return found.to(x.dtype).reshape(axis.size * x.shape[0], *x.shape[1:])
+
+
+def scattered_sum(x: Tensor, axis: Axis, wire: str) -> Tensor:
+    """[t s, ...] to this rank's [s, ...] of the sum over the ranks."""
+    elements = x.numel() // axis.size
+    sent = encode(wire, _padded(x.reshape(axis.size, -1), wire))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=axis.group)
+    found = decode(wire, received, part_elements(wire, elements, 1))[:, :elements].sum(0)
+    return found.to(x.dtype).reshape(x.shape[0] // axis.size, *x.shape[1:])
+
+
+def _padded(x_PE: Tensor, wire: str) -> Tensor:
+    """fp32, with zeros up to whole blocks."""
+    elements = x_PE.shape[1]
+    return F.pad(x_PE.float(), (0, part_elements(wire, elements, 1) - elements))
+
+
+class _Sent(torch.autograd.Function):
+    """[B, E] to what travels, [B, n]; its gradient comes back in the same form."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BE: Tensor, wire: str, block: int) -> Tensor:
+        ctx.wire, ctx.block, ctx.elements, ctx.dtype = wire, block, x_BE.shape[1], x_BE.dtype
+        return _travelling(x_BE, wire, block)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _arrived(grad, ctx.wire, ctx.elements, ctx.block).to(ctx.dtype), None, None
+
+
+class _Received(torch.autograd.Function):
+    """The way back: what travels to [B, E], whose gradient goes off in the same form."""
+
+    @staticmethod
+    def forward(ctx: Any, packed_Bn: Tensor, wire: str, elements: int, block: int, dtype: torch.dtype) -> Tensor:
+        ctx.wire, ctx.block = wire, block
+        return _arrived(packed_Bn, wire, elements, block).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _travelling(grad, ctx.wire, ctx.block), None, None, None, None
+
+
+def _travelling(x_BE: Tensor, wire: str, block: int) -> Tensor:
+    """A float tensor, since only these have gradients between stages: the bytes of int8_block pass as fp32."""
+    coded = encode(wire, x_BE.float().contiguous(), block)
+    return coded.view(TYPES.get(wire, torch.float32))
+
+
+def _arrived(packed_Bn: Tensor, wire: str, elements: int, block: int) -> Tensor:
+    return decode(wire, packed_Bn.contiguous().view(torch.uint8), elements, block)
+
+
+def pack_rows(x: Tensor, wire: str, width: int) -> Tensor:
+    """A tensor [B, ...] in the form in which it goes to another rank, for autograd to go the same way back.
+
+    Args:
+        width: the elements of each sample are a multiple of it.
+    """
+    return x if wire == "none" else _Sent.apply(x.flatten(1), wire, row_block(width))
+
+
+def unpack_rows(packed: Tensor, wire: str, width: int, dtype: torch.dtype) -> Tensor:
+    """What `pack_rows` was given, [B, elements of a sample]."""
+    if wire == "none":
+        return packed
+    block, count = row_block(width), packed.shape[1]
+    elements = count if wire in TYPES else 4 * count * block // (block + 4)
+    return _Received.apply(packed, wire, elements, block, dtype)
+
+
+def part_message(wire: str, elements: int, ranks: int) -> int:
+    """Bytes (nccl-tests' S) of `gathered` and `scattered_sum` of so many elements in all."""
+    return ranks * part_bytes(wire, part_elements(wire, elements // ranks, 1))
+
+
+def sum_messages(wire: str, elements: int, ranks: int) -> tuple[int, int]:
+    """Bytes (nccl-tests' S) of the all-to-all, and of the all-gather, of a sum."""
+    size = ranks * part_bytes(wire, part_elements(wire, elements, ranks))
+    return size, size
+
+
+def describe_wire(wire: str) -> str:
+    """A line for the run's beginning."""
+    kept = "; what that leaves out is added to the next step's, and begins at zero now" if wire in FEEDS_BACK else ""
+    return f"gradients travel between data parallel ranks as {wire}, and are summed in fp32{kept}"

@@ -1,0 +1,265 @@
+"""Collectives take the way that a table chooses for them, whoever calls: layers, backward passes, DeepSpeed.
+
+While a router is installed, an all-gather, reduce-scatter, all-reduce or all-to-all in a group of the mesh is looked up
+by its operation, the hosts of its group and its bytes. Every rank of a group knows the same three, so all choose the
+same. What cannot be cut into equal blocks (an all-to-all of uneven parts, a list of tensors), or is no plain sum,
+maximum or minimum, is done by the backend as ever.
+
+A call that takes another way than the backend's is complete when it returns, also where the caller asked for a handle:
+it hides nothing behind computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import ProcessGroup
+
+from megatron.config.arithmetic.algorithm_table import BACKEND, LEVELS, OTHER, THREE, AlgorithmTable, read_table
+from megatron.config.sections.layout import CommunicationOptions
+
+from ..layout.layout import AXES, Coordinates, Layout
+from ..layout.mesh import new_group
+from ..messages.interception import ROUTES, complete, intercept, release
+from . import hierarchy
+from .coalesced import Joiner
+from .hierarchy import COMBINE, HostGrid, MakeGroup, places_by_host
+
+ALL_GATHER = "all_gather"
+# Method of a process group -> operation. Arguments: (tensors, options) of an all-reduce, else (result, input, ...).
+METHODS = {
+    "allreduce": "all_reduce",
+    "_allgather_base": ALL_GATHER,
+    "all_gather_single": ALL_GATHER,
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a group's calls may go.
+
+    Attributes:
+        hosts, ranks: over how many of the one so many of the other are.
+        grid: for algorithms in levels; None where the table has none for such a group.
+        pairs: the same in three levels; None where the group has no pairs, and then `grid` does it.
+        others: groups of the same ranks, by the name of another backend.
+        join_below: all-gathers of fewer bytes that are waited for later are joined.
+
+    Groups are None where a way is described alone.
+    """
+
+    hosts: int
+    ranks: int
+    grid: HostGrid | None
+    pairs: HostGrid | None
+    others: dict[str, ProcessGroup | None]
+    join_below: int = 0
+
+
+@dataclass(frozen=True)
+class Routes:
+    """What a job knows of its ways; the same on all ranks.
+
+    Attributes:
+        table: what is chosen.
+        hosts: of each rank of the job, a name.
+        pairs: of each rank of the job, a name of the ranks of a host among which links are the fastest; may be empty.
+    """
+
+    table: AlgorithmTable
+    hosts: Sequence[Hashable]
+    pairs: Sequence[Hashable] = ()
+
+    def way(self, ranks: tuple[int, ...], rank: int, make: MakeGroup) -> Way | None:
+        """How a group's calls may go; None where they go as ever. All its ranks call it.
+
+        Args:
+            rank: one of them.
+            make: makes groups, or describes them by None.
+        """
+        places = places_by_host(ranks, self.hosts)
+        if places is None or len(ranks) == 1:
+            return None
+        wanted = self.table.algorithms(len(places), len(ranks))
+        join_below = self.table.joins.get((ALL_GATHER, len(places), len(ranks)), 0)
+        if not wanted and not join_below:
+            return None
+        by_pair = places_by_host(ranks, self.pairs) if self.pairs else None
+        pairs = None
+        if by_pair is not None and len(places) < len(by_pair) < len(ranks) and wanted & set(THREE):
+            pairs = HostGrid.build(ranks, by_pair, rank, make, self.hosts)
+        flat = set(LEVELS) if pairs else {*LEVELS, *THREE}
+        grid = HostGrid.build(ranks, places, rank, make) if wanted & flat else None
+        names = sorted(name.removeprefix(OTHER) for name in wanted if name.startswith(OTHER))
+        others = {name: make(ranks, backend=name) for name in names}
+        return Way(len(places), len(ranks), grid, pairs, others, join_below)
+
+    def algorithm(self, operation: str, way: Way, size: int) -> tuple[str, HostGrid | None]:
+        """The algorithm of a call of `size` bytes, and the grid in which one in levels works."""
+        name = self.table.choose(operation, way.hosts, way.ranks, size) if size else BACKEND
+        if name == BACKEND or name.startswith(OTHER):
+            return name, None
+        return THREE.get(name, name), way.pairs if name in THREE and way.pairs else way.grid
+
+
+def planned_routes(options: CommunicationOptions, ranks: int) -> Routes | None:
+    """Those of a job that has not started, on hosts of equal numbers of neighbours; None without a table.
+
+    Raises:
+        OSError, ValueError: the table cannot be read, or is for another number of ranks.
+    """
+    if options.table is None or ranks == 1:
+        return None
+    table = read_table(options.table)
+    if wrong := table.differs({"ranks": ranks}):
+        raise ValueError("; ".join(wrong))
+    own = options.island or -(-ranks // table.facts["hosts"])
+    pairs = [rank // options.pair for rank in range(ranks)] if options.pair else []
+    return Routes(table, [rank // own for rank in range(ranks)], pairs)
+
+
+class Router:
+    """Chooses for every call of the groups that it knows.
+
+    Args:
+        routes: how.
+        groups: the ranks of each group that this rank is in, in the same order on all ranks.
+        rank: this one.
+        timeout: of the groups that are made.
+
+    All ranks make it together. As with the mesh, only members of a group meet.
+    """
+
+    def __init__(
+        self, routes: Routes, groups: Sequence[tuple[int, ...]], rank: int, timeout: timedelta | None = None
+    ) -> None:
+        self.routes = routes
+        self.ways: dict[tuple[int, ...], Way] = {}
+        self._known: dict[str, Way | None] = {}  # by the name of a group
+        self._own: set[str] = set()
+        self._joiner = Joiner()
+
+        def make(ranks: Sequence[int], **words: str) -> ProcessGroup:
+            group = new_group(ranks, timeout, **words)
+            self._own.add(group.group_name)
+            return group
+
+        for ranks in dict.fromkeys(groups):
+            if (way := routes.way(ranks, rank, make)) is not None:
+                self.ways[ranks] = way
+
+    def wrap(self, method: str, plain: Callable) -> Callable:
+        """A layer over a method of process groups; see `interception`."""
+        operation = METHODS[method]
+
+        def routed(group: ProcessGroup, *args: Any, **options: Any) -> Any:
+            way = self._find(group)
+            if way is None or options:
+                return plain(group, *args, **options)
+            if operation == ALL_GATHER and self._joins(way, args):
+                gather = partial(self._gather, plain, group, way, args[2:])
+                return self._joiner.keep((group.group_name, args[0].dtype), args[0], args[1], way.ranks, gather)
+            call = self.choose(operation, way, args)
+            if call is None:
+                return plain(group, *args)
+            call()
+            return complete(args[0])
+
+        return routed
+
+    def _joins(self, way: Way, args: tuple) -> bool:
+        whole = args[0]
+        return all(map(_plain, args[:2])) and 0 < whole.numel() * whole.element_size() < way.join_below
+
+    def _gather(
+        self, plain: Callable, group: ProcessGroup, way: Way, rest: tuple, result: Tensor, part: Tensor
+    ) -> None:
+        """One message, by the way that its size has."""
+        call = self.choose(ALL_GATHER, way, (result, part, *rest))
+        if call is None:
+            plain(group, result, part, *rest).wait()
+        else:
+            call()
+
+    def _find(self, group: ProcessGroup) -> Way | None:
+        key = group.group_name
+        if key not in self._known:
+            known = key not in self._own and group in dist.distributed_c10d._world.pg_group_ranks
+            self._known[key] = self.ways.get(tuple(dist.get_process_group_ranks(group))) if known else None
+        return self._known[key]
+
+    def choose(self, operation: str, way: Way, args: tuple) -> Callable[[], Any] | None:
+        """What does a call in another way than the backend's; None where the backend shall do it."""
+        tensors = args[0] if operation == "all_reduce" else args[:2]
+        if len(tensors) != (1 if operation == "all_reduce" else 2) or not all(map(_plain, tensors)):
+            return None
+        if operation == "all_to_all" and (any(args[2]) or any(args[3])):
+            return None
+        op = getattr(args[-1], "reduceOp", dist.ReduceOp.SUM)
+        op = next((each for each in COMBINE if op == each), None)
+        if op is None:
+            return None
+        size = max(each.numel() * each.element_size() for each in tensors)
+        algorithm, grid = self.routes.algorithm(operation, way, size)
+        if algorithm == BACKEND:
+            return None
+        first, last = tensors[0], tensors[-1]  # result and input, or both in one
+        if algorithm.startswith(OTHER):
+            group = way.others[algorithm.removeprefix(OTHER)]
+            return {
+                "all_reduce": partial(dist.all_reduce, first, op=op, group=group),
+                "all_gather": partial(dist.all_gather_into_tensor, first, last, group=group),
+                "reduce_scatter": partial(dist.reduce_scatter_tensor, first, last, op=op, group=group),
+                "all_to_all": partial(dist.all_to_all_single, first, last, group=group),
+            }[operation]
+        assert grid is not None
+        return {
+            "all_reduce": partial(hierarchy.all_reduce, first, grid, algorithm, op),
+            "all_gather": partial(hierarchy.all_gather, first, last, grid, algorithm),
+            "reduce_scatter": partial(hierarchy.reduce_scatter, first, last, grid, algorithm, op),
+            "all_to_all": partial(hierarchy.all_to_all, first, last, grid),
+        }[operation]
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Every call goes through the router until the end of the block."""
+        global _installed
+        intercept(ROUTES, METHODS, self.wrap)
+        _installed = self
+        try:
+            yield
+        finally:
+            release(ROUTES)
+            _installed = None
+
+
+_installed: Router | None = None
+
+
+def installed_routes() -> Routes | None:
+    """Those by which this process's collectives go now; None where they go as ever."""
+    return None if _installed is None else _installed.routes
+
+
+def _plain(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.is_contiguous() and not tensor.is_sparse
+
+
+def groups_of(layout: Layout, at: Coordinates) -> list[tuple[int, ...]]:
+    """The ranks of each group of several ranks that a rank is in: its axes, and all ranks."""
+    lines = [[replace(at, **{name: place}) for place in range(getattr(layout, name))] for name in AXES]
+    lines += [[layout.at_replica(at, place) for place in range(layout.replicas)]]
+    lines += [layout.all_experts(at), layout.same_experts(at)]
+    found = [tuple(map(layout.rank, line)) for line in lines if len(line) > 1]
+    return list(dict.fromkeys([*found, tuple(range(layout.world_size))]))

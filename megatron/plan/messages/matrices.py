@@ -1,0 +1,136 @@
+"""What optimizers of whole matrices send in closed form: parts of matrices to their owners, and the steps back.
+
+Which rank holds which elements follows from the layout and from how DeepSpeed 0.19.8 lays parameters out; the rest is
+what the optimizer itself works out from that at its start (`optimizers.whole`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from torch import nn
+
+from megatron.config import Config
+from megatron.parallel.layers.parameters import is_spread, logical_of, shard_index, shard_start
+from megatron.parallel.layout.mesh import Axis, Mesh
+from megatron.parallel.messages.account import _TYPES, group_name
+from megatron.parallel.messages.traffic import Call
+
+from ...engine.deepspeed.options import zero_stage
+from ...engine.optimizers import MatrixOptimizer
+from ...engine.optimizers.whole import Held, UnitPart, WholeTensors
+
+ALIGNMENT = 2  # elements; DeepSpeed's nccl_start_alignment_factor, of each rank's part of a group
+SUB_GROUP = 1_000_000_000  # elements of a rank; DeepSpeed's sub_group_size at ZeRO 3
+WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def padded(elements: int, ranks: int) -> int:
+    """Elements of a group's flat buffer, of which each rank has an equal, aligned part."""
+    unit = ALIGNMENT * ranks
+    return -(-elements // unit) * unit
+
+
+def matrix_messages(
+    config: Config, mesh: Mesh, optimizer_at: Callable[[Mesh], MatrixOptimizer]
+) -> Iterator[tuple[Call, int, int]]:
+    """The all-to-alls of an update.
+
+    Args:
+        mesh: of the rank that sends, described alone.
+        optimizer_at: that of this stage's parameters as another rank of it has them, without values.
+    """
+    layout, at = mesh.layout, mesh.at
+    places = [
+        replace(layout.at_replica(at, place), tensor=tensor)
+        for place in range(layout.replicas)
+        for tensor in range(layout.tensor)
+    ]
+    if len(places) == 1:
+        return
+    ranks = tuple(map(layout.rank, places))
+    optimizer = optimizer_at(mesh)
+    held = [_held(config, Mesh.describe(layout, rank), optimizer_at) for rank in ranks]
+    axis = Axis(places.index(at), len(places), None, ranks)
+    for own in zip(*held, strict=True):
+        wholes = WholeTensors(own, axis)
+        masters = "fp32"
+        there = masters if optimizer.travels is None else _TYPES[optimizer.travels]
+        for numbers in wholes.rounds:
+            to_owner = [(p.rank, wholes.owners[p.unit], p) for number in numbers for p in wholes.sources[number]]
+            back = [(wholes.owners[p.unit], p.rank, p) for number in numbers for p in wholes.parts[number]]
+            ways = [(to_owner, there), *([(to_owner, masters)] if optimizer.reads_weights else []), (back, masters)]
+            for messages, dtype in ways:
+                travels = [each for each in messages if each[0] != each[1]]
+                if travels:
+                    call = Call("update", "", group_name(ranks, layout, at), len(ranks), "all_to_all", dtype)
+                    yield call, 1, _sent(travels, axis.rank) * WIDTHS[dtype]
+
+
+def _sent(messages: list[tuple[int, int, UnitPart]], rank: int) -> int:
+    return sum(part.count for source, _, part in messages if source == rank)
+
+
+def _held(config: Config, mesh: Mesh, optimizer_at: Callable[[Mesh], MatrixOptimizer]) -> list[list[Held]]:
+    """What a rank has of the matrices, in as many lists as its optimizer makes steps; see `EngineState.held`."""
+    stage = zero_stage(config, mesh.layout)
+    found: list[list[Held]] = []
+    for group in optimizer_at(mesh).param_groups:
+        if not group["matrix"]:
+            continue
+        parameters = group["params"]
+        axis = mesh.expert_data if is_spread(parameters[0]) else mesh.replicas
+        if stage == 3:
+            found += [_shares(each, axis) for each in _sub_groups(parameters, axis.size)]
+        elif stage == 0:
+            found.append([_piece(each, 0, each.numel(), flat, 0) for flat, each in enumerate(parameters)])
+        else:
+            found.append(_flattened(parameters, axis))
+    return found
+
+
+def _piece(parameter: nn.Parameter, start: int, count: int, flat: int, place: int) -> Held:
+    return Held(
+        logical_of(parameter), shard_index(parameter), shard_start(parameter) + start, count, flat, place
+    )  # fmt: skip
+
+
+def _flattened(parameters: list[nn.Parameter], axis: Axis) -> list[Held]:
+    """ZeRO 1 and 2: a group lies in one buffer, of which each rank has an equal part."""
+    share = padded(sum(each.numel() for each in parameters), axis.size) // axis.size
+    begin, found, place = axis.rank * share, [], 0
+    for each in parameters:
+        first, last = max(begin, place), min(begin + share, place + each.numel())
+        if first < last:
+            found.append(_piece(each, first - place, last - first, 0, first - begin))
+        place += each.numel()
+    return found
+
+
+def _shares(parameters: list[nn.Parameter], axis: Axis) -> list[Held]:
+    """ZeRO 3: of each parameter each rank has an equal part."""
+    found, place = [], 0
+    for each in parameters:
+        share = -(-each.numel() // axis.size)
+        count = min(share, each.numel() - axis.rank * share)
+        if count > 0:
+            found.append(_piece(each, axis.rank * share, count, 0, place))
+        place += share
+    return found
+
+
+def _sub_groups(parameters: list[nn.Parameter], ranks: int) -> list[list[nn.Parameter]]:
+    """ZeRO 3 makes a step for every so many elements of a rank."""
+    shares = [-(-each.numel() // ranks) for each in parameters]
+    if sum(shares) <= SUB_GROUP:
+        return [parameters]
+    found: list[list[nn.Parameter]] = [[]]
+    filled = 0
+    for each, share in zip(parameters, shares):
+        if filled >= SUB_GROUP:
+            found.append([])
+            filled = 0
+        found[-1].append(each)
+        filled += share
+    return found

@@ -1,0 +1,488 @@
+"""What a step sends, in closed form: the layers' sums, DeepSpeed's reductions, and the pipeline's sends.
+
+The rules of the data and pipeline axes are those of DeepSpeed 0.19.8 as `deepspeed_options` configures it, which are
+not the textbook's: ZeRO 1 all-reduces gradients (it scatters nothing) and gathers updated weights; ZeRO 2 does the
+former in every micro-batch. Tests compare with counted accounts, byte by byte, so that another version of DeepSpeed
+that sends something else fails them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config import Config, resolve
+from megatron.config.arithmetic.recurrence import Passes, core_of, passes_of_step
+from megatron.config.arithmetic.wire import between_stages
+from megatron.config.teacher import on_layout
+from megatron.config.variants import used_kinds
+from megatron.model.costs.exchanges import BY_DOCUMENTS, MEAN, MOST, layer_traffic, reading_exchanges
+from megatron.model.costs.traffic import ONCE, NotPredicted, TensorAxis, reading_traffic, tensor_traffic
+from megatron.model.expert_tally import ExpertTally
+from megatron.model.partition import copies, stage_of
+from megatron.model.stack import ModelPlan
+from megatron.objectives.named import objective_of
+from megatron.parallel.layers.parameters import is_spread, logical_of
+from megatron.parallel.layout.layout import AXES, Layout
+from megatron.parallel.layout.mesh import Mesh
+from megatron.parallel.messages.account import _TYPES, group_name
+from megatron.parallel.messages.traffic import LATER, SIZES, SPLIT, Call, Messages, Tally
+from megatron.parallel.transport.compression import sum_messages
+from megatron.parallel.transport.routes import Routes, planned_routes
+from megatron.plan.messages.routed import RoutedTraffic
+
+from ...engine.deepspeed.buckets import buckets_after, buckets_before, finished
+from ...engine.deepspeed.options import accumulation_steps, reduces_once, zero_stage
+from ...engine.optimizers import build_optimizer
+from ...engine.optimizers.groups import parameter_groups
+from ...engine.optimizers.matrix import MatrixOptimizer
+from ...engine.optimizers.named import optimizer_class
+from ...engine.spikes import ADAGC
+from .matrices import matrix_messages, padded
+from .rows import row_traffic
+
+FALLBACK_BUCKET = 500_000_000  # elements; DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE
+META_BYTES = 1024  # of the message that tells the next stage a shape: 256 int32 (TENSOR_META_SIZE)
+
+
+@dataclass(frozen=True)
+class TrafficPrediction:
+    """One rank's steps.
+
+    Attributes:
+        layout: of the ranks.
+        routed: by which algorithms messages go.
+        around: what every step sends beside its layers.
+        layers: what the layers send in a step.
+        first: what the first one sends besides: stages tell each other shapes.
+        settled: steps before what is predicted; ZeRO 3 learns the order of the layers first, and the ranks compare it.
+        by_data: of calls of which the data decide, what the prediction is of them; see `LayerMessage`.
+        varies: whether steps differ: it is drawn how often a recurrent core runs, or documents say how far keys go.
+    """
+
+    layout: Layout
+    routed: RoutedTraffic
+    around: Tally
+    layers: Callable[[int, Tensor | None], Tally]
+    first: Tally = field(default_factory=Tally)
+    settled: int = 0
+    by_data: Mapping[Call, str] = field(default_factory=dict)
+    varies: bool = False
+
+    @cached_property
+    def step(self) -> Tally:
+        """What each step sends; where they vary, the one of number 0."""
+        return self.at(0)
+
+    def at(self, step: int, documents: Tensor | None = None) -> Tally:
+        """What the step of this number sends.
+
+        Args:
+            documents: int [A, M, S], those of this rank's batch (`StepBatch`); None where nobody knows them.
+        """
+        return self.around + self.layers(step, documents)
+
+    def comparable(self, tally: Tally, *exact: str) -> Tally:
+        """An account of this rank without the bytes that are predicted for all ranks together alone, and without calls
+        of which it is predicted what they are at most.
+
+        Args:
+            exact: what the data decide and this prediction knows.
+        """
+        left = {call: how for call, how in self.by_data.items() if how not in exact}
+        kept = (entry for entry in tally if left.get(entry[0], MEAN) == MEAN)
+        return Tally((call, messages, 0 if call in left else size) for call, messages, size in kept)
+
+    def calls(self, *decided: str) -> frozenset[Call]:
+        """Those of which the data decide in one of these ways."""
+        return frozenset(call for call, how in self.by_data.items() if how in decided)
+
+
+def predict(
+    config: Config, ranks: int, rank: int, *, weighted: bool = False, routes: Routes | None = None
+) -> TrafficPrediction:
+    """What a rank sends in a step of a resolved configuration, without the trainer's own sum.
+
+    Args:
+        weighted: labels have weights, whose sum over the data axis the engine takes.
+        routes: the algorithms of a job; without them those of the configuration's table, on hosts of equal numbers of
+            neighbours.
+
+    Raises:
+        NotPredicted: the configuration has a part for which there is no formula; the message says which.
+    """
+    layout = Layout.of(config, ranks)
+    mesh = Mesh.describe(layout, rank)
+    _refuse(config, layout)
+    stages = stage_of(config)
+    held = [place for place, stage in enumerate(stages) if stage == mesh.at.pipeline]
+    micro_batches = accumulation_steps(config, layout)
+    found = _Predictor(config, mesh, held, micro_batches)
+    routed = RoutedTraffic(routes or _planned(config, ranks), layout, rank)
+    if objective_of(config).teacher is not None:
+        found.add("exchange", "replicas", "all_reduce", "fp64", 2)  # the mean divergence
+    if weighted or objective_of(config).weighs:
+        found.add("exchange", "data", "all_reduce", "fp64", 1)
+    found.gradients()
+    if layout.pipeline > 1:
+        found.stages()
+    found.expert_loads()
+    found.further_losses()
+    if issubclass(optimizer_class(config), MatrixOptimizer):
+        for entry in matrix_messages(config, mesh, found.optimizer_at):
+            found.step.add(*entry, SPLIT)
+    settled = 0 if zero_stage(config, layout) < 3 else 2 if micro_batches == 1 else 1
+    core = core_of(config.model.blocks)
+
+    def layers(step: int, documents: Tensor | None) -> Tally:
+        drawn = passes_of_step(config.model.recurrence, config.training.seed, step) if core else ONCE
+        return routed.tally(found.layers(drawn, documents)[0])
+
+    _, by_data = found.layers(ONCE, None)
+    varies = bool(core) and layers(0, None) != Tally() and config.model.recurrence.sampling != "fixed"
+    varies |= BY_DOCUMENTS in by_data.values()
+    if routed.routes is not None and MOST in by_data.values():
+        raise NotPredicted("there is no formula for slices of spread experts with a table, which chooses by size")
+    return TrafficPrediction(
+        layout, routed, routed.tally(found.step), layers, routed.tally(found.first), settled, by_data, varies
+    )
+
+
+def _planned(config: Config, ranks: int) -> Routes | None:
+    try:
+        return planned_routes(config.parallel.communication, ranks)
+    except (OSError, ValueError) as error:
+        raise NotPredicted(f"parallel.communication.table says nothing: {error}") from error
+
+
+def _refuse(config: Config, layout: Layout) -> None:
+    """Name the parts that have no formula."""
+    reasons = {
+        "fp16": config.precision.compute == "fp16",
+        "keys of `deepspeed`": bool(config.deepspeed),
+        "clipped attention logits": any(kind.clips_logits(options) for _, kind, options in used_kinds(config.model)),
+        "stages of sequence length, which have their own sizes": bool(config.training.sequence_schedule),
+        "gradients clipped by tensor (spikes.action: adagc)": config.spikes.action == ADAGC,
+        "a teacher whose rows ranks share": layout.shares_rows and objective_of(config).teacher is not None,
+    }
+    if core_of(config.model.blocks) and config.model.recurrence.sampling != "fixed":
+        # the order of modules is another one in each step
+        reasons["a recurrent core at ZeRO 3 whose passes are drawn"] = zero_stage(config, layout) == 3
+    for reason, holds in reasons.items():
+        if holds:
+            raise NotPredicted(f"there is no formula for {reason}")
+
+
+class _Predictor:
+    """Adds up one rank's step.
+
+    Args:
+        held: places of this rank's layers in the list [embedding, blocks..., head].
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, held: list[int], micro_batches: int) -> None:
+        self.config, self.mesh, self.layout, self.held = config, mesh, mesh.layout, held
+        self.micro_batches = micro_batches
+        self.axis = TensorAxis(self.layout.tensor, self.layout.sequence, self.layout.tensor_wire)
+        self.step, self.first = Messages(), Messages()
+        self.plan = ModelPlan(config, mesh, "meta", values=False)
+        self.modules = _layers(self.plan, held)
+        self.parameters = list(dict.fromkeys(self.modules.parameters()))
+        self.groups = self._groups()
+        self._optimizers: dict[tuple[int, int], MatrixOptimizer] = {}
+        self.wire = config.parallel.communication.compress.data
+        self.offloads = config.zero.offload_optimizer.device != "none"
+        self.last_stage = mesh.at.pipeline == self.layout.pipeline - 1
+
+    def add(
+        self,
+        phase: str,
+        group: str,
+        operation: str,
+        dtype: str,
+        elements: int,
+        messages: int = 1,
+        ranks: int = 0,
+        kind: str = "",
+    ) -> None:
+        """Messages of `elements` in all in a group of this rank; nothing where it has one rank.
+
+        Args:
+            group: see `_groups`.
+            ranks: of a pair, or a part of the axis; all of them where it is 0.
+            kind: see `Messages.add`.
+        """
+        name, size = self.groups[group]
+        if (ranks or size) > 1:
+            call = Call(phase, "", name, ranks or size, operation, dtype)
+            self.step.add(call, messages, elements * SIZES[dtype], kind)
+
+    def layers(self, core: Passes, documents: Tensor | None) -> tuple[Messages, dict[Call, str]]:
+        """What the layers send in a step with so many passes through a recurrent core, those of a teacher, too; and
+        calls of which the data decide.
+
+        Args:
+            documents: int [A, M, S]; None where nobody knows them.
+        """
+        config, mesh, teacher, found = self.config, self.mesh, self.teacher, Messages()
+        alike = [tensor_traffic(config, self.held, self.axis, core), row_traffic(config, mesh, self.modules, core)]
+        if teacher is not None:
+            alike.append(reading_traffic(teacher, self.axis))
+        by_data: dict[Call, str] = {}
+        for known in [None] if documents is None else documents:
+            own = [layer_traffic(config, mesh, self.held, core, known)]
+            own += [] if teacher is None else [reading_exchanges(teacher, mesh, known)]
+            for each in own:
+                _add(found, each.messages, self.micro_batches if known is None else 1)
+                by_data |= each.by_data
+        for messages in alike:
+            _add(found, messages, self.micro_batches)
+        return found, by_data
+
+    @cached_property
+    def teacher(self) -> Config | None:
+        """The model that the run learns from, as this layout computes it."""
+        if objective_of(self.config).teacher is None:
+            return None
+        return resolve(on_layout(self.config), ranks=self.layout.world_size)
+
+    def _groups(self) -> dict[str, tuple[str, int]]:
+        """The name in accounts, and the ranks, of this rank's groups: its axes, the ranks with the same parameters
+        (`replicas`), those of one of these that hold other parts of the model (`model`), and those that share experts
+        (`expert`) or hold the same ones (`expert_data`)."""
+        layout, at = self.layout, self.mesh.at
+        lines = {name: [replace(at, **{name: place}) for place in range(getattr(layout, name))] for name in AXES}
+        lines["replicas"] = [layout.at_replica(at, place) for place in range(layout.replicas)]
+        lines |= {"expert": layout.all_experts(at), "expert_data": layout.same_experts(at)}
+        lines["model"] = [
+            replace(at, pipeline=stage, tensor=place)
+            for stage in range(layout.pipeline)
+            for place in range(layout.tensor)
+        ]
+        return {
+            name: (group_name(list(map(layout.rank, line)), layout, at) if len(line) > 1 else name, len(line))
+            for name, line in lines.items()
+        }
+
+    def gradients(self) -> None:
+        """The reduction of gradients, their norm, and the gathering of updated weights."""
+        stage = zero_stage(self.config, self.layout)
+        if stage == 0:
+            own = [each for each in self.parameters if not is_spread(each)]
+            self._reduced([[each] for each in own], FALLBACK_BUCKET)
+            for group in parameter_groups(self.config, self.parameters):
+                if is_spread(group["params"][0]):
+                    spread = [[each] for each in group["params"]]
+                    self._reduced(spread, FALLBACK_BUCKET, over="expert_data")
+            for axis in ("expert", "tensor", "pipeline"):
+                if axis != "expert" or self.layout.spreads_experts:
+                    self.add("update", axis, "all_reduce", "fp32", 1)
+            return
+        groups = [group["params"] for group in parameter_groups(self.config, self.parameters)]
+        if stage == 3:
+            self._partitioned(len(groups))
+            return
+        if self.config.precision.compute == "bf16" and stage == 1 and self.config.precision.accumulate == "fp32":
+            self._reduced([each for each in groups if not is_spread(each[0])], FALLBACK_BUCKET, wide=True)
+            for group in (each for each in groups if is_spread(each[0])):
+                self._reduced([group], FALLBACK_BUCKET, wide=True, over="expert_data")
+            if any(is_spread(each[0]) for each in groups):
+                self.add("update", "expert", "all_reduce", "fp32", 1)
+            self._model_norm(1)
+        else:
+            order, once = [each for group in groups for each in group], reduces_once(self.config, self.layout)
+            if not once and (stage == 2 or (self.config.zero.overlap and self.layout.pipeline == 1)):
+                order = finished(self.modules)
+            for _ in range(self.micro_batches if stage == 2 and not once else 1):
+                self._bucketed(order, self.config.zero.bucket_size)
+            joined = (self.layout.pipeline > 1 or self.layout.spreads_experts) and not self.offloads
+            norms = 1 if joined else len(groups)
+            self.add("update", "replicas", "all_reduce", "fp32", norms, norms)
+            self._model_norm(norms)
+            self._overflow()
+        for group in groups:
+            self._gathered(group)
+
+    def _overflow(self) -> None:
+        """Whether any rank's 16-bit gradients are finite; nobody asks in fp32, nor at ZeRO 3 in bf16."""
+        if self.config.precision.compute != "fp32":
+            self.add("update", "replicas", "all_reduce", "uint8", 1)
+            self._model_norm(1, "uint8")
+
+    def _partitioned(self, groups: int) -> None:
+        """ZeRO 3 of a model that is gathered at once: in each micro-batch its weights, but for those that stay
+        everywhere, which are gathered one by one after the update; and its gradients, scattered."""
+        zero, ranks = self.config.zero, self.layout.replicas
+        whole = {each: -(-each.numel() // ranks) * ranks for each in self.parameters}
+        stay = [each for each in self.parameters if each.numel() <= zero.persistent_size]
+        away = [each for each in self.parameters if each.numel() > zero.persistent_size]
+        if sum(map(torch.Tensor.numel, away)) > zero.prefetch_size or sum(whole.values()) > zero.bucket_size:
+            raise NotPredicted("there is no formula for ZeRO 3 that gathers or reduces a micro-batch in several pieces")
+        m, reduce = self.micro_batches, self.config.precision.reduce
+        if self.config.precision.compute == "fp32":
+            reduce = "fp32"
+        for dtype in dict.fromkeys(each.dtype for each in away):
+            gathered = sum(whole[each] for each in away if each.dtype == dtype)
+            self.add("forward", "replicas", "all_gather", _TYPES[dtype], m * gathered, m)
+        times = 1 if reduces_once(self.config, self.layout) else m
+        self.add("backward", "replicas", "reduce_scatter", reduce, times * sum(whole.values()), times)
+        norms = "fp32" if self.offloads else "fp64"
+        self.add("update", "replicas", "all_reduce", norms, groups, groups)
+        self._model_norm(groups, norms)
+        for each in stay:
+            self.add("update", "replicas", "all_gather", _TYPES[each.dtype], whole[each], kind=LATER)
+
+    def _reduced(
+        self, tensors: list[list[nn.Parameter]], bucket: int, *, wide: bool = False, over: str = "replicas"
+    ) -> None:
+        """Sums of gradients in buckets of one type each, sent as soon as they are larger than `bucket`; tensors that
+        are, on their own.
+
+        Args:
+            tensors: the parameters whose gradients are one tensor.
+            wide: the gradients are fp32 whatever the parameters are.
+            over: which group.
+        """
+        by_type: dict[str, list[int]] = {}
+        for together in tensors:
+            if size := sum(each.numel() for each in together):
+                by_type.setdefault("fp32" if wide else _TYPES[together[0].dtype], []).append(size)
+        for sizes in by_type.values():
+            self._summed(buckets_after(sizes, bucket), over)
+
+    def _bucketed(self, order: list[nn.Parameter], limit: int) -> None:
+        """Sums of gradients in buckets that are sent before they would be larger than `limit`. Of a bucket with
+        experts that other ranks hold, each group's part is a message."""
+        for bucket in buckets_before(order, limit):
+            parts: dict[str, int] = {}
+            for each in bucket:
+                over = "expert_data" if is_spread(each) else "replicas"
+                over = "replicas" if self.groups[over] == self.groups["replicas"] else over
+                parts[over] = parts.get(over, 0) + each.numel()
+            for over, elements in parts.items():
+                self._summed([elements], over)
+
+    def _summed(self, messages: list[int], over: str) -> None:
+        """Sums of so many elements each."""
+        dtype = self.config.precision.reduce if self.config.precision.compute != "fp32" else "fp32"
+        for elements in messages:
+            if self.wire == "none":
+                self.add("backward", over, "all_reduce", dtype, elements)
+                continue
+            exchanged, gathered = sum_messages(self.wire, elements, self.groups[over][1])
+            self.add("backward", over, "all_to_all", "uint8", exchanged)
+            self.add("backward", over, "all_gather", "uint8", gathered)
+
+    def _model_norm(self, messages: int, dtype: str = "fp32") -> None:
+        """Sums of norms over the ranks that hold other parts of the model: those of tensor and pipeline axes."""
+        self.add("update", "model", "all_reduce", dtype, messages, messages)
+
+    def _gathered(self, group: list[nn.Parameter]) -> None:
+        """A group's updated weights, which lie in one buffer, padded to equal parts."""
+        over = "expert_data" if is_spread(group[0]) else "replicas"
+        elements = padded(sum(each.numel() for each in group), self.groups[over][1])
+        self.add("update", over, "all_gather", _TYPES[group[0].dtype], elements)
+
+    def stages(self) -> None:
+        """Activations, their gradients, copies of weights, and the loss."""
+        stage, stages = self.mesh.at.pipeline, self.layout.pipeline
+        for neighbour, border, forward, backward in (
+            (stage - 1, self.held[0], "recv", "send"),
+            (stage + 1, self.held[-1] + 1, "send", "recv"),
+        ):
+            if not 0 <= neighbour < stages:
+                continue
+            for dtype, elements, floats in self._stream(border):
+                count = self.micro_batches
+                self.add("forward", "pipeline", forward, dtype, elements * count, count, 2)
+                if floats:
+                    self.add("backward", "pipeline", backward, dtype, elements * count, count, 2)
+            self.first.add(Call("forward", "", "pipeline", 2, forward, "int32"), 1, META_BYTES)
+        for name, holders in copies(self.config).items():
+            if stage in holders:
+                for each in self._named(name):
+                    wide = self.config.precision.compute == "bf16" and zero_stage(self.config, self.layout) == 1
+                    dtype = "fp32" if wide else _TYPES[each.dtype]
+                    self.add("backward", "pipeline", "all_reduce", dtype, each.numel(), 1, len(holders))
+        if self.last_stage:
+            self.add("exchange", "replicas", "all_reduce", "fp32", 1)
+        self.add("exchange", "pipeline", "broadcast", "fp32", 2)  # the loss, of this rank's batch and of all
+
+    def optimizer_at(self, mesh: Mesh) -> MatrixOptimizer:
+        """That of this stage's parameters as another rank of it has them, without values: one for each way to cut them,
+        however many replicas there are.
+        """
+        key = mesh.at.tensor, mesh.expert.rank
+        if key not in self._optimizers:
+            layers = _layers(ModelPlan(self.config, mesh, "meta", values=False), self.held)
+            optimizer = build_optimizer(self.config, list(dict.fromkeys(layers.parameters())))
+            assert isinstance(optimizer, MatrixOptimizer)
+            self._optimizers[key] = optimizer
+        return self._optimizers[key]
+
+    def _named(self, prefix: str) -> Iterator[nn.Parameter]:
+        return (each for each in self.parameters if logical_of(each).name.startswith(f"{prefix}."))
+
+    def _stream(self, border: int) -> Iterator[tuple[str, int, bool]]:
+        """The tensors between two stages: (type, elements, whether it has a gradient). The floats are one."""
+        training, model = self.config.training, self.config.model
+        form, samples = self.plan.form_at(border - 1), training.micro_batch_size
+        cut = self.layout.tensor if self.layout.sequence else 1
+        own = training.sequence_length // self.layout.context
+        length = own // cut
+        width = form.sample_width(model.hidden_size, cut)
+        stream = "fp32" if model.residual.fp32 else self.config.precision.compute
+        wire = self.config.parallel.communication.compress.pipeline
+        common = form.common_width(model.hidden_size, cut)
+        dtype, elements = between_stages(wire, length * width, common, stream)
+        yield dtype, samples * elements, True
+        sizes = {"positions": own, "documents": own, "samples": 1}
+        types = {"positions": "int32", "documents": "int32", "samples": "int64"}
+        for name in form.optional:
+            yield types[name], samples * sizes[name], False
+
+    def expert_loads(self) -> None:
+        """The table of all mixtures' loads, summed over data and stages."""
+        experts = {
+            number: experts
+            for number, kind, options in used_kinds(self.config.model)
+            if (experts := kind.experts(options))
+        }
+        if experts:
+            elements = len(experts) * (2 * max(experts.values()) + ExpertTally.EXTRA)
+            for axis in ("replicas", "pipeline"):
+                self.add("exchange", axis, "all_reduce", "fp32", elements)
+
+    def further_losses(self) -> None:
+        """The sums of the modules that predict further tokens, over data and stages."""
+        if depth := len(self.config.model.further_blocks):
+            for axis in ("replicas", "pipeline"):
+                self.add("exchange", axis, "all_reduce", "fp64", 2 * depth)
+
+
+def _add(found: Messages, more: Messages, times: int) -> None:
+    for call, messages, size, kind in more.each():
+        found.add(call, times * messages, times * messages * size, kind)
+
+
+def _layers(plan: ModelPlan, held: list[int]) -> nn.Module:
+    """This rank's layers, without values."""
+    modules = nn.ModuleList()
+    shared: dict[str, nn.Module] = {}
+    embedding, norm = plan.embedding() if held[0] == 0 else None, plan.config.model.recurrence.norm
+    for place in held:
+        if place == 0 and embedding is not None:
+            modules.append(embedding)
+        elif place <= len(plan.blocks):
+            modules.append(plan.block(place - 1, shared))
+            if place == plan.inside.stop and norm == "head" and held[-1] <= len(plan.blocks):
+                modules.append(plan.head_norm())  # of the core's last state; where there is a head, it has the weights
+        elif plan.head_embeds:
+            modules.append(plan.head(plan.tokens() if embedding is None else embedding.tokens.weight))
+        else:
+            modules.append(plan.head())
+    return modules

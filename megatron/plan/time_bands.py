@@ -1,0 +1,359 @@
+"""Where the wall time of a run has gone, from the device's peak down to wall-clock MFU: bands that sum to all of it.
+
+What a run has written is taken first: its ledger (starts, evaluation, checkpoints, restarts, phases of steps), the
+times of its messages and its traces. What nobody measured is calculated as `step` does and marked as derived.
+
+On a CPU the phases of a step are those of the work itself. A GPU works on its own: there the shares within a step are
+those of a trace, or of the formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron.config import Config, ConfigError, read_resolved
+from megatron.config.problems import UserError
+from megatron.model.costs.describe import training_operations
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.messages.durations import Durations
+from megatron.report.communication import FOLDER as ACCOUNTS
+from megatron.report.communication import read_accounts
+from megatron.report.goodput import Goodput, goodput
+from megatron.report.ledger import read_ledger
+from megatron.report.peaks import device_peak
+from megatron.report.trace import PASSES, TraceTimes, read_traces
+
+from .devices import Cluster, Device, known_devices
+from .prediction import choice_of
+from .shapes import Shapes
+from .step import StepEstimator, StepTime
+
+TITLES = {  # of the bands, in their order
+    "matrix": "matrix products, at the peak",
+    "below": "matrix products, below the peak",
+    "attention": "attention and scans",
+    "memory": "memory-bound operations",
+    "recompute": "recomputation",
+    "optimizer": "optimizer",
+    "bubble": "pipeline bubble",
+    "communication": "exposed communication",
+    "data": "waiting for data",
+    "hooks": "logging and other hooks",
+    "host": "between operations",
+    "start": "first start",
+    "evaluation": "evaluation",
+    "save": "checkpoints",
+    "restarts": "restarts",
+    "end": "after the last step",
+}
+WITHIN = ("matrix", "below", "attention", "memory", "recompute", "optimizer", "bubble", "communication", "data",
+          "hooks", "host")  # fmt: skip
+COMPUTED = ("matrix", "below", "attention", "memory", "recompute", "host")  # of a step's passes on a CPU
+LEDGER, TRACE, FORMULAS = "ledger", "trace", "formulas"
+
+
+@dataclass(frozen=True)
+class Band:
+    """A part of the wall time.
+
+    Attributes:
+        name: a key of `TITLES`.
+        seconds: of one device.
+        measured: by the run itself; otherwise it is derived.
+        source: what it is known from.
+    """
+
+    name: str
+    seconds: float
+    measured: bool
+    source: str
+
+
+@dataclass(frozen=True)
+class TimeProfile:
+    """A run's time.
+
+    Attributes:
+        run: its directory.
+        device, ranks, compute: what it ran on.
+        completed: updates that were kept.
+        wall: seconds of all its starts.
+        bands: their seconds sum to `wall`.
+        peak: TFLOP/s of one device, and `peak_source` where that is from; None where nobody knows it.
+        flops: of the model per device in all kept steps (`Totals.training_flops`).
+        matrix_rate: TFLOP/s that matrix products reach on their own; None where nobody knows.
+    """
+
+    run: str
+    device: str
+    ranks: int
+    compute: str
+    completed: int
+    wall: float
+    bands: tuple[Band, ...]
+    peak: float | None
+    peak_source: str
+    flops: float
+    matrix_rate: float | None
+
+    def seconds(self, *names: str) -> float:
+        return sum(each.seconds for each in self.bands if each.name in names)
+
+    def utilisation(self, seconds: float) -> float | None:
+        """The model's FLOPs in so much time as a share of the peak."""
+        return self.flops / seconds / (self.peak * 1e12) if self.peak and seconds > 0 else None
+
+    @property
+    def mfu(self) -> float | None:
+        """Of the wall time."""
+        return self.utilisation(self.wall)
+
+    def to_json(self) -> dict[str, Any]:
+        bands = [{**asdict(each), "title": TITLES[each.name], "share": each.seconds / self.wall} for each in self.bands]
+        return {**asdict(self), "mfu": self.mfu, "steps_mfu": self.utilisation(self.seconds(*WITHIN)), "bands": bands}
+
+
+def profile(run: str | Path, device: str | None = None, machine: str | None = None) -> TimeProfile:
+    """The account of a run.
+
+    Args:
+        run: its directory.
+        device: a name in the table of devices, for runs that have not written theirs, or one of `machine`.
+        machine: a file with further devices.
+
+    Raises:
+        UserError: its files are not there, damaged, or tell nothing of time.
+    """
+    folder = Path(run)
+    try:
+        config = read_resolved(folder / "config.yml")
+        entries = read_ledger(folder / "ledger.jsonl")
+        trace = read_traces(folder)
+        accounts = read_accounts(folder) if (folder / ACCOUNTS).is_dir() else {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{run} cannot be read as a run: {error}") from error
+    account = goodput(entries)
+    began = [each for each in entries if each.get("event") in ("start", "resume")]
+    if not began or account.wall <= 0:
+        raise UserError(f"{run} has no account of its time: its ledger.jsonl has no start")
+    messages = [each.times for each in accounts.values() if each.times]
+    told = _Told(config, int(began[-1]["ranks"]), account, trace, messages)
+    return _profile(str(run), told, *_device(began[-1].get("device"), device, machine))
+
+
+def _device(written: str | None, asked: str | None, machine: str | None) -> tuple[str, Device | None]:
+    """The device's own name, and its entry in the table."""
+    table = known_devices(machine)[0]
+    if asked is not None:
+        if asked not in table:
+            raise UserError(f"--device {asked}: must be one of {', '.join(table)}")
+        return written or table[asked].name, table[asked]
+    name = written or "cpu"
+    return name, next((each for each in table.values() if each.name == name), None)
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a run tells of itself.
+
+    Attributes:
+        messages: of each rank that has timed some, durations by step.
+    """
+
+    config: Config
+    ranks: int
+    account: Goodput
+    trace: TraceTimes | None
+    messages: list[dict[int, Durations]]
+
+    @cached_property
+    def layout(self) -> Layout:
+        return Layout.of(self.config, self.ranks)
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        return Shapes(self.config, self.ranks)
+
+    def predicted(self, device: Device | None) -> StepTime | None:
+        """A step by formulas; None where they do not cover it."""
+        parallel = self.config.parallel
+        if device is None or parallel.expert_tensor not in (None, parallel.tensor):
+            return None
+        per_host = min(device.per_host, self.ranks)
+        if self.ranks % per_host:
+            return None
+        at = Cluster(device, known_devices()[1]["ib400"], self.ranks, per_host)
+        try:
+            return StepEstimator(self.config, self.shapes, at).step(self.config, choice_of(self.config))
+        except ConfigError:  # nobody knows its peak
+            return None
+
+    def products(self) -> float:
+        """FLOPs of products with weights, forward and backward, of one device in a step, over all stages."""
+        choice, training = choice_of(self.config), self.config.training
+        one = sum(
+            2.0 * each.rows * each.columns * each.count * each.share
+            for place in range(self.shapes.places)
+            for each in self.shapes.layer(place, choice).matrices
+        )
+        tokens = (training.global_batch_size or 0) * training.sequence_length / (self.layout.data * choice.context)
+        return 3.0 * one * tokens / choice.pipeline
+
+    def exposed(self) -> float | None:
+        """Seconds a step that messages took while nothing else could go on, mean over ranks and timed steps."""
+        own = [each.exposed for rank in self.messages for step in rank.values() for _, each in step]
+        steps = sum(len(rank) for rank in self.messages)
+        return sum(own) / steps if steps else None
+
+
+def _profile(run: str, told: _Told, name: str, device: Device | None) -> TimeProfile:
+    account, compute = told.account, told.config.precision.compute
+    peak = device_peak(name, compute, told.config.logging.peak_tflops)
+    tflops, source = peak.tflops, peak.source
+    if tflops is None and device is not None and compute in (device.tflops or {}):
+        tflops, source = (device.tflops or {})[compute], f"{device.name} in the table of devices, {compute}"
+    predicted = told.predicted(device)
+    of_steps = _on_host(told, predicted) if name == "cpu" else _on_device(told, predicted)
+    products = told.products() * account.completed
+    bands, rate = _split_matrix(of_steps, products, tflops)
+    seconds = account.seconds
+    restarts = seconds["lost"] + seconds["detection"] + seconds["wait"] + account.again
+    outside = {
+        "start": seconds["start"] - account.again,
+        "evaluation": seconds["evaluation"],
+        "save": seconds["save"],
+        "restarts": restarts,
+        "end": seconds["end"],
+    }
+    bands |= {each: Band(each, taken, True, LEDGER) for each, taken in outside.items()}
+    return TimeProfile(
+        run=run,
+        device=name,
+        ranks=told.ranks,
+        compute=compute,
+        completed=account.completed,
+        wall=account.wall,
+        bands=tuple(bands[each] for each in TITLES if each in bands),
+        peak=tflops,
+        peak_source=source,
+        flops=training_operations(told.config, account.completed) / told.ranks,
+        matrix_rate=rate,
+    )
+
+
+def _on_host(told: _Told, predicted: StepTime | None) -> dict[str, Band]:
+    """The bands of kept steps where phases are those of the work itself."""
+    account, within = told.account, told.account.within
+    passes = sum(within.get(phase, 0.0) for phase in PASSES)
+    bubble = _bubble(told.config, told.layout, passes, within.get("waiting", 0.0))
+    bands = {
+        "optimizer": Band("optimizer", within.get("optimizer", 0.0), True, LEDGER),
+        "communication": Band("communication", within.get("waiting", 0.0) - bubble, True, LEDGER),
+        "data": Band("data", within.get("data", 0.0), True, LEDGER),
+        "hooks": Band("hooks", within.get("hooks", 0.0) + within.get("exchange", 0.0), True, LEDGER),
+    }
+    if told.layout.pipeline > 1:
+        bands["bubble"] = Band("bubble", bubble, False, FORMULAS)
+    if told.trace is not None:
+        own = dict(told.trace.seconds)
+        # What ran no operation and did not wait for others is Python's.
+        own["host"] = max(0.0, own["host"] + own["communication"] - told.trace.waiting)
+        own = {each: own[each] for each in COMPUTED if each in own}
+        scale, source, measured = passes / max(sum(own.values()), 1e-12), TRACE, True
+        own = {each: seconds * scale for each, seconds in own.items()}
+    else:
+        own, source, measured = _formulas(predicted, account.completed), FORMULAS, False
+    bands |= {each: Band(each, seconds, measured, source) for each, seconds in own.items() if each in COMPUTED}
+    return _fitted(bands, account.seconds["kept"], passes)
+
+
+def _on_device(told: _Told, predicted: StepTime | None) -> dict[str, Band]:
+    """The bands of kept steps where the device works on its own."""
+    account = told.account
+    kept, data = account.seconds["kept"], account.within.get("data", 0.0)
+    bands: dict[str, Band] = {}
+    if told.trace is not None:
+        scale = kept / max(told.trace.window, 1e-12)
+        own = {each: seconds * scale for each, seconds in told.trace.seconds.items()}
+        data = min(data, own["host"])  # the loader may work while the device does
+        own["host"] -= data
+        work = kept - data - own["communication"] - own["host"]
+        bubble = _bubble(told.config, told.layout, work, own["communication"])
+        own["communication"] -= bubble
+        bands = {each: Band(each, seconds, True, TRACE) for each, seconds in own.items()}
+        if told.layout.pipeline > 1:
+            bands["bubble"] = Band("bubble", bubble, False, FORMULAS)
+    elif predicted is not None:
+        own = _formulas(predicted, account.completed)
+        bands = {each: Band(each, seconds, False, FORMULAS) for each, seconds in own.items()}
+        exposed = told.exposed()
+        if exposed is not None:
+            bubble = own.get("bubble", 0.0)
+            seconds = max(0.0, exposed * account.completed - bubble)
+            bands["communication"] = Band("communication", seconds, True, "times of messages")
+    bands["data"] = Band("data", data, True, LEDGER)
+    return _fitted(bands, kept, kept - data)
+
+
+def _bubble(config: Config, layout: Layout, work: float, waiting: float) -> float:
+    """Of the time that a stage waits, what the schedule makes it wait: 1F1B leaves (p - 1) of m + p - 1 slots empty."""
+    ideal = work * (layout.pipeline - 1) / (config.training.accumulation or 1)
+    return min(ideal, waiting)
+
+
+def _formulas(predicted: StepTime | None, steps: int) -> dict[str, float]:
+    """A step's parts by formulas, as bands."""
+    if predicted is None:
+        return {}
+    parts = predicted.parts
+    one = {
+        "matrix": parts["matrix"],
+        "attention": parts["attention"],
+        "memory": parts["memory"] + parts["accumulate"],
+        "recompute": parts["recompute"],
+        "optimizer": parts["optimizer"],
+        "bubble": parts["bubble"],
+        "communication": parts["tensor"] + parts["expert"] + parts["context"] + parts["pipeline"] + parts["data"],
+    }
+    return {name: seconds * steps for name, seconds in one.items()}
+
+
+def _fitted(bands: Mapping[str, Band], kept: float, room: float) -> dict[str, Band]:
+    """The bands of kept steps, which sum to them: what is left is nobody's and so `host`; derived ones that take more
+    than is left for them are cut down together."""
+    derived = {name: each for name, each in bands.items() if not each.measured and name != "bubble"}
+    taken = sum(each.seconds for each in derived.values())
+    factor = min(1.0, room / taken) if taken > 0 else 1.0
+    found = {
+        name: Band(name, each.seconds * (factor if name in derived else 1.0), each.measured, each.source)
+        for name, each in bands.items()
+    }
+    host = found.pop("host", Band("host", 0.0, False, FORMULAS))
+    rest = kept - sum(each.seconds for each in found.values())
+    if rest < 0:  # rounding, and traces that tell of other steps
+        found = {
+            name: Band(name, each.seconds * kept / (kept - rest), each.measured, each.source)
+            for name, each in found.items()
+        }
+        rest = 0.0
+    found["host"] = Band("host", rest, host.measured, host.source)
+    return found
+
+
+def _split_matrix(bands: dict[str, Band], products: float, peak: float | None) -> tuple[dict[str, Band], float | None]:
+    """Matrix products at the peak and the rest of their time, and TFLOP/s that they reach."""
+    whole = bands.get("matrix")
+    if whole is None or whole.seconds <= 0:
+        return bands, None
+    rate = products / whole.seconds / 1e12
+    if peak is None:
+        return bands, rate
+    at_peak = min(whole.seconds, products / (peak * 1e12))
+    return bands | {
+        "matrix": Band("matrix", at_peak, False, f"shapes, and the peak; {whole.source}"),
+        "below": Band("below", whole.seconds - at_peak, whole.measured, whole.source),
+    }, rate

@@ -1,0 +1,82 @@
+"""Checkpoints that are not in a folder of ours yet: behind a URL, or in Hugging Face's format."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from megatron.checkpoint import CheckpointError, open_checkpoint
+from megatron.checkpoint.format.communicator import Communicator
+from megatron.checkpoint.format.index import checksum
+from megatron.checkpoint.format.names import META_NAME
+from megatron.checkpoint.save.transfer import download, newest, remote_manifest
+
+FOLDER = "fetched"  # beside the run's own checkpoints
+
+
+def local_path(where: str, checkpoints: Path, communicator: Communicator) -> str:
+    """The checkpoint that `where` names, as a path that all ranks can read.
+
+    A URL is downloaded, and the weights of a Hugging Face folder are written as a checkpoint, by rank 0, into
+    `<checkpoints>/fetched`. What is there from an earlier start is verified and used again.
+
+    Args:
+        where: path or fsspec URL of a checkpoint, URL of a folder of checkpoints (its newest whole one is meant), or
+            path of a folder with a Hugging Face model.
+
+    Raises:
+        CheckpointError: on every rank, if it is not there, is damaged or cannot be converted.
+    """
+    if "://" not in where and not _is_hugging_face(Path(where)):
+        return where
+    answer = None
+    if communicator.rank == 0:
+        try:
+            answer = [str(fetched(where, checkpoints / FOLDER)), None]
+        except (OSError, ValueError, CheckpointError) as error:
+            answer = [None, str(error)]
+    path, failure = communicator.broadcast(answer)
+    if failure:
+        raise CheckpointError(where, failure)
+    return path
+
+
+def _is_hugging_face(path: Path) -> bool:
+    return (path / "config.json").is_file() and not (path / META_NAME).is_file()
+
+
+def fetched(where: str, folder: Path) -> Path:
+    """The local copy. Copies are told apart by what they are of, not by their names: `step_00001000` is many things."""
+    for left in folder.glob("*/*.tmp-*"):  # of starts that were killed
+        shutil.rmtree(left)
+    if "://" in where:
+        where = newest(where)
+        target = folder / checksum(remote_manifest(where))[:16] / where.rsplit("/", 1)[-1]
+        return target if _intact(target) else download(where, target.parent)
+    from megatron.checkpoint.hf.importer import import_model  # transformers is slow to import
+
+    source = Path(where).resolve()
+    target = folder / _state(source) / source.name
+    if not _intact(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        import_model(source, target)
+    return target
+
+
+def _state(source: Path) -> str:
+    """Changes whenever a file of the folder is written."""
+    files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in source.iterdir())
+    return checksum(json.dumps([str(source), files]).encode())[:16]
+
+
+def _intact(path: Path) -> bool:
+    """Whether a whole copy is there; what is left of a damaged one is removed."""
+    if not path.exists():
+        return False
+    try:
+        open_checkpoint(path, verify="checksums")
+    except CheckpointError:
+        shutil.rmtree(path)
+        return False
+    return True

@@ -1,0 +1,339 @@
+"""Where a run starts: anew, from its newest checkpoint, from one that was named, or from weights alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megatron.checkpoint import Checkpoint, CheckpointError, Fragment, FragmentSpec, Meta
+from megatron.checkpoint.format.fragment import MASTER, WEIGHT
+from megatron.checkpoint.format.names import number_of
+from megatron.checkpoint.levels import Levels
+from megatron.checkpoint.save.store import Resume, Store
+from megatron.config import Config
+from megatron.config.source.origins import Origin
+from megatron.config.source.yaml_source import parse
+from megatron.config.stages import stages_of
+from megatron.data.plan import SampleSet
+from megatron.data.skipped_batches import LeftOut
+from megatron.engine.engine import BaseEngine
+from megatron.model.stack import DTYPES
+from megatron.parallel.layout.shard import LogicalTensor
+from megatron.report.ledger import Ledger
+from megatron.report.ledger import left_out as left_out_of
+from megatron.worker.place import StartError
+
+from ..divergence_backoff import MOST, of_run
+from ..world import World
+from .fetch import local_path
+from .same_run import changes, last_sample, refuse_other_files, refuse_other_runs
+from .upcycle import mapped, upcycle
+from .uploads import leave_later, or_uploaded
+from .vocabulary import MEAN, extend, extended
+
+
+@dataclass(frozen=True)
+class StartPoint:
+    """What a run starts from; both None for a new one.
+
+    Attributes:
+        checkpoint: to be resumed, opened and verified.
+        weights: one of which only the weights are taken, likewise.
+        facts: for the ledger.
+        left_out: batches that the run does not read.
+    """
+
+    checkpoint: Checkpoint | None = None
+    weights: Checkpoint | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    left_out: LeftOut = LeftOut()
+
+    @property
+    def new(self) -> bool:
+        return self.checkpoint is None and self.weights is None
+
+
+def find(
+    config: Config, world: World, log: Callable[[str], None], attempt: int = 0, levels: Levels | None = None
+) -> StartPoint:
+    """What `checkpoint.resume` and `checkpoint.initialize_from` ask for, before anything is built.
+
+    A run that goes back, to a checkpoint that was named or to its beginning, puts later checkpoints of its folder
+    aside: `auto` would otherwise take them one day for its own.
+
+    Args:
+        attempt: how often this run was started again after a failure. It then goes on from its own newest checkpoint,
+            whatever the first start was told.
+
+    Raises:
+        CheckpointError: it is missing or damaged; on every rank.
+    """
+    store = Store(config.checkpoint.dir, world.communicator)
+    for line in store.clean():
+        log(line)
+    how = config.checkpoint.resume
+    if how not in ("auto", "none"):
+        how = local_path(how, store.directory, world.communicator)
+    diverged = world.communicator.broadcast(of_run(Path(config.run.dir), attempt) if world.is_main else None)
+    if diverged:
+        found, copied = _further_back(store, *diverged), False
+    else:
+        found, copied = or_uploaded(lambda: _chosen(store, how, attempt, levels), store, config, world)
+    log(found.reason)
+    if how != "auto" or diverged:
+        after = found.checkpoint.step if found.checkpoint else -1
+        for line in [*(levels.drop(after) if levels else ()), *store.set_aside(after=after)]:
+            log(line)
+        if world.is_main:
+            leave_later(config, after)
+    if found.checkpoint is not None:
+        return _continued(found.checkpoint, found.skipped, config, world, log, copied)
+    if config.checkpoint.initialize_from:
+        path = local_path(config.checkpoint.initialize_from, store.directory, world.communicator)
+        return _initialised(config, store.weights(path), log)
+    return StartPoint(None, None, _fact(LeftOut.given(config)), LeftOut.given(config))
+
+
+def _continued(
+    checkpoint: Checkpoint,
+    skipped: Sequence[tuple[Path, str]],
+    config: Config,
+    world: World,
+    log: Callable[[str], None],
+    copied: bool,
+) -> StartPoint:
+    """The run goes on from its own checkpoint, or from a copy of it that it has uploaded."""
+    changed = changes(checkpoint.meta.config, config, checkpoint.step)
+    for line in changed:
+        log(f"changed since the checkpoint: {line}")
+    refuse_other_runs(checkpoint.title, changed, config)
+    if checkpoint.step >= config.training.steps:
+        log(
+            f"nothing is left to do: the checkpoint has {checkpoint.step} steps, and training.steps is "
+            f"{config.training.steps}"
+        )
+    facts = {
+        "checkpoint": checkpoint.title,
+        "skipped": [str(path) for path, _ in skipped],
+        "changed": changed,
+        "ledger": checkpoint.meta.ledger,
+    }
+    left_out = LeftOut.of(
+        world.communicator.broadcast(_left_out(checkpoint, config, copied).pairs if world.is_main else None)
+    )
+    return StartPoint(checkpoint, None, facts | _fact(left_out), left_out)
+
+
+def _initialised(config: Config, found: Resume, log: Callable[[str], None]) -> StartPoint:
+    """A new run takes the weights of another one."""
+    weights = found.checkpoint
+    assert weights is not None  # one was named
+    log(f"{found.reason}; optimizer, schedule and data start anew")
+    changed = changes(weights.meta.config, config, weights.step, start=0)
+    # Many models come without their tokenizer.
+    known = not any(line.startswith("tokenizer.type: 'none'") for line in changed)
+    other = [line for line in changed if line.startswith(("model.", "tokenizer.") if known else "model.")]
+    for line in other:
+        log(f"differs from the checkpoint the weights come from: {line}")
+    facts = {"initialize_from": str(weights.path), "changed": other}
+    return StartPoint(None, weights, facts | _fact(LeftOut.given(config)), LeftOut.given(config))
+
+
+def _fact(left_out: LeftOut) -> dict[str, Any]:
+    """For the ledger; a run that leaves out nothing says nothing."""
+    return {"left_out": [list(pair) for pair in left_out.pairs]} if left_out else {}
+
+
+def _left_out(checkpoint: Checkpoint, config: Config, copied: bool) -> LeftOut:
+    """What the run has left out so far: as its ledger says, or as the checkpoint does where it comes from elsewhere."""
+    own = copied or checkpoint.path.resolve().parent == Path(config.checkpoint.dir).resolve()
+    told = left_out_of(Path(config.run.dir) / "ledger.jsonl") if own else None
+    if told is None:
+        told = checkpoint.meta.data.get("left_out")
+    return LeftOut.given(config) if told is None else LeftOut.of(told)
+
+
+def _chosen(store: Store, how: str, attempt: int, levels: Levels | None = None) -> Resume:
+    """What the first start was told, or on a later one the newest checkpoint that was saved since."""
+    if how == "auto":
+        return _nearest(store, levels)
+    if not attempt:
+        return store.resume(how)
+    begin, own = store.resume(how), _nearest(store, levels)
+    if own.checkpoint is None or (begin.checkpoint is not None and own.checkpoint.step < begin.checkpoint.step):
+        return begin
+    return own
+
+
+def _nearest(store: Store, levels: Levels | None) -> Resume:
+    """The newest state that is whole and undamaged: of the nearest level that has it, else of the run's folder.
+
+    Raises:
+        CheckpointError: there is something, but nothing that can be used.
+    """
+    if levels is None:
+        return store.resume("auto")
+    paths = store.paths() if store.communicator.rank == 0 else []
+    newest = store.communicator.broadcast(number_of(paths[-1]) if paths else -1)
+    near, skipped = levels.newest(max(newest, 0))
+    if near is None:
+        failure, own = None, Resume(None)
+        try:
+            own = store.resume("auto")
+        except CheckpointError as error:
+            failure = error
+        step = own.checkpoint.step if own.checkpoint else -1
+        if step < newest:  # newer ones were damaged
+            near, more = levels.newest(step + 1)
+            skipped += more
+        if near is None and failure is not None:
+            raise failure
+        if near is None:
+            note = "".join(f"; passed over: {bad}: {why}" for bad, why in skipped)
+            return replace(own, skipped=[*skipped, *own.skipped], reason=f"{own.reason}{note}")
+    note = "".join(f"; passed over: {bad}: {why}" for bad, why in skipped)
+    return Resume(near, skipped, f"resumed from the {near.title}, the newest whole one{note}")
+
+
+def _further_back(store: Store, step: int, starts: list[int], error: str) -> Resume:
+    """The newest intact checkpoint before those from which the run diverged at the same step.
+
+    Raises:
+        StartError: there is none, or it was tried often enough: another restart would not help.
+    """
+    story = (
+        f"the run has diverged {len(starts)} times at step {step}, begun after {', '.join(map(str, starts))} updates"
+    )
+    advice = (
+        "It is not started again by itself. Change the recipe (optimizer.lr, gradient_clipping) or the data of that "
+        f"step, and start from a checkpoint that you choose with checkpoint.resume. The last message was: {error}"
+    )
+    found = store.resume("auto", before=min(starts)) if len(starts) < MOST else None
+    if found is None or found.checkpoint is None:
+        raise StartError(f"{story}. {advice}" if found is None else f"{story}, and there is none before them. {advice}")
+    return replace(found, reason=f"{story}: going back further. {found.reason}")
+
+
+def load(source: StartPoint, world: World, engine: BaseEngine) -> int:
+    """Fill the engine from the source. Returns the number of completed updates.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit the run; on every rank.
+    """
+    if source.checkpoint is not None:
+        resume(source.checkpoint, world, engine)
+        engine.stages.enter(max(source.checkpoint.step - 1, 0))  # what evaluates before the next update
+        return source.checkpoint.step
+    if source.weights is not None:
+        initialize(source.weights, world, engine, engine.config.checkpoint.initialize_map, engine.config)
+    engine.stages.enter(0)
+    return 0
+
+
+def made_in(checkpoint: Checkpoint, config: Config) -> int:
+    """An update of the stage of sequence length that a checkpoint was made in.
+
+    One of another run, such as an imported model, is taken for what the configuration says that the model becomes.
+    """
+    values, _, _ = parse(checkpoint.meta.config, lambda _line: Origin("values"))
+    own = values["training"].get("sequence_schedule") or []
+    known = own == config.model_dump(mode="json")["training"]["sequence_schedule"]
+    return max(checkpoint.step - 1, 0) if known else stages_of(config)[-1].begin
+
+
+def resume(checkpoint: Checkpoint, world: World, engine: BaseEngine) -> None:
+    """Everything: masters, optimizer states, counters, loss scale; then the weights are made of the masters.
+
+    Raises:
+        CheckpointError: it does not fit the run, or its optimizer had read another file.
+    """
+    state = engine.state
+    refuse_other_files(checkpoint, engine)
+    targets = state.targets()
+    checkpoint.check([target.spec for target in targets], communicator=world.communicator)
+    checkpoint.read_into(targets, communicator=world.communicator)
+    meta = checkpoint.meta
+    state.restore_counters(meta.optimizer)
+    state.restore_loss_scaler(meta.loss_scaler)
+    if engine.gate is not None:
+        engine.gate.restore(meta.extra.get("spikes", {}))
+    state.refresh()
+
+
+def initialize(
+    checkpoint: Checkpoint,
+    world: World,
+    engine: BaseEngine,
+    mapping: Mapping[str, str] = MappingProxyType({}),
+    config: Config | None = None,
+) -> None:
+    """Weights alone, in whatever type they were saved, some of them made of others as `mapping` says (see `upcycle`),
+    and tables of tokens with new rows as the configuration says (see `vocabulary`).
+    """
+    layers = config.checkpoint.initialize_layers if config is not None else ()
+    masters, made = mapped(checkpoint, engine.state.masters(), mapping, layers)
+    tables: list[tuple[Fragment, LogicalTensor]] = []
+    known = 0
+    if config is not None:
+        log = print if world.is_main else lambda _: None
+        masters, tables, known = extended(checkpoint, masters, config, log)
+    wanted = [each.spec for each in masters] + [FragmentSpec.whole(origin, MASTER) for _, origin in made + tables]
+    checkpoint.check(wanted, communicator=world.communicator, states={MASTER, WEIGHT})
+    checkpoint.read_into(masters, cast={MASTER, WEIGHT}, communicator=world.communicator)
+    upcycle(checkpoint, made)
+    if config is not None and tables:
+        extend(checkpoint, tables, known, config.checkpoint.initialize_vocabulary == MEAN)
+    engine.state.refresh()
+
+
+def tokens_read(source: StartPoint, config: Config) -> Callable[[int], int]:
+    """Tokens that the run has read after so many steps; those before a resume may have come in batches of
+    another size.
+    """
+    per_step = config.training.global_batch_size * config.training.sequence_length
+    start = source.checkpoint.step if source.checkpoint else 0
+    before = source.checkpoint.meta.data.get("tokens", start * per_step) if source.checkpoint else 0
+    return lambda steps: before + (steps - start) * per_step
+
+
+def contents(
+    config: Config,
+    config_text: str,
+    world: World,
+    engine: BaseEngine,
+    plan: SampleSet,
+    tokens: Callable[[int], int],
+    ledger: Ledger | None = None,
+    left_out: LeftOut | None = None,
+) -> Callable[[int], tuple[Any, Meta]]:
+    """What the checkpoint hook saves after a step. `plan`: of the training data; `tokens`: see `tokens_read`; `ledger`:
+    the run's, on rank 0, whose meta data are kept."""
+    layout, state = world.mesh.layout, engine.state
+    whole, left_out = config.checkpoint.optimizer_state, left_out or LeftOut()
+
+    def at(step: int) -> tuple[Any, Meta]:
+        samples = step * config.training.global_batch_size
+        meta = Meta(
+            step=step,
+            config=config_text,
+            optimizer=state.counters(),
+            loss_scaler=state.loss_scaler(),
+            resumable=whole,
+            layout=layout.sizes,
+            data={
+                "samples": samples,
+                "tokens": tokens(step),
+                "sequence_length": config.training.sequence_length,
+                "last_sample": last_sample(plan, samples, left_out),
+                **({"document_weights": weights} if (weights := plan.document_weights()) else {}),
+                **_fact(left_out),
+            },
+            ledger={} if ledger is None else {"bytes": ledger.position()},
+            extra={} if engine.gate is None else {"spikes": engine.gate.state()},
+        )
+        return state.fragments() if whole else state.weights(DTYPES[config.precision.compute]), meta
+
+    return at

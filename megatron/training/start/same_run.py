@@ -1,0 +1,186 @@
+"""Whether a checkpoint is of the run that would go on with it: what has changed since, and what of that is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint import Checkpoint, CheckpointError, Meta
+from megatron.config import Config
+from megatron.config.source.origins import Origin
+from megatron.config.source.yaml_source import parse
+from megatron.config.stages import stage_values
+from megatron.data.hashing import sample_hash
+from megatron.data.plan import SampleSet
+from megatron.data.skipped_batches import LeftOut
+from megatron.engine.engine import BaseEngine
+from megatron.report.ledger import hash_text
+
+# Differences between a checkpoint's configuration and the run's that say nothing about what is trained.
+_UNREMARKABLE = (
+    "run",
+    "launch",
+    "checkpoint",
+    "logging",
+    "evaluation",
+    "parallel",
+    "zero",
+    "training.accumulation",
+    "training.micro_batch_size",
+    "training.stop_at_step",
+    "training.stop_after",
+    "data.cache",
+    "data.workers",
+    "data.prefetch",
+)
+
+
+def last_sample(
+    plan: SampleSet, samples: int, left_out: LeftOut | None = None, length: int | None = None
+) -> str | None:
+    """Hash of the last of the first `samples` samples of a run, by which another order of the data is seen.
+
+    Args:
+        length: of the last so many tokens of it; None takes all.
+    """
+    if not samples:
+        return None
+    step, index = divmod(samples - 1, plan.batch)
+    number = (left_out or LeftOut()).batch(step) * plan.batch + index
+    tokens = plan.sample(number).tokens
+    return hash_text(sample_hash(0, tokens if length is None else tokens[-length - 1 :]))
+
+
+def data_changes(meta: Meta, config: Config, plan: SampleSet, left_out: LeftOut | None = None) -> list[str]:
+    """What a resumed run should know where it does not go on in the checkpoint's data: they are a function of the
+    configuration and the step alone, so other batch sizes, files or lengths of the run may move them."""
+    before, now = meta.data.get("samples"), meta.step * config.training.global_batch_size
+    if before is None:
+        return []
+    length, longest = meta.data.get("sequence_length", config.training.sequence_length), config.training.sequence_length
+    if length != longest and before * length == now * longest:  # as many tokens, in samples of another length
+        before = now
+    if before != now:
+        return [
+            f"warning: the data go on at sample {now:,} (step * training.global_batch_size), and the checkpoint has "
+            "read "
+            f"{before:,}: " + ("those between are left out" if now > before else "those between are read again")
+        ]
+    found = []
+    if meta.data.get("document_weights", {}) != plan.document_weights():
+        found.append("warning: the weights of documents (document_weights) differ from those of the checkpoint's run")
+    told = meta.data.get("last_sample")
+    if told is None or meta.step > plan.steps or told == last_sample(plan, now, left_out, length):
+        return found
+    return [
+        *found,
+        "warning: the data order differs from the checkpoint's (data.*, training.steps, training.sequence_length or "
+        "the files have changed); some samples may be repeated or skipped",
+    ]
+
+
+def changes(before: str, config: Config, completed: int = 0, start: int | None = None) -> list[str]:
+    """`key: old -> new` for each key that matters to what is trained and differs from the checkpoint's
+    configuration.
+
+    Lengths and rotary options are those of the stage of sequence length that the checkpoint was made in: a run may get
+    further stages, and goes on with what it was.
+
+    Args:
+        completed: updates of the checkpoint.
+        start: updates after which this run takes it up; by default as many.
+    """
+    values, _, _ = parse(before, lambda _line: Origin("values"))
+    now = config.model_dump(mode="json")
+    schedules = [values["training"].get("sequence_schedule") or [], now["training"]["sequence_schedule"]]
+    old, new = _leaves(_as_of(values, completed)), _leaves(_as_of(now, completed if start is None else start))
+    for key in () if schedules[0] == schedules[1] else ("sequence_schedule", "sequence_length"):
+        old[f"training.{key}"], new[f"training.{key}"] = values["training"].get(key), now["training"][key]
+    keys = [
+        key
+        for key in sorted(old.keys() & new.keys())
+        if not any(f"{key}.".startswith(f"{each}.") for each in _UNREMARKABLE)
+    ]
+    return [f"{key}: {old[key]!r} -> {new[key]!r}" for key in keys if old[key] != new[key]]
+
+
+# What makes a run another one: where it starts, and what its tokens and tensors mean.
+_IDENTITY = ("training.seed", "tokenizer", "model")
+# Of the model's keys, those that say how it is trained or computed, not what it is.
+_RECIPE = re.compile(
+    r"model\.(kernels|fused_attention|dropout|.*\blosses|.*\bjitter|.*\bcorrection_rate|.*capacity.*)(\.|$)"
+)
+
+
+def refuse_other_runs(subject: object, changed: list[str], config: Config) -> None:
+    """A checkpoint whose run had another seed, model or tokenizer is not this run's to go on from.
+
+    Args:
+        changed: see `changes`.
+
+    Raises:
+        CheckpointError: with each key that `checkpoint.allow_changes` does not name.
+    """
+    allowed = config.checkpoint.allow_changes
+    keys = []
+    for line in changed:
+        key = line.partition(":")[0]
+        decides = any(f"{key}.".startswith(f"{each}.") for each in _IDENTITY) and not _RECIPE.match(key)
+        moved = key == "tokenizer.path" and _same_name(line)
+        if decides and not moved and not any(f"{key}.".startswith(f"{each}.") for each in allowed):
+            keys.append((key, line))
+    if keys:
+        names = ", ".join(key for key, _ in keys)
+        raise CheckpointError(
+            subject,
+            [
+                "it is of another run: what decides over its weights has changed",
+                *(line for _, line in keys),
+                "undo the change, or give this run its own run.dir (or run.name); "
+                f"or, if it is meant to go on with it, checkpoint.allow_changes=[{names}]",
+            ],
+        )
+
+
+def refuse_other_files(checkpoint: Checkpoint, engine: BaseEngine) -> None:
+    """An optimizer that follows from a file goes on with that of the checkpoint: a path says nothing of what is there.
+
+    Raises:
+        CheckpointError: with each key that `checkpoint.allow_changes` does not name.
+    """
+    allowed = engine.config.checkpoint.allow_changes
+    keys = [
+        key
+        for key in engine.state.other_files(checkpoint.meta.optimizer)
+        if not any(f"{key}.".startswith(f"{each}.") for each in allowed)
+    ]
+    if keys:
+        raise CheckpointError(
+            checkpoint.title,
+            [
+                *(f"the file of {key} must have the values that the checkpoint's steps were made with" for key in keys),
+                "give that file again, or give this run its own run.dir (or run.name); or, if it is meant to go on "
+                f"with another one, checkpoint.allow_changes=[{', '.join(keys)}]",
+            ],
+        )
+
+
+def _same_name(line: str) -> bool:
+    """Whether a tokenizer's file has only moved, as from one cluster to another: same name, two places."""
+    before, _, after = line.partition(": ")[2].partition(" -> ")
+    return Path(before.strip("'\"")).name == Path(after.strip("'\"")).name
+
+
+def _as_of(values: dict[str, Any], completed: int) -> dict[str, Any]:
+    """Plain values as of the stage that the last of these updates was in."""
+    ends = [each["until"] for each in values["training"].get("sequence_schedule") or []]
+    number = sum(end <= max(completed - 1, 0) for end in ends)
+    return stage_values(values, number)
+
+
+def _leaves(values: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(values, dict):
+        below = (_leaves(each, f"{prefix}.{name}" if prefix else name) for name, each in values.items())
+        return {key: value for leaves in below for key, value in leaves.items()}
+    return {prefix: values}

@@ -1,0 +1,135 @@
+"""Weights of one architecture for another, tensor by tensor: a dense model's MLP as each of a mixture's experts.
+
+`checkpoint.initialize_map` says for tensors that the checkpoint does not have which of its tensors they are made of
+("sparse upcycling", Komatsuzaki et al. 2023):
+* of the same shape: it is taken as it is;
+* [E, ...] of one without the experts' dimension: every expert starts as the same;
+* [E, ...] of one that is g times as wide: expert e starts as the slice e mod g of its width, so that g experts in a row
+  are together the dense layer;
+* `new`: the tensor keeps its initial values.
+
+`checkpoint.initialize_layers` says which of the checkpoint's blocks each of ours starts as, for models that are deeper
+(stacked: Gong et al. 2019; Du et al. 2024, arXiv 2405.15319). A block that starts as `identity` keeps its initial
+values, but the matrices that write to the stream are 0, so that the model computes what it did without the block, and
+learns from there (Shen et al. 2022, arXiv 2203.06211).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint import Checkpoint, Fragment, FragmentSpec
+from megatron.checkpoint.format.errors import CheckpointError
+from megatron.checkpoint.format.fragment import WEIGHT
+from megatron.parallel.layout.shard import LogicalTensor, Role
+
+NEW, IDENTITY = "new", "identity"
+
+
+def origin_of(name: str, mapping: Mapping[str, str]) -> str | None:
+    """The stored tensor that one of ours is made of, `new`, or None where the map has nothing to say.
+
+    Args:
+        mapping: patterns of our names -> patterns of stored ones; the n-th `*` of both (a word between dots) is the
+        same.
+    """
+    for ours, theirs in mapping.items():
+        match = re.fullmatch(re.escape(ours).replace(r"\*", r"([^.]+)"), name)
+        if match:
+            words = (*match.groups(), "")
+            return "".join(piece + word for piece, word in zip(theirs.split("*"), words)) if "*" in theirs else theirs
+    return None
+
+
+def of_layer(tensor: LogicalTensor, layers: Sequence[int | str]) -> str | None:
+    """The stored tensor that one of a block starts as by `initialize_layers`, `identity`, or None where the list says
+    nothing of it."""
+    found = re.fullmatch(r"layers\.(\d+)(\..*)", tensor.name)
+    if not layers or not found:
+        return None
+    source = layers[int(found[1])]
+    return IDENTITY if source == IDENTITY else f"layers.{source}{found[2]}"
+
+
+def mapped(
+    checkpoint: Checkpoint, targets: Iterable[Fragment], mapping: Mapping[str, str], layers: Sequence[int | str] = ()
+) -> tuple[list[Fragment], list[tuple[Fragment, LogicalTensor]]]:
+    """(the targets that map and list say nothing of, those that are made of a stored tensor, with it); new ones and
+    those of blocks that are the identity are neither.
+
+    Raises:
+        CheckpointError: a stored tensor that the map or the list names is missing.
+    """
+    rest, made = [], []
+    for target in targets:
+        origin = origin_of(target.tensor.name, mapping) or of_layer(target.tensor, layers)
+        if origin is None:
+            rest.append(target)
+        elif origin in checkpoint.tensors:
+            made.append((target, checkpoint.tensors[origin]))
+        elif origin == IDENTITY:
+            if target.tensor.role is Role.OUTPUT:
+                target.data.zero_()
+        elif origin != NEW:
+            said = "initialize_map or initialize_layers"
+            raise CheckpointError(
+                checkpoint.path, f"it has no {origin}, which checkpoint.{said} names for {target.tensor.name}"
+            )
+    return rest, made
+
+
+def upcycle(checkpoint: Checkpoint, made: Iterable[tuple[Fragment, LogicalTensor]]) -> None:
+    """Fill the targets that `mapped` found. One stored tensor is in memory at a time.
+
+    Raises:
+        CheckpointError: a target cannot be made of its tensor.
+    """
+    last: tuple[str, Tensor] | None = None
+    for target, origin in made:
+        if last is None or origin.name != last[0]:
+            stored = checkpoint.read(FragmentSpec.whole(origin, WEIGHT), torch.float32).data
+            last = origin.name, stored.view(origin.shape)
+        fill(target, last[1], checkpoint.path)
+
+
+def fill(target: Fragment, dense: Tensor, source: object) -> None:
+    """Write this range of a shard of the target's tensor, made of the stored tensor `dense`."""
+    tensor = target.tensor
+    if tuple(dense.shape) == tensor.shape:
+        flat = shard_of(dense, tensor, 0, target).reshape(-1)
+        target.data.copy_(flat[target.start : target.start + len(target.data)])
+        return
+    block = prod(tensor.local_shape(target.tensor_rank, target.tensor_ranks)[1:])  # elements of one expert
+    first, last = target.start // block, -(-(target.start + len(target.data)) // block)
+    for expert in range(first, last):
+        own = shard_of(_expert(dense, tensor, expert, source), tensor, 1, target).reshape(-1)
+        begin, end = max(target.start, expert * block), min(target.start + len(target.data), (expert + 1) * block)
+        target.data[begin - target.start : end - target.start] = own[begin - expert * block : end - expert * block]
+
+
+def _expert(dense: Tensor, tensor: LogicalTensor, expert: int, source: object) -> Tensor:
+    """What one expert of `tensor` starts as, of the shape [...] without the experts' dimension."""
+    shape = tensor.shape[1:]
+    if tuple(dense.shape) == shape:
+        return dense
+    if len(dense.shape) == len(shape) and tensor.shard is not None:
+        dim = tensor.shard.dim - 1
+        parts = tensor.shard.parts or (shape[dim],)
+        finer, left = divmod(dense.shape[dim], shape[dim])
+        others = [size for place, size in enumerate(dense.shape) if place != dim]
+        if not left and others == [size for place, size in enumerate(shape) if place != dim]:
+            slices = [part.chunk(finer, dim)[expert % finer] for part in dense.chunk(len(parts), dim)]
+            return torch.cat(slices, dim)
+    raise CheckpointError(source, f"{tensor.name} {tensor.shape} cannot be made of a tensor {tuple(dense.shape)}")
+
+
+def shard_of(whole: Tensor, tensor: LogicalTensor, skipped: int, target: Fragment) -> Tensor:
+    """The target's tensor parallel shard of a whole tensor that lacks the first `skipped` dimensions."""
+    for dim, spans in enumerate(tensor.spans(target.tensor_rank, target.tensor_ranks)[skipped:]):
+        whole = torch.cat([whole.narrow(dim, span.start, span.length) for span in spans], dim)
+    return whole

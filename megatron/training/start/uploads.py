@@ -1,0 +1,139 @@
+"""A run whose nearer checkpoints are lost goes on from those in its store: its own, and no other run's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from megatron.checkpoint import CheckpointError
+from megatron.checkpoint.format.errors import Unreachable, brief
+from megatron.checkpoint.format.index import checksum
+from megatron.checkpoint.format.names import step_of
+from megatron.checkpoint.save.copies import Copies, Copy
+from megatron.checkpoint.save.store import Resume, Store
+from megatron.checkpoint.save.transfer import manifest_at
+from megatron.config import Config
+from megatron.report.jsonl import read_lines
+from megatron.report.ledger import Ledger
+
+from ..world import World
+from .fetch import FOLDER, fetched
+
+UPLOADED, LEFT = "uploaded", "copies_left"  # events of the ledger
+
+
+def copies_of(path: Path, ledger: Ledger | None = None) -> Copies:
+    """What a run has uploaded, as its ledger says: each event `uploaded`, but for what the run went back from later.
+
+    Args:
+        path: of the ledger; it need not exist.
+        ledger: the same, open, which takes what is uploaded from now on.
+    """
+
+    def record(step: int, copy: Copy) -> None:
+        with suppress(ValueError):  # closed, since the run has failed meanwhile: its next start finds the copy there
+            if ledger is not None:
+                ledger.write(UPLOADED, step=step, url=copy.url, manifest=copy.manifest)
+
+    told, copies = Copies(), Copies(record)
+    for entry in read_lines(path) if path.exists() else ():
+        event = entry["event"]
+        if event == UPLOADED:
+            told.add(entry["step"], Copy(entry["url"], entry["manifest"]))
+        elif event == "checkpoint_written" and entry.get("uploaded"):
+            _add_unsigned(told, entry["uploaded"])
+        elif event in ("rollback", LEFT):
+            told.go_back(entry["to"])
+        elif event in ("start", "resume"):
+            told.go_back(entry["step"] if event == "resume" or "checkpoint" in entry else -1)
+    copies.own, copies.urls = told.own, told.urls
+    return copies
+
+
+def leave_later(config: Config, after: int) -> None:
+    """The run goes back, and may be killed before it has begun there: its next start must not take copies of later
+    steps. Rank 0 calls it when it has put local checkpoints aside."""
+    path = Path(config.run.dir) / "ledger.jsonl"
+    later = [step for step in copies_of(path).own if step > after]
+    if later:
+        ledger = Ledger(path)
+        ledger.write(LEFT, to=after, steps=sorted(later))
+        ledger.close()
+
+
+def _add_unsigned(copies: Copies, url: str) -> None:
+    """A copy of which an older ledger has the name alone: it is known to have been made, and cannot be recognised."""
+    step = step_of(Path(url))
+    if step is not None and step not in copies.own:
+        copies.add(step, Copy(url, ""))
+
+
+def or_uploaded(choose: Callable[[], Resume], store: Store, config: Config, world: World) -> tuple[Resume, bool]:
+    """What is chosen of all that is nearer; or where that is older, or nothing is left, the newest copy that this run
+    has in its store. Where the chosen one is the newest that the run knows of, nobody asks the store.
+
+    Returns:
+        The same with whether it is such a copy.
+
+    Raises:
+        CheckpointError: there is something, but nothing that can be used; or the run has uploaded copies, and none of
+            them is there any more, or nobody can say so.
+    """
+    level, failure, found = config.checkpoint.store, None, Resume(None)
+    try:
+        found = choose()
+    except CheckpointError as error:
+        failure = error
+    if level is not None and config.checkpoint.resume == "auto":
+        least = -1 if found.checkpoint is None else found.checkpoint.step
+        copied = world.communicator.broadcast(_newest_own(config, store, least) if world.is_main else None)
+        where, path, passed, problem = copied
+        note = "".join(f"; passed over: {each}" for each in passed)
+        why = found.reason if found.checkpoint else str(failure) if failure else f"nothing is in {store.directory}"
+        if where is not None:
+            reason = f"resumed from {path}, which was fetched from {where}{note}; nearer: {why}"
+            if found.checkpoint is not None:
+                found.checkpoint.release()
+            return replace(store.resume(path), skipped=found.skipped, reason=reason), True
+        if found.checkpoint is not None:
+            note += f"; {problem}" if problem else ""
+            return replace(found, reason=f"{found.reason}{note}"), False
+        if problem:
+            raise CheckpointError(level.url, f"{problem}, and {why}")
+    if failure is not None:
+        raise failure
+    return found, False
+
+
+def _newest_own(config: Config, store: Store, least: int) -> tuple[str | None, str, list[str], str | None]:
+    """On rank 0: (the URL of the newest copy after more than `least` updates that is whole and this run's, where it
+    was fetched to, newer ones with the reason, what is wrong)."""
+    path, passed = Path(config.run.dir) / "ledger.jsonl", list[str]()
+    try:
+        copies = copies_of(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:  # the other ranks wait for an answer
+        problem = f"{path} cannot be read ({type(error).__name__}: {error}), which names what was uploaded"
+        return None, "", passed, problem
+    try:
+        for step in sorted((step for step in copies.own if step > least), reverse=True):
+            copy = copies.own[step]
+            manifest = manifest_at(copy.url)
+            why = "it is gone" if manifest is None else ""
+            if manifest is not None and checksum(manifest) != copy.manifest:
+                why = "it is not known to be the one that this run has uploaded"
+            try:
+                if not why:
+                    return copy.url, str(fetched(copy.url, store.directory / FOLDER)), passed, None
+            except Unreachable:
+                raise
+            except CheckpointError as error:
+                why = f"damaged ({brief(error.problems)})"
+            passed.append(f"{copy.url}: {why}")
+    except (CheckpointError, OSError) as error:
+        return None, "", passed, str(error)
+    if not passed:
+        return None, "", [], None
+    advice = "name a checkpoint in checkpoint.resume, or set it to none to start anew"
+    return None, "", passed, f"of the copies that this run has uploaded none can be used ({brief(passed)}): {advice}"
