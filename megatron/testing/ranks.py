@@ -33,6 +33,7 @@ SETTINGS = {
     "MASTER_ADDR": "127.0.0.1",
     "DS_ACCELERATOR": "cpu",
     "TOKENIZERS_PARALLELISM": "false",
+    "TORCH_FR_BUFFER_SIZE": "0",  # see `world.join`
 }
 
 
