@@ -190,14 +190,45 @@ def test_refusals(tmp_path):
     run(job([tmp_path / "a.jsonl"], tmp_path / "out", overwrite=True))
     with pytest.raises(DataError, match="no such file"):
         find_inputs([str(tmp_path / "*.parquet")])
-    with pytest.raises(DataError, match="does not say what is inside"):
-        (tmp_path / "a.xyz").write_bytes(b"")
-        find_inputs([str(tmp_path / "a.xyz")])
+    for name in ("a.xyz", "LICENSE"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(DataError, match=r"a\.xyz, .*LICENSE: the ending must say what is inside"):
+        find_inputs([str(tmp_path / "a.xyz"), str(tmp_path / "LICENSE")])
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(lines(["x" * 5000]))[:-20])
     with pytest.raises(DataError, match="cannot be read to its end"):
         run(job([tmp_path / "cut.jsonl.gz"], tmp_path / "cut"))
     with pytest.raises(DataError, match="no document was found"):
         run(job([tmp_path / "a.jsonl"], tmp_path / "none", treatment=Treatment(key="nothing")))
+
+
+def test_a_folder_of_real_files(tmp_path):
+    """What cannot be texts is skipped and named, not refused file by file."""
+    folder = tmp_path / "corpus"
+    (folder / ".git").mkdir(parents=True)
+    contents = {".git/config.txt": b"hidden", "LICENSE": b"free", "logo.png": b"\x89PNG", "package.json": b'{"a": 1}'}
+    contents |= {"a.md": b"one", "b.jsonl": lines(["two"]), "bytes.txt": b"\xff\xfe\x00"}
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    skipped: list[str] = []
+    inputs = find_inputs([str(folder)], skipped=skipped)
+    assert [Path(name).name for name in skipped] == ["LICENSE", "logo.png"]
+    result = run(TokenizeJob(inputs, tmp_path / "out", BYTES, Treatment()))
+    assert texts(tmp_path / "out") == ["one", "two"]
+    assert sorted(Path(name).name for name, _, _ in result.progress.examples) == ["bytes.txt", "package.json"]
+    with tarfile.open(tmp_path / "all.tar", "w") as archive:
+        archive.add(folder / "LICENSE", "LICENSE")
+    with pytest.raises(DataError, match="must say what is inside"):
+        find_inputs([str(tmp_path / "all.tar")])
+
+
+@pytest.mark.parametrize("wrong", [{"treatment": Treatment(key="text")}, {"bad": "fatal"}])
+def test_a_corrected_command_may_follow_a_failed_one(tmp_path, wrong):
+    (tmp_path / "a.jsonl").write_bytes(b'{"content": "x"}\n')
+    with pytest.raises(DataError, match="no object with the key 'text', only 'content'"):
+        run(job([tmp_path / "a.jsonl"], tmp_path / "out", **wrong))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl"]
+    run(job([tmp_path / "a.jsonl"], tmp_path / "out", treatment=Treatment(key="content")))
+    assert texts(tmp_path / "out") == ["x"]
 
 
 def corpus(folder: Path) -> list[str]:

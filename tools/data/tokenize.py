@@ -105,13 +105,16 @@ def add_work(parser: argparse.ArgumentParser) -> None:
 def main(given: argparse.Namespace) -> dict:
     from megatron import __version__
     from megatron.data.corpus.encode import Treatment
-    from megatron.data.corpus.inputs import Input, find_inputs
+    from megatron.data.corpus.inputs import Input, find_inputs, skipped_files
     from megatron.data.corpus.job import TokenizeJob
     from megatron.data.corpus.job import run as tokenize
     from megatron.data.corpus.progress import Display
     from megatron.data.errors import DataError
 
-    inputs = find_inputs(given.input, given.format)
+    skipped: list[str] = []
+    inputs = find_inputs(given.input, given.format, skipped)
+    if skipped:
+        print(skipped_files(skipped), file=sys.stderr)
     if given.dataset:
         loading = {"name": given.config, "split": given.split, "streaming": given.streaming}
         inputs.append(Input(given.dataset, "dataset", {name: value for name, value in loading.items() if value}))
@@ -145,6 +148,7 @@ def main(given: argparse.Namespace) -> dict:
         "empty": progress.empty,
         "bad": progress.bad,
         "bad_examples": progress.examples,
+        "skipped": skipped,
         "manifest": asdict(outcome.manifest),
     }
 
@@ -158,9 +162,9 @@ def show(result: dict) -> None:
     )
     print(f"encoder: {result['encoder_reason']}")
     if result["empty"]:
-        print(f"{result['empty']:,} texts without tokens were left out")
+        print(f"{result['empty']:,} texts without tokens were skipped")
     if result["bad"]:
-        print(f"{result['bad']:,} bad records were left out, among them:")
+        print(f"{result['bad']:,} bad records were skipped, among them:")
         for name, line, reason in result["bad_examples"]:
             print(f"  {name}:{line}: {reason}")
 

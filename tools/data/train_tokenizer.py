@@ -59,7 +59,7 @@ def main(given: argparse.Namespace) -> dict:
     from megatron.config.file_access import keep_inputs
     from megatron.data.corpus.encode import Treatment
     from megatron.data.corpus.extend import extend
-    from megatron.data.corpus.inputs import find_inputs
+    from megatron.data.corpus.inputs import find_inputs, skipped_files
     from megatron.data.corpus.vocabulary import texts, train
     from megatron.data.errors import DataError
 
@@ -68,7 +68,10 @@ def main(given: argparse.Namespace) -> dict:
     output = Path(given.output)
     if output.exists() and not given.overwrite:
         raise DataError(output, "this file exists already", "use another --output, or --overwrite")
-    inputs = find_inputs(given.input, given.format)
+    skipped: list[str] = []
+    inputs = find_inputs(given.input, given.format, skipped)
+    if skipped:
+        print(skipped_files(skipped), file=sys.stderr)
     old = [Path(given.extend)] if given.extend else []
     keep_inputs([output], [*old, *(each.path for each in inputs if each.path is not None)])
     corpus = texts(inputs, Treatment(key=given.key), given.limit and int(given.limit))

@@ -95,7 +95,8 @@ def _texts_of_lines(
             bad.append((chunk.line + number, f"no JSON: {error}"))
             continue
         if not isinstance(value, dict) or treatment.key not in value:
-            bad.append((chunk.line + number, f"no object with the key {treatment.key!r}"))
+            keys = f", only {', '.join(map(repr, list(value)[:8]))}" if isinstance(value, dict) and value else ""
+            bad.append((chunk.line + number, f"no object with the key {treatment.key!r}{keys}"))
             continue
         text, reason = _as_text(value[treatment.key], treatment)
         if reason:
@@ -225,7 +226,7 @@ def choose_encoder(tokenizer: Tokenizer, requested: str = "auto", text_bytes: in
     if requested == "tokenizer":
         return EncoderChoice("tokenizer", f"{own}, as asked")
     if requested == "auto" and text_bytes is not None and text_bytes < LITTLE:
-        return EncoderChoice("tokenizer", f"{own}: little to encode")
+        return EncoderChoice("tokenizer", f"{own} (too little text for a faster one to pay)")
     reason, unsafe = _try_gigatoken(tokenizer)
     if not reason:
         return EncoderChoice(

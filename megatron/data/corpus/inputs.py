@@ -13,12 +13,14 @@ import gzip
 import io
 import lzma
 import tarfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from ...config.foreign_json import parse_json
+from ...config.words import counted
 from ..errors import DataError
 
 Bytes = IO[bytes] | io.BufferedIOBase  # decompressing files are the latter alone
@@ -94,61 +96,77 @@ def _ending(name: str) -> tuple[str, str]:
     return outer, ""
 
 
-def kind_of(name: str) -> str:
-    """The kind of a file by its ending.
+KNOWN = (*LINES, ".json", *TABLES, *TEXTS, ".dat", ".tar")
 
-    Raises:
-        DataError: the ending is not known.
-    """
+
+def kind_of(name: str) -> str | None:
+    """The kind of a file by its ending; None where that does not say it."""
     ending, _ = _ending(name)
-    if ending in LINES:
-        return "lines"
-    if ending in TABLES:
-        return "table"
-    if ending in TEXTS:
-        return "text"
-    if ending == ".json":
-        return "array"
-    if ending == ".dat":
-        return "dat"
-    raise DataError(
-        name,
-        "its ending does not say what is inside",
-        f"rename it to end in {', '.join((*LINES, '.json', *TABLES, *TEXTS, '.dat', '.tar'))}, or give --format",
-    )
+    kinds = {LINES: "lines", TABLES: "table", TEXTS: "text", (".json",): "array", (".dat",): "dat"}
+    return next((kind for endings, kind in kinds.items() if ending in endings), None)
 
 
-def find_inputs(patterns: list[str], kind: str | None = None) -> list[Input]:
+def find_inputs(patterns: list[str], kind: str | None = None, skipped: list[str] | None = None) -> list[Input]:
     """The inputs that paths, folders and globs name, in sorted order within each; tar archives give their members.
+
+    Hidden files and folders of a folder are not read.
 
     Args:
         kind: of all files; by default each file's ending says it.
+        skipped: gets the names of files and members that were found in folders and archives and whose ending says
+            nothing.
 
     Raises:
-        DataError: something does not exist, or an ending is not known.
+        DataError: something does not exist, a file that was named has an unknown ending, or there is nothing to read.
     """
     found: list[Input] = []
+    unknown, inside = [], skipped if skipped is not None else []
     for pattern in patterns:
         path = Path(pattern)
         if path.is_dir():
-            files = sorted(str(each) for each in path.rglob("*") if each.is_file() and not each.name.startswith("."))
+            files = sorted(str(each) for each in path.rglob("*") if each.is_file() and not _hidden(each, path))
         else:
             files = [pattern] if path.is_file() else sorted(glob.glob(pattern, recursive=True))
         if not files:
             raise DataError(pattern, "there is no such file", "check the path, or quote the glob")
         for file in files:
-            found += _archive(file, kind) if file.lower().endswith(".tar") else [Input(file, kind or kind_of(file))]
+            members = _members(file) if file.lower().endswith(".tar") else [file]
+            named = members == [file] and not path.is_dir()
+            for name in members:
+                if known := kind or kind_of(name):
+                    found.append(Input(name, known))
+                else:
+                    (unknown if named else inside).append(name)
+    if unknown or (inside and not found):
+        raise DataError(
+            ", ".join([*(unknown or inside)[:10], *(["..."] if len(unknown or inside) > 10 else [])]),
+            "the ending must say what is inside",
+            f"rename to end in {', '.join(KNOWN)}, or give --format",
+        )
     return found
 
 
-def _archive(file: str, kind: str | None) -> list[Input]:
-    """The members of a tar archive, in its order."""
+def _hidden(file: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
+
+
+def _members(file: str) -> list[str]:
+    """The names of a tar archive's members, in its order."""
     try:
         with tarfile.open(file, "r:") as archive:
-            members = [member.name for member in archive if member.isfile()]
+            return [f"{file}{MEMBER}{member.name}" for member in archive if member.isfile()]
     except tarfile.TarError as error:
         raise DataError(file, f"it is no tar archive ({error})", "give an intact .tar") from error
-    return [Input(f"{file}{MEMBER}{name}", kind or kind_of(name)) for name in members]
+
+
+def skipped_files(names: list[str]) -> str:
+    """A sentence about files that were not read, by their endings; the first few by name where there are few."""
+    endings = Counter(_ending(name)[0] or "no ending" for name in names)
+    kinds = ", ".join(f"{number:,} with {ending}" for ending, number in endings.most_common(8))
+    which = ", ".join(repr(name)[1:-1] for name in names) if len(names) <= 3 else kinds
+    return (
+        f"skipped {counted(len(names), 'file')} whose ending does not say what is inside: {which} (--format reads it)"
+    )
 
 
 @contextlib.contextmanager
@@ -264,7 +282,7 @@ def _array(number: int, entry: Input, position: int, line: int, key: str) -> Ite
         except ValueError as error:
             raise DataError(entry.name, f"it is no JSON ({error})", "JSON lines end in .jsonl") from error
     if not isinstance(values, list):
-        raise DataError(entry.name, "it is no JSON array", "JSON lines end in .jsonl")
+        values = [values]  # one record: the settings of some program, which are counted as bad, or one text
     texts = [value.get(key) if isinstance(value, dict) else value for value in values]
     for start in range(position, len(texts), ROWS):
         yield _rows(number, entry, start, texts[start : start + ROWS])

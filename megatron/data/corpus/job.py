@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import numpy as np
 
 from megatron.config.file_access import keep_inputs
+from megatron.config.words import counted
 
 from ..errors import DataError
 from ..hashing import content_hash, file_hash
@@ -129,8 +130,13 @@ def run(job: TokenizeJob, display: Display | None = None) -> TokenizeResult:
     choice = choose_encoder(tokenizer, job.encoder, size if all(entry.path for entry in job.inputs) else None)
     dtype = token_dtype(tokenizer.size)
     if not progress.publishing:
-        _encode(job, progress, choice, dtype, display or Display(size, quiet=True))
-        _complete(job, progress, dtype)
+        try:
+            _encode(job, progress, choice, dtype, display or Display(size, quiet=True))
+            _complete(job, progress, dtype)
+        except DataError as error:
+            if not isinstance(error.__cause__, OSError):  # this job cannot be finished: only a corrected one can
+                _discard(job)
+            raise
     manifest = _publish(job, progress, choice, tokenizer, dtype)
     return TokenizeResult(manifest, progress, choice, time.monotonic() - begin, resumed=resumed)
 
@@ -141,8 +147,7 @@ def _make_room(job: TokenizeJob, key: str) -> Manifest | None:
     With `overwrite`, whatever is there is removed.
     """
     if job.overwrite:
-        for ending in WRITTEN:
-            job.file(ending).unlink(missing_ok=True)
+        _discard(job)
     if not job.file(".idx").exists() or job.file(".progress").exists():
         return None
     manifest = read_manifest(job.prefix)
@@ -150,6 +155,11 @@ def _make_room(job: TokenizeJob, key: str) -> Manifest | None:
         raise DataError(job.file(".idx"), "another token file is there already", "use another --output, or --overwrite")
     TokenFile(job.prefix)
     return manifest
+
+
+def _discard(job: TokenizeJob) -> None:
+    for ending in WRITTEN:
+        job.file(ending).unlink(missing_ok=True)
 
 
 def _progress_of(manifest: Manifest) -> Progress:
@@ -261,8 +271,9 @@ def _complete(job: TokenizeJob, progress: Progress, dtype: np.dtype) -> None:
     if progress.documents == 0:
         raise DataError(
             job.prefix,
-            f"no document was found in {len(job.inputs)} inputs ({progress.bad} bad, {progress.empty} empty)",
-            "check --key and the inputs",
+            f"no document was found in {counted(len(job.inputs), 'input')} ({progress.bad:,} bad, {progress.empty:,} "
+            "empty)" + "".join(f"\n    {name}:{line}: {reason}" for name, line, reason in progress.examples[:3]),
+            "check --key, --format and the inputs",
         )
     sizes = np.memmap(job.file(".sizes.part"), dtype="<i4", mode="r")
     with open(job.file(".idx.part"), "wb") as file:
