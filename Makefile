@@ -18,7 +18,7 @@ help:
 	@echo 'make bench        measure speed and memory beside other programs, and write the tables of docs/performance.md'
 	@echo 'make package      build wheel and sdist, and try them outside of the repository'
 	@echo 'make site         the documentation as a site, in build/site'
-	@echo 'make lint         check the source: mistakes and format (ruff), types (mypy)'
+	@echo 'make lint         check the source: mistakes and format (ruff), types (mypy), English (docs/style.md)'
 	@echo 'make docs         write the generated pages of docs/ again'
 	@echo 'make venv         only install, into $(VENV)'
 	@echo 'Variables: PYTHON=python3.12 makes the environment with another interpreter, VENV=folder elsewhere;'
@@ -82,6 +82,7 @@ lint: dev
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(RUN) -m pytest -q -p no:cacheprovider tests/test_style.py
 
 # Rows that are there already are kept: an interrupted run goes on. BENCH='--only start data', '--clock wall', '--fresh', ...
 PEERS := $(CURDIR)/build/peers
