@@ -200,17 +200,15 @@ def table(areas: dict[str, Area]) -> str:
     """Lines of text: counts of each area and of all, and the percentiles of sentence length."""
     lines = [f"{'area':32} sentences  p50  p90  p99   long  semicolons       house words"]
     every = Area()
-    for name, area in areas.items():
+    for area in areas.values():
         every.lengths += area.lengths
         for kind, count in area.counts.items():
             every.counts[kind] += count
     for name, area in {**areas, "all": every}.items():
         spread = "".join(f"{area.percentile(share):5}" for share in (0.5, 0.9, 0.99))
-        part = f"({area.counts['semicolons'] / max(len(area.lengths), 1):.1%})"
-        lines.append(
-            f"{name:32} {len(area.lengths):9}{spread}  {area.counts['long']:5}  {area.counts['semicolons']:5} {part:>8} "
-            f" {area.counts['words']:13}"
-        )
+        long, semicolons, words = (area.counts[kind] for kind in ("long", "semicolons", "words"))
+        share = f"({semicolons / max(len(area.lengths), 1):.1%})"
+        lines.append(f"{name:32} {len(area.lengths):9}{spread}  {long:5}  {semicolons:5} {share:>8}  {words:13}")
     return "\n".join(lines)
 
 

@@ -53,7 +53,7 @@ def test_counts(text, words, long, semicolons):
 
 def test_python_has_three_areas(tmp_path):
     (tmp_path / "a.py").write_text(
-        '"""What this module tells."""\n\nx = f"a rank alone wrote {1}"  # nobody reads it here\n# but this goes\n# on as one\n'
+        '"""What this module tells."""\n\nx = f"a rank alone wrote {1}"  # nobody reads\n# but it goes\n# on\n'
     )
     areas = {f"a {part}": Area() for part in ("docstrings", "messages", "comments")}
     python(areas, "a", tmp_path / "a.py")
@@ -65,4 +65,4 @@ def test_markdown_is_split_into_sentences_items_and_cells():
         "# Title of it\n\nOne, e.g. this. Two\nlines.\n- item\n1. next\n\n| a | b c |\n|---|---|\n```sh\nrun; it\n```\n"
     )
     found = [sentence for sentence in sentences(text) if sentence.strip("-")]
-    assert found == ["Title of it", "One, eg this.", "Two lines.", "item", "next", "a", "b c"]
+    assert found == ["Title of it", "One, e.g this.", "Two lines.", "item", "next", "a", "b c"]
