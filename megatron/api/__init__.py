@@ -83,9 +83,9 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, of training steps and of validations, in their order."""
-        from megatron.report.jsonl import read_lines
+        from megatron.report.jsonl import read_lines, sound_metrics
 
-        return list(read_lines(self.directory / "metrics.jsonl"))
+        return list(read_lines(self.directory / "metrics.jsonl", sound_metrics))
 
     def checkpoints(self) -> list[Path]:
         """The run's complete checkpoints, the oldest first."""

@@ -138,7 +138,7 @@ def profile(run: str | Path, device: str | None = None, machine: str | None = No
         raise UserError(f"{run} cannot be read as a run: {error}") from error
     account = goodput(entries)
     began = [each for each in entries if each.get("event") in ("start", "resume")]
-    if not began or account.wall <= 0:
+    if not began or "ranks" not in began[-1] or account.wall <= 0:
         raise UserError(f"{run} has no account of its time: its ledger.jsonl has no start")
     messages = [each.times for each in accounts.values() if each.times]
     told = _Told(config, int(began[-1]["ranks"]), account, trace, messages)

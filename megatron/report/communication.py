@@ -131,7 +131,7 @@ def read_accounts(folder: str | Path) -> dict[int, RankAccount]:
     accounts = {}
     for path in files:
         account = RankAccount()
-        for record in read_lines(path):
+        for record in read_lines(path, strict=True):
             try:
                 _take(account, record)
             except (KeyError, TypeError, ValueError) as error:

@@ -12,7 +12,7 @@ from megatron.config.words import counted
 
 from .console import duration, short_number
 from .figures import save_lines
-from .jsonl import read_lines
+from .jsonl import read_lines, sound_metrics
 from .plot import Points, draw
 
 FEW = 25  # a running mean reaches this part of a curve to each side
@@ -33,17 +33,16 @@ class History:
 
         Raises:
             FileNotFoundError: there is none.
-            ValueError: a line is damaged.
         """
         history = cls()
-        for record in read_lines(path):
+        for record in read_lines(path, sound_metrics):
             if "loss" in record:
                 history.training.append(record)
             for name, values in record.get("validation", {}).items():
                 if values["loss"] is not None:
                     history.validation.setdefault(name, []).append((record["step"], values["loss"]))
         superseded = Path(path).with_suffix(".superseded.jsonl")
-        history.abandoned = list(branches(read_lines(superseded))) if superseded.exists() else []
+        history.abandoned = list(branches(read_lines(superseded, sound_metrics))) if superseded.exists() else []
         return history
 
     def curves(self) -> dict[str, list[tuple[float, float]]]:

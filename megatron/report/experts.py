@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from .figures import HeatMap, save_heat_maps
-from .jsonl import read_lines
+from .jsonl import read_lines, sound_metrics
 
 COLUMNS = 400  # steps that are drawn; more would be thinner than a pixel
 
@@ -17,7 +17,7 @@ def save_expert_load(metrics: Path, picture: Path, title: str) -> bool:
     Returns:
         False, and draws nothing, where the run has no experts.
     """
-    records = [(record["step"], record["moe"]) for record in read_lines(metrics) if "moe" in record]
+    records = [(record["step"], record["moe"]) for record in read_lines(metrics, sound_metrics) if "moe" in record]
     if not records:
         return False
     layers = list(records[-1][1])

@@ -1,6 +1,7 @@
 """metrics.jsonl: one JSON document per line, every number with all the digits it has.
 
-A line with `loss` is a training line: `step` is the number of updates before it, the loss is that of the weights
+A line that a disk has damaged costs that line: readers skip it and say so, and a run that starts puts it aside. A line
+with `loss` is a training line: `step` is the number of updates before it, the loss is that of the weights
 after `step` updates on batch `step`. Any other line (a validation line) tells of the weights after `step` updates.
 """
 
@@ -9,12 +10,21 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .append import AppendFile
+from .append import AppendFile, warn
 from .sink import SinkParts
+
+NUMBERS = (  # metrics that are read by their names
+    "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "tflops", "mfu", "peak_tflops", "step_seconds",
+    "data_seconds", "memory_bytes", "eta_seconds",
+)  # fmt: skip
+SHOWN = 5  # numbers of lines that a message has room for
+_SIGNED = re.compile(rb', "crc": "([0-9a-f]{8})"\}\s*$')
 
 
 def plain(value: Any) -> Any:
@@ -61,26 +71,156 @@ class MetricsFile:
         self._file.close()
 
 
-def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The records of a JSON lines file; a last line that was cut off while it was written is left out.
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is a finite number that a float holds; a flag is none."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return abs(value) < 2**1023
+    return isinstance(value, float) and math.isfinite(value)
+
+
+def is_step(value: Any) -> bool:
+    """Whether a value of JSON is a number of updates."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def sound_metrics(record: Mapping[str, Any]) -> bool:
+    """Whether a line of metrics.jsonl has the form that its readers rely on."""
+    named = [record.get(kind, {}) for kind in ("validation", "tasks", "moe")]
+    return (
+        is_step(record.get("step"))
+        and all(record.get(name) is None or is_number(record[name]) for name in NUMBERS)
+        and all(isinstance(each, dict) and all(isinstance(of, dict) for of in each.values()) for each in named)
+        and all("loss" in each and (each["loss"] is None or is_number(each["loss"])) for each in named[0].values())
+        and all(value is None or is_number(value) for each in named[1].values() for value in each.values())
+        and all(_sound_load(each) for each in named[2].values())
+    )
+
+
+def _sound_load(layer: Mapping[str, Any]) -> bool:
+    """Whether the account of a layer of experts is one."""
+    load, over = layer.get("load"), layer.get("max_over_mean")
+    return (over is None or is_number(over)) and isinstance(load, list) and load != [] and all(map(is_number, load))
+
+
+def sound_sample(record: Mapping[str, Any]) -> bool:
+    """Whether a line of samples.jsonl has its step."""
+    return is_step(record.get("step", 0))
+
+
+def parse(line: bytes) -> dict[str, Any] | None:
+    """The record of a line; None where it is damaged: no JSON object, or not what its checksum says."""
+    signed = _SIGNED.search(line)
+    if signed and zlib.crc32(line[: signed.start()] + b"}") != int(signed[1], 16):
+        return None
+    try:
+        record = json.loads(line.decode("utf-8"), parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict):
+        return None
+    return record if (record.pop("crc", None) is not None) == (signed is not None) else None
+
+
+def sign(line: str) -> bytes:
+    """A line of JSON with the CRC-32 of its bytes as its last entry, and a line break."""
+    return f'{line[:-1]}, "crc": "{zlib.crc32(line.encode()):08x}"}}\n'.encode()
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+Sound = Callable[[Mapping[str, Any]], bool]
+Line = tuple[int, int, int, dict[str, Any] | None]  # number from 1, its bytes' begin and end in the file, its record
+
+
+def lines_of(content: bytes, sound: Sound = lambda _: True) -> Iterator[Line]:
+    """The lines of a JSON lines file that are not blank; the record of a damaged one is None.
+
+    The last line, without a line break, was cut off while it was written: it comes only if it is whole.
+
+    Args:
+        sound: whether a record has the form that its readers rely on.
+    """
+    begin = 0
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        end = begin + len(line) + 1
+        if line.strip():
+            record = parse(line)
+            record = record if record is not None and sound(record) else None
+            if record is not None or end <= len(content):
+                yield number, begin, end, record
+        begin = end
+
+
+def read_lines(
+    path: str | Path, sound: Sound = lambda _: True, *, since: int = 0, strict: bool = False
+) -> Iterator[dict[str, Any]]:
+    """The whole records of a JSON lines file. Damaged lines are skipped, with a warning on standard error.
+
+    Args:
+        sound: as in `lines_of`.
+        since: only those that begin after so many bytes of the file.
+        strict: a damaged line is an error, since the others mean nothing without it.
 
     Raises:
-        ValueError: a line before the last is no JSON object; the message has the file and the line number.
+        ValueError: a line is damaged; the message has the file and the line number. Only if `strict`.
     """
-    with open(path, encoding="utf-8") as file:
-        lines = file.read().split("\n")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
+    damaged = []
+    for number, begin, _, record in lines_of(Path(path).read_bytes(), sound):
+        if begin < since:
             continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == len(lines):  # no line break after it
-                return
-            raise ValueError(f"{path}:{number}: not a JSON line: {error}") from error
-        if not isinstance(record, dict):
-            raise ValueError(f"{path}:{number}: not a JSON object")
-        yield record
+        if record is not None:
+            yield record
+        elif strict:
+            raise ValueError(f"{path}:{number}: not a JSON line")
+        else:
+            damaged.append(number)
+    if damaged:
+        warn(f"{path}: {_numbered(damaged)} damaged and skipped")
+
+
+def _numbered(lines: list[int]) -> str:
+    more = f" and {len(lines) - SHOWN} more lines" if len(lines) > SHOWN else ""
+    are = "lines" if len(lines) > 1 else "line"
+    return f"{are} {', '.join(map(str, lines[:SHOWN]))}{more} {'are' if len(lines) > 1 else 'is'}"
+
+
+def put_aside(path: str | Path, sound: Sound) -> list[int]:
+    """Move damaged lines to `<name>.damaged.jsonl`. Blanks take their place: positions in the file stay as they are.
+
+    A last line that was cut off while it was written is removed. A disk that refuses leaves the file as it is.
+
+    Returns:
+        The numbers of the damaged lines.
+    """
+    path = Path(path)
+    try:
+        content = path.read_bytes()
+        damaged = [(begin, end, number) for number, begin, end, record in lines_of(content, sound) if record is None]
+        if content and not content.endswith(b"\n"):
+            os.truncate(path, content.rfind(b"\n") + 1)
+        if not damaged:
+            return []
+        with open(path.with_suffix(".damaged.jsonl"), "ab") as file:
+            for begin, end, _ in damaged:
+                file.write(content[begin:end])
+            file.flush()
+            os.fsync(file.fileno())
+        with open(path, "rb+") as file:  # in place: another process may be appending to it
+            for begin, end, _ in damaged:
+                file.seek(begin)
+                file.write(b" " * (end - 1 - begin))
+            file.flush()
+            os.fsync(file.fileno())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        warn(f"{path}: its damaged lines cannot be put aside: {error.strerror}")
+        return []
+    numbers = [number for _, _, number in damaged]
+    warn(f"{path}: {_numbered(numbers)} damaged and moved to {path.with_suffix('.damaged.jsonl').name}")
+    return numbers
 
 
 def supersede(path: str | Path, start: int) -> int:
@@ -97,7 +237,7 @@ def supersede(path: str | Path, start: int) -> int:
         return 0
     kept: list[str] = []
     removed: list[str] = []
-    for record in read_lines(path):
+    for record in read_lines(path, sound_metrics):
         step = record.get("step", -1)
         again = step >= start if "loss" in record or start == 0 else step > start
         (removed if again else kept).append(encode(record) + "\n")

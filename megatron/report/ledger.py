@@ -2,21 +2,21 @@
 
 Every line has `event` and `time` (UTC). Events: start, resume, batches (the hash of every step's global batch),
 checkpoint, uploaded (a copy elsewhere that is whole), copies_left, superseded, spike, rollback, stop, error, end;
-restart and given_up, of the launcher. Where the time of a run has gone is in the entries that have `spent` (see
-`goodput`), `mark` among them. After a resume the same steps may come again: the last entry about a step is the one that
-the weights saw.
+restart and given_up, of the launcher; damaged (lines that are now in ledger.damaged.jsonl). Every line ends with a
+checksum of itself (`crc`). Where the time of a run has gone is in the entries that have `spent` (see `goodput`), `mark`
+among them. After a resume the same steps may come again: the last entry about a step is the one that the weights saw.
 """
 
 from __future__ import annotations
 
-import os
 import threading
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from .append import AppendFile
-from .jsonl import encode, read_lines
+from .jsonl import encode, is_number, is_step, put_aside, read_lines, sign
 
 BATCHES_PER_LINE = 100
 
@@ -35,25 +35,14 @@ class Ledger:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._end_broken_line()
+        damaged = put_aside(self.path, sound_event)
         self._file = AppendFile(self.path, sync=True)
         self._first = 0
         self._hashes: list[str] = []
         self._lock = threading.RLock()
         self._closed = False
-
-    def _end_broken_line(self) -> None:
-        """A process killed while it wrote leaves half a line; what follows must not be glued to it."""
-        if not self.path.exists():
-            return
-        with open(self.path, "rb+") as file:
-            size = file.seek(0, os.SEEK_END)
-            if not size:
-                return
-            file.seek(size - 1)
-            if file.read(1) != b"\n":
-                content = self.path.read_bytes()
-                file.truncate(content.rfind(b"\n") + 1)
+        if damaged:
+            self.write("damaged", lines=damaged, moved_to=f"{self.path.stem}.damaged.jsonl")
 
     def write(self, event: str, **facts: Any) -> None:
         """Append an event with its facts (JSON values).
@@ -95,7 +84,7 @@ class Ledger:
             return self.path.stat().st_size + self._file.waiting
 
     def _append(self, entry: dict[str, Any]) -> None:
-        self._file.write((encode(entry) + "\n").encode())
+        self._file.write(sign(encode(entry)))
 
     def close(self) -> None:
         with self._lock:
@@ -104,25 +93,78 @@ class Ledger:
             self._file.close()
 
 
+_KNOWN: dict[str, Callable[[Any], bool]] = {  # the form of entries that readers rely on
+    "step": lambda value: value is None or is_step(value),
+    "first_step": is_step,
+    "to": lambda value: isinstance(value, int),
+    "hashes": lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
+    "left_out": lambda value: isinstance(value, list) and all(map(_is_pair, value)),
+    "stall_seconds": is_number,
+    "ranks": is_step,
+}
+_NEEDED = {  # what entries of an event have in any case
+    "start": ("step",),
+    "resume": ("step",),
+    "batches": ("first_step", "hashes"),
+    "uploaded": ("step", "url", "manifest"),
+    "rollback": ("to",),
+    "copies_left": ("to",),
+    "suspect": ("step", "name", "losses", "places"),
+    "attribution": ("step",),
+}
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(is_step, value))
+
+
+def _is_mark(spent: Any) -> bool:
+    """Whether it says where time has gone; see `goodput`."""
+    names = ("since", "attempt", "completed", "start", "steps", "evaluation", "save", "end")
+    if not isinstance(spent, dict) or not all(is_number(spent.get(name)) for name in names):
+        return False
+    within = spent.get("within", {})
+    return isinstance(within, dict) and all(map(is_number, within.values()))
+
+
+def sound_event(entry: Mapping[str, Any]) -> bool:
+    """Whether an entry has the form that its readers rely on."""
+    event = entry.get("event")
+    needed = _NEEDED.get(event, ()) if isinstance(event, str) else ("event",)
+    failed = event in ("restart", "given_up") and "since" in entry
+    return (
+        isinstance(event, str)
+        and all(entry.get(name) is not None for name in needed)
+        and (not failed or all(is_number(entry.get(name)) for name in ("since", "failed", "ended", "attempt")))
+        and all(name not in entry or sound(entry[name]) for name, sound in _KNOWN.items())
+        and ("spent" not in entry or _is_mark(entry["spent"]))
+        and (event != "error" or isinstance(entry.get("error", ""), str))
+    )
+
+
 def read_ledger(path: str | Path) -> list[dict[str, Any]]:
-    """All events, oldest first."""
-    return list(read_lines(path))
+    """All whole events, oldest first; damaged ones are skipped with a warning."""
+    return list(read_lines(path, sound_event))
 
 
 def batch_hashes(path: str | Path) -> dict[int, str]:
     """The hash of the batch that each step's update used; where a step was repeated, the last one."""
     hashes: dict[int, str] = {}
-    for entry in read_lines(path):
+    for entry in read_lines(path, sound_event):
         if entry["event"] == "batches":
             hashes.update(enumerate(entry["hashes"], start=entry["first_step"]))
     return hashes
 
 
-def left_out(path: str | Path) -> list[list[int]] | None:
+def left_out(path: str | Path, since: int = 0) -> list[list[int]] | None:
     """The batches that a run skips, as pairs (step, batches) in the order of `megatron.data.skipped_batches`, from its
-    last start, resumption or rollback; None if its ledger has none of these."""
+    last start, resumption or rollback; None if its ledger has none of these.
+
+    Args:
+        since: only entries after so many bytes of the ledger count.
+    """
     found: list[list[int]] | None = None
-    for entry in read_lines(path) if Path(path).exists() else ():
+    for entry in read_lines(path, sound_event, since=since) if Path(path).exists() else ():
         if entry["event"] in ("start", "resume", "rollback"):
             found = entry.get("left_out", [])
     return found

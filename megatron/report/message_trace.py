@@ -36,7 +36,7 @@ def read_events(folder: str | Path) -> dict[int, dict[int, dict[str, Any]]]:
     """
     found: dict[int, dict[int, dict[str, Any]]] = {}
     for path in sorted(Path(folder, FOLDER).glob("events_*.jsonl")):
-        for record in read_lines(path):
+        for record in read_lines(path, strict=True):
             try:
                 _check(record)
             except (KeyError, TypeError, ValueError) as error:

@@ -8,9 +8,17 @@ from typing import Any
 
 from megatron.config import Config
 
-from .jsonl import supersede
+from .jsonl import put_aside, sound_metrics, sound_sample, supersede
 from .ledger import Ledger
 from .sinks import Sinks, open_sinks
+
+
+def put_damage_aside(folder: Path) -> None:
+    """Lines of a run's files that a disk has damaged go to <name>.damaged.jsonl, each with a warning."""
+    if (ledger := folder / "ledger.jsonl").exists():
+        Ledger(ledger).close()
+    put_aside(folder / "metrics.jsonl", sound_metrics)
+    put_aside(folder / "samples.jsonl", sound_sample)
 
 
 def open_run(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.config.sections.output import WandbOptions
 
+from .append import warn
 from .sink import SinkParts
 from .tags import tagged
 
@@ -54,7 +55,7 @@ class WeightsAndBiases:
         folder.mkdir(parents=True, exist_ok=True)
         self._teardown = wandb.teardown
         self._path = folder / "wandb.json"
-        self._known: dict[str, Any] = json.loads(self._path.read_text()) if self._path.exists() else {"id": _new_id()}
+        self._known = _known(self._path)
         back = self._known.get("last_step", -1) >= start
         common = {
             "project": options.project,
@@ -109,6 +110,20 @@ class WeightsAndBiases:
     def close(self) -> None:
         self._run.finish()
         self._teardown()  # waits for W&B's own process, which writes offline files after finish() has returned
+
+
+def _known(path: Path) -> dict[str, Any]:
+    """The id of the W&B run and the last step that it has; a new id where the file is not there or damaged."""
+    try:
+        found = json.loads(path.read_bytes())
+        if isinstance(found["id"], str) and isinstance(found.get("last_step", -1), int):
+            return found
+    except FileNotFoundError:
+        return {"id": _new_id()}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    warn(f"{path} is damaged: W&B gets a new run")
+    return {"id": _new_id()}
 
 
 def _new_id() -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from megatron.config import Config
 from megatron.config.frozen import thaw
-from megatron.report.jsonl import read_lines
+from megatron.report.jsonl import read_lines, sound_metrics
+from megatron.report.ledger import read_ledger
 
 from .members import Member
 
@@ -52,10 +51,11 @@ def state_of(member: Member) -> State:
     """Read a member's files. One that has not begun has none.
 
     Raises:
-        ValueError, OSError: a file is damaged.
+        OSError: a file cannot be read.
     """
+    ledger, metrics = member.folder / "ledger.jsonl", member.folder / "metrics.jsonl"
     word, step, batches = "waiting", 0, dict[int, str]()
-    for event in _lines(member.folder / "ledger.jsonl"):
+    for event in read_ledger(ledger) if ledger.is_file() else ():
         name = event.get("event")
         if name == "batches":
             batches |= {event["first_step"] + place: value for place, value in enumerate(event["hashes"])}
@@ -66,7 +66,7 @@ def state_of(member: Member) -> State:
             word = {"end": "finished", "stop": "stopped", "error": "failed"}[name]
             step = event.get("step") or step
     losses, validation, tasks = dict[int, float](), dict[str, float](), dict[str, float]()
-    for record in _lines(member.folder / "metrics.jsonl"):
+    for record in read_lines(metrics, sound_metrics) if metrics.is_file() else ():
         if record.get("loss") is not None:
             losses[record["step"]] = record["loss"]
             batches.setdefault(record["step"], record.get("batch_hash", ""))
@@ -78,10 +78,6 @@ def state_of(member: Member) -> State:
 
 def _main(metrics: Mapping[str, float]) -> str:
     return next((name for name in ("acc_norm", "acc") if name in metrics), next(iter(metrics)))
-
-
-def _lines(path: Path) -> Iterable[dict[str, Any]]:
-    return read_lines(path) if path.is_file() else ()
 
 
 def data_group(config: Config) -> str:

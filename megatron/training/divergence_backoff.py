@@ -44,7 +44,7 @@ def divergence(entries: Iterable[Mapping[str, Any]], attempts: int) -> Divergenc
             start = entry["step"]
         elif entry["event"] in ("error", "end", "stop") and start is not None:
             diverged = str(entry.get("error", "")).startswith(f"{NonFinite.__name__}: ")
-            ends.append((start, entry["step"], entry["error"]) if diverged else None)
+            ends.append((start, entry.get("step") or 0, entry["error"]) if diverged else None)
             start = None
     if start is not None:
         ends.append(None)

@@ -41,7 +41,9 @@ class Interval:
         self._costs = (
             []
             if kinds is not None
-            else [float(each["stall_seconds"]) for each in entries if each["event"] == "checkpoint"]
+            else [
+                each["stall_seconds"] for each in entries if each["event"] == "checkpoint" and "stall_seconds" in each
+            ]
         )
 
     def saved(self, stall: float) -> None:

@@ -34,7 +34,7 @@ from megatron.model.stack import DTYPES
 from megatron.parallel.messages.watched import watched_collectives
 from megatron.parallel.transport.compression import describe_wire
 from megatron.plan.prediction import Prediction, predict, steps_after
-from megatron.report.run import open_run
+from megatron.report.run import open_run, put_damage_aside
 from megatron.report.terminal import say
 from megatron.worker.beacon import SETUP
 from megatron.worker.job import read_job
@@ -87,6 +87,7 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     log = say if world.is_main else (lambda *_: None)
     if world.is_main:
         _keep_configuration(config, place.config_text)
+        put_damage_aside(Path(config.run.dir))
     data, tell = world.mesh.data, partial(world.beacon.at, SETUP)
     tell(detail=b"opening the data")
     loader = build_loader(config, data_rank=data.rank, data_ranks=data.size)

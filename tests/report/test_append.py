@@ -66,7 +66,7 @@ def test_memory_is_bounded_and_the_gap_is_shown(tmp_path, disk, monkeypatch):
 
 def test_metrics_and_ledger_outlive_a_full_disk(tmp_path, disk, capsys):
     metrics, ledger = MetricsFile(tmp_path / "metrics.jsonl"), Ledger(tmp_path / "ledger.jsonl")
-    ledger.write("start")
+    ledger.write("start", step=0)
     disk["room"] = 7
     for step in range(3):
         metrics.write({"step": step, "loss": 1.0})
@@ -76,7 +76,7 @@ def test_metrics_and_ledger_outlive_a_full_disk(tmp_path, disk, capsys):
     metrics.close()
     ledger.close()
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2]
-    assert [each.get("step") for each in read_ledger(tmp_path / "ledger.jsonl")] == [None, 0, 1, 2]
+    assert [each.get("step") for each in read_ledger(tmp_path / "ledger.jsonl")] == [0, 0, 1, 2]
     assert (tmp_path / "ledger.jsonl").stat().st_size == before
     assert capsys.readouterr().err.count("No space left") == 2
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.report.jsonl import MetricsFile, flatten, read_lines, supersede
+from megatron.report.jsonl import MetricsFile, flatten, put_aside, read_lines, sound_metrics, supersede
 
 
 def write(path, records):
@@ -56,10 +57,45 @@ def test_resume_at_four_takes_away_what_will_be_written_again(tmp_path):
     assert supersede(path, 5) == 0 and supersede(tmp_path / "none.jsonl", 3) == 0
 
 
-def test_a_damaged_line_is_named(tmp_path):
+def test_a_damaged_line_is_named_and_skipped(tmp_path, capsys):
     (tmp_path / "m.jsonl").write_text('{"step": 0}\nrubbish\n{"step": 1}\n')
+    assert list(read_lines(tmp_path / "m.jsonl")) == [{"step": 0}, {"step": 1}]
+    assert "m.jsonl: line 2 is damaged and skipped" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"m\.jsonl:2"):
-        list(read_lines(tmp_path / "m.jsonl"))
+        list(read_lines(tmp_path / "m.jsonl", strict=True))
+
+
+def flips(content: bytes, seed: int, count: int):
+    """Copies of a file with one bit changed each."""
+    draw = random.Random(seed)
+    for _ in range(count):
+        place, bit = draw.randrange(len(content)), draw.randrange(8)
+        yield place, content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :]
+
+
+def test_one_flipped_bit_costs_the_lines_that_it_is_in(tmp_path):
+    """All other lines stay, at their places; the damaged bytes are kept beside the file."""
+    path, aside = tmp_path / "metrics.jsonl", tmp_path / "metrics.damaged.jsonl"
+    write(path, [{"step": step, "loss": 5.0 - step / 7, "batch_hash": f"{step:016x}"} for step in range(20)])
+    content = path.read_bytes()
+    lines, damaged = content.splitlines(keepends=True), 0
+    for place, broken in flips(content, 3, 400):
+        path.write_bytes(broken)
+        aside.unlink(missing_ok=True)
+        numbers = put_aside(path, sound_metrics)
+        mended = path.read_bytes()
+        damaged += bool(numbers)
+        last = place == len(content) - 1  # what was the line's end is not: the line counts as cut off
+        assert last or len(mended) == len(content)
+        assert not numbers or b"".join(aside.read_bytes().splitlines()).replace(b"\n", b"") in broken.replace(
+            b"\n", b""
+        )
+        own = content[:place].count(b"\n")
+        for number, line in enumerate(lines):
+            assert number in (own, own + 1) or line in mended
+        assert put_aside(path, sound_metrics) == []
+        assert all(map(sound_metrics, read_lines(path)))
+    assert damaged > 100
 
 
 def test_flatten_keeps_numbers_by_path():

@@ -10,6 +10,7 @@ import pytest
 from megatron.report.peaks import device_peak
 from megatron.report.sinks import open_sinks
 from megatron.report.tags import tagged
+from megatron.report.weights_and_biases import _known
 from tests.training.settings import settings
 
 RECORDS = [
@@ -45,6 +46,13 @@ def test_tensorboard_events(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("loss/train")] == [(0, 4.25), (1, 3.125)]
     assert [(e.step, e.value) for e in events.Scalars("loss/pile")] == [(2, 3.0)]
     assert "step" not in events.Tags()["scalars"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[]", b'{"id": 3}', b'{"id": "a", "last_step": "x"}'])
+def test_a_damaged_note_of_the_wandb_run_is_a_new_run(tmp_path, capsys, content):
+    (tmp_path / "wandb.json").write_bytes(content)
+    assert set(_known(tmp_path / "wandb.json")) == {"id"}
+    assert "wandb.json is damaged" in capsys.readouterr().err
 
 
 def test_wandb_offline_keeps_one_run_over_a_resume(tmp_path, monkeypatch, capfd):

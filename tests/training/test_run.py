@@ -12,6 +12,7 @@ import torch
 from megatron.checkpoint import CheckpointError, open_checkpoint
 from megatron.checkpoint.format.fragment import MASTER, FragmentSpec
 from megatron.config import ConfigError, load, to_yaml
+from megatron.report.ledger import read_ledger
 from megatron.testing.runs import run_on_this_rank
 from megatron.worker.place import LaunchError, StartError
 from tests.workers import run as on_ranks
@@ -450,3 +451,24 @@ def test_a_checkpoint_has_its_place_in_the_ledger(tmp_path):
         if (each := json.loads(line))["event"] == "resume"
     )
     assert resumed["ledger"] == newest and newest["bytes"] > place
+
+
+def test_flipped_bits_in_a_run_s_logs_cost_their_lines(tmp_path: Path) -> None:
+    """The run goes on as if nothing had happened, and leaves out the same batches: its checkpoint knows them too."""
+    out = "data.left_out=[{step: 1, batches: 2}]"
+    whole = start(tmp_path, 1, f"run.dir={tmp_path}/whole", out)
+    start(tmp_path, 1, out, "training.stop_at_step=4")
+    for name, damaged in (("ledger", b'"event": "start"'), ("metrics", b'{"step": 1, "loss"')):
+        path = tmp_path / "run" / f"{name}.jsonl"
+        content = path.read_bytes()
+        place = content.index(damaged) + 3
+        path.write_bytes(content[:place] + bytes([content[place] ^ 0x80]) + content[place + 1 :])
+    found = start(tmp_path, 1, out)
+    assert [line["step"] for line in found if "loss" in line] == [0, 2, 3, 4, 5]
+    assert losses(found[-3:]) == losses(whole[-3:])
+    assert [line.get("batch_hash") for line in found[-3:]] == [line.get("batch_hash") for line in whole[-3:]]
+    entries = read_ledger(tmp_path / "run/ledger.jsonl")
+    assert [each["event"] for each in entries].count("resume") == 1 and entries[-1]["event"] == "end"
+    assert next(each["lines"] for each in entries if each["event"] == "damaged") == [1]
+    assert b"start" in (tmp_path / "run/ledger.damaged.jsonl").read_bytes()
+    assert len((tmp_path / "run/metrics.damaged.jsonl").read_bytes().splitlines()) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,8 @@ from megatron.config.problems import UserError
 from megatron.config.show.difference import Described, described
 
 from ..curve import branches
-from ..jsonl import flatten, read_lines
+from ..jsonl import Sound, flatten, is_number, read_lines, sound_metrics, sound_sample
+from ..ledger import sound_event
 
 Record = Mapping[str, Any]
 NOT_DRAWN = ("step", "tokens", "peak_tflops", "eta_seconds")
@@ -63,19 +63,23 @@ class RunHistory:
         """Read a run's directory.
 
         Raises:
-            UserError: it has no metrics, or a file of it is damaged.
+            UserError: it has no metrics, or a file of it cannot be read.
         """
         try:
-            records = list(read_lines(folder / "metrics.jsonl"))
+            records = list(read_lines(folder / "metrics.jsonl", sound_metrics))
+            if not records and (folder / "metrics.jsonl").stat().st_size:
+                raise ValueError("every line of metrics.jsonl is damaged")
             return cls(
                 name=name,
                 folder=folder,
                 training=[record for record in records if "loss" in record],
                 validation=_measured(records, "validation"),
                 tasks=_measured(records, "tasks"),
-                abandoned=list(_branches(_lines(folder / "metrics.superseded.jsonl"))),
-                events=[each for each in _lines(folder / "ledger.jsonl") if each.get("event") != "batches"],
-                samples=_lines(folder / "samples.jsonl"),
+                abandoned=list(_branches(_lines(folder / "metrics.superseded.jsonl", sound_metrics))),
+                events=[
+                    each for each in _lines(folder / "ledger.jsonl", sound_event) if each.get("event") != "batches"
+                ],
+                samples=_lines(folder / "samples.jsonl", sound_sample),
                 described=described(str(folder)) if (folder / "config.yml").is_file() else None,
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -149,11 +153,11 @@ def named_runs(folders: list[str]) -> list[RunHistory]:
 
 def numbers(record: Record) -> dict[str, float]:
     """The finite numbers of a record by their paths (`moe/1/dead`)."""
-    return {key: float(value) for key, value in flatten(record).items() if math.isfinite(value)}
+    return {key: float(value) for key, value in flatten(record).items() if is_number(value)}
 
 
-def _lines(path: Path) -> list[Record]:
-    return list(read_lines(path)) if path.is_file() else []
+def _lines(path: Path, sound: Sound) -> list[Record]:
+    return list(read_lines(path, sound)) if path.is_file() else []
 
 
 def _measured(records: Sequence[Record], kind: str) -> dict[str, dict[str, Series]]:

@@ -10,7 +10,7 @@ from megatron.config import Config
 from megatron.config.problems import UserError
 from megatron.config.resolution import Resolved
 from megatron.config.show.difference import described
-from megatron.report.jsonl import read_lines
+from megatron.report.jsonl import read_lines, sound_metrics
 
 from ..members import Member, Suite
 from .points import Points
@@ -72,7 +72,7 @@ def _runs(member: Member, config: Config, kind: str) -> Iterator[tuple[Path, Con
 
 def _losses(path: Path) -> Iterator[tuple[int, str, float]]:
     """(step, validation set, loss) of a run's file; nothing of one that has not begun."""
-    for record in read_lines(path) if path.is_file() else ():
+    for record in read_lines(path, sound_metrics) if path.is_file() else ():
         for name, values in record.get("validation", {}).items():
             if values["loss"] is not None and math.isfinite(values["loss"]) and record["step"] > 0:
                 yield record["step"], name, values["loss"]

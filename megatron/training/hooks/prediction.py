@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
 
 from megatron.plan.prediction import Need, Prediction, remember
+from megatron.report.jsonl import lines_of, sound_metrics
 
 from ..hook import Hook, HookContext
 from ..trainer import Trainer
@@ -49,5 +49,5 @@ class PredictionHook(Hook):
         """Seconds of a step, of each record of this start from a step on."""
         with self._metrics.open("rb") as file:
             file.seek(self._begin)
-            records = [json.loads(line) for line in file if line.endswith(b"}\n")]
-        return [each["step_seconds"] for each in records if each["step"] >= first and "step_seconds" in each]
+            records = [record for *_, record in lines_of(file.read(), sound_metrics) if record is not None]
+        return [each["step_seconds"] for each in records if each["step"] >= first and each.get("step_seconds")]

@@ -150,9 +150,10 @@ def _fact(left_out: LeftOut) -> dict[str, Any]:
 def _left_out(checkpoint: Checkpoint, config: Config, copied: bool) -> LeftOut:
     """What the run has left out so far: as its ledger says, or as the checkpoint does where it comes from elsewhere."""
     own = copied or checkpoint.path.resolve().parent == Path(config.checkpoint.dir).resolve()
-    told = left_out_of(Path(config.run.dir) / "ledger.jsonl") if own else None
-    if told is None:
-        told = checkpoint.meta.data.get("left_out")
+    since = checkpoint.meta.ledger.get("bytes", 0)
+    told = left_out_of(Path(config.run.dir) / "ledger.jsonl", since) if own else None
+    if told is None:  # nothing since it was saved; the ledger from before may be damaged
+        told = checkpoint.meta.data.get("left_out", [] if own and since else None)
     return LeftOut.given(config) if told is None else LeftOut.of(told)
 
 

@@ -15,8 +15,7 @@ from megatron.checkpoint.save.copies import Copies, Copy
 from megatron.checkpoint.save.store import Resume, Store
 from megatron.checkpoint.save.transfer import manifest_at
 from megatron.config import Config
-from megatron.report.jsonl import read_lines
-from megatron.report.ledger import Ledger
+from megatron.report.ledger import Ledger, read_ledger
 
 from ..world import World
 from .fetch import FOLDER, fetched
@@ -38,11 +37,11 @@ def copies_of(path: Path, ledger: Ledger | None = None) -> Copies:
                 ledger.write(UPLOADED, step=step, url=copy.url, manifest=copy.manifest)
 
     told, copies = Copies(), Copies(record)
-    for entry in read_lines(path) if path.exists() else ():
+    for entry in read_ledger(path) if path.exists() else ():
         event = entry["event"]
         if event == UPLOADED:
             told.add(entry["step"], Copy(entry["url"], entry["manifest"]))
-        elif event == "checkpoint_written" and entry.get("uploaded"):
+        elif event == "checkpoint_written" and isinstance(entry.get("uploaded"), str):
             _add_unsigned(told, entry["uploaded"])
         elif event in ("rollback", LEFT):
             told.go_back(entry["to"])

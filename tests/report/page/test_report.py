@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 import statistics
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 from bokeh.resources import Resources
 
 from megatron.config import load, save_resolved
-from megatron.report.page.charts import thinned
+from megatron.report.goodput import KINDS
+from megatron.report.page.charts import Charts, thinned
 from megatron.report.page.history import RunHistory, StepAxis, named_runs, numbers
 from megatron.report.page.noise import noise_scales
+from megatron.report.page.sections import sections
 from tests.config.broken import BASE
 from tests.report.page.browser import opened
 from tools.report import main
@@ -209,3 +212,39 @@ def test_bad_input_is_refused(runs, capsys):
     before = Path("a", "metrics.jsonl").read_bytes()
     assert main(["a", "--output", "a/metrics.jsonl"]) == 2
     assert Path("a", "metrics.jsonl").read_bytes() == before
+
+
+ODD = (None, True, -1, 2**70, 1e308, 0.5, "", "text", [], [None], [1.0, "a"], {}, {"a": None}, {"a": {"b": []}})
+
+
+def changed(value, draw: random.Random):
+    """A JSON value with one part of it, at any depth, in another shape."""
+    if not isinstance(value, (dict, list)) or not value or draw.random() < 0.3:
+        return draw.choice(ODD)
+    key = draw.choice(list(value) if isinstance(value, dict) else range(len(value)))
+    if draw.random() < 0.2:
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        kept = [(name, each) for name, each in pairs if name != key]
+        return dict(kept) if isinstance(value, dict) else [each for _, each in kept]
+    other = value.copy()
+    other[key] = changed(value[key], draw)
+    return other
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_odd_shapes_cost_lines_and_never_the_report(runs, seed, capsys):
+    """Lines that are JSON, and not what a run writes: sections, charts and tables are made of the others."""
+    draw = random.Random(seed)
+    spent = {"since": 1.0, "attempt": 0, "completed": 9} | dict.fromkeys(KINDS, 1.5) | {"within": {"forward": 1.0}}
+    with Path("b", "ledger.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "checkpoint", "step": 9, "stall_seconds": 0.5, "spent": spent}) + "\n")
+        file.write(json.dumps({"event": "restart", "attempt": 1, "since": 1.0, "failed": 2.0, "ended": 3.0}) + "\n")
+    for name in ("metrics.jsonl", "metrics.superseded.jsonl", "ledger.jsonl", "samples.jsonl"):
+        path = Path("b", name)
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        for place in draw.choices(range(len(records)), k=5):
+            records[place] = changed(records[place], draw)
+        lines(path, records)
+    made = sections(named_runs(["a", "b"]), Charts())
+    assert {"overview", "loss", "events"} <= {each.name for each in made}
+    assert "damaged and skipped" in capsys.readouterr().err
