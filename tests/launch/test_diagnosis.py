@@ -73,6 +73,14 @@ def test_the_sentences():
     )
 
 
+def test_a_rank_that_does_not_come_out_of_its_imports_is_named_and_not_the_one_that_waits_for_it():
+    meets = {"rank": 0, "state": "waiting", "phase": "setup", "detail": "meeting the other ranks", "age": 20.5}
+    stuck = {"rank": 1, "state": "in the disk or the network", "phase": "", "age": 22.0}
+    found = diagnose([rank_of({**each, "limit": 20.0, "calls": []}, "node1") for each in (meets, stuck)])
+    assert found.late and found.culprits == (1,)
+    assert found.sentence == "rank 1 is in imports since 22 s, waiting for a disk"
+
+
 def test_a_rank_that_takes_long_but_not_too_long_is_no_hang():
     """The others are over their limit because they wait for one that saves, which may take longer."""
     told = [rank(each, inside={"number": 1234}) for each in range(3)] + [rank(3, phase="save", limit=1800.0)]

@@ -74,6 +74,28 @@ def test_a_stopped_rank_is_named_on_request_and_by_itself_and_the_run_goes_on(tm
     assert "has no launcher at work" in capsys.readouterr().err
 
 
+def test_ranks_that_stay_in_their_imports_are_named(tmp_path):
+    """Python imports `sitecustomize` before anything else: this one waits, as for a disk that is gone, in ranks."""
+    (tmp_path / "sitecustomize.py").write_text("import os, time\nif 'RANK' in os.environ: time.sleep(1000)\n")
+    path = os.pathsep.join((str(tmp_path), str(ROOT)))
+    limits = ("watch.setup=3", "watch.hang=stop")
+    run = start(tmp_path / "run", *limits, "launch.device=cpu", more={"PYTHONPATH": path})
+    _, error = run.communicate(timeout=300)
+    assert run.returncode == 76, error
+    assert re.search(r"the run hangs: (rank 0 is|ranks 0-1 are) in imports since ", error), error
+
+
+def test_an_agent_that_is_stopped_is_noticed_and_no_signal_is_said_to_have_reached_its_ranks(tmp_path):
+    job = Job(tmp_path, "stopped_agent", ranks=1, overrides=("launch.heartbeat=20",))
+    job.note("stopped.0")
+    time.sleep(11)  # two beats that do not come
+    job.process.send_signal(signal.SIGUSR2)
+    status, _, error = job.finish()
+    assert status == 255, error
+    assert "SIGUSR2: passed on to all ranks but those of " in error and "whose agent does not answer" in error
+    assert "nothing was heard from its agent for 20 s (launch.heartbeat)" in error
+
+
 def test_ranks_that_call_different_things_are_told_of_where_one_is_ended_for_it(tmp_path):
     """Ranks without torch again: rank 1 brings more than rank 0 expects, which ends for it before rank 1 does."""
     job = Job(tmp_path, "differs", overrides=("launch.restarts=3", "launch.restart_delay=0"))

@@ -55,6 +55,18 @@ def test_the_first_two_steps_teach_nothing():
     assert 0.05 <= longest[3] <= longest[4] <= longest[5]
 
 
+def test_imports_that_do_not_end_are_late_where_the_script_would_say_something():
+    sight = Sight(3)
+    try:
+        assert not sight.late({**LIMITS, "start": 60.0}) and not sight.late(LIMITS), "scripts of users say nothing"
+        sight.born -= 61.0
+        assert sight.late({**LIMITS, "start": 60.0}) and not sight.late(LIMITS)
+        told = sight.tell(77, True, {**LIMITS, "start": 60.0})
+        assert (told["phase"], told["limit"]) == ("", 60.0) and told["age"] > 61.0
+    finally:
+        sight.close()
+
+
 def test_of_a_rank_that_has_ended_the_last_call_is_told():
     sight = Sight(3)
     try:

@@ -221,6 +221,13 @@ def hanger() -> None:
         beacon.done()
 
 
+def stopped_agent() -> None:
+    """The rank stops its agent, and goes on."""
+    os.kill(os.getppid(), signal.SIGSTOP)
+    note("stopped")
+    time.sleep(1000)
+
+
 def differs() -> None:
     """In the fourth step rank 1 brings another shape: rank 0 is ended for it, as gloo does, and rank 1 complains."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

@@ -48,16 +48,19 @@ class Sight:
         return read(self.memory)
 
     def late(self, limits: dict[str, float]) -> bool:
-        """Whether the rank has been in one phase for longer than its limit."""
-        place = self.place()
-        return place is not None and time.monotonic() - place.since > limit(place, limits)
+        """Whether the rank has been in one phase for longer than its limit, its imports included."""
+        place, now = self.place(), time.monotonic()
+        if place is None:
+            return now - self.born > limits.get("start", float("inf"))
+        return now - place.since > limit(place, limits)
 
     def tell(self, pid: int, alive: bool, limits: dict[str, float]) -> dict[str, Any]:
         """Everything about the rank, as the launcher gets it; times are seconds before now, since clocks differ."""
         now, place = time.monotonic(), self.place()
         told: dict[str, Any] = {"rank": self.rank, "pid": pid, "state": state(pid) if alive else "ended"}
         if place is None:
-            return {**told, "phase": "", "age": now - self.born, "calls": []}
+            age, most = now - self.born, limits.get("start", float("inf"))
+            return {**told, "phase": "", "age": age, "limit": most, "calls": []}
         calls = [{**asdict(call), "age": now - call.at} for call in place.calls]
         for call in calls:
             del call["at"]

@@ -173,7 +173,9 @@ class Doctor:
             device="auto" if slots else "cpu",  # of a rank on the CPU agents hide no device
             bind="none",
         )
-        settings = LauncherSettings(master_address=address, start_timeout=self.timeout, check_code=False)
+        settings = LauncherSettings(
+            master_address=address, start_timeout=self.timeout, check_code=False, heartbeat=job.heartbeat
+        )
         launcher, collector = Launcher(job, self.commands(job), settings), Collector()
         launcher.console, launcher.quiet = collector, True
         if self.folder is not None:

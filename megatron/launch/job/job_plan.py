@@ -17,6 +17,7 @@ from megatron import config as configuration
 from megatron.config.problems import ConfigError, Problem
 from megatron.config.registry import registry_of
 from megatron.config.source.arguments import ArgumentError, Arguments, split
+from megatron.installation import root
 from megatron.worker.code_version import code_now, code_version
 
 from .. import options
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 # Scripts that read a trained model: the run's training data need not be there any more.
 WITHOUT_DATA = ("evaluate.py", "generate.py")
+WATCHED = ("train.py", "evaluate.py", "extract.py")  # whose ranks say where they are, once they have their imports
 
 
 @dataclass(frozen=True)
@@ -144,8 +146,9 @@ def _plan(
     # An agent on this machine reads the same files; what is edited meanwhile is no difference between hosts.
     check_code = launch.check_code and not choice.starter.here
     settings = LauncherSettings(
-        launch.master_address, launch.master_port, launch.interface, launch.start_timeout, check_code, _hang(resolved)
-    )
+        launch.master_address, launch.master_port, launch.interface, launch.start_timeout, check_code, _hang(resolved),
+        launch.heartbeat,
+    )  # fmt: skip
     job = _specification(script, taken.own, resolved, choice, environment)
     return JobPlan(script, taken, resolved, choice, job, settings)
 
@@ -289,14 +292,22 @@ def _specification(
         plain=here,
         terminal=_terminal() if here else (None, None),
         grace=launch.grace,
-        heartbeat=0.0 if here else launch.heartbeat,
+        heartbeat=0.0 if here else launch.heartbeat,  # here the end of a pipe tells that the launcher is gone
         device=launch.device,
         bind=launch.bind,
-        watch={name: value for name, value in config.watch.model_dump().items() if isinstance(value, float)},
+        watch=_limits(script, config),
         credentials_file=str(Path(directory, config.run.dir, f".credentials-{secrets.token_hex(4)}")),
     )
     wrap = choice.wrapper.wrap
     return wrap(job, launch) if wrap else job
+
+
+def _limits(script: str, config: Config) -> dict[str, float]:
+    """Seconds that ranks may stay in a phase. `start` is of ranks that have said nothing yet: a user's script never
+    says anything, so it has none."""
+    limits = {name: value for name, value in config.watch.model_dump().items() if isinstance(value, float)}
+    path = Path(script).resolve()
+    return limits | ({"start": config.watch.setup} if path.name in WATCHED and path.parent == root() else {})
 
 
 def _terminal() -> tuple[tuple[int, int] | None, tuple[int, int] | None]:

@@ -40,6 +40,7 @@ class LauncherSettings:
         start_timeout: seconds until every host must have answered.
         check_code: whether every host must have the launcher's source code.
         hang: what happens when the ranks hang: "report", "stop" or "off".
+        heartbeat: seconds of an agent's silence after which its host is lost; 0 is never.
     """
 
     master_address: str | None = None
@@ -48,6 +49,7 @@ class LauncherSettings:
     start_timeout: float = 120.0
     check_code: bool = True
     hang: str = "off"
+    heartbeat: float = 0.0
 
 
 @dataclass
@@ -218,9 +220,9 @@ class Launcher:
         self.console.settle()
         self.watch.tick(now)
         for index, host in enumerate(self.hosts):
-            silent = self.job.heartbeat and host.phase in ("ready", "running") and now - host.heard > self.job.heartbeat
-            if silent:
-                self._lost(index, f"nothing was heard from it for {self.job.heartbeat:.0f} s")
+            limit = self.settings.heartbeat
+            if limit and host.phase in ("ready", "running") and now - host.heard > limit:
+                self._lost(index, f"nothing was heard from its agent for {limit:.0f} s (launch.heartbeat)")
         if not self.started and not self.stopping:
             self._start_if_ready(now)
         if self.deadline is not None and now > self.deadline:
@@ -288,19 +290,11 @@ class Launcher:
         }
 
     def _common_network(self) -> list[network.Address] | None:
-        known = [host.addresses for host in self.hosts]
-        chosen = network.shared_network(
-            known, self.settings.interface, self.settings.master_address or _resolve(self.hosts[0].name)
-        )
-        if chosen is None and self.settings.interface:
-            without = [
-                host.name
-                for host in self.hosts
-                if all(each.interface != self.settings.interface for each in host.addresses)
-            ]
-            raise ValueError(
-                f"no address on interface {self.settings.interface} (launch.interface) on {', '.join(without[:8])}"
-            )
+        known, wanted = [host.addresses for host in self.hosts], self.settings.interface
+        chosen = network.shared_network(known, wanted, self.settings.master_address or _resolve(self.hosts[0].name))
+        if chosen is None and wanted:
+            without = [host.name for host in self.hosts if all(each.interface != wanted for each in host.addresses)]
+            raise ValueError(f"no address on interface {wanted} (launch.interface) on {', '.join(without[:8])}")
         return chosen
 
     # ---- what is heard
@@ -401,12 +395,17 @@ class Launcher:
                 self._stop_all(0.0)
             else:
                 log(
-                    f"{name}: passed on to all ranks"
+                    f"{name}: passed on to {self._reached(now)}"
                     + (f"; they have {self.job.grace:.0f} s" if number in STOP_SIGNALS else "")
                 )
                 self.broadcast({"type": "signal", "number": number})
                 if number in STOP_SIGNALS:
                     self._end_by(self.job.grace + AFTER_GRACE)
+
+    def _reached(self, now: float) -> str:
+        """Whose ranks get a signal that is passed on, as far as their agents have been heard lately."""
+        mute = [host.name for host in self.hosts if host.phase == "running" and now - host.heard > 2 * BEAT]
+        return "all ranks" + (f" but those of {', '.join(mute[:8])}, whose agent does not answer" if mute else "")
 
     def _stop_all(self, grace: float) -> None:
         """End every rank: at once, or by a stop signal and the kill after `grace` seconds."""

@@ -90,7 +90,7 @@ class Rank:
     def where(self) -> str:
         """ "forward of layer 17 of step 12 (micro-batch 2 of 4)"; a pipeline's instruction is a detail behind it."""
         if not self.phase:
-            return "its start"
+            return "imports"
         what = "micro-batch " * (self.phase in ("forward", "backward") and not self.detail)
         part = f" ({what}{self.part} of {self.parts})" if self.parts else ""
         layer = f" of layer {self.layer}" if self.layer >= 0 else ""

@@ -60,7 +60,7 @@ class Specification:
         plain: whether rank 0's output goes to the console as it is, without a prefix.
         terminal: rows and columns of the launcher's terminal for (stdout, stderr); None where that is not one.
         grace: seconds between a stop signal and the kill.
-        heartbeat: seconds of silence after which the other side is taken for lost; 0 is never.
+        heartbeat: seconds of silence after which an agent takes the launcher for lost; 0 is never.
         device: "auto", "cpu" or "cuda".
         bind: "none", "numa" or "cores".
         wrapper: True where the command starts the host's ranks itself (torchrun): one process per host, and
