@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
+from megatron.command.given_options import refuse_unread  # noqa: E402
 from megatron.config import ConfigError, load, split_arguments  # noqa: E402
 from megatron.config.file_access import OutputError, keep_inputs, writing  # noqa: E402
-from megatron.config.given_options import refuse_unread  # noqa: E402
 from megatron.config.problems import UserError  # noqa: E402
 from megatron.parallel.layout.layout import AXES  # noqa: E402
 from megatron.parallel.messages.curve import CostCurve, read_curves  # noqa: E402

@@ -30,9 +30,9 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
+from megatron.command.given_options import refuse_unread  # noqa: E402
 from megatron.config import ConfigError, Problem, split_arguments  # noqa: E402
 from megatron.config.file_access import OutputError, keep_inputs, writing  # noqa: E402
-from megatron.config.given_options import refuse_unread  # noqa: E402
 
 if TYPE_CHECKING:
     from megatron.plan.search import Question

@@ -53,7 +53,8 @@ from .extras import StepExtras
 from .layer_progress import ToldLayers
 from .lengths import SequenceStages
 from .micro_batches import LossAccumulator, MicroBatch, micro_batches
-from .optimizers import MatrixOptimizer, build_optimizer, set_learning_rate
+from .optimizers.build import build_optimizer, set_learning_rate
+from .optimizers.matrix import MatrixOptimizer
 from .protocol import LabelGroups, StepResult
 from .replicas import PieceHashes
 from .spikes import ADAGC

@@ -22,7 +22,8 @@ from megatron.parallel.layers.parameters import is_spread, logical_of, shard_ind
 from megatron.parallel.layout.mesh import Mesh
 from megatron.parallel.layout.shard import LogicalTensor
 
-from .optimizers import MatrixOptimizer, element_states, fingerprints, initialize_state, number_names
+from .optimizers.contract import element_states, fingerprints, initialize_state, number_names
+from .optimizers.matrix import MatrixOptimizer
 from .optimizers.whole import Held
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.config import Config, ConfigError, Problem
+from megatron.config.optimizer_kind import state_bytes
 from megatron.config.rule_context import RuleContext
 from megatron.config.rules.cost import gib, kept_checkpoints
 from megatron.config.source.origins import DEFAULT
@@ -13,7 +14,7 @@ from megatron.model.costs.describe import totals
 
 from .candidate import Candidate
 from .devices import Cluster, Device, known_devices
-from .memory import TIGHT, moments
+from .memory import TIGHT
 from .search import LONG, STRUCTURE, Answers, Plan, Question
 
 IDLE = 0.2  # of a step: from here on a pipeline's waiting is worth a word
@@ -63,7 +64,7 @@ def _uncounted(question: Question, plan: Plan) -> str | None:
 
 def checkpoint_bytes(config: Config) -> tuple[float, int]:
     """(bytes of a checkpoint, how many the run keeps)."""
-    state = moments(config) if config.checkpoint.optimizer_state else 0
+    state = state_bytes(config) if config.checkpoint.optimizer_state else 0
     context = RuleContext(config, None, lambda path: DEFAULT)
     return totals(config).parameters * (4 + state), kept_checkpoints(context)
 

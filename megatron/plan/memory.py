@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron.config import Config
 from megatron.config.arithmetic.wire import FEEDS_BACK
-from megatron.config.rules.cost import MOMENTS
+from megatron.config.optimizer_kind import state_bytes
 from megatron.model.costs.describe import BYTES
 from megatron.parallel.layout.layout import Layout
 
@@ -62,14 +62,6 @@ class Memory:
         }
 
 
-def moments(config: Config) -> int:
-    """Bytes of an optimizer's moments per parameter."""
-    optimizer = config.optimizer
-    if optimizer.type == "sgd":
-        return 4 if optimizer.momentum else 0
-    return MOMENTS.get(optimizer.type, 8)
-
-
 def stage_weights(shapes: Shapes, choice: Candidate, places: range) -> RankWeights:
     """Parameters of the layers of a stage on one rank; shared ones once."""
     total, shared = RankWeights(), dict[str, RankWeights]()
@@ -87,7 +79,7 @@ def states(config: Config, layout: Layout, weights: RankWeights) -> dict[str, fl
     if zero == 1 and layout.replicas == 1 and not mixed and not offload:
         zero = 0  # as the engine has it: there is nobody to share with
     sums = BYTES[config.precision.accumulate] if mixed else 4
-    per = 4 + moments(config) if mixed or zero else moments(config)
+    per = 4 + state_bytes(config) if mixed or zero else state_bytes(config)
     dense, spread = layout.replicas, layout.expert_data
     low, wide, expert = weights.low, weights.wide, weights.expert
     held = size * (low + expert) + 4 * wide

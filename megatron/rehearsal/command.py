@@ -14,7 +14,7 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
 from megatron.config import Config, ConfigError, Problem, load
-from megatron.config.arithmetic.optimizer_options import WHOLE_MATRICES
+from megatron.config.optimizer_kind import optimizer_kind
 from megatron.config.problems import UserError
 from megatron.config.source.arguments import split
 from megatron.parallel.layout.layout import Layout
@@ -115,7 +115,8 @@ def _refuse(config: Config) -> None:
     if config.model.vocab_size is None:
         rule = "must be known: the tokenizer, which would say it, cannot be read here"
         raise ConfigError([Problem("model.vocab_size", rule, "give the number: model.vocab_size=50304", None)])
-    if config.optimizer.type in WHOLE_MATRICES:
+    kind = optimizer_kind(config)
+    if kind is not None and kind.whole_matrices:
         rule = "must work element by element in a rehearsal: owners of whole matrices are agreed on by messages"
         fix = "rehearse with optimizer.type=adamw; docs/optimizers.md says what else is sent and kept"
         raise ConfigError([Problem("optimizer.type", rule, fix, config.optimizer.type)])

@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from megatron.config.arithmetic.meta_weights import Network, check_header
+from megatron.engine.optimizers.small_fc_lopt.network import Network, check_header
 
 
 def written(tmp_path, header: str | bytes):

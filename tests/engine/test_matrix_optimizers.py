@@ -7,12 +7,13 @@ import math
 import pytest
 import torch
 
-from megatron.config.arithmetic.optimizer_options import WHOLE_MATRICES
+from megatron.config.optimizer_kind import kinds_inside
 from megatron.config.registry import INSIDE, OPTIMIZER
-from megatron.engine.optimizers import MatrixOptimizer, build_optimizer, set_learning_rate
-from megatron.engine.optimizers.jorge import follow
+from megatron.engine.optimizers.build import build_optimizer, set_learning_rate
+from megatron.engine.optimizers.jorge.update import follow
+from megatron.engine.optimizers.matrix import MatrixOptimizer
 from megatron.engine.optimizers.named import optimizer_class
-from megatron.engine.optimizers.soap import first_basis
+from megatron.engine.optimizers.soap.update import first_basis
 from megatron.parallel.layout.shard import Role
 from megatron.rehearsal.command import main
 from tests.engine.test_optimizers import RATES, gradients, model, parameter, train
@@ -171,7 +172,7 @@ def test_what_needs_whole_matrices_is_known_without_torch():
         for kind in INSIDE[OPTIMIZER]
         if issubclass(optimizer_class(settings(optimizer={"type": kind})), MatrixOptimizer)
     }
-    assert found == set(WHOLE_MATRICES)
+    assert found == {name for name, kind in kinds_inside().items() if kind.whole_matrices}
 
 
 def test_a_rehearsal_says_that_it_cannot(capsys):

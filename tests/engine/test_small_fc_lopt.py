@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from megatron.config import resolve
-from megatron.config.arithmetic.meta_weights import Network
 from megatron.config.problems import UserError
-from megatron.engine.optimizers import build_optimizer, set_learning_rate
-from megatron.engine.optimizers.small_fc_lopt import read_network
+from megatron.engine.optimizers.build import build_optimizer, set_learning_rate
+from megatron.engine.optimizers.small_fc_lopt.network import Network
+from megatron.engine.optimizers.small_fc_lopt.update import read_network
 from megatron.model.stack import build_model
 from megatron.parallel.layout.mesh import Axis
 from megatron.parallel.layout.shard import Role

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from megatron.checkpoint.save.saver import Saved
-from megatron.engine.optimizers import build_optimizer, set_learning_rate
+from megatron.engine.optimizers.build import build_optimizer, set_learning_rate
 from megatron.engine.protocol import StepResult
 from megatron.parallel.layout.mesh import Mesh
 from megatron.parallel.layout.shard import LogicalTensor, Role

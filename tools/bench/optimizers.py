@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.config.arithmetic.optimizer_options import SCHEDULE_FREE
+from megatron.config.optimizer_kind import kinds_inside
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, WARMUP, BATCH, LENGTH, LOOK = 60, 6, 8, 64, 10
@@ -81,7 +81,7 @@ def settings(kind: str, rate: float, seed: int) -> dict[str, Any]:
     if kind == "jorge":
         optimizer["options"] = {"lr": rate}
     training = {"steps": STEPS, "sequence_length": LENGTH, "micro_batch_size": BATCH, "seed": seed}
-    schedule = {"type": "constant" if kind in SCHEDULE_FREE else "cosine"}
+    schedule = {"type": "constant" if kinds_inside()[kind].averages else "cosine"}
     whole: dict[str, Any] = {"model": MODEL, "training": training, "optimizer": optimizer, "schedule": schedule}
     return whole | {"data": {"synthetic": "copy"}}
 
@@ -89,7 +89,7 @@ def settings(kind: str, rate: float, seed: int) -> dict[str, Any]:
 def rate_at(kind: str, step: int) -> float:
     """The share of the peak rate: a warmup, and then a cosine to a tenth, or all of it."""
     fall = 0.45 * (1 + math.cos(math.pi * max(step - WARMUP, 0) / (STEPS - WARMUP)))
-    return min((step + 1) / WARMUP, 1.0 if kind in SCHEDULE_FREE else 0.1 + fall)
+    return min((step + 1) / WARMUP, 1.0 if kinds_inside()[kind].averages else 0.1 + fall)
 
 
 @contextlib.contextmanager
@@ -111,7 +111,7 @@ def run(kind: str, rate: float, seed: int, data: tuple[Any, Any]) -> dict[str, A
     import torch.nn.functional as F
 
     from megatron.config import resolve
-    from megatron.engine.optimizers import build_optimizer, set_learning_rate
+    from megatron.engine.optimizers.build import build_optimizer, set_learning_rate
     from megatron.model.stack import build_model
 
     config = resolve(settings(kind, rate, seed))

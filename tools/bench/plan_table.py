@@ -42,7 +42,7 @@ from typing import Any  # noqa: E402
 from unittest import mock  # noqa: E402
 
 from megatron.config import Config, resolve  # noqa: E402
-from megatron.config.arithmetic.optimizer_options import WHOLE_MATRICES  # noqa: E402
+from megatron.config.optimizer_kind import kinds_inside  # noqa: E402
 from megatron.parallel.layout.layout import Layout  # noqa: E402
 from megatron.plan.devices import Cluster, Device, known_devices  # noqa: E402
 from megatron.plan.memory import memory  # noqa: E402
@@ -74,7 +74,8 @@ def chosen(number: int, most: int, first: Collection[str] = ()) -> list[Case]:
     """Runs of at most so many ranks: those of a table that was begun, then over all architectures, each on a layout
     that few others have so far, and then on layouts that none has. Optimizers that look at whole matrices are left out:
     they are not rehearsed."""
-    taken, refused = list[Case](), WHOLE_MATRICES
+    taken = list[Case]()
+    refused = [name for name, kind in kinds_inside().items() if kind.whole_matrices]
     left = [each for each in every_case() if each.ranks <= most and each.values["optimizer"]["type"] not in refused]
     layouts: Counter[str] = Counter()
 

@@ -11,22 +11,11 @@ from os.path import isdir
 from pathlib import Path as File
 
 from ..arithmetic import machine
+from ..optimizer_kind import state_bytes
 from ..problems import Problem
 from ..rule_context import RuleContext
 
 LARGEST_GPU = 288 * 2**30  # bytes: AMD MI355X and NVIDIA B300
-MOMENTS = {
-    "adamw": 8,
-    "lion": 4,
-    "muon": 4,
-    "soap": 8,
-    "jorge": 8,
-    "ademamix": 12,
-    "adam_mini": 4,
-    "adamw_8bit": 2,
-    "schedule_free_adamw": 8,
-    "small_fc_lopt": 16,
-}  # bytes per parameter, at least; sgd may have none
 LOG_SPACED = frozenset([0, *(2**power for power in range(10))])
 
 
@@ -61,7 +50,7 @@ def _bytes_on_a_rank(context: RuleContext, weights: WeightCounts, replicas: int)
     config = context.config
     parallel, zero, mixed = config.parallel, config.zero, config.precision.compute != "fp32"
     sizes = {"weights": 2 if mixed else 4, "gradients": 4 if config.precision.accumulate == "fp32" else 2}
-    sizes["state"] = MOMENTS.get(config.optimizer.type, 0) + (4 if mixed else 0)
+    sizes["state"] = state_bytes(config) + (4 if mixed else 0)
     if zero.offload_optimizer.device != "none":
         sizes["state"] = 0
     if zero.offload_parameters.device != "none":
@@ -114,7 +103,7 @@ def checkpoints_fit_on_the_disk(context: RuleContext) -> Iterator[Problem]:
         return
     folder = File(config.launch.working_directory or ".", config.checkpoint.dir)
     free = machine.free_bytes(folder)
-    state = MOMENTS.get(config.optimizer.type, 0) if config.checkpoint.optimizer_state else 0
+    state = state_bytes(config) if config.checkpoint.optimizer_state else 0
     size = WeightCounts.of(context).total * (4 + state)
     there = sum(1 for _ in folder.glob("step_*")) if isdir(folder) else 0
     count = max(kept_checkpoints(context) - there, 0)

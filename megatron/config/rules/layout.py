@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..arithmetic.divisors import multiples
+from ..optimizer_kind import optimizer_kind
 from ..problems import Problem
 from ..rule_context import RuleContext
 
@@ -259,8 +260,8 @@ def offloading_fits_the_stage(context: RuleContext) -> Iterator[Problem]:
 
 
 def offloaded_optimizer_is_adam(context: RuleContext) -> Iterator[Problem]:
-    config = context.config
-    if config.zero.offload_optimizer.device != "none" and config.optimizer.type != "adamw":
+    kind = optimizer_kind(context.config)
+    if context.config.zero.offload_optimizer.device != "none" and (kind is None or not kind.offloads):
         yield context.problem(
             "zero.offload_optimizer.device",
             "optimizer.type",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..arithmetic.optimizer_options import NOT_BUILT
 from ..catalog import lookup
 from ..names.importable import check_importable
+from ..optimizer_kind import NOT_BUILT
 from ..problems import Problem
 from ..registry import ADDED, OPTIMIZER, Registry, RegistryError, registry_of
 from ..rule_context import RuleContext

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from ..arithmetic import machine
 from ..arithmetic.epochs import Uncounted, Unread, steps_of_epochs
 from ..arithmetic.kernels import installed
-from ..arithmetic.optimizer_options import OPTIONS, SCHEDULE_FREE
 from ..problems import Problem
-from ..registry import INSIDE, OPTIMIZER
 from ..rule_context import RuleContext
 from ..sections.recipe import ObjectiveSection
 from ..source.structure import nearest
@@ -216,94 +214,6 @@ def betas_are_shares(context: RuleContext) -> Iterator[Problem]:
             )
 
 
-def options_suit_the_optimizer(context: RuleContext) -> Iterator[Problem]:
-    users = {
-        "betas": (
-            "adamw",
-            "lion",
-            "muon",
-            "soap",
-            "jorge",
-            "adafactor",
-            "ademamix",
-            "adam_mini",
-            "adamw_8bit",
-            *SCHEDULE_FREE,
-        ),
-        "epsilon": (
-            "adamw",
-            "muon",
-            "soap",
-            "jorge",
-            "adafactor",
-            "ademamix",
-            "adam_mini",
-            "adamw_8bit",
-            *SCHEDULE_FREE,
-        ),
-        "momentum": ("sgd", "jorge"),
-        "nesterov": ("sgd",),
-        "muon_lr": ("muon",),
-        "muon_momentum": ("muon",),
-        "muon_scale": ("muon",),
-    }
-    kind = context.config.optimizer.type
-    for name, kinds in users.items() if kind in INSIDE[OPTIMIZER] else ():  # another may read any of them
-        if kind not in kinds and context.given(f"optimizer.{name}"):
-            yield context.warning(
-                f"optimizer.{name}",
-                "optimizer.type",
-                rule=f"{name} must go with {', '.join(kinds)}; it has no effect here",
-                fix="remove it, or change optimizer.type",
-            )
-
-
-def options_are_the_optimizers(context: RuleContext) -> Iterator[Problem]:
-    """`optimizer.options` of an optimizer inside the tree; one of a package checks its own."""
-    optimizer = context.config.optimizer
-    if optimizer.type not in INSIDE[OPTIMIZER]:
-        return
-    known = OPTIONS.get(optimizer.type, {})
-    for name, value in optimizer.options.items():
-        problem = known[name].problem(value) if name in known else None
-        if name not in known:
-            yield context.problem(
-                "optimizer.options",
-                "optimizer.type",
-                rule=f"the options of {optimizer.type} must be among {', '.join(known) or 'none'}; {name} is not",
-                fix="remove it, or change optimizer.type",
-            )
-        elif problem is not None:
-            yield context.problem(
-                "optimizer.options",
-                "optimizer.type",
-                rule=f"{name} {problem}",
-                fix="leave it out" + ("" if known[name].default is None else f", or use {known[name].shown}"),
-            )
-
-
-def nesterov_has_momentum(context: RuleContext) -> Iterator[Problem]:
-    optimizer = context.config.optimizer
-    if optimizer.type == "sgd" and optimizer.nesterov and optimizer.momentum == 0:
-        yield context.problem(
-            "optimizer.nesterov",
-            "optimizer.momentum",
-            rule="Nesterov momentum must go with a momentum above 0",
-            fix="use optimizer.momentum=0.9, or nesterov: false",
-        )
-
-
-def muon_has_a_rate(context: RuleContext) -> Iterator[Problem]:
-    optimizer = context.config.optimizer
-    if optimizer.type == "muon" and optimizer.lr == 0:
-        yield context.problem(
-            "optimizer.lr",
-            "optimizer.type",
-            rule="Muon's matrices follow the schedule of optimizer.lr, which must be above 0",
-            fix="give the rate of the AdamW part, such as 3e-4",
-        )
-
-
 def recomputation_is_on(context: RuleContext) -> Iterator[Problem]:
     if context.config.training.activation_checkpointing.mode != "full" and context.given(
         "training.activation_checkpointing.every"
@@ -365,10 +275,6 @@ RULES = (
     accumulation_is_no_narrower_mix,
     loss_scale_needs_fp16,
     betas_are_shares,
-    options_suit_the_optimizer,
-    options_are_the_optimizers,
-    nesterov_has_momentum,
-    muon_has_a_rate,
     recomputation_is_on,
     stop_comes_before_the_end,
 )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from megatron.config import Config
 from megatron.config.names.added import resolve_import
+from megatron.config.optimizer_kind import OptimizerKind
 from megatron.config.problems import UserError
-from megatron.config.registry import OPTIMIZER
+from megatron.config.registry import OPTIMIZER, load
 
 from .contract import Optimizer
 
@@ -17,6 +18,8 @@ def optimizer_class(config: Config) -> type[Optimizer]:
         UserError: it cannot be imported, or lacks a method of the contract.
     """
     found = resolve_import(config, "optimizer.type", OPTIMIZER, config.optimizer.type)
+    if isinstance(found, OptimizerKind):
+        found = load(found.update)
     missing = [name for name in ("build", "state_names", "step") if not callable(getattr(found, name, None))]
     if missing:
         raise UserError(

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.config.arithmetic.divisors import divisors, multiples, near
-from megatron.config.arithmetic.optimizer_options import SCHEDULE_FREE
 from megatron.config.kind import KindUse, LayerKind
+from megatron.config.optimizer_kind import optimizer_kind
 from megatron.config.section import Derivable, Derived, Needed, Section, key
 from megatron.config.sections.rotary import RotaryOptions
 from megatron.kinds.common.options import (
@@ -148,7 +148,8 @@ def clipped_logits_are_seen_by_one_rank(at: KindUse[Any]) -> Iterator[Problem]:
             rule="must be null with offloaded masters, which it would change",
             fix=f"use device: none{other}",
         )
-    if config.optimizer.type in SCHEDULE_FREE:
+    kind = optimizer_kind(config)
+    if kind is not None and kind.averages:
         yield at.problem(
             ".qk_clip",
             "optimizer.type",

@@ -18,7 +18,7 @@ from megatron.parallel.messages.account import _TYPES, group_name
 from megatron.parallel.messages.traffic import Call
 
 from ...engine.deepspeed.options import zero_stage
-from ...engine.optimizers import MatrixOptimizer
+from ...engine.optimizers.matrix import MatrixOptimizer
 from ...engine.optimizers.whole import Held, UnitPart, WholeTensors
 
 ALIGNMENT = 2  # elements; DeepSpeed's nccl_start_alignment_factor, of each rank's part of a group

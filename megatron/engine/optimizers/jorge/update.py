@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.config.arithmetic.optimizer_options import options_of
 from megatron.parallel.layout.shard import LogicalTensor
 
-from .groups import use_fused
-from .matrix import MatrixOptimizer, blocks, sizes
-from .whole import OwnedUnit
+from ..groups import use_fused
+from ..matrix import MatrixOptimizer, blocks, sizes
+from ..whole import OwnedUnit
+from .options import OPTIMIZER
 
 
 def follow(root: Tensor, factor: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class Jorge(MatrixOptimizer):
 
     @classmethod
     def build(cls, config: Config, groups: list[dict[str, Any]]) -> Jorge:
-        common, own = config.optimizer, options_of("jorge", config.optimizer.options)
+        common, own = config.optimizer, OPTIMIZER.options_of(config)
         return cls(
             groups,
             momentum=common.momentum,
@@ -78,7 +78,7 @@ class Jorge(MatrixOptimizer):
     @classmethod
     def group_settings(cls, config: Config, logical: LogicalTensor) -> dict[str, Any]:
         """The rate of matrices follows the schedule as a multiple of `optimizer.lr`."""
-        settings, rate = super().group_settings(config, logical), options_of("jorge", config.optimizer.options)["lr"]
+        settings, rate = super().group_settings(config, logical), OPTIMIZER.options_of(config)["lr"]
         if rate is None or not settings["matrix"]:
             return settings
         if config.optimizer.lr == 0:

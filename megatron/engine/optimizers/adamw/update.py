@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron.config import Config
 
-from .base import EagerAdamW
-from .groups import use_fused
+from ..base import EagerAdamW
+from ..groups import use_fused
 
 
 class AdamW(EagerAdamW):

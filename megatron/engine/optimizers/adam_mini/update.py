@@ -11,9 +11,9 @@ from torch import Tensor
 from megatron.config import Config
 from megatron.parallel.layout.shard import LogicalTensor
 
-from .groups import use_fused
-from .matrix import MatrixOptimizer, blocks, sizes
-from .whole import OwnedUnit
+from ..groups import use_fused
+from ..matrix import MatrixOptimizer, blocks, sizes
+from ..whole import OwnedUnit
 
 BY_HEAD = ("query", "key")
 

@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 
 from megatron.config import Config
 
-from .elementwise import ElementwiseOptimizer
+from ..elementwise import ElementwiseOptimizer
 
 
 class SGD(ElementwiseOptimizer):

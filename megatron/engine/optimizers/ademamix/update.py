@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.config.arithmetic.optimizer_options import options_of
 
-from .elementwise import ElementwiseOptimizer
+from ..elementwise import ElementwiseOptimizer
+from .options import OPTIMIZER
 
 
 class AdEMAMix(ElementwiseOptimizer):
@@ -38,7 +38,7 @@ class AdEMAMix(ElementwiseOptimizer):
 
     @classmethod
     def build(cls, config: Config, groups: list[dict[str, Any]]) -> AdEMAMix:
-        common, own = config.optimizer, options_of("ademamix", config.optimizer.options)
+        common, own = config.optimizer, OPTIMIZER.options_of(config)
         warmup = config.training.steps if own["warmup"] is None else own["warmup"]
         return cls(
             groups, lr=0.0, betas=common.betas, slow=own["slow"], alpha=own["alpha"], warmup=warmup, eps=common.epsilon

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.config.arithmetic.optimizer_options import options_of
 from megatron.parallel.layout.shard import LogicalTensor
 
-from .groups import use_fused
-from .matrix import MatrixOptimizer, blocks, sizes
-from .whole import OwnedUnit
+from ..groups import use_fused
+from ..matrix import MatrixOptimizer, blocks, sizes
+from ..whole import OwnedUnit
+from .options import OPTIMIZER
 
 EPSILON = 1e-30  # the paper's, added to squares; a larger one would decide over the small gradients of a large model
 
@@ -37,7 +37,7 @@ class Adafactor(MatrixOptimizer):
 
     @classmethod
     def build(cls, config: Config, groups: list[dict[str, Any]]) -> Adafactor:
-        common, own = config.optimizer, options_of("adafactor", config.optimizer.options)
+        common, own = config.optimizer, OPTIMIZER.options_of(config)
         return cls(groups, **{k: own[k] for k in ("decay", "clip")}, betas=common.betas, eps=common.epsilon,
                    fused=use_fused(config, groups))  # fmt: skip
 

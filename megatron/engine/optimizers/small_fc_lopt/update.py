@@ -25,15 +25,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.config.arithmetic.meta_weights import FEATURES, LARGEST, NAME, RULE, network_of, weights_file
-from megatron.config.arithmetic.optimizer_options import PACKAGES, options_of
 from megatron.config.problems import UserError
+from megatron.engine.optimizers.small_fc_lopt.network import FEATURES, LARGEST, NAME, RULE, network_of, weights_file
 from megatron.parallel.layout.mesh import Axis
 from megatron.parallel.layout.shard import LogicalTensor
 
-from .groups import use_fused
-from .matrix import WEIGHT, MatrixOptimizer, blocks, sizes
-from .whole import Held, OwnedUnit
+from ..groups import use_fused
+from ..matrix import WEIGHT, MatrixOptimizer, blocks, sizes
+from ..whole import Held, OwnedUnit
+from .options import OPTIMIZER, PACKAGE
 
 KEY = "optimizer.options.weights"
 THREE = 3  # coefficients of the averages of gradients, and of those of their squares by row and column
@@ -68,7 +68,7 @@ class SmallFcLopt(MatrixOptimizer):
 
     @classmethod
     def build(cls, config: Config, groups: list[dict[str, Any]]) -> SmallFcLopt:
-        path = options_of("small_fc_lopt", config.optimizer.options)["weights"]
+        path = OPTIMIZER.options_of(config)["weights"]
         return cls(groups, read_network(str(path)), fused=use_fused(config, groups))
 
     @classmethod
@@ -231,13 +231,14 @@ def package_optimizer(network: Mapping[str, Tensor], device: torch.device) -> An
     Raises:
         UserError: the package is not there, or is another one of that name.
     """
-    name, _, command = PACKAGES["small_fc_lopt"]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of CUDA kernels that are not built
             from pylo.optim import AdafacLO_naive
     except ImportError as error:
-        raise UserError(f"optimizer.type = 'small_fc_lopt' needs the package {name}: {command} ({error})") from error
+        raise UserError(
+            f"optimizer.type = 'small_fc_lopt' needs {PACKAGE.name}: {PACKAGE.command} ({error})"
+        ) from error
     shape = network_of({key: tuple(each.shape) for key, each in network.items()})
     with tempfile.TemporaryDirectory(prefix="small_fc_lopt-") as folder:
         sizes = {"input_size": FEATURES, "hidden_size": shape.width, "hidden_layers": shape.layers}

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.config.arithmetic.optimizer_options import options_of
 from megatron.parallel.layout.shard import LogicalTensor, Scales
 
-from .groups import use_fused
-from .matrix import MatrixOptimizer
-from .whole import OwnedUnit
+from ..groups import use_fused
+from ..matrix import MatrixOptimizer
+from ..whole import OwnedUnit
+from .options import OPTIMIZER
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # the quintic with the steepest slope at 0, from the authors
 ITERATIONS = 5
@@ -115,7 +115,7 @@ class Muon(MatrixOptimizer):
             groups,
             momentum=options.muon_momentum,
             scale=options.muon_scale,
-            per_head=options_of("muon", options.options)["per_head"],
+            per_head=OPTIMIZER.options_of(config)["per_head"],
             dtype=torch.float32 if config.precision.compute == "fp32" else torch.bfloat16,
             betas=options.betas,
             eps=options.epsilon,

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.config.arithmetic.optimizer_options import options_of
 from megatron.parallel.layout.shard import LogicalTensor
 
-from .groups import use_fused
-from .matrix import MatrixOptimizer, blocks, sizes
-from .whole import OwnedUnit
+from ..groups import use_fused
+from ..matrix import MatrixOptimizer, blocks, sizes
+from ..whole import OwnedUnit
+from .options import OPTIMIZER
 
 ZERO = 1e-5  # of the largest singular value: below it a gradient's direction is rounding
 SHIFT = 1e-6  # of the mean eigenvalue times the number of them
@@ -53,7 +53,7 @@ class SOAP(MatrixOptimizer):
 
     @classmethod
     def build(cls, config: Config, groups: list[dict[str, Any]]) -> SOAP:
-        common, own = config.optimizer, options_of("soap", config.optimizer.options)
+        common, own = config.optimizer, OPTIMIZER.options_of(config)
         return cls(
             groups,
             frequency=own["frequency"],

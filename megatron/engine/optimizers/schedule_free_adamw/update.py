@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.config.arithmetic.optimizer_options import options_of
 
-from .contract import STEP
-from .elementwise import ElementwiseOptimizer
+from ..contract import STEP
+from ..elementwise import ElementwiseOptimizer
+from .options import OPTIMIZER
 
 Z = "z"
 
@@ -49,7 +49,7 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
 
     @classmethod
     def build(cls, config: Config, groups: list[dict[str, Any]]) -> ScheduleFreeAdamW:
-        common, own = config.optimizer, options_of("schedule_free_adamw", config.optimizer.options)
+        common, own = config.optimizer, OPTIMIZER.options_of(config)
         return cls(groups, lr=0.0, betas=common.betas, eps=common.epsilon, **own)
 
     def state_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:

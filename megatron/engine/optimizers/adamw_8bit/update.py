@@ -16,12 +16,12 @@ from torch import Tensor
 from torchao.optim import subclass_8bit
 
 from megatron.config import Config
-from megatron.config.arithmetic.optimizer_options import options_of
 from megatron.parallel.layout.shard import LogicalTensor
 
-from .groups import use_fused
-from .matrix import MatrixOptimizer
-from .whole import OwnedUnit
+from ..groups import use_fused
+from ..matrix import MatrixOptimizer
+from ..whole import OwnedUnit
+from .options import OPTIMIZER
 
 BLOCK = 256
 
@@ -50,7 +50,7 @@ class AdamW8bit(MatrixOptimizer):
 
     @classmethod
     def group_settings(cls, config: Config, logical: LogicalTensor) -> dict[str, Any]:
-        smallest = options_of("adamw_8bit", config.optimizer.options)["smallest"]
+        smallest = OPTIMIZER.options_of(config)["smallest"]
         matrix, elements = len(logical.shape) == 2 or logical.stacked, prod(logical.shape[-2:])
         narrow = matrix and elements >= smallest and elements % BLOCK == 0
         return {"matrix": narrow, "algorithm": "adamw_8bit" if narrow else "adamw"}

@@ -1,0 +1,14 @@
+"""Facts of Lion."""
+
+from __future__ import annotations
+
+from megatron.config.optimizer_kind import OptimizerKind
+
+OPTIMIZER = OptimizerKind(
+    update="megatron.engine.optimizers.lion.update:Lion",
+    state_bytes=lambda config: 4,
+    reads=("betas",),
+    # An element's step follows from the history of its own gradient and does not depend on its size: Adam's exponents
+    # hold (Yang & Littwin 2023, arXiv 2308.01814).
+    rates_for=("mup", "completep"),
+)

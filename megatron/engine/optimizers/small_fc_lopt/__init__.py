@@ -1,0 +1,1 @@
+"""The learned optimizer small_fc_lopt."""
