@@ -237,7 +237,7 @@ def package_optimizer(network: Mapping[str, Tensor], device: torch.device) -> An
             from pylo.optim import AdafacLO_naive
     except ImportError as error:
         raise UserError(
-            f"optimizer.type = 'small_fc_lopt' needs {PACKAGE.name}: {PACKAGE.command} ({error})"
+            f"optimizer.type = 'small_fc_lopt' needs the package {PACKAGE.name}: {PACKAGE.command} ({error})"
         ) from error
     shape = network_of({key: tuple(each.shape) for key, each in network.items()})
     with tempfile.TemporaryDirectory(prefix="small_fc_lopt-") as folder:
