@@ -120,7 +120,8 @@ def find_inputs(patterns: list[str], kind: str | None = None, skipped: list[str]
         DataError: something does not exist, a file that was named has an unknown ending, or there is nothing to read.
     """
     found: list[Input] = []
-    unknown, inside = [], skipped if skipped is not None else []
+    unknown: list[str] = []
+    inside = skipped if skipped is not None else []
     for pattern in patterns:
         path = Path(pattern)
         if path.is_dir():
