@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from itertools import groupby
 from pathlib import Path
@@ -28,8 +29,10 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
 from megatron.config import ConfigError, Problem, Resolved, config_hash, load, split_arguments, to_yaml  # noqa: E402
+from megatron.config.arithmetic import machine  # noqa: E402
 from megatron.config.file_access import OutputError, keep_inputs, writing  # noqa: E402
 from megatron.config.frozen import thaw  # noqa: E402
+from megatron.config.rules.data import blends_of, passes_over  # noqa: E402
 from megatron.config.show.explain import explain  # noqa: E402
 from megatron.config.words import counted  # noqa: E402
 
@@ -39,7 +42,13 @@ def _load(options: argparse.Namespace, inputs: bool) -> Resolved:
     if not files:
         rule = "a configuration is at least one YAML file"
         raise ConfigError([Problem("", rule, "name one: a.yml", where="command line")])
-    return load(files, overrides, ranks=options.ranks, check_inputs=inputs)
+    return load(files, overrides, ranks=options.ranks, check_inputs=inputs, here=not inputs or _here(options))
+
+
+def _here(options: argparse.Namespace) -> bool:
+    """Whether this machine could be the host of all ranks. A login node is not: it has no GPU, and fewer cores."""
+    elsewhere = getattr(options, "gpu", None) is not None
+    return not elsewhere and (machine.has_gpu() or (options.ranks or 1) <= max(os.cpu_count() or 1, 8))
 
 
 def _emit(options: argparse.Namespace, text: str, document: dict[str, Any]) -> None:
@@ -80,6 +89,38 @@ def explain_key(options: argparse.Namespace) -> None:
     _emit(options, "\n\n".join(each.text() for each in entries), document)
 
 
+def _amount(resolved: Resolved, options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """What the run reads and takes: tokens, passes over its data, and on the device of `--gpu` days and GPU-hours."""
+    config, ranks = resolved.config, resolved.ranks
+    training, found = config.training, {}
+    text = f"\n{training.steps:,} steps"
+    if training.global_batch_size is not None:
+        found["tokens"] = training.steps * training.global_batch_size * training.sequence_length
+        text += f" = {found['tokens']:,} tokens"
+    blends = [passes_over(config, sources, steps) for _, sources, steps in blends_of(config)]
+    if blends and None not in blends:
+        found["passes"] = max(each[0] for each in blends if each)
+        text += f" = {found['passes']:.3g} {'passes' if found['passes'] != 1 else 'pass'} over the training data"
+    if ranks and options.gpu:
+        from megatron.plan.devices import cluster
+        from megatron.plan.prediction import predict, span
+
+        at = cluster(ranks, options.gpu)
+        try:
+            prediction = predict(config, ranks, at.device.name, at.per_host)
+        except Exception as error:  # a kind of a user's own may have no counts, or the vocabulary's size is unknown
+            prediction = None
+            text += f"; no days and GPU-hours, since the formulas fail: {type(error).__name__}: {error}"
+        if prediction:
+            need, seconds = prediction.corrected, prediction.corrected.seconds * training.steps
+            found |= {"seconds": seconds, "gpu_hours": seconds * ranks / 3600, "memory": need.memory}
+            text += f"\n{span(seconds)} and {found['gpu_hours']:,.0f} GPU-hours of {at.device.name}\n"
+            text += prediction.text(training.steps)
+    elif ranks:
+        text += "; give --gpu NAME for days and GPU-hours"
+    return text, found
+
+
 def check(options: argparse.Namespace) -> None:
     """Everything that would keep a run from starting."""
     resolved = _load(options, inputs=True)
@@ -117,6 +158,10 @@ def check(options: argparse.Namespace) -> None:
         )
     else:
         text += "; what depends on the number of ranks was not checked (give --ranks)"
+    if ranks and not _here(options):
+        text += "\nchecked for other hosts than this machine: its memory, disks and programs were not looked at"
+    amount, figures = _amount(resolved, options)
+    text += amount
     _emit(
         options,
         text,
@@ -124,6 +169,7 @@ def check(options: argparse.Namespace) -> None:
             "ok": True,
             "layout": layout,
             "batch": batch,
+            **figures,
             "hash": config_hash(config),
             "warnings": [each.to_json() for each in resolved.warnings],
             "notes": list(resolved.notes),
@@ -348,6 +394,8 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--ranks", type=_ranks, help="processes of the whole run (default: launch.ranks, or unknown)"
             )
+        if name == "check":
+            command.add_argument("--gpu", metavar="NAME", help="device of the ranks, for days and GPU-hours: h100, ...")
         command.add_argument(
             "arguments",
             nargs="*" if name == "explain" else "+",

@@ -71,16 +71,25 @@ class Problem:
 
     def to_json(self) -> dict[str, Any]:
         """The problem as a JSON object."""
-        value = None if self.value is ABSENT else self.value
         return {
             "key": self.key,
-            "value": value,
+            "value": _plain(self.value),
             "where": self.where,
             "rule": self.rule,
             "fix": self.fix,
-            "with": {key: other for key, other, _ in self.others},
+            "with": {key: _plain(other) for key, other, _ in self.others},
             "fatal": self.fatal,
         }
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON can hold it; sections as mappings."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    dump = getattr(value, "model_dump", None)
+    return None if value is ABSENT else dump(mode="json") if dump else value
 
 
 class UserError(ValueError):

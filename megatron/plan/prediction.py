@@ -112,7 +112,7 @@ def span(seconds: float) -> str:
     for size, unit in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
         if seconds >= 1.5 * size:
             return f"{seconds / size:,.1f} {unit}"
-    return f"{seconds:,.0f} seconds"
+    return "1 second" if round(seconds) == 1 else f"{seconds:,.0f} seconds"
 
 
 def predict(config: Config, ranks: int, device: str, per_host: int, capacity: float = 0.0) -> Prediction | None:

@@ -20,6 +20,7 @@ from megatron.config.resolution import combine
 from megatron.config.rule_context import RuleContext
 from megatron.config.source.layers import ConfigSource
 from tests.config.broken import BASE, BROKEN, WARNED, Case
+from tests.data.make import write_documents
 from tests.paths import ROOT
 from tools.config import main
 
@@ -50,6 +51,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "circle.yml").write_text("extends: circle.yml\n")
     for name in ("half.bin", "whole.bin", "whole.idx"):
         (tmp_path / name).write_bytes(b"")
+    write_documents(tmp_path / "few", [list(range(64))] * 4)
     for step in (5, 20):
         (tmp_path / "neox" / f"global_step{step}").mkdir(parents=True)
         (tmp_path / "neox" / f"global_step{step}" / "mp_rank_00_model_states.pt").write_bytes(b"")

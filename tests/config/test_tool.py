@@ -112,6 +112,7 @@ def test_check(tool):
     assert out == (
         "a: no problems on 4 ranks (tensor 2 x pipeline 1 x data 2, ZeRO 1); "
         "2 samples per step = micro-batch 1 x accumulation 1 x data 2\n"
+        "10 steps = 320 tokens; give --gpu NAME for days and GPU-hours\n"
     )
     assert tool("check", "a.yml", "--ranks", "1")[1].startswith("a: no problems on 1 rank (")
     status, out, _ = tool("check", "a.yml")

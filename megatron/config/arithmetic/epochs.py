@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO
 
 from ..file_access import unreadable
 from .span_lengths import tokens_read
@@ -106,6 +107,25 @@ def _path(source: Any) -> str:
 def _samples(path: str, shares: list[float] | None, at: Callable[[str], Any]) -> int:
     """Samples that a pass over one source has, before its order repeats itself."""
     length, order = tokens_read(at), at("data.order")
+    with _index(path, shares) as (file, last, tokens):
+        rows = order != "pythia" and tokens == last * (length + 1) and _all(file, last, length + 1)
+    pieces = last if rows else (tokens - 1) // length
+    return max(0, pieces - (order == "pythia"))  # whose last shuffled piece is read by later epochs at most
+
+
+def training_tokens(path: str, shares: list[float] | None) -> int:
+    """Tokens of a source that training reads, with `data.split` as `shares`.
+
+    Raises:
+        Unread: the index is missing or damaged.
+    """
+    with _index(path, shares) as (_, _, tokens):
+        return tokens
+
+
+@contextmanager
+def _index(path: str, shares: list[float] | None) -> Iterator[tuple[BinaryIO, int, int]]:
+    """The index of a token file, open; its documents for training, and their tokens."""
     prefix = path[:-4] if path.endswith((".bin", ".idx")) else path
     index = prefix + ".idx"
     if reason := unreadable(index):
@@ -119,10 +139,7 @@ def _samples(path: str, shares: list[float] | None, at: Callable[[str], Any]) ->
         if shares is not None:
             padded = ([float(share) for share in shares] + [0.0, 0.0])[:3]
             last = document_bounds(padded, documents)[1] if min(padded) >= 0 and sum(padded) > 0 else 0
-        tokens = _tokens_before(file, documents, last, WIDTHS[code])
-        rows = order != "pythia" and tokens == last * (length + 1) and _all(file, last, length + 1)
-    pieces = last if rows else (tokens - 1) // length
-    return max(0, pieces - (order == "pythia"))  # whose last shuffled piece is read by later epochs at most
+        yield file, last, _tokens_before(file, documents, last, WIDTHS[code])
 
 
 STEPS = "give training.steps instead, or check data.train"

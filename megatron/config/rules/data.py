@@ -6,12 +6,17 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path as File
 
+from ..arithmetic.epochs import Unread, training_tokens
 from ..arithmetic.tokenizer_size import local_tokens
 from ..catalog import Path, dotted
 from ..file_access import MISSING, unreadable
 from ..problems import Problem
 from ..rule_context import RuleContext
+from ..schema import Config
 from ..sections.data import SourceSection
+
+MANY_PASSES = 40  # more than any benefit was measured for (Muennighoff et al., 2023, figure 3)
+ABSURD_PASSES, ABSURD_TOKENS = 1000, 10**9  # together: no study of memorisation is so large
 
 
 def sources(context: RuleContext) -> Iterator[tuple[Path, SourceSection]]:
@@ -73,6 +78,52 @@ def files_exist(context: RuleContext) -> Iterator[Problem]:
                 rule=f"must exist: there is no file {weights}" if reason == MISSING else f"{weights}: {reason}",
                 fix=f"check the path (it is seen from {File.cwd()}), or write the file with numpy.save",
             )
+
+
+def blends_of(config: Config) -> Iterator[tuple[str, Sequence[SourceSection], int]]:
+    """The key of each blend that training reads, its sources, and its steps."""
+    data, end = config.data, config.training.steps
+    starts = [phase.start for phase in data.phases]
+    if data.train:
+        yield "data.train", data.train, min([end, *starts])
+    for number, (phase, last) in enumerate(zip(data.phases, [*starts[1:], end])):
+        yield f"data.phases.{number}.sources", phase.sources, max(min(last, end) - phase.start, 0)
+
+
+def passes_over(config: Config, sources: Sequence[SourceSection], steps: int) -> tuple[float, int, int] | None:
+    """Passes over the source of a blend that is read most often, tokens of the blend that are read, and that it has;
+    None where a file cannot be read or the batch is not known.
+    """
+    data, training = config.data, config.training
+    if training.global_batch_size is None:
+        return None
+    try:
+        sizes = [training_tokens(source.path, data.split) for source in sources]
+    except Unread:
+        return None
+    read = steps * training.global_batch_size * training.sequence_length
+    shares = [source.weight for source in sources] if data.weighting == "given" else sizes
+    passes = [read * share / max(sum(shares), 1e-9) / max(size, 1) for share, size in zip(shares, sizes)]
+    return max(passes), read, sum(sizes)
+
+
+def data_suffice(context: RuleContext) -> Iterator[Problem]:
+    for key, sources, steps in blends_of(context.config):
+        passes, read, there = passes_over(context.config, sources, steps) or (0.0, 0, 0)
+        if passes <= MANY_PASSES:
+            continue
+        absurd = passes > ABSURD_PASSES and read > ABSURD_TOKENS
+        most = "" if len(sources) == 1 else " over the source that is read most often"
+        yield context.problem(
+            "training.steps",
+            key,
+            "training.global_batch_size",
+            rule=f"{read:,} tokens {'must not be' if absurd else 'are'} {passes:,.0f} passes{most}: {key} has "
+            f"{there:,} tokens"
+            + ("" if absurd else ", and little is learned after 4 passes (Muennighoff et al., 2023)"),
+            fix=f"give more data, or at most {max(int(steps * 4 / passes), 1):,} steps for 4 passes",
+            fatal=absurd,
+        )
 
 
 def weights_are_for_training(context: RuleContext) -> Iterator[Problem]:
@@ -423,6 +474,7 @@ RULES = (
 INPUT_RULES = (
     there_is_data,
     files_exist,
+    data_suffice,
     infilling_has_its_tokens,
     infilling_tokens_exist,
     evaluation_has_data,

@@ -145,4 +145,10 @@ WARNED = [
         "should be a multiple of parallel.folded = 2",
         ranks=2,
     ),
+    case(
+        "more passes over the data than anything is learned from",
+        "data: {synthetic: none, train: few}",
+        "200 passes: data.train has 256 tokens",
+        "at most 2 steps for 4 passes",
+    ),
 ]
