@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.config import Config
+from megatron.config.arithmetic.wire import skips_late
 from megatron.data.batch import StepBatch
 from megatron.model.block import hands_on_states
 from megatron.model.embedding_and_head import Reader
@@ -62,6 +63,7 @@ from .state import EngineState
 from .state_hashes import StateAtRest
 from .statistics import UpdateStatistics
 from .teacher import Teacher, known
+from .undo import Undo
 from .update_gate import StepGate, has_gate
 
 NO_LABELS = StepResult(loss=0.0, tokens=0.0, grad_norm=None, unlabelled=True)
@@ -115,7 +117,7 @@ class BaseEngine:
         update_in_place(self.deepspeed.optimizer)
         wire = self.config.parallel.communication.compress.data
         compressed = wire != "none" and self.mesh.replicas.size > 1
-        self.compressed = compress_gradients(self.deepspeed, wire) if compressed else None
+        feedback = compress_gradients(self.deepspeed, wire, skips_late(self.config)) if compressed else None
         if not compressed:
             average_groups_in_place(self.deepspeed)
             average_gradients_in_place(self.deepspeed.optimizer)
@@ -124,6 +126,7 @@ class BaseEngine:
         self.state = EngineState(
             self.deepspeed, self.optimizer, parameters, self.mesh, stage, buffers_of(module), average
         )
+        self.undo = Undo(self.state, self.gate, feedback)
         if self.gate is not None:
             self.gate.watch(self.deepspeed.optimizer)
         if self.rest is not None:
@@ -150,8 +153,6 @@ class BaseEngine:
 
     def _begin(self, step: int, lr: float) -> None:
         self.stages.enter(step)
-        if self.compressed is not None:
-            self.compressed.begin()
         self.state.for_training()
         if self.plan.depth is not None:
             self.plan.depth.step = step
@@ -159,6 +160,7 @@ class BaseEngine:
         self.losses = LossAccumulator.zero(self.device)
         if self.gate is not None:
             self.gate.begin()
+        self.undo.begin()
 
     def _initialize(self, module: nn.Module, mpu: ModelParallelUnit | None) -> Any:
         import deepspeed
@@ -246,13 +248,15 @@ class BaseEngine:
         if self.gate is not None:
             self.gate.finish(applied)
             spike = self.gate.found
+            applied = applied and self.gate.applies
+        self.undo.end(applied)
         return StepResult(
             loss=self.losses.mean if self.reports else 0.0,
             tokens=self.losses.labels if self.reports else 0.0,
             grad_norm=norm,
             skipped=overflow,
             spike=spike,
-            extras=self.extras.finish(applied and (self.gate is None or self.gate.applies), self.losses),
+            extras=self.extras.finish(applied, self.losses),
         )
 
 

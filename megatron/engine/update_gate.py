@@ -37,14 +37,9 @@ Number = Tensor | float
 Meet = Callable[[Number, Number, Number], tuple[float, float]]
 
 
-def judges(config: Config) -> bool:
-    """Whether a run looks at its updates before it applies them."""
-    return config.spikes.action != "off" or config.spikes.non_finite != "stop" or config.spikes.attribute
-
-
 def has_gate(config: Config) -> bool:
     """Whether a run has a gate: because it looks at updates, or computes steps without an update."""
-    return judges(config) or config.training.audit is not None or config.logging.noise_scale is not None
+    return config.spikes.judges or config.training.audit is not None or config.logging.noise_scale is not None
 
 
 def meets_early(config: Config, layout: Layout) -> bool:
@@ -55,12 +50,12 @@ def meets_early(config: Config, layout: Layout) -> bool:
     """
     alike = layout.tensor == layout.pipeline == layout.expert == 1
     twice = config.spikes.confirm or config.spikes.attribute or config.training.audit or config.logging.noise_scale
-    return judges(config) and alike and not twice
+    return config.spikes.judges and alike and not twice
 
 
 def exchanges_norm(config: Config, layout: Layout) -> bool:
     """Whether rank 0 tells the others the gradient norm of each step, so that all decide by the same bits."""
-    return judges(config) and not meets_early(config, layout)
+    return config.spikes.judges and not meets_early(config, layout)
 
 
 class OwnGradients:
@@ -126,7 +121,7 @@ class StepGate:
         self._size = 0.0  # the gradient norm, as all ranks know it
         self._config, self._mesh, self._device = config, mesh, device
         self._losses, self._norm, self._clipping = losses, norm, clipping
-        self._judges, self._decided = judges(config), True
+        self._judges, self._decided = config.spikes.judges, True
         self._factor: float | None = None
         self._trial = self._next = False
         self._prints: list[Tensor] | None = None
@@ -207,6 +202,11 @@ class StepGate:
             total += (2 * number + 1) * int(each)
         self._prints = None
         return total % 2**64
+
+    @property
+    def trial(self) -> bool:
+        """Whether the current step is computed without its update, whatever it is."""
+        return self._trial
 
     @property
     def applies(self) -> bool:

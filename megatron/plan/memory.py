@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config import Config
-from megatron.config.arithmetic.wire import FEEDS_BACK
+from megatron.config.arithmetic.wire import FEEDS_BACK, skips_late
 from megatron.config.optimizer_kind import state_bytes
 from megatron.model.costs.describe import BYTES
 from megatron.parallel.layout.layout import Layout
@@ -104,7 +104,8 @@ def states(config: Config, layout: Layout, weights: RankWeights) -> dict[str, fl
         config.parallel.communication.compress.data in FEEDS_BACK
     ):  # in fp32, of what is sent and of the own part of sums
         parts = ((weights.dense, dense), (weights.expert, spread))
-        result["left out"] = sum(4 * number * (1 + 1 / ranks) for number, ranks in parts if ranks > 1)
+        each = 8 if skips_late(config) else 4
+        result["left out"] = sum(each * number * (1 + 1 / ranks) for number, ranks in parts if ranks > 1)
     return result
 
 

@@ -190,12 +190,8 @@ class Replay:
     def _run(
         self, batch: StepBatch, lr: float, look: Look | None, trial: bool = False, own: bool = False
     ) -> StepResult:
-        scaler = self._engine.state.loss_scaler() if trial else {}
         self._gate.prepare(trial=trial, own=self._engine.state.parameters if own else ())
-        result = self._engine.step(batch, lr, look)
-        if trial:
-            self._engine.state.restore_loss_scaler(scaler)
-        return result
+        return self._engine.step(batch, lr, look)
 
     def _print(self) -> Fingerprint:
         return Fingerprint(float(self._engine.losses.loss), self._gate.own_gradients(), self._gate.gradients())

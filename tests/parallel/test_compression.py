@@ -97,6 +97,13 @@ def four_ranks() -> dict:
     told["overflow"] = bool(broken.sum(bad, mesh.data.group).isfinite().all())
     broken.begin()
     told["after"] = bool(broken.sum(values(1000, 1, mesh.rank), mesh.data.group).isfinite().all())
+    for scale in (1.0, 2.0):  # the loss scaler doubles it between two steps
+        rescaled = CompressedSum("top_k", undoable=True)
+        rescaled.begin(scale=1.0)
+        rescaled.sum(values(1000, 0, mesh.rank), mesh.data.group)
+        rescaled.end(True)
+        rescaled.begin(scale=scale)
+        told["scaled", scale] = rescaled.sum(scale * values(1000, 1, mesh.rank), mesh.data.group) / scale
     recorder.remove()
     assert dist.is_initialized()
     return told
@@ -138,6 +145,10 @@ def test_what_was_left_out_comes_later(told):
             assert (came + left[:size] - given).abs().max() <= 1e-6 * scale, (wire, size)
             if size > 1:
                 assert left.abs().max() > 0
+
+
+def test_what_was_left_out_follows_the_loss_scale(told):
+    assert torch.equal(told[0]["scaled", 1.0], told[0]["scaled", 2.0])
 
 
 def test_bytes(told):

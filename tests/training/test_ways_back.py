@@ -101,3 +101,44 @@ def test_back_to_the_beginning(optimizer: str, tmp_path: Path) -> None:
     assert found == expected
     for step in (0, 6):
         same(tmp_path, "back", "never", step)
+
+
+def sent(wire: str) -> tuple[str, ...]:
+    """The overrides of a run on two ranks."""
+    return (f"parallel.communication.compress.data={wire}", "zero.stage=1", "training.weight_average=0.5")
+
+
+@pytest.mark.parametrize("wire", ["int8_block", "top_k"])
+def test_what_was_left_out_of_a_skipped_step_is_not_sent_later(wire: str, tmp_path: Path) -> None:
+    """The numbers of all other steps are those of a run without it."""
+    skip = "spikes={action: skip, watch: grad_norm, window: 4, sigma: 1.0e+4}"
+    found = train(tmp_path, "skipped", *sent(wire), skip, strike(tmp_path, 2), ranks=2)
+    confirmed = train(tmp_path, "twice", *sent(wire), skip, "spikes.confirm=true", strike(tmp_path, 2), ranks=2)
+    never = (f"data.left_out=[{{step: {STRUCK}, batches: 1}}]", "training.steps=5", "checkpoint.every=5")
+    expected = train(tmp_path, "never", *sent(wire), *never, ranks=2)
+    kept = [line[1:] for line in found if line[0] != STRUCK]
+    assert kept == [line[1:] for line in expected] and confirmed == found
+    ours, theirs = tensors(tmp_path, 6, "skipped"), tensors(tmp_path, 5, "never")
+    assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
+
+
+@pytest.mark.parametrize("wire", ["int8_block", "top_k"])
+def test_a_return_begins_with_nothing_left_out(wire: str, tmp_path: Path) -> None:
+    """As a start from the same checkpoint does."""
+    train(tmp_path, "back", *sent(wire), SPIKES, strike(tmp_path, 2), ranks=2)
+    (back,) = [each for each in read_ledger(tmp_path / "back" / "ledger.jsonl") if each["event"] == "rollback"]
+    assert back["to"] == 2
+    train(tmp_path, "never", *sent(wire), left_out(back), "training.stop_at_step=2", ranks=2)
+    train(tmp_path, "never", *sent(wire), left_out(back), ranks=2)
+    same(tmp_path, "back", "never", 6)
+
+
+@pytest.mark.parametrize("wire", ["none", "top_k"])
+def test_passes_without_an_update_change_no_bit(wire: str, tmp_path: Path) -> None:
+    """The noise scale and audits; and an audit of a healthy run finds nothing."""
+    expected = train(tmp_path, "plain", *sent(wire), ranks=2)
+    watched = ("logging.noise_scale=1", "training.audit=2", "training.audit_action=restart")
+    assert train(tmp_path, "watched", *sent(wire), *watched, ranks=2) == expected
+    same(tmp_path, "plain", "watched", 6)
+    audits = [each for each in read_ledger(tmp_path / "watched" / "ledger.jsonl") if each["event"] == "audit"]
+    assert len(audits) == 3 and all(each["equal"] for each in audits)

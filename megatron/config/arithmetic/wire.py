@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .. import Config
     from ..sections.layout import ParallelSection
 
 WIRES = ("none", "bf16", "fp16", "int8_block", "top_k")
@@ -14,6 +15,12 @@ BLOCK = 256  # elements with a scale of their own
 LEAST_BLOCK = 16  # elements of a block between pipeline stages
 SHARE = 32  # of so many elements one is sent
 PIPELINE = "parallel.communication.compress.pipeline"
+
+
+def skips_late(config: Config) -> bool:
+    """Whether an update may be skipped when the gradients were summed already: what sums leave out is then kept twice,
+    as it is before and after the step."""
+    return config.spikes.judges or config.precision.compute == "fp16"
 
 
 def sends_blocks(parallel: ParallelSection) -> bool:

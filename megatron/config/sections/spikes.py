@@ -58,3 +58,8 @@ class SpikesSection(Section):
     )
     clip: SpikeClipSection = key(SpikeClipSection, "action clip.")
     adagc: AdaGCSection = key(AdaGCSection, "action adagc.")
+
+    @property
+    def judges(self) -> bool:
+        """Whether a run looks at its updates before it applies them."""
+        return self.action != "off" or self.non_finite != "stop" or self.attribute

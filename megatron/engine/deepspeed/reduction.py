@@ -168,15 +168,16 @@ def one_behind_the_other(parts: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((end - first.storage_offset(),), (1,))
 
 
-def compress_gradients(engine: Any, wire: str) -> CompressedSum:
+def compress_gradients(engine: Any, wire: str, undoable: bool) -> CompressedSum:
     """Have DeepSpeed average gradients in another form: at ZeRO 0 and in its bf16 optimizer the engine does it, at
     ZeRO 1 and 2 their optimizer. Both are given the buckets that they would have all-reduced.
 
     Args:
         engine: DeepSpeed's.
         wire: of `megatron.config.arithmetic.wire`.
+        undoable: whether a step's update may be skipped after its gradients were summed.
     """
-    sums = CompressedSum(wire)
+    sums = CompressedSum(wire, undoable=undoable)
 
     def by_engine(bucket: Sequence[Tensor], dp_group: Any, dp_world_size: float | None = None) -> Tensor:
         return average(engine.flatten(bucket), dp_group, dp_world_size)

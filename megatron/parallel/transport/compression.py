@@ -23,6 +23,9 @@ from megatron.config.arithmetic.wire import BLOCK, FEEDS_BACK, SHARE, part_bytes
 
 from ..layout.mesh import Axis
 
+Pair = tuple[Tensor, Tensor]
+Nothing = tuple[None, None]
+NOTHING: Nothing = (None, None)
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -66,16 +69,40 @@ class CompressedSum:
     Args:
         wire: a form of `megatron.config.arithmetic.wire`, but not none.
         feeds_back: whether it keeps what it leaves out; False where tensors are other ones every time.
+        undoable: whether `end` may say that a step was not applied: what is left out is then kept twice.
     """
 
-    def __init__(self, wire: str, feeds_back: bool = True) -> None:
-        self.wire, self.feeds_back = wire, feeds_back and wire in FEEDS_BACK
-        self.left_out: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (turn, elements) -> [P, E] here, [E] owned
-        self._turn = 0
+    def __init__(self, wire: str, feeds_back: bool = True, undoable: bool = False) -> None:
+        self.wire, self.feeds_back, self._undoable = wire, feeds_back and wire in FEEDS_BACK, undoable
+        self.left_out: dict[tuple[int, int], Pair] = {}  # (turn, elements) -> [P, E] here, [E] owned
+        self._next: dict[tuple[int, int], Pair] = {}  # the same after the step at work
+        self._written: list[tuple[int, int]] = []  # of `_next`, in the step at work
+        self._turn, self._keep, self._scale = 0, False, 1.0
 
-    def begin(self) -> None:
-        """The tensors of a step come, from the first one on."""
-        self._turn = 0
+    def begin(self, keep: bool = False, scale: float = 1.0) -> None:
+        """The tensors of a step come, from the first one on.
+
+        Args:
+            keep: what was left out of earlier steps is added to them, and stays as it is.
+            scale: what the tensors of this step are multiples of.
+        """
+        self._turn, self._keep = 0, keep
+        self._written.clear()
+        if scale != self._scale:
+            for each in (tensor for pair in self.left_out.values() for tensor in pair):
+                each *= scale / self._scale
+            self._scale = scale
+
+    def end(self, applied: bool) -> None:
+        """The step has ended; one that was not applied has left out nothing."""
+        for key in self._written if applied else ():
+            self.left_out[key], self._next[key] = self._next[key], self.left_out[key]
+        self._written.clear()
+
+    def forget(self) -> None:
+        """What was left out is of steps that the run no longer has."""
+        self.left_out.clear()
+        self._next.clear()
 
     def sum(self, flat: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         """The sum of a flat tensor over a group, fp32 of the same size."""
@@ -84,32 +111,40 @@ class CompressedSum:
         x_PE = torch.zeros(ranks * elements, device=flat.device)
         x_PE[: flat.numel()] = flat
         x_PE = x_PE.view(ranks, elements)
-        here, owned = self._left_out(x_PE)
-        sent = self._encoded(x_PE, here)
+        (here, owned), (here_next, owned_next) = self._left_out(x_PE)
+        sent = self._encoded(x_PE, here, here_next)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         mine = decode(wire, received, elements).sum(0, keepdim=True)
-        part = self._encoded(mine, owned)
+        part = self._encoded(mine, owned, owned_next)
         everyone = part.new_empty(ranks * part.shape[1])
         dist.all_gather_into_tensor(everyone, part.view(-1), group=group)
         self._turn += 1
         return decode(wire, everyone.view(ranks, -1), elements).view(-1)[: flat.numel()]
 
-    def _left_out(self, x_PE: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def _left_out(self, x_PE: Tensor) -> tuple[Pair | Nothing, Pair | Nothing]:
+        """What is added to the tensor at work and to its sum, and where what these leave out goes."""
         if not self.feeds_back:
-            return None, None
+            return NOTHING, NOTHING
         key = self._turn, x_PE.numel()
         if key not in self.left_out:
             self.left_out[key] = torch.zeros_like(x_PE), torch.zeros_like(x_PE[:1])
-        return self.left_out[key]
+        if self._keep:
+            return self.left_out[key], NOTHING
+        if not self._undoable:
+            return self.left_out[key], self.left_out[key]
+        if key not in self._next:
+            self._next[key] = torch.empty_like(x_PE), torch.empty_like(x_PE[:1])
+        self._written.append(key)
+        return self.left_out[key], self._next[key]
 
-    def _encoded(self, x_PE: Tensor, left_out: Tensor | None) -> Tensor:
-        if left_out is None:
-            return encode(self.wire, x_PE)
-        x_PE += left_out
+    def _encoded(self, x_PE: Tensor, left_out: Tensor | None, after: Tensor | None) -> Tensor:
+        if left_out is not None:
+            x_PE += left_out
         sent = encode(self.wire, x_PE)
-        torch.sub(x_PE, decode(self.wire, sent, x_PE.shape[1]), out=left_out)
-        left_out.nan_to_num_(0.0, 0.0, 0.0)  # a step that overflows must not spoil all later ones
+        if after is not None:
+            torch.sub(x_PE, decode(self.wire, sent, x_PE.shape[1]), out=after)
+            after.nan_to_num_(0.0, 0.0, 0.0)  # a step that overflows must not spoil all later ones
         return sent
 
 

@@ -20,6 +20,7 @@ from megatron.config.stages import stages_of
 from megatron.data.plan import SampleSet
 from megatron.data.skipped_batches import LeftOut
 from megatron.engine.engine import BaseEngine
+from megatron.engine.undo import OPTIMIZER, SCALER, SPIKES
 from megatron.model.stack import DTYPES
 from megatron.parallel.layout.shard import LogicalTensor
 from megatron.report.ledger import Ledger
@@ -257,10 +258,7 @@ def resume(checkpoint: Checkpoint, world: World, engine: BaseEngine) -> None:
     checkpoint.check([target.spec for target in targets], communicator=world.communicator)
     checkpoint.read_into(targets, communicator=world.communicator)
     meta = checkpoint.meta
-    state.restore_counters(meta.optimizer)
-    state.restore_loss_scaler(meta.loss_scaler)
-    if engine.gate is not None:
-        engine.gate.restore(meta.extra.get("spikes", {}))
+    engine.undo.restore({OPTIMIZER: meta.optimizer, SCALER: meta.loss_scaler, SPIKES: meta.extra.get(SPIKES, {})})
     state.refresh()
 
 
@@ -287,6 +285,7 @@ def initialize(
     upcycle(checkpoint, made)
     if config is not None and tables:
         extend(checkpoint, tables, known, config.checkpoint.initialize_vocabulary == MEAN)
+    engine.undo.restore({})
     engine.state.refresh()
 
 
@@ -316,12 +315,12 @@ def contents(
     whole, left_out = config.checkpoint.optimizer_state, left_out or LeftOut()
 
     def at(step: int) -> tuple[Any, Meta]:
-        samples = step * config.training.global_batch_size
+        samples, kept = step * config.training.global_batch_size, engine.undo.kept()
         meta = Meta(
             step=step,
             config=config_text,
-            optimizer=state.counters(),
-            loss_scaler=state.loss_scaler(),
+            optimizer=kept[OPTIMIZER],
+            loss_scaler=kept[SCALER],
             resumable=whole,
             layout=layout.sizes,
             data={
@@ -333,7 +332,7 @@ def contents(
                 **_fact(left_out),
             },
             ledger={} if ledger is None else {"bytes": ledger.position()},
-            extra={} if engine.gate is None else {"spikes": engine.gate.state()},
+            extra={SPIKES: kept[SPIKES]} if SPIKES in kept else {},
         )
         return state.fragments() if whole else state.weights(DTYPES[config.precision.compute]), meta
 

@@ -382,6 +382,14 @@ LAYOUT = [
         "use zero.stage=1",
     ),
     case(
+        "feedback of compressed gradients across a restart that is compared",
+        "parallel: {communication: {compress: {data: top_k}}}\nspikes: {action: skip, attribute: true}\n"
+        "checkpoint: {every: 2}\nlaunch: {restarts: 3}",
+        "a.yml:2: parallel.communication.compress.data = 'top_k'",
+        "must not be int8_block or top_k where losses of before and after a restart are compared",
+        "spikes.attribute=false",
+    ),
+    case(
         "activations that have 16 bits already",
         "parallel: {tensor: 2, communication: {compress: {tensor: fp16}}}\nprecision: bf16",
         "a.yml:2: parallel.communication.compress.tensor = 'fp16'",

@@ -48,6 +48,13 @@ WARNED = [
         ranks=1,
     ),
     case(
+        "the noise scale of what is sent",
+        "parallel: {communication: {compress: {data: top_k}}}\nlogging: {noise_scale: 1}",
+        "a.yml:3: logging.noise_scale = 1",
+        "must go with gradients that travel whole",
+        "compress.data=none",
+    ),
+    case(
         "compressed activations of one rank",
         "parallel: {communication: {compress: {tensor: bf16}}}",
         "a.yml:2: parallel.communication.compress.tensor = 'bf16'",

@@ -1,0 +1,64 @@
+"""What a step changes besides the tensors that checkpoints have: one list, for whatever undoes a step.
+
+An update that is skipped, or computed as a trial (audits, the noise scale), leaves all of it as it was before the step.
+A run that returns to a checkpoint sets all of it, to values of the checkpoint or else to those of a new run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron.parallel.transport.compression import CompressedSum
+
+from .state import EngineState
+
+if TYPE_CHECKING:
+    from .update_gate import StepGate
+
+OPTIMIZER, SCALER, SPIKES = "optimizer", "loss_scaler", "spikes"
+
+
+class Undo:
+    """The optimizer's counts, the loss scaler of fp16, what spikes are judged by, and the error feedback of gradients.
+
+    Weights, optimizer states, routers' corrections and the average of the weights are tensors of checkpoints
+    (`EngineState.targets`); a step without an update does not touch them.
+
+    Args:
+        gate: None in a run without one.
+        feedback: the sums of gradients in a compressed form; None where they travel as they are.
+    """
+
+    def __init__(self, state: EngineState, gate: StepGate | None, feedback: CompressedSum | None) -> None:
+        self._state, self._gate, self._feedback = state, gate, feedback
+        self._scaler: Mapping[str, Any] | None = None  # before a trial
+
+    def begin(self) -> None:
+        """A step begins."""
+        trial, scaler = self._gate is not None and self._gate.trial, self._state.loss_scaler()
+        self._scaler = scaler if trial else None
+        if self._feedback is not None:
+            self._feedback.begin(keep=trial, scale=scaler.get("cur_scale", 1.0))
+
+    def end(self, applied: bool) -> None:
+        """The step has ended, and its update was applied or not. What judges spikes remembers skipped steps too, and
+        the loss scaler an overflow: those steps were part of the run."""
+        if self._feedback is not None:
+            self._feedback.end(applied)
+        if self._scaler is not None:
+            self._state.restore_loss_scaler(self._scaler)
+
+    def kept(self) -> dict[str, dict[str, Any]]:
+        """What checkpoints keep of it, as JSON values; all ranks call it."""
+        found = {OPTIMIZER: self._state.counters(), SCALER: self._state.loss_scaler()}
+        return found if self._gate is None else {**found, SPIKES: self._gate.state()}
+
+    def restore(self, kept: Mapping[str, Mapping[str, Any]]) -> None:
+        """From `kept`; what is missing is as in a new run."""
+        self._state.restore_counters(kept.get(OPTIMIZER, {}))
+        self._state.restore_loss_scaler(kept.get(SCALER, {}))
+        if self._gate is not None:
+            self._gate.restore(kept.get(SPIKES, {}))
+        if self._feedback is not None:
+            self._feedback.forget()
