@@ -19,7 +19,7 @@ from megatron.engine.deepspeed.process import prepare_deepspeed
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.layout.mesh import Mesh
 from megatron.worker import devices
-from megatron.worker.beacon import END, SETUP, Beacon
+from megatron.worker.beacon import DONE, END, SETUP, Beacon
 from megatron.worker.job import check_agreement
 from megatron.worker.place import WorkerEnvironment
 from megatron.worker.rendezvous import leave_store, open_store
@@ -109,8 +109,8 @@ def joined(config: Config, place: WorkerEnvironment) -> Iterator[World]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+    world.beacon.at(END, detail=DONE)
     if world.store is not None:
-        world.beacon.at(END, detail=b"leaving the other ranks")
         leave_store(world.store, place.rank, place.world_size, timedelta(seconds=config.launch.timeout))
 
 
@@ -147,7 +147,7 @@ def join(config: Config, place: WorkerEnvironment) -> World:
     communicator = GroupCommunicator(device=device)
     agree(place, communicator)
     mesh = Mesh.build(Layout.of(config, place.world_size), timeout)
-    background = StoreCommunicator(store, rank, size, "background")
+    background = StoreCommunicator(store, rank, size, "background", config.launch.timeout)
     return World(device, mesh, communicator, background, beacon, wall_time, store)
 
 

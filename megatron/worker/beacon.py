@@ -37,6 +37,7 @@ NAMES = (
     "end",
 )
 START, SETUP, DATA, FORWARD, BACKWARD, REDUCE, OPTIMIZER, EXCHANGE, HOOKS, EVALUATE, SAVE, END = range(len(NAMES))
+DONE = b"its work is done"  # the detail of the end without which a rank must not end with status 0
 
 BEACON, STACKS = "JOB_BEACON", "JOB_STACKS"  # variables with descriptors that a rank inherits
 STACK_SIGNAL, ALL_STACKS_SIGNAL = signal.SIGRTMIN + 9, signal.SIGRTMIN + 10  # ask for the main thread's, for all stacks
@@ -53,7 +54,7 @@ _LAYERS = 1 << 20  # the number of the place times so many, and the layer's from
 _PLACE, _PLACE_AT = struct.Struct("=QdqqiiB96sQ"), (64, 256)
 _LONGEST, _LONGEST_AT = struct.Struct("=d"), 512
 _GROUP_NAME = struct.Struct("=24s40s96s")  # key, name, members
-_GROUP_CALL = struct.Struct("=24sdqqBQ")  # operation, when, elements, peer, whether it is new, calls so far
+_GROUP_CALL = struct.Struct("=24sdqqBQ24s")  # operation, when, elements, peer, whether it is new, calls so far, form
 _GROUPS_AT = tuple(range(1024, 1024 + 256 * GROUPS, 256))
 _CALLS_AT = tuple(at + _GROUP_NAME.size for at in _GROUPS_AT)
 
@@ -72,6 +73,7 @@ class GroupCall:
         new: whether the call at this place of the step before was another one.
         at: when it was called (`time.monotonic`).
         inside: whether it has not returned.
+        form: what else all members must have in common: "float32", "float32 from rank 0".
     """
 
     key: str
@@ -84,6 +86,7 @@ class GroupCall:
     new: bool
     at: float
     inside: bool
+    form: str = ""
 
 
 @dataclass(frozen=True)
@@ -274,19 +277,22 @@ class Beacon:
         _GROUP_NAME.pack_into(self._memory, _GROUPS_AT[slot], texts[0][:24], texts[1][:40], texts[2])
         return slot
 
-    def enter(self, slot: int, operation: bytes, elements: int, peer: int = -1, *, sized: bool = True) -> None:
+    def enter(
+        self, slot: int, operation: bytes, elements: int, peer: int = -1, *, sized: bool = True, form: bytes = b""
+    ) -> None:
         """The rank calls an operation of a group and waits in it.
 
         Args:
             sized: whether all members must bring as many elements.
+            form: type and root, where there are any.
         """
         calls, before = self._now, self._before
-        what, place = (slot, operation, elements if sized else 0), len(calls)
+        what, place = (slot, operation, elements if sized else 0, form), len(calls)
         calls.append(what)
         new = before[place] != what if place < len(before) else bool(before)
         self._waiting_since = now = monotonic()
         self._calls[slot] = number = self._calls[slot] + 1
-        _GROUP_CALL.pack_into(self._memory, _CALLS_AT[slot], operation, now, elements, peer, new, number)
+        _GROUP_CALL.pack_into(self._memory, _CALLS_AT[slot], operation, now, elements, peer, new, number, form)
         self._words[_INSIDE] = slot
 
     def wait(self, slot: int) -> None:
@@ -336,9 +342,9 @@ def _calls(memory: mmap.mmap | bytes) -> Iterator[GroupCall]:
     inside = _WORDS.unpack_from(memory, _WORDS_AT)[_INSIDE]
     for slot in range(GROUPS):
         key, name, members = (_text(each) for each in _GROUP_NAME.unpack_from(memory, _GROUPS_AT[slot]))
-        operation, when, elements, peer, new, count = _GROUP_CALL.unpack_from(memory, _CALLS_AT[slot])
+        operation, when, elements, peer, new, count, form = _GROUP_CALL.unpack_from(memory, _CALLS_AT[slot])
         if key and count:
-            what = (_text(operation), elements, count, peer, bool(new), when, slot == inside)
+            what = (_text(operation), elements, count, peer, bool(new), when, slot == inside, _text(form))
             yield GroupCall(key, name, members, *what)
 
 

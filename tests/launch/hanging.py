@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -57,12 +58,18 @@ class Hang(Hook):
         self.passes = 0
         if step == self.step:
             print(f"this rank shares memory: {shares_memory('self')}", flush=True)
+        if step and self.kind == "types":
+            dist.all_reduce(torch.ones(self.size, dtype=torch.float64 if self.guilty and step == self.step else None))
+        if step and self.kind == "root":
+            dist.broadcast(torch.ones(self.size), 1 if self.guilty and step == self.step else 0)
         if step and self.kind in ("skipped", "shapes", "deadlock"):
             self._together(hang=step == self.step)
         if step != self.step or not self.guilty:
             return
         if self.kind == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.kind == "exit":
+            sys.exit(0)
         elif self.kind == "loop":
             numbers = torch.ones(10)
             while bool(numbers.sum() > 0):

@@ -81,6 +81,17 @@ def test_a_rank_that_does_not_come_out_of_its_imports_is_named_and_not_the_one_t
     assert found.sentence == "rank 1 is in imports since 22 s, waiting for a disk"
 
 
+@pytest.mark.parametrize(
+    ("form", "other"), [("float32", "bfloat16"), ("float32 from rank 0", "float32 from rank 3")], ids=["type", "root"]
+)
+def test_calls_of_other_types_and_roots_are_not_the_same(form, other):
+    calls = [rank(each, inside={"number": 1234, "form": other if each == 3 else form}) for each in range(4)]
+    found = diagnose([rank_of(each, "node1") for each in calls])
+    assert (found.kind, found.culprits) == ("mismatch", (3,))
+    assert f"ranks 0-2 call all_reduce with 8 elements of {form}, but rank 3 " in found.sentence
+    assert found.sentence.endswith(f"8 elements of {other}")
+
+
 def test_a_rank_that_takes_long_but_not_too_long_is_no_hang():
     """The others are over their limit because they wait for one that saves, which may take longer."""
     told = [rank(each, inside={"number": 1234}) for each in range(3)] + [rank(3, phase="save", limit=1800.0)]

@@ -85,6 +85,21 @@ def test_ranks_that_stay_in_their_imports_are_named(tmp_path):
     assert re.search(r"the run hangs: (rank 0 is|ranks 0-1 are) in imports since ", error), error
 
 
+@pytest.mark.parametrize(
+    ("kind", "status", "said"),
+    [
+        ("types", {1, 134}, "rank 0 calls all_reduce with 100 elements of float32, but rank 1 .* of float64"),
+        ("root", {76}, "rank 0 calls broadcast with 100 elements of float32 from rank 0, but rank 1 .* from rank 1"),
+        ("exit", {1}, "it ended with status 0 before its work was done"),
+    ],
+)
+def test_a_rank_that_calls_otherwise_or_leaves_is_named(tmp_path, kind, status, said):
+    run = start(tmp_path, hanging(kind, 1, 4), "watch.hang=stop", "launch.device=cpu")
+    _, error = run.communicate(timeout=300)
+    assert run.returncode in status and re.search(said, error), error
+    assert kind == "types" or "first failure: rank 1 on" in error  # gloo may end the other rank for its peer's type
+
+
 def test_an_agent_that_is_stopped_is_noticed_and_no_signal_is_said_to_have_reached_its_ranks(tmp_path):
     job = Job(tmp_path, "stopped_agent", ranks=1, overrides=("launch.heartbeat=20",))
     job.note("stopped.0")

@@ -49,13 +49,15 @@ from megatron.worker.leaving import leave_process
 from megatron.worker.place import worker_environment
 
 place = worker_environment()
-with joined(load(["configs/test/tiny_llama.yml"], ["launch.device=cpu"], ranks=2).config, place) as world:
+words = ["launch.device=cpu", "launch.timeout=77"]
+with joined(load(["configs/test/tiny_llama.yml"], words, ranks=2).config, place) as world:
     if world.mesh.rank == 1:  # late, between the news that there is an answer and its reading
         store, wait = world.background._store, world.background._store.wait
         world.background._store = type("Late", (), {
             "wait": lambda self, *words: (wait(*words), time.sleep(1.0))[0],
             "__getattr__": lambda self, name: getattr(store, name),
         })()
+    assert world.background._timeout.total_seconds() == 77, "of saves too"
     print(world.background.broadcast("all is saved"))
 leave_process(0)
 """

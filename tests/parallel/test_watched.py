@@ -37,8 +37,10 @@ class Heard(Beacon):
         assert place is not None
         return max(place.calls, key=lambda call: call.at)
 
-    def enter(self, slot: int, operation: bytes, elements: int, peer: int = -1, *, sized: bool = True) -> None:
-        super().enter(slot, operation, elements, peer, sized=sized)
+    def enter(
+        self, slot: int, operation: bytes, elements: int, peer: int = -1, *, sized: bool = True, form: bytes = b""
+    ):
+        super().enter(slot, operation, elements, peer, sized=sized, form=form)
         call = self.newest()
         assert call.inside
         self.found.append((call.name, call.operation, call.elements, call.number))
@@ -63,6 +65,32 @@ def told() -> list[Told]:
             assert not beacon.newest().inside
     dist.all_reduce(torch.zeros(9))
     return beacon.found
+
+
+def forms() -> list[str]:
+    """What the agent reads of types and roots."""
+    beacon, found = Beacon(memory := mmap.mmap(-1, SIZE)), []
+    beacon.begin(0)
+    with watched_collectives(beacon):
+        for call in (
+            lambda: dist.all_reduce(torch.zeros(3, dtype=torch.bfloat16)),
+            lambda: dist.all_gather([torch.zeros(2) for _ in range(2)], torch.zeros(2)),
+            lambda: dist.broadcast(torch.zeros(1), 1),
+            lambda: dist.broadcast(torch.zeros(1), group_src=0),
+            lambda: dist.reduce(torch.zeros(1, dtype=torch.int64), dst=1),
+            lambda: dist.barrier(),
+        ):
+            call()
+            place = read(memory)
+            assert place is not None
+            found.append(place.calls[0].form)
+    beacon._words.release()
+    return found
+
+
+def test_types_and_roots_of_calls_are_noted() -> None:
+    expected = ["bfloat16", "float32", "float32 from rank 1", "float32 from rank 0", "int64 to rank 1", ""]
+    assert run(2, forms) == [expected, expected]
 
 
 def test_each_call_is_noted_once_and_in_its_group() -> None:

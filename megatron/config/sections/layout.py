@@ -233,7 +233,13 @@ class LaunchSection(Section):
         60.0, "A host or a launcher that is silent this long is taken for lost.", unit="seconds", ge=15
     )
     start_timeout: float = key(120.0, "Every host must have answered the launcher by then.", unit="seconds", gt=0)
-    timeout: float = key(1800.0, "A collective that takes longer fails the run.", unit="seconds", gt=0)
+    timeout: float = key(
+        1800.0,
+        "A collective that takes longer fails the run. So does a save or an upload in which a rank waits longer for "
+        "the slowest one.",
+        unit="seconds",
+        gt=0,
+    )
     restarts: int = key(
         0, "Start the run again after a failure, from the newest intact checkpoint, at most this often.", ge=0
     )

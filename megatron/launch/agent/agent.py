@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -205,8 +206,7 @@ class Agent:
             self.meeting = network.listen_on(address, port, one_host=self.seat.hosts == 1)
         except OSError as error:
             key = " (launch.master_port)" if port else ""
-            self._give_up(f"rank 0 cannot listen on {address} port {port}{key}: {error.strerror}")
-            return
+            return self._give_up(f"rank 0 cannot listen on {address} port {port}{key}: {error.strerror}")
         self._send({"type": "bound", "port": self.meeting.getsockname()[1]})
 
     def _start(self, message: dict[str, Any]) -> None:
@@ -368,10 +368,8 @@ class Agent:
         known = {rank.pid for rank in self.ranks}
         for pid in children():
             if pid not in known:
-                try:
+                with suppress(ChildProcessError):  # ended and waited for since we looked
                     os.waitpid(pid, os.WNOHANG)
-                except ChildProcessError:
-                    pass  # ended and waited for since we looked
 
     def _ended(self, rank: RankProcess, status: int) -> None:
         shown = self._speaks(rank)
@@ -384,11 +382,11 @@ class Agent:
             stream.held.clear()
             if stream.source in self.selector.get_map():
                 self.selector.unregister(stream.source)
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(rank.pid, signal.SIGKILL)  # what it left in its session
-        except ProcessLookupError:
-            pass
         rank.finish(status)
+        early = status == 0 and rank.sight is not None and rank.sight.early(self.job.watch)
+        status = 1 if early else status
         for line in self.seen.farewell(rank) if self.seen and status != 0 else ():
             self._queue(line)
         if status != 0 and not self.told_tail:
@@ -404,6 +402,7 @@ class Agent:
             "time": rank.failed_at,
             "now": time.time(),
             "late": self.killing and status == -signal.SIGKILL,
+            "early": early,
             "step": rank.step,
         })
 

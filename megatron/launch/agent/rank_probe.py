@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron.worker.beacon import ALL_STACKS_SIGNAL, BEACON, SIZE, STACK_SIGNAL, STACKS, RankProgress, read
+from megatron.worker.beacon import ALL_STACKS_SIGNAL, BEACON, DONE, SIZE, STACK_SIGNAL, STACKS, RankProgress, read
 
 LONGEST_STACK = 256 << 10  # bytes
 _STATES = {"T": "stopped", "t": "stopped", "D": "in the disk or the network", "Z": "ended", "X": "ended"}
@@ -46,6 +46,11 @@ class Sight:
     def place(self) -> RankProgress | None:
         """Where the rank says it is; None before it has said anything."""
         return read(self.memory)
+
+    def early(self, limits: dict[str, float]) -> bool:
+        """Whether a rank that has ended with status 0 had not done its work: only scripts that say so are asked."""
+        place = self.place()
+        return "start" in limits and place is not None and place.detail != DONE.decode()
 
     def late(self, limits: dict[str, float]) -> bool:
         """Whether the rank has been in one phase for longer than its limit, its imports included."""

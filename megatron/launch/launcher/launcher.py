@@ -15,7 +15,17 @@ from pathlib import Path
 from megatron.worker import network
 
 from ..report.console import RankConsole, log
-from ..report.status import FORWARDED_SIGNALS, HOST_LOST, STOP_SIGNALS, STOPPED, Failure, exit_status, outcome, stopped
+from ..report.status import (
+    FORWARDED_SIGNALS,
+    HOST_LOST,
+    LEFT,
+    STOP_SIGNALS,
+    STOPPED,
+    Failure,
+    exit_status,
+    outcome,
+    stopped,
+)
 from ..watch.inquiry import InquirySocket, of_ranks
 from ..watch.watch import RankWatch
 from ..wire.connection import Command, Connection
@@ -212,8 +222,7 @@ class Launcher:
             if now - self.beat_at > BEAT:
                 link.send({"type": "beat"})
             link.flush()
-        if now - self.beat_at > BEAT:
-            self.beat_at = now
+        self.beat_at = now if now - self.beat_at > BEAT else self.beat_at
         for connection in self.connections:
             if connection.ended:
                 self._command_ended(connection)
@@ -366,11 +375,8 @@ class Launcher:
             return
         rank, status, step = message["rank"], message["status"], message.get("step")
         obeyed = self.stopping and stopped(status, (signal.SIGTERM, signal.SIGKILL))
-        reason = (
-            STOPPED
-            if obeyed
-            else f"it had not ended {self.job.grace:.0f} s after the signal (launch.grace)" * message["late"]
-        )
+        reason = f"it had not ended {self.job.grace:.0f} s after the signal (launch.grace)" * message["late"]
+        reason = STOPPED if obeyed else LEFT * bool(message.get("early")) or reason
         when, words = message["time"] + host.offset, self.tails.get(rank, "")
         self.failures.append(Failure(when, host.name, rank, status, reason, words, step, shown=rank in self.shown))
         if not stopped(status, self.signals):  # one that obeyed a signal is no reason to hurry the others

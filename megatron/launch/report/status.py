@@ -13,6 +13,7 @@ NO_PROGRESS = 77  # started again and again, and never came further
 STOPPED_EARLY = 128 + signal.SIGUSR1  # warned by the scheduler, saved, and not at the end: start it again
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOPPED = "stopped by the launcher"  # the reason of a rank that ended because another had failed
+LEFT = "it ended with status 0 before its work was done (a call of exit)"  # the same of a rank that left the others
 AT_ONCE = 10.0  # seconds within which an end may be noticed late
 # What a rank says whose peer has gone.
 COMPLAINT = re.compile(
@@ -92,7 +93,7 @@ def first_failure(failures: Iterable[Failure]) -> Failure | None:
 
 def _is_a_cause(failure: Failure) -> bool:
     if failure.rank is None or failure.reason:
-        return False
+        return failure.reason == LEFT
     said = bool(failure.text) and not COMPLAINT.search(failure.text)
     return -failure.status in KILLS or (failure.status > 0 and said)
 

@@ -33,6 +33,7 @@ class Waiting:
     new: bool
     age: float
     members: tuple[int, ...]
+    form: str = ""
 
     @property
     def text(self) -> str:
@@ -133,6 +134,7 @@ def rank_of(told: dict[str, Any], host: str) -> Rank:
                 bool(each.get("new")),
                 float(each["age"]),
                 tuple(members),
+                str(each.get("form", "")),
             )
     return Rank(
         rank=int(told["rank"]),
@@ -294,8 +296,8 @@ def _new(ranks: list[Rank]) -> list[int]:
     return new if len(new) * 2 <= len(ranks) else []
 
 
-def _what(call: Waiting) -> tuple[str, int]:
-    return call.operation, 0 if call.operation in _SIZES_DIFFER else call.elements
+def _what(call: Waiting) -> tuple[str, int, str]:
+    return call.operation, 0 if call.operation in _SIZES_DIFFER else call.elements, call.form
 
 
 def _reaches(start: int, goal: int, waits: dict[int, list[int]]) -> bool:
@@ -402,7 +404,7 @@ def _together(ranks: Iterable[Rank], *, sizes: bool = False) -> list[list[Rank]]
     found: dict[Any, list[Rank]] = {}
     for each in ranks:
         call = each.call
-        key = (call.key, call.number if call.peer < 0 else each.rank, call.operation, call.elements if sizes else 0)
+        key = (call.key, call.number if call.peer < 0 else each.rank, call.operation, _what(call) if sizes else 0)
         found.setdefault(key, []).append(each)
     return list(found.values())
 
@@ -421,7 +423,9 @@ def _call(some: list[Rank]) -> str:
 
 def _brings(some: list[Rank]) -> str:
     call = some[0].call
-    return f"{_verb(some, 'call')} {call.operation} with {call.elements:,} elements"
+    return f"{_verb(some, 'call')} {call.operation} with {call.elements:,} elements" + f" of {call.form}" * bool(
+        call.form
+    )
 
 
 def _ages(some: list[Rank]) -> list[float]:

@@ -16,7 +16,7 @@ from hashlib import blake2b
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, dtype
 from torch.compiler import is_compiling
 from torch.distributed import distributed_c10d as home
 
@@ -80,6 +80,8 @@ class _Watcher:
         names = list(inspect.signature(function).parameters)
         place, operation, sized = names.index("group"), name.encode(), name not in UNEVEN
         later = names.index("async_op") if "async_op" in names else None
+        root = next((word for word in ("src", "dst") if word in names), None)
+        towards = b" to rank %d" if root == "dst" else b" from rank %d"
         beacon, slots = self.beacon, self.slots
 
         # Between two calls a step has filled the processor's caches with other things: each further function costs more
@@ -96,7 +98,11 @@ class _Watcher:
                 return function(*args, **kwargs)
             what = args[0] if args else next(iter(kwargs.values()), None)
             self.busy = True
-            beacon.enter(slot, operation, what.numel() if isinstance(what, Tensor) else _elements(what), sized=sized)
+            form = _type(what)
+            if root is not None:
+                form += towards % _root(dict(zip(names, args)) | kwargs, root)
+            elements = what.numel() if isinstance(what, Tensor) else _elements(what)
+            beacon.enter(slot, operation, elements, sized=sized, form=form)
             try:
                 return function(*args, **kwargs)
             finally:
@@ -147,6 +153,27 @@ class _Watcher:
                 self.busy = False
 
         return wait
+
+
+_TYPES: dict[dtype, bytes] = {}  # names of types, which are slow to make
+
+
+def _type(what: Any) -> bytes:
+    """The type of the numbers of the first argument: of a tensor or a list of them."""
+    first = what[0] if isinstance(what, (list, tuple)) and what else what
+    if not isinstance(first, Tensor):
+        return b""
+    if first.dtype not in _TYPES:
+        _TYPES[first.dtype] = str(first.dtype).removeprefix("torch.").encode()
+    return _TYPES[first.dtype]
+
+
+def _root(given: dict[str, Any], word: str) -> int:
+    """The global rank that sends to all others, or that all others send to."""
+    if given.get(word) is not None:
+        return int(given[word])
+    place = given.get(f"group_{word}")
+    return 0 if place is None else dist.get_global_rank(given.get("group") or home._get_default_group(), place)
 
 
 def _elements(what: Any) -> int:
