@@ -14,6 +14,7 @@ help:
 	@echo 'make test-slow    what make test leaves out: the rest of the matrix of layouts, kill loops, more runners (an hour)'
 	@echo 'make test-fast    one case of every test that takes under a second: what to run while you work (3 minutes)'
 	@echo 'make numerics     the tests of numbers again, as a processor with fewer instructions computes them'
+	@echo 'make gpu-host     kernels, waits, copies and messages of steps on a GPU that computes nothing (torch with CUDA, no GPU)'
 	@echo 'make durations    the whole suite, and tests/durations.json, from which order and choice of tests follow'
 	@echo 'make bench        measure speed and memory beside other programs, and write the tables of docs/performance.md'
 	@echo 'make package      build wheel and sdist, and try them outside of the repository'
@@ -72,6 +73,10 @@ numerics: dev
 durations: dev
 	$(PYTEST) -m 'not slow' --store-durations
 
+# Where $(VENV) has torch's CUDA build, and the machine no GPU: what a step asks of one (tests/stand_ins/gpu).
+gpu-host: dev
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 0 tests/training/test_gpu_host.py
+
 package: dev
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -m '' tests/test_package.py
 
@@ -96,4 +101,4 @@ $(PEERS)/.installed: tools/bench/peers.txt
 docs: dev
 	$(RUN) tools/config.py docs
 
-.PHONY: help quickstart venv dev test layouts tour hosts test-slow test-fast numerics durations bench package site lint docs
+.PHONY: help quickstart venv dev test layouts tour hosts test-slow test-fast numerics durations gpu-host bench package site lint docs

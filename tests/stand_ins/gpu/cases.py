@@ -1,0 +1,80 @@
+"""The runs whose steps are counted on the stand-in of a GPU.
+
+    make gpu-host                                        compares them with counts.json
+    python -m tests.stand_ins.gpu.cases --write [CASE]   counts them anew
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.paths import ROOT
+
+TABLE = Path(__file__).with_name("counts.json")
+STEP = ["training.micro_batch_size=2", "training.compile=off"]
+TWO, FOUR = ["training.global_batch_size=4"], ["training.global_batch_size=8"]  # micro-batches on one data rank
+EIGHT = ["training.global_batch_size=64"]  # four micro-batches on eight ranks
+CASES = {
+    "llama, bf16, ZeRO 1": (1, "llama", ["configs/layouts/bf16.yml", *FOUR]),
+    "llama, bf16, ZeRO 1, two micro-batches": (1, "llama", ["configs/layouts/bf16.yml", *TWO]),
+    "llama, fp32": (1, "llama", FOUR),
+    "experts, bf16, ZeRO 1": (1, "moe", ["configs/layouts/bf16.yml", *FOUR]),
+    "mamba2, bf16, ZeRO 1": (1, "mamba2", ["configs/layouts/bf16.yml", *FOUR]),
+    "llama, bf16, ZeRO 1, dp8": (8, "llama", ["configs/layouts/bf16.yml", *EIGHT]),
+    "llama, bf16, ZeRO 2, dp8": (8, "llama", ["configs/layouts/bf16.yml", "zero.stage=2", *EIGHT]),
+    "llama, bf16, ZeRO 3, dp8": (8, "llama", ["configs/layouts/bf16.yml", "zero.stage=3", *EIGHT]),
+    "llama, bf16, tp2 pp2 dp4": (
+        16,
+        "llama",
+        ["configs/layouts/bf16.yml", "parallel.tensor=2", "parallel.pipeline=2", "training.global_batch_size=32"],
+    ),
+}
+
+
+def count(name: str, environment: dict[str, str], python: str = sys.executable) -> dict:
+    """What the start of a case and one of its steps ask of the device.
+
+    Raises:
+        RuntimeError: the run failed, with its last words.
+    """
+    ranks, model, arguments = CASES[name]
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "counts.json"
+        command = [python, "-m", "tests.stand_ins.gpu.program", str(output), str(ranks)]
+        command += [f"configs/test/tiny_{model}.yml", *arguments[: 1 if arguments[0].endswith(".yml") else 0]]
+        command += [*STEP, *(each for each in arguments if "=" in each)]
+        done = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True,
+        )  # fmt: skip
+        if not output.exists():
+            raise RuntimeError(f"{name}: {done.stdout[-3000:]}")
+        return json.loads(output.read_text())
+
+
+def row(found: dict) -> dict:
+    """What the table keeps of a case."""
+    kept = ("kernels", "waits", "pageable", "pinned", "collectives")
+    return {"groups": found["start"]["groups"], **{name: found["step"][name] for name in kept}}
+
+
+def main() -> None:
+    from .build import build
+
+    wanted = sys.argv[2:] or list(CASES)
+    table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    with tempfile.TemporaryDirectory() as folder:
+        environment = build(Path(folder))
+        for name in wanted:
+            table[name] = row(count(name, environment))
+            print(name, sum(table[name]["waits"].values()), "waits", table[name]["kernels"], "kernels", flush=True)
+    TABLE.write_text(json.dumps({name: table[name] for name in CASES if name in table}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""One rank of a run on the stand-in of a GPU: what a step asks of it, as JSON.
+
+    python -m tests.stand_ins.gpu.program OUTPUT RANKS FILE... KEY=VALUE...
+
+Other ranks are pretended: every collective returns at once, and all have said what this one says. Numbers are zero.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+
+STEPS, COUNTED = 5, 3  # a step in whose neighbours nothing is compiled, allocated or logged for the first time
+OURS = f"{os.sep}megatron{os.sep}"
+WATCHER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_long)
+
+
+class Counts:
+    """What the device was asked for since the last `take`."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._begin()
+        self._keep = WATCHER(self._event)
+        library.stand_in_watch(self._keep)
+
+    def _begin(self) -> None:
+        self.kernels, self.waits, self.pageable = Counter(), Counter(), Counter()
+        self.collectives, self.groups, self.pinned = Counter(), Counter(), Counter()
+
+    def _event(self, kind: bytes, name: bytes, size: int) -> None:
+        what = name.decode()
+        if kind == b"kernel":
+            self.kernels[what] += 1
+        elif kind == b"wait":
+            self.waits[f"{what} in {place()}"] += 1
+        elif kind == b"pageable":
+            self.pageable[f"{what} in {place()}"] += 1
+        elif kind == b"pinned":
+            self.pinned[what] += 1
+        elif kind == b"collective":
+            self.collectives[f"{what} of {size} bytes"] += 1
+        elif kind == b"group":
+            self.groups[what] += 1
+
+    def take(self) -> dict:
+        found = {name: dict(sorted(each.items())) for name, each in vars(self).items() if isinstance(each, Counter)}
+        found["kernels_by_name"], found["kernels"] = found["kernels"], sum(self.kernels.values())
+        self._begin()
+        return found
+
+
+def place() -> str:
+    """The innermost function outside of torch, and of ours where that is another one."""
+    frame: FrameType | None = sys._getframe(2)
+    names: list[str] = []
+    while frame is not None:
+        path = frame.f_code.co_filename
+        outside = f"{os.sep}torch{os.sep}" in path or path.startswith("<") or path == __file__ or "contextlib" in path
+        if not outside:
+            names.append(frame.f_code.co_qualname.replace(".<locals>", ""))
+            if OURS in path:
+                break
+        frame = frame.f_back
+    return " of ".join(dict.fromkeys(names[:1] + names[-1:])) or "the backward pass"
+
+
+def pretend_ranks(ranks: int) -> None:
+    """The environment and the answers of a job of so many ranks, of which this is the first."""
+    import torch.distributed as dist
+
+    import megatron.training.world as world
+    from megatron.checkpoint.format.communicator import GroupCommunicator, StoreCommunicator
+
+    here = min(ranks, 8)
+    os.environ.update(RANK="0", WORLD_SIZE=str(ranks), LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(here))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29999", STAND_IN_GPUS=str(here))
+    world.open_store = lambda *_, **__: dist.HashStore()
+    for each in (GroupCommunicator, StoreCommunicator):
+        each.gather = each.collect = lambda self, value, ranks=ranks: [value] * ranks
+        each.broadcast = lambda self, value: value
+        each.any_rank = lambda self, flags: [bool(flag) for flag in flags]
+        each.barrier = lambda self: None
+
+
+def watch_steps(counts: Counts, output: Path) -> None:
+    """Write what was counted until the steps began, and from one step to the next."""
+    from megatron.training.trainer import Trainer
+
+    found: dict[str, dict] = {}
+    step = Trainer._step
+
+    def counted(self, number, batch):
+        if number == 0:
+            found["start"] = counts.take()
+        if number == COUNTED:
+            counts.take()
+        if number == COUNTED + 1:
+            found["step"] = counts.take()
+            output.write_text(json.dumps(found))
+            os._exit(0)
+        return step(self, number, batch)
+
+    Trainer._step = counted
+
+
+def main(output: str, ranks: int, arguments: list[str]) -> None:
+    counts = Counts(ctypes.CDLL(os.environ["LD_PRELOAD"]))
+    import torch
+
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is no part of the stand-in
+    from megatron.config.arithmetic import machine
+    import megatron.training.exchange as exchange
+
+    machine.has_gpu = lambda: True
+    exchange.mean_loss = lambda sums: 1.0  # nothing was computed: there were no labels
+    if ranks > 1:
+        pretend_ranks(ranks)
+    folder = tempfile.mkdtemp()
+    files = [each for each in arguments if "=" not in each]
+    given = [each for each in arguments if "=" in each]
+    own = [f"training.steps={STEPS}", "schedule.warmup_steps=1", f"run.dir={folder}", "checkpoint.every=null"]
+    sys.argv = ["train.py", *files, *own, "evaluation.at_end=false", "logging.curve=false", *given]
+    watch_steps(counts, Path(output))
+    from megatron.training.run import train
+
+    raise SystemExit(train() or "the run ended before its steps were counted")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
