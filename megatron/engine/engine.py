@@ -47,6 +47,7 @@ from .deepspeed.reduction import (
     sum_large_gradients_in_place,
     tell_of_reductions,
 )
+from .deepspeed.step_on_device import decide_on_device
 from .deepspeed.zero_copies import norms_without_copies, update_in_place
 from .deepspeed.zero_init import cut_as_they_are_made
 from .document_limit import document_limit, refuse_more_documents
@@ -113,6 +114,7 @@ class BaseEngine:
         tell_of_reductions(self.deepspeed, self.beacon)
         sum_large_gradients_in_place(self.deepspeed)
         begin_sums_with_copies(self.deepspeed.optimizer)
+        decide_on_device(self.deepspeed.optimizer, self.optimizer)
         norms_without_copies(self.deepspeed.optimizer)
         update_in_place(self.deepspeed.optimizer)
         wire = self.config.parallel.communication.compress.data

@@ -14,6 +14,8 @@ from megatron.model.expert_tally import LOSSES, ExpertTally
 from megatron.parallel.layers.collectives import all_reduce
 from megatron.parallel.layout.mesh import Mesh
 
+from .arriving import Arriving
+
 
 class ExpertLoad:
     """Sums up what the layers with experts of all ranks have tallied.
@@ -69,7 +71,7 @@ class LoadReport(Mapping):
     """
 
     def __init__(self, table: Tensor, experts: dict[int, int], width: int):
-        self.table, self.experts, self.width = table, experts, width
+        self.table, self.experts, self.width = Arriving(table), experts, width
 
     def __iter__(self) -> Iterator[str]:
         yield "moe"
@@ -80,7 +82,7 @@ class LoadReport(Mapping):
     def __getitem__(self, key: str) -> dict[str, dict[str, Any]]:
         if key != "moe":
             raise KeyError(key)
-        rows = self.table.double().cpu()
+        rows = self.table.read().double()
         return {str(layer): self._numbers(row, count) for row, (layer, count) in zip(rows, self.experts.items())}
 
     def _numbers(self, row: Tensor, count: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from megatron.model.stack import ModelPlan
 from megatron.parallel.layers.collectives import all_reduce
 from megatron.parallel.layout.mesh import Mesh
 
+from .arriving import Arriving
 from .expert_load import ExpertLoad
 from .further_losses import FurtherLosses
 from .logit_clipping import LogitClipping
@@ -60,7 +61,7 @@ class StepExtras:
         if losses.divergence is None:
             return {}
         both = all_reduce(torch.stack([losses.divergence, losses.weight]), self.mesh.replicas)
-        return {DIVERGENCE: both[0] / both[1]}
+        return {DIVERGENCE: Arriving(both[0] / both[1])}
 
     def _depth(self) -> Mapping[str, Any]:
         """What the step ran of a recurrent core."""

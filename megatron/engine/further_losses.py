@@ -13,6 +13,8 @@ from megatron.model.multi_token import MultiTokenPrediction
 from megatron.parallel.layers.collectives import all_reduce
 from megatron.parallel.layout.mesh import Mesh
 
+from .arriving import Arriving
+
 NAME = "multi_token_losses"
 
 
@@ -45,7 +47,7 @@ class FurtherReport(Mapping):
     when somebody asks."""
 
     def __init__(self, sums: Tensor):
-        self.sums = sums
+        self.sums = Arriving(sums)
 
     def __iter__(self) -> Iterator[str]:
         yield NAME
@@ -56,5 +58,5 @@ class FurtherReport(Mapping):
     def __getitem__(self, key: str) -> list[float | None]:
         if key != NAME:
             raise KeyError(key)
-        losses, weights = self.sums.tolist()
+        losses, weights = self.sums.read().tolist()
         return [loss / weight if weight else None for loss, weight in zip(losses, weights)]

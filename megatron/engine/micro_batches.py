@@ -12,6 +12,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from megatron.data.batch import StepBatch
 from megatron.model.multi_token import FurtherLabels, further_labels
@@ -79,6 +80,13 @@ class MicroBatch:
     further: FurtherLabels | None = None
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device. To a GPU it goes from pinned memory, since from other memory the host would wait for it."""
+    if device.type == "cuda" and tensor.device.type == "cpu" and not is_fake(tensor):
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def micro_batches(
     batch: StepBatch,
     form: StreamForm,
@@ -94,9 +102,9 @@ def micro_batches(
     """
 
     def own(whole: Tensor) -> Tensor:
-        return context.cut(whole.to(device, non_blocking=True), 2)
+        return context.cut(to_device(whole, device), 2)
 
-    both = batch.tokens.to(device, non_blocking=True)
+    both = to_device(batch.tokens, device)
     tokens, labels = own(both[..., :-1]), own(both[..., 1:])
     mask = None if batch.loss_mask is None else own(batch.loss_mask)
     positions = batch.positions
@@ -109,7 +117,7 @@ def micro_batches(
         raise ValueError(f"the batch has no {' and no '.join(missing)}, which the model reads")
     extras = {name: own(each) for name, each in wanted.items() if each is not None}
     if form.samples:
-        extras["samples"] = batch.sample_ids.to(device, non_blocking=True)
+        extras["samples"] = to_device(batch.sample_ids, device)
     for index in range(tokens.shape[0]):
         weights = torch.ones(labels.shape[1:], device=device) if mask is None else mask[index]
         named_here = {name: extras[name][index] for name in extras}
@@ -121,7 +129,11 @@ def _further(
     batch: StepBatch, index: int, scale: Tensor | float, device: torch.device, context: ContextGroup, depth: int
 ) -> FurtherLabels:
     """Labels of further tokens of a micro-batch: made of whole samples, then cut."""
-    labels, documents = batch.labels[index].to(device), batch.documents
-    weights = torch.ones(labels.shape, device=device) if batch.loss_mask is None else batch.loss_mask[index].to(device)
-    whole = further_labels(labels, weights * scale, None if documents is None else documents[index].to(device), depth)
+
+    def there(whole: Tensor | None) -> Tensor | None:
+        return None if whole is None else to_device(whole[index], device)
+
+    labels, mask = to_device(batch.labels[index], device), there(batch.loss_mask)
+    weights = torch.ones(labels.shape, device=device) if mask is None else mask
+    whole = further_labels(labels, weights * scale, there(batch.documents), depth)
     return FurtherLabels(*(context.cut(each, 2) for each in whole))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import Config
+from megatron.engine.arriving import Arriving
 from megatron.engine.protocol import StepResult
 from megatron.engine.update_gate import exchanges_norm
 from megatron.parallel.layout.layout import Layout
@@ -36,7 +37,7 @@ _NORM = 2 + _LIMBS + len(REQUESTS) + 1  # numbers of every step; the gradient no
 
 @dataclass(frozen=True)
 class StepReport:
-    """What all ranks know about a step. Its numbers are read from the device when they are first asked for.
+    """What all ranks know about a step. Its numbers are on their way from the device; the first to ask waits for them.
 
     Attributes:
         step: number of the update, from 0.
@@ -52,10 +53,19 @@ class StepReport:
     result: StepResult
     sums: torch.Tensor
     shared: torch.Tensor | None = None
+    _norm_is_last: bool = field(init=False, repr=False, compare=False)
+    _numbers: Arriving = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        norm = self.result.grad_norm
+        here = isinstance(norm, torch.Tensor) and norm.device == self.sums.device
+        numbers = torch.cat([self.sums, norm.detach().to(self.sums.dtype).view(1)]) if here else self.sums
+        object.__setattr__(self, "_norm_is_last", here)
+        object.__setattr__(self, "_numbers", Arriving(numbers))
 
     @cached_property
     def _values(self) -> list[float]:
-        return self.sums.tolist()
+        return self._numbers.read().tolist()
 
     @property
     def loss(self) -> float:
@@ -64,6 +74,8 @@ class StepReport:
 
     @cached_property
     def grad_norm(self) -> float | None:
+        if self._norm_is_last:
+            return self._values[-1]
         return None if self.result.grad_norm is None else float(self.result.grad_norm)
 
     @property

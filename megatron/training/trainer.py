@@ -221,6 +221,10 @@ class Trainer:
         if report is not None:
             self._hear(report)
 
+    def unread(self, report: StepReport) -> bool:
+        """Whether the numbers of a step have not been read yet."""
+        return self._unread is report
+
     def _hear(self, report: StepReport) -> None:
         self._pace = report.seconds
         self._call("on_numbers", report)

@@ -1,4 +1,4 @@
-"""What a step asks of a GPU, counted without one: kernels, waits, copies, collectives, process groups (`make gpu-host`).
+"""What a step asks of a GPU, counted without one: kernels, waits, copies, collectives, groups (`make gpu-host`).
 
 The host's side is real, on a stand-in that computes nothing (tests/stand_ins/gpu); no time follows from it.
 """

@@ -32,13 +32,13 @@ class DeadExpertsHook(Hook):
         training = parts.config.training
         return cls(parts.config.logging.every, training.global_batch_size * training.sequence_length)
 
-    def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
-        if step % self._every:
+    def on_numbers(self, trainer: Trainer, report: StepReport) -> None:
+        if report.step % self._every:
             return
         layers: object = report.result.extras.get("moe")
         text = self.look(layers if isinstance(layers, Mapping) else {})
         if text is not None:
-            trainer.log(f"step {step}: {text}")
+            trainer.log(f"step {report.step}: {text}")
 
     def look(self, layers: Mapping[str, Mapping[str, Any]]) -> str | None:
         """What there is to say of one record: layer -> numbers, `load` among them (see `LoadReport`)."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron.engine.arriving import Arriving
 from megatron.report.ledger import hash_text
 from megatron.report.peaks import Peak, device_peak
 
@@ -30,11 +31,12 @@ def memory_bytes(device: torch.device) -> int:
 
 def _read(value: Any) -> Any:
     """A number that may still be on the device."""
-    return float(value) if isinstance(value, torch.Tensor) else value
+    return float(value) if isinstance(value, (torch.Tensor, Arriving)) else value
 
 
 class LogHook(Hook):
-    """Writes a training record to the sinks at steps 0, n, 2n, ... and at the last.
+    """Writes a training record to the sinks at steps 0, n, 2n, ... and at the last; on an accelerator when its numbers
+    have arrived, while the next step runs.
 
     A record has: step, loss (nats per token), lr, grad_norm (before clipping), tokens (read so far, this step's
     included), tokens_per_second, step_seconds, data_seconds (of them, waiting for data), batch_hash, memory_bytes,
@@ -64,6 +66,7 @@ class LogHook(Hook):
         self._steps, self._operations = 0, 0.0  # since the last record; the latter per token, summed over steps
         self._pace: float | None = None
         self._peak: Peak | None = None
+        self._due: tuple[StepReport, dict[str, Any]] | None = None  # a record that waits for its numbers
 
     @classmethod
     def of(cls, parts: HookContext) -> LogHook:
@@ -88,7 +91,21 @@ class LogHook(Hook):
             if trainer.is_main:
                 trainer.sinks.progress(step + 1)
             return
-        trainer.settle()
+        self._due = report, dict(trainer.extra_metrics)
+        if trainer.last:
+            trainer.settle()
+        if not trainer.unread(report):
+            self._record(trainer)
+
+    def on_numbers(self, trainer: Trainer, report: StepReport) -> None:
+        if self._due is not None and self._due[0] is report:
+            self._record(trainer)
+
+    def _record(self, trainer: Trainer) -> None:
+        if self._due is None:
+            return
+        (report, extra_metrics), self._due = self._due, None
+        step = report.step
         loss = report.loss  # waits for the device, so that the lap ends when the step does
         seconds, data_seconds = trainer.clock.lap()
         steps, self._steps = self._steps, 0
@@ -105,11 +122,11 @@ class LogHook(Hook):
                 "data_seconds": data_seconds / steps,
                 "batch_hash": hash_text(report.batch_hash),
                 "memory_bytes": memory_bytes(trainer.exchange.device),
-                "eta_seconds": self._eta(trainer, seconds / steps),
+                "eta_seconds": self._eta(trainer, step + 1, seconds / steps),
                 **({"skipped": True} if report.result.skipped else {}),
                 **({"unlabelled": True} if report.result.unlabelled else {}),
                 **{name: _read(value) for name, value in report.result.extras.items()},
-                **trainer.extra_metrics,
+                **extra_metrics,
             })
 
     def _speeds(self, trainer: Trainer, seconds: float, operations: float) -> dict[str, float]:
@@ -123,9 +140,9 @@ class LogHook(Hook):
                 speeds["peak_tflops"] = self._peak.tflops
         return speeds
 
-    def _eta(self, trainer: Trainer, seconds: float) -> float | None:
+    def _eta(self, trainer: Trainer, completed: int, seconds: float) -> float | None:
         """Seconds to the end of the run, from a running mean without the first lap, which compiles and warms up."""
-        first = trainer.completed <= trainer.start + 1
+        first = completed <= trainer.start + 1
         if not first:
             self._pace = seconds if self._pace is None else 0.9 * self._pace + 0.1 * seconds
-        return None if self._pace is None else self._pace * (trainer.end - trainer.completed)
+        return None if self._pace is None else self._pace * (trainer.end - completed)

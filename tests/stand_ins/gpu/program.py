@@ -114,8 +114,8 @@ def main(output: str, ranks: int, arguments: list[str]) -> None:
     import torch
 
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is no part of the stand-in
-    from megatron.config.arithmetic import machine
     import megatron.training.exchange as exchange
+    from megatron.config.arithmetic import machine
 
     machine.has_gpu = lambda: True
     exchange.mean_loss = lambda sums: 1.0  # nothing was computed: there were no labels
