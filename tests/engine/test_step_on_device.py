@@ -55,13 +55,14 @@ def trained(on_device: bool, limit: float, bad_step: int | None = None) -> list[
 @pytest.mark.parametrize("limit", [0.0, 0.05, 100.0])
 def test_equals_the_update_that_the_host_decides(limit):
     """Apart from a rounding where gradients are clipped: they are divided here, and multiplied there. A weight may then
-    round to the next bf16, 2**-8 of it, so that later gradients differ."""
+    round to the next bf16, 2**-8 of it, so that later gradients differ. After the first step, masters below 0.06 differ
+    by a rounding of fp32, 2**-28."""
     (host,), (device,) = on_ranks(1, trained, False, limit), on_ranks(1, trained, True, limit)
     for step, ((norm, before), (own, after)) in enumerate(zip(host, device, strict=True)):
         assert own == pytest.approx(norm, rel=0 if limit != 0.05 else 1e-2) and norm > 0.05
         for wanted, found in zip(before, after, strict=True):
             if limit == 0.05:
-                torch.testing.assert_close(found, wanted, rtol=1e-2 if step else 1e-6, atol=1e-3 if step else 1e-9)
+                torch.testing.assert_close(found, wanted, rtol=1e-2 if step else 1e-6, atol=1e-3 if step else 2**-28)
             else:
                 assert torch.equal(found, wanted)
 

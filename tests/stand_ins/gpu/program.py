@@ -81,6 +81,16 @@ def pretend_ranks(ranks: int) -> None:
     os.environ.update(RANK="0", WORLD_SIZE=str(ranks), LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(here))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29999", STAND_IN_GPUS=str(here))
     world.open_store = lambda *_, **__: dist.HashStore()
+    prepare = world.prepare_deepspeed
+
+    def prepared(device):
+        prepare(device)
+        from deepspeed.runtime.zero import utils
+
+        utils.get_lst_from_rank0 = lambda own: own
+        utils.assert_lst_len_same_as_other_ranks = lambda own: None
+
+    world.prepare_deepspeed = prepared
     for each in (GroupCommunicator, StoreCommunicator):
         each.gather = each.collect = lambda self, value, ranks=ranks: [value] * ranks
         each.broadcast = lambda self, value: value
