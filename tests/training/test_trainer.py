@@ -217,16 +217,25 @@ def test_hooks_are_called_in_order(tmp_path):
     assert calls == [*expected, ("y", "on_end"), ("x", "on_end")]
 
 
-def test_on_an_accelerator_numbers_come_one_step_later(tmp_path):
-    """The queue of unread numbers, with a device that is called something else than cpu."""
+@pytest.mark.parametrize("every", [1, 3])
+def test_on_an_accelerator_numbers_come_one_step_later(tmp_path, every):
+    """The queue of unread numbers, with a device that is called something else than cpu. The records are the same."""
     calls: list = []
-    trainer = toy_trainer(config(tmp_path, steps=4, logging={"every": 3}), more=[Probe(calls, "x")])
-    elsewhere(trainer)
-    run(trainer)
+    records = []
+    for name, device in (("cpu", False), ("elsewhere", True)):
+        asked = config(tmp_path / name, steps=4, logging={"every": every})
+        trainer = toy_trainer(asked, more=[Probe(calls, "x")] if device else [])
+        if device:
+            elsewhere(trainer)
+        run(trainer)
+        records.append([each for each in read_lines(tmp_path / name / "run" / "metrics.jsonl") if "loss" in each])
     seen = [call[2:] for call in calls if call[1] == "on_numbers"]
-    # Step 0 is logged at once; 1 is read after 2 has run; 2 with 3, which is logged.
-    assert seen == [(0, 1), (1, 3), (2, 4), (3, 4)]
-    assert len(batch_hashes(tmp_path / "run" / "ledger.jsonl")) == 4
+    # Each is read after the next step has run, logged or not, and the last one at the end.
+    assert seen == [(0, 2), (1, 3), (2, 4), (3, 4)]
+    assert len(batch_hashes(tmp_path / "elsewhere" / "run" / "ledger.jsonl")) == 4
+    same = ("step", "loss", "lr", "grad_norm", "tokens", "batch_hash")
+    cpu, late = ([{name: each.get(name) for name in same} for each in record] for record in records)
+    assert cpu == late and [each["step"] for each in cpu] == ([0, 1, 2, 3] if every == 1 else [0, 3])
 
 
 def test_errors_reach_the_ledger_and_the_hooks(tmp_path):

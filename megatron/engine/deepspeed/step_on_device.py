@@ -2,57 +2,125 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
 def decide_on_device(optimizer: Any, inner: torch.optim.Optimizer) -> None:
     """Norm, clipping, and the choice to skip an update whose norm is not finite stay on the GPU.
 
-    DeepSpeed's bf16 optimizer reads the norm four times in a step, and the GPU is idle each time. Here torch's fused
-    AdamW divides by what clips the gradients and skips the update where the norm is not finite. The step then counts as
-    applied, with an infinite norm, at which the guard ends the run when it arrives. Other optimizers keep DeepSpeed's
-    way.
+    DeepSpeed reads the norm several times in a step, and the GPU is idle each time. Here torch's fused AdamW skips the
+    update where the norm is not finite, and in the bf16 optimizer divides by what clips the gradients. The step then
+    counts as applied, with an infinite norm, at which the guard ends the run when it arrives. Other optimizers, fp16
+    and offloaded states keep DeepSpeed's way.
 
     Args:
         optimizer: DeepSpeed's.
         inner: the one of torch's form that it calls.
     """
-    from deepspeed.runtime import bf16_optimizer, utils
-
-    if not isinstance(optimizer, bf16_optimizer.BF16_Optimizer) or not (skips_on_device(inner) and _on_gpu(optimizer)):
+    if not (skips_on_device(inner) and _on_gpu(optimizer)):
         return
-    step, fused = optimizer.step, inner
+    from deepspeed.runtime import bf16_optimizer
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
 
-    def valid(norm: Any) -> bool:
-        """In the place of DeepSpeed's question whether the norm is invalid."""
-        fused.found_inf = (~torch.isfinite(norm)).to(torch.float32)  # type: ignore[attr-defined]
-        return False
-
-    def clip(input_tensors: Any, max_norm: float, global_norm: Tensor, mpu: Any = None, eps: float = 1e-6) -> Tensor:
-        divisor = ((global_norm + eps) / max_norm).clamp(min=1.0)
-        fused.grad_scale = divisor.to(torch.float32)  # type: ignore[attr-defined]
-        return global_norm
-
-    replaced = mock.patch.multiple(bf16_optimizer, is_invalid_grad_norm=valid, clip_tensors_by_global_norm=clip)
-    unmasked = mock.patch.object(utils, "mask_nan_or_inf_with_val_inplace", lambda *_, **__: None)
+    fused: Any = inner
+    if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
+        home: ModuleType = bf16_optimizer
+    elif isinstance(optimizer, stage_1_and_2.DeepSpeedZeroOptimizer):
+        home, optimizer.has_overflow = stage_1_and_2, _overflow_stays(optimizer, fused)
+    elif isinstance(optimizer, stage3.DeepSpeedZeroOptimizer_Stage3):
+        home = stage3
+        _order_on_device(optimizer)
+    else:
+        return
+    step = optimizer.step
 
     def update(*arguments: Any, **options: Any) -> Any:
-        with replaced, unmasked:
-            try:
-                return step(*arguments, **options)
-            finally:
-                norm = optimizer._global_grad_norm
-                optimizer._global_grad_norm = norm.nan_to_num(nan=torch.inf, posinf=torch.inf)
+        fused.found_inf = None
+        with _decided_by(fused, home):
+            result = step(*arguments, **options)
+        norm = optimizer._global_grad_norm
+        optimizer._global_grad_norm = norm.nan_to_num(nan=torch.inf, posinf=torch.inf)
+        return result
 
     optimizer.step = update
 
 
+@contextlib.contextmanager
+def _decided_by(fused: Any, home: ModuleType) -> Iterator[None]:
+    """While this is open, a module of DeepSpeed hands its questions about a norm to torch's optimizer."""
+    from deepspeed.runtime import utils
+
+    def valid(norm: Tensor) -> bool:
+        """In the place of DeepSpeed's question whether the norm is invalid."""
+        bad, found = (~torch.isfinite(norm)).to(torch.float32), fused.found_inf
+        fused.found_inf = bad if found is None else torch.maximum(bad, found)
+        return False
+
+    def clip(input_tensors: Any, max_norm: float, global_norm: Tensor, mpu: Any = None, eps: float = 1e-6) -> Tensor:
+        fused.grad_scale = ((global_norm + eps) / max_norm).clamp(min=1.0).to(torch.float32)
+        return global_norm
+
+    def unmasked(*_: Any, **__: Any) -> None:
+        """DeepSpeed would write -1 over a norm that is not finite."""
+
+    with contextlib.ExitStack() as stack:
+        new = {"is_invalid_grad_norm": valid, "clip_tensors_by_global_norm": clip}
+        for name, function in (new | {"mask_nan_or_inf_with_val_inplace": unmasked}).items():
+            if hasattr(home, name):
+                stack.enter_context(mock.patch.object(home, name, function))
+        stack.enter_context(mock.patch.object(utils, "mask_nan_or_inf_with_val_inplace", unmasked))
+        yield
+
+
+def _overflow_stays(optimizer: Any, fused: Any) -> Any:
+    """`has_overflow` of ZeRO 1 and 2 with the same message, whose result stays on the device."""
+
+    def has_overflow(partition_gradients: bool = True) -> bool:
+        found = optimizer.has_overflow_partitioned_grads_serial().byte()
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=optimizer.dp_process_group)
+        optimizer._model_parallel_all_reduce(tensor=found, op=dist.ReduceOp.MAX)
+        fused.found_inf = found.to(torch.float32).view(())
+        return False
+
+    return has_overflow
+
+
+class _OrderedStream(torch.cuda.Stream):
+    """A stream that later work on the current stream waits for, where DeepSpeed has the host wait."""
+
+    def synchronize(self) -> None:
+        here = torch.cuda.current_stream(self.device)
+        if here != self:
+            here.wait_stream(self)
+
+
+def _order_on_device(optimizer: Any) -> None:
+    """At the end of each backward pass of ZeRO 3 the host waits for the stream that reduces gradients. All that reads
+    them comes later on the current stream."""
+    stream = optimizer.reduce_and_partition_stream
+    optimizer.reduce_and_partition_stream = _OrderedStream(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
+
+
 def _on_gpu(optimizer: Any) -> bool:
-    return all(each.device.type == "cuda" for each in optimizer.fp32_groups_flat_partition)
+    """Whether masters and gradients are on a GPU, and no loss scale depends on what overflows."""
+    masters = [getattr(optimizer, name, ()) for name in _MASTERS]
+    kept = [each for group in masters for each in group if isinstance(each, Tensor)]
+    offloaded = getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)
+    half = getattr(optimizer, "dtype", None) == torch.float16
+    return bool(kept) and all(each.device.type == "cuda" for each in kept) and not (offloaded or half)
+
+
+_MASTERS = ("fp32_groups_flat_partition", "single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
 
 
 def skips_on_device(inner: torch.optim.Optimizer) -> bool:
