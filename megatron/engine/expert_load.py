@@ -72,7 +72,7 @@ class LoadReport(Mapping):
 
     def __init__(self, table: Tensor, experts: dict[int, int], width: int):
         self.table, self.experts, self.width = table, experts, width
-        self._numbers = Arriving(table)
+        self._arriving = Arriving(table)
 
     def __iter__(self) -> Iterator[str]:
         yield "moe"
@@ -83,7 +83,7 @@ class LoadReport(Mapping):
     def __getitem__(self, key: str) -> dict[str, dict[str, Any]]:
         if key != "moe":
             raise KeyError(key)
-        rows = self._numbers.read().double()
+        rows = self._arriving.read().double()
         return {str(layer): self._numbers(row, count) for row, (layer, count) in zip(rows, self.experts.items())}
 
     def _numbers(self, row: Tensor, count: int) -> dict[str, Any]:

@@ -58,8 +58,9 @@ class StepReport:
 
     def __post_init__(self) -> None:
         norm = self.result.grad_norm
-        here = isinstance(norm, torch.Tensor) and norm.device == self.sums.device
-        numbers = torch.cat([self.sums, norm.detach().to(self.sums.dtype).view(1)]) if here else self.sums
+        numbers, here = self.sums, False
+        if isinstance(norm, torch.Tensor) and norm.device == numbers.device:
+            numbers, here = torch.cat([numbers, norm.detach().to(numbers.dtype).view(1)]), True
         object.__setattr__(self, "_norm_is_last", here)
         object.__setattr__(self, "_numbers", Arriving(numbers))
 
