@@ -207,6 +207,21 @@ def overlap_needs_the_plain_engine(context: RuleContext) -> Iterator[Problem]:
         )
 
 
+def overlap_has_an_effect(context: RuleContext) -> Iterator[Problem]:
+    """In bf16, stage 1 sums the gradients of all micro-batches after the last backward pass, in one piece."""
+    config = context.config
+    bf16_sums_late = config.zero.stage == 1 and config.precision.compute == "bf16"
+    plain = config.parallel.pipeline == 1 and not config.deepspeed.get("zero_optimization")
+    if config.zero.overlap and plain and bf16_sums_late:
+        yield context.warning(
+            "zero.overlap",
+            "zero.stage",
+            "precision.compute",
+            rule="overlap must go with stage 2 or 3, or with stage 1 in fp32 or fp16; here it has no effect",
+            fix="use zero.stage=2, or zero.overlap=false",
+        )
+
+
 def offloading_fits_the_stage(context: RuleContext) -> Iterator[Problem]:
     zero, pipeline = context.config.zero, context.config.parallel.pipeline
     if zero.offload_parameters.device != "none" and zero.stage != 3:
@@ -283,6 +298,7 @@ RULES = (
     selective_recomputation_needs_whole_parameters,
     micro_batches_fill_the_pipeline,
     overlap_needs_the_plain_engine,
+    overlap_has_an_effect,
     offloading_fits_the_stage,
     offloaded_optimizer_is_adam,
 )

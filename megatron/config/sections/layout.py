@@ -147,7 +147,9 @@ class ZeroSection(Section):
         "Stages 2 and 3: gradients are reduced after each micro-batch, or once per step, which keeps them whole until "
         "then. (Stages 0 and 1 always reduce once per step.)",
     )
-    overlap: bool = key(False, "Overlap gradient reduction with the backward pass (stages 1-3 without pipeline).")
+    overlap: bool = key(
+        False, "Overlap gradient reduction with the backward pass (stage 1 but not in bf16, 2 and 3; without pipeline)."
+    )
     prefetch_size: int = key(50_000_000, "Stage 3: elements gathered ahead of their use.", unit="elements", ge=0)
     persistent_size: int = key(
         100_000, "Stage 3: parameters smaller than this are never partitioned away.", unit="elements", ge=0

@@ -89,6 +89,12 @@ WARNED = [
         "overlap must be false with a pipeline",
     ),
     case(
+        "overlap of a sum after the last backward pass",
+        "precision: bf16\nzero: {stage: 1, overlap: true}",
+        "a.yml:3: zero.overlap = true",
+        "here it has no effect",
+    ),
+    case(
         "offload options of nothing",
         "zero: {offload_optimizer: {pin_memory: true}}",
         "must go with device: cpu or nvme; nothing is offloaded",

@@ -73,7 +73,7 @@ def main() -> None:
         for name in wanted:
             table[name] = row(count(name, environment))
             print(name, sum(table[name]["waits"].values()), "waits", table[name]["kernels"], "kernels", flush=True)
-    TABLE.write_text(json.dumps({name: table[name] for name in CASES if name in table}, indent=1) + "\n")
+            TABLE.write_text(json.dumps({each: table[each] for each in CASES if each in table}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
