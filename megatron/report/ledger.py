@@ -156,15 +156,22 @@ def batch_hashes(path: str | Path) -> dict[int, str]:
     return hashes
 
 
-def left_out(path: str | Path, since: int = 0) -> list[list[int]] | None:
+def left_out(path: str | Path, since: int = 0, step: int | None = None) -> list[list[int]] | None:
     """The batches that a run skips, as pairs (step, batches) in the order of `megatron.data.skipped_batches`, from its
     last start, resumption or rollback; None if its ledger has none of these.
 
     Args:
         since: only entries after so many bytes of the ledger count.
+        step: of the checkpoint that says `since`. A branch begins with one that counts the bytes of its trunk's ledger,
+            so that all of the branch's ledger counts.
     """
     found: list[list[int]] | None = None
-    for entry in read_lines(path, sound_event, since=since) if Path(path).exists() else ():
+    if not Path(path).exists():
+        return None
+    first = next(iter(read_lines(path, sound_event)), {})
+    if first.get("event") == "forked" and first.get("step") == step:
+        since, found = 0, first.get("left_out")
+    for entry in read_lines(path, sound_event, since=since):
         if entry["event"] in ("start", "resume", "rollback"):
             found = entry.get("left_out", [])
     return found

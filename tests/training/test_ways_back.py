@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.config import load
 from megatron.config.registry import INSIDE, OPTIMIZER
 from megatron.report.ledger import read_ledger
+from megatron.testing.runs import run_on_this_rank
 from megatron.training.exchange import StepReport
 from megatron.training.hook import Hook
 from megatron.training.trainer import Trainer
 from tests.training.test_run import job, tensors
 from tests.workers import run as on_ranks
+from tools.fork import main
 
 YAML = """
 model: {layers: "(attention/mlp) x1", hidden_size: 32, vocab_size: 64, attention: {heads: 2}}
@@ -142,3 +145,32 @@ def test_passes_without_an_update_change_no_bit(wire: str, tmp_path: Path) -> No
     same(tmp_path, "plain", "watched", 6)
     audits = [each for each in read_ledger(tmp_path / "watched" / "ledger.jsonl") if each["event"] == "audit"]
     assert len(audits) == 3 and all(each["equal"] for each in audits)
+
+
+TRUNK = ("schedule.type=constant", "training.steps=8")
+
+
+def test_what_comes_from_a_trunk_that_went_back_reads_its_batches(tmp_path: Path) -> None:
+    """A branch and a run elsewhere: the checkpoint was saved before the rollback."""
+    options = (*TRUNK, SPIKES, strike(tmp_path, 1))
+    trunk = train(tmp_path, "trunk", *options)
+    (back,) = [each for each in read_ledger(tmp_path / "trunk" / "ledger.jsonl") if each["event"] == "rollback"]
+    assert (back["to"], back["left_out"]) == (2, [[2, 2]])
+    at = tmp_path / "trunk" / "checkpoints" / "step_00000002"
+    elsewhere = train(tmp_path, "elsewhere", *TRUNK, SPIKES, f"checkpoint.resume={at}")
+    assert elsewhere == trunk[2:]
+    same(tmp_path, "trunk", "elsewhere", 8)
+    words = ["--at", "2", "--steps", "6", "--output", str(tmp_path / "branch")]
+    assert main([str(tmp_path / "trunk"), *words]) == 0
+    text = (tmp_path / "branch" / "fork.yml").read_text()
+    for stop in ("training.stop_at_step=3", "training.stop_at_step=5"):  # the second begins from the branch's own
+        branch = on_ranks(1, alone, str(tmp_path), text, stop)[0]
+    read = {line["step"]: line["batch_hash"] for line in branch if "loss" in line}
+    assert read == {step: batch for step, *_, batch in trunk if step in read} and {2, 3, 4} <= read.keys()
+
+
+def alone(folder: str, text: str, *overrides: str) -> list[dict]:
+    """A file as it is, with nothing from `tiny.yml`."""
+    file = Path(folder) / "branch.yml"
+    file.write_text(text)
+    return run_on_this_rank(load([str(file)], overrides, ranks=1), 1)

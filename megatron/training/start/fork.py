@@ -26,7 +26,7 @@ from megatron.config.problems import UserError
 from megatron.config.show.difference import Described, described
 from megatron.config.source.layers import ConfigSource, merge
 from megatron.config.tree import drop, get, leaves, put
-from megatron.report.ledger import Ledger
+from megatron.report.ledger import Ledger, left_out
 
 from ..schedule import Schedule
 
@@ -59,7 +59,7 @@ def fork(trunk: Path, at: int, steps: int, folder: Path, changes: Mapping[str, A
     source = described(str(trunk))
     checkpoint = _checkpoint(Path(source.config.checkpoint.dir), at)
     values = branch_values(source, at, steps, folder, changes)
-    open_checkpoint(checkpoint, verify="checksums")
+    meta = open_checkpoint(checkpoint, verify="checksums").meta
     making = folder.with_name(f"{folder.name}.making")
     if making.exists():
         shutil.rmtree(making)
@@ -69,7 +69,9 @@ def fork(trunk: Path, at: int, steps: int, folder: Path, changes: Mapping[str, A
     head = f"# A branch of {trunk} from its step {at}: the learning rate decays over {steps} steps.\n"
     (making / FILE).write_text(head + text, encoding="utf-8")
     facts = _facts(trunk, folder, checkpoint, steps)
-    Ledger(making / "ledger.jsonl").write("forked", step=at, **facts["forked"])
+    skipped = left_out(trunk / "ledger.jsonl", meta.ledger.get("bytes", 0), at)  # also since the checkpoint was saved
+    told = {} if skipped is None else {"left_out": skipped}
+    Ledger(making / "ledger.jsonl").write("forked", step=at, **facts["forked"], **told)
     move(making, folder)
     Ledger(trunk / "ledger.jsonl").write("fork", step=at, **facts["fork"])
     return folder / FILE

@@ -29,7 +29,7 @@ from megatron.worker.place import StartError
 
 from ..divergence_backoff import MOST, of_run
 from ..world import World
-from .fetch import local_path
+from .fetch import FOLDER, local_path
 from .same_run import changes, last_sample, refuse_other_files, refuse_other_runs
 from .upcycle import mapped, upcycle
 from .uploads import leave_later, or_uploaded
@@ -80,9 +80,9 @@ def find(
         how = local_path(how, store.directory, world.communicator)
     diverged = world.communicator.broadcast(of_run(Path(config.run.dir), attempt) if world.is_main else None)
     if diverged:
-        found, copied = _further_back(store, *diverged), False
+        found = _further_back(store, *diverged)
     else:
-        found, copied = or_uploaded(lambda: _chosen(store, how, attempt, levels), store, config, world)
+        found, _ = or_uploaded(lambda: _chosen(store, how, attempt, levels), store, config, world)
     log(found.reason)
     if how != "auto" or diverged:
         after = found.checkpoint.step if found.checkpoint else -1
@@ -91,7 +91,7 @@ def find(
         if world.is_main:
             leave_later(config, after)
     if found.checkpoint is not None:
-        return _continued(found.checkpoint, found.skipped, config, world, log, copied)
+        return _continued(found.checkpoint, found.skipped, config, world, log)
     if config.checkpoint.initialize_from:
         path = local_path(config.checkpoint.initialize_from, store.directory, world.communicator)
         return _initialised(config, store.weights(path), log)
@@ -104,7 +104,6 @@ def _continued(
     config: Config,
     world: World,
     log: Callable[[str], None],
-    copied: bool,
 ) -> StartPoint:
     """The run goes on from its own checkpoint, or from a copy of it that it has uploaded."""
     changed = changes(checkpoint.meta.config, config, checkpoint.step)
@@ -122,9 +121,7 @@ def _continued(
         "changed": changed,
         "ledger": checkpoint.meta.ledger,
     }
-    left_out = LeftOut.of(
-        world.communicator.broadcast(_left_out(checkpoint, config, copied).pairs if world.is_main else None)
-    )
+    left_out = LeftOut.of(world.communicator.broadcast(_left_out(checkpoint, config).pairs if world.is_main else None))
     return StartPoint(checkpoint, None, facts | _fact(left_out), left_out)
 
 
@@ -148,14 +145,18 @@ def _fact(left_out: LeftOut) -> dict[str, Any]:
     return {"left_out": [list(pair) for pair in left_out.pairs]} if left_out else {}
 
 
-def _left_out(checkpoint: Checkpoint, config: Config, copied: bool) -> LeftOut:
-    """What the run has left out so far: as its ledger says, or as the checkpoint does where it comes from elsewhere."""
-    own = copied or checkpoint.path.resolve().parent == Path(config.checkpoint.dir).resolve()
+def _left_out(checkpoint: Checkpoint, config: Config) -> LeftOut:
+    """What the run has left out so far. The ledger of the run that has saved the checkpoint knows best: that run may
+    have gone back to it since. Without one the checkpoint says it."""
+    folder, path = Path(config.checkpoint.dir).resolve(), checkpoint.path.resolve()
+    named = {Path(config.checkpoint.resume).resolve(), folder / FOLDER} & {path, *path.parents}
+    own = config.checkpoint.resume == "auto" or path.parent == folder or not named
+    run = Path(config.run.dir) if own else path.parent.parent
     since = checkpoint.meta.ledger.get("bytes", 0)
-    told = left_out_of(Path(config.run.dir) / "ledger.jsonl", since) if own else None
+    told = left_out_of(run / "ledger.jsonl", since, checkpoint.step)
     if told is None:  # nothing since it was saved; the ledger from before may be damaged
         told = checkpoint.meta.data.get("left_out", [] if own and since else None)
-    return LeftOut.given(config) if told is None else LeftOut.of(told)
+    return LeftOut.of(told) if told or (own and told is not None) else LeftOut.given(config)
 
 
 def _chosen(store: Store, how: str, attempt: int, levels: Levels | None = None) -> Resume:
