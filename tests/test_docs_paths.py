@@ -33,3 +33,10 @@ def test_prose_has_lines_of_at_most_120_characters(page):
     text = re.sub(r"^ *```.*?^ *```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     long = [line for line in text.splitlines() if len(line) > 120 and not line.lstrip().startswith("|")]
     assert not [line for line in long if not line.startswith("    ")]
+
+
+def test_the_page_of_common_keys_names_keys():
+    reference = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    keys = re.findall(r"^\| (`[\w.]+`) \|", (ROOT / "docs/keys.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert len(keys) == 40
+    assert not [key for key in keys if f"\n| {key} |" not in reference]

@@ -1,16 +1,13 @@
 #!/usr/bin/env python3
-"""Write the tables of tested layouts, from tests/layouts.yml.
-
-The README has a summary, docs/layouts.md all of it.
+"""Write the tables of tested layouts, from tests/layouts.yml: a summary and all of it (docs/layouts.md).
 
 python tools/support_table.py         print both
-python tools/support_table.py FILES   put the one that belongs there between each file's two markers
+python tools/support_table.py FILES   put each table between its two markers in these files
 """
 
 from __future__ import annotations
 
 import sys
-import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +19,7 @@ if __name__ == "__main__":
 from tests.training.matrix import Case, cases, read  # noqa: E402
 
 NONE = "–"
-PROSE = 120  # columns of a line of text in the documentation
-BEGIN, END = "<!-- support table -->", "<!-- /support table -->"
+SUMMARY, GRID = "support summary", "support table"  # the markers: <!-- NAME --> and <!-- /NAME -->
 
 
 def grid() -> str:
@@ -35,13 +31,17 @@ def grid() -> str:
         here = [case for case in found if case.layout == layout]
         cells = [_cell([case for case in here if case.architecture == name]) for name in names]
         lines.append(f"| {layout} | {entry['ranks']} | {' | '.join(cells)} |")
-    bounds = "; ".join(
-        f"{recipe}: losses {entry['bounds']['loss']:.0e}, gradient norms {entry['bounds']['norm']:.0e}, "
-        f"weights {entry['bounds']['weights']:.0e}"
-        for recipe, entry in matrix["recipes"].items()
-    )
-    measured = f"Largest relative errors allowed, against one process of plain PyTorch: {bounds}."
-    return "\n".join([*lines, "", *textwrap.wrap(measured, PROSE, break_on_hyphens=False)])
+    bounds = ["| recipe | losses | gradient norms | weights |", "|---|---|---|---|"]
+    for recipe, entry in matrix["recipes"].items():
+        allowed = [f"{entry['bounds'][key]:.0e}" for key in ("loss", "norm", "weights")]
+        bounds.append(f"| {recipe} | {' | '.join(allowed)} |")
+    return "\n".join([
+        *lines,
+        "",
+        "Largest relative errors allowed, against one process of plain PyTorch:",
+        "",
+        *bounds,
+    ])
 
 
 def summary() -> str:
@@ -123,27 +123,24 @@ def _cell(found: list[Case]) -> str:
     return ", ".join(dict.fromkeys(case.recipe for case in found)) or NONE
 
 
-def table_for(path: Path) -> str:
-    """What stands in a file: the summary in the README, the grid elsewhere."""
-    return summary() if path.name == "README.md" else grid()
-
-
-def section(text: str) -> str:
-    """What stands between the markers of a text.
+def section(text: str, name: str) -> str:
+    """The part of a text between the markers of that name.
 
     Raises:
-        ValueError: it does not have both.
+        ValueError: the text does not have both markers, once and in order.
     """
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"the text needs one line {BEGIN} and, after it, one line {END}")
-    return text.partition(BEGIN)[2].partition(END)[0].strip()
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"the text needs one line {begin} and, after it, one line {end}")
+    return text.partition(begin)[2].partition(end)[0].strip()
 
 
-def replaced(text: str, table: str) -> str:
-    """The text with the table between its markers."""
-    section(text)
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}"
+def replaced(text: str, name: str, table: str) -> str:
+    """The text with the table between the markers of that name."""
+    section(text, name)
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
 
 
 def main(arguments: list[str]) -> int:
@@ -154,7 +151,8 @@ def main(arguments: list[str]) -> int:
     for name in arguments:
         path = Path(name)
         try:
-            made[path] = replaced(path.read_text(encoding="utf-8"), table_for(path))
+            text = path.read_text(encoding="utf-8")
+            made[path] = replaced(replaced(text, SUMMARY, summary()), GRID, grid())
         except (OSError, ValueError) as error:
             print(f"{name}: {error}", file=sys.stderr)
             return 2

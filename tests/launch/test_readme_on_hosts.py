@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.test_readme import blocks, copy, shell  # noqa: F401  (copy is a fixture)
+from tests.test_readme import blocks, copy, search_path, shell  # noqa: F401  (copy is a fixture)
 
 from .host_job import HostJob
 from .namespaces import wait_for
@@ -37,19 +35,19 @@ def scaled(text: str) -> str:
 
 
 def test_the_section_on_several_hosts(cluster, slurm, copy, jobs):  # noqa: F811
-    (data,) = [block for block in blocks() if "tokenize.py --input" in block.text]
+    (data,) = [block for block in blocks() if "data tokenize --input" in block.text]
     assert shell(data.text, copy).returncode == 0
     for block in blocks():
         if block.mark == "file":
             (copy / block.name).write_text(scaled(block.text))
     doctor, *starts = commands()
-    said = typed(jobs(cluster, copy, typing(doctor), environment=environment(slurm)), slurm)
+    said = typed(jobs(cluster, copy, typing(doctor), environment=environment(slurm, copy)), slurm)
     assert "node1" in said and "node2" in said or "2 hosts" in said, said
     run = copy / "runs" / "my"
     for stop, command in zip(STOPS, starts, strict=True):
         assert command.count("my.yml") == 1
         line = scaled(command).replace("my.yml", f"my.yml launch.device=cpu training.stop_at_step={stop}")
-        typed(jobs(cluster, copy, typing(line), environment=environment(slurm)), slurm)
+        typed(jobs(cluster, copy, typing(line), environment=environment(slurm, copy)), slurm)
         wait_for(partial(has_ended, run, stop), 400, partial(logs_of_slurm, run))  # sbatch returns at once
     ledger = [each for each in lines(run / "ledger.jsonl") if each["event"] in ("start", "resume")]
     assert [(each["event"], each["step"], each["ranks"]) for each in ledger] == [
@@ -64,9 +62,8 @@ def typing(line: str) -> list[str]:
     return ["bash", "-euo", "pipefail", "-c", line.partition("  #")[0]]
 
 
-def environment(slurm: Slurm) -> dict[str, str]:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**slurm.environment, "PATH": path}
+def environment(slurm: Slurm, folder: Path) -> dict[str, str]:
+    return {**slurm.environment, "PATH": search_path(folder)}
 
 
 def typed(job: HostJob, slurm: Slurm) -> str:

@@ -24,7 +24,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     flat = {**sizes, **steps, "optimizer": {"type": "Adam", "params": {"lr": 0.001}}}
     (made / "flat.yml").write_text(json.dumps(flat))
     (made / "points.csv").write_text("run,parameters,tokens,loss\n")
-    (made / "README.md").write_text("a <!-- support table --> b <!-- /support table -->")
+    markers = [f"<!-- {name} --> <!-- /{name} -->" for name in ("support summary", "support table")]
+    (made / "README.md").write_text(" ".join(markers))
     return made
 
 

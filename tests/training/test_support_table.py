@@ -1,4 +1,4 @@
-"""The tables of the README and of docs/layouts.md say what tests/layouts.yml tests, no more and no less."""
+"""The tables of docs/layouts.md say what tests/layouts.yml tests, no more and no less."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import pytest
 from tests.paths import ROOT
 from tests.training.choice import chosen, meetings
 from tests.training.matrix import cases, read
-from tools.support_table import BEGIN, END, grid, main, replaced, section, summary
+from tools.support_table import GRID, SUMMARY, grid, main, replaced, section, summary
 
 
 def test_every_case_is_in_the_table():
     rows = {
         row.split(" | ")[0].removeprefix("| "): [cell.strip(" |") for cell in row.split(" | ")[2:]]
-        for row in grid().splitlines()
+        for row in grid().partition("\n\n")[0].splitlines()
         if row.startswith("| ")
     }
     names = rows.pop("layout")
@@ -64,19 +64,23 @@ def test_the_summary_says_what_is_tested():
     assert rows["even vocabulary"][6] == "2, 4" and "pp·fold" in rows["even vocabulary"][8]
 
 
-@pytest.mark.parametrize(("file", "table"), [("README.md", summary), ("docs/layouts.md", grid)])
-def test_the_pages_have_their_tables(file, table):
-    text = (ROOT / file).read_text(encoding="utf-8")
-    assert section(text) == table(), f"run `python tools/support_table.py {file}`"
+TABLES = [(SUMMARY, summary), (GRID, grid)]
 
 
-@pytest.mark.parametrize(("name", "table"), [("README.md", summary), ("a.md", grid)])
-def test_tool(tmp_path, capsys, name, table):
-    file = tmp_path / name
-    file.write_text(f"before\n{BEGIN}\nold table\n{END}\nafter\n")
+@pytest.mark.parametrize(("name", "table"), TABLES)
+def test_the_page_has_its_tables(name, table):
+    text = (ROOT / "docs" / "layouts.md").read_text(encoding="utf-8")
+    assert section(text, name) == table(), "run `python tools/support_table.py docs/layouts.md`"
+
+
+def test_tool(tmp_path, capsys):
+    file = tmp_path / "a.md"
+    places = "\n".join(f"<!-- {name} -->\nold table\n<!-- /{name} -->" for name, _ in TABLES)
+    file.write_text(f"before\n{places}\nafter\n")
     assert main([str(file)]) == 0
-    assert section(file.read_text()) == table() and file.read_text().startswith("before\n")
-    assert file.read_text().endswith(f"{END}\nafter\n") and "old table" not in file.read_text()
-    assert replaced(file.read_text(), table()) == file.read_text()
+    text = file.read_text()
+    assert text.startswith("before\n") and text.endswith(f"<!-- /{GRID} -->\nafter\n") and "old table" not in text
+    for name, table in TABLES:
+        assert section(text, name) == table() and replaced(text, name, table()) == text
     file.write_text("no markers")
     assert main([str(file)]) == 2 and "needs one line" in capsys.readouterr().err
