@@ -18,5 +18,5 @@ class DataError(UserError):
         self.subject, self.rule, self.fix = str(subject), rule, fix
         super().__init__(f"{subject}: {rule}\n    fix: {fix}")
 
-    def __reduce__(self) -> tuple[type[DataError], tuple[object, str, str]]:
+    def __reduce__(self) -> tuple[type[DataError], tuple[object, ...]]:
         return DataError, (self.subject, self.rule, self.fix)

@@ -13,6 +13,7 @@ import torch
 from megatron.config.stages import stage_at
 
 from .batch import StepBatch
+from .block_checksums import DamagedTokens
 from .errors import DataError
 from .hashing import batch_hash, sample_hash
 from .plan import SamplePlan, SyntheticPlan
@@ -80,7 +81,7 @@ class Loader:
         """This rank's part of a step.
 
         Raises:
-            DataError: the files have changed under the run, or hold ids beyond the vocabulary.
+            DataError: the files have changed under the run, are damaged, or hold ids beyond the vocabulary.
         """
         if self._pool is None:
             return self.read(step)
@@ -97,7 +98,7 @@ class Loader:
         """`step` without preparation, in the caller's thread."""
         indices = self.indices()
         numbers = self.left_out.batch(step) * self.plan.batch + indices
-        samples = [self.plan.sample(int(number)) for number in numbers.flat]
+        samples = [self._sample(step, int(number)) for number in numbers.flat]
         hashes = [sample_hash(int(index), sample.tokens) for index, sample in zip(indices.flat, samples)]
         tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples])).reshape(*numbers.shape, -1)
         documents, positions = _boundaries(samples, numbers.shape)
@@ -111,6 +112,12 @@ class Loader:
             positions,
         )
         return batch if self._length is None else cut_samples(batch, self._length(step), self.plan.batch)
+
+    def _sample(self, step: int, number: int) -> Sample:
+        try:
+            return self.plan.sample(number)
+        except DamagedTokens as error:
+            raise error.read_by(step, number) from error
 
     def close(self) -> None:
         """Stop the threads; the loader is not used afterwards."""

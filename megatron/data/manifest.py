@@ -32,6 +32,7 @@ class Manifest:
         options: how the texts were treated.
         encoder: what computed the ids.
         version: of this program.
+        blocks: checksums of the .bin by block (`block_checksums`); None in manifests of older versions.
         job: hash of the inputs and options it was tokenized with; "" for a file made otherwise.
     """
 
@@ -48,6 +49,7 @@ class Manifest:
     encoder: str = ""
     version: str = ""
     job: str = ""
+    blocks: dict[str, Any] | None = None
 
     def text(self) -> str:
         return (

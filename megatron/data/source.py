@@ -10,6 +10,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from .block_checksums import BlockChecksums, DamagedTokens
 from .errors import DataError
 from .hashing import content_hash
 from .manifest import Manifest, read_manifest
@@ -69,6 +70,7 @@ class SourceFile:
         self.weight = section.weight
         self.facts = examine_once(self.file, cache)
         self.manifest: Manifest | None = read_manifest(self.file.prefix)
+        self.checksums = _checksums(self.file, self.manifest)
         self.first, self.last = bounds or (0, len(self.file))
         self.document_weights = None
         if section.document_weights:
@@ -80,6 +82,25 @@ class SourceFile:
                 f"its documents differ in size from those of {section.path}",
                 "make the label file beside the token file, document for document",
             )
+
+        self.label_checksums = _checksums(self.labels, read_manifest(self.labels.prefix)) if self.labels else None
+
+    def check(self, spans: tuple[TokenRange, ...]) -> None:
+        """Before tokens are read: the index agrees with itself there, and their blocks are what was written.
+
+        Raises:
+            DamagedTokens: they are not.
+        """
+        file, width = self.file, self.file.dtype.itemsize
+        last = len(file) - 1
+        for document, start, length in spans:
+            end = int(file.offsets[document]) + int(file.sizes[document]) * width
+            if end != (file.offsets[document + 1] if document < last else file.tokens * width):
+                raise DamagedTokens(file.idx_path, document, "its entry differs from its neighbours'")
+            if self.checksums is not None:
+                self.checksums.check(document, start, length)
+            if self.label_checksums is not None:
+                self.label_checksums.check(document, start, length)
 
     @cached_property
     def weights_hash(self) -> str | None:
@@ -124,6 +145,10 @@ class SourceFile:
         if request.kind == "pythia":
             return PythiaOrder(*where, request.seed, samples=samples, epochs=epochs, **known)
         return StreamOrder(*where, request.seed) if request.kind == "stream" else SequentialOrder(*where)
+
+
+def _checksums(file: TokenFile, manifest: Manifest | None) -> BlockChecksums | None:
+    return BlockChecksums(file, manifest.blocks) if manifest is not None and manifest.blocks is not None else None
 
 
 def read_document_weights(path: str, file: TokenFile) -> np.ndarray:
@@ -179,6 +204,7 @@ class OrderedSource:
             DataError: an id that the model has no embedding for, or a label that contradicts its token.
         """
         spans = tuple(self.order.spans(sample))
+        self.opened.check(spans)
         pieces, targets = [self.file.read(*span) for span in spans], self._targets(spans, counts, by_document)
         made = assemble(pieces, options, number, targets, counts)
         low, high = int(made.tokens.min()), int(made.tokens.max())
@@ -196,6 +222,7 @@ class OrderedSource:
         length = min(span.start, options.context)
         if not length:
             return None
+        self.opened.check((TokenRange(span.document, span.start - length, length),))
         tokens = self.file.read(span.document, span.start - length, length)
         ends = np.flatnonzero(tokens == options.eod) if options.eod is not None else np.empty(0, np.int64)
         return tokens[ends[-1] + 1 :] if len(ends) else tokens

@@ -21,6 +21,7 @@ from megatron.checkpoint.save.saver import Saver
 from megatron.config import Config
 from megatron.config.stages import as_stage, stage_at, stages_of
 from megatron.config.words import counted
+from megatron.data.block_checksums import NO_CHECKSUMS
 from megatron.data.loader import Loader, build_loader
 from megatron.data.plan_builder import set_names
 from megatron.engine.engine import PipelinedEngine, PlainEngine, build_engine
@@ -297,5 +298,8 @@ def _describe_data(loader: Loader, log: Callable[[str], Any]) -> None:
     """What the run will read of each source."""
     for use in loader.plan.uses():
         log(f"data: {use.name}: {use.tokens:,} tokens, {use.epochs:.3g} epochs of {use.available:,} ({use.order})")
+    for source in getattr(loader.plan, "sources", ()):
+        if source.opened.checksums is None:
+            log(f"note: {source.name} {NO_CHECKSUMS.format(source.file.prefix)}")
     for warning in loader.plan.warnings():
         log(f"warning: {warning}")

@@ -28,16 +28,21 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--verify", action="store_true", help="compare both files with the manifest's hashes and read every token"
     )
+    parser.add_argument(
+        "--add-checksums", action="store_true", help="add checksums of blocks to a manifest of an older version"
+    )
     add_tokenizer(parser)
     return parser
 
 
 def main(given: argparse.Namespace) -> dict:
     from megatron.config.file_access import keep_inputs
-    from megatron.data.corpus.files import pair_files
+    from megatron.data.corpus.files import add_checksums, pair_files
     from megatron.data.corpus.inspect import draw_lengths, look
     from megatron.data.tokenizer import build_tokenizer
 
+    if given.add_checksums:
+        add_checksums(given.file)
     if given.picture:
         keep_inputs([given.picture], pair_files(given.file), "--picture")
     section = tokenizer_section(given)

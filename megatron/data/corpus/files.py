@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from megatron.config.file_access import keep_inputs
 
+from ..block_checksums import checksums_of
 from ..errors import DataError
 from ..hashing import file_hash
 from ..manifest import ENDING, Manifest, keep_others, read_manifest
-from ..token_file import TokenFile, prefix_of, with_ending
+from ..token_file import REMAKE, TokenFile, prefix_of, with_ending
 from ..token_writer import TokenFileWriter, durable
 from .encode import ORIGIN
 
@@ -53,6 +55,24 @@ def copy_documents(file: TokenFile, first: int, last: int, writer: TokenFileWrit
         count = max(1, int(np.searchsorted(ends, begin + _TOKENS, side="right")))
         writer.extend(file.flat(begin, int(ends[count - 1]) - begin), np.asarray(file.sizes[first : first + count]))
         first += count
+
+
+def add_checksums(path: str | os.PathLike) -> Manifest:
+    """Add checksums of blocks to the manifest of a pair that an older version made.
+
+    Raises:
+        DataError: it has no manifest, or is not what was written.
+    """
+    file = TokenFile(path)
+    manifest = read_manifest(file.prefix)
+    if manifest is None:
+        raise DataError(file.prefix, "it has no manifest, which must hold the checksums", "tokenize the texts here")
+    for each, known in ((file.bin_path, manifest.bin_hash), (file.idx_path, manifest.idx_hash)):
+        if file_hash(each) != known:
+            raise DataError(each, "its content is not what was written (SHA-256 differs)", REMAKE)
+    manifest = replace(manifest, blocks=checksums_of(file.bin_path))
+    manifest.write(file.prefix)
+    return manifest
 
 
 PAIR = (".bin", ".idx", ENDING, ".origin")  # what a token file consists of
@@ -188,6 +208,7 @@ def _manifest(prefix: Path, writer: TokenFileWriter, of: list[Manifest], version
         options=of[0].options,
         encoder=of[0].encoder,
         version=version,
+        blocks=checksums_of(with_ending(prefix, ".bin")),
     )
     made.write(prefix)
     return made

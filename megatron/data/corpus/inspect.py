@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..block_checksums import NO_CHECKSUMS, BlockChecksums
 from ..errors import DataError
 from ..hashing import file_hash
 from ..manifest import Manifest, read_manifest
@@ -45,6 +46,9 @@ def look(
         problems.append(
             f"of {min(len(file), 10_000):,} documents looked at, {missing:,} do not end with the end-of-document token"
         )
+    notes = [file.note] if file.note else []
+    if manifest is not None and manifest.blocks is None:
+        notes.append(f"it {NO_CHECKSUMS.format(file.prefix)}")
     return {
         "file": str(file.prefix),
         "documents": len(file),
@@ -56,7 +60,7 @@ def look(
         "tokenizer": manifest.tokenizer if manifest else None,
         "inputs": manifest.inputs if manifest else [],
         "samples": _samples(file, tokenizer, samples),
-        "notes": [file.note] if file.note else [],
+        "notes": notes,
         "problems": problems,
     }
 
@@ -69,6 +73,8 @@ def _against_manifest(file: TokenFile, manifest: Manifest, verify: bool) -> list
         origin = read_origin(file.prefix)
         if origin is None or len(origin) != len(file):
             problems.append("its table of origins is missing or belongs to another file")
+    if verify and manifest.blocks is not None:
+        problems += [f"{file.bin_path}: {each}" for each in BlockChecksums(file, manifest.blocks).damaged()]
     if verify:
         problems += [
             f"the content of {path} is not what was written (SHA-256 differs)"

@@ -20,6 +20,7 @@ import numpy as np
 from megatron.config.file_access import keep_inputs
 from megatron.config.words import counted
 
+from ..block_checksums import checksums_of
 from ..errors import DataError
 from ..hashing import content_hash, file_hash
 from ..manifest import ENDING, Manifest, keep_others, read_manifest
@@ -312,6 +313,7 @@ def _publish(
         encoder=choice.name,
         version=job.version,
         job=progress.key,
+        blocks=checksums_of(job.file(".bin")),
     )
     manifest.write(job.prefix)
     if job.file(".idx.part").exists():
