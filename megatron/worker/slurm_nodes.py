@@ -5,15 +5,25 @@ from __future__ import annotations
 import re
 
 _BRACKETS = re.compile(r"\[([^\]]*)\]")
+MOST = 1_000_000  # hosts of a list; no cluster has that many
 
 
 def expand(text: str) -> list[str]:
     """All host names of a node list, in its order.
 
     Raises:
-        ValueError: not a node list.
+        ValueError: not a node list, or one of more than `MOST` hosts.
     """
-    return [name for part in _split(text) for name in _expand_one(part)]
+    names: list[str] = []
+    for part in _split(text):
+        names += _expand_one(part)
+        _limit(part, len(names))
+    return names
+
+
+def _limit(part: str, count: int) -> None:
+    if count > MOST:
+        raise ValueError(f"{part!r} gives {count:,} hosts; a list of nodes must have at most {MOST:,}")
 
 
 def _split(text: str) -> list[str]:
@@ -34,5 +44,7 @@ def _expand_one(part: str) -> list[str]:
         first, _, last = each.partition("-")
         if not first.isdigit() or (last and not last.isdigit()):
             raise ValueError(f"{part!r} is not a list of nodes: {each!r} is not a range of numbers")
+        _limit(part, len(numbers) + int(last or first) - int(first) + 1 if len(first) + len(last) < 40 else MOST + 1)
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+    _limit(part, len(numbers) * len(after))
     return [before + number + rest for number in numbers for rest in after]

@@ -9,6 +9,8 @@ from ..wire.specification import Host
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")  # what ssh, pdsh and a log can all take as it is
 
+MOST_SLOTS = 4096  # ranks of one host; the largest have a few hundred processors
+
 
 class HostError(ValueError):
     """A list of hosts that cannot be right."""
@@ -54,7 +56,10 @@ def _host(words: list[str]) -> Host:
         raise HostError(
             f"after {name} there must be `slots=N` and nothing else, not {' '.join(options) or 'nothing'!r}"
         )
-    return Host(name, tuple(range(int(options[0][6:]))))
+    count = options[0][6:]
+    if len(count) > 9 or int(count) > MOST_SLOTS:
+        raise HostError(f"{name} has {count[:20]} slots; slots must be at most {MOST_SLOTS}, one for each rank")
+    return Host(name, tuple(range(int(count))))
 
 
 def select(hosts: list[Host], include: str | None = None, exclude: str | None = None) -> list[Host]:
