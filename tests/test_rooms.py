@@ -132,7 +132,7 @@ ABOUT_KINDS = {
     "megatron.command.verbs": "a folder of tools",
     "megatron.engine.deepspeed.expert_groups": "DeepSpeed's word for optimizer groups of experts",
     "megatron.engine.optimizers.groups": "DeepSpeed's word for optimizer groups of experts",
-    "megatron.engine.expert_load": "the name of a record in metrics.jsonl",
+    "megatron.engine.parts.expert_load": "the name of a record in metrics.jsonl",
     "megatron.plan.time_bands": "a band of a run's time has a kind's name",
     "megatron.plan.time_bands_text": "the same band",
     "megatron.plan.scaling": "which kinds can be made wider and deeper, and how their widths follow",

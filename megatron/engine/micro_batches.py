@@ -28,7 +28,6 @@ class LossAccumulator:
         scale: what weights were multiplied with.
         groups: of the labels of each micro-batch that is still to come, int64 [B, s, K].
         sums: by group; see `protocol.LabelGroups`.
-        divergence: weighted divergence from the teacher; None without one.
     """
 
     loss: Tensor
@@ -36,7 +35,6 @@ class LossAccumulator:
     scale: Tensor | float = 1.0
     groups: Iterator[Tensor] | None = None
     sums: Tensor | None = None
-    divergence: Tensor | None = None
 
     @classmethod
     def zero(cls, device: torch.device) -> LossAccumulator:
@@ -44,12 +42,9 @@ class LossAccumulator:
             torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.float64, device=device)
         )
 
-    def add(self, ce_BS: Tensor, weights_BS: Tensor, kl_BS: Tensor | None = None) -> None:
+    def add(self, ce_BS: Tensor, weights_BS: Tensor) -> None:
         for name in ("mean", "labels"):
             vars(self).pop(name, None)
-        if kl_BS is not None:
-            own = (kl_BS * weights_BS).sum(dtype=torch.float64)
-            self.divergence = own if self.divergence is None else self.divergence + own
         losses_BS = ce_BS.detach() * weights_BS
         self.loss += losses_BS.sum()
         self.weight += weights_BS.sum()
@@ -78,6 +73,11 @@ class MicroBatch:
     weights: Tensor
     extras: dict[str, Tensor]
     further: FurtherLabels | None = None
+
+
+def inputs_of(micro: MicroBatch, form: StreamForm) -> dict[str, Tensor]:
+    """The inputs of a micro-batch that a form has."""
+    return {name: micro.extras[name] for name in form.optional}
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -13,11 +13,9 @@ from megatron.checkpoint.format.fragment import Fragment
 from megatron.data.batch import StepBatch
 from megatron.model.embedding_and_head import Reader
 
-from .spikes import Spike
-from .statistics import UpdateStatistics
-
-PASSES, PASSES_BACKWARD = "core_passes", "core_passes_backward"  # extras of a step of a recurrent core
-DIVERGENCE = "teacher_divergence"  # extra of a step that learns from a teacher
+if TYPE_CHECKING:
+    from .spikes import Spike
+    from .statistics import UpdateStatistics
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.config.arithmetic.spikes import ADAGC
 from megatron.config.sections.spikes import SpikeClipSection, SpikesSection
 
 LOSS, NORM = "loss", "gradient norm"
-REPORT, SKIP, CLIP, ADAGC, ROLLBACK, STOP = "report", "skip", "clip", "adagc", "rollback", "stop"
+REPORT, SKIP, CLIP, ROLLBACK, STOP = "report", "skip", "clip", "rollback", "stop"
 _UNIT, _LARGEST = 2.0**-200, 2.0**300  # every fp32 number is so many units; squares of the largest are still floats
 
 

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,6 @@ from megatron.parallel.layout.shard import LogicalTensor
 from .optimizers.contract import element_states, fingerprints, initialize_state, number_names
 from .optimizers.matrix import MatrixOptimizer
 from .optimizers.whole import Held
-
-if TYPE_CHECKING:
-    from .state_hashes import StateAtRest
 
 FINGERPRINTS = "fingerprints"  # among the counters
 
@@ -78,7 +75,7 @@ class EngineState:
         self._averaging = average
         self.engine, self.optimizer, self.mesh, self.stage = engine, optimizer, mesh, stage
         self.parameters, self.buffers = list(dict.fromkeys(parameters)), buffers
-        self.rest: StateAtRest | None = None  # which hears of changes
+        self.before_change: Callable[[], None] = lambda: None  # called before somebody changes masters
         self._first_scaler = self.loss_scaler()
 
     def fragments(self) -> Iterator[Fragment]:
@@ -119,8 +116,7 @@ class EngineState:
 
     def refresh(self) -> None:
         """Make the weights of the forward pass from the masters; call after the targets were filled, or changed."""
-        if self.rest is not None:
-            self.rest.forget()
+        self.before_change()
         self._refresh()
 
     def _refresh(self) -> None:

@@ -7,17 +7,21 @@ Hashes are compared where they are, so that nobody waits for a device: somebody 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron.checkpoint.format.fragment import AVERAGE
 
+from .part import EnginePart
 from .replicas import Piece, PieceHashes, hash_bits
 
+if TYPE_CHECKING:
+    from .base import BaseEngine
 
-class StateAtRest:
+
+class StateAtRest(EnginePart):
     """Hashes what this rank holds after an update, and again before the next.
 
     Attributes:
@@ -31,17 +35,13 @@ class StateAtRest:
         self._before: Tensor | None = None  # while the state rests: hashes, int64 [watched]
         self._changed: Tensor | None = None  # bool [watched]
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look before this optimizer's `step`; below a gate, so that what leaves an update out ends no rest."""
-        update = optimizer.step
+    def attach(self, engine: BaseEngine) -> None:
+        self.pieces, engine.state.before_change = PieceHashes(engine.state), self.forget
 
-        def step(*arguments: Any, **options: Any) -> Any:
-            if self._before is not None:
-                self.look()
-                self.forget()
-            return update(*arguments, **options)
-
-        vars(optimizer)["step"] = step  # this one alone, not its class
+    def before_update(self) -> None:
+        if self._before is not None:
+            self.look()
+            self.forget()
 
     def begin(self, alone: Collection[int] | None = None) -> None:
         """The state rests from now on. While it does already, since an update was left out, it goes on doing so.

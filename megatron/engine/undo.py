@@ -9,29 +9,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron.parallel.transport.compression import CompressedSum
-
+from .part import EnginePart
+from .parts import COMPRESSION, GATE
 from .state import EngineState
 
 if TYPE_CHECKING:
+    from megatron.parallel.transport.compression import CompressedSum
+
     from .update_gate import StepGate
 
-OPTIMIZER, SCALER, SPIKES = "optimizer", "loss_scaler", "spikes"
+OPTIMIZER, SCALER = "optimizer", "loss_scaler"
 
 
 class Undo:
-    """The optimizer's counts, the loss scaler of fp16, what spikes are judged by, and the error feedback of gradients.
+    """The optimizer's counts, the loss scaler of fp16, the error feedback of gradients, and what parts of the engine
+    keep, as that which judges spikes does.
 
     Weights, optimizer states, routers' corrections and the average of the weights are tensors of checkpoints
     (`EngineState.targets`); a step without an update does not touch them.
 
     Args:
-        gate: None in a run without one.
-        feedback: the sums of gradients in a compressed form; None where they travel as they are.
+        parts: of the engine, attached.
     """
 
-    def __init__(self, state: EngineState, gate: StepGate | None, feedback: CompressedSum | None) -> None:
-        self._state, self._gate, self._feedback = state, gate, feedback
+    def __init__(self, state: EngineState, parts: Mapping[str, EnginePart]) -> None:
+        self._state, self._parts = state, parts
+        gate: Any = parts.get(GATE)
+        compression: Any = parts.get(COMPRESSION)
+        self._gate: StepGate | None = gate
+        self._feedback: CompressedSum | None = compression and compression.sums
         self._scaler: Mapping[str, Any] | None = None  # before a trial
 
     def begin(self) -> None:
@@ -52,13 +58,14 @@ class Undo:
     def kept(self) -> dict[str, dict[str, Any]]:
         """What checkpoints keep of it, as JSON values; all ranks call it."""
         found = {OPTIMIZER: self._state.counters(), SCALER: self._state.loss_scaler()}
-        return found if self._gate is None else {**found, SPIKES: self._gate.state()}
+        return {**found, **{name: part.state() for name, part in self._parts.items() if "state" in part.points}}
 
     def restore(self, kept: Mapping[str, Mapping[str, Any]]) -> None:
         """From `kept`; what is missing is as in a new run."""
         self._state.restore_counters(kept.get(OPTIMIZER, {}))
         self._state.restore_loss_scaler(kept.get(SCALER, {}))
-        if self._gate is not None:
-            self._gate.restore(kept.get(SPIKES, {}))
+        for name, part in self._parts.items():
+            if "restore" in part.points:
+                part.restore(kept.get(name, {}))
         if self._feedback is not None:
             self._feedback.forget()

@@ -20,42 +20,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.config import Config
-from megatron.parallel.layout.layout import Layout
-from megatron.parallel.layout.mesh import Mesh
+from megatron.config.arithmetic.spikes import ADAGC
 from megatron.parallel.messages.account import phase
 
+from .part import EnginePart, Update
 from .replicas import hash_bits
-from .spikes import ADAGC, CLIP, NORM, Spike, SpikeRule
+from .spikes import CLIP, NORM, Spike, SpikeRule
 
 if TYPE_CHECKING:
     from .adagc import AdaGC
-    from .deepspeed.clipping import GlobalClipping
-    from .micro_batches import LossAccumulator
+    from .base import BaseEngine
 
 Number = Tensor | float
 Meet = Callable[[Number, Number, Number], tuple[float, float]]
-
-
-def has_gate(config: Config) -> bool:
-    """Whether a run has a gate: because it looks at updates, or computes steps without an update."""
-    return config.spikes.judges or config.training.audit is not None or config.logging.noise_scale is not None
-
-
-def meets_early(config: Config, layout: Layout) -> bool:
-    """Whether ranks exchange the numbers of a step while its gradients are computed, without their norm.
-
-    They can where they differ in their part of the batch alone: their sums of gradients have the same bits, and so has
-    what is made of them. Where steps are computed twice, what is exchanged is that of the second time.
-    """
-    alike = layout.tensor == layout.pipeline == layout.expert == 1
-    twice = config.spikes.confirm or config.spikes.attribute or config.training.audit or config.logging.noise_scale
-    return config.spikes.judges and alike and not twice
-
-
-def exchanges_norm(config: Config, layout: Layout) -> bool:
-    """Whether rank 0 tells the others the gradient norm of each step, so that all decide by the same bits."""
-    return config.spikes.judges and not meets_early(config, layout)
 
 
 class OwnGradients:
@@ -84,13 +61,8 @@ class OwnGradients:
         return int(self._total)
 
 
-class StepGate:
+class StepGate(EnginePart):
     """Stands before the `step` of an optimizer.
-
-    Args:
-        losses: this step's sums on this rank, if it reports any labels.
-        norm: the gradient norm before clipping, known when the optimizer is called.
-        clipping: ours at ZeRO 0, which then runs here.
 
     Attributes:
         rule: decides.
@@ -103,33 +75,28 @@ class StepGate:
         adagc: clips each tensor, where the run asks for that.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        mesh: Mesh,
-        device: torch.device,
-        losses: Callable[[], LossAccumulator | None],
-        norm: Callable[[], Tensor | float | None],
-        clipping: GlobalClipping | None,
-    ) -> None:
-        self.rule = SpikeRule(config.spikes)
+    def __init__(self) -> None:
         self.meet: Meet = self._meet
         self.begin_to_meet: Callable[[Number, Number], Callable[[], float]] | None = None
         self._mean: Callable[[], float] | None = None  # of the step at work, where it is on its way
         self.found: Spike | None = None
         self.adagc: AdaGC | None = None
         self._size = 0.0  # the gradient norm, as all ranks know it
-        self._config, self._mesh, self._device = config, mesh, device
-        self._losses, self._norm, self._clipping = losses, norm, clipping
-        self._judges, self._decided = config.spikes.judges, True
+        self._decided = True
         self._factor: float | None = None
         self._trial = self._next = False
         self._prints: list[Tensor] | None = None
         self._reduced = False  # whether prints are taken as soon as gradients were reduced
         self._own: OwnGradients | None = None
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> StepGate:
-        """Take the place of the optimizer's `step`."""
+    def before_deepspeed(self, engine: BaseEngine) -> None:
+        """Take the place of the optimizer's `step`. At ZeRO 0 our clipping then runs here: the gate needs the gradients
+        from before it, and the norm that it computes."""
+        config, self._engine = engine.config, engine
+        self.rule, self._judges = SpikeRule(config.spikes), config.spikes.judges
+        self._config, self._mesh, self._device = config, engine.mesh, engine.device
+        self._clipping, engine.clips = engine.clipping, False
+        optimizer = engine.optimizer
         update = optimizer.step
 
         def step(closure: Any = None) -> Any:
@@ -152,15 +119,16 @@ class StepGate:
 
         gated: Any = optimizer  # this one alone, not its class
         gated.step = step
-        return self
 
-    def watch(self, zero: Any) -> None:
+    def attach(self, engine: BaseEngine) -> None:
         """Take prints of ZeRO's gradients before they are clipped: by a norm that is of all ranks, one wrong bit
-        changes them all.
+        changes them all."""
+        if self._config.spikes.action == ADAGC:
+            from .adagc import AdaGC
 
-        Args:
-            zero: DeepSpeed's optimizer.
-        """
+            limit = self._config.optimizer.gradient_clipping
+            self.adagc = AdaGC(self._config.spikes.adagc, limit, engine.state, self._mesh, self._device)
+        zero = engine.deepspeed.optimizer
         clip: Any = zero.unscale_and_clip_grads if hasattr(zero, "averaged_gradients") else None  # ZeRO 1 to 3
         shares: Any = getattr(zero, "fp32_groups_gradient_flat_partition", None)
         self._reduced = clip is not None or shares is not None
@@ -213,25 +181,25 @@ class StepGate:
         """Whether the current step's update is applied, as far as the gate is concerned."""
         return not self._trial and not (self.found is not None and self.found.leaves_out)
 
-    def begin(self) -> None:
-        """A step begins."""
+    def before_step(self, step: int, micro_batches: int) -> None:
         self.found, self._decided, self._factor, self._mean = None, False, None, None
         self._trial, self._next = self._next, False
         if self.adagc is not None:
             self.adagc.begin()
 
-    def losses_are_known(self) -> None:
-        """This rank has computed the losses of its labels, but not all of its gradients."""
+    def losses_known(self) -> None:
         if self.begin_to_meet is not None:
             self._mean = self.begin_to_meet(*self._own_loss())
 
-    def finish(self, applied: bool) -> None:
-        """A step has ended. Without an overflow of fp16, DeepSpeed leaves out updates for one reason alone."""
-        if not applied and not self._decided and not self._trial and self._config.precision.compute != "fp16":
+    def after_update(self, update: Update) -> Mapping[str, Any]:
+        """Without an overflow of fp16, DeepSpeed skips updates for one reason only."""
+        if not update.applied and not self._decided and not self._trial and self._config.precision.compute != "fp16":
             self.found = Spike(NORM, float("inf"), None, self._config.spikes.non_finite)
         self._decided = True
+        update.applied, update.spike = update.applied and self.applies, self.found
         if self.adagc is not None:
-            self.adagc.finish(applied and self.applies)
+            self.adagc.finish(update.applied)
+        return {}
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, as JSON values; all ranks call it."""
@@ -251,7 +219,8 @@ class StepGate:
         if self._decided or not self._judges:
             return
         self._decided = True
-        norm = self._norm()
+        zero = self._engine.deepspeed.optimizer
+        norm = self._clipping.norm if self._clipping else zero._global_grad_norm
         size: Number = 0.0 if norm is None else norm
         loss, size = self.meet(*self._own_loss(), size) if self._mean is None else (self._mean(), float(size))
         self._size = size
@@ -263,8 +232,8 @@ class StepGate:
 
     def _own_loss(self) -> tuple[Number, Number]:
         """The mean loss of this rank's labels, and their weight."""
-        losses = self._losses()
-        return (0.0, 0.0) if losses is None else (losses.mean, losses.labels)
+        losses = self._engine.losses
+        return (losses.mean, losses.labels) if self._engine.reports else (0.0, 0.0)
 
     @phase("exchange")
     def _meet(self, loss: Number, labels: Number, norm: Number) -> tuple[float, float]:

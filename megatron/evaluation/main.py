@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from megatron.config import Config
+from megatron.config.stages import stage_at
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.engine.engine import build_engine
 from megatron.evaluation.scoring import Scorer
@@ -78,13 +79,14 @@ def run(config: Config, options: Options, world: World) -> None:
         if engine is None:  # one for all
             engine = build_engine(config, world.mesh, world.device, values=False)
         initialize(checkpoint, world, engine)
-        engine.stages.enter(made_in(checkpoint, config))
+        update = made_in(checkpoint, config)
+        engine.start_at(update)
         scorer = Scorer(config, engine, world.mesh, world.device, texts=texts)
         if options.needles:
             _find_needles(config, options, scorer, world, tokenizer, checkpoint, log)
         if not options.requests:
             continue
-        found = _tasks(options, scorer, world, tokenizer, checkpoint, engine.stages.now.length)
+        found = _tasks(options, scorer, world, tokenizer, checkpoint, stage_at(config, update).length)
         if found is not None:
             _report(config, options, found, checkpoint, log)
     if options.every and options.requests and world.is_main:

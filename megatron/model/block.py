@@ -20,10 +20,10 @@ from .initialisation import Initialisation
 from .injection import Injection, injection_counts
 from .norm import Norm, norm_activations, norm_parameters
 from .options import kind_of, layer_class
-from .relay import apply_mixer, new_state, relays_of
+from .relay import new_state, relays_of
 from .residual import ChannelScale, residual_merge
 from .side_by_side import SideBySide
-from .stream import Channel, Stream
+from .stream import Channel, Stream, apply_layer
 
 
 @dataclass
@@ -100,8 +100,8 @@ class Block(nn.Module):
             self.ffn_joint = residual_merge(make.scope("ffn_joint"), model.hidden_size) if pattern.ffn else None
         alone = pattern.mixer if len(pattern.mixers) == 1 else None
         self.relays = relays_of(make, model, {"mixer": alone, "ffn": pattern.ffn})
-        self.mixer_dropout = Dropout(make, model, "mixer")
-        self.ffn_dropout = Dropout(make, model, "ffn")
+        self.mixer_dropout = Dropout(make, model, "mixer") if model.dropout > 0.0 else None
+        self.ffn_dropout = Dropout(make, model, "ffn") if model.dropout > 0.0 else None
 
     def layers(self) -> Iterator[tuple[Kind, nn.Module]]:
         """Its mixers and its feed-forward, each with its kind."""
@@ -166,32 +166,34 @@ class Block(nn.Module):
         for layer, own in zip(self.side_layers or (), state.side or (None,) * len(self.side_layers or ())):
             x = x + layer(stream.hidden, stream, own)
         if self.post_norm:
-            y, written = apply_mixer(mixer, x.to(self.dtype), stream, state.mixer, self.relays.get("mixer"))
+            y, written = apply_layer(mixer, x.to(self.dtype), stream, state.mixer, self.relays.get("mixer"))
             y = _normed(self.mixer_norm, y)
         else:
             normed = _normed(self.mixer_norm, x) if normed is None else normed
-            y, written = apply_mixer(mixer, normed, stream, state.mixer, self.relays.get("mixer"))
+            y, written = apply_layer(mixer, normed, stream, state.mixer, self.relays.get("mixer"))
         stream = stream.with_channels(written) if written else stream
         if self.mixer_output_norm is not None and not self.sandwich:
             y = self.mixer_output_norm(y)
-        return self._scaled(self.mixer_dropout(y, stream)), stream
+        return self._scaled(y, stream, self.mixer_dropout), stream
 
     def _feed(
         self, ffn: nn.Module, x: Tensor, stream: Stream, state: BlockState, normed: Tensor | None = None
     ) -> tuple[Tensor, Stream]:
         """The ffn's branch, likewise."""
         if self.post_norm:
-            y, written = apply_mixer(ffn, x.to(self.dtype), stream, state.ffn, self.relays.get("ffn"))
+            y, written = apply_layer(ffn, x.to(self.dtype), stream, state.ffn, self.relays.get("ffn"))
             y = _normed(self.ffn_norm, y)
         else:
             normed = _normed(self.ffn_norm, x) if normed is None else normed
-            y, written = apply_mixer(ffn, normed, stream, state.ffn, self.relays.get("ffn"))
+            y, written = apply_layer(ffn, normed, stream, state.ffn, self.relays.get("ffn"))
         stream = stream.with_channels(written) if written else stream
         if self.ffn_output_norm is not None and not self.sandwich:
             y = self.ffn_output_norm(y)
-        return self._scaled(self.ffn_dropout(y, stream)), stream
+        return self._scaled(y, stream, self.ffn_dropout), stream
 
-    def _scaled(self, y: Tensor) -> Tensor:
+    def _scaled(self, y: Tensor, stream: Stream, dropout: Dropout | None) -> Tensor:
+        if dropout is not None:
+            y = dropout(y, stream)
         return y if self.multiplier == 1.0 else y * self.multiplier
 
 

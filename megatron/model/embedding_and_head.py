@@ -76,7 +76,7 @@ class Embedding(nn.Module):
             self.norm = Norm(make.scope("norm"), model.hidden_size, model.norm, partial=make.mesh.layout.sequence)
         if model.residual.channel_scales:
             self.scale = ChannelScale(make, model.hidden_size)
-        self.dropout = Dropout(make, model, "embedding")
+        self.dropout = Dropout(make, model, "embedding") if model.dropout > 0.0 else None
 
     def forward(
         self,
@@ -100,7 +100,8 @@ class Embedding(nn.Module):
         if self.scale is not None:
             x = self.scale(x)
         stream = Stream(x, positions, documents, samples, chunk=chunk)
-        x = self.dropout(x, stream)
+        if self.dropout is not None:
+            x = self.dropout(x, stream)
         return stream.with_hidden(x).with_channels(dict.fromkeys(self.channels, x))
 
 

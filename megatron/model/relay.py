@@ -130,6 +130,10 @@ class Relay:
             return y
         return self._hand(state, y, key) if isinstance(y, Tensor) else (self._hand(state, y[0], key), *y[1:])
 
+    def through(self, layer: nn.Module, x: Tensor, stream: Stream) -> Any:
+        """A layer's output, from the state of the rank before."""
+        return self(new_state(layer), x, lambda own, past: layer(own, stream, past))
+
     def _take(self, state: Any, x: Tensor, key: Any) -> Tensor:
         before = self.axis.rank - 1
 
@@ -166,14 +170,3 @@ def new_state(layer: nn.Module) -> Any:
     """What a layer keeps between pieces of a sequence, before the first; None if it keeps nothing."""
     make: Callable[[], Any] | None = getattr(layer, "new_state", None)
     return None if make is None else make()
-
-
-def apply_mixer(
-    layer: nn.Module, x: Tensor, stream: Stream, state: Any, relay: Relay | None = None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """A layer's output, and the channels that it gives beside it, if any."""
-    if relay is None:
-        y = layer(x, stream, state)
-    else:
-        y = relay(new_state(layer), x, lambda own, past: layer(own, stream, past))
-    return (y, {}) if isinstance(y, Tensor) else y

@@ -11,8 +11,8 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from .relay import Relay, apply_mixer, new_state
-from .stream import Stream
+from .relay import Relay, new_state
+from .stream import Stream, apply_layer
 
 
 class SideBySide(nn.ModuleDict):
@@ -32,7 +32,7 @@ class SideBySide(nn.ModuleDict):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         outputs, written = [], {}
         for name, layer in self.items():
-            y, own = apply_mixer(layer, x, stream, states and states[name], self.relays.get(name))
+            y, own = apply_layer(layer, x, stream, states and states[name], self.relays.get(name))
             outputs.append(y)
             written.update(own)
         return sum(outputs[1:], outputs[0]), written

@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from .relay import Relay
 
 
 @dataclass(frozen=True)
@@ -188,3 +191,15 @@ class StreamForm:
         length = tensors[0].shape[1] // self.sample_width(hidden_size, cut)
         parts = tensors[0].split([length * times * width for times, width in shapes], 1)
         return (*(part.unflatten(1, (-1, width)) for part, (_, width) in zip(parts, shapes)), *tensors[1:])
+
+
+def apply_layer(
+    layer: nn.Module, x: Tensor, stream: Stream, state: Any, relay: Relay | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A layer's output, and the channels that it writes, if any.
+
+    Args:
+        relay: where ranks hand on the states of this layer.
+    """
+    y = layer(x, stream, state) if relay is None else relay.through(layer, x, stream)
+    return (y, {}) if isinstance(y, Tensor) else y

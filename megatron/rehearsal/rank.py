@@ -19,7 +19,7 @@ from megatron.engine.deepspeed.options import accumulation_steps
 from megatron.engine.deepspeed.process import prepare_deepspeed
 from megatron.engine.deepspeed.without_values import without_values
 from megatron.engine.engine import build_engine
-from megatron.engine.teacher import Teacher
+from megatron.engine.parts.teacher import Teacher
 from megatron.objectives.named import objective_of
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.layout.mesh import Mesh

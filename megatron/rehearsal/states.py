@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron.engine.parts import TEACHER as TEACHER_PART
+
 from .storage_counter import StorageCounter
 
 WEIGHTS, GRADIENTS, MASTERS, MOMENTS = "weights", "gradients", "masters", "moments"
@@ -48,8 +50,9 @@ def mark_states(ledger: StorageCounter, engine: Any) -> None:
         for weight in (parameter, getattr(parameter, "ds_tensor", None)):
             if weight is not None:
                 ledger.mark(weight, WEIGHTS)
-    if engine.teacher is not None:
-        for weight in engine.teacher.model.parameters():
+    teacher = engine.parts.get(TEACHER_PART)
+    if teacher is not None:
+        for weight in teacher.model.parameters():
             ledger.mark(weight, TEACHER)
     for buffer in (*module.buffers(), *engine.state.buffers):
         ledger.mark(buffer, BUFFERS)

@@ -131,7 +131,7 @@ def on_this_rank(values: dict[str, Any], ranks: int) -> Answer:
     from megatron.checkpoint import SOLO, GroupCommunicator
     from megatron.engine.deepspeed.process import prepare_deepspeed
     from megatron.engine.engine import build_engine
-    from megatron.engine.teacher import Teacher
+    from megatron.engine.parts.teacher import Teacher
     from megatron.parallel.layout.layout import Layout
     from megatron.parallel.layout.mesh import Mesh
 

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import Config
+from megatron.config.arithmetic.spikes import exchanges_norm
 from megatron.engine.arriving import Arriving
 from megatron.engine.protocol import StepResult
-from megatron.engine.update_gate import exchanges_norm
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.layout.mesh import Mesh
 from megatron.parallel.messages.account import group_name, phase

@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from megatron.config import Config
 from megatron.data.batch import StepBatch
+from megatron.engine.part import part_of
+from megatron.engine.parts import GATE
 from megatron.engine.protocol import StepResult
 from megatron.engine.update_gate import StepGate
 
@@ -85,7 +87,7 @@ class Replay:
     ) -> None:  # fmt: skip
         self._every, self._action, self._confirm, self._noise = every, action, confirm, noise
         self._engine, self._attribution = engine, attribution
-        self._gate: StepGate = engine.gate
+        self._gate: StepGate = part_of(engine, GATE)
 
     @classmethod
     def of(cls, config: Config, engine: Any, attribution: Attribution | None = None) -> Replay | None:

@@ -24,8 +24,9 @@ from megatron.config.words import counted
 from megatron.data.block_checksums import NO_CHECKSUMS
 from megatron.data.loader import Loader, build_loader
 from megatron.data.plan_builder import set_names
-from megatron.engine.engine import PipelinedEngine, PlainEngine, build_engine
-from megatron.engine.teacher import Teacher
+from megatron.engine.engine import PlainEngine, build_engine
+from megatron.engine.parts.teacher import Teacher
+from megatron.engine.pipelined import PipelinedEngine
 from megatron.kinds.common.attention.attend_across import describe_context
 from megatron.model.costs.describe import flops_of_step, teacher_flops, totals
 from megatron.model.kernels.choice import describe_kernels

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from megatron.config import Config
+from megatron.config.arithmetic.spikes import meets_early
 from megatron.data.batch import StepBatch
 from megatron.data.plan import SampleSet
+from megatron.engine.part import part_of
+from megatron.engine.parts import GATE
 from megatron.engine.protocol import Engine, StepDropped
-from megatron.engine.update_gate import meets_early
 from megatron.parallel.layout.mesh import Mesh
 from megatron.parallel.messages.account import phase
 from megatron.report.ledger import Ledger
@@ -113,7 +115,7 @@ class Trainer:
         self._begun = self._met_at = self._after = 0.0  # of the step at work; seconds from its exchange to its end
         self._met: Meeting | None = None
         self._share: list[float] = []
-        gate = getattr(engine, "gate", None)  # which engines with ours alone have
+        gate = part_of(engine, GATE)
         if gate is not None:
             gate.meet = self._meet_at_the_gate
             if meets_early(config, mesh.layout):

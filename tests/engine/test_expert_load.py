@@ -13,7 +13,8 @@ import torch
 
 from megatron.config import resolve
 from megatron.data.batch import StepBatch
-from megatron.engine.expert_load import ExpertLoad
+from megatron.engine.part import Update
+from megatron.engine.parts.expert_load import ExpertLoad
 from megatron.kinds.moe.choice import scores_of
 from megatron.kinds.moe.trace import moe_layers, traced
 from megatron.model.stack import build_model
@@ -75,8 +76,9 @@ def test_every_layout_reports_the_same(name: str):
 def test_a_stage_without_experts_sums_on_the_device():
     """Its share of the sums lies where those of the other stages do: a process group has one kind of device."""
     config = resolve(values())
-    load = ExpertLoad(torch.nn.Linear(2, 2), config, Mesh.single(), torch.device("meta"))
-    assert load.finish(True).table.device.type == "meta"
+    load = ExpertLoad()
+    load.use(torch.nn.Linear(2, 2), config, Mesh.single(), torch.device("meta"))
+    assert load.after_update(Update(True, torch.zeros(()))).table.device.type == "meta"
 
 
 def test_numbers_by_hand():

@@ -58,7 +58,7 @@ def taught(values: dict[str, Any], ranks: int) -> list[list]:
     from megatron.checkpoint import GroupCommunicator
     from megatron.engine.deepspeed.process import prepare_deepspeed
     from megatron.engine.engine import build_engine
-    from megatron.engine.teacher import Teacher
+    from megatron.engine.parts.teacher import Teacher
     from megatron.parallel.layout.layout import Layout
     from megatron.parallel.layout.mesh import Mesh
 

@@ -173,7 +173,7 @@ class Norms(Hook):
         self.norms.append(repr(report.grad_norm))
 
     def on_end(self, trainer: Trainer) -> None:
-        early = trainer.engine.gate.begin_to_meet is not None
+        early = trainer.engine.parts["spikes"].begin_to_meet is not None
         (self.folder / f"norms_{early}_{trainer.mesh.rank}").write_text("\n".join(self.norms))
 
 

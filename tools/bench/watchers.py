@@ -146,7 +146,7 @@ class WatcherTurns(Hook):
 
     def on_start(self, trainer: Trainer) -> None:
         self._all = [self, *(hook for hook in trainer.hooks if hook is not self)]  # so that a step has all its hooks
-        self._gate = getattr(trainer.engine, "gate")  # noqa: B009  (the protocol does not have it)
+        self._parts_of_engine = getattr(trainer.engine, "parts")  # noqa: B009  (the protocol does not have it)
         self._slow = next(hook for hook in self._all if isinstance(hook, SlowRanksHook))
         self._hashes = next(hook for hook in self._all if isinstance(hook, HashesHook))
         self._wrapped = wrapped_by_watch()
@@ -174,7 +174,7 @@ class WatcherTurns(Hook):
         # in place, since the trainer is going through them
         trainer.hooks[:] = [hook for hook in self._all if not (off and isinstance(hook, tuple(HOOKS.values())))]
         engine: Any = trainer.engine
-        engine.gate = None if off else self._gate
+        engine.use_parts({} if off else self._parts_of_engine)
         beacon.__class__ = SilentBeacon if off else Beacon
         beacon._begun = time.monotonic()  # of which it has not heard where it was silent
         for module, name, function in self._wrapped:
@@ -206,13 +206,14 @@ class WatcherTurns(Hook):
 
     def _time(self, trainer: Trainer, kind: str) -> None:
         """Have the calls of watchers counted; in empty blocks those that do nothing instead of them."""
-        gate, engine = self._gate, trainer.engine
+        engine: Any = trainer.engine
+        gate = engine.parts["spikes"]
         watch = self._parts["watch"]
         calls = {name: getattr(Beacon, name) if kind == TIMED else _nothing for name in TOLD}
         told = {name: watch.timed(function, time.perf_counter) for name, function in calls.items()}
         trainer.beacon.__class__ = type("TimedBeacon", (Beacon,), {"__slots__": (), **told})
         spikes = self._parts["spikes"]  # which have the step's numbers exchanged earlier
-        for name in ("_decide", "losses_are_known"):
+        for name in ("_decide", "losses_known"):
             function = getattr(gate, name) if kind == TIMED else _nothing
             self._change(gate, name, spikes.timed(function, time.perf_counter))
         if kind == TIMED:
@@ -221,6 +222,7 @@ class WatcherTurns(Hook):
             if begin is not None:
                 waits = partial(spikes.timed, clock=time.perf_counter, sign=-1)
                 self._change(gate, "begin_to_meet", lambda *own: waits(begin(*own)))
+        engine.use_parts(engine.parts)  # which looks their methods up
         # which need not compute the loss any more, where the gate has done so
         self._change(engine, "_result", spikes.timed(getattr(engine, "_result"), time.perf_counter))  # noqa: B009
         for name, kind_of in HOOKS.items():

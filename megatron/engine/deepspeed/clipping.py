@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import Config
+from megatron.config.arithmetic.spikes import ADAGC
 from megatron.parallel.layers.collectives import all_reduce
 from megatron.parallel.layers.parameters import is_spread, logical_of
 from megatron.parallel.layout.mesh import Mesh
 
-from ..spikes import ADAGC
 from .sum_of_squares import sum_of_squares
 
 

@@ -75,7 +75,7 @@ def run(config: Config, options: Options, world: World) -> None:
         checkpoint = open_checkpoint(path, verify="sizes")
         _same_data(checkpoint, config, data)
         initialize(checkpoint, world, engine)
-        engine.stages.enter(made_in(checkpoint, config))
+        engine.start_at(made_in(checkpoint, config))
         log(f"reciting with {path}")
         scorer = Scorer(
             config, engine, world.mesh, world.device, texts=options.texts or config.training.micro_batch_size

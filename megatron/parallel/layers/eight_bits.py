@@ -17,8 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from megatron.parallel.layout.precision import plain
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -48,11 +49,6 @@ def linear_for(products: str, inputs: int, outputs: int, device: torch.device | 
             name = torch.cuda.get_device_name(device)
             raise ValueError(f"precision.products: fp8 must have GPUs with 8-bit products (sm_89 on), unlike {name}")
     return linear_of_8_bits
-
-
-def plain(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-    """torch's, or what a library has put in its place since the layer was built."""
-    return F.linear(x, weight_NK, bias_N)
 
 
 def linear_of_8_bits(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:

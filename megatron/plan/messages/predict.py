@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megatron.config import Config, resolve
 from megatron.config.arithmetic.recurrence import Passes, core_of, passes_of_step
+from megatron.config.arithmetic.spikes import ADAGC
 from megatron.config.arithmetic.wire import between_stages
 from megatron.config.teacher import on_layout
 from megatron.config.variants import used_kinds
@@ -41,7 +42,6 @@ from ...engine.optimizers.build import build_optimizer
 from ...engine.optimizers.groups import parameter_groups
 from ...engine.optimizers.matrix import MatrixOptimizer
 from ...engine.optimizers.named import optimizer_class
-from ...engine.spikes import ADAGC
 from .matrices import matrix_messages, padded
 from .rows import row_traffic
 

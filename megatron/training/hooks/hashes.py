@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from megatron.checkpoint.format.communicator import Communicator
 from megatron.config.sections.recipe import AtRest
+from megatron.engine.part import part_of
+from megatron.engine.parts import HASHES
 from megatron.engine.state_hashes import StateAtRest
 
 from ..corruption import ADVICE, SHOWN, Suspects, differences, guilty
@@ -51,7 +53,7 @@ class HashesHook(Hook):
         every, world, engine = parts.config.training.hashes, parts.world, parts.engine
         if every is None or world is None:
             return None
-        rest: StateAtRest = getattr(engine, "rest")  # noqa: B009  (the protocol does not have it)
+        rest: StateAtRest = part_of(engine, HASHES)
         hosts = world.communicator.gather(socket.gethostname())
         return cls(every, parts.config.training.hashes_at_rest, rest, world.communicator, hosts)
 

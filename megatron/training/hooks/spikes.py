@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron.engine.part import part_of
+from megatron.engine.parts import GATE
 from megatron.engine.spikes import CLIP, REPORT, ROLLBACK, SKIP, Spike, SpikeRule
 from megatron.engine.update_gate import StepGate
 from megatron.report.ledger import hash_text
@@ -49,7 +51,7 @@ class SpikesHook(Hook):
 
     @classmethod
     def of(cls, parts: HookContext) -> SpikesHook | None:
-        gate: StepGate | None = getattr(parts.engine, "gate", None)
+        gate: StepGate | None = part_of(parts.engine, GATE)
         return None if gate is None else cls(gate.rule)
 
     def on_numbers(self, trainer: Trainer, report: StepReport) -> None:

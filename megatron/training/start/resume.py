@@ -19,8 +19,8 @@ from megatron.config.source.yaml_source import parse
 from megatron.config.stages import stages_of
 from megatron.data.plan import SampleSet
 from megatron.data.skipped_batches import LeftOut
-from megatron.engine.engine import BaseEngine
-from megatron.engine.undo import OPTIMIZER, SCALER, SPIKES
+from megatron.engine.base import BaseEngine
+from megatron.engine.undo import OPTIMIZER, SCALER
 from megatron.model.stack import DTYPES
 from megatron.parallel.layout.shard import LogicalTensor
 from megatron.report.ledger import Ledger
@@ -228,11 +228,11 @@ def load(source: StartPoint, world: World, engine: BaseEngine) -> int:
     """
     if source.checkpoint is not None:
         resume(source.checkpoint, world, engine)
-        engine.stages.enter(max(source.checkpoint.step - 1, 0))  # what evaluates before the next update
+        engine.start_at(max(source.checkpoint.step - 1, 0))  # evaluations before the next update
         return source.checkpoint.step
     if source.weights is not None:
         initialize(source.weights, world, engine, engine.config.checkpoint.initialize_map, engine.config)
-    engine.stages.enter(0)
+    engine.start_at(0)
     return 0
 
 
@@ -259,7 +259,7 @@ def resume(checkpoint: Checkpoint, world: World, engine: BaseEngine) -> None:
     checkpoint.check([target.spec for target in targets], communicator=world.communicator)
     checkpoint.read_into(targets, communicator=world.communicator)
     meta = checkpoint.meta
-    engine.undo.restore({OPTIMIZER: meta.optimizer, SCALER: meta.loss_scaler, SPIKES: meta.extra.get(SPIKES, {})})
+    engine.undo.restore({**meta.extra, OPTIMIZER: meta.optimizer, SCALER: meta.loss_scaler})
     state.refresh()
 
 
@@ -333,7 +333,7 @@ def contents(
                 **_fact(left_out),
             },
             ledger={} if ledger is None else {"bytes": ledger.position()},
-            extra={SPIKES: kept[SPIKES]} if SPIKES in kept else {},
+            extra={name: each for name, each in kept.items() if name not in (OPTIMIZER, SCALER)},
         )
         return state.fragments() if whole else state.weights(DTYPES[config.precision.compute]), meta
 

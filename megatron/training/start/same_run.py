@@ -14,7 +14,7 @@ from megatron.config.stages import stage_values
 from megatron.data.hashing import sample_hash
 from megatron.data.plan import SampleSet
 from megatron.data.skipped_batches import LeftOut
-from megatron.engine.engine import BaseEngine
+from megatron.engine.base import BaseEngine
 from megatron.report.ledger import hash_text
 
 # Differences between a checkpoint's configuration and the run's that say nothing about what is trained.

@@ -9,7 +9,7 @@ from megatron.config import resolve
 from megatron.config.variants import overlay
 from megatron.data.batch import StepBatch
 from megatron.data.errors import DataError
-from megatron.engine.document_limit import document_limit, refuse_more_documents
+from megatron.engine.parts.document_limit import document_limit, refuse_more_documents
 from megatron.kinds.common.attention import attend as paths
 from megatron.kinds.common.attention.attend import attend, choose
 from megatron.kinds.common.attention.pattern import Pattern, alibi_slopes

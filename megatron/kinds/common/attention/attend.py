@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from megatron.config.arithmetic.fused_attention import WIDEST
 from megatron.parallel.fallback import Fallback, lower_backward_at_once
 from megatron.parallel.layout.precision import at_least_fp32, wide_type
 from megatron.parallel.layout.random import uniform
@@ -23,7 +24,7 @@ from megatron.parallel.layout.random import uniform
 from .pattern import Dropped, Pattern
 from .ring import attend_in_pieces
 from .tiles import attend_in_tiles
-from .varlen import attend_by_documents, begins, takes
+from .varlen import attend_by_documents, begins
 
 Remember = Callable[[tuple[Hashable, ...], Callable[[], Any]], Any]  # `Stream.remember`
 
@@ -71,6 +72,11 @@ def choose(
     if pattern.softcap or sinks:
         return "math", "softcap and sinks need the logits"
     return "masked", "torch SDPA with an explicit mask"
+
+
+def takes(query_width: int, value_width: int) -> bool:
+    """Whether FlashAttention's kernels take heads of so many channels."""
+    return query_width == value_width <= WIDEST and query_width % 8 == 0
 
 
 def by_documents(pattern: Pattern) -> bool:

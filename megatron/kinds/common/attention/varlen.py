@@ -12,14 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.config.arithmetic.fused_attention import WIDEST
-
 from .pattern import Pattern
-
-
-def takes(query_width: int, value_width: int) -> bool:
-    """Whether FlashAttention's kernels take heads of so many channels."""
-    return query_width == value_width <= WIDEST and query_width % 8 == 0
 
 
 def begins(documents_BS: Tensor, most: int) -> Tensor:
@@ -27,7 +20,7 @@ def begins(documents_BS: Tensor, most: int) -> Tensor:
 
     Args:
         documents_BS: number of each token's document; tokens of one document stand together. Those of a micro-batch
-            are N at most, which `engine/document_limit.py` sees to where the host has them.
+            are N at most, which `engine/parts/document_limit.py` sees to where the host has them.
     """
     samples, device = documents_BS.shape[0], documents_BS.device
     first = torch.ones(samples, 1, dtype=torch.bool, device=device)

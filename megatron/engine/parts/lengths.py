@@ -3,36 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from torch import nn
-
-from megatron.config import Config
 from megatron.config.stages import Stage, as_stage, stage_at, stages_of
 from megatron.config.variants import options_of
 from megatron.model.block import Block
 from megatron.model.rotary import Rotary
 
+from ..part import EnginePart
 
-class SequenceStages:
-    """Follows the stages of a run.
+if TYPE_CHECKING:
+    from ..base import BaseEngine
 
-    Args:
-        module: this rank's layers, made as the last stage has them.
-        changed: is called when samples get another length.
-    """
 
-    def __init__(self, config: Config, module: nn.Module, changed: Callable[[], None] = lambda: None):
-        self._config, self._module, self._changed = config, module, changed
-        self.now: Stage = stages_of(config)[-1]
+class SequenceStages(EnginePart):
+    """Follows the stages of a run. Layers are made as the last stage has them."""
 
-    def enter(self, step: int) -> None:
-        """Go to the stage of update `step`; no work where the run is in it."""
+    def attach(self, engine: BaseEngine) -> None:
+        self._config, self._module = engine.config, engine.module
+        # Stages of a pipeline, and no other engine, remember the shape of what they send.
+        self._changed: Callable[[], None] = getattr(engine.deepspeed, "reset_activation_shape", lambda: None)
+        self._now: Stage = stages_of(engine.config)[-1]
+
+    def before_step(self, step: int, micro_batches: int) -> None:
+        self.start_at(step)
+
+    def start_at(self, step: int) -> None:
         stage = stage_at(self._config, step)
-        if stage == self.now:
+        if stage == self._now:
             return
-        if stage.length != self.now.length:
+        if stage.length != self._now.length:
             self._changed()
-        self.now = stage
+        self._now = stage
         model = as_stage(self._config, stage).model
         for block in self._module.modules():
             if isinstance(block, Block):

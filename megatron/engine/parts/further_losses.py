@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron.config import Config
 from megatron.model.multi_token import MultiTokenPrediction
 from megatron.parallel.layers.collectives import all_reduce
-from megatron.parallel.layout.mesh import Mesh
 
-from .arriving import Arriving
+from ..part import EnginePart, Update
+
+if TYPE_CHECKING:
+    from ..base import BaseEngine
+
+from ..arriving import Arriving
 
 NAME = "multi_token_losses"
 
 
-class FurtherLosses:
-    """Sums up what the modules of all ranks have been trained on.
+class FurtherLosses(EnginePart):
+    """Sums up what the modules of all ranks have been trained on; ranks of stages without modules take part."""
 
-    Args:
-        module: this rank's layers.
-        config: says how many modules there are, to ranks of stages without them too.
-    """
-
-    def __init__(self, module: nn.Module, config: Config, mesh: Mesh, device: torch.device | str = "cpu"):
-        self.mesh, self.device, self.depth = mesh, device, len(config.model.further_blocks)
-        self.modules = next((each for each in module.modules() if isinstance(each, MultiTokenPrediction)), None)
+    def attach(self, engine: BaseEngine) -> None:
+        self.mesh, self.device, self.depth = engine.mesh, engine.device, len(engine.config.model.further_blocks)
+        found = (each for each in engine.module.modules() if isinstance(each, MultiTokenPrediction))
+        self.modules = next(found, None)
 
     @torch.no_grad()
-    def finish(self) -> Mapping[str, Any]:
-        """Close a step: every rank calls it. Gives the same on all ranks; nothing without modules."""
-        if not self.depth:
-            return {}
+    def after_update(self, update: Update) -> FurtherReport:
         sums = torch.zeros(2, self.depth, dtype=torch.float64, device=self.device)
         if self.modules is not None:
             sums += self.modules.sums

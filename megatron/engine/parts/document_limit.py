@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from megatron.config import Config
 from megatron.data.batch import StepBatch
 from megatron.data.errors import DataError
+
+from ..part import EnginePart
+
+if TYPE_CHECKING:
+    from ..base import BaseEngine
 
 MOST = "model.fused_attention.most_documents"
 
@@ -35,3 +42,14 @@ def refuse_more_documents(batch: StepBatch, most: int) -> None:
             f"{batch.documents.shape[1]} samples",
             f"use {MOST}={2 * needed}, or model.fused_attention.documents=auto, and resume",
         )
+
+
+class DocumentLimit(EnginePart):
+    """Counts the documents of every batch."""
+
+    def attach(self, engine: BaseEngine) -> None:
+        self._most = document_limit(engine.config, engine.device)
+
+    def check_batch(self, batch: StepBatch) -> None:
+        if self._most is not None:
+            refuse_more_documents(batch, self._most)

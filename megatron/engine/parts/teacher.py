@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,13 +22,21 @@ from megatron.model.embedding_and_head import Taught
 from megatron.model.stack import Model, ModelPlan
 from megatron.model.stream import StreamForm
 from megatron.objectives.named import objective_of
+from megatron.parallel.layers.collectives import all_reduce
 from megatron.parallel.layers.parameters import logical_of, shard_index, shard_start, stored_tensors
 from megatron.parallel.layout.mesh import Mesh
 
-from .micro_batches import MicroBatch
+from ..arriving import Arriving
+from ..micro_batches import MicroBatch, inputs_of
+from ..part import EnginePart, Update
+
+if TYPE_CHECKING:
+    from ..base import BaseEngine
+
+DIVERGENCE = "teacher_divergence"
 
 
-class Teacher:
+class Teacher(EnginePart):
     """The model that a run learns from. It has memory for its weights, and `load` fills it.
 
     Args:
@@ -41,7 +50,8 @@ class Teacher:
         self.config = resolve(on_layout(config), ranks=mesh.layout.world_size)
         self.model = Model(ModelPlan(self.config, mesh, device, values=False)).eval().requires_grad_(False)
         self.form = self.model.form
-        self.ready = False
+        self.ready, self._replicas = False, mesh.replicas
+        self._divergence: Tensor | None = None  # weighted, of the labels of this rank; None before the first
 
     @classmethod
     def of(cls, config: Config, mesh: Mesh, device: torch.device | str = "cpu") -> Teacher | None:
@@ -74,7 +84,26 @@ class Teacher:
         self.ready = True
         return checkpoint
 
-    def widened(self, form: StreamForm) -> StreamForm:
+    def attach(self, engine: BaseEngine) -> None:
+        engine.batch_form = self._widened(engine.form)
+
+    def before_step(self, step: int, micro_batches: int) -> None:
+        self._divergence = None
+
+    def forward_inputs(self, micro: MicroBatch) -> Mapping[str, Any]:
+        return {"teacher": self.teach(micro)}
+
+    def after_micro_batch(self, ce_BS: Tensor, weights_BS: Tensor, *more: Tensor) -> None:
+        own = (more[0] * weights_BS).sum(dtype=torch.float64)
+        self._divergence = own if self._divergence is None else self._divergence + own
+
+    def after_update(self, update: Update) -> Mapping[str, Any]:
+        """The mean divergence over the labels that count, by weight; of all ranks."""
+        assert self._divergence is not None
+        both = all_reduce(torch.stack([self._divergence, update.weight]), self._replicas)
+        return {DIVERGENCE: Arriving(both[0] / both[1])}
+
+    def _widened(self, form: StreamForm) -> StreamForm:
         """A form of micro-batches with what the teacher reads too."""
         own = self.form
         return replace(
@@ -93,13 +122,8 @@ class Teacher:
         """
         if not self.ready:
             raise RuntimeError("the teacher has no weights: load them first")
-        stream = self.model.stream(micro.tokens, **known(micro.extras, self.form))
+        stream = self.model.stream(micro.tokens, **inputs_of(micro, self.form))
         return Taught(self.model.head, self.model.head.read(stream))
-
-
-def known(extras: Mapping[str, Tensor], form: StreamForm) -> dict[str, Tensor]:
-    """The inputs of a micro-batch that a form has."""
-    return {name: extras[name] for name in form.optional}
 
 
 def _fragment(tensor: Tensor) -> Fragment:

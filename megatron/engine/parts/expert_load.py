@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +14,27 @@ from megatron.model.expert_tally import LOSSES, ExpertTally
 from megatron.parallel.layers.collectives import all_reduce
 from megatron.parallel.layout.mesh import Mesh
 
-from .arriving import Arriving
+from ..arriving import Arriving
+from ..part import EnginePart, Update
+
+if TYPE_CHECKING:
+    from ..base import BaseEngine
 
 
-class ExpertLoad:
-    """Sums up what the layers with experts of all ranks have tallied.
+class ExpertLoad(EnginePart):
+    """Sums up what the layers with experts of all ranks have tallied."""
 
-    Args:
-        module: this rank's layers.
-        config: names the layers of the whole model.
-        device: where ranks sum up, on stages without experts too.
-    """
+    def attach(self, engine: BaseEngine) -> None:
+        self.use(engine.module, engine.config, engine.mesh, engine.device)
 
-    def __init__(self, module: nn.Module, config: Config, mesh: Mesh, device: torch.device | str = "cpu"):
+    def use(self, module: nn.Module, config: Config, mesh: Mesh, device: torch.device | str = "cpu") -> None:
+        """Count in these layers.
+
+        Args:
+            module: this rank's layers.
+            config: names the layers of the whole model.
+            device: where ranks sum up, on stages without experts too.
+        """
         self.mesh, self.device = mesh, device
         self.experts = {  # by the number of the layer
             number: experts for number, kind, options in used_kinds(config.model) if (experts := kind.experts(options))
@@ -35,14 +43,12 @@ class ExpertLoad:
         self.widest = max(self.experts.values(), default=0)
 
     @torch.no_grad()
-    def finish(self, applied: bool) -> Mapping[str, Any]:
+    def after_update(self, update: Update) -> LoadReport:
         """Close a step: every rank calls it. Moves the corrections if the update was applied.
 
         Returns:
-            `LoadReport`, with the numbers of all layers on every rank; nothing without experts.
+            The numbers of all layers, on every rank.
         """
-        if not self.experts:
-            return {}
         width = self.widest + ExpertTally.EXTRA
         table = torch.zeros(len(self.experts), width + self.widest, device=self.device)
         for row, layer in zip(table, self.experts):
@@ -54,7 +60,7 @@ class ExpertLoad:
         for row, layer in zip(table, self.experts):
             if layer in self.local:
                 own = self.local[layer]
-                if applied:
+                if update.applied:
                     own.finish(row[: own.experts])
                 if own.correction is not None:
                     row[width : width + own.experts] = own.correction[: own.experts]

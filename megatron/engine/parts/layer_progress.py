@@ -9,32 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.model.block import Block
 from megatron.model.stream import Stream
-from megatron.worker.beacon import Beacon
+
+from ..part import EnginePart
+
+if TYPE_CHECKING:
+    from ..base import BaseEngine
 
 LONG = 0.01  # seconds of a layer, forward and backward, of which telling takes less than a thousandth
 
 
-class ToldLayers:
-    """Switched on and off between steps.
+class ToldLayers(EnginePart):
+    """Switched on and off between steps, by how long the step before took."""
 
-    Args:
-        module: this rank's layers.
-        beacon: is told.
-    """
+    def attach(self, engine: BaseEngine) -> None:
+        self._blocks = [each for each in engine.module.modules() if isinstance(each, Block)]
+        self._beacon, self._plain = engine.beacon, list[Callable[..., Stream]]()
 
-    def __init__(self, module: nn.Module, beacon: Beacon) -> None:
-        self._blocks = [each for each in module.modules() if isinstance(each, Block)]
-        self._beacon, self._plain = beacon, list[Callable[..., Stream]]()
-
-    def follow(self, count: int) -> None:
-        """A step of so many micro-batches begins: by how long the one before took, its layers are told or not."""
-        if (self._beacon.pace >= LONG * count * len(self._blocks)) == bool(self._plain):
+    def before_step(self, step: int, micro_batches: int) -> None:
+        if (self._beacon.pace >= LONG * micro_batches * len(self._blocks)) == bool(self._plain):
             return
         if self._plain:
             for block, plain in zip(self._blocks, self._plain):

@@ -3,41 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.model.logit_clip import LogitClip
 from megatron.parallel.layers.collectives import all_reduce
 from megatron.parallel.layers.parameters import logical_of
-from megatron.parallel.layout.mesh import Mesh
 
-from .state import EngineState
+from ..part import EnginePart, Update
+
+if TYPE_CHECKING:
+    from ..base import BaseEngine
 
 
-class LogitClipping:
-    """The layers of this rank that clip their logits.
+class LogitClipping(EnginePart):
+    """The layers of this rank that clip their logits; ranks of all stages reduce together."""
 
-    Args:
-        anywhere: whether any layer of the model does; ranks of all stages reduce together.
-    """
-
-    def __init__(self, module: nn.Module, mesh: Mesh, state: EngineState, device: torch.device, anywhere: bool) -> None:
-        found = (getattr(each, "logit_clip", None) for each in module.modules())
+    def attach(self, engine: BaseEngine) -> None:
+        found = (getattr(each, "logit_clip", None) for each in engine.module.modules())
         self.layers = [each for each in found if isinstance(each, LogitClip)]
-        self.mesh, self.state, self.device, self.anywhere = mesh, state, device, anywhere
+        self.mesh, self.masters, self.device = engine.mesh, engine.state, engine.device
 
     @torch.no_grad()
-    def finish(self, applied: bool) -> Mapping[str, Any]:
+    def after_update(self, update: Update) -> Mapping[str, Any]:
         """Close a step: every rank calls it. Shrinks what must be, if the update was applied.
 
         Returns:
             For the record: the largest logit of all heads of the step, and how many heads were clipped.
         """
-        if not self.anywhere:
-            return {}
         largest = torch.full((1,), -torch.inf, device=self.device)
         if self.layers:
             largest = torch.cat([each.largest for each in self.layers])
@@ -54,9 +50,9 @@ class LogitClipping:
         for axis in (self.mesh.tensor, self.mesh.pipeline):
             top, count = all_reduce(top, axis, dist.ReduceOp.MAX), all_reduce(count, axis)
         clipped = int(count)
-        if applied and clipped:
+        if update.applied and clipped:
             self._shrink(factors)
-        return {"attention_logits": {"largest": float(top), "clipped_heads": clipped if applied else 0}}
+        return {"attention_logits": {"largest": float(top), "clipped_heads": clipped if update.applied else 0}}
 
     def _shrink(self, factors: list[Tensor]) -> None:
         rows = {
@@ -64,5 +60,5 @@ class LogitClipping:
             for layer, own in zip(self.layers, factors)
             for each in layer.projections
         }
-        self.state.scale_rows(rows)
-        self.state.refresh()
+        self.masters.scale_rows(rows)
+        self.masters.refresh()

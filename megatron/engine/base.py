@@ -1,0 +1,251 @@
+"""What both engines share: how they start, and how a step begins and ends. The only call of `deepspeed.initialize`.
+
+The loss of a step is the mean over all labels of the global batch that count. Each label's weight is
+    weight * (replicas * accumulation) / (sum of weights in the global batch)
+because DeepSpeed divides by the accumulation and averages gradients over the replicas, the ranks of the data and
+context axes; so micro-batches and ranks with unequal numbers of labels still add up to the exact mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import ChainMap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.config import Config
+from megatron.data.batch import StepBatch
+from megatron.model.block import hands_on_states
+from megatron.model.stack import ModelPlan
+from megatron.parallel.layers.parameters import buffers_of, logical_of
+from megatron.parallel.layout.mesh import Mesh, stage_axis
+from megatron.worker.beacon import Beacon
+
+from .deepspeed.clipping import GlobalClipping, global_limit
+from .deepspeed.expert_groups import count_each_element_once, spread_experts
+from .deepspeed.keep_fp32 import keeping_fp32
+from .deepspeed.mpu import ModelParallelUnit
+from .deepspeed.options import accumulation_steps, deepspeed_options, zero_stage
+from .deepspeed.reduction import (
+    average_gradients_in_place,
+    average_groups_in_place,
+    begin_sums_with_copies,
+    reduce_nothing,
+    sum_buckets_in_place,
+    sum_large_gradients_in_place,
+    tell_of_reductions,
+)
+from .deepspeed.step_on_device import decide_on_device
+from .deepspeed.zero_copies import norms_without_copies, update_in_place
+from .micro_batches import LossAccumulator, MicroBatch, micro_batches
+from .optimizers.build import build_optimizer, set_learning_rate
+from .optimizers.matrix import MatrixOptimizer
+from .part import EnginePart, Update
+from .parts import COMPRESSION, TEACHER, build_parts
+from .protocol import LabelGroups, StepResult
+from .state import EngineState
+from .undo import Undo
+
+if TYPE_CHECKING:
+    from .statistics import UpdateStatistics
+
+NO_LABELS = StepResult(loss=0.0, tokens=0.0, grad_norm=None, unlabelled=True)
+
+
+class BaseEngine:
+    """What both engines share: the optimizer, clipping at stage 0, label weights, numbers of a step."""
+
+    config: Config
+    mesh: Mesh
+    device: torch.device
+    beacon: Beacon
+    plan: ModelPlan
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        device: torch.device,
+        values: bool = True,
+        beacon: Beacon | None = None,
+        teacher: EnginePart | None = None,
+    ):
+        self.config, self.mesh, self.device = config, mesh, device
+        self.beacon = beacon or Beacon()
+        self.plan = ModelPlan(config, mesh, device, values=values)
+        self.form, self.context = self.plan.form, self.plan.context
+        self.batch_form = self.form  # of micro-batches, which may have more than the model reads
+        self.accumulation = accumulation_steps(config, mesh.layout)
+        self.options = deepspeed_options(config, mesh.layout)
+        self.losses = LossAccumulator.zero(device)
+        self.use_parts(build_parts(self, {TEACHER: teacher}))
+
+    def use_parts(self, parts: dict[str, EnginePart]) -> None:
+        """Call these parts from now on, and no others."""
+        self.parts = parts
+        self._points: dict[str, list[Callable[..., Any]]] = {
+            point: [getattr(part, point) for part in parts.values() if point in part.points]
+            for point in vars(EnginePart)
+        }
+
+    def call_parts(self, point: str, *arguments: Any) -> list[Any]:
+        """Call a point of all parts that define it. Returns their answers, in order."""
+        return [call(*arguments) for call in self._points[point]]
+
+    def _start(self, module: nn.Module, mpu: ModelParallelUnit | None) -> None:
+        parameters = list(module.parameters())
+        self.optimizer = build_optimizer(self.config, parameters)
+        stage = zero_stage(self.config, self.mesh.layout)
+        # ZeRO's norms are exact for its own ranks; DeepSpeed has none for stage 0 that counts each element once.
+        self.clipping = GlobalClipping(parameters, self.mesh, global_limit(self.config)) if stage == 0 else None
+        self.clips = self.clipping is not None  # a part may take clipping over
+        self.call_parts("before_deepspeed", self)
+        if self.clipping is not None and self.clips:
+            self.clipping.attach(self.optimizer)
+        if self._points["before_update"]:  # inside of `step`, so after clipping and only where nothing prevented it
+            self.optimizer.register_step_pre_hook(lambda *_: self._before_update())
+        self.deepspeed = self._initialize(module, mpu)
+        self._replace_parts_of_deepspeed(stage)
+        average = self.config.training.weight_average is not None
+        self.state = EngineState(
+            self.deepspeed, self.optimizer, parameters, self.mesh, stage, buffers_of(module), average
+        )
+        self.call_parts("attach", self)
+        self.undo = Undo(self.state, self.parts)
+        if isinstance(self.optimizer, MatrixOptimizer):  # last: it looks up where each matrix lies in the state
+            held = self.state.held(lambda group: group["matrix"])
+            self.optimizer.attach(held, stage_axis(self.mesh), self.device)
+
+    def _replace_parts_of_deepspeed(self, stage: int) -> None:
+        """Each replaces methods of DeepSpeed's engine or optimizer; a later one may replace an earlier one's."""
+        if self.mesh.replicas.size == self.mesh.expert_data.size == 1:
+            reduce_nothing(self.deepspeed, stage)
+        count_each_element_once(self.deepspeed.optimizer, self.mesh)
+        tell_of_reductions(self.deepspeed, self.beacon)
+        sum_large_gradients_in_place(self.deepspeed)
+        begin_sums_with_copies(self.deepspeed.optimizer)
+        decide_on_device(self.deepspeed.optimizer, self.optimizer)
+        norms_without_copies(self.deepspeed.optimizer)
+        update_in_place(self.deepspeed.optimizer)
+        if COMPRESSION not in self.parts:  # which replaces the same methods
+            average_groups_in_place(self.deepspeed)
+            average_gradients_in_place(self.deepspeed.optimizer)
+            sum_buckets_in_place(self.deepspeed.optimizer)
+
+    def _before_update(self) -> None:
+        self.call_parts("before_update")
+
+    def start_at(self, step: int) -> None:
+        """The next update is number `step`: the run begins there, or evaluates what it had there."""
+        self.call_parts("start_at", step)
+
+    def _begin(self, step: int, micro_batches: int, lr: float) -> None:
+        self.state.for_training()
+        set_learning_rate(self.optimizer, lr)
+        self.losses = LossAccumulator.zero(self.device)
+        self.call_parts("before_step", step, micro_batches)
+        self.undo.begin()  # which asks the gate whether this is a trial
+
+    def _initialize(self, module: nn.Module, mpu: ModelParallelUnit | None) -> Any:
+        import deepspeed
+
+        if self.options["zero_optimization"]["stage"] > 0 and hands_on_states(module):
+            # DeepSpeed would sum a full bucket in the midst of the backward pass, where the next rank waits for it and
+            # this one for the gradient of a state from there.
+            section = self.options["zero_optimization"]
+            section["reduce_bucket_size"] = max(
+                section["reduce_bucket_size"], sum(p.numel() for p in module.parameters())
+            )
+        with keeping_fp32(module.parameters()), spread_experts(self.optimizer, self.mesh):
+            return deepspeed.initialize(
+                model=module,
+                optimizer=self.optimizer,
+                config=self.options,
+                mpu=mpu,
+                dist_init_required=False,
+                model_parameters=[p for p in module.parameters() if p.requires_grad],
+            )[0]
+
+    @property
+    def module(self) -> nn.Module:
+        """This rank's layers."""
+        return self.deepspeed.module
+
+    def save_native(self, folder: Path, tag: str, step: int) -> dict[str, str]:
+        """Write a checkpoint in DeepSpeed's own format, `<folder>/<tag>`; every rank calls it.
+
+        Returns:
+            The name in that checkpoint of each parameter, by its logical name.
+        """
+        self.deepspeed.global_steps = step
+        self.deepspeed.save_checkpoint(str(folder), tag=tag, client_state={"universal_checkpoint_info": {}})
+        return {logical_of(parameter).name: name for name, parameter in self.deepspeed.module.named_parameters()}
+
+    def update_statistics(self) -> UpdateStatistics:
+        from .statistics import UpdateStatistics
+
+        return UpdateStatistics(self.optimizer, self.state)
+
+    def begin_average(self) -> None:
+        self.state.begin_average()
+
+    def advance_average(self, coefficient: float) -> None:
+        self.state.advance_average(coefficient)
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        return self.state.averaged()
+
+    def _micro_batches(self, batch: StepBatch, scale: Tensor | float, depth: int = 0) -> Iterator[MicroBatch]:
+        self.call_parts("check_batch", batch)
+        return micro_batches(batch, self.batch_form, scale, self.device, self.context, depth)
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank reports its labels: each label is reported by one rank."""
+        return self.mesh.at.tensor == 0 and self.mesh.at.pipeline == self.mesh.pipeline.size - 1
+
+    def _losses_of(self, ce_BS: Tensor, weights_BS: Tensor, *more: Tensor) -> None:
+        """A micro-batch of a step was read."""
+        self.losses.add(ce_BS, weights_BS)
+        self.call_parts("after_micro_batch", ce_BS, weights_BS, *more)
+
+    def _accumulator(self, groups: LabelGroups | None) -> LossAccumulator:
+        """Nothing so far, of labels in these groups."""
+        made = LossAccumulator.zero(self.device)
+        if groups is not None and self.reports:
+            made.groups = iter(self.context.cut(groups.ids.to(self.device), 2))
+            made.sums = groups.sums
+        return made
+
+    def _scale(self, batch: StepBatch) -> float | Tensor | None:
+        """Replicas times accumulation over the weight of all labels of the global batch; None if that is 0.
+
+        To see that it is 0 the host waits for the sum, in runs alone whose labels have weights.
+        """
+        factor = self.mesh.replicas.size * batch.tokens.shape[0]
+        if batch.loss_mask is None:
+            return factor / (self.mesh.data.size * batch.tokens[..., 1:].numel())
+        weight = batch.loss_mask.sum(dtype=torch.float64).to(self.device)
+        if self.mesh.data.size > 1:
+            dist.all_reduce(weight, group=self.mesh.data.group)
+        return (factor / weight).float() if float(weight) else None
+
+    def _result(self) -> StepResult:
+        norm = self.clipping.norm if self.clipping else self.deepspeed.get_global_grad_norm()
+        update = Update(self.deepspeed.was_step_applied(), self.losses.weight)
+        overflow = not update.applied and self.config.precision.compute == "fp16"
+        extras = [each for each in self.call_parts("after_update", update) if each]
+        self.undo.end(update.applied)
+        return StepResult(
+            loss=self.losses.mean if self.reports else 0.0,
+            tokens=self.losses.labels if self.reports else 0.0,
+            grad_norm=norm,
+            skipped=overflow,
+            spike=update.spike,
+            extras=(extras or [{}])[0] if len(extras) < 2 else ChainMap(*extras),
+        )

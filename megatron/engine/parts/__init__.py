@@ -1,0 +1,101 @@
+"""Which parts an engine has, in the order in which they attach and are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron.config.arithmetic.spikes import has_gate
+from megatron.config.kind import LayerKind
+from megatron.config.registry import load
+from megatron.config.variants import used_kinds
+
+from ..part import EnginePart
+
+if TYPE_CHECKING:
+    from ..base import BaseEngine
+
+COMPRESSION, HASHES, GATE, TEACHER = "compression", "hashes", "spikes", "teacher"  # names that others ask for
+
+
+@dataclass(frozen=True)
+class PartEntry:
+    """A part: its name, its class by import path, and whether an engine wants it."""
+
+    name: str
+    path: str
+    wanted: Callable[[BaseEngine], bool]
+
+
+def _compresses(engine: BaseEngine) -> bool:
+    return engine.config.parallel.communication.compress.data != "none" and engine.mesh.replicas.size > 1
+
+
+def _counts_documents(engine: BaseEngine) -> bool:
+    return engine.config.model.fused_attention.documents == "varlen" and engine.device.type == "cuda"
+
+
+def _any_kind(engine: BaseEngine, has: Callable[[LayerKind], Callable[..., int]]) -> bool:
+    return any(has(kind)(options) for _, kind, options in used_kinds(engine.config.model))
+
+
+PARTS = (
+    # Takes the place of DeepSpeed's sums: before parts that look at summed gradients replace what follows them.
+    PartEntry(COMPRESSION, "megatron.engine.parts.compressed_sums:CompressedSums", _compresses),
+    # Hashes masters in `before_update`, which a prevented update does not reach: its place is free.
+    PartEntry(
+        HASHES, "megatron.engine.state_hashes:StateAtRest", lambda engine: engine.config.training.hashes is not None
+    ),
+    # Replaces the optimizer's `step`, so that it comes before DeepSpeed takes the optimizer. In `after_update` it says
+    # whether there was an update, so that it comes before all parts that act only after one.
+    PartEntry(GATE, "megatron.engine.update_gate:StepGate", lambda engine: has_gate(engine.config)),
+    # Sets the rotary tables of a step: before a part reads its batch.
+    PartEntry(
+        "lengths",
+        "megatron.engine.parts.lengths:SequenceStages",
+        lambda engine: bool(engine.config.training.sequence_schedule),
+    ),
+    PartEntry("documents", "megatron.engine.parts.document_limit:DocumentLimit", _counts_documents),
+    # Replaces the forward of blocks while layers are slow; only an agent reads what it writes.
+    PartEntry("layer_progress", "megatron.engine.parts.layer_progress:ToldLayers", lambda engine: engine.beacon.shared),
+    # From here on, the order is that of the messages after an update. The last one shrinks masters: after all readers.
+    PartEntry(
+        "experts",
+        "megatron.engine.parts.expert_load:ExpertLoad",
+        lambda engine: _any_kind(engine, lambda kind: kind.experts),
+    ),
+    PartEntry(
+        "further_losses",
+        "megatron.engine.parts.further_losses:FurtherLosses",
+        lambda engine: engine.config.model.multi_token_prediction.depth > 0,
+    ),
+    PartEntry(
+        TEACHER, "megatron.engine.parts.teacher:Teacher", lambda engine: False
+    ),  # given by those who load its weights
+    PartEntry(
+        "recurrent_depth",
+        "megatron.engine.parts.recurrent_depth:RecurrentDepth",
+        lambda engine: engine.plan.depth is not None,
+    ),
+    PartEntry(
+        "logit_clipping",
+        "megatron.engine.parts.logit_clipping:LogitClipping",
+        lambda engine: _any_kind(engine, lambda kind: kind.clips_logits),
+    ),
+)
+
+
+def build_parts(engine: BaseEngine, given: Mapping[str, EnginePart | None]) -> dict[str, EnginePart]:
+    """The parts that an engine wants, by name, in order.
+
+    Args:
+        engine: not yet started.
+        given: parts that were made before it.
+    """
+    found: dict[str, EnginePart] = {}
+    for entry in PARTS:
+        part = given.get(entry.name) or (load(entry.path)() if entry.wanted(engine) else None)
+        if part is not None:
+            found[entry.name] = part
+    return found

@@ -1,0 +1,29 @@
+"""Gradients that are summed over replicas in a compressed form (`parallel.communication.compress.data`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron.config.arithmetic.wire import skips_late
+from megatron.parallel.transport.compression import CompressedSum
+
+from ..deepspeed.reduction import compress_gradients
+from ..part import EnginePart
+
+if TYPE_CHECKING:
+    from ..base import BaseEngine
+
+
+class CompressedSums(EnginePart):
+    """Has DeepSpeed average its buckets through a `CompressedSum`.
+
+    Attributes:
+        sums: whose error feedback `Undo` begins, ends and forgets.
+    """
+
+    def __init__(self) -> None:
+        self.sums: CompressedSum
+
+    def attach(self, engine: BaseEngine) -> None:
+        wire = engine.config.parallel.communication.compress.data
+        self.sums = compress_gradients(engine.deepspeed, wire, skips_late(engine.config))

@@ -1,0 +1,33 @@
+"""How often a step runs the core of a model with recurrent depth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron.model.recurrent_depth import Depth
+
+from ..part import EnginePart, Update
+
+if TYPE_CHECKING:
+    from ..base import BaseEngine
+
+PASSES, PASSES_BACKWARD = "core_passes", "core_passes_backward"
+
+
+class RecurrentDepth(EnginePart):
+    """Draws are keyed by the step, which the model hears here."""
+
+    def __init__(self) -> None:
+        self._depth: Depth
+
+    def attach(self, engine: BaseEngine) -> None:
+        assert engine.plan.depth is not None
+        self._depth = engine.plan.depth
+
+    def before_step(self, step: int, micro_batches: int) -> None:
+        self._depth.step = step
+
+    def after_update(self, update: Update) -> Mapping[str, Any]:
+        passes = self._depth.passes(training=True)
+        return {PASSES: passes.total, PASSES_BACKWARD: passes.backward}

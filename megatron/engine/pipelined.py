@@ -1,0 +1,96 @@
+"""The engine of several pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.config import Config
+from megatron.data.batch import StepBatch
+from megatron.model.embedding_and_head import Reader
+from megatron.parallel.layout.mesh import Mesh
+from megatron.parallel.messages.account import EVALUATE, phase
+from megatron.worker.beacon import FORWARD, Beacon
+
+from .base import NO_LABELS, BaseEngine
+from .deepspeed.pipeline_schedule import Look, looked_into, with_phases
+from .deepspeed.stages import Pipeline, stream_inputs
+from .part import EnginePart
+from .protocol import LabelGroups, StepResult
+
+
+class PipelinedEngine(BaseEngine):
+    """Several stages under DeepSpeed's 1F1B schedule: ZeRO 0-1, tensor and data parallel."""
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        device: torch.device,
+        values: bool = True,
+        beacon: Beacon | None = None,
+        teacher: EnginePart | None = None,
+    ):
+        if teacher is not None:
+            raise ValueError("a pipeline has no place for a teacher")
+        super().__init__(config, mesh, device, values, beacon)
+        self.pipeline = Pipeline(self.plan)
+        self.head = self.pipeline.head_stage
+        if self.head is not None:
+            self.head.observe = self._losses_of
+        self._start(self.pipeline, None)
+        self.deepspeed._INSTRUCTION_MAP = with_phases(self.deepspeed._INSTRUCTION_MAP)
+
+    def _feed(
+        self, batch: StepBatch, scale: float | Tensor, depth: int = 0
+    ) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
+        for micro in self._micro_batches(batch, scale, depth):
+            if self.head is not None:
+                self.head.targets.append((micro.labels, micro.weights, micro.further))
+            yield stream_inputs(self.form, micro.tokens, micro.extras), (micro.labels, micro.weights)
+
+    @phase("exchange")
+    def step(self, batch: StepBatch, lr: float, look: Look | None = None) -> StepResult:
+        """Forward, backward and update on this rank's part of a batch."""
+        self.beacon.at(FORWARD)
+        self._begin(batch.step, batch.tokens.shape[0], lr)
+        scale = self._scale(batch)
+        if scale is None:
+            return NO_LABELS
+        self.losses.scale = scale
+        with looked_into(self.deepspeed, look, self.beacon):
+            self.deepspeed.train_batch(self._feed(batch, scale, len(self.plan.further)))
+        return self._result()
+
+    @phase(EVALUATE)
+    @torch.no_grad()
+    def evaluate(self, batch: StepBatch, groups: LabelGroups | None = None) -> tuple[Tensor | float, Tensor | float]:
+        """Sum of the losses of the labels that this rank reports, and their weight; see `protocol.Engine`."""
+        self.state.for_evaluation()
+        self.losses = self._accumulator(groups)
+        self.deepspeed.eval_batch(
+            self._feed(batch, 1.0), reduce_output=None, bcast_loss=False, num_micro_batches=batch.tokens.shape[0]
+        )
+        return (self.losses.loss, self.losses.weight) if self.reports else (0.0, 0.0)
+
+    @phase(EVALUATE)
+    @torch.no_grad()
+    def read(self, batch: StepBatch, readers: Sequence[Reader]) -> list[Any]:
+        """What each reader computes from its micro-batch; see `protocol.Engine`."""
+        self.state.for_evaluation()
+        if self.head is not None:
+            self.head.readers.extend(readers)
+        self.deepspeed.reset_activation_shape()  # the stages agree on the shape of what they send anew
+        try:
+            self.deepspeed.eval_batch(
+                self._feed(batch, 1.0), reduce_output=None, bcast_loss=False, num_micro_batches=batch.tokens.shape[0]
+            )
+            return [] if self.head is None else list(self.head.found)
+        finally:
+            self.deepspeed.reset_activation_shape()
+            if self.head is not None:
+                self.head.readers.clear()
+                self.head.found.clear()
