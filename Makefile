@@ -29,7 +29,7 @@ quickstart: venv
 	@$(RUN) tools/quickstart.py $(if $(MODEL),--model $(MODEL))
 
 venv:
-	@requirements/install base $(VENV)
+	@requirements/install all $(VENV)
 
 dev:
 	@requirements/install dev $(VENV)

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from megatron.extras import missing
+
 READER_LEFT = 128 + signal.SIGPIPE  # the status of a program that the system ends for this
 
 
@@ -42,7 +44,10 @@ class _Output:
 
 
 def piped(main: Callable[[], int | None]) -> int | None:
-    """Run a command's `main`; it ends without a word, with status 141, once the reader of its output has gone."""
+    """Run a command's `main`; it ends without a word, with status 141, once the reader of its output has gone.
+
+    An optional package that is not installed is a message and status 2.
+    """
     before = sys.stdout
     sys.stdout = _Output(before)
     try:
@@ -50,6 +55,11 @@ def piped(main: Callable[[], int | None]) -> int | None:
             return main()
         finally:
             sys.stdout.flush()
+    except ModuleNotFoundError as error:
+        if (text := missing(error.name)) is None:
+            raise
+        print(f"error: {text}", file=sys.stderr)
+        return 2
     except _ReaderLeft:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, before.fileno())  # what is still in the buffer goes there when Python ends

@@ -7,6 +7,7 @@ the same packages from the tested version up to the next one that may break by t
     name==X.Y.Z     ->  name>=X.Y,<X+1
     name==0.Y.Z     ->  name>=0.Y.Z,<0.Y+1       a minor version may break what is not at 1.0 yet
     name==2026.9.0  ->  name>=2026.9             calendar versions promise nothing
+    # oldest name: X.W  (a line of base.txt) lowers the first version
 
 Each file besides base.txt is an extra of its name: `pip install "deepy[data]"`.
 """
@@ -21,6 +22,7 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 BUNDLE = "megatron/_bundle"  # megatron/installation.py finds it
 FOLDERS = ("tools", "configs")
+OLDEST = re.compile(r"^# oldest ([\w.-]+): (\d+\.\d+)", re.MULTILINE)
 PIN = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?P<extras>\[[\w,-]+\])?==(?P<version>[\w.]+)(?P<marker>\s*;[^#]+)?")
 
 
@@ -44,9 +46,11 @@ def widened(pin: str) -> str:
 
 
 def pins(path: Path) -> list[str]:
-    """The lines of a requirements file that name packages; `-r base.txt` is what every extra stands on."""
+    """The lines of a requirements file that name packages, and those of the files that it includes besides base.txt."""
     lines = [re.sub(r"(^|\s)#.*", "", line).strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    return [line for line in lines if line and not line.startswith("-r ")]
+    others = [line.removeprefix("-r ") for line in lines if line.startswith("-r ") and line != "-r base.txt"]
+    own = [line for line in lines if line and not line.startswith("-r ")]
+    return list(dict.fromkeys([*(pin for name in others for pin in pins(path.with_name(name))), *own]))
 
 
 class Metadata(MetadataHookInterface):
@@ -54,7 +58,11 @@ class Metadata(MetadataHookInterface):
 
     def update(self, metadata: dict) -> None:
         folder = Path(self.root, "requirements")
-        metadata["dependencies"] = [widened(pin) for pin in pins(folder / "base.txt")]
+        oldest = dict(OLDEST.findall(Path(folder, "base.txt").read_text(encoding="utf-8")))
+        asked = [(pin.partition("==")[0], widened(pin)) for pin in pins(folder / "base.txt")]
+        metadata["dependencies"] = [
+            re.sub(r">=[\d.]+", f">={oldest[name]}", text) if name in oldest else text for name, text in asked
+        ]
         metadata["optional-dependencies"] = {
             path.stem: [widened(pin) for pin in pins(path)]
             for path in sorted(folder.glob("*.txt"))

@@ -109,7 +109,9 @@ def test_dependencies_are_those_of_the_requirement_files(built):
     files = {path.stem: path for path in (ROOT / "requirements").glob("*.txt")}
     assert set(metadata(built).get_all("Provides-Extra")) == set(files) - {"base"} >= {"gpu", "rocm", "dev", "docs"}
     for kind, path in files.items():
-        pins = re.findall(r"^([\w.-]+)(?:\[[\w,]+\])?==([\w.]+)", path.read_text(), re.MULTILINE)
+        included = re.findall(r"^-r (?!base\.txt)(.+)$", path.read_text(), re.MULTILINE)
+        text = "".join(each.read_text() for each in (path, *(path.with_name(name) for name in included)))
+        pins = re.findall(r"^([\w.-]+)(?:\[[\w,]+\])?==([\w.]+)", text, re.MULTILINE)
         assert {name.lower().replace("_", "-") for name, _ in pins} == {
             name.replace("_", "-") for name in asked.get(kind, {})
         }, kind

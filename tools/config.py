@@ -92,7 +92,8 @@ def explain_key(options: argparse.Namespace) -> None:
 def _amount(resolved: Resolved, options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """What the run reads and takes: tokens, passes over its data, and on the device of `--gpu` days and GPU-hours."""
     config, ranks = resolved.config, resolved.ranks
-    training, found = config.training, {}
+    training = config.training
+    found: dict[str, float] = {}
     text = f"\n{training.steps:,} steps"
     if training.global_batch_size is not None:
         found["tokens"] = training.steps * training.global_batch_size * training.sequence_length

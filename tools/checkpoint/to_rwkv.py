@@ -12,6 +12,9 @@ import sys
 if __name__ == "__main__":
     # Python looks in a script's own folder first, where `inspect.py` would stand in for the standard library's.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    from megatron.extras import require
+
+    require("transformers")
 
 import argparse
 from pathlib import Path

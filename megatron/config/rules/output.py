@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path as File
 
+from megatron.extras import EXTRAS, absent
+
 from ..arithmetic import machine
 from ..foreign import advice, neox_checkpoint
 from ..problems import Problem
@@ -259,6 +261,19 @@ def folders_can_be_written(context: RuleContext) -> Iterator[Problem]:
         yield context.problem("checkpoint.dir", rule=rule, fix=fix)
 
 
+def packages_of_sinks_are_here(context: RuleContext) -> Iterator[Problem]:
+    logging = context.config.logging
+    asked = {"tensorboard": ("logging.tensorboard", logging.tensorboard, "false")}
+    asked["wandb"] = ("logging.wandb.mode", logging.wandb.mode != "disabled", "disabled")
+    wanted = [package for package, (_, on, _) in asked.items() if on] if context.starts_here else []
+    for package in absent(wanted):
+        key, _, off = asked[package]
+        command = f'pip install "deepy[{EXTRAS[package]}]"'
+        yield context.problem(
+            key, rule=f"needs the package {package}, which is not installed", fix=f"{command}, or {off}"
+        )
+
+
 RULES = (
     one_way_to_start,
     map_has_its_source,
@@ -270,6 +285,7 @@ RULES = (
     noise_is_told_from_the_gradient,
 )
 INPUT_RULES = (
+    packages_of_sinks_are_here,
     resume_exists,
     other_programs_checkpoints_are_recognised,
     initial_weights_exist,

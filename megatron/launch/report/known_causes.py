@@ -89,7 +89,7 @@ CAUSES = (
     ),
     (
         r"ModuleNotFoundError: No module named '([^']+)'",
-        "a Python package is missing on that host: pip install -r requirements/base.txt",
+        "a Python package is missing on that host: pip install the package, or deepy with the extra that has it",
     ),
 )
 SIGNALS = {
