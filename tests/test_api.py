@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -54,6 +55,16 @@ def tool_output(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def test_the_example_names_a_tensor_of_its_own_configuration():
+    from megatron.model.stack import build_model
+
+    text = deepy.__doc__ or ""
+    (name,) = re.findall(r'resolve\("([^"]+)"', text)
+    (tensor,) = re.findall(r'tensors\(run\)\["([^"]+)"\]', text)
+    model = build_model(deepy.resolve(name).config)
+    assert tensor in {parameter.logical.name for parameter in model.parameters()}
 
 
 def test_a_configuration_is_that_of_the_command_line():

@@ -4,7 +4,7 @@
     run = deepy.train(resolved)                                           train here, in this process
     run.metrics()                                                         what metrics.jsonl has
     for batch in deepy.batches(run, 3, 5): ...                           exactly what steps 3 and 4 read
-    deepy.tensors(run)["layers.0.attention.qkv.weight"]                   any tensor of any checkpoint, by logical name
+    deepy.tensors(run)["layers.0.attention.query.weight"]                 any tensor of any checkpoint, by logical name
     found = deepy.open_model(run).forward(batch, keep=["layers.*"])       loss, activations and gradients
 
 Importing this module loads neither torch nor DeepSpeed, and changes nothing in the process.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.config import resolve
+from megatron.config import load, resolve
 from megatron.kinds.common.attention import attend_across
 from megatron.kinds.common.attention.pattern import Pattern
 from megatron.model.logit_clip import largest_logits
@@ -167,3 +167,13 @@ def test_the_largest_logits_are_those_of_the_whole_matrix(monkeypatch):
         for which in (None, documents):
             pattern = Pattern(0.3, window)
             torch.testing.assert_close(largest_logits(q, k, 0.3, window, which), seen(q, k, pattern, which))
+
+
+def test_clipping_after_updates_is_no_part_of_what_a_model_computes():
+    """So a model that was trained with it can be exported."""
+    from megatron.checkpoint.hf.same import differences
+
+    for name, kind in (("tiny_llama", "attention"), ("tiny_deepseek_v2", "mla")):
+        file, clip = f"configs/test/{name}.yml", f"model.{kind}.qk_clip=50"
+        plain, clipped = (load([file], given, ranks=1).config.model for given in ([], [clip]))
+        assert plain != clipped and differences(clipped, plain) == []

@@ -20,6 +20,7 @@ _NOT_COMPUTED = (
     "losses",
     "dropout",
     "chunk",
+    "qk_clip",
     "time_step_low",
     "time_step_high",
     "time_step_floor",
