@@ -100,7 +100,7 @@ _KNOWN: dict[str, Callable[[Any], bool]] = {  # the form of entries that readers
     "hashes": lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
     "left_out": lambda value: isinstance(value, list) and all(map(_is_pair, value)),
     "stall_seconds": is_number,
-    "ranks": is_step,
+    "ranks": lambda value: is_step(value) or (isinstance(value, list) and all(map(is_step, value))),
 }
 _NEEDED = {  # what entries of an event have in any case
     "start": ("step",),

@@ -15,7 +15,7 @@ from megatron.kinds.common.recurrence import convolution, convolution_kernels
 from megatron.kinds.mamba import selective_scan
 from megatron.kinds.mamba2 import ssd
 from megatron.kinds.rwkv7 import wkv7
-from megatron.model.kernels.choice import choice as kernels
+from megatron.model.kernels import choice as kernels
 from megatron.model.stack import build_model
 from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import randomise, relative
