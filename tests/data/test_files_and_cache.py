@@ -145,13 +145,21 @@ def test_the_cache_goes_by_content(tmp_path):
     )
 
 
-def test_a_damaged_cache_is_refused(tmp_path):
+@pytest.mark.parametrize("name", ["pieces.npy", "arrays.json"])
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"pieces": 3}', None])
+def test_a_damaged_cache_is_built_again(tmp_path, name, content):
     file = write_sizes(tmp_path / "a", [5] * 50)
-    PythiaOrder(file, 0, 50, 8, 1, samples=10, cache=tmp_path / "cache")
-    victim = next((tmp_path / "cache").glob("pythia-*/pieces.npy"))
-    victim.write_bytes(victim.read_bytes()[:-4])
-    with pytest.raises(DataError, match="pieces.npy is truncated"):
-        PythiaOrder(file, 0, 50, 8, 1, samples=10, cache=tmp_path / "cache")
+
+    def spans():
+        order = PythiaOrder(file, 0, 50, 8, 1, samples=10, cache=tmp_path / "cache")
+        return [list(order.spans(number)) for number in range(10)]
+
+    expected = spans()
+    victim = next((tmp_path / "cache").glob(f"pythia-*/{name}"))
+    victim.write_bytes(victim.read_bytes()[:-4] if content is None else content)
+    with pytest.warns(UserWarning, match="damaged .* it is built again"):
+        assert spans() == expected
+    assert spans() == expected
 
 
 def test_examining_is_remembered_until_the_file_changes(tmp_path, monkeypatch):

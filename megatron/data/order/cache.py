@@ -14,6 +14,7 @@ import os
 import shutil
 import socket
 import uuid
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,6 +30,10 @@ VERSION = 1  # of the arrays' meaning; another version is another key
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 Arrays = dict[str, np.ndarray]
+
+
+class _Damaged(Exception):
+    """A cache entry cannot be read."""
 
 
 @contextlib.contextmanager
@@ -58,7 +63,7 @@ def cached(folder: str | os.PathLike | None, kind: str, key: tuple, build: Calla
         Arrays by name; memory mapped when there is a cache.
 
     Raises:
-        DataError: the cache cannot be written or its entry is damaged.
+        DataError: the cache cannot be written, or its entry is damaged after it was built again.
     """
     if folder is None:
         return build()
@@ -69,11 +74,24 @@ def cached(folder: str | os.PathLike | None, kind: str, key: tuple, build: Calla
             with lock(place.with_suffix(".lock")):
                 if not place.is_dir():
                     _write(place, build())
+        try:
+            return _read(place)
+        except _Damaged as error:
+            with lock(place.with_suffix(".lock")):
+                with contextlib.suppress(_Damaged):  # another process has built it again meanwhile
+                    return _read(place)
+                warnings.warn(f"{place}: this cache entry is damaged ({error}); it is built again", stacklevel=2)
+                old = _beside(place)
+                os.rename(place, old)
+                shutil.rmtree(old, ignore_errors=True)
+                _write(place, build())
+        return _read(place)
+    except _Damaged as error:
+        raise DataError(place, f"this cache entry is damaged ({error})", "set data.cache to another disk") from error
     except OSError as error:
         raise DataError(
             place, f"the cache cannot be written ({error})", "set data.cache to a folder with room"
         ) from error
-    return _read(place)
 
 
 def _write(place: Path, arrays: Arrays) -> None:
@@ -101,15 +119,15 @@ def _write(place: Path, arrays: Arrays) -> None:
 def _read(place: Path) -> Arrays:
     try:
         about = read_json(place / "arrays.json")
+        if not about:
+            raise ValueError("arrays.json names no arrays")
         files = {name: path_inside(place, f"{name}.npy") for name in about}
         for name, facts in about.items():
             if files[name].stat().st_size != facts["bytes"]:
                 raise ValueError(f"{name}.npy is truncated")
         return {name: np.load(file, mmap_mode="r").view(np.ndarray) for name, file in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(
-            place, f"this cache entry is damaged ({error})", "delete the folder; it is built again"
-        ) from error
+        raise _Damaged(str(error)) from error
 
 
 def examine_once(file: TokenFile, folder: str | os.PathLike | None, scan_below: int = 1 << 27) -> dict:
