@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 from megatron.config.words import counted
 from megatron.worker import network
 from megatron.worker.code_version import code_now
-from megatron.worker.job import CORRUPT, RERUN
+from megatron.worker.job import CONFIG_ERROR, CORRUPT, RERUN
+from megatron.worker.writer_lock import holder
 
 from ..config.problems import ConfigError, list_problems
 from ..report.goodput import goodput
@@ -29,6 +31,7 @@ from .wire.credentials import VARIABLE, write_file
 from .wire.listener import AgentListener
 
 LONGEST_DELAY = 600.0
+LINGER = 15.0  # seconds that the ranks of a launcher that was killed may take to end
 STEADY = 600.0  # a start that lived this long ends the row of failures
 
 
@@ -36,6 +39,10 @@ def supervise(plan: JobPlan) -> int:
     """Run a plan to its end; returns the exit status."""
     _announce(plan)
     try:
+        if held := _held_by(plan):
+            rule = f"checkpoint.dir: another run writes to {plan.resolved.config.checkpoint.dir} ({held})"
+            log(f"{rule}: wait for its end, or give this one a run.dir of its own")
+            return CONFIG_ERROR
         plan = tell_need(plan)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -67,6 +74,17 @@ def supervise(plan: JobPlan) -> int:
             pause(delay, _ledger(plan).parent, f"restart {attempt} of {allowed} after {describe_status(result.status)}")
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
+
+
+def _held_by(plan: JobPlan) -> str | None:
+    """The process of another run that writes where this one would, as far as this machine sees it. Its ranks would be
+    refused, but this launcher would have taken the place of the other in the run's folder by then."""
+    if Path(plan.script).name != "train.py":
+        return None
+    folder, until = Path(plan.job.directory, plan.resolved.config.checkpoint.dir), time.monotonic() + LINGER
+    while (held := holder(folder)) and time.monotonic() < until:
+        time.sleep(0.2)
+    return held
 
 
 def _compare_hosts(plan: JobPlan) -> int:

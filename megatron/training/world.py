@@ -135,7 +135,10 @@ def join(config: Config, place: WorkerEnvironment) -> World:
         dist.init_process_group(_backend(device), rank=0, world_size=1, store=dist.HashStore(), timeout=timeout)
         return World(device, Mesh.single(), SOLO, SOLO, beacon, wall_time)
     rank, size = place.rank, place.world_size
+    # torch asks the name service about numeric addresses too: one that does not answer holds up even a local start
+    beacon.at(SETUP, detail=b"opening the store of the ranks, which needs an answer of the name service (DNS)")
     store = open_store(rank, size, place.master_address, place.master_port, timeout, one_host=place.one_host)
+    beacon.at(SETUP, detail=b"meeting the other ranks")
     dist.init_process_group(
         _backend(device),
         store=dist.PrefixStore("ranks", store),

@@ -7,6 +7,8 @@ import re
 import secrets
 import selectors
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,10 +18,13 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.config.problems import UserError
+from megatron.launch import supervisor
 from megatron.launch.command_line import main
+from megatron.launch.job.job_plan import make_plan
 from megatron.launch.watch import inquiry
 from megatron.launch.watch.diagnosis import Rank
 from megatron.launch.watch.inquiry import FILE, InquirySocket, ask, of_ranks, pause
+from tests.paths import ROOT
 
 
 def note(folder: Path, **changes: object) -> str:
@@ -34,6 +39,26 @@ def refused(run: Path) -> str:
     with pytest.raises(UserError) as found:
         ask(run, "status")
     return str(found.value)
+
+
+def test_a_second_launcher_is_refused_before_it_touches_the_run(tmp_path, monkeypatch, capsys):
+    """Its `launcher.json` and its ledger stay as the first one has them, and no process is started."""
+    run = tmp_path / "run"
+    script = "import sys; from megatron.worker.writer_lock import take; from pathlib import Path; "
+    script += "held = take(Path(sys.argv[1])); print('mine', flush=True); sys.stdin.read()"
+    words = [sys.executable, "-c", script, str(run / "checkpoints" / ".writer")]
+    plan = make_plan(str(ROOT / "train.py"), [str(ROOT / "configs/test/tiny_neox.yml"), f"run.dir={run}"], [], {})
+    monkeypatch.setattr(supervisor, "start", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(supervisor, "LINGER", 0.0)
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as first:
+        assert first.stdout.readline() == "mine\n"
+        before = {path: path.read_text() for path in run.rglob("*") if path.is_file()}
+        assert supervisor.supervise(plan) == 2
+        assert {path: path.read_text() for path in run.rglob("*") if path.is_file()} == before
+        error = capsys.readouterr().err
+        assert f"another run writes to {run}/checkpoints (process {first.pid} on " in error
+    monkeypatch.setattr(supervisor, "start", lambda *_: SimpleNamespace(status=0))
+    assert supervisor.supervise(plan) == 0, "the first one has ended"
 
 
 def test_a_run_that_never_began_or_has_ended(tmp_path, capsys):

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
-import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
+from contextlib import contextmanager
 from pathlib import Path
+
+from megatron.worker.writer_lock import LOCK_NAME, take
 
 from ..format.communicator import SOLO, Communicator
 from ..format.errors import CheckpointError
-
-LOCK_NAME = ".writer"
 
 
 @contextmanager
@@ -32,7 +28,7 @@ def sole_writer(directory: str | Path, communicator: Communicator = SOLO, *, ins
     """
     handle, holder = None, None
     if communicator.rank == 0:
-        handle, holder = _take(Path(directory) / LOCK_NAME)
+        handle, holder = take(Path(directory) / LOCK_NAME)
     holder = communicator.broadcast(holder)
     try:
         if holder is not None and insist:
@@ -44,24 +40,3 @@ def sole_writer(directory: str | Path, communicator: Communicator = SOLO, *, ins
     finally:
         if handle is not None:
             os.close(handle)
-
-
-def _take(path: Path) -> tuple[int | None, str | None]:
-    """(the open lock, if it could be had; who has it, if somebody has)."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError:
-        return None, None  # a folder that cannot be written to: the first save says so
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        held = error.errno in (errno.EWOULDBLOCK, errno.EACCES)
-        text = os.pread(handle, 1000, 0).decode(errors="replace").strip()
-        os.close(handle)
-        return None, (text or "it does not say which") if held else None
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    with suppress(OSError):  # a full disk: it is held all the same
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}, since {now}\n".encode(), 0)
-    return handle, None
