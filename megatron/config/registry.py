@@ -26,7 +26,7 @@ from typing import Any
 from .problems import UserError
 
 KIND, OPTIMIZER, SCHEDULE, HOOK, METRIC, RUNNER = "kind", "optimizer", "schedule", "hook", "metric", "runner"
-ARCHITECTURE, OBJECTIVE, SOURCE = "architecture", "objective", "source"
+ARCHITECTURE, OBJECTIVE, SOURCE, FEATURE = "architecture", "objective", "source", "feature"
 
 # By role, then by name. What is added inside the tree is one line here.
 INSIDE: dict[str, dict[str, str]] = {
@@ -102,6 +102,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "levels": "megatron.training.hooks.levels:LevelsHook",
         "checkpoint": "megatron.training.hooks.checkpoint:CheckpointHook",
     },
+    FEATURE: {},  # in the order in which their engine parts attach; see megatron.config.features.feature
     METRIC: {  # see megatron.report.sink
         "jsonl": "megatron.report.jsonl:MetricsFile",
         "tensorboard": "megatron.report.tensorboard:TensorBoard",

@@ -10,7 +10,9 @@ from typing import Any
 
 from pydantic import create_model
 
+from .features.feature import features_of
 from .kind import kinds_of
+from .registry import RegistryError
 from .section import Section, key
 from .sections.data import DataSection, TokenizerSection
 from .sections.layout import LaunchSection, ParallelSection, PrecisionSection, ZeroSection
@@ -47,19 +49,25 @@ class Config(Section):
 
 @cache
 def schema_of(extensions: tuple[str, ...] = ()) -> type[Config]:
-    """The schema with a section in `model` for each kind of layer that the extensions add.
+    """The schema with a section in `model` for each kind of layer that the extensions add, and one at the top level for
+    each feature.
 
     Raises:
         RegistryError: an extension cannot be used.
     """
     added = {name: kind for name, kind in kinds_of(extensions).items() if name not in ModelSection.model_fields}
-    if not added:
+    features: dict[str, Any] = {}
+    for name, feature in features_of(extensions).items():
+        if name in Config.model_fields:
+            raise RegistryError(f"a feature must not be named {name}, which is a section of its own", "rename it")
+        features[name] = (feature.options, key(feature.options, feature.about))
+    if not added and not features:
         return Config
     sections: dict[str, Any] = {name: (kind.options, key(kind.options, kind.about)) for name, kind in added.items()}
     model = create_model("ModelSection", __base__=ModelSection, __module__=__name__, **sections)
     field = Config.model_fields["model"]
     return create_model(
-        "Config", __base__=Config, __module__=__name__, model=(model, key(..., field.description or ""))
+        "Config", __base__=Config, __module__=__name__, model=(model, key(..., field.description or "")), **features
     )
 
 

@@ -6,6 +6,7 @@ EXTENSION = {
     "schedule": {"multi_step": "my_lab.multi_step:multi_step"},
     "objective": {"focal": "my_lab.focal:Focal"},
     "source": {"recall": "my_lab.recall:Recall"},
+    "feature": {"worst_label": "my_lab.worst_label.options:FEATURE"},
     "hook": {"weights": "my_lab.weights:Weights"},
     "metric": {"table": "my_lab.table:Table"},
     "architecture": {"olmo": "my_lab.olmo:OLMO"},

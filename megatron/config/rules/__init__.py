@@ -5,6 +5,7 @@ needs stands with the kind (`kind.LayerKind`)."""
 
 from __future__ import annotations
 
+from ..features.feature import features_of
 from ..problems import Problem
 from ..rule_context import RuleContext
 from . import (
@@ -70,6 +71,8 @@ def broken(context: RuleContext, inputs: bool) -> list[Problem]:
     found = [problem for rule in chosen for problem in rule(context)]
     for use in context.used:
         found += [problem for rule in context.kinds[use.kind].rules for problem in rule(use)]
+    for feature in features_of(tuple(context.config.model.extensions)).values():
+        found += [problem for rule in feature.rules for problem in rule(context)]
     for kind in context.kinds.values():
         found += [problem for rule in kind.stack_rules for problem in rule(context)]
     return found

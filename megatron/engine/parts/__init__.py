@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.config.arithmetic.spikes import has_gate
+from megatron.config.features.feature import features_of
 from megatron.config.kind import LayerKind
 from megatron.config.registry import load
 from megatron.config.variants import used_kinds
@@ -98,4 +99,7 @@ def build_parts(engine: BaseEngine, given: Mapping[str, EnginePart | None]) -> d
         part = given.get(entry.name) or (load(entry.path)() if entry.wanted(engine) else None)
         if part is not None:
             found[entry.name] = part
+    for name, feature in features_of(tuple(engine.config.model.extensions)).items():
+        if feature.engine and feature.wanted(engine.config):  # after all inside, whose order has reasons
+            found[name] = load(feature.engine)()
     return found

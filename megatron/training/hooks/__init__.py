@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.config.features.feature import features_of
 from megatron.config.names.added import build_added
 from megatron.config.registry import HOOK, INSIDE, load
 
@@ -20,8 +21,10 @@ def hooks_of(parts: HookContext) -> list[Hook]:
         UserError: a hook of the user's cannot be made.
     """
     hooks: list[Hook | None] = []
+    wanted = (each for each in features_of(tuple(parts.config.model.extensions)).values() if each.wanted(parts.config))
     for name, path in INSIDE[HOOK].items():
         if name == LAST:
+            hooks += [load(feature.hook).of(parts) for feature in wanted if feature.hook]
             hooks += build_added(parts.config, "hooks", HOOK, parts.config.hooks, kind=Hook)
         hooks.append(load(path).of(parts))
     return [hook for hook in hooks if hook is not None]

@@ -1,0 +1,1 @@
+"""A feature: the largest loss of a label in each step."""

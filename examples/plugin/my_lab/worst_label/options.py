@@ -1,0 +1,35 @@
+"""Options and rules of the feature, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.features.feature import Feature
+from megatron.config.problems import Problem
+from megatron.config.rule_context import RuleContext
+from megatron.config.section import Section, key
+
+
+class WorstLabelOptions(Section):
+    enabled: bool = key(False, "Log the largest cross-entropy of a label in each step.")
+    above: float = key(0.0, "Log it only where it is larger.", unit="nats", ge=0)
+
+
+def has_use(context: RuleContext) -> Iterator[Problem]:
+    options = getattr(context.config, "worst_label")  # noqa: B009  (a section that this package adds)
+    if options.above and not options.enabled:
+        yield context.warning(
+            "worst_label.above",
+            "worst_label.enabled",
+            rule="must go with worst_label.enabled; it has no effect here",
+            fix="set worst_label.enabled=true, or remove it",
+        )
+
+
+FEATURE = Feature(
+    options=WorstLabelOptions,
+    about="The largest loss of a label in each step.",
+    wanted=lambda config: config.worst_label.enabled,
+    rules=(has_use,),
+    engine="my_lab.worst_label.part:WorstLabel",
+)

@@ -1,0 +1,1 @@
+"""What features say about themselves to a configuration."""
