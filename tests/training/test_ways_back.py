@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -174,3 +175,45 @@ def alone(folder: str, text: str, *overrides: str) -> list[dict]:
     file = Path(folder) / "branch.yml"
     file.write_text(text)
     return run_on_this_rank(load([str(file)], overrides, ranks=1), 1)
+
+
+WAYS = ("skip", "rollback", "watch", "stop")
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(each, marks=pytest.mark.slow) if each > 3 else each for each in range(40)]
+)
+def test_a_drawn_way_back(seed: int, tmp_path: Path) -> None:
+    """Any optimizer, average, form of gradients and ZeRO stage; two ranks."""
+    draw = random.Random(seed)
+    way, optimizer = WAYS[seed % len(WAYS)], draw.choice(WRITTEN)
+    stage = draw.choice([0, 1, 2, 3])
+    wire = draw.choice(["none", "bf16", "int8_block", "top_k"]) if stage < 3 else "none"
+    average = "null" if optimizer == "schedule_free_adamw" else draw.choice(["null", "0.5"])
+    options = (f"optimizer.type={optimizer}", f"zero.stage={stage}", f"training.weight_average={average}")
+    options = (*options, f"parallel.communication.compress.data={wire}")
+    if way == "skip":
+        skip = "spikes={action: skip, watch: grad_norm, window: 4, sigma: 1.0e+4}"
+        found = train(tmp_path, "found", *options, skip, strike(tmp_path, 2), ranks=2)
+        never = (f"data.left_out=[{{step: {STRUCK}, batches: 1}}]", "training.steps=5", "checkpoint.every=5")
+        expected = train(tmp_path, "never", *options, *never, *length_of(optimizer), ranks=2)
+        assert [line[1:] for line in found if line[0] != STRUCK] == [line[1:] for line in expected]
+        return
+    if way == "rollback":
+        train(tmp_path, "found", *options, SPIKES, strike(tmp_path, 2), ranks=2)
+        (back,) = [each for each in read_ledger(tmp_path / "found" / "ledger.jsonl") if each["event"] == "rollback"]
+        options = (*options, left_out(back))
+    elif way == "watch":
+        train(tmp_path, "found", *options, "training.audit=2", "logging.noise_scale=1", ranks=2)
+    else:
+        train(tmp_path, "found", *options, "training.stop_at_step=2", ranks=2)
+        train(tmp_path, "found", *options, ranks=2)
+    if way in ("rollback", "stop") and wire in ("int8_block", "top_k"):  # feedback begins at zero at each start
+        train(tmp_path, "never", *options, "training.stop_at_step=2", ranks=2)
+    train(tmp_path, "never", *options, ranks=2)
+    same(tmp_path, "found", "never", 6)
+
+
+def length_of(optimizer: str) -> tuple[str, ...]:
+    """What an optimizer derives from the length of the run stays that of six steps."""
+    return ("optimizer.options.warmup=6",) if optimizer == "ademamix" else ()
