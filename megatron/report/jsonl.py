@@ -223,6 +223,14 @@ def put_aside(path: str | Path, sound: Sound) -> list[int]:
     return numbers
 
 
+def evaluations_at(parts: SinkParts) -> list[dict[str, Any]]:
+    """The evaluations of the weights that a resumed run starts from: it does not make them again."""
+    path = parts.folder / "metrics.jsonl"
+    if not parts.start or not path.exists():
+        return []
+    return [each for each in read_lines(path) if each.get("step") == parts.start and "loss" not in each]
+
+
 def supersede(path: str | Path, start: int) -> int:
     """Make room for a run that goes on from `start` completed updates: take away the lines it will write again.
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .jsonl import evaluations_at
 from .sink import SinkParts
 from .tags import tagged
 
@@ -16,16 +17,21 @@ class TensorBoard:
     Args:
         folder: where the event files go.
         start: completed updates; earlier runs' points from there on are hidden.
+        again: records at `start` that stay, and are written again since TensorBoard hides them too.
     """
 
-    def __init__(self, folder: str | Path, start: int = 0) -> None:
+    def __init__(self, folder: str | Path, start: int = 0, again: Sequence[Mapping[str, Any]] = ()) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import, so only where it is wanted
 
         self._writer = SummaryWriter(log_dir=str(folder), purge_step=start or None)
+        for record in again:
+            self.write(record)
 
     @classmethod
     def of(cls, parts: SinkParts) -> TensorBoard | None:
-        return cls(parts.folder / "tensorboard", parts.start) if parts.config.logging.tensorboard else None
+        if not parts.config.logging.tensorboard:
+            return None
+        return cls(parts.folder / "tensorboard", parts.start, evaluations_at(parts))
 
     def write(self, record: Mapping[str, Any]) -> None:
         for name, value in tagged(record).items():

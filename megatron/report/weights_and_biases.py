@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.config.sections.output import WandbOptions
 
 from .append import warn
+from .jsonl import evaluations_at
 from .sink import SinkParts
 from .tags import tagged
 
@@ -31,6 +32,7 @@ class WeightsAndBiases:
         name, notes: shown by W&B.
         settings: the resolved configuration as plain values.
         start: completed updates, from which records come.
+        again: records at `start` that stay; they are logged again where W&B goes back behind them.
 
     Raises:
         ModuleNotFoundError: the wandb package is not installed.
@@ -45,6 +47,7 @@ class WeightsAndBiases:
         notes: str = "",
         settings: Mapping[str, Any] | None = None,
         start: int = 0,
+        again: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         try:
             import wandb
@@ -56,7 +59,10 @@ class WeightsAndBiases:
         self._teardown = wandb.teardown
         self._path = folder / "wandb.json"
         self._known = _known(self._path)
-        back = self._known.get("last_step", -1) >= start
+        last = self._known.get("last_step", -1)
+        # An evaluation at `start` stays. Online its step is taken, and the next record of the step would be dropped.
+        stays = options.mode == "offline" and 0 < start == last > self._known.get("last_training_step", last)
+        back = last >= start and not stays
         common = {
             "project": options.project,
             "entity": options.entity,
@@ -70,12 +76,14 @@ class WeightsAndBiases:
             "settings": wandb.Settings(console="off", silent=True),  # its closing table would cover our summary
         }
         self._run = self._open(wandb, common, start, back)
-        self._known |= {"id": self._run.id, "last_step": start - 1 if back else self._known.get("last_step", -1)}
+        self._known |= {"id": self._run.id, "last_step": start - 1 if back else last}
         self._tokens = 0.0
         self._keep()
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("tokens", hidden=True)  # to be chosen as x in place of the steps
         self._run.define_metric("*", step_metric="step")
+        for record in again if back and options.mode == "online" else ():
+            self.write(record)
 
     def _open(self, wandb: ModuleType, common: dict[str, Any], start: int, back: bool) -> wandb.Run:
         if back and common["mode"] == "online" and start:
@@ -92,14 +100,16 @@ class WeightsAndBiases:
         options, run = parts.config.logging.wandb, parts.config.run
         if options.mode == "disabled":
             return None
-        return cls(options, parts.folder, name=run.name, notes=run.notes, settings=parts.settings, start=parts.start)
+        own: dict[str, Any] = {"name": run.name, "notes": run.notes, "settings": parts.settings}
+        return cls(options, parts.folder, **own, start=parts.start, again=evaluations_at(parts))
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._tokens = record.get("tokens", self._tokens)
         step = record["step"]
         self._run.log({**tagged(record), "step": step, "tokens": self._tokens}, step=step)
-        if step > self._known["last_step"]:
-            self._known["last_step"] = step
+        if step > self._known["last_step"] or "loss" in record:
+            self._known |= {"last_step": max(step, self._known["last_step"])}
+            self._known |= {"last_training_step": step} if "loss" in record else {}
             self._keep()
 
     def _keep(self) -> None:
@@ -116,7 +126,8 @@ def _known(path: Path) -> dict[str, Any]:
     """The id of the W&B run and the last step that it has; a new id where the file is not there or damaged."""
     try:
         found = json.loads(path.read_bytes())
-        if isinstance(found["id"], str) and isinstance(found.get("last_step", -1), int):
+        steps = (found.get(name, -1) for name in ("last_step", "last_training_step"))
+        if isinstance(found["id"], str) and all(isinstance(step, int) for step in steps):
             return found
     except FileNotFoundError:
         return {"id": _new_id()}

@@ -91,20 +91,28 @@ def test_recomputation():
     assert noted(translation, "chunks of 4")
 
 
-def test_launcher_counts_with_several_hosts_only():
+def test_a_hostfile_that_is_not_there_means_this_machine():
+    """local_setup.yml names /mock_path: GPT-NeoX warns and uses the local devices."""
+    translation = flat(launcher="pdsh", hostfile="/mock_path")
+    assert "launch" not in translation.values and noted(translation, "no file /mock_path")
+
+
+def test_launcher_counts_with_several_hosts_only(tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("n1 slots=4\n")
     assert "launch" not in flat(launcher="slurm", deepspeed_slurm=True).values
     launch = flat(
-        launcher="mvapich", hostfile="hosts", include="a@b", num_gpus=4, master_addr="n1", master_port=3
+        launcher="mvapich", hostfile=str(hosts), include="a@b", num_gpus=4, master_addr="n1", master_port=3
     ).values["launch"]
     assert launch == {
         "runner": "mpich",
-        "hostfile": "hosts",
+        "hostfile": str(hosts),
         "include": "a@b",
         "ranks": 4,
         "master_address": "n1",
         "master_port": 3,
     }
-    assert problem_of(flat(num_nodes=2, hostfile="hosts"), "num_nodes")
+    assert problem_of(flat(num_nodes=2, hostfile=str(hosts)), "num_nodes")
 
 
 def test_deepspeed_gets_what_is_raw():

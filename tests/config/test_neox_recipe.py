@@ -95,6 +95,14 @@ def test_optimizer_defaults_are_those_of_the_classes():
     assert (sgd["momentum"], sgd["nesterov"]) == (0.0, False)
 
 
+def test_adam_of_bitsandbytes():
+    translation = flat(use_bnb_optimizer=True, pos_emb="rotary")
+    assert at(translation, "optimizer.type") == "adamw_8bit" and noted(translation, "bitsandbytes")
+    assert at(flat(use_bnb_optimizer=False), "optimizer.type") == "adamw"
+    lion = flat(use_bnb_optimizer=True, pos_emb="rotary", optimizer={"type": "Lion", "params": {"lr": 1e-3}})
+    assert at(lion, "optimizer.type") == "lion" and noted(lion, "no effect on lion")
+
+
 @pytest.mark.parametrize(
     "optimizer, word",
     [

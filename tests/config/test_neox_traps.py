@@ -120,7 +120,7 @@ def test_activations(activation, fusion, native, gated):
         ({"eod_mask_loss": True}, "eod_mask_loss"),
         ({"no_load_optim": True}, "no_load_optim"),
         ({"opt_pos_emb_offset": 2}, "opt_pos_emb_offset"),
-        ({"use_bnb_optimizer": True}, "use_bnb_optimizer"),
+        ({"use_bnb_optimizer": True, "pos_emb": "learned"}, "use_bnb_optimizer"),
     ],
 )
 def test_what_is_not_available_is_refused_with_a_fix(changes, key):
@@ -377,8 +377,10 @@ def test_wrong_types(name, value, kind):
 
 def test_numbers_that_yaml_reads_as_text():
     assert at(flat(min_lr="1e-5"), "schedule.min_lr_ratio") == pytest.approx(0.01)
-    bad = flat(optimizer={"type": "Adam", "params": {"lr": 1e-3, "eps": "1.0e_8"}})
-    assert "1.0e-8 is meant" in problem_of(bad, "optimizer").fix
+    misspelt = flat(optimizer={"type": "Adam", "params": {"lr": 1e-3, "eps": "1.0e_8"}})
+    assert at(misspelt, "optimizer.epsilon") == 1e-8 and noted(misspelt, "1.0e_8 is read as 1.0e-8")
+    bad = flat(optimizer={"type": "Adam", "params": {"lr": 1e-3, "eps": "1.0_e8"}})
+    assert problem_of(bad, "optimizer")
 
 
 @pytest.mark.parametrize("params", ["x", True, 3, [1], [["lr", 1e-3]]])

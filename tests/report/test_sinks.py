@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from megatron.report.jsonl import supersede
 from megatron.report.peaks import device_peak
 from megatron.report.sinks import open_sinks
 from megatron.report.tags import tagged
@@ -78,7 +79,7 @@ def test_wandb_loses_nothing_of_a_run_that_goes_back(tmp_path, monkeypatch):
     wanted = config(tmp_path, wandb={"mode": "offline", "project": "tests"})
     write(open_sinks(wanted))
     first = json.loads((tmp_path / "run" / "wandb.json").read_text())
-    assert first["last_step"] == 2
+    assert first["last_step"] == 2 and first["last_training_step"] == 1
     sinks = open_sinks(wanted, start=1)
     sinks.write({"step": 1, "loss": 2.71875})
     sinks.close()
@@ -88,17 +89,37 @@ def test_wandb_loses_nothing_of_a_run_that_goes_back(tmp_path, monkeypatch):
     assert b"2.71875" in file.read_bytes() and b"trial" in file.read_bytes()
 
 
+def test_a_plain_resume_loses_no_evaluation(tmp_path, monkeypatch):
+    """A run that stopped after an evaluation goes on from there: the point stays, and W&B has one run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    wanted = config(tmp_path, tensorboard=True, wandb={"mode": "offline", "project": "tests"})
+    write(open_sinks(wanted))
+    first = json.loads((tmp_path / "run" / "wandb.json").read_text())["id"]
+    supersede(tmp_path / "run" / "metrics.jsonl", 2)
+    sinks = open_sinks(wanted, start=2)
+    sinks.write({"step": 2, "loss": 2.5})
+    sinks.write({"step": 4, "validation": {"pile": {"loss": 2.75}}})
+    sinks.close()
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss/pile")] == [(2, 3.0), (4, 2.75)]
+    assert [(e.step, e.value) for e in events.Scalars("loss/train")] == [(0, 4.25), (1, 3.125), (2, 2.5)]
+    assert json.loads((tmp_path / "run" / "wandb.json").read_text())["id"] == first
+
+
 @pytest.mark.parametrize("rewinds", [True, False])
 def test_wandb_online_rewinds_where_the_server_can(tmp_path, monkeypatch, rewinds):
     """A stand-in for the service: it notes how runs are opened, and refuses to rewind like an older server."""
     import wandb
 
-    opened = []
+    opened, logged = [], []
 
     class Run:
         def __init__(self, name):
-            self.id, self.lines = name, []
-            self.log = lambda values, step: self.lines.append(step)
+            self.id = name
+            self.log = lambda values, step: logged.append((step, "loss/train" in values))
             self.define_metric = self.finish = lambda *_, **__: None
 
     def init(**given):
@@ -117,6 +138,7 @@ def test_wandb_online_rewinds_where_the_server_can(tmp_path, monkeypatch, rewind
     sinks.close()
     now = json.loads((tmp_path / "run" / "wandb.json").read_text())
     assert opened[1]["resume_from"] == f"{first}?_step=1" and now["last_step"] == 2
+    assert logged[-2:] == [(2, False), (2, True)], "the evaluation again, then the next training step"
     assert (now["id"] == first) == rewinds
     if not rewinds:
         assert opened[2]["id"] == now["id"] and opened[2]["group"] == opened[0]["group"] == "trial"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from .reader import Flat, Native, as_number
@@ -184,12 +185,14 @@ def _recomputation(flat: Flat, native: Native) -> None:
 
 
 def _launch(flat: Flat, native: Native) -> None:
-    for name, key in (
-        ("hostfile", "hostfile"),
-        ("include", "include"),
-        ("exclude", "exclude"),
-        ("master_addr", "master_address"),
-    ):
+    hostfile = flat.text("hostfile") if flat.given("hostfile") else None
+    if hostfile and Path(hostfile).is_file():
+        native.put("launch.hostfile", hostfile, "hostfile")
+    elif hostfile:
+        native.note(f"hostfile: there is no file {hostfile}; only the devices of this machine are used, as by GPT-NeoX")
+        native.used.add("hostfile")
+        hostfile = None
+    for name, key in (("include", "include"), ("exclude", "exclude"), ("master_addr", "master_address")):
         if flat.given(name):
             native.put(f"launch.{key}", flat.text(name), name)
     for name, key in (("num_gpus", "ranks"), ("master_port", "master_port")):
@@ -203,7 +206,7 @@ def _launch(flat: Flat, native: Native) -> None:
             "name the hosts in include, or in the hostfile itself",
         )
     runner = flat.choice("launcher", LAUNCHERS)
-    if runner and (flat.given("hostfile") or flat.boolean("force_multi") or nodes > 1):
+    if runner and (hostfile or flat.boolean("force_multi") or nodes > 1):
         native.put("launch.runner", runner, "launcher")
         native.used.update({"force_multi", "num_nodes"})
     else:

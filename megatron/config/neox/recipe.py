@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from typing import Any
 
 from .reader import Flat, Native, as_number
@@ -20,6 +21,7 @@ KEYS: dict[str, Any] = {
     "train_epochs": None,
     "exit_interval": None,
     "optimizer": None,
+    "use_bnb_optimizer": False,
     "weight_decay": 0.1,
     "gradient_clipping": 1.0,
     "lr_decay_style": "linear",
@@ -34,6 +36,7 @@ KEYS: dict[str, Any] = {
     "communication_data_type": None,
 }
 
+MISSPELT = re.compile(r"\d+(\.\d*)?e_\d+")  # 1.0e_8, as in gmlp_small.yml
 # optimizer.type -> native type
 OPTIMIZERS = {
     "adam": "adamw",
@@ -196,7 +199,7 @@ def _optimizer(flat: Flat, native: Native) -> float | None:
             value=name,
         )
         return None
-    native.put("optimizer.type", kind, "optimizer.type")
+    native.put("optimizer.type", _in_8_bits(flat, native, kind), "optimizer.type")
     for extra in sorted(map(str, optimizer.keys() - {"type", "params"})):
         flat.problem("optimizer", "optimizer has the keys type and params", f"remove {extra}", value=extra)
     params = optimizer.get("params") or {}
@@ -207,6 +210,9 @@ def _optimizer(flat: Flat, native: Native) -> float | None:
     decay = _weight_decay(flat, native, params)
     values = {}
     for parameter, (key, default) in PARAMETERS[kind].items():
+        if isinstance(text := params.get(parameter), str) and MISSPELT.fullmatch(text):
+            params[parameter] = text.replace("e_", "e-")
+            native.note(f"optimizer.params.{parameter}: {text} is read as {params[parameter]}")
         values[key] = _parameter(flat, parameter, params.pop(parameter, default), default)
         native.put(f"optimizer.{key}", values[key], f"optimizer.params.{parameter}")
     if kind == "sgd" and decay and values["momentum"]:
@@ -217,6 +223,24 @@ def _optimizer(flat: Flat, native: Native) -> float | None:
         )
     _other_parameters(flat, params, kind)
     return values["lr"]
+
+
+def _in_8_bits(flat: Flat, native: Native, kind: str) -> str:
+    """The optimizer's type with `use_bnb_optimizer`, which changes Adam, and the embedding of learned positions."""
+    if not flat.boolean("use_bnb_optimizer"):
+        return kind
+    native.used.add("use_bnb_optimizer")
+    if (flat.text("pos_emb") or "").lower() == "learned":
+        flat.problem(
+            "use_bnb_optimizer",
+            "with pos_emb: learned GPT-NeoX adds a norm to the positions (StableEmbedding), which is not available",
+            "set it to false and take the native optimizer.type: adamw_8bit",
+        )
+    if kind != "adamw":
+        native.note(f"use_bnb_optimizer: it changes Adam only, and has no effect on {kind}")
+        return kind
+    native.note("optimizer.type: adamw_8bit; its moments have 8 bits as those of bitsandbytes, rounded in another way")
+    return "adamw_8bit"
 
 
 def _parameter(flat: Flat, name: str, value: Any, default: Any, key: str = "optimizer") -> Any:

@@ -79,7 +79,6 @@ REFUSED: dict[str, Refusal] = (
         "autotuning_run": Refusal(
             (), "there is no autotuner", "remove it; tools/config.py layers shows what each layer costs"
         ),
-        "use_bnb_optimizer": Refusal((False,), "8-bit optimizers are not available", OFF),
         "no_load_optim": Refusal(
             (False,),
             "GPT-NeoX does not train with it: it takes an optimizer with learning rate 0",
