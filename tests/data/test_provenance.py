@@ -12,6 +12,7 @@ import pytest
 
 from megatron.config import load, save_resolved
 from megatron.config.sections.data import TokenizerSection
+from megatron.data.block_checksums import DamagedTokens
 from megatron.data.corpus.encode import Treatment
 from megatron.data.corpus.inputs import find_inputs, open_stream
 from megatron.data.corpus.job import TokenizeJob
@@ -216,18 +217,25 @@ def test_mistakes_end_with_status_2(run, name, arguments, message):
 
 
 def test_changed_data_do_not_pass_unseen(run):
-    """A token file that changed after the run gives another hash; another file's table of origins is refused."""
+    """A token file that changed after the run is refused. Without checksums it gives another hash. Another file's table
+    of origins is refused."""
     config = run_config(run / "run")
     sequences = Provenance(config).step(3)
     piece = next(piece for each in sequences for piece in each.pieces if piece.source == "a")
     path = run / "a.bin"
     content = bytearray(path.read_bytes())
     place = int(TokenFile(path).offsets[piece.document]) + 2 * piece.start
+    manifest = run / "a.json"
+    known = manifest.read_text()
     try:
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        with pytest.raises(DamagedTokens, match="is not what was written"):
+            Provenance(config).step(3)
+        manifest.write_text(json.dumps({**json.loads(known), "blocks": None}))
         assert step_hash(Provenance(config).step(3)) != step_hash(sequences)
     finally:
         path.write_bytes(content)
+        manifest.write_text(known)
     assert step_hash(Provenance(config).step(3)) == step_hash(sequences)
     origin = run / "a.origin"
     table = origin.read_bytes()
