@@ -126,7 +126,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("file", nargs="?", help="configuration")
     parser.add_argument("overrides", nargs="*", help="key.path=value")
     parser.add_argument("--minutes", type=float, default=30.0, help="no fault after that time; the last run ends (30)")
-    parser.add_argument("--most", type=int, metavar="N", help="no fault after so many; the last run ends")
+    parser.add_argument("--most", type=int, metavar="N", help="stop injecting faults after N; the last run ends")
     parser.add_argument("--seed", type=int, default=1, help="of the order of faults (1)")
     parser.add_argument("--ranks", type=int, metavar="N", help="processes (2), on each host if there are several (1)")
     parser.add_argument("--hosts", type=int, default=1, metavar="N", help="hosts made of network namespaces (1: none)")

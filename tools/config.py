@@ -158,9 +158,9 @@ def check(options: argparse.Namespace) -> None:
             f"{batch['micro_batch_size']} x accumulation {batch['accumulation']} x data {layout['data']}"
         )
     else:
-        text += "; what depends on the number of ranks was not checked (give --ranks)"
+        text += ". Rules that depend on the number of ranks were not checked (give --ranks)"
     if ranks and not _here(options):
-        text += "\nchecked for other hosts than this machine: its memory, disks and programs were not looked at"
+        text += "\nchecked for other hosts than this machine: its memory, disks and programs were not checked"
     amount, figures = _amount(resolved, options)
     text += amount
     _emit(

@@ -134,7 +134,7 @@ def train(every: list[ContinualStage], run: Callable[[ContinualStage], Any], log
     """Train what has not been trained."""
     for stage in every:
         if stage.checkpoint.is_dir():
-            log(f"done before: {stage.checkpoint} (remove {RUNS} to train anew)")
+            log(f"done before: {stage.checkpoint} (remove {RUNS} to train again)")
             continue
         run(stage)
         if not stage.checkpoint.is_dir():
@@ -238,7 +238,7 @@ def _seeds(text: str) -> list[int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--divide", type=_count, default=1, metavar="N", help="all lengths in steps, divided by this")
-    parser.add_argument("--documents", type=_count, metavar="N", help="use only the first so many documents of A")
+    parser.add_argument("--documents", type=_count, metavar="N", help="use only the first N documents of A")
     parser.add_argument("--seeds", type=_seeds, metavar="S,...", help="train with each; the picture has the first")
     parser.add_argument("--picture", default=str(RUNS / "losses.png"), metavar="FILE", help="(default: %(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="changes of all configurations")

@@ -30,8 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="HOSTFILE",
         help="hosts, one `name slots=N` per line; without it, the Slurm job or this machine",
     )
-    parser.add_argument("--include", metavar="HOSTS", help="look at these hosts only")
-    parser.add_argument("--exclude", metavar="HOSTS", help="leave these hosts out")
+    parser.add_argument("--include", metavar="HOSTS", help="check only these hosts")
+    parser.add_argument("--exclude", metavar="HOSTS", help="exclude these hosts")
     parser.add_argument("--ssh-port", type=int, metavar="PORT", help="port of the ssh servers")
     parser.add_argument("--python", metavar="PATH", help="Python on the hosts (default: the path of this one)")
     parser.add_argument(

@@ -267,7 +267,7 @@ def train(settings: Settings) -> TrainingRun:
     print(f"on {machine.about}", flush=True)
     call(["./deepy.py", "--ranks", str(machine.ranks), "train.py", *files, *overrides])
     if not run.checkpoint.is_dir():
-        raise Failed(f"training stopped before step {run.steps}; the same command goes on from its newest checkpoint")
+        raise Failed(f"training stopped before step {run.steps}; the same command resumes from its newest checkpoint")
     Record.load(run.folder / "quickstart.json").put("training", run.key, [], finished=True)
     return run
 
@@ -405,7 +405,7 @@ def main() -> int:
     except Failed as error:
         print(f"\nquick start: {error}", file=sys.stderr)
         if error.status > 128:  # a signal
-            print("the same command goes on where this one was stopped", file=sys.stderr)
+            print("the same command resumes where this one was stopped", file=sys.stderr)
         return error.status
     if good:
         advice(settings, run)
@@ -419,7 +419,7 @@ def _settings() -> Settings:
         ("--data", str, "data/quickstart", "FOLDER", "where corpus and tokens go (default: %(default)s)"),
         ("--vocabulary", int, 4096, "TOKENS", "size of the tokenizer (default: %(default)s)"),
         ("--validation", float, 0.02, "SHARE", "share of the files for validation (default: %(default)s)"),
-        ("--documents", int, None, "N", "use only the first so many documents"),
+        ("--documents", int, None, "N", "use only the first N documents"),
     )
     for name, kind, default, what, meaning in options:
         parser.add_argument(name, type=kind, default=default, metavar=what, help=meaning)

@@ -187,7 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("verb", choices=VERBS)
     parser.add_argument("--json", action="store_true", help="plan, status, compare, fit: print one JSON document")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="launch: runs at a time (default: 1)")
-    parser.add_argument("--index", type=int, metavar="K", help="launch: the K-th run alone, counted from 0")
+    parser.add_argument("--index", type=int, metavar="K", help="launch: only the K-th run, counted from 0")
     parser.add_argument("--slurm", action="store_true", help="launch: write a job array for sbatch, a task per run")
     parser.add_argument(
         "--sbatch", action="append", default=[], metavar="=OPTION", help="launch: an option of its tasks"

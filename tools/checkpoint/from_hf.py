@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--multi-token",
         action="store_true",
-        help="keep layers that predict further tokens (model.multi_token_prediction), which are left out otherwise",
+        help="keep layers that predict further tokens (model.multi_token_prediction), which are otherwise skipped",
     )
     parser.add_argument("--verify", action="store_true", help="run both models on the same tokens, in fp32")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
             })
         )
     else:
-        print(f"wrote {options.out}; a run takes it with checkpoint.initialize_from={options.out}")
+        print(f"wrote {options.out}; a run starts from it with checkpoint.initialize_from={options.out}")
         if proof:
             print(f"verified: {proof}")
     return 0 if proof is None or proof.holds else 1

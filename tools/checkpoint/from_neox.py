@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("source", type=Path, help="the global_stepN folder")
     parser.add_argument("out", type=Path, help="directory of the checkpoint; must not exist")
     parser.add_argument("--config", nargs="+", required=True, metavar="FILE", help="the run's YAML, GPT-NeoX's or ours")
-    parser.add_argument("--weights", action="store_true", help="take the weights alone, to start anew from them")
+    parser.add_argument("--weights", action="store_true", help="take only the weights, to start a new run from them")
     parser.add_argument("--hf", type=Path, metavar="FOLDER", help="keep the Hugging Face model here; must not exist")
     parser.add_argument("--verify", action="store_true", help="run it and transformers' model on the same tokens")
     options = parser.parse_args(arguments)
@@ -50,9 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"from_neox: {error}", file=sys.stderr)
         return 2
     if step is None:
-        print(f"wrote {options.out} (weights alone); a run takes it with checkpoint.initialize_from={options.out}")
+        print(f"wrote {options.out} (only weights). A run starts from it with checkpoint.initialize_from={options.out}")
     else:
-        print(f"wrote {options.out} (step {step}); a run goes on from it with checkpoint.resume={options.out}")
+        print(f"wrote {options.out} (step {step}). A run continues from it with checkpoint.resume={options.out}")
     if proof:
         print(f"verified: {proof}")
     return 0 if proof is None or proof.holds else 1

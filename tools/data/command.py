@@ -73,7 +73,7 @@ def add_tokenizer(parser: argparse.ArgumentParser) -> None:
         choices=["huggingface", "sentencepiece", "tiktoken", "gpt2", "bytes", "characters"],
         help="kind (default: %(default)s)",
     )
-    group.add_argument("--merges", metavar="FILE", help="gpt2: the merges beside the vocabulary")
+    group.add_argument("--merges", metavar="FILE", help="gpt2: the merges next to the vocabulary")
     group.add_argument("--eod-token", metavar="TEXT", help="the end-of-document token (default: the tokenizer's own)")
 
 

@@ -31,7 +31,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--validation", type=float, default=0.02, help="share of documents for validation (default: %(default)s)"
     )
-    parser.add_argument("--limit", type=int, metavar="DOCUMENTS", help="stop after so many")
+    parser.add_argument("--limit", type=int, metavar="DOCUMENTS", help="stop after N")
     return parser
 
 
@@ -46,7 +46,7 @@ def main(given: argparse.Namespace) -> dict:
     if not 0 <= given.validation < 1:
         raise DataError("--validation", f"{given.validation} is no share", "give a number from 0 to below 1")
     if given.limit is not None and given.limit < 1:
-        raise DataError("--limit", f"{given.limit} is no number of documents", "give at least 1, or leave it out")
+        raise DataError("--limit", f"{given.limit} is no number of documents", "give at least 1, or omit it")
     return prepare(given.corpus, Path(given.output), given.validation, given.limit)
 
 

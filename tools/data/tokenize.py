@@ -93,9 +93,7 @@ def add_work(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="time between two safe states (default: %(default)s)",
     )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="start anew although there is a finished or an unfinished output"
-    )
+    parser.add_argument("--overwrite", action="store_true", help="overwrite a finished or an unfinished output")
     parser.add_argument(
         "--no-input-hashes", action="store_true", help="do not read the inputs once more for their SHA-256"
     )

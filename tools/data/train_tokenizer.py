@@ -50,7 +50,7 @@ def options() -> argparse.ArgumentParser:
         "--special", nargs="*", default=[], metavar="TOKEN", help="further special tokens, e.g. <|fim_prefix|>"
     )
     parser.add_argument("--key", default="text", help="key or column of the text (default: %(default)s)")
-    parser.add_argument("--limit", type=float, metavar="BYTES", help="learn from about so many bytes at most")
+    parser.add_argument("--limit", type=float, metavar="BYTES", help="learn from at most about N bytes")
     parser.add_argument("--overwrite", action="store_true", help="replace the output")
     return parser
 
@@ -64,7 +64,7 @@ def main(given: argparse.Namespace) -> dict:
     from megatron.data.errors import DataError
 
     if given.limit is not None and not 1 <= given.limit < float("inf"):
-        raise DataError("--limit", f"{given.limit:g} is no number of bytes", "give at least 1, or leave it out")
+        raise DataError("--limit", f"{given.limit:g} is no number of bytes", "give at least 1, or omit it")
     output = Path(given.output)
     if output.exists() and not given.overwrite:
         raise DataError(output, "this file exists already", "use another --output, or --overwrite")

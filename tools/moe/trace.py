@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, help="a run's directory, a folder of checkpoints, or a checkpoint")
     parser.add_argument("--step", type=int, default=0, help="the update whose batch is read (default 0)")
-    parser.add_argument("--samples", type=int, help="only so many samples (default: a micro-batch)")
+    parser.add_argument("--samples", type=int, help="number of samples (default: a micro-batch)")
     parser.add_argument("--output", type=Path, help="write the rows here (default: standard output)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args(arguments)

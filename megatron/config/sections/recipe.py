@@ -184,7 +184,7 @@ class TrainingSection(Section):
 
 class ObjectiveSection(Section):
     type: str = key("cross_entropy", "Which labels count, and what each costs (docs/data.md).", role=OBJECTIVE)
-    k: int = key(4, "goldfish: one label of k is left out.", ge=2, le=10**6)
+    k: int = key(4, "goldfish: mask one in k labels.", ge=2, le=10**6)
     h: int = key(
         13, "goldfish: whether a label is left out depends on the h tokens before it.", unit="tokens", ge=1, le=1024
     )

@@ -31,9 +31,7 @@ class RecurrenceOptions(Section):
     )
     mean: int = key(32, "Mean of the rate at which passes are drawn.", unit="passes", gt=0, le=1024)
     spread: float = key(0.5, "Standard deviation of the rate's logarithm.", ge=0, le=2)
-    backward: int = key(
-        8, "Only the last so many passes of a step get gradients; what is kept does not grow beyond them.", gt=0
-    )
+    backward: int = key(8, "Backpropagate through the last n passes only. They bound the activation memory.", gt=0)
     evaluation: Derivable[int] = key(
         None,
         "Passes in evaluation and generation.",
