@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,7 +26,6 @@ from megatron.data.loader import Loader, build_loader
 from megatron.data.plan_builder import set_names
 from megatron.engine.engine import PlainEngine, build_engine
 from megatron.engine.parts.teacher import Teacher
-from megatron.engine.pipelined import PipelinedEngine
 from megatron.kinds.common.attention.attend_across import describe_context
 from megatron.model.costs.describe import flops_of_step, teacher_flops, totals
 from megatron.model.kernels.choice import describe_kernels
@@ -56,6 +55,9 @@ from .start.uploads import copies_of
 from .start.vocabulary import INITIAL
 from .trainer import Outcome, Trainer
 from .world import World, joined
+
+if TYPE_CHECKING:
+    from megatron.engine.pipelined import PipelinedEngine
 
 
 def train() -> int:
