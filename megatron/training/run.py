@@ -216,7 +216,9 @@ def _train(
     saver = Saver(config.checkpoint.dir, config.checkpoint, world.background, copies)
     saver.prepare(engine.state.fragments())
     tokens = tokens_read(source, config)
-    saves = contents(config, place.config_text, world, engine, loader.plan, tokens, ledger, source.left_out)
+    saves = contents(
+        config, place.config_text, world, engine, loader.plan, tokens, ledger, source.left_out, source.imported
+    )
     if config.checkpoint.prove:
         saves = with_proof(saves, config, world, engine, loader)
     hooks = hooks_of(

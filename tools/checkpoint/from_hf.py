@@ -22,6 +22,7 @@ import json
 from pathlib import Path
 
 from megatron.checkpoint import CheckpointError, open_checkpoint
+from megatron.checkpoint.hf.companions import not_kept
 from megatron.checkpoint.hf.importer import import_model, locate
 from megatron.checkpoint.hf.verify import prove
 from megatron.checkpoint.save.progress import now_and_then
@@ -47,7 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
         action="store_true",
         help="keep layers that predict further tokens (model.multi_token_prediction), which are otherwise skipped",
     )
-    parser.add_argument("--verify", action="store_true", help="run both models on the same tokens, in fp32")
+    parser.add_argument(
+        "--verify", action="store_true", help="run both models on the same tokens in fp32, and both tokenizers on texts"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args(arguments)
     try:
@@ -66,19 +69,18 @@ def main(arguments: list[str] | None = None) -> int:
     except (CheckpointError, ConfigError, RegistryError, OSError, ValueError) as error:
         print(f"from_hf: {error}", file=sys.stderr)
         return 2
+    left = not_kept(folder)
     model = thaw(resolved.config.model.model_dump(exclude_defaults=True))
     if options.json:
         print(
-            json.dumps({
-                "out": str(options.out),
-                "model": model,
-                **({"difference": proof.difference, "relative": proof.relative} if proof else {}),
-            })
+            json.dumps({"out": str(options.out), "model": model, "not_kept": left, **(proof.values if proof else {})})
         )
     else:
         print(f"wrote {options.out}; a run starts from it with checkpoint.initialize_from={options.out}")
+        if left:
+            print(f"note: an export will not have these files: {', '.join(left)}")
         if proof:
-            print(f"verified: {proof}")
+            print(proof)
     return 0 if proof is None or proof.holds else 1
 
 

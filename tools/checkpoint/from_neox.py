@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         print(f"wrote {options.out} (step {step}). A run continues from it with checkpoint.resume={options.out}")
     if proof:
-        print(f"verified: {proof}")
+        print(proof)
     return 0 if proof is None or proof.holds else 1
 
 

@@ -48,7 +48,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--average", action="store_true", help="the average of the weights (training.weight_average) in their place"
     )
     parser.add_argument("--shard-size", type=float, default=5.0, metavar="GIB", help="largest file, in GiB (default 5)")
-    parser.add_argument("--verify", action="store_true", help="run both models on the same tokens, in fp32")
+    parser.add_argument(
+        "--verify", action="store_true", help="run both models on the same tokens in fp32, and both tokenizers on texts"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args(arguments)
     if not 0 < options.shard_size < float("inf"):
@@ -84,12 +86,12 @@ def main(arguments: list[str] | None = None) -> int:
                 "dtype": dtype,
                 "files": done.files,
                 "notes": done.notes,
-                **({"difference": proof.difference, "relative": proof.relative} if proof else {}),
+                **(proof.values if proof else {}),
             })
         )
     else:
         print(f"wrote {done.folder}: {done.architecture.class_name}, {dtype}, {len(done.files)} files of weights")
-        print("\n".join([*(f"note: {note}" for note in done.notes), *([f"verified: {proof}"] if proof else [])]))
+        print("\n".join([*(f"note: {note}" for note in done.notes), *([str(proof)] if proof else [])]))
     return 0 if proof is None or proof.holds else 1
 
 

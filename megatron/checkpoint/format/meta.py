@@ -25,6 +25,9 @@ def versions() -> dict[str, str]:
     return {"megatron": __version__, **found}
 
 
+IMPORTED = "hugging_face"  # in `extra`: what an imported model has besides weights; runs that start from it keep it
+
+
 @dataclass(frozen=True)
 class Meta:
     """Everything of a run's state that is not a tensor; plain values that JSON can hold.

@@ -6,7 +6,8 @@ configuration, that one back to a section, and every option that then computes s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -22,10 +23,12 @@ from megatron.model.parametrization import folded_config
 
 from ..format.errors import CheckpointError
 from .architecture import Architecture
+from .companions import Companions
 from .layers import without_variants
 from .same import differences
 
 Extensions = tuple[str, ...]
+UNLIMITED = 2048  # tokens of a sample where the model itself sets no limit
 
 
 def names(extensions: Extensions = ()) -> tuple[str, ...]:
@@ -112,15 +115,30 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
         values[last] = value
 
 
+def longest(theirs: PreTrainedConfig) -> int:
+    """Tokens of the longest sequence that a model was made for; a usual length where nothing limits it (Mamba)."""
+    return _limit(theirs) or UNLIMITED
+
+
+def _limit(theirs: PreTrainedConfig) -> int | None:
+    names = ("max_position_embeddings", "context_length")
+    return next((value for name in names if (value := getattr(theirs, name, None))), None)
+
+
 # -- ours to theirs ------------------------------------------------------------------------------------------------
 
 
-def hf_config(config: Config, name: str | None = None) -> tuple[Architecture, PreTrainedConfig]:
+def hf_config(
+    config: Config, name: str | None = None, kept: Companions | None = None, *, ids: bool = True
+) -> tuple[Architecture, PreTrainedConfig]:
     """The Hugging Face configuration that computes what ours does.
 
     Args:
         config: resolved.
-        name: model_type of the architecture; None takes the first that can express the model.
+        name: model_type of the architecture; None takes that of the imported model, or else the first that can express
+            the model.
+        kept: of the imported model that the weights began as; its settings stay where they do not contradict ours.
+        ids: with its special ids.
 
     Raises:
         CheckpointError: none can (or the named one cannot), with the options that are in the way.
@@ -128,8 +146,12 @@ def hf_config(config: Config, name: str | None = None) -> tuple[Architecture, Pr
     config = folded_config(config)
     extensions = tuple(config.model.extensions)
     tried = {}
-    for each in [known_architectures(name, extensions)] if name else _all(extensions):
-        theirs, problems = _express(config, each)
+    first = [known_architectures(name, extensions)] if name else []
+    if not name and kept is not None and kept.model_type in names(extensions):
+        first = [known_architectures(kept.model_type, extensions)]
+    for each in first if name else (*first, *_all(extensions)):
+        own = kept if kept is not None and kept.model_type == each.name else None
+        theirs, problems = _express(config, each, own, ids)
         if not problems:
             return each, theirs
         tried[each.class_name] = (_distance(config.model, each, theirs, problems), problems)
@@ -175,7 +197,9 @@ def _refuse_unknown_kinds(model: ModelSection) -> None:
         raise CheckpointError("the model", f"no class of transformers computes {', '.join(unknown)}{advice}")
 
 
-def _express(config: Config, architecture: Architecture) -> tuple[PreTrainedConfig | None, list[str]]:
+def _express(
+    config: Config, architecture: Architecture, kept: Companions | None, ids: bool
+) -> tuple[PreTrainedConfig | None, list[str]]:
     """A configuration of this architecture, and what it computes differently."""
     model = config.model
     blocks = model.blocks
@@ -184,8 +208,22 @@ def _express(config: Config, architecture: Architecture) -> tuple[PreTrainedConf
         return None, [f"model.layers: {block} is no block of {' or '.join(architecture.blocks)}" for block in strange]
     if not set(architecture.needed) & set(map(without_variants, blocks)):
         return None, [f"model.layers has no {' or '.join(architecture.needed)}"]
+    settings, length = _settings(config, architecture), config.training.sequence_length
+    if kept is not None:
+        theirs, problems = _tried(config, architecture, partial(kept.settings, ids=ids))
+        if theirs is not None and not problems and (_limit(theirs) or length) >= length:
+            return theirs, []
+        theirs, problems = _tried(config, architecture, partial(kept.settings, settings, ids=ids))
+        if theirs is not None and not problems:
+            return theirs, []
+    return _tried(config, architecture, partial(CONFIG_MAPPING[architecture.name], **settings))
+
+
+def _settings(config: Config, architecture: Architecture) -> dict[str, Any]:
+    """All that our configuration says, by their names."""
+    model = config.model
     settings: dict[str, Any] = {
-        "num_hidden_layers": len(blocks),
+        "num_hidden_layers": len(model.blocks),
         "architectures": [architecture.class_name],
         "dtype": "float32",
         "initializer_range": model.init.std,
@@ -201,13 +239,21 @@ def _express(config: Config, architecture: Architecture) -> tuple[PreTrainedConf
             settings[field.theirs] = field.to_hf(_get(model, field.ours))
     for part in (*architecture.parts, architecture.layers):
         settings.update(part.write(config))
+    return settings
+
+
+def _tried(
+    config: Config, architecture: Architecture, make: Callable[[], PreTrainedConfig]
+) -> tuple[PreTrainedConfig | None, list[str]]:
+    """The configuration that `make` gives, and what it computes differently; None where it cannot be read back."""
+    model, extensions = config.model, tuple(config.model.extensions)
     try:
-        theirs = CONFIG_MAPPING[architecture.name](**settings)
+        theirs = make()
         training = {"steps": 1, "sequence_length": config.training.sequence_length}
         again = {**model_values(theirs, extensions), "extensions": list(extensions)}
         back = resolve({"model": again, "training": training})
     # their own validation, or ours of what they made of it
-    except (ValueError, StrictDataclassError, ConfigError, CheckpointError) as error:
+    except (ValueError, TypeError, StrictDataclassError, ConfigError, CheckpointError) as error:
         return None, [str(error)]
     return theirs, differences(model, back.model)
 

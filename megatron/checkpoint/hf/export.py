@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedConfig
 
 from megatron.config import Config
-from megatron.data.tokenizer import HuggingFaceTokenizer, build_tokenizer
+from megatron.data.errors import DataError
+from megatron.data.tokenizer import build_tokenizer
 
 from ..configuration import config_of
 from ..format.errors import CheckpointError
@@ -21,9 +22,11 @@ from ..format.fragment import MASTER, WEIGHT, FragmentSpec
 from ..read.reader import Checkpoint
 from .architecture import Architecture
 from .card import model_card
+from .companions import GENERATION, Companions
 from .config import hf_config
 from .convert import further_copies, further_tensors, plan
-from .versions import least_version, make_readable
+from .tokenizer_files import differing, write_tokenizer
+from .versions import IDS, least_version, make_readable
 from .written import shapes_of, write_tensors
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -85,10 +88,14 @@ def export(
     """
     if out.exists():
         raise CheckpointError(out, "it exists already")
-    config = config_of(checkpoint)
-    architecture, theirs = hf_config(config, name)
+    config, kept = config_of(checkpoint), Companions.of(checkpoint.meta.extra, checkpoint.path)
+    same = kept is not None and kept.same_tokenizer(config.tokenizer)
+    architecture, theirs = hf_config(config, name, kept, ids=same)
+    if kept is not None and kept.model_type != architecture.name:
+        kept, same = None, False
     wanted = TYPES[dtype] if dtype else type_of(checkpoint)
-    theirs.dtype = wanted
+    if kept is None or str(wanted) != f"torch.{kept.dtype}":
+        theirs.dtype = wanted
     shapes = {key: tensor.shape for key, tensor in checkpoint.tensors.items() if checkpoint.has_weights(key)}
     left_out = [] if architecture.keeps_further(config.model) else further_tensors(shapes, config.model)
     shapes = {key: shape for key, shape in shapes.items() if key not in set(left_out)}
@@ -102,13 +109,13 @@ def export(
         for file in write_tensors(draft, shapes_of(steps, shapes), wanted, tensor_reader(checkpoint, wanted), limit):
             progress(file)
             files.append(file)
-        notes = _write_tokenizer(draft, config, theirs)
+        notes = _beside(draft, config, theirs, kept, same)
         version, reason = least_version(architecture, config.model)
         notes += [f"needs transformers {version}: {reason}"] if reason else []
         notes += [f"left out: {len(left_out)} tensors of modules that predict further tokens"] if left_out else []
         theirs.save_pretrained(draft)
         make_readable(draft, architecture)
-        _generation(config, theirs).save_pretrained(draft)
+        notes += _tokenizer_notes(draft, config)
         (draft / "README.md").write_text(model_card(checkpoint, config, architecture, wanted), encoding="utf-8")
         draft.rename(out)
     finally:
@@ -116,29 +123,44 @@ def export(
     return Exported(out, architecture, wanted, files, notes)
 
 
-def _generation(config: Config, theirs: PreTrainedConfig) -> GenerationConfig:
-    return GenerationConfig(eos_token_id=theirs.eos_token_id, max_length=config.training.sequence_length)
+def _beside(draft: Path, config: Config, theirs: PreTrainedConfig, kept: Companions | None, same: bool) -> list[str]:
+    """Write the tokenizer and the settings of generation; sets the special ids of the configuration.
+
+    Args:
+        kept: of the imported model; None where there is none, or where it is of another architecture.
+        same: whether the run reads the tokenizer of the imported model.
+    """
+    length = config.training.sequence_length
+    if kept is not None and same:
+        if kept.generation is not None:
+            (draft / GENERATION).write_text(json.dumps(kept.generation, indent=2) + "\n", encoding="utf-8")
+        notes = kept.changed(theirs)
+        lost = kept.copy_tokenizer(draft)
+        if lost or not kept.files:
+            notes += write_tokenizer(draft, config.tokenizer, theirs.model_type, length)[1]
+        if lost:
+            notes.append(f"gone from {kept.folder}, or changed since the import: {', '.join(lost)}")
+        return notes
+    ids, notes = write_tokenizer(draft, config.tokenizer, theirs.model_type, length)
+    for name, value in ids.items():
+        setattr(theirs, name, value)
+    GenerationConfig(**ids, max_length=length).save_pretrained(draft)
+    if kept is None:
+        return notes
+    lost = ", ".join([*IDS, *([GENERATION] if kept.generation is not None else []), *kept.files])
+    return [
+        *notes,
+        f"the run reads another tokenizer than the imported model, or its file is gone; not kept: {lost}",
+        *(line for line in kept.changed(theirs) if not line.startswith(IDS)),
+    ]
 
 
-def _write_tokenizer(folder: Path, config: Config, theirs: PreTrainedConfig) -> list[str]:
-    """The run's tokenizer, where it is a local file of the tokenizers library; sets the configuration's end token."""
-    section = config.tokenizer
-    if section.type == "none":
-        return ["the run has no tokenizer, so none was written"]
-    local = Path(section.path) if section.path else None
-    file = local / "tokenizer.json" if local is not None and local.is_dir() else local
-    if section.type != "huggingface" or file is None or not file.is_file():
-        return [
-            f"the tokenizer ({section.type} {section.path or ''}) is no local tokenizer.json and was not written; "
-            "put its files beside the model"
-        ]
-    tokenizer = cast(HuggingFaceTokenizer, build_tokenizer(section))
-    theirs.eos_token_id = tokenizer.eod_id
-    end = None if tokenizer.eod_id is None else tokenizer.backend.id_to_token(tokenizer.eod_id)
-    PreTrainedTokenizerFast(
-        tokenizer_file=str(file),
-        eos_token=end,
-        model_max_length=config.training.sequence_length,
-        clean_up_tokenization_spaces=False,
-    ).save_pretrained(folder)
-    return []
+def _tokenizer_notes(draft: Path, config: Config) -> list[str]:
+    """Whether transformers makes of texts the ids that the run was trained with."""
+    if config.tokenizer.type == "none" or not (draft / "tokenizer_config.json").is_file():
+        return []
+    try:
+        found = differing(draft, build_tokenizer(config.tokenizer))
+    except DataError as error:
+        return [f"the tokenizer was not compared: {error}"]
+    return [found] if found else []

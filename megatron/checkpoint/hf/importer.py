@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,7 +13,6 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig
 
 from megatron.config.foreign_json import read_json
-from megatron.config.paths import UnsafeName, path_inside
 from megatron.config.pattern import MAX_BLOCKS
 from megatron.config.resolution import Resolved, combine
 from megatron.config.source.layers import ConfigSource as Values
@@ -28,14 +29,14 @@ from ..format.meta import Meta
 from ..format.rankfile import write_rank_file
 from ..save.writer import Draft
 from .architecture import Architecture
-from .config import Extensions, architecture_of, extensions_for, known_architectures, model_values
+from .companions import TOKENIZER_FILES, Companions, file_in
+from .config import Extensions, architecture_of, extensions_for, known_architectures, longest, model_values
 from .convert import ConversionStep, match, plan
 from .written import INDEX
 
 CONFIG = "config.json"
 WEIGHTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-UNLIMITED = 2048  # tokens of a sample where the model itself sets no limit
 
 
 class Folder:
@@ -81,13 +82,7 @@ class Folder:
         return {name: places[file] for name, file in listed.items()}
 
     def _file(self, name: str, *, must: bool = True) -> Path:
-        """A file of the folder. In the hub's cache it is a link to one beside it."""
-        cache = self.path.resolve().parent
-        root = cache.parent if cache.name == "snapshots" and (cache.parent / "blobs").is_dir() else None
-        try:
-            place = path_inside(self.path, name, root=root)
-        except UnsafeName as error:
-            raise CheckpointError(self.path, str(error)) from error
+        place = file_in(self.path, name)
         if must and not place.is_file():
             raise CheckpointError(
                 self.path,
@@ -95,6 +90,13 @@ class Folder:
                 "read: save them as safetensors first",
             )
         return place
+
+    def usual_type(self) -> str:
+        """The type of most elements."""
+        sizes = Counter[torch.dtype]()
+        for name, dtype in self.types.items():
+            sizes[dtype] += math.prod(self.shapes[name])
+        return str(max(sizes, key=sizes.__getitem__, default=torch.float32)).removeprefix("torch.")
 
     def read(self, name: str) -> torch.Tensor:
         try:
@@ -118,6 +120,12 @@ def locate(model: str, extensions: Extensions = ()) -> Path:
         CheckpointError: it is neither.
     """
     if Path(model).is_dir():
+        snapshots = sorted(each for each in Path(model).glob("snapshots/*") if (each / CONFIG).exists())
+        if snapshots and not (Path(model) / CONFIG).exists():
+            there = " or ".join(map(str, snapshots))
+            raise CheckpointError(
+                model, f"it is a model's folder in the hub's cache; give one of its versions: {there}"
+            )
         return Path(model)
     from huggingface_hub import constants, hf_hub_download, snapshot_download
 
@@ -126,7 +134,7 @@ def locate(model: str, extensions: Extensions = ()) -> Path:
     try:
         # nothing is fetched for a model that we cannot take
         read_config(Path(hf_hub_download(model, "config.json", local_files_only=cached)).parent, extensions)
-        wanted = ["*.safetensors", "*.json", "tokenizer*"]
+        wanted = ["*.safetensors", "*.json", "tokenizer*", *TOKENIZER_FILES, "additional_chat_templates/*"]
         return Path(snapshot_download(model, allow_patterns=wanted, local_files_only=cached))
     except CheckpointError:
         raise
@@ -164,12 +172,6 @@ def read_config(folder: Path, extensions: Extensions = ()) -> PreTrainedConfig:
         raise CheckpointError(file, f"transformers does not accept it: {error}") from error
 
 
-def longest(theirs: PreTrainedConfig) -> int:
-    """Tokens of the longest sequence that a model was made for; a usual length where nothing limits it (Mamba)."""
-    names = ("max_position_embeddings", "context_length")
-    return next((value for name in names if (value := getattr(theirs, name, None))), UNLIMITED)
-
-
 def settings(
     folder: Path, sequence_length: int | None = None, extensions: Extensions = (), further: bool = False
 ) -> Resolved:
@@ -196,7 +198,8 @@ def settings(
     values: dict[str, Any] = {"model": model, "training": {"steps": 0, "sequence_length": length}}
     values["tokenizer"] = {"type": "none"}
     if (folder / "tokenizer.json").is_file():
-        values["tokenizer"] = {"type": "huggingface", "path": str((folder / "tokenizer.json").resolve())}
+        # the name in the folder, which in the hub's cache is a link to a file without one
+        values["tokenizer"] = {"type": "huggingface", "path": str((folder / "tokenizer.json").absolute())}
     return combine([Values(values)], ranks=1, check_inputs=False, name=folder.name)
 
 
@@ -236,8 +239,9 @@ def import_model(
     if out.exists():
         raise CheckpointError(out, "it exists already")
     resolved = settings(folder, sequence_length, extensions, further)
-    listed = tuple(resolved.config.model.extensions)
-    write(Folder(folder), architecture_of(read_config(folder, listed), listed), resolved, out, progress)
+    listed, source = tuple(resolved.config.model.extensions), Folder(folder)
+    kept = Companions.read(folder, resolved.config.tokenizer, source.usual_type())
+    write(source, architecture_of(read_config(folder, listed), listed), resolved, out, progress, kept)
     return resolved
 
 
@@ -253,7 +257,12 @@ class WeightSource(Protocol):
 
 
 def write(
-    source: WeightSource, architecture: Architecture, resolved: Resolved, out: Path, progress: Callable[[str], None]
+    source: WeightSource,
+    architecture: Architecture,
+    resolved: Resolved,
+    out: Path,
+    progress: Callable[[str], None],
+    kept: Companions | None = None,
 ) -> None:
     """Write the tensors of a source as a checkpoint of step 0; errors as of `import_model`."""
     logical = _logical_tensors(source, resolved)
@@ -280,11 +289,9 @@ def write(
         record = write_rank_file(draft.root, 0, items, lambda number: values(items[number][0].tensor.name))
     except (OSError, ValueError, CheckpointError) as error:
         failure = error
-    draft.finish(
-        [record] if record else [],
-        failure,
-        Meta(step=0, config=to_yaml(resolved), resumable=False, extra={"imported": architecture.class_name}),
-    )
+    extra = {"imported": architecture.class_name, **(kept.extra() if kept is not None else {})}
+    meta = Meta(step=0, config=to_yaml(resolved), resumable=False, extra=extra)
+    draft.finish([record] if record else [], failure, meta)
 
 
 def logical_tensors(resolved: Resolved) -> dict[str, LogicalTensor]:

@@ -67,6 +67,8 @@ def _block(model: ModelSection, block: BlockPattern) -> dict[str, Any]:
     for kind in block.kinds:
         values = options_of(model, kind).model_dump()
         values = {name: value for name, value in values.items() if name not in _NOT_COMPUTED}
+        if "inner_size" in values and values["inner_size"] == values["expand"] * model.hidden_size:
+            values["inner_size"] = None  # what it is without being given
         values.pop("mscale_all_dim", None)  # which has its effect in `scale`
         if "rotary" in values:
             _drop_idle_rotary(values)

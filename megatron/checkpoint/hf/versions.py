@@ -1,22 +1,24 @@
 """What version 4 of transformers reads, beside what version 5 does, so that either opens what is exported.
 
 Version 5 has all rotary options in `rope_parameters`, writes infinite numbers as mappings, and calls the layers of
-hybrids and the class of tokenizers otherwise. Version 4 knows none of that, and takes defaults without a word.
+hybrids otherwise. Version 4 knows none of that, and takes defaults without a word.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from transformers import CONFIG_MAPPING
 
 from megatron.config.sections.model import ModelSection
 
 from .architecture import Architecture
 from .parts import MOST
 
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 OLD, NEW = "4.57", "5.23"  # the tests open exports with both
 _LEGACY_LAYERS = {"linear_attention": "mamba"}  # of `layers_block_type`
 
@@ -34,7 +36,7 @@ def for_both(settings: dict[str, Any], architecture: Architecture | None = None)
     Raises:
         ValueError: an infinite number stands where nobody knows what to write for it.
     """
-    found = {name: _plain(value) for name, value in settings.items()}
+    found = {name: finite(value) for name, value in settings.items()}
     rope = found.get("rope_parameters") or {}
     if "full_attention" in rope:  # of each type of layers
         found |= _rope(rope["full_attention"])
@@ -58,33 +60,28 @@ def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _plain(value: Any) -> Any:
-    """Values without the mappings that version 5 writes for infinite numbers."""
+def finite(value: Any) -> Any:
+    """Values without the mappings that version 5 writes for infinite numbers.
+
+    Raises:
+        ValueError: one stands where nobody knows what to write for it.
+    """
     if isinstance(value, dict) and "__float__" in value:
         number = float(value["__float__"])
         if number != math.inf:
             raise ValueError(f"{number} cannot be written so that all versions of transformers read it")
         return MOST
     if isinstance(value, list):
-        return [_plain(each) for each in value]
-    return {name: _plain(each) for name, each in value.items()} if isinstance(value, dict) else value
+        return [finite(each) for each in value]
+    return {name: finite(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def make_readable(folder: Path, architecture: Architecture) -> None:
-    """Rewrite config.json and tokenizer_config.json of a folder that version 5 has saved."""
-    _rewrite(folder / "config.json", lambda settings: for_both(settings, architecture))
-    if (folder / "tokenizer_config.json").is_file():
-        _rewrite(folder / "tokenizer_config.json", _tokenizer)
-
-
-def _tokenizer(settings: dict[str, Any]) -> dict[str, Any]:
-    """The class by the name that both know; version 4 takes a mapping where version 5 writes a list."""
-    found = {name: value for name, value in settings.items() if name not in ("backend", "is_local")}
-    if not found.get("extra_special_tokens", True):
-        del found["extra_special_tokens"]
-    return found | {"tokenizer_class": "PreTrainedTokenizerFast"}
-
-
-def _rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    settings = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps(change(settings), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    """Rewrite the config.json of a folder that version 5 has saved."""
+    path = folder / "config.json"
+    settings = for_both(json.loads(path.read_text(encoding="utf-8")), architecture)
+    settings = dict.fromkeys(IDS) | settings  # one that is absent is the class's own, in some vocabulary of its own
+    if settings["eos_token_id"] is None:  # some classes take null for absent
+        read = CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
+        settings["eos_token_id"] = None if read.eos_token_id is None else []
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.checkpoint import Checkpoint, CheckpointError, Fragment, FragmentSpec, Meta
 from megatron.checkpoint.format.fragment import MASTER, WEIGHT
+from megatron.checkpoint.format.meta import IMPORTED
 from megatron.checkpoint.format.names import number_of
 from megatron.checkpoint.levels import Levels
 from megatron.checkpoint.save.store import Resume, Store
@@ -55,6 +56,12 @@ class StartPoint:
     @property
     def new(self) -> bool:
         return self.checkpoint is None and self.weights is None
+
+    @property
+    def imported(self) -> dict[str, Any]:
+        """For the meta data of each checkpoint: what the model that the run began from has besides weights."""
+        found = self.checkpoint or self.weights
+        return {name: value for name, value in found.meta.extra.items() if name == IMPORTED} if found else {}
 
 
 def find(
@@ -309,6 +316,7 @@ def contents(
     tokens: Callable[[int], int],
     ledger: Ledger | None = None,
     left_out: LeftOut | None = None,
+    imported: Mapping[str, Any] = MappingProxyType({}),
 ) -> Callable[[int], tuple[Any, Meta]]:
     """What the checkpoint hook saves after a step. `plan`: of the training data; `tokens`: see `tokens_read`; `ledger`:
     the run's, on rank 0, whose meta data are kept."""
@@ -333,7 +341,7 @@ def contents(
                 **_fact(left_out),
             },
             ledger={} if ledger is None else {"bytes": ledger.position()},
-            extra={name: each for name, each in kept.items() if name not in (OPTIMIZER, SCALER)},
+            extra={**imported, **{name: each for name, each in kept.items() if name not in (OPTIMIZER, SCALER)}},
         )
         return state.fragments() if whole else state.weights(DTYPES[config.precision.compute]), meta
 

@@ -1,0 +1,222 @@
+"""What goes in comes out: an imported folder that is exported again differs in nothing that a user could meet."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+import yaml
+from tokenizers import Tokenizer
+
+from megatron.checkpoint import open_checkpoint
+from megatron.checkpoint.configuration import config_of
+from megatron.checkpoint.hf.config import hf_config
+from megatron.checkpoint.hf.export import export
+from megatron.checkpoint.hf.importer import import_model
+from megatron.checkpoint.hf.real_texts import COUNT, real_texts
+from megatron.checkpoint.hf.tokenizer_files import write_tokenizer
+from megatron.checkpoint.hf.verify import prove
+from megatron.config import resolve
+from megatron.config.frozen import thaw
+from megatron.config.sections.data import TokenizerSection
+from megatron.testing import train_on_ranks
+from tests.checkpoint.published import FORMS, TEMPLATE, publish, tokenizer_json
+from tests.checkpoint.test_hf_tools import MODELS, checkpoint_of, tool
+from tests.model.test_parity import CASES
+from tests.paths import ROOT
+
+PYTHON = "DEEPY_TRANSFORMERS_4"  # names a Python with transformers 4.57 and torch
+OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1"}
+FAMILIES = {config.model_type: name for name, config in reversed(CASES.items())}
+PYTHONS = [
+    pytest.param(sys.executable, id="5"),
+    pytest.param(
+        os.environ.get(PYTHON, ""),
+        id="4",
+        marks=pytest.mark.skipif(PYTHON not in os.environ, reason=f"{PYTHON} names no Python with transformers 4"),
+    ),
+]
+
+
+def opened(python: str, place: Path, folders: list[Path]) -> dict[Path, dict]:
+    """What a version of transformers finds in folders."""
+    (place / "texts.json").write_text(json.dumps(real_texts()), encoding="utf-8")
+    words = [python, str(ROOT / "tests/checkpoint/opened.py"), str(place / "found.json"), str(place / "texts.json")]
+    done = subprocess.run([*words, *map(str, folders)], capture_output=True, text=True, cwd=place, env=OFFLINE)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((place / "found.json").read_text())["found"]
+    return {folder: found[str(folder)] for folder in folders}
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path, list[str]]]:
+    """Of every family that is imported: a folder, the export of its import, and what the export said."""
+    place, found = tmp_path_factory.mktemp("pairs"), {}
+    for family, case in FAMILIES.items():
+        before, after = place / family / "before", place / family / "after"
+        publish(before, CASES[case])
+        import_model(before, place / family / "checkpoint", sequence_length=24)
+        found[family] = before, after, export(open_checkpoint(place / family / "checkpoint"), after).notes
+    return found
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_what_goes_in_comes_out(python: str, pairs: dict, tmp_path: Path) -> None:
+    assert len(real_texts()) == COUNT
+    known = opened(python, tmp_path, [folder for before, after, _ in pairs.values() for folder in (before, after)])
+    missing = [family for family, (before, _, _) in pairs.items() if "unknown" in known[before]]
+    assert set(missing) <= {"zaya", "olmo_hybrid", "nemotron_h"}
+    for family, (before, after, _) in pairs.items():
+        one, other = known[before], known[after]
+        if family not in missing:
+            assert one["class"] == other["class"] and one["chat"].startswith("<|begin|>user: What"), family
+            assert len(one["config"]["eos_token_id"]) == 2 and one["tokenizer model_max_length"] == 8192
+        # a setting that version 4 has no name for may be added
+        config = {name: other["config"].get(name) for name in one.get("config", ())}
+        assert other | ({"config": config} if config else {}) == one, family
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_a_runs_own_tokenizer_is_opened_as_it_is(python: str, tmp_path: Path) -> None:
+    """Every form of tokenizer beside every architecture whose type says something of tokenizers."""
+    folders = {}
+    for number, (family, case) in enumerate(FAMILIES.items()):
+        listed = family in ("qwen2", "mistral")
+        for form in FORMS if listed else (FORMS[number % len(FORMS)],):
+            folder = tmp_path / f"{family}-{form}"
+            CASES[case].save_pretrained(folder)
+            (tmp_path / form).mkdir(exist_ok=True)
+            (tmp_path / form / "tokenizer.json").write_text(tokenizer_json(form), encoding="utf-8")
+            settings = {
+                "bos_token": "<|begin|>",
+                "pad_token": "<|pad|>",
+                "chat_template": TEMPLATE,
+                "mask_token": "<m>",
+            }
+            settings |= {"eos_token": "<|end|>", "tokenizer_class": "LlamaTokenizerFast"}
+            (tmp_path / form / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+            section = TokenizerSection(path=str(tmp_path / form))
+            ids, notes = write_tokenizer(folder, section, family, 77)
+            assert all(ids.values()) and notes == [
+                "the special token '<m>' was not written: tokenizer.json has no id for it"
+            ]
+            folders[folder] = form, ids
+    found = opened(python, tmp_path, list(folders))
+    for folder, (form, ids) in folders.items():
+        if (one := found[folder]).keys() == {"unknown"}:
+            continue
+        wanted = [
+            each.ids
+            for each in Tokenizer.from_str(tokenizer_json(form)).encode_batch(real_texts(), add_special_tokens=False)
+        ]
+        assert one["plain ids"] == hashlib.sha256(json.dumps(wanted).encode()).hexdigest(), folder.name
+        assert {f"tokenizer {name}": one[f"tokenizer {name}"] for name in ids} == {
+            f"tokenizer {name}": value for name, value in ids.items()
+        }
+        assert one["tokenizer model_max_length"] == 77 and one["chat"].startswith("<|begin|>user: What")
+
+
+def test_an_export_of_an_import_says_nothing_but_what_version_it_needs(pairs: dict) -> None:
+    other = {
+        family: [note for note in notes if "needs transformers" not in note] for family, (_, _, notes) in pairs.items()
+    }
+    assert not any(other.values()), other
+
+
+def imported(place: Path, family: str = "qwen2") -> Path:
+    publish(place / "before", CASES[FAMILIES[family]])
+    import_model(place / "before", place / "checkpoint", sequence_length=24)
+    return place / "checkpoint"
+
+
+def test_a_run_that_starts_from_an_import_keeps_what_belongs_to_it(tmp_path: Path) -> None:
+    source = open_checkpoint(imported(tmp_path))
+    config = config_of(source)
+    values = {
+        "model": thaw(config.model.model_dump(exclude_defaults=True)),
+        "tokenizer": {"path": config.tokenizer.path},
+        "training": {"steps": 2, "sequence_length": 24, "global_batch_size": 2, "micro_batch_size": 2},
+    }
+    more = [f"run.dir={tmp_path / 'run'}", f"checkpoint.initialize_from={source.path}", "data.synthetic=copy"]
+    train_on_ranks(1, values, [*more, "checkpoint.every=1", "training.stop_at_step=1"])
+    train_on_ranks(1, values, more)  # resumed
+    assert tool("to_hf").main([str(tmp_path / "run"), str(tmp_path / "after"), "--verify"]) == 0
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "after" / name).read_bytes() == (tmp_path / "before" / name).read_bytes()
+    one, other = (json.loads((tmp_path / each / "generation_config.json").read_text()) for each in ("before", "after"))
+    assert one == other
+    config = json.loads((tmp_path / "after" / "config.json").read_text())
+    assert config["eos_token_id"] == one["eos_token_id"] and config["our_note"] == "kept"
+
+
+def test_what_cannot_be_kept_is_named(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(imported(tmp_path))
+    with (tmp_path / "before" / "tokenizer_config.json").open("a") as file:
+        file.write(" ")
+    done = export(checkpoint, tmp_path / "after")
+    assert any(note.endswith("or changed since the import: tokenizer_config.json") for note in done.notes)
+    assert json.loads((tmp_path / "after" / "config.json").read_text())["pad_token_id"] == 3
+    (tmp_path / "before" / "tokenizer.json").unlink()
+    done = export(checkpoint, tmp_path / "again")
+    assert any("not kept: bos_token_id, eos_token_id" in note for note in done.notes)
+
+
+def test_verify_fails_where_transformers_makes_other_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A Qwen2 model with another tokenizer, as distilled models have it: version 5 opens it by Qwen2's rules."""
+    publish(tmp_path / "before", CASES[FAMILIES["qwen2"]])
+    (tmp_path / "before" / "tokenizer.json").write_text(tokenizer_json("llama3"), encoding="utf-8")
+    words = [str(tmp_path / "before"), str(tmp_path / "checkpoint"), "--sequence-length=24", "--verify"]
+    assert tool("from_hf").main(words) == 1
+    said = capsys.readouterr().out
+    assert "NOT verified" in said and "Qwen2Tokenizer of transformers 5" in said and "of 1000 texts" in said
+
+
+def test_a_model_in_the_hubs_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = tmp_path / "models--lab--model"
+    publish(root / "snapshots" / "abc", CASES[FAMILIES["llama"]])
+    (root / "blobs").mkdir()
+    for number, file in enumerate(sorted((root / "snapshots" / "abc").iterdir())):
+        file.rename(root / "blobs" / f"{number:040x}")
+        file.symlink_to(root / "blobs" / f"{number:040x}")
+    assert tool("from_hf").main([str(root), str(tmp_path / "out")]) == 2
+    assert str(root / "snapshots" / "abc") in capsys.readouterr().err
+    assert tool("from_hf").main([str(root / "snapshots" / "abc"), str(tmp_path / "out")]) == 0
+    path = yaml.safe_load(open_checkpoint(tmp_path / "out").meta.config)["tokenizer"]["path"]
+    assert path == str(root / "snapshots" / "abc" / "tokenizer.json")
+
+
+def test_without_a_tokenizer_there_are_no_special_ids(tmp_path: Path) -> None:
+    """glm4's own defaults are ids of its published vocabulary."""
+    source, _ = checkpoint_of(tmp_path, MODELS["glm4"])
+    export(source, tmp_path / "out")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, [], None)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.generation_config.eos_token_id is None and model.generate(
+        torch.tensor([[1, 2]]), max_new_tokens=5
+    ).shape == (1, 7)
+
+
+def test_an_inner_size_that_is_the_derived_one_is_no_difference() -> None:
+    values = {"layers": "mamba2 x2", "hidden_size": 32, "vocab_size": 61, "norm": {"type": "rmsnorm"}}
+    values["mamba2"] = {"head_dim": 8, "state_size": 8, "inner_size": 64}
+    model = resolve({"model": values, "training": {"steps": 1, "sequence_length": 16}})
+    assert hf_config(model)[0].name == "mamba2"
+
+
+def test_a_deep_model_is_verified(tmp_path: Path) -> None:
+    """Its rounding is more than 1e-5 of the largest logit."""
+    model = MODELS["olmo_hybrid"] | {"layers": "(gated_delta/mlp gated_delta/mlp gated_delta/mlp attention/mlp) x2"}
+    source, _ = checkpoint_of(tmp_path, model)
+    export(source, tmp_path / "out")
+    proof = prove(source, tmp_path / "out", None)
+    assert proof.holds and proof.relative < proof.bound / 2
+    assert not replace(proof, difference=proof.largest * proof.bound * 1.01).holds
