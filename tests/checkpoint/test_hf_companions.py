@@ -105,7 +105,7 @@ def test_a_runs_own_tokenizer_is_opened_as_it_is(python: str, tmp_path: Path) ->
             (tmp_path / form / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
             section = TokenizerSection(path=str(tmp_path / form))
             ids, notes = write_tokenizer(folder, section, family, 77)
-            assert all(ids.values()) and notes == [
+            assert None not in ids.values() and notes == [
                 "the special token '<m>' was not written: tokenizer.json has no id for it"
             ]
             folders[folder] = form, ids
@@ -166,7 +166,7 @@ def test_what_cannot_be_kept_is_named(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "after" / "config.json").read_text())["pad_token_id"] == 3
     (tmp_path / "before" / "tokenizer.json").unlink()
     done = export(checkpoint, tmp_path / "again")
-    assert any("not kept: bos_token_id, eos_token_id" in note for note in done.notes)
+    assert any("Not kept: bos_token_id, eos_token_id" in note for note in done.notes)
 
 
 def test_verify_fails_where_transformers_makes_other_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,8 @@
 """What belongs to a Hugging Face model besides its weights: read at import, kept by every checkpoint of the runs that
 start from it, and written back by an export.
 
-The settings of config.json and generation_config.json are kept as they are. Of the tokenizer's files the names and
-checksums are kept; the files themselves stay in the imported folder.
+The settings of config.json and generation_config.json are kept as they are. The tokenizer's files stay in the imported
+folder, and their names and checksums are kept.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class Companions:
     Attributes:
         folder: where it was, absolute.
         config: the content of config.json.
-        generation: that of generation_config.json; None where there is none.
+        generation: that of generation_config.json, or None.
         files: the tokenizer's files, with the SHA-256 of each.
-        tokenizer: the hash of tokenizer.json as a run knows it; None where there is none.
+        tokenizer: the hash of tokenizer.json as a run knows it, or None.
         dtype: of most of its weights.
     """
 
@@ -90,7 +90,7 @@ class Companions:
 
     @classmethod
     def of(cls, extra: Mapping[str, Any], subject: object) -> Companions | None:
-        """Those that a checkpoint's meta data keep; None where its run began from no imported model."""
+        """Those in a checkpoint's metadata, or None where its run started from no imported model."""
         if IMPORTED not in extra:
             return None
         with understanding(subject):
@@ -108,7 +108,7 @@ class Companions:
         return self.config["model_type"]
 
     def same_tokenizer(self, section: TokenizerSection) -> bool:
-        """Whether a run reads the tokenizer that the model came with; a run without any reads its ids from files."""
+        """Whether a run reads the tokenizer that the model came with, or none."""
         if section.type == "none":
             return True
         try:
@@ -121,7 +121,7 @@ class Companions:
 
         Args:
             more: settings in place of its own, special ids excepted.
-            ids: with the special ids; None stands for each otherwise.
+            ids: with the special ids. Otherwise each is None.
 
         Raises:
             ValueError, TypeError, StrictDataclassError: the installed transformers does not accept it.
@@ -131,8 +131,10 @@ class Companions:
         return CONFIG_MAPPING[self.model_type].from_dict(values if ids else values | dict.fromkeys(IDS))
 
     def copy_tokenizer(self, out: Path) -> list[str]:
-        """Copy the tokenizer's files, byte for byte. Returns the names of those that are not there as they were; if
-        there are any, none is copied.
+        """Copy the tokenizer's files, byte for byte.
+
+        Returns:
+            The names of files that have changed or are gone. If there are any, no file is copied.
 
         Raises:
             CheckpointError: a name is that of no such file.
@@ -159,7 +161,7 @@ class Companions:
         names = sorted(name for name in before if name not in _NOT_KEPT and before[name] != after.get(name))
         dropped = [name for name in _NOT_KEPT[:2] if self.config.get(name)]
         return [
-            *(f"{name} is {after.get(name)!r:.80}; the imported model has {before[name]!r:.80}" for name in names),
+            *(f"{name} is {after.get(name)!r:.80}, and the imported model has {before[name]!r:.80}" for name in names),
             *(
                 f"{name} of the imported config.json was not written: it names files that do not come along"
                 for name in dropped
@@ -184,7 +186,7 @@ def _settings(folder: Path, name: str) -> dict[str, Any]:
     try:
         found = read_json(file)
     except (OSError, ValueError) as error:
-        raise CheckpointError(file, f"it cannot be read ({error}); fetch it again") from error
+        raise CheckpointError(file, f"it cannot be read ({error}): fetch it again") from error
     if not isinstance(found, dict) or file.stat().st_size > LARGEST_SETTINGS:
         raise CheckpointError(file, f"it must be a JSON object of at most {LARGEST_SETTINGS >> 20} MiB")
     return found
@@ -194,7 +196,7 @@ def _content(file: Path) -> bytes:
     with file.open("rb") as opened:
         content = opened.read(LARGEST + 1)
     if len(content) > LARGEST:
-        raise CheckpointError(file, f"it is too large; it must have at most {LARGEST >> 20} MiB")
+        raise CheckpointError(file, f"it is too large: it must have at most {LARGEST >> 20} MiB")
     return content
 
 

@@ -137,7 +137,7 @@ def hf_config(
         config: resolved.
         name: model_type of the architecture; None takes that of the imported model, or else the first that can express
             the model.
-        kept: of the imported model that the weights began as; its settings stay where they do not contradict ours.
+        kept: of the imported model that the weights began as. Its settings stay where they do not contradict ours.
         ids: with its special ids.
 
     Raises:
@@ -245,7 +245,7 @@ def _settings(config: Config, architecture: Architecture) -> dict[str, Any]:
 def _tried(
     config: Config, architecture: Architecture, make: Callable[[], PreTrainedConfig]
 ) -> tuple[PreTrainedConfig | None, list[str]]:
-    """The configuration that `make` gives, and what it computes differently; None where it cannot be read back."""
+    """The configuration that `make` gives, and what it computes differently, or None where it cannot be read back."""
     model, extensions = config.model, tuple(config.model.extensions)
     try:
         theirs = make()

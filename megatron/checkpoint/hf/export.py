@@ -124,10 +124,10 @@ def export(
 
 
 def _beside(draft: Path, config: Config, theirs: PreTrainedConfig, kept: Companions | None, same: bool) -> list[str]:
-    """Write the tokenizer and the settings of generation; sets the special ids of the configuration.
+    """Write the tokenizer and the settings of generation, and set the special ids of the configuration.
 
     Args:
-        kept: of the imported model; None where there is none, or where it is of another architecture.
+        kept: of the imported model, or None where there is none of this architecture.
         same: whether the run reads the tokenizer of the imported model.
     """
     length = config.training.sequence_length
@@ -150,7 +150,7 @@ def _beside(draft: Path, config: Config, theirs: PreTrainedConfig, kept: Compani
     lost = ", ".join([*IDS, *([GENERATION] if kept.generation is not None else []), *kept.files])
     return [
         *notes,
-        f"the run reads another tokenizer than the imported model, or its file is gone; not kept: {lost}",
+        f"the run reads another tokenizer than the imported model, or its file is gone. Not kept: {lost}",
         *(line for line in kept.changed(theirs) if not line.startswith(IDS)),
     ]
 

@@ -42,7 +42,7 @@ def write_tokenizer(
         length: tokens of the longest sequence.
 
     Returns:
-        The special ids for config.json, and what is worth saying.
+        The special ids for config.json, and notes.
     """
     ids: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": section.eod_id, "pad_token_id": None}
     if section.type == "none":
@@ -83,7 +83,7 @@ def write_tokenizer(
 
 
 def _beside(file: Path, folder: Path) -> dict[str, Any]:
-    """The settings beside a tokenizer.json; a chat template that is a file is copied."""
+    """The settings in the folder of a tokenizer.json. A chat template in a file is copied."""
     config, template = file.with_name("tokenizer_config.json"), file.with_name("chat_template.jinja")
     if file.name != "tokenizer.json" or not config.is_file():
         return {}
@@ -119,7 +119,7 @@ def _prefix(tokenizer: HuggingFaceTokenizer) -> dict[str, bool]:
 
 
 def differing(folder: Path, tokenizer: Tokenizer) -> str:
-    """How the tokenizer that transformers opens differs from the run's on real texts; "" where all ids are the same."""
+    """How the tokenizer that transformers opens differs from the run's on real texts, "" where all ids agree."""
     try:
         theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # each class fails in its own way

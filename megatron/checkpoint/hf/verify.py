@@ -35,7 +35,7 @@ class Proof:
         largest: the largest logit.
         rounding: what rounding every weight once more changes a logit by.
         same_choice: whether all likeliest next tokens are the same.
-        tokenizer: how the tokenizers differ; "" where they do not; None where there are not two.
+        tokenizer: how the tokenizers differ, "" where they do not, or None where there are not two.
     """
 
     difference: float
@@ -69,7 +69,7 @@ class Proof:
         return (
             f"{'verified' if self.holds else 'NOT verified'}: largest logit difference {self.difference:.3g} (relative "
             f"to the largest logit {self.relative:.3g}, at most {self.bound:.3g} by rounding); the likeliest next "
-            f"tokens are {choice}; {ids.get(self.tokenizer, self.tokenizer)}"
+            f"tokens are {choice}, and {ids.get(self.tokenizer, self.tokenizer)}"
         )
 
 
