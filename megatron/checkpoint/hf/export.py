@@ -147,10 +147,10 @@ def _beside(draft: Path, config: Config, theirs: PreTrainedConfig, kept: Compani
     GenerationConfig(**ids, max_length=length).save_pretrained(draft)
     if kept is None:
         return notes
-    lost = ", ".join([*IDS, *([GENERATION] if kept.generation is not None else []), *kept.files])
+    gone = ", ".join([*IDS, *([GENERATION] if kept.generation is not None else []), *kept.files])
     return [
         *notes,
-        f"the run reads another tokenizer than the imported model, or its file is gone. Not kept: {lost}",
+        f"the run reads another tokenizer than the imported model, or its file is gone. Not kept: {gone}",
         *(line for line in kept.changed(theirs) if not line.startswith(IDS)),
     ]
 

@@ -51,7 +51,7 @@ def write_tokenizer(
     file = local / "tokenizer.json" if local is not None and local.is_dir() else local
     if section.type not in ("huggingface", "gpt2") or file is None or not file.is_file():
         return ids, [
-            f"the tokenizer ({section.type} {section.path or ''}) is no local tokenizer.json and was not written; "
+            f"the tokenizer ({section.type} {section.path or ''}) is no local tokenizer.json and was not written: "
             "put its files beside the model"
         ]
     tokenizer = build_tokenizer(section)
