@@ -178,7 +178,7 @@ def test_the_rest_begins_after_an_update_and_ends_before_the_next() -> None:
     weight, average = torch.zeros(8, requires_grad=True), torch.zeros(8)
     optimizer = torch.optim.SGD([weight], lr=1.0)
     rest = StateAtRest()
-    rest.attach(optimizer)
+    optimizer.register_step_pre_hook(lambda *_: rest.before_update())  # as the engine calls its parts
     pieces = [Piece("w (master)", 1, weight.detach()), Piece("w (average)", 2, average)]
     rest.pieces = SimpleNamespace(find=lambda: pieces)
 
