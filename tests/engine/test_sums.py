@@ -7,7 +7,7 @@ import torch
 
 from megatron.config import resolve
 from megatron.data.batch import StepBatch
-from megatron.engine import engine as engines
+from megatron.engine import base as engines
 from megatron.engine.engine import build_engine
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.layout.mesh import Mesh

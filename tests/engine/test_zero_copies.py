@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.config.variants import overlay
-from megatron.engine import engine as module
+from megatron.engine import base as module
 from tests.training import runs
 from tests.training.matrix import cases
 from tests.workers import run

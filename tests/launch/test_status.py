@@ -157,7 +157,7 @@ def test_the_report_names_rank_host_log_cause_and_status():
             "launch.timeout",
         ),
         ("RuntimeError: Connection closed by peer [10.0.0.2]:1234", 1, "launch.interface"),
-        ("ModuleNotFoundError: No module named 'wandb'", 1, "requirements"),
+        ("ModuleNotFoundError: No module named 'wandb'", 1, "pip install"),
         ("CUDA error: invalid device ordinal", 1, "launch.ranks"),
         ("", -9, "memory"),
         ("", 137, "memory"),
