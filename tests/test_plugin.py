@@ -64,6 +64,9 @@ def test_commands_know_it(package, tmp_path):
     (sizes,) = [each for each in records if "weights" in each]
     assert sizes["step"] == 3 and all(each["largest"] > 0.5 for each in sizes["weights"].values())
     command = (ROOT / "generate.py", tmp_path / "run", "--prompt", "one", "--tokens", "4")
+    refused = run(*command, package=package)
+    assert refused.returncode == 2 and "--extensions my_lab" in refused.stderr, refused.stderr
+    command = (*command, "--extensions", "my_lab")
     found = run(*command, package=package)
     assert found.returncode == 0, found.stderr
     lost = run(*command, package=package, found=False)

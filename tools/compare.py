@@ -20,6 +20,7 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
 from megatron.config import ConfigError  # noqa: E402
+from megatron.config.admitted import add_flag  # noqa: E402
 from megatron.config.file_access import OutputError, keep_inputs, writing  # noqa: E402
 from megatron.config.problems import UserError  # noqa: E402
 from megatron.config.show.difference import described, differences  # noqa: E402
@@ -99,6 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories, two or more")
     parser.add_argument("--output", default="compare.png", help="the picture (default: compare.png)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add_flag(parser)
     options = parser.parse_args(arguments)
     runs = list(dict.fromkeys(each.rstrip(os.sep) or os.sep for each in options.runs))
     if len(runs) < 2:

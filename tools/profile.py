@@ -34,6 +34,7 @@ else:
         sys.path[0] = str(ROOT)
 
     from megatron.config import ConfigError
+    from megatron.config.admitted import add_flag
     from megatron.config.file_access import OutputError, keep_inputs, writing
     from megatron.config.problems import UserError
 
@@ -48,6 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--machine", metavar="FILE", help="further devices (megatron/plan/devices.yml)")
     parser.add_argument("--output", metavar="FILE.png", help="draw the bands")
     parser.add_argument("--json", action="store_true", help="one JSON document with all of it")
+    add_flag(parser)
     options = parser.parse_args(arguments)
     try:
         inputs = [Path(options.run, name) for name in READ]

@@ -23,6 +23,7 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
 from megatron.config import ConfigError  # noqa: E402
+from megatron.config.admitted import add_flag  # noqa: E402
 from megatron.config.file_access import OutputError, keep_inputs, writing  # noqa: E402
 from megatron.config.problems import UserError  # noqa: E402
 
@@ -35,6 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories")
     parser.add_argument("--output", help="the page (default: report.html in the run's directory; for several, here)")
     parser.add_argument("--title", help="its title (default: the runs' names)")
+    add_flag(parser)
     options = parser.parse_args(arguments)
     folders = list(dict.fromkeys(each.rstrip(os.sep) or os.sep for each in options.runs))
     default = Path(folders[0], "report.html") if len(folders) == 1 else Path("report.html")

@@ -12,4 +12,4 @@ from .read.reader import Checkpoint
 def config_of(checkpoint: Checkpoint) -> Config:
     """The configuration of the run that wrote a checkpoint, as of the stage of sequence length that it was written in:
     its sequences are those that the model has learned from, and its rotary options those that it was trained with."""
-    return as_of(read_resolved_text(checkpoint.meta.config), checkpoint.meta.step)
+    return as_of(read_resolved_text(checkpoint.meta.config, f"checkpoint {checkpoint.path}"), checkpoint.meta.step)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from .admitted import RULE, how_to_admit, is_strange
 from .problems import UserError
 
 KIND, OPTIMIZER, SCHEDULE, HOOK, METRIC, RUNNER = "kind", "optimizer", "schedule", "hook", "metric", "runner"
@@ -255,6 +256,8 @@ def load(path: str) -> Any:
 def _imported(module: str) -> Any:
     if not _MODULE.fullmatch(module):
         raise RegistryError(f"{module!r} must be the name of a Python module", "write it as package.module")
+    if is_strange(module):
+        raise RegistryError(f"{RULE}, and one names {module}", how_to_admit([module]))
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -302,6 +305,11 @@ def registry_of(extensions: tuple[str, ...] = ()) -> Registry:
 def offered_by(role: str, name: str) -> str | None:
     """The module of the installed extension that offers this name by an entry point; None if none does."""
     return next(iter(sorted(each.value for each in _entry_points(role, tuple(sys.path)) if each.name == name)), None)
+
+
+def is_offered(module: str) -> bool:
+    """Whether an installed package offers this module as an extension."""
+    return any(each.value == module for role in INSIDE for each in _entry_points(role, tuple(sys.path)))
 
 
 @cache

@@ -10,15 +10,15 @@ from typing import Any
 from . import rules
 from .catalog import Path, dotted, lookup, parse_path, pattern_of
 from .derive import AT_START, NEED_RANKS, NEED_TOKENIZER, View, derive, unknown_after
-from .former import former_runs
 from .frozen import thaw
 from .problems import ABSENT, ConfigError, Problem, list_problems
 from .rule_context import RuleContext
+from .rules.former import former_runs
 from .schema import Config, current_schema, using_extensions
 from .sections.layout import LaunchSection
 from .sections.output import RUN_NAME
 from .sections.recipe import OptimizerSection
-from .source.extensions import extensions_of
+from .source.extensions import admit_names, extensions_of, refuse_names
 from .source.files import gather, run_name
 from .source.flat import translate_flat
 from .source.layers import ConfigSource, merge
@@ -64,18 +64,21 @@ class Resolved:
         return "\n".join(parts + ([list_problems(self.warnings)] if self.warnings else []))
 
 
-def resolve(values: dict[str, Any], *, ranks: int | None = 1, check_inputs: bool = False) -> Config:
+def resolve(
+    values: dict[str, Any], *, ranks: int | None = 1, check_inputs: bool = False, whose: str | None = None
+) -> Config:
     """The configuration that a plain nested dictionary describes (shorthands allowed).
 
     Args:
         values: nested dictionaries of keys.
         ranks: processes of the whole run; None if unknown.
         check_inputs: also check what only a start needs: that there are data, and that files exist.
+        whose: the checkpoint that the values come from; None if they are the user's own.
 
     Raises:
         ConfigError: with all problems.
     """
-    return combine([ConfigSource(thaw(values))], ranks=ranks, check_inputs=check_inputs).config
+    return combine([ConfigSource(thaw(values))], ranks=ranks, check_inputs=check_inputs, whose=whose).config
 
 
 def load(
@@ -114,12 +117,17 @@ def combine(
     notes: tuple[str, ...] = (),
     files: Sequence[str | os.PathLike] = (),
     here: bool = True,
+    whose: str | None = None,
 ) -> Resolved:
     """Merge sources left to right, fill in defaults and derived keys, and check everything.
 
     Raises:
         ConfigError: with all problems of all sources.
     """
+    if whose is None:
+        admit_names(sources)
+    else:
+        refuse_names(sources[0], whose)
     with using_extensions(extensions_of(sources)):
         return _combine(sources, ranks, check_inputs, name, notes, tuple(os.fspath(file) for file in files), here)
 

@@ -7,9 +7,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from .admitted import refuse_strange
 from .foreign_json import read_json
 from .frozen import thaw
-from .problems import UserError
+from .problems import ConfigError, UserError
 from .schema import Config
 from .sections.data import TokenizerSection
 from .sequences import choose_cut
@@ -43,7 +44,9 @@ def _read(path: str, *_state: int) -> Config:
         text, step, told = values["config"], values["step"], values["config_hash"]
         if hashlib.sha256(text.encode()).hexdigest() != told:
             raise ValueError("its configuration does not have its checksum")
-        return as_of(read_resolved_text(text), int(step))
+        return as_of(read_resolved_text(text, f"checkpoint {path}"), int(step))
+    except ConfigError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"objective.teacher: the configuration of {path} cannot be read: {error}") from error
 
@@ -67,6 +70,8 @@ def on_layout(config: Config) -> dict[str, Any]:
     values["model"] = model = thaw(own.model_dump())["model"]
     model["extensions"] = list(dict.fromkeys([*model["extensions"], *student["model"]["extensions"]]))
     if model["parametrization"]["type"] != "standard":  # its rates are of a kind of optimizer; nothing is updated
+        module, colon, _ = own.optimizer.type.partition(":")
+        refuse_strange([module] if colon else [], f"checkpoint {config.objective.teacher}")
         values |= {"optimizer": {"type": own.optimizer.type}, "schedule": {"type": "constant"}}
     parallel, training = values["parallel"], values["training"]
     if not _has_experts(own):

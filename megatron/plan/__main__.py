@@ -28,7 +28,7 @@ def steps_left(config: Config) -> int:
 def main(words: Sequence[str]) -> int:
     """Print; returns the exit status, which says nothing of what fits."""
     file, ranks, per_host, device = words
-    config = read_resolved_text(sys.stdin.read()) if file == "-" else read_resolved(file)
+    config = read_resolved_text(sys.stdin.read(), "-", own=True) if file == "-" else read_resolved(file, own=True)
     try:
         found = predict(config, int(ranks), device, int(per_host))
     except Exception as error:  # no plan is worth a run; a kind of a user's own may not let itself be counted

@@ -21,6 +21,7 @@ from megatron.checkpoint.format.errors import CheckpointError
 from megatron.checkpoint.format.fragment import WEIGHT
 from megatron.checkpoint.save.store import find_checkpoint
 from megatron.config import Config
+from megatron.config.admitted import add_flag
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.model.generate import Sampling, complete, tokens_left
 from megatron.model.stack import DTYPES, Model, build_model
@@ -208,6 +209,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         help="end before this text; may be given several times (default: none)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object per prompt on standard output")
+    add_flag(parser)
     options = parser.parse_args(arguments)
     for name, sound, rule in (
         ("tokens", options.tokens >= 1, "at least 1"),

@@ -50,7 +50,7 @@ def read_job(
                 f"{path} is not the configuration that was sent: its SHA-256 is {digest}, "
                 f"JOB_CONFIG_SHA256 says {env.get('JOB_CONFIG_SHA256')}"
             )
-        resolved, text = read_resolved(path), path.read_text(encoding="utf-8")
+        resolved, text = read_resolved(path, own=True), path.read_text(encoding="utf-8")
     else:
         taken = split(given)
         loaded, own = (load(taken.files, taken.overrides, ranks=place.world_size, check_inputs=check_inputs), taken.own)

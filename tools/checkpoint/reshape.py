@@ -24,6 +24,7 @@ from megatron.checkpoint import CheckpointError, open_checkpoint
 from megatron.checkpoint.reshape import VERIFY_NAME, parse_layout, reshape
 from megatron.checkpoint.save.progress import now_and_then
 from megatron.config import ConfigError, resolve
+from megatron.config.admitted import add_flag
 from megatron.config.derive import View
 from megatron.config.source.origins import Origin
 from megatron.config.source.yaml_source import parse
@@ -31,8 +32,8 @@ from megatron.config.words import counted
 from megatron.parallel.layout.layout import Layout
 
 
-def refuse_illegal(config: str, layout: Layout) -> None:
-    """Raise where no run of the checkpoint's configuration could be cut like that.
+def refuse_illegal(config: str, layout: Layout, whose: str) -> None:
+    """Raise where no run of the checkpoint `whose`, with this configuration, could be cut like that.
 
     Raises:
         ConfigError: with the rules that the layout breaks.
@@ -40,6 +41,8 @@ def refuse_illegal(config: str, layout: Layout) -> None:
     values, _, _ = parse(config, lambda _line: Origin("values"))
     if not values or "training" not in values:
         return  # weights that were imported, of no run
+    for section in ("hooks", "logging", "launch"):  # no rule about a layout needs what they name
+        values.pop(section, None)
     values["parallel"] = {"tensor": layout.tensor, "pipeline": layout.pipeline}
     if layout.context > 1:
         values["parallel"] |= {"context": layout.context}
@@ -51,7 +54,7 @@ def refuse_illegal(config: str, layout: Layout) -> None:
     # The batch is the next run's to choose: one that every layout can divide.
     values["training"] |= {"micro_batch_size": 1, "global_batch_size": layout.data, "accumulation": 1}
     try:
-        resolve(values, ranks=layout.world_size)
+        resolve(values, ranks=layout.world_size, whose=whose)
     except ConfigError as error:  # without the warnings of a file in which every option is given
         raise ConfigError([each for each in error.problems if each.fatal]) from None
 
@@ -71,11 +74,12 @@ def main(arguments: list[str] | None = None) -> int:
         "--verify", action="store_true", help=f"compare SHA-256 of every logical tensor, and write {VERIFY_NAME}"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add_flag(parser)
     options = parser.parse_args(arguments)
     try:
         layout = parse_layout(options.to)
         source = open_checkpoint(options.checkpoint, verify="checksums")
-        refuse_illegal(source.meta.config, layout)
+        refuse_illegal(source.meta.config, layout, f"checkpoint {options.checkpoint}")
         tell = now_and_then(quiet=options.json)
         sums = reshape(source, options.out, layout, verify=options.verify, progress=tell)
     except (CheckpointError, ValueError, OSError) as error:

@@ -28,6 +28,7 @@ from megatron.checkpoint.hf.verify import prove
 from megatron.checkpoint.save.progress import now_and_then
 from megatron.checkpoint.save.store import find_checkpoint
 from megatron.config import ConfigError
+from megatron.config.admitted import add_flag
 from megatron.config.registry import RegistryError
 
 
@@ -52,6 +53,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--verify", action="store_true", help="run both models on the same tokens in fp32, and both tokenizers on texts"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add_flag(parser)
     options = parser.parse_args(arguments)
     if not 0 < options.shard_size < float("inf"):
         parser.error(f"--shard-size must be a number of GiB above 0, not {options.shard_size:g}")

@@ -24,6 +24,7 @@ from megatron.checkpoint.hf.export import TYPES
 from megatron.checkpoint.hf.rwkv_files import export_published
 from megatron.checkpoint.save.store import find_checkpoint
 from megatron.config import ConfigError
+from megatron.config.admitted import add_flag
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("checkpoint", type=Path, help="a checkpoint, a folder of checkpoints or a run's directory")
     parser.add_argument("out", type=Path, help="the file to write; must not exist")
     parser.add_argument("--dtype", choices=sorted(TYPES), help="type of all tensors (default: as trained)")
+    add_flag(parser)
     options = parser.parse_args(arguments)
     try:
         checkpoint = open_checkpoint(find_checkpoint(options.checkpoint), verify="checksums")

@@ -76,6 +76,9 @@ def teacher_reads_the_same(context: RuleContext) -> Iterator[Problem]:
         return
     try:
         other = teacher_config(teacher)
+    except ConfigError as error:  # names the checkpoint already
+        yield from error.problems
+        return
     except UserError as error:
         yield context.problem("objective.teacher", rule=f"must be a checkpoint: {error}", fix="give another one")
         return
@@ -104,7 +107,11 @@ def teacher_fits_the_layout(context: RuleContext) -> Iterator[Problem]:
     if teacher is None or context.resolve is None or context.config.parallel.pipeline > 1:
         return
     try:
-        if teacher_config(teacher).model.vocab_size == context.config.model.vocab_size:
+        same = teacher_config(teacher).model.vocab_size == context.config.model.vocab_size
+    except UserError:
+        return  # reported by the rule above
+    try:
+        if same:
             context.resolve(on_layout(context.config), ranks=context.ranks)
     except ConfigError as error:
         for each in error.problems:
@@ -114,8 +121,6 @@ def teacher_fits_the_layout(context: RuleContext) -> Iterator[Problem]:
                     rule=f"must fit the run's layout and sequences; of the teacher's {each.key}: {each.rule}",
                     fix="choose a layout that both models fit, or another teacher",
                 )
-    except UserError:
-        return  # said above
 
 
 def _teaches(context: RuleContext) -> bool:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from ..admitted import admit, note_strange, refuse_strange
 from ..catalog import Path
 from ..problems import ConfigError, Problem
 from ..registry import (
@@ -14,15 +15,17 @@ from ..registry import (
     METRIC,
     OBJECTIVE,
     OPTIMIZER,
+    PATH,
     RUNNER,
     SCHEDULE,
     SOURCE,
     RegistryError,
+    is_offered,
     offered_by,
     registry_of,
 )
 from ..schema import schema_of
-from ..tree import get, put
+from ..tree import get, leaves, put
 from .layers import ConfigSource
 from .origins import Origin
 
@@ -60,6 +63,32 @@ def extensions_of(sources: list[ConfigSource]) -> tuple[str, ...]:
         text = f"what installed packages offer for {' and '.join(keys)}: {', '.join(added)}"
         sources[-1].places[KEY] = Origin("derived", text=text, keys=keys)
     return (*found, *added)
+
+
+def admit_names(sources: list[ConfigSource]) -> None:
+    """Let the modules be imported that the user's own configuration names, by `model.extensions` or an import path."""
+    for source in sources:
+        admit(_listed(source))
+        admit(module for _, _, _, name in _named([source]) for module, colon, _ in [name.partition(":")] if colon)
+
+
+def refuse_names(source: ConfigSource, whose: str) -> None:
+    """As `admit_names` for a configuration of somebody else: nothing is imported that the user has not admitted.
+
+    Args:
+        whose: the file with the configuration, for the message.
+
+    Raises:
+        ConfigError: its `model.extensions` lists modules that are not admitted.
+    """
+    texts = [each for _, value in leaves(source.values) for each in (value if isinstance(value, list) else [value])]
+    note_strange(text.partition(":")[0] for text in texts if isinstance(text, str) and PATH.fullmatch(text))
+    refuse_strange([each for each in _listed(source) if not is_offered(each)], whose)
+
+
+def _listed(source: ConfigSource) -> list[str]:
+    found = get(source.values, KEY, None)
+    return [each for each in found if isinstance(each, str)] if isinstance(found, list) else []
 
 
 def _check(modules: list[str], source: ConfigSource) -> None:

@@ -19,7 +19,7 @@ from ..problems import ABSENT, ConfigError, Problem
 from ..schema import Config, using_extensions
 from ..tree import put
 from ..words import counted
-from .extensions import extensions_of
+from .extensions import admit_names, extensions_of, refuse_names
 from .structure import check_structure
 from .yaml_source import read_file
 
@@ -142,29 +142,36 @@ def save_resolved(resolved: Resolved, path: str | os.PathLike) -> None:
     os.replace(temporary, file)
 
 
-def read_resolved(path: str | os.PathLike) -> Config:
+def read_resolved(path: str | os.PathLike, *, own: bool = False) -> Config:
     """The configuration that `save_resolved` wrote, equal to the last digit; nothing is derived again. Keys that came
-    after the file was written have their defaults, and what it says of keys that are gone is left out.
+    after the file was written have their defaults, and keys that no longer exist are ignored.
+
+    Args:
+        own: whether the user starts this configuration, so that the modules that it names may be imported.
 
     Raises:
-        ConfigError: the file is missing, damaged, or was edited.
+        ConfigError: the file is missing, damaged, or was edited, or names modules that the user has not admitted.
     """
-    return _checked(os.fspath(path), os.fspath(path))
+    return _checked(os.fspath(path), os.fspath(path), own)
 
 
-def read_resolved_text(text: str, name: str = "") -> Config:
+def read_resolved_text(text: str, name: str, *, own: bool = False) -> Config:
     """As `read_resolved`, from the text of such a file, which messages call `name`."""
     with tempfile.NamedTemporaryFile("w", suffix=".yml", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        return _checked(file.name, name or file.name)
+        return _checked(file.name, name, own)
 
 
-def _checked(file: str, name: str) -> Config:
+def _checked(file: str, name: str, own: bool) -> Config:
     source = read_file(file)
     if source.problems:
         raise ConfigError(source.problems)
     gone = set_apart(source.values)
+    if own:
+        admit_names([source])
+    else:
+        refuse_names(source, name)
     with using_extensions(extensions_of([source])):
         config, problems, _ = check_structure(source.values, source.origin)
     if problems:

@@ -7,16 +7,16 @@ up, count as new.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable
 from typing import cast
 
 import torch
 
 from megatron.checkpoint import Checkpoint, Fragment, FragmentSpec
+from megatron.checkpoint.configuration import config_of
 from megatron.checkpoint.format.errors import CheckpointError
 from megatron.checkpoint.format.fragment import WEIGHT
-from megatron.config import Config, read_resolved
+from megatron.config import Config
 from megatron.config.sections.data import TokenizerSection
 from megatron.data.errors import DataError
 from megatron.data.tokenizer import HuggingFaceTokenizer, build_tokenizer
@@ -85,10 +85,7 @@ def _ids(section: TokenizerSection) -> dict[str, int]:
 
 def _known_tokens(checkpoint: Checkpoint, config: Config, log: Callable[[str], None]) -> int | None:
     """How many rows of the checkpoint have a token; None where its tokenizer cannot be read."""
-    with tempfile.NamedTemporaryFile("w", suffix=".yml", encoding="utf-8") as file:
-        file.write(checkpoint.meta.config)
-        file.flush()
-        before = read_resolved(file.name).tokenizer
+    before = config_of(checkpoint).tokenizer
     now = config.tokenizer
     if (before.type, before.path) == (now.type, now.path) and before.type != "huggingface":
         return None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .problems import Problem
-from .rule_context import RuleContext
+from ..problems import Problem
+from ..rule_context import RuleContext
 
 
 def former_runs(context: RuleContext) -> list[Problem]:
