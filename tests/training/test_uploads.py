@@ -52,7 +52,7 @@ def test_a_run_that_has_lost_its_folder_goes_on_from_its_store(tmp_path: Path) -
     own = (stored(f"file://{bucket}", every=4, keep=2), "checkpoint.every=5", f"run.dir={tmp_path}/run")
     own = (*own, "training.steps=14")
     start(tmp_path, 1, *own, "training.stop_at_step=13")
-    assert sorted(path.name for path in bucket.iterdir()) == ["step_00000008", "step_00000012"]
+    assert sorted(path.name for path in bucket.iterdir()) == ["ledger.jsonl", "step_00000008", "step_00000012"]
     shutil.rmtree(tmp_path / "run/checkpoints")
     found = start(tmp_path, 1, *own)
     assert [line["step"] for line in found if "loss" in line][-2:] == [12, 13]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.hf.export import export
+from megatron.checkpoint.levels import Levels
+from megatron.checkpoint.read.reader import open_checkpoint
 from megatron.config import load
 from megatron.config.registry import INSIDE, OPTIMIZER
 from megatron.report.ledger import read_ledger
@@ -163,18 +167,16 @@ def test_what_comes_from_a_trunk_that_went_back_reads_its_batches(tmp_path: Path
     same(tmp_path, "trunk", "elsewhere", 8)
     words = ["--at", "2", "--steps", "6", "--output", str(tmp_path / "branch")]
     assert main([str(tmp_path / "trunk"), *words]) == 0
-    text = (tmp_path / "branch" / "fork.yml").read_text()
+    file = str(tmp_path / "branch" / "fork.yml")
     for stop in ("training.stop_at_step=3", "training.stop_at_step=5"):  # the second begins from the branch's own
-        branch = on_ranks(1, alone, str(tmp_path), text, stop)[0]
+        branch = on_ranks(1, alone, file, stop)[0]
     read = {line["step"]: line["batch_hash"] for line in branch if "loss" in line}
     assert read == {step: batch for step, *_, batch in trunk if step in read} and {2, 3, 4} <= read.keys()
 
 
-def alone(folder: str, text: str, *overrides: str) -> list[dict]:
+def alone(file: str, *overrides: str, ranks: int = 1) -> list[dict]:
     """A file as it is, with nothing from `tiny.yml`."""
-    file = Path(folder) / "branch.yml"
-    file.write_text(text)
-    return run_on_this_rank(load([str(file)], overrides, ranks=1), 1)
+    return run_on_this_rank(load([file], overrides, ranks=ranks), ranks)
 
 
 WAYS = ("skip", "rollback", "watch", "stop")
@@ -217,3 +219,142 @@ def test_a_drawn_way_back(seed: int, tmp_path: Path) -> None:
 def length_of(optimizer: str) -> tuple[str, ...]:
     """What an optimizer derives from the length of the run stays that of six steps."""
     return ("optimizer.options.warmup=6",) if optimizer == "ademamix" else ()
+
+
+def events(run: Path, event: str) -> list[dict]:
+    return [each for each in read_ledger(run / "ledger.jsonl") if each["event"] == event]
+
+
+def damaged(folder: Path, options: tuple[str, ...], draw: random.Random) -> None:
+    """The newest checkpoint is damaged anywhere: the run takes the one before."""
+    expected = train(folder, "never", *options, ranks=2)
+    train(folder, "found", *options, "training.stop_at_step=4", ranks=2)
+    newest = folder / "found" / "checkpoints" / "step_00000004"
+    file = draw.choice(sorted(each for each in newest.rglob("*") if each.stat().st_size and each.is_file()))
+    content = bytearray(file.read_bytes())
+    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    file.write_bytes(content[: draw.randrange(len(content))] if draw.random() < 0.5 else content)
+    assert train(folder, "found", *options, ranks=2) == expected
+    (resumed,) = events(folder / "found", "resume")
+    assert resumed["step"] == 2 and [Path(each).name for each in resumed["skipped"]] == ["step_00000004"]
+    same(folder, "found", "never", 6)
+
+
+def from_a_level(folder: Path, options: tuple[str, ...], draw: random.Random) -> None:
+    """Only a copy in memory, or on a disk of the host, is left of a run that was killed."""
+    place = draw.choice(["memory", "disk"])
+    level = f"checkpoint.levels=[{{place: {place}, path: '{folder}/level', every: {draw.choice([1, 3])}}}]"
+    options = (*options, "checkpoint.every=null", "checkpoint.steps=[]")
+    expected = train(folder, "never", *options, ranks=2)
+    on_ranks(2, killed, str(folder), f"run.dir={folder}/found", *options, level, "training.stop_at_step=4")
+    shutil.rmtree(folder / "found" / "checkpoints" / "step_00000004")
+    assert train(folder, "found", *options, level, ranks=2) == expected
+    (resumed,) = events(folder / "found", "resume")
+    assert resumed["checkpoint"].startswith(place)
+    same(folder, "found", "never", 6)
+
+
+def killed(folder: str, *overrides: str) -> None:
+    """A start whose copies outlive it, as those of a killed one do."""
+    remove = Levels.remove
+    try:
+        Levels.remove = lambda self: None  # type: ignore[method-assign]
+        job(folder, 2, *overrides)
+    finally:
+        Levels.remove = remove  # type: ignore[method-assign]
+
+
+def struck(folder: Path, options: tuple[str, ...]) -> tuple[list[tuple], str]:
+    """A trunk that goes back to step 2: its lines, and the override for a run that skips the same batches."""
+    lines = train(folder, "trunk", *options, SPIKES, strike(folder, 2), ranks=2)
+    (back,) = events(folder / "trunk", "rollback")
+    assert back["to"] == 2
+    return lines, left_out(back)
+
+
+def forked(folder: Path, options: tuple[str, ...], draw: random.Random) -> None:
+    """A branch ends as one run does whose rate decays from there on; its trunk may have gone back."""
+    skipped: tuple[str, ...] = ()
+    if draw.random() < 0.5:
+        skipped = (struck(folder, options)[1],)
+    else:
+        train(folder, "trunk", *options, ranks=2)
+    decay = ("schedule.type=wsd", "schedule.steps=6", "schedule.decay_steps=4")
+    expected = train(folder, "never", *options, *decay, *skipped, ranks=2)
+    words = ["--at", "2", "--steps", "4", "--output", str(folder / "branch")]
+    assert main([str(folder / "trunk"), *words]) == 0
+    file = str(folder / "branch" / "fork.yml")
+    if draw.random() < 0.5:
+        on_ranks(2, partial(alone, ranks=2), file, "training.stop_at_step=4")
+    lines = on_ranks(2, partial(alone, ranks=2), file)[0]
+    found = {each["step"]: each for each in lines if "loss" in each}
+    assert [(s, each["loss"], each["grad_norm"], each["batch_hash"]) for s, each in sorted(found.items())] == expected[
+        2:
+    ]
+    same(folder, "branch", "never", 6)
+
+
+def imported(folder: Path, options: tuple[str, ...], draw: random.Random) -> None:
+    """Weights that went to Hugging Face's format and back begin the run that those of the checkpoint begin."""
+    options = (*options, "model.mlp.bias=true")
+    train(folder, "trunk", *options, ranks=2)
+    at = folder / "trunk" / "checkpoints" / f"step_{draw.choice([2, 4, 6]):08d}"
+    export(open_checkpoint(at), folder / "theirs", dtype="float32")
+    expected = train(folder, "never", *options, f"checkpoint.initialize_from={at}", ranks=2)
+    assert train(folder, "found", *options, f"checkpoint.initialize_from={folder}/theirs", ranks=2) == expected
+    same(folder, "found", "never", 6)
+
+
+LAYOUTS = {
+    "one rank": (1, ()),
+    "other stage": (2, ()),
+    "tensor": (2, ("parallel.tensor=2",)),
+    "pipeline": (2, ("parallel.pipeline=2",)),
+}
+
+
+def on_another_layout(folder: Path, options: tuple[str, ...], draw: random.Random) -> None:
+    """The batches are the same, and losses differ by rounding."""
+    options = (*options, "model.layers=(attention/mlp) x2")
+    (ranks, other), stage = LAYOUTS[draw.choice(sorted(LAYOUTS))], draw.choice([0, 1, 2, 3])
+    other = (*other, f"zero.stage={min(stage, 1) if 'parallel.pipeline=2' in other else stage}")
+    expected = train(folder, "never", *options, ranks=2)
+    train(folder, "found", *options, "training.stop_at_step=2", ranks=2)
+    found = train(folder, "found", *options, *other, ranks=ranks)
+    assert [(step, batch) for step, *_, batch in found] == [(step, batch) for step, *_, batch in expected]
+    assert [line[1] for line in found] == pytest.approx([line[1] for line in expected], rel=1e-4)
+
+
+def from_elsewhere(folder: Path, options: tuple[str, ...], draw: random.Random) -> None:
+    """Of a URL or path, in a store or in a run's folder: the checkpoint was saved before its run went back to it."""
+    store = f"file://{folder}/bucket"
+    options = (*options, "schedule.type=constant")
+    found, skipped = struck(
+        folder, (*options, f"checkpoint.levels=[{{place: store, url: '{store}', every: auto, keep: all}}]")
+    )
+    where = draw.choice([
+        f"{store}/step_00000002",
+        f"{folder}/bucket/step_00000002",
+        f"file://{folder}/trunk/checkpoints/step_00000002",
+        f"{folder}/trunk/checkpoints/step_00000002",
+    ])
+    expected = train(folder, "never", *options, skipped, ranks=2)
+    assert train(folder, "found", *options, f"checkpoint.resume={where}", ranks=2) == expected[2:] == found[2:]
+    same(folder, "found", "never", 6)
+
+
+AGAIN = (damaged, from_a_level, forked, imported, on_another_layout, from_elsewhere)
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(each, marks=pytest.mark.slow) if each > 5 else each for each in range(48)]
+)
+def test_a_drawn_way_to_begin_again(seed: int, tmp_path: Path) -> None:
+    """What a run has left somewhere makes the run that was never interrupted."""
+    draw = random.Random(seed)
+    optimizer = draw.choice(WRITTEN)
+    average = "null" if optimizer == "schedule_free_adamw" else draw.choice(["null", "0.5"])
+    options = (f"optimizer.type={optimizer}", f"zero.stage={draw.choice([0, 1, 2, 3])}")
+    options = (*options, f"training.weight_average={average}", *length_of(optimizer))
+    (tmp_path / "tiny.yml").write_text(YAML)
+    AGAIN[seed % len(AGAIN)](tmp_path, options, draw)

@@ -88,6 +88,26 @@ def download(url: str, directory: str | Path, *, attempts: int = 5, wait: float 
     return target
 
 
+def put_file(path: Path, url: str) -> None:
+    """Copy a file that no checkpoint depends on. A failure is ignored, since each save copies it again."""
+    with suppress(Exception):  # every store has its own exceptions
+        _put(path, url)
+
+
+def fetch_file(url: str, target: Path, *, attempts: int = 5, wait: float = 1.0) -> bool:
+    """Copy a file from a URL over the local one. Returns False, without a local one, if the store has no such file.
+
+    Raises:
+        Unreachable: the store gives no answer, or the file could not be copied.
+    """
+    target.unlink(missing_ok=True)
+    if _is_lost(url):
+        return False
+    if problems := _persistent(partial(_get, url, target), target.name, attempts, wait):
+        raise Unreachable(url, ["it cannot be read", *problems])
+    return True
+
+
 def newest(url: str) -> str:
     """The URL of the checkpoint that is meant: itself, or if it is a folder of checkpoints, the newest whole one in it.
 

@@ -9,10 +9,12 @@ from pathlib import Path
 from megatron.checkpoint import CheckpointError, open_checkpoint
 from megatron.checkpoint.format.communicator import Communicator
 from megatron.checkpoint.format.index import checksum
-from megatron.checkpoint.format.names import META_NAME
-from megatron.checkpoint.save.transfer import download, newest, remote_manifest
+from megatron.checkpoint.format.names import MANIFEST_NAME, META_NAME
+from megatron.checkpoint.save.transfer import download, fetch_file, newest, remote_manifest
+from megatron.report.ledger import read_ledger
 
 FOLDER = "fetched"  # beside the run's own checkpoints
+LEDGER, RUN_LEDGER = "ledger.jsonl", "run_ledger.jsonl"  # the second: of a run's folder, next to a fetched copy
 
 
 def local_path(where: str, checkpoints: Path, communicator: Communicator) -> str:
@@ -53,7 +55,10 @@ def fetched(where: str, folder: Path) -> Path:
     if "://" in where:
         where = newest(where)
         target = folder / checksum(remote_manifest(where))[:16] / where.rsplit("/", 1)[-1]
-        return target if _intact(target) else download(where, target.parent)
+        path = target if _intact(target) else download(where, target.parent)
+        for level, name in ((2, RUN_LEDGER), (1, LEDGER)):  # the checkpoint is in a run's folder, or in a store
+            fetch_file(f"{where.rsplit('/', level)[0]}/{LEDGER}", path.parent / name)
+        return path
     from megatron.checkpoint.hf.importer import import_model  # transformers is slow to import
 
     source = Path(where).resolve()
@@ -62,6 +67,22 @@ def fetched(where: str, folder: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         import_model(source, target)
     return target
+
+
+def ledger_of(path: Path) -> Path | None:
+    """Ledger of the run that has saved a checkpoint of another folder, or None.
+
+    A run's folder has it above the checkpoints. A store has it next to them, and several runs may share a store: it
+    counts if it lists this checkpoint.
+    """
+    for of_run in (path.parent.parent / LEDGER, path.parent / RUN_LEDGER):
+        if of_run.exists():
+            return of_run
+    if not (near := path.parent / LEDGER).exists():
+        return None
+    manifest = checksum((path / MANIFEST_NAME).read_bytes())
+    known = any(manifest == entry.get("manifest") for entry in read_ledger(near))
+    return near if known else None
 
 
 def _state(source: Path) -> str:

@@ -30,7 +30,7 @@ from megatron.worker.place import StartError
 
 from ..divergence_backoff import MOST, of_run
 from ..world import World
-from .fetch import FOLDER, local_path
+from .fetch import FOLDER, LEDGER, ledger_of, local_path
 from .same_run import changes, last_sample, refuse_other_files, refuse_other_runs
 from .upcycle import mapped, upcycle
 from .uploads import leave_later, or_uploaded
@@ -158,9 +158,9 @@ def _left_out(checkpoint: Checkpoint, config: Config) -> LeftOut:
     folder, path = Path(config.checkpoint.dir).resolve(), checkpoint.path.resolve()
     named = {Path(config.checkpoint.resume).resolve(), folder / FOLDER} & {path, *path.parents}
     own = config.checkpoint.resume == "auto" or path.parent == folder or not named
-    run = Path(config.run.dir) if own else path.parent.parent
+    ledger = Path(config.run.dir) / LEDGER if own else ledger_of(path)
     since = checkpoint.meta.ledger.get("bytes", 0)
-    told = left_out_of(run / "ledger.jsonl", since, checkpoint.step)
+    told = left_out_of(ledger, since, checkpoint.step) if ledger else None
     if told is None:  # nothing since it was saved; the ledger from before may be damaged
         told = checkpoint.meta.data.get("left_out", [] if own and since else None)
     return LeftOut.of(told) if told or (own and told is not None) else LeftOut.given(config)

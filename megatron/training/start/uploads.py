@@ -13,12 +13,12 @@ from megatron.checkpoint.format.index import checksum
 from megatron.checkpoint.format.names import step_of
 from megatron.checkpoint.save.copies import Copies, Copy
 from megatron.checkpoint.save.store import Resume, Store
-from megatron.checkpoint.save.transfer import manifest_at
+from megatron.checkpoint.save.transfer import manifest_at, put_file
 from megatron.config import Config
 from megatron.report.ledger import Ledger, read_ledger
 
 from ..world import World
-from .fetch import FOLDER, fetched
+from .fetch import FOLDER, LEDGER, fetched
 
 UPLOADED, LEFT = "uploaded", "copies_left"  # events of the ledger
 
@@ -35,6 +35,7 @@ def copies_of(path: Path, ledger: Ledger | None = None) -> Copies:
         with suppress(ValueError):  # closed, since the run has failed meanwhile: its next start finds the copy there
             if ledger is not None:
                 ledger.write(UPLOADED, step=step, url=copy.url, manifest=copy.manifest)
+                put_file(ledger.path, f"{copy.url.rpartition('/')[0]}/{LEDGER}")
 
     told, copies = Copies(), Copies(record)
     for entry in read_ledger(path) if path.exists() else ():
