@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from pydantic import create_model
 
-from .features.feature import features_of
+from .features.feature import Feature, extended, features_of, with_keys
 from .kind import kinds_of
-from .registry import RegistryError
 from .section import Section, key
 from .sections.data import DataSection, TokenizerSection
 from .sections.layout import LaunchSection, ParallelSection, PrecisionSection, ZeroSection
@@ -23,6 +22,7 @@ from .sections.spikes import SpikesSection
 from .sections.watch import WatchSection
 
 
+@extended("")
 class Config(Section):
     """A run, completely. After resolution every derived key has its value and nothing changes it."""
 
@@ -49,26 +49,35 @@ class Config(Section):
 
 @cache
 def schema_of(extensions: tuple[str, ...] = ()) -> type[Config]:
-    """The schema with a section in `model` for each kind of layer that the extensions add, and one at the top level for
-    each feature.
+    """The schema with a section in `model` for each kind of layer that the extensions add, and the keys of their
+    features.
 
     Raises:
         RegistryError: an extension cannot be used.
     """
-    added = {name: kind for name, kind in kinds_of(extensions).items() if name not in ModelSection.model_fields}
-    features: dict[str, Any] = {}
-    for name, feature in features_of(extensions).items():
-        if name in Config.model_fields:
-            raise RegistryError(f"a feature must not be named {name}, which is a section of its own", "rename it")
-        features[name] = (feature.options, key(feature.options, feature.about))
-    if not added and not features:
+    kinds = {name: kind for name, kind in kinds_of(extensions).items() if name not in ModelSection.model_fields}
+    features = {name: each for name, each in features_of(extensions).items() if name not in features_of()}
+    if not kinds and not features:
         return Config
-    sections: dict[str, Any] = {name: (kind.options, key(kind.options, kind.about)) for name, kind in added.items()}
-    model = create_model("ModelSection", __base__=ModelSection, __module__=__name__, **sections)
-    field = Config.model_fields["model"]
-    return create_model(
-        "Config", __base__=Config, __module__=__name__, model=(model, key(..., field.description or "")), **features
-    )
+    options = {name: (kind.options, key(kind.options, kind.about)) for name, kind in kinds.items()}
+    return cast(type[Config], _extended(Config, "", {"model": options}, features))
+
+
+def _extended(
+    base: type[Section], path: str, added: dict[str, dict[str, Any]], features: Mapping[str, Feature]
+) -> type[Section]:
+    """A section, those below it included, with further fields by path, and the keys of features."""
+    fields: dict[str, Any] = dict(added.get(path, {}))
+    for name, field in base.model_fields.items():
+        below = f"{path}.{name}" if path else name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            inner = _extended(field.annotation, below, added, features)
+            if inner is not field.annotation:
+                default = ... if field.is_required() else inner
+                fields[name] = (inner, key(default, field.description or ""))
+    if fields:
+        base = create_model(base.__name__, __base__=base, __module__=__name__, __doc__=base.__doc__, **fields)
+    return with_keys(base, path, features)
 
 
 _current: ContextVar[type[Config]] = ContextVar("schema", default=Config)

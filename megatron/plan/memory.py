@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron.config import Config
 from megatron.config.arithmetic.wire import FEEDS_BACK, skips_late
+from megatron.config.features.feature import wanted_features
 from megatron.config.optimizer_kind import state_bytes
 from megatron.model.costs.describe import BYTES
 from megatron.parallel.layout.layout import Layout
@@ -39,7 +40,8 @@ class Memory:
     Attributes:
         stage: of the pipeline.
         parts: weights, teacher, gradients, states, left out (what compressed gradients leave for the next step),
-            activations, working (of the layer that is being computed), loss, buckets, runtime, fragments.
+            activations, working (of the layer that is being computed), loss, buckets, runtime, fragments, and what
+            features add.
     """
 
     stage: int
@@ -164,6 +166,9 @@ def stage_memory(config: Config, shapes: Shapes, choice: Candidate, stage: int, 
         if shapes.teacher is not None:
             parts["teacher"] = teacher_bytes(shapes.teacher, choice)
             parts["loss"] += 12 * chunk * rows  # its logits, and both distributions
+    for feature in wanted_features(config).values():
+        for name, size_of in feature.memory(config, layout, weights).items():
+            parts[name] = parts.get(name, 0.0) + size_of
     largest = max(each.own.total for each in kinds)
     exchange = buckets(config, layout, weights, largest)
     passing = parts["activations"] + parts["working"] + parts["loss"]

@@ -1,45 +1,97 @@
-"""What a feature says about itself without torch: its section, its rules, which runs want it, its part and its hook."""
+"""Declarations of features, without torch: keys, rules, engine part, hook, memory and messages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from pydantic import create_model
 
 from ..registry import FEATURE, RegistryError, registry_of
-from ..section import Section
+from ..section import Section, key
 
 if TYPE_CHECKING:
     from ..problems import Problem
     from ..rule_context import RuleContext
 
+S = TypeVar("S", bound=Section)
+Rule = Callable[["RuleContext"], Iterator["Problem"]]
+
+
+@dataclass(frozen=True)
+class Keys(Generic[S]):
+    """Keys that a feature adds to a section.
+
+    Attributes:
+        section: its path, such as "logging" or "evaluation.samples". The top level is "".
+        fields: a section with these keys. The section of a `Config` is a subclass.
+        after: the key behind which they are listed in resolved files and documentation. By default they come last.
+    """
+
+    section: str
+    fields: type[S]
+    after: str = ""
+
+    def of(self, config: Any) -> S:
+        """The section of a `Config`, typed by these keys."""
+        return reduce(getattr, self.section.split(".") if self.section else (), config)
+
+
+@dataclass(frozen=True)
+class Message:
+    """Collectives of one rank in a step.
+
+    Attributes:
+        phase: one of "exchange", "forward", "backward" or "update".
+        group: the axis of the mesh, or "replicas": the ranks with the same parameters.
+        elements: of all messages together.
+    """
+
+    phase: str
+    group: str
+    operation: str
+    dtype: str
+    elements: int
+    messages: int = 1
+
 
 @dataclass(frozen=True)
 class Feature:
-    """Something that a run can switch on. A run that does not want it imports this description only.
+    """An optional part of a run. A run that does not want it imports this description only.
 
     Attributes:
-        options: its section, at the top level of a configuration under the feature's name.
-        about: one sentence about the section.
+        about: one sentence, which documents the section `options`.
         wanted: whether a run of this `Config` has it.
-        rules: each looks at the whole configuration.
-        engine: import path of its `EnginePart`; "" for none.
-        hook: import path of its `Hook`, which `of(parts)` makes; it acts before the state is saved. "" for none.
+        options: a section of its own, at the top level under the feature's name.
+        keys: keys that it adds to other sections.
+        rules: each checks the whole configuration.
+        engine: import path of its `EnginePart`, if it has one.
+        before: the part attaches before the first of these that the engine lists, else after all others.
+        hook: import path of its `Hook`, which `of(parts)` makes, if it has one.
+        hook_before: the hook acts before the first of these, else directly before the state is saved.
+        memory: (config, layout, parameters of a rank) -> bytes by name, which a plan adds to the memory of a rank.
+        traffic: the messages of its part in a step of a `Config`, or the reason that no formula exists.
     """
 
-    options: type[Section]
     about: str
     wanted: Callable[[Any], bool]
-    rules: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = ()
+    options: type[Section] | None = None
+    keys: tuple[Keys[Any], ...] = ()
+    rules: tuple[Rule, ...] = ()
     engine: str = ""
+    before: tuple[str, ...] = ()
     hook: str = ""
+    hook_before: tuple[str, ...] = ()
+    memory: Callable[[Any, Any, Any], Mapping[str, float]] = lambda config, layout, weights: {}
+    traffic: Callable[[Any], Iterable[Message] | str] = lambda config: ()
 
 
 @cache
 def features_of(extensions: tuple[str, ...] = ()) -> Mapping[str, Feature]:
-    """All features by name, in the order in which their parts attach.
+    """All features by name, in the order of the registry.
 
     Raises:
         RegistryError: an extension, or its description of a feature, cannot be used.
@@ -52,3 +104,56 @@ def features_of(extensions: tuple[str, ...] = ()) -> Mapping[str, Feature]:
             rule = f"{registry.path(FEATURE, name)} must be a megatron.config.features.feature.Feature"
             raise RegistryError(rule, "describe it as examples/plugin/my_lab/worst_label/options.py does")
     return MappingProxyType(found)
+
+
+def wanted_features(config: Any) -> dict[str, Feature]:
+    """The features that a run of this `Config` has, by name."""
+    features = features_of(tuple(config.model.extensions))
+    return {name: feature for name, feature in features.items() if feature.wanted(config)}
+
+
+def in_order(inside: Iterable[str], features: Mapping[str, tuple[str, ...]], last: str = "") -> list[str]:
+    """Names inside and of features. A feature stands before the first name that it gives, else before `last`."""
+    names = list(inside)
+    for name, before in features.items():
+        end = names.index(last) if last in names else len(names)
+        names.insert(min((names.index(each) for each in before if each in names), default=end), name)
+    return names
+
+
+def with_keys(base: type[S], section: str, features: Mapping[str, Feature]) -> type[S]:
+    """A section with the keys that features add to it, or `base` itself.
+
+    Raises:
+        RegistryError: a feature adds a key that is there already.
+    """
+    added = [(name, keys) for name, feature in features.items() for keys in _keys(name, feature)]
+    added = [(name, keys) for name, keys in added if keys.section == section]
+    if not added:
+        return base
+    fields = list(base.model_fields.items())
+    for feature, keys in added:
+        names = [name for name, _ in fields]
+        for taken in sorted(keys.fields.model_fields.keys() & set(names)):
+            rule = f"a feature must not be named {taken}, which is a section of its own"
+            if section:
+                rule = f"feature {feature} must not add the key {section}.{taken}, which is there already"
+            raise RegistryError(rule, "rename it")
+        place = names.index(keys.after) + 1 if keys.after in names else len(names)
+        fields[place:place] = keys.fields.model_fields.items()
+    # pydantic orders fields as the last base does, and takes methods from the first.
+    order = create_model("Order", __base__=Section, **{name: (field.annotation, field) for name, field in fields})  # type: ignore[call-overload]
+    bases = (base, *(keys.fields for _, keys in added), order)
+    return create_model(base.__name__, __base__=bases, __module__=base.__module__, __doc__=base.__doc__)
+
+
+def _keys(name: str, feature: Feature) -> tuple[Keys[Any], ...]:
+    if feature.options is None:
+        return feature.keys
+    own = create_model("Own", __base__=Section, **{name: (feature.options, key(feature.options, feature.about))})  # type: ignore[call-overload]
+    return (*feature.keys, Keys("", own))
+
+
+def extended(section: str) -> Callable[[type[S]], type[S]]:
+    """Decorator of a section of the schema: the features inside add their keys."""
+    return lambda base: with_keys(base, section, features_of())

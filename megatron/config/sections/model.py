@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import create_model
 
 from ..arithmetic.tokenizer_size import SizeUnknown, tokenizer_size
+from ..features.feature import extended
 from ..kind import kinds_of
 from ..pattern import BlockPattern, blocks_of
 from ..section import Derivable, Derived, Section, key
@@ -217,6 +218,7 @@ else:  # one section per kind, in the registry's order
     )
 
 
+@extended("model")
 class ModelSection(_Kinds):
     variants: dict[str, dict[str, Any]] = key(
         dict,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from ..features.feature import extended
 from ..registry import HOOK, METRIC
 from ..section import Addition, Derivable, Derived, Section, key
 
@@ -60,6 +61,7 @@ class LevelSection(Section):
         return f"{self.place} of {self.neighbours + 1} hosts" if self.neighbours else self.place
 
 
+@extended("checkpoint")
 class CheckpointSection(Section):
     dir: Derivable[str] = key(
         None, "Folder of checkpoints.", derived=Derived("<run.dir>/checkpoints", _checkpoints, ("run.dir",))
@@ -170,6 +172,7 @@ class ProbeOptions(Section):
     )
 
 
+@extended("evaluation")
 class EvaluationSection(Section):
     every: int | None = key(None, "Evaluate every n steps.", unit="steps", gt=0)
     batches: int = key(
@@ -217,6 +220,7 @@ class SinkSection(Addition):
     type: str = key(..., "What takes the records.", role=METRIC)
 
 
+@extended("logging")
 class LoggingSection(Section):
     every: int = key(1, "Log a training line every n steps.", unit="steps", gt=0)
     console: Literal["auto", "live", "plain", "quiet"] = key(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from ..arithmetic.epochs import Uncounted, steps_of_epochs
+from ..features.feature import extended
 from ..registry import OBJECTIVE, OPTIMIZER, SCHEDULE
 from ..section import Derivable, Derived, Section, key
 from .layout import ActivationCheckpointing
@@ -65,6 +66,7 @@ class SequenceStage(Section):
     )
 
 
+@extended("training")
 class TrainingSection(Section):
     steps: Derivable[int] = key(
         None,
@@ -182,6 +184,7 @@ class TrainingSection(Section):
     )
 
 
+@extended("objective")
 class ObjectiveSection(Section):
     type: str = key("cross_entropy", "Which labels count, and what each costs (docs/data.md).", role=OBJECTIVE)
     k: int = key(4, "goldfish: mask one in k labels.", ge=2, le=10**6)
@@ -225,6 +228,7 @@ ParameterRole = Literal[
 ]
 
 
+@extended("optimizer")
 class OptimizerSection(Section):
     type: str = key(
         "adamw",

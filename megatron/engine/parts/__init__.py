@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.config.arithmetic.spikes import has_gate
-from megatron.config.features.feature import features_of
+from megatron.config.features.feature import in_order, wanted_features
 from megatron.config.kind import LayerKind
 from megatron.config.registry import load
 from megatron.config.variants import used_kinds
@@ -94,12 +94,13 @@ def build_parts(engine: BaseEngine, given: Mapping[str, EnginePart | None]) -> d
         engine: not yet started.
         given: parts that were made before it.
     """
+    inside, features = {entry.name: entry for entry in PARTS}, wanted_features(engine.config)
+    features = {name: feature for name, feature in features.items() if feature.engine}
     found: dict[str, EnginePart] = {}
-    for entry in PARTS:
-        part = given.get(entry.name) or (load(entry.path)() if entry.wanted(engine) else None)
+    for name in in_order(inside, {name: feature.before for name, feature in features.items()}):
+        part = given.get(name)
+        if part is None and (name in features or inside[name].wanted(engine)):
+            part = load(features[name].engine if name in features else inside[name].path)()
         if part is not None:
-            found[entry.name] = part
-    for name, feature in features_of(tuple(engine.config.model.extensions)).items():
-        if feature.engine and feature.wanted(engine.config):  # after all inside, whose order has reasons
-            found[name] = load(feature.engine)()
+            found[name] = part
     return found

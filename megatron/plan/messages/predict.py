@@ -19,6 +19,7 @@ from megatron.config import Config, resolve
 from megatron.config.arithmetic.recurrence import Passes, core_of, passes_of_step
 from megatron.config.arithmetic.spikes import ADAGC
 from megatron.config.arithmetic.wire import between_stages
+from megatron.config.features.feature import wanted_features
 from megatron.config.teacher import on_layout
 from megatron.config.variants import used_kinds
 from megatron.model.costs.exchanges import BY_DOCUMENTS, MEAN, MOST, layer_traffic, reading_exchanges
@@ -132,6 +133,7 @@ def predict(
         found.stages()
     found.expert_loads()
     found.further_losses()
+    found.features()
     if issubclass(optimizer_class(config), MatrixOptimizer):
         for entry in matrix_messages(config, mesh, found.optimizer_at):
             found.step.add(*entry, SPLIT)
@@ -456,6 +458,15 @@ class _Predictor:
             elements = len(experts) * (2 * max(experts.values()) + ExpertTally.EXTRA)
             for axis in ("replicas", "pipeline"):
                 self.add("exchange", axis, "all_reduce", "fp32", elements)
+
+    def features(self) -> None:
+        """Messages of the parts of features."""
+        for feature in wanted_features(self.config).values():
+            sent = feature.traffic(self.config)
+            if isinstance(sent, str):
+                raise NotPredicted(f"there is no formula for {sent}")
+            for each in sent:
+                self.add(each.phase, each.group, each.operation, each.dtype, each.elements, each.messages)
 
     def further_losses(self) -> None:
         """The sums of the modules that predict further tokens, over data and stages."""

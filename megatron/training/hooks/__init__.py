@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.config.features.feature import features_of
+from megatron.config.features.feature import in_order, wanted_features
 from megatron.config.names.added import build_added
 from megatron.config.registry import HOOK, INSIDE, load
 
@@ -21,10 +21,9 @@ def hooks_of(parts: HookContext) -> list[Hook]:
         UserError: a hook of the user's cannot be made.
     """
     hooks: list[Hook | None] = []
-    wanted = (each for each in features_of(tuple(parts.config.model.extensions)).values() if each.wanted(parts.config))
-    for name, path in INSIDE[HOOK].items():
+    features = {name: each for name, each in wanted_features(parts.config).items() if each.hook}
+    for name in in_order(INSIDE[HOOK], {name: each.hook_before for name, each in features.items()}, LAST):
         if name == LAST:
-            hooks += [load(feature.hook).of(parts) for feature in wanted if feature.hook]
             hooks += build_added(parts.config, "hooks", HOOK, parts.config.hooks, kind=Hook)
-        hooks.append(load(path).of(parts))
+        hooks.append(load(features[name].hook if name in features else INSIDE[HOOK][name]).of(parts))
     return [hook for hook in hooks if hook is not None]
