@@ -90,7 +90,6 @@ INSIDE: dict[str, dict[str, str]] = {
         "profile": "megatron.training.hooks.profile:ProfileHook",
         "communication": "megatron.training.hooks.communication:CommunicationHook",
         "prediction": "megatron.training.hooks.prediction:PredictionHook",
-        "statistics": "megatron.training.hooks.statistics:StatisticsHook",
         "lengths": "megatron.training.hooks.lengths:LengthsHook",
         "log": "megatron.training.hooks.log:LogHook",
         "experts": "megatron.training.hooks.experts:DeadExpertsHook",
@@ -103,7 +102,9 @@ INSIDE: dict[str, dict[str, str]] = {
         "levels": "megatron.training.hooks.levels:LevelsHook",
         "checkpoint": "megatron.training.hooks.checkpoint:CheckpointHook",
     },
-    FEATURE: {},  # in the order in which their engine parts attach; see megatron.config.features.feature
+    FEATURE: {  # see megatron.config.features.feature
+        "statistics": "megatron.features.statistics.options:FEATURE"
+    },
     METRIC: {  # see megatron.report.sink
         "jsonl": "megatron.report.jsonl:MetricsFile",
         "tensorboard": "megatron.report.tensorboard:TensorBoard",

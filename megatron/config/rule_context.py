@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from .catalog import Path, dotted, parse_path
+from .catalog import Path, dotted, lookup, parse_path
 from .kind import KindUse, LayerKind, kinds_of
 from .pattern import BlockPattern, Kind, PatternError
 from .problems import Problem
@@ -119,6 +119,10 @@ class RuleContext:
     def value(self, key: str) -> Any:
         """The value of a dotted key; parts of digits are indices."""
         return self._at(parse_path(key))
+
+    def option(self, key: str) -> Any:
+        """The value of a dotted key that a feature may have; None where no feature has it."""
+        return self.value(key) if lookup(parse_path(key)) else None
 
     def _at(self, path: Path) -> Any:
         value: Any = self.config

@@ -12,7 +12,7 @@ import contextlib
 from collections import ChainMap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,9 +50,6 @@ from .parts import COMPRESSION, TEACHER, build_parts
 from .protocol import LabelGroups, StepResult
 from .state import EngineState
 from .undo import Undo
-
-if TYPE_CHECKING:
-    from .statistics import UpdateStatistics
 
 NO_LABELS = StepResult(loss=0.0, tokens=0.0, grad_norm=None, unlabelled=True)
 
@@ -185,11 +182,6 @@ class BaseEngine:
         self.deepspeed.global_steps = step
         self.deepspeed.save_checkpoint(str(folder), tag=tag, client_state={"universal_checkpoint_info": {}})
         return {logical_of(parameter).name: name for name, parameter in self.deepspeed.module.named_parameters()}
-
-    def update_statistics(self) -> UpdateStatistics:
-        from .statistics import UpdateStatistics
-
-        return UpdateStatistics(self.optimizer, self.state)
 
     def begin_average(self) -> None:
         self.state.begin_average()

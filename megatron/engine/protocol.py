@@ -15,7 +15,6 @@ from megatron.model.embedding_and_head import Reader
 
 if TYPE_CHECKING:
     from .spikes import Spike
-    from .statistics import UpdateStatistics
 
 
 @dataclass(frozen=True)
@@ -111,9 +110,6 @@ class Engine(Protocol):
 
         No gradient is computed and no dropout applied. Batches may have any size and length that the layout can cut.
         """
-
-    def update_statistics(self) -> UpdateStatistics:
-        """What measures updates from now on, on this rank."""
 
     def begin_average(self) -> None:
         """The average of the weights (`training.weight_average`) becomes what the weights are."""

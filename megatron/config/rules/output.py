@@ -8,6 +8,7 @@ from pathlib import Path as File
 from megatron.extras import EXTRAS, absent
 
 from ..arithmetic import machine
+from ..features.logged import steps_are_logged
 from ..foreign import advice, neox_checkpoint
 from ..problems import Problem
 from ..rule_context import RuleContext
@@ -154,17 +155,8 @@ def profiled_steps_are_run(context: RuleContext) -> Iterator[Problem]:
             )
 
 
-def statistics_are_logged(context: RuleContext) -> Iterator[Problem]:
-    logging = context.config.logging
-    for name in ("statistics", "noise_scale"):
-        every = getattr(logging, name)
-        if every is not None and every % logging.every:
-            yield context.problem(
-                f"logging.{name}",
-                "logging.every",
-                rule="must be a multiple of logging.every, since they are part of the logged lines",
-                fix=f"use {-(-every // logging.every) * logging.every}",
-            )
+def noise_is_logged(context: RuleContext) -> Iterator[Problem]:
+    yield from steps_are_logged(context, "logging.noise_scale")
 
 
 def noise_is_told_from_the_gradient(context: RuleContext) -> Iterator[Problem]:
@@ -281,7 +273,7 @@ RULES = (
     kept_checkpoints_are_saved,
     resuming_needs_optimizer_state,
     profiled_steps_are_run,
-    statistics_are_logged,
+    noise_is_logged,
     noise_is_told_from_the_gradient,
 )
 INPUT_RULES = (

@@ -86,13 +86,6 @@ def tensors_are_clipped_alike(context: RuleContext) -> Iterator[Problem]:
             rule="adagc must not go with a tied embedding in a pipeline: both ends would clip their own copy of it",
             fix="use parallel.pipeline=1, model.embedding.tied=false, or action: clip",
         )
-    if config.logging.statistics is not None:
-        yield context.problem(
-            "logging.statistics",
-            "spikes.action",
-            rule="must be off with adagc: the norms of gradients before clipping do not follow from those after it",
-            fix="leave logging.statistics out",
-        )
 
 
 def window_fits_the_run(context: RuleContext) -> Iterator[Problem]:

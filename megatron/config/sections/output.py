@@ -237,13 +237,6 @@ class LoggingSection(Section):
         "counts: an account of every message of each process group, without waiting. times: also how long messages of "
         "logged steps take (docs/communication.md).",
     )
-    statistics: int | None = key(
-        None,
-        "Record norms of each layer's weights, gradient, update and output, and the entropy of attention, every n "
-        "steps (docs/monitoring.md).",
-        unit="steps",
-        gt=0,
-    )
     noise_scale: int | None = key(
         None,
         "Estimate the gradient noise scale every n steps, each at the cost of another forward and backward pass "

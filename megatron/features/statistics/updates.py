@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .state import EngineState, Owned
+from megatron.engine.state import EngineState, Owned
 
 WEIGHT, GRADIENT, UPDATE = "weight", "gradient", "update"
 KINDS = (WEIGHT, GRADIENT, UPDATE)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.engine.statistics import GRADIENT, KINDS, UpdateStatistics, layer_of
 from megatron.kinds.common.attention.entropy import AttentionEntropy
 from megatron.model.block import Block
 from megatron.model.embedding_and_head import Embedding
 from megatron.parallel.layers.parameters import logical_of
+from megatron.training.hook import Hook, HookContext
 
-from ..exchange import StepReport
-from ..hook import Hook, HookContext
-from ..trainer import Trainer
+from .options import LOGGING
+from .updates import GRADIENT, KINDS, UpdateStatistics, layer_of
+
+if TYPE_CHECKING:
+    from megatron.training.exchange import StepReport
+    from megatron.training.trainer import Trainer
 
 ACTIVATION, ENTROPY = "activation", "attention_entropy"
 
@@ -44,11 +47,12 @@ class StatisticsHook(Hook):
 
     @classmethod
     def of(cls, parts: HookContext) -> StatisticsHook | None:
-        every = parts.config.logging.statistics
+        every = LOGGING.of(parts.config).statistics
         return None if every is None else cls(every)
 
     def on_start(self, trainer: Trainer) -> None:
-        self._updates = trainer.engine.update_statistics()
+        engine: Any = trainer.engine
+        self._updates = UpdateStatistics(engine.optimizer, engine.state)
         for each in trainer.engine.module.modules():
             if isinstance(each, (Block, Embedding)):
                 name = layer_of(logical_of(next(each.parameters())).name)

@@ -1,0 +1,1 @@
+"""Norms of weights, gradients and updates by layer, and the entropy of attention."""
