@@ -76,6 +76,14 @@ PUBLISHED = {
     "zamba2/7b": 7_356_749_648,
     "nemotron_h/8b": 8_100_852_736,
     "falcon_h1/0.5b": 521_411_104,
+    "gemma/7b": 8_537_680_896,
+    "gptj/6b": 6_050_882_784,
+    "phi/1.5b": 1_418_270_720,
+    "starcoder2/3b": 3_030_371_328,
+    "stablelm/3b": 2_795_443_200,
+    "cohere/command_r": 34_980_831_232,
+    "ernie4_5/0.3b": 360_748_032,
+    "olmo/7b": 6_888_095_744,
 }
 NON_EMBEDDING = {  # of the Pythia paper's table
     "pythia/70m": 18_915_328,
@@ -203,6 +211,16 @@ THEIRS = {
     ),
     "zamba2/2.7b": zamba2(54, 2560, (*range(6, 43, 6), 47, 51), 2),
     "zamba2/7b": zamba2(81, 3584, (6, *range(11, 78, 6)), 2, use_mem_rope=True, mamba_ngroups=2),
+}
+THEIRS |= {  # the sizes that their classes have by default
+    "gemma/7b": hf.GemmaConfig(),
+    "gptj/6b": hf.GPTJConfig(),
+    "phi/1.5b": hf.PhiConfig(),
+    "starcoder2/3b": hf.Starcoder2Config(bos_token_id=0, eos_token_id=0),
+    "stablelm/3b": hf.StableLmConfig(),
+    "cohere/command_r": hf.CohereConfig(),
+    "ernie4_5/0.3b": hf.Ernie4_5Config(),
+    "olmo/7b": hf.OlmoConfig(),
 }
 THEIRS["nemotron_h/8b"] = hf.NemotronHConfig(
     hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"

@@ -146,6 +146,74 @@ CASES |= {
 }
 
 
+DENSE = {**LLAMA_LIKE, "num_hidden_layers": 3}
+NEIGHBOURS = {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5}
+CASES |= {
+    "seed_oss": hf.SeedOssConfig(**LLAMA_LIKE, head_dim=8, pad_token_id=None),
+    "seed_oss all biases": hf.SeedOssConfig(
+        **LLAMA_LIKE, head_dim=12, attention_out_bias=True, mlp_bias=True, pad_token_id=None
+    ),
+    "arcee": hf.ArceeConfig(**LLAMA_LIKE, bos_token_id=None, eos_token_id=1),
+    "arcee biases": hf.ArceeConfig(**LLAMA_LIKE, attention_bias=True, mlp_bias=True, bos_token_id=None, eos_token_id=1),
+    "olmo": hf.OlmoConfig(**LLAMA_LIKE, pad_token_id=None, eos_token_id=1),
+    "olmo biases, tied": hf.OlmoConfig(
+        **LLAMA_LIKE, pad_token_id=None, attention_bias=True, tie_word_embeddings=True, eos_token_id=1
+    ),
+    "ernie4_5": hf.Ernie4_5Config(**LLAMA_LIKE, pad_token_id=None, head_dim=8),
+    "ernie4_5 biases, untied": hf.Ernie4_5Config(
+        **LLAMA_LIKE, pad_token_id=None, head_dim=12, use_bias=True, tie_word_embeddings=False
+    ),
+    "helium": hf.HeliumConfig(**LLAMA_LIKE, head_dim=8, pad_token_id=None),
+    "glm": hf.GlmConfig(**LLAMA_LIKE, head_dim=8, pad_token_id=None, eos_token_id=1),
+    "glm no biases": hf.GlmConfig(
+        **LLAMA_LIKE, head_dim=12, attention_bias=False, rope_parameters=NEIGHBOURS, pad_token_id=None, eos_token_id=1
+    ),
+    "gemma": hf.GemmaConfig(**LLAMA_LIKE, pad_token_id=None, head_dim=8),
+    "gemma wide heads, biases": hf.GemmaConfig(**LLAMA_LIKE, pad_token_id=None, head_dim=20, attention_bias=True),
+    "cohere": hf.CohereConfig(**LLAMA_LIKE, pad_token_id=None, eos_token_id=1),
+    "cohere biases, untied": hf.CohereConfig(
+        **LLAMA_LIKE,
+        pad_token_id=None,
+        attention_bias=True,
+        logit_scale=0.3,
+        layer_norm_eps=1e-3,
+        tie_word_embeddings=False,
+        eos_token_id=1,
+    ),
+    "cohere2": hf.Cohere2Config(**DENSE, pad_token_id=None, sliding_window=5, sliding_window_pattern=3, eos_token_id=1),
+    "cohere2 windows only": hf.Cohere2Config(
+        **LLAMA_LIKE, pad_token_id=None, sliding_window=6, layer_types=["sliding_attention"] * 2, eos_token_id=1
+    ),
+    "starcoder2": hf.Starcoder2Config(**LLAMA_LIKE, sliding_window=5, bos_token_id=1, eos_token_id=1),
+    "starcoder2 no biases": hf.Starcoder2Config(**LLAMA_LIKE, use_bias=False, bos_token_id=1, eos_token_id=1),
+    "nemotron": hf.NemotronConfig(**LLAMA_LIKE),
+    "nemotron biases": hf.NemotronConfig(**LLAMA_LIKE, attention_bias=True, mlp_bias=True, rope_parameters=NEIGHBOURS),
+    "stablelm": hf.StableLmConfig(**LLAMA_LIKE),
+    "stablelm parallel, biases": hf.StableLmConfig(**LLAMA_LIKE, use_parallel_residual=True, use_qkv_bias=True),
+    "phi": hf.PhiConfig(**{**LLAMA_LIKE, "num_key_value_heads": 4}),
+    "phi grouped": hf.PhiConfig(**LLAMA_LIKE, rope_parameters=NEIGHBOURS, hidden_act="gelu"),
+    "gptj": hf.GPTJConfig(vocab_size=61, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, bos_token_id=1, eos_token_id=1),
+    "gptj every channel": hf.GPTJConfig(
+        vocab_size=61, n_embd=24, n_layer=2, n_head=3, rotary_dim=8, n_inner=50, bos_token_id=1, eos_token_id=1
+    ),
+}
+GLM4_MOE = {**EXPERTS, "num_hidden_layers": 3, "moe_intermediate_size": 12, "routed_scaling_factor": 1.5}
+CASES |= {
+    "glm4_moe": hf.Glm4MoeConfig(**GLM4_MOE, n_routed_experts=4, n_shared_experts=1),
+    "glm4_moe norms, biases, groups": hf.Glm4MoeConfig(
+        **GLM4_MOE,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        use_qk_norm=True,
+        attention_bias=True,
+        norm_topk_prob=False,
+        first_k_dense_replace=2,
+    ),
+}
+
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": None}
 

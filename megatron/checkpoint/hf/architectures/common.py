@@ -100,6 +100,9 @@ EMBEDDING = Link("embedding.tokens", "model.embed_tokens")
 FINAL_NORM = Link("final_norm", "model.norm")
 HEAD = Link("head", "lm_head")
 LLAMA_ATTENTION = attention.separate(f"{THEIRS}.self_attn")
+INTERLEAVED_ATTENTION = attention.separate(
+    f"{THEIRS}.self_attn", query=attention.pairs, key_value=attention.pairs_and_values
+)
 LLAMA_MLP = mlp.gated(f"{THEIRS}.mlp")
 QK_NORMS = attention.norms(f"{THEIRS}.self_attn")
 LLAMA_COMMON = (EMBEDDING, *LLAMA_ATTENTION, *LLAMA_MLP, FINAL_NORM, HEAD)

@@ -23,24 +23,27 @@ from ..rope import rope_parameters, rope_values
 from .common import BARE, EMBEDDING, FINAL_NORM, HEAD, LLAMA_MLP, MOE_FIXED, PRE_NORMS, THEIRS, activation, rms_norm
 
 _ATTENTION, _MOE = f"{THEIRS}.self_attn", f"{THEIRS}.mlp"
-_LINKS = (
-    *(EMBEDDING, FINAL_NORM, HEAD, *PRE_NORMS, *mla.mixer(_ATTENTION), *LLAMA_MLP),
+FFNS = (  # of all layers: an MLP, or experts
+    *LLAMA_MLP,
     Link(f"{moe.OURS}.router", f"{_MOE}.gate", suffixes=("weight",)),
     *moe.experts(f"{_MOE}.experts"),
     *moe.shared_alone(f"{_MOE}.shared_experts"),
 )
+CORRECTION = Link(f"{moe.OURS}.router.correction", f"{_MOE}.gate.e_score_correction_bias", suffixes=("",))
+_LINKS = (EMBEDDING, FINAL_NORM, HEAD, *PRE_NORMS, *mla.mixer(_ATTENTION), *FFNS)
 
 
 @dataclass(frozen=True)
-class _FirstDense(Layers):
-    """An MLP in the first `first_k_dense_replace` layers."""
+class FirstDense(Layers):
+    """An MLP in the first `first_k_dense_replace` layers ("dense"), experts in the others ("sparse")."""
 
     def pattern(self, theirs: PreTrainedConfig) -> str:
+        ours = {theirs: block for block, theirs in self.blocks.items()}
         count, dense = theirs.num_hidden_layers, theirs.first_k_dense_replace or 0
-        return runs_of(["mla/mlp" if index < dense else "mla/moe" for index in range(count)])
+        return runs_of([ours["dense" if index < dense else "sparse"] for index in range(count)])
 
 
-def _settings(_model: ModelSection, kinds: list[str]) -> dict[str, Any]:
+def dense_layers(_model: ModelSection, kinds: list[str]) -> dict[str, Any]:
     """Where layers with an MLP follow others, it shows when the configuration is read back."""
     return {"first_k_dense_replace": kinds.count("dense")}
 
@@ -66,9 +69,9 @@ def _copied(name: str, saved: Collection[str]) -> str | None:
     return "model.embed_tokens.weight" if source == "lm_head.weight" and source not in saved else source
 
 
-_LAYERS = _FirstDense(
+_LAYERS = FirstDense(
     {"mla/moe": "sparse", "mla/mlp": "dense"},
-    settings=_settings,
+    settings=dense_layers,
     links=_queries,
     source=_copied,
     needed=("mla/moe", "mla/mlp"),
@@ -125,6 +128,9 @@ def _write_shared(config: Config) -> dict[str, Any]:
     return {"n_shared_experts": own.shared_size // own.hidden_size}
 
 
+SHARED_EXPERTS = Functions(_read_shared, _write_shared)
+
+
 def _read_groups(theirs: PreTrainedConfig) -> Found:
     if theirs.topk_method == "greedy":
         return {}, []
@@ -145,6 +151,15 @@ def _further_layers(config: Config) -> dict[str, Any]:
     return {"num_nextn_predict_layers": len(config.model.further_blocks) if kept else 0}
 
 
+MOE_FIELDS = (
+    Field("mlp.hidden_size", "intermediate_size"),
+    activation("hidden_act"),
+    activation("hidden_act", "moe"),
+    Field("moe.hidden_size", "moe_intermediate_size"),
+    Field("moe.experts", "n_routed_experts"),
+    Field("moe.top_k", "num_experts_per_tok"),
+    Field("moe.router.scale", "routed_scaling_factor"),
+)
 _FIELDS = (
     Field("hidden_size", "hidden_size"),
     Field("vocab_size", "vocab_size"),
@@ -157,30 +172,33 @@ _FIELDS = (
     Field("mla.rope_dim", "qk_rope_head_dim"),
     Field("mla.value_dim", "v_head_dim"),
     Field("mla.bias", "attention_bias"),
-    Field("mlp.hidden_size", "intermediate_size"),
-    activation("hidden_act"),
-    activation("hidden_act", "moe"),
-    Field("moe.hidden_size", "moe_intermediate_size"),
-    Field("moe.experts", "n_routed_experts"),
-    Field("moe.top_k", "num_experts_per_tok"),
-    Field("moe.router.scale", "routed_scaling_factor"),
+    *MOE_FIELDS,
+)
+V3_FIELDS = (
+    Field("moe.router.normalize", "norm_topk_prob"),
+    Field("moe.router.groups", "n_group"),
+    Field("moe.router.top_groups", "topk_group"),
 )
 _OTHER = ("moe.shared_size", "moe.router.scale", "moe.router.groups")
-_FIXED = {
-    **BARE,
-    "residual.form": "sequential",
-    "mla.position": "rotary",
-    "mla.norm_epsilon": 1e-6,  # written into their class
+_MOE_FIXED = {
     "mlp.gated": True,
     "mlp.bias": False,
     **{key: value for key, value in MOE_FIXED.items() if key.startswith("moe.") and key not in _OTHER},
     "moe.shared_gate": False,
 }
-_PARTS = (
-    Functions(_read_heads, _write_heads),
-    Functions(_read_rotary, _write_rotary),
-    Functions(_read_shared, _write_shared),
-)
+V3_FIXED = {
+    **_MOE_FIXED,
+    "moe.router.score": "sigmoid",
+    "moe.router.correction": "sign",
+    "moe.router.group_score": "top_two",
+}
+_BASE = {
+    **BARE,
+    "residual.form": "sequential",
+    "mla.position": "rotary",
+    "mla.norm_epsilon": 1e-6,
+}  # all in their class
+_PARTS = (Functions(_read_heads, _write_heads), Functions(_read_rotary, _write_rotary), SHARED_EXPERTS)
 
 
 def _newer_v2(model: ModelSection) -> str:
@@ -194,7 +212,7 @@ DEEPSEEK_V2 = Architecture(
     _LINKS,
     _LAYERS,
     fields=_FIELDS,
-    fixed={**_FIXED, "moe.router.normalize": False},
+    fixed={**_BASE, **_MOE_FIXED, "moe.router.normalize": False},
     required={"norm_topk_prob": False, "mlp_bias": False},
     parts=(*_PARTS, Functions(_read_groups, _write_groups)),
     newer=_newer_v2,
@@ -203,20 +221,10 @@ DEEPSEEK_V2 = Architecture(
 DEEPSEEK_V3 = Architecture(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
-    (*_LINKS, *_FURTHER, Link(f"{moe.OURS}.router.correction", f"{_MOE}.gate.e_score_correction_bias", suffixes=("",))),
+    (*_LINKS, *_FURTHER, CORRECTION),
     _LAYERS,
-    fields=(
-        *_FIELDS,
-        Field("moe.router.normalize", "norm_topk_prob"),
-        Field("moe.router.groups", "n_group"),
-        Field("moe.router.top_groups", "topk_group"),
-    ),
-    fixed={
-        **_FIXED,
-        "moe.router.score": "sigmoid",
-        "moe.router.correction": "sign",
-        "moe.router.group_score": "top_two",
-    },
+    fields=(*_FIELDS, *V3_FIELDS),
+    fixed={**_BASE, **V3_FIXED},
     required={"rope_interleave": True},
     parts=(*_PARTS, Functions(write=_further_layers)),
     predicts_more=True,

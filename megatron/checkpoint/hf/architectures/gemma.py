@@ -1,4 +1,4 @@
-"""Gemma 2 and 3: norms on both sides, attention with a window in some layers."""
+"""Gemma 1 to 3: from 2 on norms on both sides, attention with a window in some layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from megatron.kinds.common.links import Link
 
 from ..architecture import Architecture, Field, Power
 from ..layer_types import ByLayer, near_rotary
-from ..parts import RotaryPart
+from ..layers import uniform
+from ..parts import Functions, RotaryPart
 from .common import (
     EMBEDDING,
     FINAL_NORM,
@@ -19,6 +20,7 @@ from .common import (
     HEAD_DIM,
     LLAMA_ATTENTION,
     LLAMA_FIXED,
+    LLAMA_LINKS,
     LLAMA_MLP,
     LLAMA_SIZES,
     OURS,
@@ -51,6 +53,17 @@ _FIXED = {**LLAMA_FIXED, "residual.norm": "both", "norm.unit_offset": True, "mlp
 def _more(theirs: PreTrainedConfig) -> dict[str, Any]:
     return {"embedding.multiplier": theirs.hidden_size**0.5}
 
+
+GEMMA = Architecture(
+    "gemma",
+    "GemmaForCausalLM",
+    LLAMA_LINKS,
+    uniform("attention/mlp"),
+    fields=(*LLAMA_SIZES, HEAD_DIM, QKV_BIAS, OUTPUT_BIAS),
+    fixed={**LLAMA_FIXED, "norm.unit_offset": True, "mlp.bias": False},
+    required={"use_bidirectional_attention": None},
+    parts=(RotaryPart(), Functions(lambda theirs: (_more(theirs), []))),
+)
 
 GEMMA2 = Architecture(
     "gemma2",

@@ -16,9 +16,12 @@ from .common import (
     FINAL_NORM,
     HEAD,
     HEAD_DIM,
+    INTERLEAVED_ATTENTION,
+    LLAMA_ATTENTION,
     LLAMA_COMMON,
     LLAMA_FIXED,
     LLAMA_LINKS,
+    LLAMA_MLP,
     LLAMA_SIZES,
     NO_BIAS,
     OURS,
@@ -82,6 +85,33 @@ SMOLLM3 = Architecture(
     parts=(RotaryPart(),),
 )
 
+SEED_OSS = Architecture(
+    "seed_oss",
+    "SeedOssForCausalLM",
+    LLAMA_LINKS,
+    uniform(_BLOCK),
+    fields=(
+        *LLAMA_SIZES,
+        HEAD_DIM,
+        QKV_BIAS,
+        Field("attention.output_bias", "attention_out_bias"),
+        Field("mlp.bias", "mlp_bias"),
+    ),
+    fixed=LLAMA_FIXED,
+    parts=(RotaryPart(),),
+)
+
+_UNGATED = mlp.plain(f"{THEIRS}.mlp.up_proj", f"{THEIRS}.mlp.down_proj")
+ARCEE = Architecture(
+    "arcee",
+    "ArceeForCausalLM",
+    (EMBEDDING, *LLAMA_ATTENTION, *_UNGATED, FINAL_NORM, HEAD, *PRE_NORMS),
+    uniform(_BLOCK),
+    fields=(*LLAMA_SIZES, HEAD_DIM, QKV_BIAS, OUTPUT_BIAS, Field("mlp.bias", "mlp_bias")),
+    fixed={**LLAMA_FIXED, "mlp.gated": False},
+    parts=(RotaryPart(),),
+)
+
 GRANITE = Architecture(
     "granite",
     "GraniteForCausalLM",
@@ -102,6 +132,17 @@ GRANITE = Architecture(
 )
 
 # -- OLMo --------------------------------------------------------------------------------------------------------------
+
+OLMO = Architecture(
+    "olmo",
+    "OlmoForCausalLM",
+    (EMBEDDING, *LLAMA_ATTENTION, *LLAMA_MLP, HEAD),
+    uniform(_BLOCK),
+    fields=(*(field for field in LLAMA_SIZES if field.ours != "norm.epsilon"), QKV_BIAS, OUTPUT_BIAS),
+    fixed={**LLAMA_FIXED, "norm.type": "nonparametric", "norm.epsilon": 1e-5, "mlp.bias": False},  # both in its class
+    required={"clip_qkv": None},
+    parts=(RotaryPart(),),
+)
 
 _OLMO = LLAMA_COMMON + POST_NORMS + QK_NORMS
 _OLMO_FIXED = {**LLAMA_FIXED, "residual.norm": "post", "attention.qk_norm": "full", "mlp.bias": False}
@@ -156,9 +197,40 @@ PHI3 = Architecture(
     newer=_newer_phi3,
 )
 
-_QUERY, _KEY_VALUE, _ = attention.separate(
-    f"{THEIRS}.self_attn", query=attention.pairs, key_value=attention.pairs_and_values
+# -- rotary channels that are neighbours -------------------------------------------------------------------------------
+
+_QUERY, _KEY_VALUE, _ = INTERLEAVED_ATTENTION
+_INTERLEAVED = (EMBEDDING, *INTERLEAVED_ATTENTION, FINAL_NORM, HEAD, *PRE_NORMS)
+ERNIE4_5 = Architecture(
+    "ernie4_5",
+    "Ernie4_5ForCausalLM",
+    (*_INTERLEAVED, *LLAMA_MLP),
+    uniform(_BLOCK),
+    fields=(*LLAMA_SIZES, HEAD_DIM, *(Field(key, "use_bias") for key in NO_BIAS)),
+    fixed=LLAMA_FIXED,
+    parts=(RotaryPart(),),
 )
+
+HELIUM = Architecture(
+    "helium",
+    "HeliumForCausalLM",
+    (*_INTERLEAVED, *LLAMA_MLP),
+    uniform(_BLOCK),
+    fields=(*LLAMA_SIZES, HEAD_DIM, QKV_BIAS, Field("mlp.bias", "mlp_bias")),
+    fixed={**LLAMA_FIXED, "attention.output_bias": False},
+    parts=(RotaryPart(),),
+)
+
+GLM = Architecture(
+    "glm",
+    "GlmForCausalLM",
+    (*_INTERLEAVED, _GATE_UP, _DOWN),
+    uniform(_BLOCK),
+    fields=(*LLAMA_SIZES, HEAD_DIM, QKV_BIAS),
+    fixed={**LLAMA_FIXED, "attention.output_bias": False, "mlp.bias": False},
+    parts=(RotaryPart(partial=True),),
+)
+
 GLM4 = Architecture(
     "glm4",
     "Glm4ForCausalLM",
