@@ -38,25 +38,26 @@ TRIES = 8  # layouts that are rehearsed before the search for one is given up
 
 HEAD = """# Recommended layouts
 
-For every ready configuration, the fastest layout that `tools/plan.py` finds on 8 and on 64 H100 (one and eight hosts,
-InfiniBand NDR) and that a [rehearsal](planning.md#rehearsal) of one rank of each kind shows to fit. One that takes more
-than 90 % of a device's memory by its formulas is named where it is 11 % faster than all that take less: that is
-what the formulas' times err by, and room for what nobody predicts is not given away for less. `memory` is what the
-formulas predict, and what the rehearsal counts with its allowance; a device has 79.1 GiB. Tokens per second and MFU are
-the formulas'; [Planning](planning.md) says how far they can be trusted. Where a configuration says nothing of
-precision, it is bf16. `t` is tensor, `p` pipeline, `c` context and `e` expert parallel; `f` says that the ranks that
-share sequences share matrices, too; `mb` is the micro-batch; then what is recomputed.
+For every ready configuration: the fastest layout that `tools/plan.py` finds on 8 and on 64 H100 (one and eight hosts,
+InfiniBand NDR). A [rehearsal](planning.md#rehearsal) of one rank of each kind shows that it fits. A layout that takes
+more than 90 % of a device's memory is named only if it is 11 % faster than all that take less, which is the median
+error of the formulas' times. `memory` is the prediction, and the rehearsal's count with its allowance. A device has
+79.1 GiB. The formulas give tokens per second and MFU. [Planning](planning.md) says how far they can be trusted. Where a
+configuration sets no precision, it is bf16.
 
-`python tools/plan.py recommend` writes this page, and `recommended_layouts.json` with the same in full. It makes the
-rows anew whose files have changed or that were not rehearsed; it can be stopped, and goes on. Given names, it makes
-those rows alone.
+`t` is tensor, `p` pipeline, `c` context and `e` expert parallelism. `f` says that the ranks that share sequences share
+matrices, too. `mb` is the micro-batch, and the last word is the recomputation.
 
-Up to eight layouts are rehearsed for a row: the fastest of those that are expected to fit by what the ones before have
-shown, also with more recomputation than the formulas ask for, and at last the one that is expected to need least.
+`python tools/plan.py recommend` writes this page, and `recommended_layouts.json` with the same in full. It computes the
+rows whose files have changed or that were not rehearsed. It can be stopped and continued. Given names, it computes only
+those rows.
 
-A rehearsal runs the program of CPUs, which keeps more than a GPU's fused kernels do: where the two figures are far
-apart, a larger micro-batch may fit. ZeRO 3 is predicted too well for small models, since the work of DeepSpeed's hooks
-is not counted: below a billion parameters take `zero: {stage: 1}` first.
+Up to eight layouts are rehearsed for a row: the fastest that are expected to fit by the rehearsals before, also with
+more recomputation than the formulas ask for. The last one is the layout that is expected to need least.
+
+A rehearsal runs the program of CPUs, which keeps more than a GPU's fused kernels do. Where the two figures are far
+apart, a larger micro-batch may fit. The prediction of ZeRO 3 is too fast for small models, since the work of
+DeepSpeed's hooks is not counted. Below a billion parameters take `zero: {stage: 1}` first.
 
 """
 
