@@ -103,7 +103,8 @@ INSIDE: dict[str, dict[str, str]] = {
         "checkpoint": "megatron.training.hooks.checkpoint:CheckpointHook",
     },
     FEATURE: {  # see megatron.config.features.feature
-        "statistics": "megatron.features.statistics.options:FEATURE"
+        "multi_token": "megatron.features.multi_token.options:FEATURE",
+        "statistics": "megatron.features.statistics.options:FEATURE",
     },
     METRIC: {  # see megatron.report.sink
         "jsonl": "megatron.report.jsonl:MetricsFile",

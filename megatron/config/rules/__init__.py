@@ -19,7 +19,6 @@ from . import (
     layout,
     levels,
     model,
-    multi_token,
     names,
     optimizers,
     output,
@@ -37,7 +36,6 @@ from .gpu import async_tensor, cuda_graphs, fused_attention
 MODULES = (
     names,
     model,
-    multi_token,
     recurrence,
     parametrization,
     layout,

@@ -52,7 +52,7 @@ def teacher_is_on_one_stage(context: RuleContext) -> Iterator[Problem]:
 
 
 def teacher_is_asked_for_the_next_token(context: RuleContext) -> Iterator[Problem]:
-    if _teaches(context) and context.config.model.multi_token_prediction.depth:
+    if _teaches(context) and context.option("model.multi_token_prediction.depth"):
         yield context.problem(
             "model.multi_token_prediction.depth",
             "objective.teacher",

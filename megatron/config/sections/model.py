@@ -12,11 +12,11 @@ from ..kind import kinds_of
 from ..pattern import BlockPattern, blocks_of
 from ..section import Derivable, Derived, Section, key
 from .fused_attention import FusedAttentionOptions
-from .multi_token import MultiTokenOptions
 from .parametrization import ParametrizationOptions
 from .recurrence import RecurrenceOptions
 
 if TYPE_CHECKING:
+    from megatron.features.multi_token.options import MultiTokenOptions
     from megatron.kinds.attention.options import AttentionOptions
     from megatron.kinds.cca.options import CCAOptions
     from megatron.kinds.gated_delta.options import GatedDeltaOptions
@@ -189,7 +189,7 @@ class _Stack(Section):
 if TYPE_CHECKING:
 
     class _Kinds(_Stack):
-        """The sections of the kinds inside, as type checkers see them."""
+        """The sections of kinds and features, as type checkers see them."""
 
         attention: AttentionOptions
         mla: MLAOptions
@@ -208,6 +208,7 @@ if TYPE_CHECKING:
         shared_attention: SharedAttentionOptions
         mlp: MLPOptions
         moe: MoEOptions
+        multi_token_prediction: MultiTokenOptions
 
 else:  # one section per kind, in the registry's order
     _Kinds = create_model(
@@ -228,9 +229,6 @@ class ModelSection(_Kinds):
     dropout: float = key(0.0, "Dropout of the embedding and of each branch's output.", ge=0, lt=1)
     init: InitOptions = key(InitOptions, "How parameters start.")
     recurrence: RecurrenceOptions = key(RecurrenceOptions, "How often the recurrent group of the pattern is repeated.")
-    multi_token_prediction: MultiTokenOptions = key(
-        MultiTokenOptions, "Modules that predict tokens further ahead than the next one, in training."
-    )
     parametrization: ParametrizationOptions = key(
         ParametrizationOptions, "How initial values, multipliers and learning rates follow from width and depth."
     )
@@ -264,7 +262,7 @@ class ModelSection(_Kinds):
         Raises:
             PatternError: as for `blocks`.
         """
-        options = self.multi_token_prediction
-        if not options.depth or options.block is None:
+        options = getattr(self, "multi_token_prediction", None)  # of a feature
+        if options is None or not options.depth or options.block is None:
             return ()
         return blocks_of(options.block, tuple(self.extensions))[:1] * options.depth

@@ -67,11 +67,6 @@ PARTS = (
         lambda engine: _any_kind(engine, lambda kind: kind.experts),
     ),
     PartEntry(
-        "further_losses",
-        "megatron.engine.parts.further_losses:FurtherLosses",
-        lambda engine: engine.config.model.multi_token_prediction.depth > 0,
-    ),
-    PartEntry(
         TEACHER, "megatron.engine.parts.teacher:Teacher", lambda engine: False
     ),  # given by those who load its weights
     PartEntry(

@@ -132,7 +132,6 @@ def predict(
     if layout.pipeline > 1:
         found.stages()
     found.expert_loads()
-    found.further_losses()
     found.features()
     if issubclass(optimizer_class(config), MatrixOptimizer):
         for entry in matrix_messages(config, mesh, found.optimizer_at):
@@ -467,12 +466,6 @@ class _Predictor:
                 raise NotPredicted(f"there is no formula for {sent}")
             for each in sent:
                 self.add(each.phase, each.group, each.operation, each.dtype, each.elements, each.messages)
-
-    def further_losses(self) -> None:
-        """The sums of the modules that predict further tokens, over data and stages."""
-        if depth := len(self.config.model.further_blocks):
-            for axis in ("replicas", "pipeline"):
-                self.add("exchange", axis, "all_reduce", "fp64", 2 * depth)
 
 
 def _add(found: Messages, more: Messages, times: int) -> None:

@@ -33,7 +33,8 @@ def graphs_find_the_same_in_every_step(context: RuleContext) -> Iterator[Problem
     if not context.config.training.cuda_graphs:
         return
     for other, forbids, need, fix in FORBIDDEN:
-        if forbids(context.value(other)):
+        value = context.option(other)
+        if value is not None and forbids(value):
             rule = f"CUDA graphs must have {need}"
             yield context.problem(KEY, other, rule=rule, fix=f"use {OFF}, or {other}={fix}")
     uses = [use for use in context.used if not context.kinds[use.kind].compiles]

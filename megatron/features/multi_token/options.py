@@ -1,15 +1,54 @@
-"""Modules that predict further tokens: one block each, of layers that need nothing of those before them."""
+"""Prediction of tokens further ahead than the next one (DeepSeek-V3, arXiv 2412.19437, section 2.2): keys and rules.
+
+Each module is one block, of layers that need nothing of the layers before them. The modules are built by
+`megatron/model/multi_token.py`, which the stack imports.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from ..pattern import PatternError, blocks_of
-from ..problems import Problem
-from ..rule_context import RuleContext
+from megatron.config.features.feature import Feature, Keys, Message
+from megatron.config.pattern import PatternError, blocks_of
+from megatron.config.section import Derivable, Derived, Section, key
+
+if TYPE_CHECKING:
+    from megatron.config.problems import Problem
+    from megatron.config.rule_context import RuleContext
 
 SECTION = "model.multi_token_prediction"
 DEPTH, BLOCK = f"{SECTION}.depth", f"{SECTION}.block"
+
+
+def _block(own: dict[str, Any], at: Any) -> str | None:
+    return str(replace(at.blocks[-1], recurrent=False)) if own["depth"] and at.blocks else None
+
+
+class MultiTokenOptions(Section):
+    depth: int = key(
+        0,
+        "Modules behind the stack, each of which predicts one token further ahead than the one before it; 0: the next "
+        "token alone is predicted. They are trained and saved, and evaluation and generation leave them out.",
+        unit="tokens",
+        ge=0,
+        le=16,
+    )
+    loss_weight: float = key(
+        0.3, "The mean of the modules' losses is multiplied by this and added to the loss of the next token.", ge=0
+    )
+    block: Derivable[str] = key(
+        None,
+        "The block of each module, as in model.layers and of kinds that it has too.",
+        derived=Derived("the last block of model.layers", _block, ("model.layers", ".depth")),
+    )
+
+
+class MultiTokenKeys(Section):
+    multi_token_prediction: MultiTokenOptions = key(
+        MultiTokenOptions, "Modules that predict tokens further ahead than the next one, in training."
+    )
 
 
 def block_is_one(context: RuleContext) -> Iterator[Problem]:
@@ -76,4 +115,18 @@ def there_are_tokens_to_predict(context: RuleContext) -> Iterator[Problem]:
         )
 
 
-RULES = (block_is_one, block_can_stand_alone, there_are_tokens_to_predict)
+def _traffic(config: Any) -> tuple[Message, ...]:
+    """The sums of the modules' losses, over data and stages."""
+    elements = 2 * config.model.multi_token_prediction.depth
+    return tuple(Message("exchange", axis, "all_reduce", "fp64", elements) for axis in ("replicas", "pipeline"))
+
+
+FEATURE = Feature(
+    about="Losses of further tokens.",
+    wanted=lambda config: config.model.multi_token_prediction.depth > 0,
+    keys=(Keys("model", MultiTokenKeys, after="recurrence"),),
+    rules=(block_is_one, block_can_stand_alone, there_are_tokens_to_predict),
+    engine="megatron.features.multi_token.part:FurtherLosses",
+    before=("teacher", "recurrent_depth", "logit_clipping"),
+    traffic=_traffic,
+)

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatron.engine.arriving import Arriving
+from megatron.engine.part import EnginePart, Update
 from megatron.model.multi_token import MultiTokenPrediction
 from megatron.parallel.layers.collectives import all_reduce
 
-from ..part import EnginePart, Update
-
 if TYPE_CHECKING:
-    from ..base import BaseEngine
-
-from ..arriving import Arriving
+    from megatron.engine.base import BaseEngine
 
 NAME = "multi_token_losses"
 

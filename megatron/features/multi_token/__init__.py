@@ -1,0 +1,1 @@
+"""Losses of modules that predict further tokens."""
