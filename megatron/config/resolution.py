@@ -13,7 +13,6 @@ from .derive import AT_START, NEED_RANKS, NEED_TOKENIZER, View, derive, unknown_
 from .frozen import thaw
 from .problems import ABSENT, ConfigError, Problem, list_problems
 from .rule_context import RuleContext
-from .rules.former import former_runs
 from .schema import Config, current_schema, using_extensions
 from .sections.layout import LaunchSection
 from .sections.output import RUN_NAME
@@ -159,8 +158,7 @@ def _combine(
     origin = _origins(merged, derived, view.values)
 
     context = RuleContext(config, ranks, origin, files, here, resolve, named)
-    ruled = [*rules.broken(context, inputs=check_inputs), *(former_runs(context) if check_inputs else ())]
-    problems += [each for each in ruled if not _touches(each, unknown)]
+    problems += [each for each in rules.broken(context, inputs=check_inputs) if not _touches(each, unknown)]
     if any(each.fatal for each in problems):
         raise ConfigError(problems)
     return Resolved(

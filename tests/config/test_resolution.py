@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from megatron.config import Config, ConfigError, load, resolve, to_yaml
+from megatron.config import Config, ConfigError, load, resolve
 from megatron.config.catalog import ANY, catalog
 from megatron.config.derive import AT_START, derivations
 from megatron.config.resolution import combine
@@ -192,22 +192,6 @@ def test_a_run_is_called_after_its_file_and_folder(file, name, tmp_path, monkeyp
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(BASE))
     assert load([path], check_inputs=False).config.run.dir == f"runs/{name}"
-
-
-def test_a_run_under_its_former_name_is_told(tmp_path, monkeypatch):
-    """What an earlier version wrote into runs/7b is neither lost sight of nor taken for another file's."""
-    monkeypatch.chdir(tmp_path)
-    for folder in ("llama", "mistral"):
-        (tmp_path / "configs" / folder).mkdir(parents=True)
-        (tmp_path / "configs" / folder / "7b.yml").write_text(yaml.safe_dump({**BASE, "data": {"synthetic": "copy"}}))
-    former = load(["configs/mistral/7b.yml"], ["run.dir=runs/7b"], ranks=1)
-    (tmp_path / "runs" / "7b").mkdir(parents=True)
-    (tmp_path / "runs" / "7b" / "config.yml").write_text(to_yaml(former))
-    with pytest.raises(ConfigError) as error:
-        load(["configs/mistral/7b.yml"], ranks=1)
-    assert "runs/7b is a run of this file" in str(error.value) and "run.dir=runs/7b" in str(error.value)
-    assert load(["configs/llama/7b.yml"], ranks=1).config.run.dir == "runs/llama-7b"
-    assert load(["configs/mistral/7b.yml"], ["run.name=new"], ranks=1).config.run.dir == "runs/new"
 
 
 def test_nothing_changes_afterwards():

@@ -12,7 +12,7 @@ from megatron.config.arithmetic.algorithm_table import OPERATIONS, RECURSIVE, RI
 from megatron.model.costs.traffic import NotPredicted
 from megatron.parallel.messages.traffic import Tally
 from megatron.plan.messages.predict import predict
-from tests.engine.test_traffic import counted
+from tests.engine.test_traffic import comparable, counted
 from tests.training.matrix import Case, cases, merged
 from tests.workers import run
 
@@ -110,7 +110,7 @@ def check(values: dict, ranks: int, case: Case) -> None:
     steps = max(2, predicted[0].settled + 1)
     every = [list(map(Tally.of_rows, found)) for found in run(ranks, routed, values, ranks, steps)]
     for own, found in zip(predicted, every):
-        assert own.comparable(own.step).rows() == own.comparable(found[-1]).rows()
+        assert comparable(own, own.step).rows() == comparable(own, found[-1]).rows()
     together = sum((own.step for own in predicted), Tally())
     assert together.rows() == sum((found[-1] for found in every), Tally()).rows()
     groups = {call.group.partition("/")[2] for call, *_ in together}

@@ -22,7 +22,7 @@ from megatron.config.arithmetic.wire import between_stages
 from megatron.config.features.feature import wanted_features
 from megatron.config.teacher import on_layout
 from megatron.config.variants import used_kinds
-from megatron.model.costs.exchanges import BY_DOCUMENTS, MEAN, MOST, layer_traffic, reading_exchanges
+from megatron.model.costs.exchanges import BY_DOCUMENTS, MOST, layer_traffic, reading_exchanges
 from megatron.model.costs.traffic import ONCE, NotPredicted, TensorAxis, reading_traffic, tensor_traffic
 from megatron.model.expert_tally import ExpertTally
 from megatron.model.partition import copies, stage_of
@@ -86,17 +86,6 @@ class TrafficPrediction:
             documents: int [A, M, S], those of this rank's batch (`StepBatch`); None where nobody knows them.
         """
         return self.around + self.layers(step, documents)
-
-    def comparable(self, tally: Tally, *exact: str) -> Tally:
-        """An account of this rank without the bytes that are predicted for all ranks together alone, and without calls
-        of which it is predicted what they are at most.
-
-        Args:
-            exact: what the data decide and this prediction knows.
-        """
-        left = {call: how for call, how in self.by_data.items() if how not in exact}
-        kept = (entry for entry in tally if left.get(entry[0], MEAN) == MEAN)
-        return Tally((call, messages, 0 if call in left else size) for call, messages, size in kept)
 
     def calls(self, *decided: str) -> frozenset[Call]:
         """Those of which the data decide in one of these ways."""

@@ -18,7 +18,7 @@ from scipy.optimize import minimize
 
 from megatron.config.problems import UserError
 
-from .points import FLOPS_OF_A_TOKEN, Points
+from .points import Points
 
 DELTA = 1e-3  # of log L, as in Hoffmann et al.
 LEAST = 6  # points: one more than the law has numbers
@@ -55,13 +55,6 @@ class Law:
         """(a, b): of compute C the best N grows with C^a and the best D with C^b, where C = 6 N D."""
         total = self.alpha + self.beta
         return self.beta / total, self.alpha / total
-
-    def optimum(self, flops: float) -> tuple[float, float]:
-        """(N, D) with the lowest loss of all with 6 N D = flops."""
-        a, b = self.exponents
-        log_g = (math.log(self.alpha / self.beta) + self.log_a - self.log_b) / (self.alpha + self.beta)
-        size = math.log(flops / FLOPS_OF_A_TOKEN)
-        return math.exp(log_g + a * size), math.exp(b * size - log_g)
 
 
 def fit_law(points: Points, *, delta: float = DELTA, starts: Iterable[Law] = ()) -> Law:
