@@ -18,6 +18,7 @@ from tests import selection
 from tests.selection import pytest_collection_modifyitems  # noqa: F401
 
 sys.path.append(str(Path(__file__).parent / "stand_ins"))  # a real package comes before them
+sys.path.append(str(Path(__file__).parent.parent / "examples" / "optimizers"))
 
 try:
     from hypothesis import HealthCheck, settings

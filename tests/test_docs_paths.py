@@ -8,7 +8,14 @@ import pytest
 
 from tests.paths import ROOT
 
-PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "eval_tasks/README.md", "examples/plugin/README.md"]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "eval_tasks/README.md",
+    "examples/plugin/README.md",
+    "examples/optimizers/README.md",
+]
 PAGES += sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))
 
 # `folder/file.py` in backquotes or as a link's text, seen from the repository, from `megatron/` or from the page.

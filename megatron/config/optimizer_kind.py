@@ -26,13 +26,12 @@ SHARED = ("betas", "epsilon", "momentum", "nesterov", "muon_lr", "muon_momentum"
 
 @dataclass(frozen=True)
 class Option:
-    """A number or a path: its default (None: another key's value), the least and the largest one, and what it is.
+    """A number: its default (None: another key's value), the least and the largest one, and what it is.
 
     Attributes:
         below: the largest value itself is not allowed.
         whole: it must be a whole number.
         switch: it is true or false.
-        path: it is the path of a file or folder.
     """
 
     default: float | None
@@ -42,7 +41,6 @@ class Option:
     below: bool = False
     whole: bool = False
     switch: bool = False
-    path: bool = False
 
     @property
     def shown(self) -> str:
@@ -51,8 +49,6 @@ class Option:
 
     def problem(self, value: Any) -> str | None:
         """What a value must be, if it is not."""
-        if self.path:
-            return None if isinstance(value, str) and value.strip() else "must be the path of a file or folder"
         if self.switch:
             return None if isinstance(value, bool) else "must be true or false"
         kind = "a whole number" if self.whole else "a number"
@@ -145,11 +141,15 @@ def _kind(name: str, extensions: tuple[str, ...]) -> OptimizerKind | None:
 
 
 # Names that a user may try, why they are not built, and what to take.
+_ELSEWHERE = "it is in the package more_optimizers (examples/optimizers)"
+_ADD = "install that package, or put its folder into PYTHONPATH and write model.extensions: [more_optimizers]"
 NOT_BUILT = {
+    "jorge": (_ELSEWHERE, _ADD),
+    "small_fc_lopt": (_ELSEWHERE, _ADD),
     "velo": (
         "VeLO is not built: its network reads each step's loss and the largest features over all tensors of the model, "
         "so no rank can compute a tensor's step from that tensor",
-        "use small_fc_lopt, whose network looks at one tensor at a time",
+        "use small_fc_lopt of the package more_optimizers, whose network looks at one tensor at a time",
     ),
     "mulo": ("MuLO is small_fc_lopt with the rates of muP", "use small_fc_lopt with model.parametrization.type=mup"),
 }

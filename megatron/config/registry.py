@@ -57,12 +57,10 @@ INSIDE: dict[str, dict[str, str]] = {
         "sgd": "megatron.engine.optimizers.sgd.options:OPTIMIZER",
         "muon": "megatron.engine.optimizers.muon.options:OPTIMIZER",
         "soap": "megatron.engine.optimizers.soap.options:OPTIMIZER",
-        "jorge": "megatron.engine.optimizers.jorge.options:OPTIMIZER",
         "adafactor": "megatron.engine.optimizers.adafactor.options:OPTIMIZER",
         "adamw_8bit": "megatron.engine.optimizers.adamw_8bit.options:OPTIMIZER",
         "ademamix": "megatron.engine.optimizers.ademamix.options:OPTIMIZER",
         "adam_mini": "megatron.engine.optimizers.adam_mini.options:OPTIMIZER",
-        "small_fc_lopt": "megatron.engine.optimizers.small_fc_lopt.options:OPTIMIZER",
         "schedule_free_adamw": "megatron.engine.optimizers.schedule_free_adamw.options:OPTIMIZER",
     },
     SCHEDULE: {  # see megatron.training.schedule

@@ -6,8 +6,7 @@ import json
 import struct
 
 import pytest
-
-from megatron.engine.optimizers.small_fc_lopt.network import Network, check_header
+from more_optimizers.small_fc_lopt.network import Network, check_header
 
 
 def written(tmp_path, header: str | bytes):

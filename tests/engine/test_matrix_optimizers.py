@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
+from more_optimizers.jorge.update import follow
 
 from megatron.config.optimizer_kind import kinds_inside
 from megatron.config.registry import INSIDE, OPTIMIZER
 from megatron.engine.optimizers.build import build_optimizer, set_learning_rate
-from megatron.engine.optimizers.jorge.update import follow
 from megatron.engine.optimizers.matrix import MatrixOptimizer
 from megatron.engine.optimizers.named import optimizer_class
 from megatron.engine.optimizers.soap.update import first_basis
@@ -33,7 +33,7 @@ def tensors():
 def test_it_is_the_papers_rule(kind, options, bound):
     """The equations are computed in float64; the bound is what fp32 costs five updates."""
     chosen = {"type": kind, "lr": 0.01, "weight_decay": 0.2, "groups": {}, "epsilon": 1e-6, "options": options}
-    config = settings(optimizer=chosen)
+    config = settings(model={"extensions": ["more_optimizers"]}, optimizer=chosen)
     ours, masters = tensors(), [p.detach().double() for p in tensors()]
     plain = PlainMatrices(config.optimizer, [p.logical for p in ours], masters, [0.2] * len(ours))
     optimizer, start = build_optimizer(config, ours), [p.detach().clone() for p in ours]
@@ -180,14 +180,14 @@ def test_a_rehearsal_says_that_it_cannot(capsys):
     assert "optimizer.type" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", INSIDE[OPTIMIZER])
+@pytest.mark.parametrize("kind", (*INSIDE[OPTIMIZER], "jorge", "small_fc_lopt"))
 def test_the_schedule_multiplies_each_groups_rate(kind):
     """However often it is set, a role's share of the rate stays; a schedule at 0 moves nothing."""
     groups = {"norm": {"lr_scale": 0.5}, "hidden": {"lr_scale": 0.25}}
     options = {"weights": str(ROOT / "tests/stand_ins/small_fc_lopt.safetensors")} if kind == "small_fc_lopt" else {}
     ours = tensors()
     chosen = {"type": kind, "lr": 0.01, "groups": groups, "options": options}
-    optimizer = build_optimizer(settings(optimizer=chosen), ours)
+    optimizer = build_optimizer(settings(model={"extensions": ["more_optimizers"]}, optimizer=chosen), ours)
     for lr in (0.01, 0.003, 0.02):
         set_learning_rate(optimizer, lr)
         for group in optimizer.param_groups:

@@ -11,13 +11,13 @@ import zipfile
 import pytest
 import safetensors.torch
 import torch
+from more_optimizers.small_fc_lopt.network import Network
+from more_optimizers.small_fc_lopt.update import read_network
 from torch import nn
 
 from megatron.config import resolve
 from megatron.config.problems import UserError
 from megatron.engine.optimizers.build import build_optimizer, set_learning_rate
-from megatron.engine.optimizers.small_fc_lopt.network import Network
-from megatron.engine.optimizers.small_fc_lopt.update import read_network
 from megatron.model.stack import build_model
 from megatron.parallel.layout.mesh import Axis
 from megatron.parallel.layout.shard import Role
@@ -29,6 +29,7 @@ from tests.training.matrix import merged, read
 from tests.training.settings import settings
 
 WEIGHTS = ROOT / "tests/stand_ins/small_fc_lopt.safetensors"
+OUTSIDE = {"extensions": ["more_optimizers"]}
 RATES = [1.0, 0.5, 0.25, 1.0, 0.1]
 
 
@@ -81,7 +82,7 @@ def test_it_is_the_packages(width, layers, tmp_path, offline):
     folder = folder_of(tmp_path, network(width, layers), width, layers)
     chosen = {"lr": 1.0, "weight_decay": 0.02, "groups": {}, "options": {"weights": str(folder)}}
     ours = tensors()
-    optimizer = build_optimizer(settings(optimizer={"type": "small_fc_lopt", **chosen}), ours)
+    optimizer = build_optimizer(settings(model=OUTSIDE, optimizer={"type": "small_fc_lopt", **chosen}), ours)
     copies = [nn.Parameter(part.clone()) for p in ours for part in parts(p, p.detach())]
     reference = AdafacLO_naive(copies, weight_decay=0.02, hf_key=str(folder))
     start = [copy.detach().clone() for copy in copies]
@@ -130,7 +131,12 @@ def test_the_stand_in_is_the_package(tmp_path):
 
 def test_under_mup_it_is_mulo():
     """Of MuLO's rates, those of matrices whose both sides grow are divided by the width; no other one is."""
-    section = {"layers": "(attention/mlp) x1", "hidden_size": 8, "parametrization": {"type": "mup", "base_width": 2}}
+    section = {
+        **OUTSIDE,
+        "layers": "(attention/mlp) x1",
+        "hidden_size": 8,
+        "parametrization": {"type": "mup", "base_width": 2},
+    }
     config = resolve({
         "model": {**section, "vocab_size": 16, "attention": {"heads": 2}},
         "training": {"steps": 2, "sequence_length": 8, "micro_batch_size": 1},
@@ -259,7 +265,7 @@ def test_a_package_that_is_not_there_is_named(monkeypatch):
     chosen = {"type": "small_fc_lopt", "options": {"weights": str(WEIGHTS)}}
     ours = tensors()
     gradients(ours, 0)
-    optimizer = build_optimizer(settings(optimizer=chosen), ours)
+    optimizer = build_optimizer(settings(model=OUTSIDE, optimizer=chosen), ours)
     with pytest.raises(UserError, match=r"needs the package pylo: pip install --no-deps git\+https://github.com"):
         optimizer.step()
 
@@ -271,9 +277,8 @@ def with_other_networks(folder: str) -> list[str]:
     rank, told = dist.get_rank(), []
     for width in (8 + rank, 8):
         path = f"{folder}/{width}.safetensors"
-        optimizer = build_optimizer(
-            settings(optimizer={"type": "small_fc_lopt", "lr": 1.0, "options": {"weights": path}}), tensors()
-        )
+        chosen = {"type": "small_fc_lopt", "lr": 1.0, "options": {"weights": path}}
+        optimizer = build_optimizer(settings(model=OUTSIDE, optimizer=chosen), tensors())
         try:
             optimizer.attach([], Axis(rank, 2, dist.group.WORLD, (0, 1)), torch.device("cpu"))
         except UserError as error:
@@ -322,7 +327,8 @@ def test_a_run_goes_on_with_its_network(tmp_path):
     safetensors.torch.save_file(other, tmp_path / "other.safetensors")
 
     def weights(name: str) -> dict:
-        return {"optimizer": {"type": "small_fc_lopt", "lr": 1.0, "options": {"weights": str(tmp_path / name)}}}
+        chosen = {"type": "small_fc_lopt", "lr": 1.0, "options": {"weights": str(tmp_path / name)}}
+        return {"model": OUTSIDE, "optimizer": chosen}
 
     def allowed(key: str) -> dict:
         return {**weights("other.safetensors"), "checkpoint": {"allow_changes": [key]}}

@@ -335,7 +335,6 @@ OPTIMIZERS: list[dict[str, Any]] = [
     {"type": "ademamix", "lr": 0.01, "epsilon": 1e-3, "options": {"alpha": 3.0, "slow": 0.99, "warmup": 2}},
     {"type": "muon", "lr": 0.01, "muon_lr": 0.02, "epsilon": 1e-3},
     {"type": "soap", "lr": 0.01, "epsilon": 1e-3, "options": {"frequency": 2}},
-    {"type": "jorge", "lr": 0.01, "epsilon": 1e-3, "options": {"frequency": 2, "lr": 0.3}},
 ]
 PARAMETRIZATIONS: list[dict[str, Any]] = [
     {"type": "mup", "base_width": 16},

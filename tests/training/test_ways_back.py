@@ -92,7 +92,7 @@ def counters(folder: Path, name: str, step: int) -> dict:
     return meta["optimizer"] | meta["loss_scaler"]
 
 
-WRITTEN = sorted(set(INSIDE[OPTIMIZER]) - {"small_fc_lopt"})  # which needs a package and its weights
+WRITTEN = sorted(INSIDE[OPTIMIZER])
 OFTEN = ("adamw", "muon", "schedule_free_adamw", "adamw_8bit")
 
 

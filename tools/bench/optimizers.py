@@ -48,7 +48,6 @@ CONTENDERS: dict[str, tuple[list[float], dict[str, Any]]] = {
     "sgd": ([0.05, 0.1, 0.2, 0.4, 0.8], {}),
     "muon": ([0.01, 0.02, 0.04, 0.08, 0.16], {"lr": 3e-3}),
     "soap": ([1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2], {}),
-    "jorge": ([0.003, 0.01, 0.03, 0.1, 0.3], {"lr": 3e-3}),
     "adafactor": ([1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2], {}),
     "adamw_8bit": ([2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2], {}),
     "adam_mini": ([2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2], {}),
@@ -78,8 +77,6 @@ def settings(kind: str, rate: float, seed: int) -> dict[str, Any]:
     optimizer: dict[str, Any] = {"type": kind, "lr": rate, "weight_decay": 0.1, **CONTENDERS[kind][1]}
     if kind == "muon":
         optimizer["muon_lr"] = rate
-    if kind == "jorge":
-        optimizer["options"] = {"lr": rate}
     training = {"steps": STEPS, "sequence_length": LENGTH, "micro_batch_size": BATCH, "seed": seed}
     schedule = {"type": "constant" if kinds_inside()[kind].averages else "cosine"}
     whole: dict[str, Any] = {"model": MODEL, "training": training, "optimizer": optimizer, "schedule": schedule}

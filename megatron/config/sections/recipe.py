@@ -232,14 +232,14 @@ ParameterRole = Literal[
 class OptimizerSection(Section):
     type: str = key(
         "adamw",
-        "Optimizer (docs/optimizers.md); muon, soap and jorge update hidden matrices and leave the rest to AdamW.",
+        "Optimizer (docs/optimizers.md); muon and soap update hidden matrices and leave the rest to AdamW.",
         role=OPTIMIZER,
     )
     lr: float = key(3e-4, "Peak learning rate.", ge=0, le=1000)
     betas: tuple[float, float] = key((0.9, 0.95), "Averaging coefficients of AdamW and Lion.", strict=False)
     epsilon: float = key(1e-8, "Added to AdamW's denominator.", gt=0)
     weight_decay: float = key(0.1, "Decoupled weight decay.", ge=0)
-    momentum: float = key(0.9, "Momentum of sgd and jorge.", ge=0, lt=1)
+    momentum: float = key(0.9, "Momentum of sgd.", ge=0, lt=1)
     nesterov: bool = key(False, "Nesterov momentum of sgd.")
     muon_lr: float = key(0.02, "Peak learning rate of muon's matrices.", ge=0, le=1000)
     muon_momentum: float = key(0.95, "Momentum of muon's matrices.", ge=0, lt=1)

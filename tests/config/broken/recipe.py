@@ -178,7 +178,7 @@ RECIPE = [
     ),
     case(
         "a learned optimizer without its network",
-        "optimizer: {type: small_fc_lopt}",
+        'optimizer: {type: "more_optimizers.small_fc_lopt.options:OPTIMIZER"}',
         "optimizer.options = {}",
         "small_fc_lopt must have the trained weights of its network",
         "nothing is downloaded",
@@ -189,14 +189,24 @@ RECIPE = [
     ),
     case(
         "a learned optimizer's network that is not there",
-        "optimizer: {type: small_fc_lopt, lr: 1.0, options: {weights: absent.pt}}",
+        'optimizer: {type: "more_optimizers.small_fc_lopt.options:OPTIMIZER", lr: 1, options: {weights: absent.pt}}',
         "a.yml:2: optimizer.options",
         "weights must be a file that exists, or a folder with model.safetensors",
     ),
     case(
         "a path that is a number",
-        "optimizer: {type: small_fc_lopt, lr: 1.0, options: {weights: 3}}",
+        'optimizer: {type: "more_optimizers.small_fc_lopt.options:OPTIMIZER", lr: 1, options: {weights: 3}}',
         "weights must be the path of a file or folder",
+    ),
+    *(
+        case(
+            f"{name}, which is in a package of its own",
+            f"optimizer: {{type: {name}}}",
+            f"a.yml:2: optimizer.type = '{name}'",
+            "it is in the package more_optimizers (examples/optimizers)",
+            "model.extensions: [more_optimizers]",
+        )
+        for name in ("jorge", "small_fc_lopt")
     ),
     case(
         "an optimizer that mixes tensors",

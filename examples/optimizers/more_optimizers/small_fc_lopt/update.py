@@ -26,13 +26,13 @@ from torch import Tensor
 
 from megatron.config import Config
 from megatron.config.problems import UserError
-from megatron.engine.optimizers.small_fc_lopt.network import FEATURES, LARGEST, NAME, RULE, network_of, weights_file
+from megatron.engine.optimizers.groups import use_fused
+from megatron.engine.optimizers.matrix import WEIGHT, MatrixOptimizer, blocks, sizes
+from megatron.engine.optimizers.whole import Held, OwnedUnit
 from megatron.parallel.layout.mesh import Axis
 from megatron.parallel.layout.shard import LogicalTensor
 
-from ..groups import use_fused
-from ..matrix import WEIGHT, MatrixOptimizer, blocks, sizes
-from ..whole import Held, OwnedUnit
+from .network import FEATURES, LARGEST, NAME, RULE, network_of, weights_file
 from .options import OPTIMIZER, PACKAGE
 
 KEY = "optimizer.options.weights"

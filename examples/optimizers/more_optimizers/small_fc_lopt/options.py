@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.config.optimizer_kind import OptimizerKind, Option, Package
 from megatron.config.problems import Problem
@@ -12,6 +12,13 @@ from .network import check_header, weights_file
 
 if TYPE_CHECKING:
     from megatron.config.rule_context import RuleContext
+
+
+class PathOption(Option):
+    """An option that is a path; its limits say nothing."""
+
+    def problem(self, value: Any) -> str | None:
+        return None if isinstance(value, str) and value.strip() else "must be the path of a file or folder"
 
 
 def learned_steps_have_weights_and_a_rate(context: RuleContext) -> Iterator[Problem]:
@@ -56,12 +63,10 @@ PACKAGE = Package(
     "pip install --no-deps git+https://github.com/Belilovsky-Lab/pylo mup==1.0.0 (PyPI's pylo is another program)",
 )
 OPTIMIZER = OptimizerKind(
-    update="megatron.engine.optimizers.small_fc_lopt.update:SmallFcLopt",
+    update="more_optimizers.small_fc_lopt.update:SmallFcLopt",
     state_bytes=lambda config: 16,
     reads=(),
-    options={
-        "weights": Option(None, 0, 0, "file or folder with the trained weights of the optimizer's network", path=True)
-    },
+    options={"weights": PathOption(None, 0, 0, "file or folder with the trained weights of the optimizer's network")},
     rates_for=("mup",),  # Adam's rates (MuLO, Thérien et al. 2024, arXiv 2406.00153)
     why_no_rates="its rates are known over widths alone",
     whole_matrices=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.config.optimizer_kind import OptimizerKind, Option
 
 OPTIMIZER = OptimizerKind(
-    update="megatron.engine.optimizers.jorge.update:Jorge",
+    update="more_optimizers.jorge.update:Jorge",
     state_bytes=lambda config: 8,
     reads=("betas", "epsilon", "momentum"),
     options={

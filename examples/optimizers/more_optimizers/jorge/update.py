@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config
+from megatron.engine.optimizers.groups import use_fused
+from megatron.engine.optimizers.matrix import MatrixOptimizer, blocks, sizes
+from megatron.engine.optimizers.whole import OwnedUnit
 from megatron.parallel.layout.shard import LogicalTensor
 
-from ..groups import use_fused
-from ..matrix import MatrixOptimizer, blocks, sizes
-from ..whole import OwnedUnit
 from .options import OPTIMIZER
 
 
