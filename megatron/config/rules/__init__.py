@@ -1,72 +1,43 @@
-"""Rules about keys together. Each is a function of `RuleContext` that yields a `Problem` for each breach; they are
-listed in `RULES` at the end of their file, by concern, or in `INPUT_RULES` if only a start needs them: data,
-tokenizers and checkpoints that exist, which a tool that shows or counts a model does not ask for. What a kind of layer
-needs stands with the kind (`kind.LayerKind`)."""
+"""Rules about keys together, by concern: each function of a file here that takes a `RuleContext` and yields a `Problem`
+for each breach. `INPUT_RULES` at the end of a file has those that only a start needs: data, tokenizers and checkpoints
+that exist, which a tool that shows or counts a model does not ask for. What a kind of layer needs stands with the kind
+(`kind.LayerKind`)."""
 
 from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from types import ModuleType
 
 from ..features.feature import features_of
 from ..problems import Problem
 from ..rule_context import RuleContext
-from . import (
-    chunks,
-    communication,
-    cost,
-    data,
-    deepspeed,
-    distillation,
-    launch,
-    layout,
-    levels,
-    model,
-    names,
-    optimizers,
-    output,
-    parametrization,
-    recipe,
-    recurrence,
-    schedule,
-    sequences,
-    span_corruption,
-    spikes,
-    stages,
-)
-from .gpu import async_tensor, cuda_graphs, fused_attention
 
-MODULES = (
-    names,
-    model,
-    recurrence,
-    parametrization,
-    layout,
-    sequences,
-    stages,
-    async_tensor,
-    communication,
-    chunks,
-    recipe,
-    cuda_graphs,
-    fused_attention,
-    distillation,
-    optimizers,
-    schedule,
-    data,
-    span_corruption,
-    output,
-    levels,
-    spikes,
-    launch,
-    deepspeed,
-    cost,
+Rule = Callable[[RuleContext], Iterator[Problem]]
+# The order in which their problems are shown.
+_NAMES = (
+    "names model recurrence parametrization layout sequences stages gpu.async_tensor communication chunks "
+    "recipe gpu.cuda_graphs gpu.fused_attention distillation optimizers schedule data span_corruption output levels "
+    "spikes launch deepspeed cost"
 )
+
+
+def _written(module: ModuleType) -> list[Rule]:
+    """The rules of a module, in the order of the file."""
+    functions = (each for each in vars(module).values() if inspect.isfunction(each))
+    own = (each for each in functions if each.__module__ == module.__name__)
+    return [each for each in own if each.__annotations__.get("return") == "Iterator[Problem]"]
+
+
+MODULES: tuple[ModuleType, ...] = tuple(import_module(f"{__name__}.{name}") for name in _NAMES.split())
+INPUT_RULES: tuple[Rule, ...] = tuple(rule for module in MODULES for rule in getattr(module, "INPUT_RULES", ()))
+RULES: tuple[Rule, ...] = tuple(rule for module in MODULES for rule in _written(module) if rule not in INPUT_RULES)
 
 
 def broken(context: RuleContext, inputs: bool) -> list[Problem]:
     """All problems that the rules find; with `inputs` also those that only a start has."""
-    chosen = [rule for module in MODULES for rule in module.RULES]
-    if inputs:
-        chosen += [rule for module in MODULES for rule in getattr(module, "INPUT_RULES", ())]
-    found = [problem for rule in chosen for problem in rule(context)]
+    found = [problem for rule in (*RULES, *(INPUT_RULES if inputs else ())) for problem in rule(context)]
     for use in context.used:
         found += [problem for rule in context.kinds[use.kind].rules for problem in rule(use)]
     for feature in features_of(tuple(context.config.model.extensions)).values():

@@ -106,6 +106,3 @@ def chunks_are_recomputed(context: RuleContext) -> Iterator[Problem]:
             rule=f"must be {value} with sequence_chunks, which keeps a block's input alone and recomputes each chunk",
             fix=f"leave {name} out",
         )
-
-
-RULES = (chunks_are_equal, layers_go_on_from_chunks, ranks_share_chunks, chunks_are_recomputed)

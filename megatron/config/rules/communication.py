@@ -153,12 +153,4 @@ def blocks_of_activations_are_alike(context: RuleContext) -> Iterator[Problem]:
         )
 
 
-RULES = (
-    islands_fill_the_job,
-    pairs_fill_the_islands,
-    compressed_gradients_are_ours_to_sum,
-    feedback_begins_at_each_start,
-    compressed_activations_get_smaller,
-    blocks_of_activations_are_alike,
-)
 INPUT_RULES = (table_is_for_this_job,)

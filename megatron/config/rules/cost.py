@@ -118,5 +118,4 @@ def checkpoints_fit_on_the_disk(context: RuleContext) -> Iterator[Problem]:
         )
 
 
-RULES = ()
 INPUT_RULES = (model_fits_on_a_rank, checkpoints_fit_on_the_disk)

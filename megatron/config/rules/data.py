@@ -457,20 +457,6 @@ def packing_has_its_order(context: RuleContext) -> Iterator[Problem]:
         )
 
 
-RULES = (
-    data_is_read_or_made,
-    split_cuts_one_source,
-    phases_follow_each_other,
-    named_sets_have_sources,
-    pythia_seed_fits,
-    alpha_needs_a_weighting,
-    packing_has_its_order,
-    a_blend_names_a_file_once,
-    some_source_counts,
-    weights_are_for_training,
-    a_file_has_one_label_file,
-    infilling_has_no_labels,
-)
 INPUT_RULES = (
     there_is_data,
     files_exist,

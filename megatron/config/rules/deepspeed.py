@@ -172,12 +172,3 @@ def quantised_where_it_runs(context: RuleContext) -> Iterator[Problem]:
                 rule="must be left out on CPUs: DeepSpeed 0.19.8 quantises by operations of CUDA alone",
                 fix="use parallel.communication.compress.data at zero.stage 0 to 2, or GPUs",
             )
-
-
-RULES = (
-    quantised_where_it_runs,
-    names_are_deepspeeds,
-    blocks_still_exist,
-    blocks_leave_our_work_alone,
-    raw_options_agree,
-)

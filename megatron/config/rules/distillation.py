@@ -157,12 +157,4 @@ def _named(tokenizer: object) -> str:
     return f"{getattr(tokenizer, 'type', '')} {getattr(tokenizer, 'path', None) or ''}".strip()
 
 
-RULES = (
-    distillation_has_a_teacher,
-    distillation_keys_are_used,
-    teacher_is_on_one_stage,
-    teacher_is_asked_for_the_next_token,
-    teacher_reads_the_same,
-    teacher_fits_the_layout,
-)
 INPUT_RULES = (teacher_exists,)

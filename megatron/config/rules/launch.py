@@ -231,14 +231,4 @@ def hosts_can_be_compared(context: RuleContext) -> Iterator[Problem]:
         )
 
 
-RULES = (
-    container_can_be_made,
-    spares_can_take_a_place,
-    hosts_can_be_compared,
-    environment_can_be_set,
-    job_scripts_can_hold_their_values,
-    hosts_are_chosen_one_way,
-    runner_has_its_hosts,
-    secrets_stay_out_of_the_configuration,
-)
 INPUT_RULES = (launch_files_exist, device_is_here, ranks_can_be_started)

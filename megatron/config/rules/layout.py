@@ -283,22 +283,3 @@ def offloaded_optimizer_is_adam(context: RuleContext) -> Iterator[Problem]:
             rule="optimizer.type must be adamw for offloaded state",
             fix="use optimizer.type=adamw, or device: none",
         )
-
-
-RULES = (
-    ranks_fill_the_layout,
-    offloaded_parameters_have_one_type,
-    sequence_divides_over_tensor_ranks,
-    stages_have_layers,
-    pipeline_split_adds_up,
-    zero_2_and_3_without_pipeline,
-    zero_0_needs_fp32,
-    zero_2_and_3_traffic,
-    reduced_once_in_full,
-    selective_recomputation_needs_whole_parameters,
-    micro_batches_fill_the_pipeline,
-    overlap_needs_the_plain_engine,
-    overlap_has_an_effect,
-    offloading_fits_the_stage,
-    offloaded_optimizer_is_adam,
-)

@@ -129,5 +129,4 @@ def neighbours_are_there(context: RuleContext) -> Iterator[Problem]:
             )
 
 
-RULES = (numbers_are_possible, hosts_have_a_place, keys_are_of_the_place, stores_have_a_url)
 INPUT_RULES = (neighbours_are_there,)

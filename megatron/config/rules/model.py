@@ -122,18 +122,6 @@ def sandwich_joins_one_branch(context: RuleContext) -> Iterator[Problem]:
         )
 
 
-RULES = (
-    sizes_can_be_counted,
-    pattern_is_readable,
-    shared_norm_has_two_branches,
-    channel_scales_join_one_branch,
-    sandwich_joins_one_branch,
-    learned_positions_cover_the_sequence,
-    variants_exist,
-    tokenizer_fits_vocabulary,
-)
-
-
 def vocabulary_is_known(context: RuleContext) -> Iterator[Problem]:
     if context.config.model.vocab_size is None:
         try:

@@ -51,6 +51,3 @@ def _registry(context: RuleContext) -> Registry:
         return registry_of(tuple(context.config.model.extensions))
     except RegistryError:
         return registry_of()
-
-
-RULES = (names_stand_for_something,)

@@ -73,5 +73,4 @@ def input_rules_of_its_own(context: RuleContext) -> Iterator[Problem]:
         yield from rule(context)
 
 
-RULES = (keys_are_read, options_are_the_optimizers, rules_of_its_own)
 INPUT_RULES = (packages_are_here, input_rules_of_its_own)

@@ -266,16 +266,6 @@ def packages_of_sinks_are_here(context: RuleContext) -> Iterator[Problem]:
         )
 
 
-RULES = (
-    one_way_to_start,
-    map_has_its_source,
-    layers_have_a_source,
-    kept_checkpoints_are_saved,
-    resuming_needs_optimizer_state,
-    profiled_steps_are_run,
-    noise_is_logged,
-    noise_is_told_from_the_gradient,
-)
 INPUT_RULES = (
     packages_of_sinks_are_here,
     resume_exists,

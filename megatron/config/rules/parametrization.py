@@ -66,6 +66,3 @@ def rates_are_derived_for_the_optimizer(context: RuleContext) -> Iterator[Proble
             rule=f"the rates of {type} must be for an optimizer whose steps do not depend on the size of gradients",
             fix="give other factors in the optimizer's group_settings (scales), if its steps do",
         )
-
-
-RULES = (base_is_known, options_suit_the_parametrization, rates_are_derived_for_the_optimizer)

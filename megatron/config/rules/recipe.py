@@ -264,18 +264,4 @@ def goldfish_keys_are_used(context: RuleContext) -> Iterator[Problem]:
             )
 
 
-RULES = (
-    steps_are_known,
-    samples_can_be_counted,
-    goldfish_fits_the_sequence,
-    goldfish_keys_are_used,
-    batch_sizes_multiply_out,
-    fp16_needs_a_gpu,
-    products_of_8_bits_have_their_shapes,
-    accumulation_is_no_narrower_mix,
-    loss_scale_needs_fp16,
-    betas_are_shares,
-    recomputation_is_on,
-    stop_comes_before_the_end,
-)
 INPUT_RULES = (fp16_finds_a_gpu, kernels_are_here)

@@ -92,12 +92,3 @@ def depth_is_known_to_completep(context: RuleContext) -> Iterator[Problem]:
             rule="completep must have a depth, and steps of a recurrent group draw theirs: no rule for it is known",
             fix="use type: mup, whose factors of width hold for it, or type: standard",
         )
-
-
-RULES = (
-    options_need_a_core,
-    layers_can_be_repeated,
-    nothing_is_drawn_inside,
-    core_is_on_one_stage,
-    depth_is_known_to_completep,
-)

@@ -191,17 +191,3 @@ def schedule_covers_the_run(context: RuleContext) -> Iterator[Problem]:
             rule=f"must be training.steps: the last {steps - schedule.steps} steps keep the schedule's last rate",
             fix=f"use schedule.steps={steps} if that is not meant",
         )
-
-
-RULES = (
-    warmup_is_given_once,
-    schedule_starts_before_its_end,
-    parts_fit_into_the_schedule,
-    decay_suits_the_schedule,
-    inverse_sqrt_has_a_warmup,
-    infinite_is_complete,
-    compat_has_its_own_schedules,
-    compat_stays_below_the_peak,
-    compat_has_a_whole_step_of_warmup,
-    schedule_covers_the_run,
-)

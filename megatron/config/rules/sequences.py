@@ -199,14 +199,3 @@ def layers_compute_with_rows_that_pass(context: RuleContext) -> Iterator[Problem
             rule=f"should be a multiple of parallel.folded = {ranks}: embedding and head stay whole on every rank",
             fix=f"use model.vocab_multiple={ranks}",
         )
-
-
-RULES = (
-    folded_ranks_share_sequences,
-    layers_compute_with_rows_that_pass,
-    layers_share_sequences,
-    sequence_divides_over_context_ranks,
-    context_keys_have_ranks,
-    context_methods_fit_the_heads,
-    cuts_fit_lengths_and_layers,
-)

@@ -113,12 +113,4 @@ def _corrupts(context: RuleContext) -> bool:
     return context.config.data.span_corruption.rate > 0
 
 
-RULES = (
-    corruption_has_documents,
-    corruption_is_alone,
-    corruption_has_whole_samples,
-    a_document_has_room_for_a_span,
-    corruption_has_no_labels,
-    sentinels_are_numbered,
-)
 INPUT_RULES = (corruption_has_its_tokens, sentinels_exist)

@@ -173,17 +173,3 @@ def attribution_can_restart(context: RuleContext) -> Iterator[Problem]:
             rule="must have several places; with one rank no cause but the data shows",
             fix="use confirm",
         )
-
-
-RULES = [
-    attribution_can_restart,
-    confirmation_has_an_action,
-    hashes_see_the_state,
-    audits_can_act,
-    rollback_has_checkpoints,
-    rollback_keeps_old_checkpoints,
-    what_is_left_out_covers_the_spike,
-    clipping_looks_at_the_norm,
-    tensors_are_clipped_alike,
-    window_fits_the_run,
-]

@@ -131,12 +131,3 @@ def stages_cut_documents(context: RuleContext) -> Iterator[Problem]:
             f"{context.config.training.sequence_length} tokens, and shorter stages cut some of these",
             fix="use data.packing: continuous, or a run of its own for each length",
         )
-
-
-RULES = (
-    stages_follow_each_other,
-    samples_are_cut_into_equal_pieces,
-    stages_turn_layers_that_turn,
-    each_stage_keeps_the_rules_of_layers,
-    stages_cut_documents,
-)

@@ -37,6 +37,3 @@ def async_products_have_messages(context: RuleContext) -> Iterator[Problem]:
         other = "parallel.communication.island"
         rule = f"must be a multiple of parallel.tensor = {parallel.tensor}, whose ranks must share fast links"
         yield context.problem(other, KEY, rule=rule, fix=f"use {OFF}, or {other}={parallel.tensor}")
-
-
-RULES = (async_products_have_messages,)

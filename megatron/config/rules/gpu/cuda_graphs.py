@@ -57,5 +57,4 @@ def graphs_find_a_gpu(context: RuleContext) -> Iterator[Problem]:
         yield context.problem(KEY, "launch.device", rule=rule, fix=f"use {OFF}")
 
 
-RULES = (graphs_find_the_same_in_every_step,)
 INPUT_RULES = (graphs_find_a_gpu,)

@@ -90,5 +90,4 @@ def kernels_of_attention_are_here(context: RuleContext) -> Iterator[Problem]:
             yield context.problem(key, rule="fa3 must be installed", fix=f"{FA3_FIX}, or {off[4:]}")
 
 
-RULES = (kernels_of_attention_have_work, kernels_of_attention_fit_the_run, documents_have_kernels)
 INPUT_RULES = (kernels_of_attention_are_here,)
