@@ -20,7 +20,7 @@ NAME = "multi_token_losses"
 
 
 class FurtherLosses(EnginePart):
-    """Sums up what the modules of all ranks have been trained on; ranks of stages without modules take part."""
+    """Sums the losses of the modules of all ranks. Ranks of stages without modules take part."""
 
     def attach(self, engine: BaseEngine) -> None:
         self.mesh, self.device, self.depth = engine.mesh, engine.device, len(engine.config.model.further_blocks)

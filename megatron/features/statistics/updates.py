@@ -56,7 +56,7 @@ class UpdateStatistics:
                 self._own.setdefault(id(owned.flat), []).append(owned)
 
     def finish(self) -> dict[tuple[str, str], Tensor]:
-        """The squares by (layer, kind), float64 0-d; the gradient is the one that the optimizer got, after clipping."""
+        """The squares by (layer, kind), float64 0-d. The gradient is that after clipping."""
         self._own, self._before = None, []
         return self._squares
 
