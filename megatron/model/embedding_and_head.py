@@ -14,8 +14,8 @@ from megatron.config.sections.model import ModelSection, NormOptions
 from megatron.config.sections.recipe import TrainingSection
 from megatron.objectives.contract import Objective
 from megatron.parallel.layers.collectives import all_reduce, enter, gather_rows, sum_gradient
-from megatron.parallel.layers.cross_entropy import LossOptions, linear_cross_entropy, logits_of
-from megatron.parallel.layers.distillation import SoftLabels, linear_distillation
+from megatron.parallel.layers.cross_entropy import LossOptions, OwnLoss, linear_cross_entropy, logits_of
+from megatron.parallel.layers.distillation import SoftLabels
 from megatron.parallel.layers.linear import VocabEmbedding, sequence_slice
 from megatron.parallel.layers.parameters import ParameterFactory, logical_of
 from megatron.parallel.layers.scores import token_scores
@@ -198,16 +198,16 @@ class Head(nn.Module):
     def _in_chunks(
         self, x_BsH: Tensor, labels_BS: Tensor, weights_BS: Tensor, teacher: Taught | None
     ) -> tuple[Tensor, ...]:
-        """`_loss`, or with a teacher `_taught_loss`; of each chunk of the sequence where it is cut."""
-        given: tuple[Tensor, ...] = (x_BsH, labels_BS, weights_BS)
-        loss_of: Callable[..., tuple[Tensor, ...]] = self._loss
+        """`_loss`; of each chunk of the sequence where it is cut."""
+        given, loss_of = [x_BsH, labels_BS, weights_BS], self._loss
         if teacher is not None:
-            given, loss_of = (*given, teacher.x_BSH), partial(self._taught_loss, teacher.head, teacher.head.matrix)
+            given, loss_of = [*given, teacher.x_BSH], partial(self._loss, teacher=(teacher.head, teacher.head.matrix))
         if not self.chunks.tokens:
             return loss_of(*given)
         # Rows that ranks share are gathered once for all chunks; ZeRO 3 gathers what a chunk itself reads.
-        whole = (self.matrix,) if self.rows.size > 1 else ()
-        losses, *pieces = zip(*(recomputed_call(loss_of, *each, *whole) for each in self._parts(*given)))
+        if self.rows.size > 1:
+            loss_of = partial(loss_of, matrix=self.matrix)
+        losses, *pieces = zip(*(recomputed_call(loss_of, *each) for each in self._parts(*given)))
         return sum(losses), *(torch.cat(each, 1) for each in pieces)
 
     def _further_labels(self, labels_BS: Tensor, weights_BS: Tensor, stream: Stream) -> FurtherLabels:
@@ -237,64 +237,51 @@ class Head(nn.Module):
         return loss, ce_BS, stream
 
     def _loss(
-        self, x_BsH: Tensor, labels_BS: Tensor, weights_BS: Tensor, matrix: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """(weighted sum of token losses, each token's cross-entropy [B, S]).
+        self,
+        x_BsH: Tensor,
+        labels_BS: Tensor,
+        weights_BS: Tensor,
+        taught_BSH: Tensor | None = None,
+        *,
+        teacher: tuple[Head, Tensor] | None = None,
+        matrix: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """(weighted sum of token losses, each token's cross-entropy [B, S]); with a teacher also each token's
+        divergence from it [B, S].
 
         Args:
+            taught_BSH: what the teacher's head reads.
+            teacher: its head, and the head's matrix.
             matrix: `self.matrix`, where it is there already.
         """
-        return self._cross_entropy(self.norm(x_BsH), labels_BS, weights_BS, matrix)
+        soft = None
+        if taught_BSH is not None and teacher is not None and self.teaching is not None:
+            head, rows = teacher
+            how = self.teaching
+            soft = SoftLabels(taught_BSH.flatten(0, 1), rows, head.bias, head.options, how.share, how.temperature)
+        return self._cross_entropy(self.norm(x_BsH), labels_BS, weights_BS, matrix, soft)
 
     def _cross_entropy(
-        self, normed_BsH: Tensor, labels_BS: Tensor, weights_BS: Tensor, matrix: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        normed_BsH: Tensor,
+        labels_BS: Tensor,
+        weights_BS: Tensor,
+        matrix: Tensor | None = None,
+        loss: OwnLoss | None = None,
+    ) -> tuple[Tensor, ...]:
         x_BSH = enter(normed_BsH, self.mesh)
-        loss, ce_N = linear_cross_entropy(
+        total, *of_labels = linear_cross_entropy(
             x_BSH.flatten(0, 1),
             self.matrix if matrix is None else matrix,
             self.bias,
             labels_BS.flatten(),
             weights_BS.flatten(),
+            loss,
             first=self.span.start,
             axis=self.mesh.tensor,
             options=self.options,
         )
-        return loss, ce_N.view_as(labels_BS)
-
-    def _taught_loss(
-        self,
-        teacher: Head,
-        of_teacher: Tensor,
-        x_BsH: Tensor,
-        labels_BS: Tensor,
-        weights_BS: Tensor,
-        taught_BSH: Tensor,
-        matrix: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `_loss`, and each token's divergence [B, S] from the teacher whose head reads `taught_BSH` and has the
-        matrix `of_teacher`."""
-        assert self.teaching is not None
-        soft = SoftLabels(
-            taught_BSH.flatten(0, 1),
-            of_teacher,
-            teacher.bias,
-            teacher.options,
-            self.teaching.share,
-            self.teaching.temperature,
-        )
-        loss, ce_N, kl_N = linear_distillation(
-            enter(self.norm(x_BsH), self.mesh).flatten(0, 1),
-            self.matrix if matrix is None else matrix,
-            self.bias,
-            labels_BS.flatten(),
-            weights_BS.flatten(),
-            soft,
-            first=self.span.start,
-            axis=self.mesh.tensor,
-            options=self.options,
-        )
-        return loss, ce_N.view_as(labels_BS), kl_N.view_as(labels_BS)
+        return total, *(each.view_as(labels_BS) for each in of_labels)
 
     def _parts(self, x_BsH: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
         """Each chunk's part of the hidden state, and of tensors with all positions of the tensor parallel group."""

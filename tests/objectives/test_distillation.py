@@ -14,8 +14,8 @@ from torch import Tensor
 from megatron.config import Config, ConfigError, load, resolve
 from megatron.model.costs.describe import teacher_flops, totals
 from megatron.model.stack import build_model
-from megatron.parallel.layers.cross_entropy import LossOptions
-from megatron.parallel.layers.distillation import SoftLabels, linear_distillation
+from megatron.parallel.layers.cross_entropy import LossOptions, linear_cross_entropy
+from megatron.parallel.layers.distillation import SoftLabels
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.layout.mesh import Mesh
 from megatron.plan.candidate import Candidate
@@ -95,7 +95,7 @@ def test_loss_and_gradients_are_those_of_torch_on_whole_logits(case):
 
     labels_of = SoftLabels(taught, matrix, theirs, LossOptions(), share, temperature)
     options = LossOptions(multiplier=multiplier, softcap=softcap, z_loss=z_loss, chunk=chunk)
-    loss, found_ce, found_kl = linear_distillation(x, weight, own, labels, weights, labels_of, options=options)
+    loss, found_ce, found_kl = linear_cross_entropy(x, weight, own, labels, weights, labels_of, options=options)
     torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found_ce, ce.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found_kl, kl.detach(), rtol=1e-11, atol=1e-12)
@@ -106,7 +106,7 @@ def test_loss_and_gradients_are_those_of_torch_on_whole_logits(case):
 def test_of_itself_a_model_learns_only_what_the_labels_say():
     x, weight, labels = drawn((5, 6), 0).requires_grad_(), drawn((9, 6), 1), torch.arange(5)
     soft = SoftLabels(x.detach(), weight, None, LossOptions(), 1.0, 2.0)
-    loss, _, kl = linear_distillation(x, weight, None, labels, torch.ones(5), soft)
+    loss, _, kl = linear_cross_entropy(x, weight, None, labels, torch.ones(5), soft)
     assert loss.item() == pytest.approx(0, abs=1e-12) and kl.abs().max() < 1e-12
     assert torch.autograd.grad(loss, x)[0].abs().max() < 1e-12
 

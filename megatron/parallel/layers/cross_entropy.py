@@ -11,6 +11,9 @@ linear cross-entropy; Hsu et al. 2024, "Liger Kernel"). All of it in fp32 whatev
 The loss scale of fp16 training reaches the gradients only in the backward pass, after their products in fp16. So
 there the forward pass takes weights of at most 1, whose gradients fp16 can hold, and the backward pass makes up for it.
 
+An `OwnLoss` computes something else from a chunk's logits: a divergence from a teacher (`distillation.py`), or the
+cost of an objective that reads logits (`objective_logits.py`).
+
 Shapes: N tokens, H hidden, V vocabulary, t tensor parallel ranks, C tokens in a chunk.
 """
 
@@ -19,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -100,6 +103,43 @@ def _chunk_memory(tokens: int, words: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(tokens, words, dtype=dtype)
 
 
+class OwnLoss(Protocol):
+    """A loss that is computed from the logits of one chunk of tokens after the other.
+
+    Attributes:
+        reports: its number for each label is a result of `linear_cross_entropy`.
+    """
+
+    reports: bool
+
+    def chunk(
+        self,
+        part: slice,
+        logits_CV: Tensor,
+        local_C: Tensor,
+        weights_C: Tensor,
+        axis: Axis,
+        options: LossOptions,
+        found: tuple[Tensor, Tensor, Tensor],
+        train: bool,
+    ) -> Tensor | None:
+        """Cross-entropy, logsumexp and its own number of each label into `found`.
+
+        Args:
+            part: the chunk's tokens among all.
+            logits_CV: this rank's, in fp32, which it may overwrite.
+            local_C: labels, counted from this rank's first row.
+
+        Returns:
+            With `train` the gradient [C, V/t] of these logits, the z-loss included; else None.
+        """
+        ...
+
+    def costs(self, options: LossOptions, ce_N: Tensor, lse_N: Tensor, own_N: Tensor) -> Tensor:
+        """Of each label, without the z-loss, from the numbers that `chunk` found."""
+        ...
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -109,40 +149,45 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias_V: Tensor | None,
         labels_N: Tensor,
         weights_N: Tensor,
+        loss: OwnLoss | None,
         first: int,
         axis: Axis,
         options: LossOptions,
         train: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         unit = weights_N.abs().amax().clamp(min=1e-30) if x_NH.dtype == torch.float16 else None
         unit_weights_N = weights_N if unit is None else weights_N / unit
         ce_N = torch.empty(x_NH.shape[0], dtype=wide_type(x_NH.dtype), device=x_NH.device)
-        lse_N = torch.empty_like(ce_N)
+        lse_N, own_N = torch.empty_like(ce_N), torch.empty_like(ce_N if loss is not None else ce_N[:0])
         step = options.chunk or max(1, x_NH.shape[0])
         grads = Gradients(x_NH, weight_VH, bias_V, -(-x_NH.shape[0] // step)) if train else None
         given = (labels_N, unit_weights_N, first, axis, options, ce_N, lse_N, grads)
         for begin in range(0, x_NH.shape[0], step):
             part = slice(begin, begin + step)
-            if options.compiled and bias_V is None and weight_VH.shape[0] and not _passes()[0].failed:
+            if loss is not None:
+                _own_chunk(part, x_NH, weight_VH, bias_V, loss, *given[:-1], own_N, grads)
+            elif options.compiled and bias_V is None and weight_VH.shape[0] and not _passes()[0].failed:
                 _compiled_chunk(part, x_NH, weight_VH, *given)
             else:
                 _chunk(part, x_NH, weight_VH, bias_V, *given)
-        loss = (weights_N * (options.costs(ce_N, lse_N) + options.z_loss * lse_N.square())).sum()
+        costs_N = options.costs(ce_N, lse_N) if loss is None else loss.costs(options, ce_N, lse_N, own_N)
+        total = (weights_N * (costs_N + options.z_loss * lse_N.square())).sum()
         if grads is not None:
             ctx.save_for_backward(*grads.tensors(), unit)
             ctx.dtype = weight_VH.dtype
-        ctx.mark_non_differentiable(ce_N)
-        return loss, ce_N
+        of_labels = (ce_N, own_N) if loss is not None and loss.reports else (ce_N,)
+        ctx.mark_non_differentiable(*of_labels)
+        return total, *of_labels
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _grad_ce: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         # Scaled where they are, for one of them is as large as the head. A second backward pass is an error of
         # autograd.
         *grads, unit = ctx.saved_tensors
         scale = grad_loss if unit is None else grad_loss * unit
         dx, dweight, dbias = (None if each is None else each.mul_(scale) for each in grads)
         of_head = (None if each is None else each.to(ctx.dtype) for each in (dweight, dbias))
-        return dx, *of_head, *(None,) * 6
+        return dx, *of_head, *(None,) * 7
 
 
 def _has_wide_products(tensor: Tensor) -> bool:
@@ -343,17 +388,50 @@ def _rows(
     return grad_RV if options.multiplier == 1.0 else grad_RV.mul_(options.multiplier)
 
 
+def _own_chunk(
+    part: slice,
+    x_NH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    loss: OwnLoss,
+    labels_N: Tensor,
+    weights_N: Tensor,
+    first: int,
+    axis: Axis,
+    options: LossOptions,
+    ce_N: Tensor,
+    lse_N: Tensor,
+    own_N: Tensor,
+    grads: Gradients | None,
+) -> None:
+    """As `_chunk`, of another loss."""
+    x_CH, train, slope_CV = x_NH[part], grads is not None, None
+    logits_CV = logits_of(x_CH, weight_VH, bias_V, options)
+    if options.softcap is not None and train:
+        slope_CV = 1.0 - (logits_CV / options.softcap).square()
+    found = (ce_N[part], lse_N[part], own_N[part])
+    grad_CV = loss.chunk(part, logits_CV, labels_N[part] - first, weights_N[part], axis, options, found, train)
+    if grads is None or grad_CV is None:
+        return
+    if slope_CV is not None:
+        grad_CV.mul_(slope_CV)
+    if grads.bias is not None:
+        grads.bias += grad_CV.sum(0)
+    grads.add(part, grad_CV.mul_(options.multiplier).to(x_CH.dtype), x_CH, weight_VH)
+
+
 def linear_cross_entropy(
     x_NH: Tensor,
     weight_VH: Tensor,
     bias_V: Tensor | None,
     labels_N: Tensor,
     weights_N: Tensor,
+    loss: OwnLoss | None = None,
     *,
     first: int = 0,
     axis: Axis = ALONE,
     options: LossOptions = LossOptions(),
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Weighted sum of token losses, and each token's cross-entropy.
 
     Args:
@@ -362,11 +440,13 @@ def linear_cross_entropy(
         bias_V: this rank's part of its bias, or None.
         labels_N: target ids of the whole vocabulary.
         weights_N: weight of each token in the sum.
+        loss: computes the costs from the logits; None for the cross-entropy, or `options.cost`.
         first: id of this rank's first row.
 
     Returns:
-        (loss, ce_N): a differentiable fp32 scalar, of costs with the z-loss, and detached cross-entropies in nats.
+        (loss, ce_N): a differentiable fp32 scalar, of costs with the z-loss, and detached cross-entropies in nats;
+        where `loss` reports, also its own numbers [N], detached.
     """
     weights_N = weights_N.to(wide_type(x_NH.dtype))
     train = torch.is_grad_enabled() and (x_NH.requires_grad or weight_VH.requires_grad)
-    return _LinearCrossEntropy.apply(x_NH, weight_VH, bias_V, labels_N, weights_N, first, axis, options, train)
+    return _LinearCrossEntropy.apply(x_NH, weight_VH, bias_V, labels_N, weights_N, loss, first, axis, options, train)
