@@ -140,6 +140,26 @@ def _kind(name: str, extensions: tuple[str, ...]) -> OptimizerKind | None:
     return found if isinstance(found, OptimizerKind) else None
 
 
+def unknown_options(context: RuleContext, section: str, known: Mapping[str, Option]) -> Iterator[Problem]:
+    """Problems of `<section>.options`: names that `<section>.type` does not declare, and values that they forbid."""
+    keys = (f"{section}.options", f"{section}.type")
+    for name, value in context.value(keys[0]).items():
+        problem = known[name].problem(value) if name in known else None
+        if name not in known:
+            its = f"the options of {context.value(keys[1])}"
+            yield context.problem(
+                *keys,
+                rule=f"{its} must be among {', '.join(known) or 'none'}; {name} is not",
+                fix=f"remove it, or change {keys[1]}",
+            )
+        elif problem is not None:
+            yield context.problem(
+                *keys,
+                rule=f"{name} {problem}",
+                fix="leave it out" + ("" if known[name].default is None else f", or use {known[name].shown}"),
+            )
+
+
 # Names that a user may try, why they are not built, and what to take.
 _ELSEWHERE = "it is in the package more_optimizers (examples/optimizers)"
 _ADD = "install that package, or put its folder into PYTHONPATH and write model.extensions: [more_optimizers]"

@@ -72,9 +72,9 @@ INSIDE: dict[str, dict[str, str]] = {
         "infinite": "megatron.training.schedule:infinite",
     },
     OBJECTIVE: {  # see megatron.objectives.contract
-        "cross_entropy": "megatron.objectives.cross_entropy:CrossEntropy",
-        "distillation": "megatron.objectives.distillation:Distillation",
-        "goldfish": "megatron.objectives.goldfish:Goldfish",
+        "cross_entropy": "megatron.objectives.cross_entropy.options:OBJECTIVE",
+        "distillation": "megatron.objectives.distillation.options:OBJECTIVE",
+        "goldfish": "megatron.objectives.goldfish.options:OBJECTIVE",
     },
     SOURCE: {"copy": "megatron.data.synthetic:Copy"},  # of samples without token files; see megatron.data.contract
     HOOK: {  # in the order in which they act; see megatron.training.hook

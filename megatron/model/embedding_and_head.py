@@ -17,6 +17,7 @@ from megatron.parallel.layers.collectives import all_reduce, enter, gather_rows,
 from megatron.parallel.layers.cross_entropy import LossOptions, OwnLoss, linear_cross_entropy, logits_of
 from megatron.parallel.layers.distillation import SoftLabels
 from megatron.parallel.layers.linear import VocabEmbedding, sequence_slice
+from megatron.parallel.layers.objective_logits import LogitsLoss
 from megatron.parallel.layers.parameters import ParameterFactory, logical_of
 from megatron.parallel.layers.scores import token_scores
 from megatron.parallel.layout.initial import ZEROS
@@ -153,6 +154,9 @@ class Head(nn.Module):
         if model.head.bias:
             self.bias = head.parameter("bias", shape[:1], role=Role.BIAS, init=ZEROS, shard=Shard(0))
         (self.span,) = Shard(0).spans(model.vocab_size, self.mesh.tensor.rank, self.mesh.tensor.size)
+        self.of_logits: LogitsLoss | None = None
+        if objective.reads_logits:
+            self.of_logits = LogitsLoss(objective.cost_of_logits, model.vocab_size, self.span.start)
 
     @property
     def matrix(self) -> Tensor:
@@ -198,7 +202,7 @@ class Head(nn.Module):
     def _in_chunks(
         self, x_BsH: Tensor, labels_BS: Tensor, weights_BS: Tensor, teacher: Taught | None
     ) -> tuple[Tensor, ...]:
-        """`_loss`; of each chunk of the sequence where it is cut."""
+        """`_loss`, of each chunk where the sequence is cut."""
         given, loss_of = [x_BsH, labels_BS, weights_BS], self._loss
         if teacher is not None:
             given, loss_of = [*given, teacher.x_BSH], partial(self._loss, teacher=(teacher.head, teacher.head.matrix))
@@ -246,7 +250,7 @@ class Head(nn.Module):
         teacher: tuple[Head, Tensor] | None = None,
         matrix: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """(weighted sum of token losses, each token's cross-entropy [B, S]); with a teacher also each token's
+        """(weighted sum of token losses, each token's cross-entropy [B, S]). With a teacher, also each token's
         divergence from it [B, S].
 
         Args:
@@ -254,7 +258,7 @@ class Head(nn.Module):
             teacher: its head, and the head's matrix.
             matrix: `self.matrix`, where it is there already.
         """
-        soft = None
+        soft: OwnLoss | None = None
         if taught_BSH is not None and teacher is not None and self.teaching is not None:
             head, rows = teacher
             how = self.teaching
@@ -270,6 +274,8 @@ class Head(nn.Module):
         loss: OwnLoss | None = None,
     ) -> tuple[Tensor, ...]:
         x_BSH = enter(normed_BsH, self.mesh)
+        if loss is None and (self.training or torch.is_grad_enabled()):
+            loss = self.of_logits
         total, *of_labels = linear_cross_entropy(
             x_BSH.flatten(0, 1),
             self.matrix if matrix is None else matrix,

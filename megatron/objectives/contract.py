@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron.config import Config
+    from megatron.parallel.layers.objective_logits import ChunkLogits
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Objective:
     """The loss of a step is the sum of weight * (cost + z-loss) over the labels of the global batch, divided by the sum
     of their weights.
 
-    Weights are those of the data (label files, `data.mask_loss_at_eod`) times `weights`. Both methods are functions of
+    Weights are those of the data (label files, `data.mask_loss_at_eod`) times `weights`. All methods are functions of
     their arguments alone, so that no layout, restart or order of reading changes them. They concern training only: the
     loss of validation, and the loss that a training step reports, are cross-entropies; the latter is the mean over the
     labels that count, by weight.
@@ -65,7 +66,7 @@ class Objective:
     def cost(self, ce_N: Tensor, lse_N: Tensor) -> Tensor:
         """What each label costs, [N]; element by element, since labels come in pieces that depend on the layout.
 
-        Autograd differentiates it. Logits are not there, since they are never kept.
+        Autograd differentiates it. A cost that needs more than these two is a `cost_of_logits`.
 
         Args:
             ce_N: cross-entropy in nats, lse - logit of the label, in fp32.
@@ -73,7 +74,24 @@ class Objective:
         """
         return ce_N
 
+    def cost_of_logits(self, logits: ChunkLogits) -> Tensor:
+        """The cost of each label, [C], from the logits of a chunk of tokens, in place of `cost`.
+
+        Logits exist for one chunk of tokens at a time (`training.loss_chunk`), and each tensor parallel rank has the
+        logits of its own ids. `logits.sum`, `largest` and `of` read the whole vocabulary, and give the same on all
+        ranks. Autograd differentiates all of it. A label's cost must not depend on other labels.
+
+        Args:
+            logits: in at least fp32 (`parallel/layers/objective_logits.py`).
+        """
+        raise NotImplementedError
+
     @property
     def costs(self) -> bool:
         """Whether the cost is something else than the cross-entropy."""
         return type(self).cost is not Objective.cost
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether the cost is made of logits."""
+        return type(self).cost_of_logits is not Objective.cost_of_logits

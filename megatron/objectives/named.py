@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from megatron.config import Config
+from megatron.config.features.objective_kind import ObjectiveKind
 from megatron.config.names.added import resolve_import
 from megatron.config.problems import UserError
-from megatron.config.registry import OBJECTIVE
+from megatron.config.registry import OBJECTIVE, load
 
 from .contract import Objective
 
@@ -18,6 +19,16 @@ def objective_of(config: Config) -> Objective:
     """
     name = config.objective.type
     found = resolve_import(config, "objective.type", OBJECTIVE, name)
+    kind = found if isinstance(found, ObjectiveKind) else None
+    if kind is not None:
+        found = load(kind.objective)
     if not (isinstance(found, type) and issubclass(found, Objective)):
         raise UserError(f"objective.type = {name!r} must be a subclass of {Objective.__module__}.Objective")
-    return found.build(config)
+    objective = found.build(config)
+    if objective.reads_logits and (objective.costs or objective.teacher is not None):
+        raise UserError(f"objective.type = {name!r} with cost_of_logits must have neither cost nor a teacher")
+    facts = {"teacher": objective.teacher is not None, "logits": objective.reads_logits}
+    for fact, holds in facts.items():
+        if kind is not None and getattr(kind, fact) != holds:
+            raise UserError(f"objective.type = {name!r}: its ObjectiveKind must have {fact}={holds}, as its class does")
+    return objective

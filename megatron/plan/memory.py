@@ -20,6 +20,7 @@ from megatron.config.arithmetic.wire import FEEDS_BACK, skips_late
 from megatron.config.features.feature import wanted_features
 from megatron.config.optimizer_kind import state_bytes
 from megatron.model.costs.describe import BYTES
+from megatron.objectives.named import objective_of
 from megatron.parallel.layout.layout import Layout
 
 from .candidate import Candidate, layout_of
@@ -163,6 +164,8 @@ def stage_memory(config: Config, shapes: Shapes, choice: Candidate, stage: int, 
         parts["loss"] = chunk * rows * (4 + size) + 4 * rows * config.model.hidden_size
         if kinds[-1].rows:  # of all ranks that share them
             parts["loss"] += size * rows * config.model.hidden_size
+        if objective_of(config).reads_logits:
+            parts["loss"] += 12 * chunk * rows  # what autograd keeps: a cost with exp(logit), and their gradients
         if shapes.teacher is not None:
             parts["teacher"] = teacher_bytes(shapes.teacher, choice)
             parts["loss"] += 12 * chunk * rows  # its logits, and both distributions

@@ -13,6 +13,7 @@ from megatron.config import Config, resolve
 from megatron.config.variants import overlay
 from megatron.data.batch import StepBatch
 from megatron.objectives.named import objective_of
+from megatron.parallel.layers.objective_logits import ChunkLogits
 from megatron.parallel.layers.parameters import logical_of
 
 from .noise import batch, noise, part_of
@@ -98,7 +99,10 @@ def one_process(values: dict[str, Any], dtype: torch.dtype) -> tuple[float, dict
         logits, targets = model.head.logits(stream), drawn["tokens"][rows, 1:]
         ce = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         lse = logits.flatten(0, 1).logsumexp(1)
-        costs = objective.cost(ce, lse)
+        if objective.reads_logits:
+            costs = objective.cost_of_logits(ChunkLogits(logits.flatten(0, 1), targets.flatten(), logits.shape[-1]))
+        else:
+            costs = objective.cost(ce, lse)
         if teacher is not None and objective.teacher is not None:
             share, temperature = objective.teacher.share, objective.teacher.temperature
             with torch.no_grad():

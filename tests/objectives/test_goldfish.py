@@ -9,7 +9,7 @@ import torch
 from megatron.data.loader import build_loader
 from megatron.data.sample import AssemblyOptions, Infilling, assemble
 from megatron.data.targets import Targets
-from megatron.objectives.goldfish import Goldfish
+from megatron.objectives.goldfish.objective import Goldfish
 from tests.data.make import configuration, write_documents
 
 MASK64 = 2**64 - 1

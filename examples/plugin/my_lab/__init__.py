@@ -4,7 +4,7 @@ EXTENSION = {
     "kind": {"retention": "my_lab.retention.options:KIND"},
     "optimizer": {"qhadam": "my_lab.qhadam:QHAdam"},
     "schedule": {"multi_step": "my_lab.multi_step:multi_step"},
-    "objective": {"focal": "my_lab.focal:Focal"},
+    "objective": {"focal": "my_lab.focal:Focal", "smoothing": "my_lab.smoothing.options:OBJECTIVE"},
     "source": {"recall": "my_lab.recall:Recall"},
     "feature": {"worst_label": "my_lab.worst_label.options:FEATURE"},
     "hook": {"weights": "my_lab.weights:Weights"},

@@ -1,1 +1,1 @@
-"""What features say about themselves to a configuration."""
+"""Descriptions of features and objectives for a configuration, without torch."""

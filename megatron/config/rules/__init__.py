@@ -18,8 +18,8 @@ Rule = Callable[[RuleContext], Iterator[Problem]]
 # The order in which their problems are shown.
 _NAMES = (
     "names model recurrence parametrization layout sequences stages gpu.async_tensor communication chunks "
-    "recipe gpu.cuda_graphs gpu.fused_attention distillation optimizers schedule data span_corruption output levels "
-    "spikes launch deepspeed cost"
+    "recipe gpu.cuda_graphs gpu.fused_attention teacher objectives optimizers schedule data span_corruption output "
+    "levels spikes launch deepspeed cost"
 )
 
 

@@ -299,15 +299,6 @@ def end_of_document_is_known(context: RuleContext) -> Iterator[Problem]:
                 fix="give tokenizer.eod_id, or tokenizer.path",
             )
             return
-    hashed = context.config.objective.type == "goldfish" and context.config.objective.mask == "hashed"
-    if hashed and data.synthetic == "none" and unknown:
-        yield context.problem(
-            "objective.type",
-            "tokenizer.path",
-            "tokenizer.eod_id",
-            rule="the end-of-document token must be known, since a label is left out by what its own document says",
-            fix="give tokenizer.eod_id, or tokenizer.path",
-        )
 
 
 def tokenizer_exists(context: RuleContext) -> Iterator[Problem]:

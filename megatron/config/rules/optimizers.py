@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..arithmetic.kernels import has_file, installed
-from ..optimizer_kind import SHARED, kinds_inside, optimizer_kind
+from ..optimizer_kind import SHARED, kinds_inside, optimizer_kind, unknown_options
 from ..problems import Problem
 from ..rule_context import RuleContext
 
@@ -25,27 +25,9 @@ def keys_are_read(context: RuleContext) -> Iterator[Problem]:
 
 def options_are_the_optimizers(context: RuleContext) -> Iterator[Problem]:
     """`optimizer.options` of an optimizer that declares them; a class without a kind checks its own."""
-    optimizer = context.config.optimizer
     kind = optimizer_kind(context.config)
-    if kind is None:
-        return
-    known = kind.options
-    for name, value in optimizer.options.items():
-        problem = known[name].problem(value) if name in known else None
-        if name not in known:
-            yield context.problem(
-                "optimizer.options",
-                "optimizer.type",
-                rule=f"the options of {optimizer.type} must be among {', '.join(known) or 'none'}; {name} is not",
-                fix="remove it, or change optimizer.type",
-            )
-        elif problem is not None:
-            yield context.problem(
-                "optimizer.options",
-                "optimizer.type",
-                rule=f"{name} {problem}",
-                fix="leave it out" + ("" if known[name].default is None else f", or use {known[name].shown}"),
-            )
+    if kind is not None:
+        yield from unknown_options(context, "optimizer", kind.options)
 
 
 def packages_are_here(context: RuleContext) -> Iterator[Problem]:

@@ -9,7 +9,6 @@ from ..arithmetic.epochs import Uncounted, Unread, steps_of_epochs
 from ..arithmetic.kernels import installed
 from ..problems import Problem
 from ..rule_context import RuleContext
-from ..sections.recipe import ObjectiveSection
 from ..source.structure import nearest
 
 
@@ -235,33 +234,6 @@ def stop_comes_before_the_end(context: RuleContext) -> Iterator[Problem]:
             rule="must be at most training.steps: the run ends before this step",
             fix=f"use at most {training.steps}, or remove it",
         )
-
-
-def goldfish_fits_the_sequence(context: RuleContext) -> Iterator[Problem]:
-    objective, length = context.config.objective, context.config.training.sequence_length
-    needs = objective.k if objective.mask == "static" else objective.h
-    if objective.type == "goldfish" and needs > length:
-        yield context.problem(
-            f"objective.{'k' if objective.mask == 'static' else 'h'}",
-            "training.sequence_length",
-            rule=f"must be at most the {length} tokens of training.sequence_length, or no label would be left out",
-            fix="use objective.k=4 and objective.h=13, as the paper does, with longer sequences",
-        )
-
-
-def goldfish_keys_are_used(context: RuleContext) -> Iterator[Problem]:
-    """Who gives k without the type would train on every label and believe otherwise. A resolved file has all keys."""
-    if context.config.objective.type not in ("cross_entropy", "distillation"):
-        return
-    for name in ("k", "h", "mask"):
-        if context.given(f"objective.{name}"):
-            yield context.problem(
-                f"objective.{name}",
-                "objective.type",
-                rule=f"objective.{name} must come with objective.type: goldfish",
-                fix=f"set objective.type=goldfish, or remove objective.{name}",
-                fatal=context.value(f"objective.{name}") != ObjectiveSection.model_fields[name].default,
-            )
 
 
 INPUT_RULES = (fp16_finds_a_gpu, kernels_are_here)

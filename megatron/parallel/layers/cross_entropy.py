@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -110,7 +110,7 @@ class OwnLoss(Protocol):
         reports: its number for each label is a result of `linear_cross_entropy`.
     """
 
-    reports: bool
+    reports: ClassVar[bool]
 
     def chunk(
         self,
@@ -131,7 +131,7 @@ class OwnLoss(Protocol):
             local_C: labels, counted from this rank's first row.
 
         Returns:
-            With `train` the gradient [C, V/t] of these logits, the z-loss included; else None.
+            With `train` the gradient [C, V/t] of these logits, the z-loss included.
         """
         ...
 
@@ -444,8 +444,8 @@ def linear_cross_entropy(
         first: id of this rank's first row.
 
     Returns:
-        (loss, ce_N): a differentiable fp32 scalar, of costs with the z-loss, and detached cross-entropies in nats;
-        where `loss` reports, also its own numbers [N], detached.
+        (loss, ce_N): a differentiable fp32 scalar, of costs with the z-loss, and detached cross-entropies in nats.
+        Where `loss` reports, also its own numbers [N], detached.
     """
     weights_N = weights_N.to(wide_type(x_NH.dtype))
     train = torch.is_grad_enabled() and (x_NH.requires_grad or weight_VH.requires_grad)

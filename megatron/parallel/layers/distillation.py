@@ -29,8 +29,8 @@ from .cross_entropy import LossOptions, logits_of
 
 @dataclass(frozen=True)
 class SoftLabels:
-    """What a teacher says of each token, as the input of its head: an `OwnLoss`, whose number is KL(p || q) at the
-    temperature, without its square, in nats. No gradient reaches the teacher.
+    """An `OwnLoss` of a teacher, from the input of its head. Its number is KL(p || q) at the temperature, without its
+    square, in nats. No gradient reaches the teacher.
 
     Attributes:
         x_NH: that input, equal on every rank of the tensor axis.

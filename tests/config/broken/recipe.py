@@ -4,6 +4,12 @@ from tests.config.broken.case import case
 
 RECIPE = [
     case("goldfish without its type", "objective: {k: 3}", "a.yml:2: objective.k = 3", "with objective.type: goldfish"),
+    case(
+        "options of another objective",
+        "objective: {options: {gamma: 2}}",
+        "a.yml:2: objective.options = {gamma: 2}",
+        "the options of cross_entropy must be among none; gamma is not",
+    ),
     case("goldfish leaves all out", "objective: {type: goldfish, k: 1}", "a.yml:2: objective.k = 1", "[2, "),
     case(
         "goldfish looks beyond the sample",

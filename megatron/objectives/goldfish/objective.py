@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 
-from .contract import Objective
+from ..contract import Objective
 
 if TYPE_CHECKING:
     from megatron.config import Config

@@ -6,39 +6,22 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path as File
 
+from ..features.objective_kind import objective_kind
 from ..foreign import advice, neox_checkpoint
 from ..problems import ConfigError, Problem, UserError
 from ..rule_context import RuleContext
-from ..sections.recipe import ObjectiveSection
 from ..teacher import META, on_layout, same_tokens, teacher_config
 
-WITHOUT = ("cross_entropy", "goldfish")  # objectives that have no teacher
 
-
-def distillation_has_a_teacher(context: RuleContext) -> Iterator[Problem]:
-    if context.config.objective.type == "distillation" and context.config.objective.teacher is None:
+def there_is_a_teacher(context: RuleContext) -> Iterator[Problem]:
+    kind, objective = objective_kind(context.config), context.config.objective
+    if kind is not None and kind.teacher and objective.teacher is None:
         yield context.problem(
             "objective.teacher",
             "objective.type",
-            rule="objective.type: distillation must have a teacher",
+            rule=f"objective.type: {objective.type} must have a teacher",
             fix="give objective.teacher, the folder of a checkpoint",
         )
-
-
-def distillation_keys_are_used(context: RuleContext) -> Iterator[Problem]:
-    """Who gives a teacher without the type would train without it and believe otherwise. A resolved file has all
-    keys."""
-    if context.config.objective.type not in WITHOUT:
-        return
-    for name in ("teacher", "alpha", "temperature"):
-        if context.given(f"objective.{name}"):
-            yield context.problem(
-                f"objective.{name}",
-                "objective.type",
-                rule=f"objective.{name} must come with objective.type: distillation",
-                fix=f"set objective.type=distillation, or remove objective.{name}",
-                fatal=context.value(f"objective.{name}") != ObjectiveSection.model_fields[name].default,
-            )
 
 
 def teacher_is_on_one_stage(context: RuleContext) -> Iterator[Problem]:
@@ -124,8 +107,8 @@ def teacher_fits_the_layout(context: RuleContext) -> Iterator[Problem]:
 
 
 def _teaches(context: RuleContext) -> bool:
-    objective = context.config.objective
-    return objective.teacher is not None and objective.type not in WITHOUT
+    kind = objective_kind(context.config)  # a class without a kind may have one
+    return context.config.objective.teacher is not None and (kind is None or kind.teacher)
 
 
 def _readable(context: RuleContext) -> str | None:

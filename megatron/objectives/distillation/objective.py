@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self
 
-from .contract import Objective, TeacherOptions
+from ..contract import Objective, TeacherOptions
 
 if TYPE_CHECKING:
     from megatron.config import Config

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .contract import Objective
+from ..contract import Objective
 
 
 class CrossEntropy(Objective):
-    """What both methods of an objective do by default."""
+    """The defaults of `Objective`."""

@@ -1,0 +1,1 @@
+"""An objective that reads logits: smoothed labels and a reward for entropy."""

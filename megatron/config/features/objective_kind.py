@@ -1,0 +1,72 @@
+"""The facts of an objective that are needed before its class is imported. No torch here.
+
+An objective declares them in one `ObjectiveKind`, in a module that needs no torch. Its name in the registry stands for
+that object, whose name is in capitals (`my_lab.smoothing.options:OBJECTIVE`). A name may also stand for the
+class itself (`my_lab.focal:Focal`). Nothing is then known of the objective before the ranks import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from ..optimizer_kind import Option
+from ..problems import Problem
+from ..registry import INSIDE, OBJECTIVE, RegistryError, registry_of
+
+if TYPE_CHECKING:
+    from ..rule_context import RuleContext
+    from ..schema import Config
+
+Rule = Callable[["RuleContext"], Iterator[Problem]]
+
+
+@dataclass(frozen=True)
+class ObjectiveKind:
+    """One objective.
+
+    Attributes:
+        objective: import path of its class (`objectives.contract.Objective`).
+        reads: keys of the section `objective` that it reads, besides `type` and `options`.
+        options: keys of `objective.options` that it reads. Others are refused.
+        teacher: it learns from the model that `objective.teacher` names.
+        logits: it has a `cost_of_logits`.
+        rules: on its use in a configuration.
+    """
+
+    objective: str
+    reads: tuple[str, ...] = ()
+    options: Mapping[str, Option] = field(default_factory=dict)
+    teacher: bool = False
+    logits: bool = False
+    rules: tuple[Rule, ...] = ()
+
+    def options_of(self, config: Config) -> dict[str, Any]:
+        """All options: those given in the configuration, and defaults."""
+        given = config.objective.options
+        return {key: given.get(key, option.default) for key, option in self.options.items()}
+
+
+def objective_kind(config: Config) -> ObjectiveKind | None:
+    """The kind of the run's objective. None: its name stands for a class, or for nothing that can be imported."""
+    return _kind(config.objective.type, tuple(config.model.extensions))
+
+
+def objectives_inside() -> dict[str, ObjectiveKind]:
+    """The kinds of all objectives of this package, by name."""
+    found = {name: _kind(name, ()) for name in INSIDE[OBJECTIVE]}
+    return {name: kind for name, kind in found.items() if kind is not None}
+
+
+@cache
+def _kind(name: str, extensions: tuple[str, ...]) -> ObjectiveKind | None:
+    try:
+        registry = registry_of(extensions)
+        if not registry.path(OBJECTIVE, name).partition(":")[2].isupper():
+            return None  # a class, whose module may need torch
+        found = registry.load(OBJECTIVE, name)
+    except RegistryError:
+        return None  # rules/names.py reports it
+    return found if isinstance(found, ObjectiveKind) else None

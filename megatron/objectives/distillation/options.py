@@ -1,0 +1,11 @@
+"""Facts of distillation. `config/rules/teacher.py` has the rules about a teacher."""
+
+from __future__ import annotations
+
+from megatron.config.features.objective_kind import ObjectiveKind
+
+OBJECTIVE = ObjectiveKind(
+    objective="megatron.objectives.distillation.objective:Distillation",
+    reads=("teacher", "alpha", "temperature"),
+    teacher=True,
+)

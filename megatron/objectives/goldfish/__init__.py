@@ -1,0 +1,1 @@
+"""The goldfish loss: some labels never count."""
