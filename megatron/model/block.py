@@ -4,26 +4,85 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from megatron.config.arithmetic.recurrence import core_of
 from megatron.config.pattern import BlockPattern, Kind, call_numbers
 from megatron.config.sections.model import ModelSection
 from megatron.config.variants import options_of
+from megatron.parallel.layers.collectives import enter
+from megatron.parallel.layers.linear import RowLinear
 from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layout.shard import Role, Shard
 
 from .counts import Counts
 from .dropout import Dropout
 from .initialisation import Initialisation
-from .injection import Injection, injection_counts
 from .norm import Norm, norm_activations, norm_parameters
 from .options import kind_of, layer_class
-from .relay import new_state, relays_of
+from .relay import Relay, new_state, relays_of
 from .residual import ChannelScale, residual_merge
-from .side_by_side import SideBySide
-from .stream import Channel, Stream, apply_layer
+from .stream import INJECTED, Channel, Stream, apply_layer
+
+
+class SideBySide(nn.ModuleDict):
+    """x [B, s, H] to the sum of its layers' outputs [B, s, H], and the channels that they write, if any.
+
+    Each layer (`attention&mamba2`; Falcon-H1, Zuo et al. 2025) is what it would be by itself: its options say what it
+    multiplies its input and its output by.
+
+    Args:
+        layers: by the names of their kinds, in the pattern's order.
+        relays: of those layers whose states ranks hand on, by the same names.
+    """
+
+    def __init__(self, layers: dict[str, nn.Module], relays: dict[str, Relay]) -> None:
+        super().__init__(layers)
+        self.relays = relays
+
+    def forward(
+        self, x: Tensor, stream: Stream, states: dict[str, Any] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        outputs, written = [], {}
+        for name, layer in self.items():
+            y, own = apply_layer(layer, x, stream, states and states[name], self.relays.get(name))
+            outputs.append(y)
+            written.update(own)
+        return sum(outputs[1:], outputs[0]), written
+
+    def new_state(self) -> dict[str, Any]:
+        """Of each layer, what it keeps between pieces of a sequence."""
+        return {name: new_state(layer) for name, layer in self.items()}
+
+    def prepare(self, stream: Stream) -> None:
+        """What a compiled block finds in the stream's memo (see `Attention.prepare`)."""
+        for layer in self.values():
+            cast(Any, layer).prepare(stream)
+
+
+class Injection(nn.Module):
+    """W [s; e]: the state and what the prelude gave, [B, s, H] each, to what the core reads. W is cut by columns."""
+
+    def __init__(self, make: ParameterFactory, model: ModelSection, init: Initialisation):
+        super().__init__()
+        H = model.hidden_size
+        self.mesh, self.dtype = make.mesh, make.dtype
+        (self.span,) = Shard(1).spans(2 * H, make.mesh.tensor.rank, make.mesh.tensor.size)
+        self.mix = RowLinear(make, 2 * H, H, init=init.hidden(2 * H, H), role=Role.HIDDEN)
+
+    def forward(self, stream: Stream) -> Stream:
+        both = torch.cat([stream.hidden, stream.channels[INJECTED]], -1).to(self.dtype)
+        mine = enter(both, self.mesh)[..., self.span.start : self.span.stop]
+        return stream.with_hidden(self.mix(mine).to(stream.hidden.dtype))
+
+
+def injection_counts(model: ModelSection) -> Counts:
+    """Of one pass; what is read is kept together."""
+    H = model.hidden_size
+    return Counts(parameters=2 * H * H, flops=4 * H * H, activations=2 * H, products=H)
 
 
 @dataclass

@@ -27,8 +27,7 @@ from typing import Any
 from megatron.config import Config
 from megatron.config.frozen import thaw
 from megatron.config.kind import kinds_of
-from megatron.config.sections.model import ModelSection
-from megatron.config.sections.parametrization import ParametrizationOptions
+from megatron.config.sections.model import ModelSection, ParametrizationOptions
 from megatron.config.variants import options_of
 from megatron.parallel.layout.shard import UNSCALED, Growth, Scales
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.config import Config
-from megatron.config.arithmetic.even_split import uniform_counts
+from megatron.config.arithmetic.divisors import uniform_counts
 from megatron.config.arithmetic.recurrence import core_of
 from megatron.config.pattern import call_numbers
 from megatron.config.variants import options_of

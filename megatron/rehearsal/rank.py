@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.config import Config
 from megatron.data.batch import StepBatch
@@ -23,11 +23,59 @@ from megatron.engine.parts.teacher import Teacher
 from megatron.objectives.named import objective_of
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.layout.mesh import Mesh
+from megatron.parallel.messages.account import Recorder
+from megatron.training.hooks.communication import label_layers
 
-from .labels import Labels
 from .repeats import Repeats
 from .states import mark_states, watch_gradients
 from .storage_counter import Allocation, Moment, ProgramPlace, StorageCounter
+
+
+class Labels(Recorder):
+    """A recorder of communication that also knows whose gradient is being computed: the one of the layer whose output's
+    gradient came last."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh)
+        self._backward = ""
+        self._places: dict[tuple[str, str], ProgramPlace] = {}
+
+    def label(self, module: nn.Module, name: str) -> None:
+        """As the recorder's; and the layer's output tells when its gradient arrives."""
+        super().label(module, name)
+
+        def watch(module: nn.Module, args: Any, output: Any) -> None:
+            tensor = _main(output)
+            if tensor is not None and tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(lambda _: self._enter(name))
+
+        self._handles.append(module.register_forward_hook(watch))
+
+    def _enter(self, name: str) -> None:
+        self._backward = name
+
+    def now(self) -> ProgramPlace:
+        """Where the program is."""
+        phase = self.phase or "start"
+        if phase == "backward" and self._layers:
+            phase = "recompute"
+        layer = self._layers[-1] if self._layers else self._backward if phase == "backward" else ""
+        return self._places.setdefault((phase, layer), ProgramPlace(phase, layer))
+
+    def of_engine(self, module: nn.Module) -> None:
+        """Label the layers of a model or of a stage."""
+        label_layers(self, module)
+
+
+def _main(output: Any) -> Tensor | None:
+    """The tensor on the residual stream, or the loss, of what a layer gives."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, tuple) and output:
+        return _main(output[0])
+    hidden = getattr(output, "hidden", None)
+    return hidden if isinstance(hidden, Tensor) else None
+
 
 Batches = Callable[[int], StepBatch]
 

@@ -23,7 +23,6 @@ from megatron.report.ledger import Ledger
 from megatron.report.sinks import Sinks
 from megatron.worker.beacon import END, EXCHANGE, HOOKS, SETUP, Beacon
 
-from .clock import Clock
 from .early_stop import Looks
 from .exchange import REQUESTS, Exchange, Meeting, Number, StepReport
 from .hook import Hook, RollBack
@@ -33,6 +32,46 @@ from .wall_time import WallTime
 
 if TYPE_CHECKING:
     from .attribution import Attribution
+
+
+class Clock:
+    """Measures laps of steps. It never waits for a device: who reads a lap has just read the step's numbers from it."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._started = self._lap = now()
+        self._paused = 0.0
+        self._data = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds since the clock was made, pauses included."""
+        return self._now() - self._started
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Time inside does not count in the lap."""
+        begin = self._now()
+        try:
+            yield
+        finally:
+            self._paused += self._now() - begin
+
+    @contextmanager
+    def data(self) -> Iterator[None]:
+        """Time inside is time spent waiting for data; it counts in the lap and is also given on its own."""
+        begin = self._now()
+        try:
+            yield
+        finally:
+            self._data += self._now() - begin
+
+    def lap(self) -> tuple[float, float]:
+        """Seconds of training since the last lap, and how many of them went to waiting for data."""
+        now = self._now()
+        seconds, data = now - self._lap - self._paused, self._data
+        self._lap, self._paused, self._data = now, 0.0, 0.0
+        return seconds, data
 
 
 @dataclass(frozen=True)

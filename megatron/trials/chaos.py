@@ -13,8 +13,8 @@ from pathlib import Path
 
 from megatron.config import Config
 from megatron.report.ledger import batch_hashes
+from megatron.trials.resume import compare
 
-from .equality import compare
 from .faults import AGAIN, FAULTS, GOES_ON, KEPT, Fault, mount, unmount_all
 from .hosts import TrialHosts
 from .job import OWN_NETWORK, SLOW_LINK, TrialError, TrialJob

@@ -13,7 +13,7 @@ from megatron.config.foreign_json import parse_json, read_json
 from megatron.config.problems import UserError
 from megatron.data.errors import DataError
 from megatron.data.manifest import ENDING, read_manifest
-from megatron.data.overlap.examples import read_examples
+from megatron.data.overlap.search import read_examples
 from megatron.data.tokenizer import CharactersTokenizer, _end_of_folder
 
 DEEP = 100_000 * "["

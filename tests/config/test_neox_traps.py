@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.config.neox import FlatDocument, to_native_yaml, translate
-from megatron.config.neox.keys import NAMES
+from megatron.config.neox.translate import NAMES
 from tests.config.neox_cases import BASE, at, flat, no_effect, noted, parameters, problem_of
 
 LLAMA = {

@@ -18,9 +18,7 @@ from megatron.data.corpus.job import TokenizeJob
 from megatron.data.corpus.job import run as tokenize
 from megatron.data.errors import DataError
 from megatron.data.overlap import search as module
-from megatron.data.overlap.examples import read_examples
-from megatron.data.overlap.index import NgramIndex
-from megatron.data.overlap.search import OverlapSearch, usual_n
+from megatron.data.overlap.search import NgramIndex, OverlapSearch, read_examples, usual_n
 from megatron.data.overlap.units import Words, words
 from megatron.data.provenance import Provenance, run_config
 from megatron.data.token_file import TokenFile

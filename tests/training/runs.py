@@ -18,7 +18,7 @@ from megatron.config import Config, resolve
 from megatron.data.batch import StepBatch
 from megatron.data.sample import Sample
 from megatron.data.targets import Targets
-from megatron.kinds.moe.balance import Balance
+from megatron.kinds.moe.losses import Balance
 from megatron.model.stream import LOSS
 from megatron.objectives.named import objective_of
 from megatron.parallel.layers.parameters import buffers_of, stored_tensors

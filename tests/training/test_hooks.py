@@ -13,11 +13,11 @@ import torch
 from megatron.engine.protocol import StepResult
 from megatron.report.jsonl import read_lines
 from megatron.report.ledger import hash_text, read_ledger
-from megatron.training.clock import Clock
 from megatron.training.exchange import Exchange
 from megatron.training.hook import Hook
 from megatron.training.hooks.guard import NonFinite
 from megatron.training.hooks.log import LogHook
+from megatron.training.trainer import Clock
 from tests.training.settings import settings
 from tests.training.toy import ToyLoader, elsewhere, run, toy_trainer
 

@@ -12,8 +12,7 @@ import pytest
 from megatron.config import load
 from megatron.training.hook import Hook
 from megatron.training.trainer import Trainer
-from megatron.trials.equality import Equality
-from megatron.trials.resume import Verdict, other_layout
+from megatron.trials.resume import Equality, Verdict, other_layout
 from tests.paths import ROOT
 from tools.verify_resume import main
 

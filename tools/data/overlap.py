@@ -83,7 +83,7 @@ def main(given: argparse.Namespace) -> dict:
 
 def _examples(given: argparse.Namespace) -> list[tuple[str, str]]:
     from megatron.data.errors import DataError
-    from megatron.data.overlap.examples import read_examples
+    from megatron.data.overlap.search import read_examples
 
     fields = tuple(filter(None, (given.fields or "").split(",")))
     if given.examples:

@@ -5,6 +5,15 @@ from __future__ import annotations
 import math
 
 
+def uniform_counts(blocks: int, stages: int) -> list[int]:
+    """As even as can be: stages in the middle have neither embedding nor head, and take what is left over first."""
+    counts = [blocks // stages] * stages
+    order = [*range(1, stages - 1), 0, stages - 1] if stages > 1 else [0]
+    for stage in order[: blocks % stages]:
+        counts[stage] += 1
+    return counts
+
+
 def divisors(number: int) -> list[int]:
     """All of them, the least first; soon also of large numbers."""
     small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..arithmetic.even_split import uniform_counts
+from megatron.config.arithmetic.divisors import uniform_counts
+
 from ..arithmetic.recurrence import core_of
 from ..problems import Problem
 from ..rule_context import RuleContext

@@ -11,8 +11,6 @@ from ..features.feature import extended
 from ..kind import kinds_of
 from ..pattern import BlockPattern, blocks_of
 from ..section import Derivable, Derived, Section, key
-from .fused_attention import FusedAttentionOptions
-from .parametrization import ParametrizationOptions
 from .recurrence import RecurrenceOptions
 
 if TYPE_CHECKING:
@@ -31,6 +29,62 @@ if TYPE_CHECKING:
     from megatron.kinds.rwkv7.options import RWKV7Options
     from megatron.kinds.rwkv_ffn.options import RWKV4FFNOptions, RWKV5FFNOptions, RWKV6FFNOptions, RWKV7FFNOptions
     from megatron.kinds.shared_attention.options import SharedAttentionOptions
+
+
+class ParametrizationOptions(Section):
+    type: Literal["standard", "mup", "completep"] = key(
+        "standard",
+        "standard: the same rates at every size. mup: those of a base model are right at every width. completep: at "
+        "every width and depth.",
+    )
+    base_width: int | None = key(
+        None, "model.hidden_size of the base model, whose rates and initial values these are.", unit="channels", gt=0
+    )
+    base_depth: int | None = key(
+        None, "completep: number of blocks of the base model; model.init means that model's.", unit="blocks", gt=0
+    )
+    depth_exponent: float = key(
+        1.0,
+        "completep: a branch is multiplied by (blocks / base_depth) ** -this; 1 is CompleteP, 0.5 has other rates.",
+        ge=0.5,
+        le=1.0,
+    )
+    base_head_dim: int | None = key(
+        None,
+        "Channels per head of the base model: attention's scale is multiplied by sqrt(this / head_dim), so that it "
+        "falls with 1 / head_dim; without it, heads are taken to grow in number, not in size.",
+        unit="channels",
+        gt=0,
+    )
+
+
+SHORT = 64  # tokens of a document: those of a micro-batch are taken to be as long, on average
+
+
+def _most_documents(own: dict[str, Any], at: Any) -> int:
+    return max(8, at["training.sequence_length"] // SHORT)
+
+
+class FusedAttentionOptions(Section):
+    flash: Literal["auto", "fa3"] = key(
+        "auto",
+        "What torch computes plain causal attention with on a GPU: its own choice (cuDNN or FlashAttention 2), or the "
+        "package of FlashAttention 3 (Hopper).",
+    )
+    documents: Literal["auto", "varlen"] = key(
+        "auto",
+        "What keeps documents apart on a GPU (data.reset_attention_at_eod): FlexAttention, or FlashAttention of "
+        "documents one after another.",
+    )
+    most_documents: Derivable[int] = key(
+        None,
+        "varlen: documents that a sample may have, on average over a micro-batch; more of them are an error.",
+        unit="documents",
+        derived=Derived("training.sequence_length / 64, at least 8", _most_documents, ("training.sequence_length",)),
+        gt=0,
+        le=2**20,
+    )
+
 
 Norm = Literal["layernorm", "rmsnorm", "nonparametric"]
 

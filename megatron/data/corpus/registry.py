@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import email
 import hashlib
 import io
 import json
@@ -12,15 +13,54 @@ import urllib.request
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...config.foreign_json import read_json
 from ..errors import DataError
-from . import english
 
 if TYPE_CHECKING:
     import ast
+
+
+ABOUT = "the language reference, and the descriptions of the installed packages (no network)"
+_SHORTEST = 200  # characters of a text that is worth a document
+
+
+def english_texts() -> Iterator[dict]:
+    """The topics of the language reference, then each package's description, by name; no text twice."""
+    from pydoc_data.topics import topics
+
+    seen: set[str] = set()
+    for name, text in [*((f"topic {name}", topics[name]) for name in sorted(topics)), *_descriptions()]:
+        text = text.strip()
+        if len(text) >= _SHORTEST and text not in seen:
+            seen.add(text)
+            yield {"text": text + "\n", "name": name}
+
+
+def english_source() -> str:
+    """What the texts are made from: Python, and the installed packages with their versions."""
+    import platform
+
+    listed = ",".join(f"{name}={each.version}" for name, each in _installed())
+    return f"Python {platform.python_version()}, packages {hashlib.sha256(listed.encode()).hexdigest()[:16]}"
+
+
+def _installed() -> list[tuple[str, metadata.Distribution]]:
+    """Every package once (the first on the path counts, as in an import), by name."""
+    found: dict[str, metadata.Distribution] = {}
+    for each in metadata.distributions():
+        found.setdefault(each.name.lower(), each)
+    return sorted(found.items())
+
+
+def _descriptions() -> Iterator[tuple[str, str]]:
+    for name, each in _installed():
+        message = email.message_from_string(each.read_text("METADATA") or "")
+        description = message.get_payload() or message.get("Description", "")  # below the headers, or one of them
+        yield name, str(description)
 
 
 @dataclass(frozen=True)
@@ -99,7 +139,7 @@ STDLIB_ABOUT = "the Python standard library's own sources and documentation text
 
 def corpora() -> dict[str, str]:
     """Names of all corpora, with a line about each."""
-    local = {"stdlib": STDLIB_ABOUT, "english": english.ABOUT}
+    local = {"stdlib": STDLIB_ABOUT, "english": ABOUT}
     archives = {name: each.about for name, each in ARCHIVES.items()}
     return {**local, **archives, **{name: each.about for name, each in HUB.items()}}
 
@@ -130,7 +170,7 @@ def prepare(name: str, folder: Path, validation: float = 0.02, limit: int | None
     if name in ARCHIVES:
         files = _from_archive(name, ARCHIVES[name], folder)
     else:
-        local = {"stdlib": stdlib_texts, "english": english.english_texts}
+        local = {"stdlib": stdlib_texts, "english": english_texts}
         texts = local[name]() if name in local else _hub_texts(HUB[name])
         files = _cut(name, texts, folder, validation, limit)
     temporary = record.with_name(f".{record.name}.{os.getpid()}")
@@ -146,7 +186,7 @@ def _source(name: str) -> str:
 
         return f"Python {platform.python_version()}"
     if name == "english":
-        return english.english_source()
+        return english_source()
     return ARCHIVES[name].url if name in ARCHIVES else HUB[name].name
 
 

@@ -7,20 +7,147 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
+from megatron.config.foreign_json import parse_json
 from megatron.data.errors import DataError
 from megatron.data.plan import SyntheticPlan
 from megatron.data.provenance import Provenance
 from megatron.data.token_file import TokenFile
 from megatron.data.tokenizer import Tokenizer
 
-from .index import NgramIndex
 from .units import TextUnit, Tokens, Words
+
+FORMS = (("text",), ("context", "continuation"))  # fields that are taken if none are named
+BLANK = re.compile(r"\n[ \t]*\n")
+
+
+def read_examples(path: str | Path, fields: tuple[str, ...] = ()) -> list[tuple[str, str]]:
+    """Names and texts: the objects of a file of JSON lines (`.jsonl`), or the paragraphs of a text (any other ending).
+
+    Args:
+        fields: of an object, whose texts are joined by spaces; by default `text`, or `context` and `continuation`.
+
+    Raises:
+        DataError: the file cannot be read, or a line is not such an object.
+    """
+    try:
+        content = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(path, f"it must be a readable file in UTF-8: {error}", "give another one") from error
+    if Path(path).suffix != ".jsonl":
+        parts = [part.strip() for part in BLANK.split(content)]
+        return [(str(number), part) for number, part in enumerate((part for part in parts if part), 1)]
+    lines = enumerate(content.split("\n"), 1)
+    return [(str(number), _text(line, f"{path}:{number}", fields)) for number, line in lines if line.strip()]
+
+
+def _text(line: str, where: str, fields: tuple[str, ...]) -> str:
+    try:
+        value = parse_json(line)
+    except ValueError as error:
+        raise DataError(where, f"it must be a JSON object: {error}", "mend the line") from error
+    forms = (fields,) if fields else FORMS
+    form = next((form for form in forms if isinstance(value, dict) and all(name in value for name in form)), None)
+    if form is None:
+        wanted = " or ".join(" and ".join(map(repr, form)) for form in forms)
+        has = ", ".join(map(str, value)) if isinstance(value, dict) else type(value).__name__
+        raise DataError(where, f"it must have {wanted}, and has {has}", "name the fields: --fields question,answer")
+    if not all(isinstance(value[name], str) for name in form):
+        raise DataError(where, f"{' and '.join(form)} must be text", "name other fields: --fields question,answer")
+    return " ".join(value[name] for name in form)
+
+
+BLOCK = 1 << 16  # places that are hashed together
+FILTER_BITS = 22  # of a hash; a table says which of their values occur, so that most places need no search
+
+
+class NgramIndex:
+    """The distinct n-grams of sequences of numbers, sorted by hash.
+
+    Hashes only find candidates; each is compared word by word with the n-gram itself, so the answers are exact.
+
+    Memory: 4n + 8 bytes for each, and 4 MiB.
+
+    Args:
+        sequences: int32 arrays of numbers from 1 to `largest`.
+        n: numbers in an n-gram.
+
+    Attributes:
+        grams: int32 [count, n].
+        of: for each sequence, the row of each of its n-grams, in order; empty where it is shorter than n.
+    """
+
+    def __init__(self, sequences: Sequence[np.ndarray], n: int, largest: int) -> None:
+        self.n = n
+        lengths = [max(len(each) - n + 1, 0) for each in sequences]
+        windows = [np.lib.stride_tricks.sliding_window_view(each, n) for each in sequences if len(each) >= n]
+        every = np.concatenate(windows) if windows else np.empty((0, n), np.int32)
+        for seed in range(64):  # until no two n-grams have the same hash
+            self._draw(seed, largest)
+            self.hashes, first, inverse = np.unique(self._hash(every), return_index=True, return_inverse=True)
+            self.grams = every[first]
+            if all(
+                np.array_equal(every[at : at + BLOCK], self.grams[inverse[at : at + BLOCK]])
+                for at in range(0, len(every), BLOCK)
+            ):
+                break
+        else:
+            raise AssertionError("64 hash functions in a row have collided, which cannot be chance")
+        self.of = np.split(inverse.astype(np.int64), np.cumsum(lengths)[:-1]) if sequences else []
+        self._occurs = np.zeros(1 << FILTER_BITS, bool)
+        self._occurs[self.hashes >> np.uint64(64 - FILTER_BITS)] = True
+
+    def __len__(self) -> int:
+        return len(self.grams)
+
+    def _draw(self, seed: int, largest: int) -> None:
+        """A random hash function: the sum of the numbers' random values, each times an odd factor of its place."""
+        generator = np.random.Generator(np.random.PCG64(seed))
+        self._values = generator.integers(0, 1 << 64, largest + 1, np.uint64)
+        self._factors = generator.integers(0, 1 << 64, self.n, np.uint64) | np.uint64(1)
+
+    def _hash(self, grams: np.ndarray) -> np.ndarray:
+        total = np.zeros(len(grams), np.uint64)
+        for place in range(self.n):
+            total += self._values[grams[:, place]] * self._factors[place]
+        total ^= total >> np.uint64(32)
+        total *= np.uint64(0x9E3779B97F4A7C15)
+        return total
+
+    def find(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The places of a sequence at which one of the n-grams begins, and its row.
+
+        Args:
+            numbers: int32; 0 for what no n-gram has.
+
+        Returns:
+            Two int64 arrays of equal length, places ascending.
+        """
+        nothing = np.empty(0, np.int64)
+        if len(numbers) < self.n or not len(self):
+            return nothing, nothing
+        foreign = np.concatenate([[0], np.cumsum(numbers == 0)])
+        candidates = np.flatnonzero(foreign[self.n :] == foreign[: -self.n])
+        windows = np.lib.stride_tricks.sliding_window_view(numbers, self.n)
+        places, rows = [nothing], [nothing]
+        for first in range(0, len(candidates), BLOCK):
+            at = candidates[first : first + BLOCK]
+            hashes = self._hash(windows[at])
+            likely = self._occurs[hashes >> np.uint64(64 - FILTER_BITS)]
+            at, hashes = at[likely], hashes[likely]
+            row = np.minimum(np.searchsorted(self.hashes, hashes), len(self) - 1)
+            same = (self.grams[row] == windows[at]).all(axis=1)
+            places.append(at[same])
+            rows.append(row[same])
+        return np.concatenate(places), np.concatenate(rows)
+
 
 PIECE = 1 << 20  # tokens that are looked at together; a longer document is one piece
 ALONE = 1 << 23  # files with fewer tokens are read by one process: starting others takes longer

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection, NormOptions
 from megatron.kinds.attention.options import AttentionOptions
+from megatron.kinds.common.activations import scaled
 from megatron.kinds.common.angles import stream_angles
 from megatron.kinds.common.attention.attend import LONG, prepare
 from megatron.kinds.common.attention.attend_across import attend_in
@@ -20,7 +21,6 @@ from megatron.kinds.common.attention.context_messages import attention_messages
 from megatron.kinds.common.attention.entropy import AttentionEntropy
 from megatron.kinds.common.attention.key_value_cache import Keys, KeyValueCache
 from megatron.kinds.common.attention.pattern import Dropped, Pattern, alibi_slopes
-from megatron.kinds.common.scaled import scaled
 from megatron.model.costs.exchanges import Around, LayerMessage
 from megatron.model.costs.traffic import Enter, Event, Shared, Summed, TensorAxis, norm, row_events, whole_events
 from megatron.model.counts import Counts

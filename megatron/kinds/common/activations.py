@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+
+def scaled(x: Tensor, multiplier: float) -> Tensor:
+    """x * multiplier, and x itself for 1."""
+    return x if multiplier == 1.0 else x * multiplier
+
 
 ACTIVATIONS = {
     "gelu": F.gelu,

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
+from megatron.kinds.common.activations import scaled
 from megatron.kinds.common.attention.context_messages import scan_messages
 from megatron.kinds.common.recurrence import convolution_kernels
 from megatron.kinds.common.recurrence.convolution import Taps
@@ -28,7 +29,6 @@ from megatron.kinds.common.recurrence.sequence_scan import (
     taps_after,
     taps_before,
 )
-from megatron.kinds.common.scaled import scaled
 from megatron.kinds.mamba2.options import KIND, Mamba2Options, inner_channels
 from megatron.model.costs.exchanges import Around, LayerMessage
 from megatron.model.costs.traffic import Enter, Event, Shared, Summed, TensorAxis, row_events, whole_events

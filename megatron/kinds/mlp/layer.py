@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.activations import ACTIVATIONS, SAVED
-from megatron.kinds.common.scaled import scaled
+from megatron.kinds.common.activations import ACTIVATIONS, SAVED, scaled
 from megatron.kinds.mlp.options import MLPOptions
 from megatron.model.costs.traffic import Enter, Event, TensorAxis, row_events
 from megatron.model.counts import Counts

@@ -1,4 +1,4 @@
-"""Auxiliary losses on the router, in fp32.
+"""Auxiliary losses on the router, in fp32, and its balance without a loss.
 
 The z-loss and the loss per sequence are means over tokens and over sequences: no cut of the batch changes them. The
 balancing loss multiplies the load of a batch with its mean scores, so by its definition it depends on which tokens are
@@ -15,10 +15,55 @@ import torch
 from torch import Tensor
 
 from megatron.kinds.moe.options import AuxiliaryLossOptions, MoEOptions
+from megatron.model.expert_tally import LOSSES, ExpertTally
 from megatron.parallel.layers.collectives import all_reduce
+from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layout.mesh import Axis
+from megatron.parallel.layout.shard import Role
 
-from .choice import ExpertChoice
+from .choice import ExpertChoice, classes
+
+
+class Balance(ExpertTally):
+    """Tallies of one layer's routed tokens since the last update, and the correction that evens the load.
+
+    The correction is saved, and no parameter. Counts are of this rank's tokens. The engine adds them up over data
+    parallel ranks (all tensor parallel ranks have routed the same) and calls `finish` with the same sums on every rank.
+    """
+
+    def __init__(self, make: ParameterFactory, options: MoEOptions):
+        super().__init__()
+        self.layer = next((int(word) for word in make.prefix.split(".") if word.isdigit()), 0)
+        self.experts, self.options = options.experts, options.router
+        self.correction: Tensor | None = None
+        if options.router.correction != "none":
+            self.correction = make.buffer("correction", (classes(options),), role=Role.ROUTER)
+            self.correction[options.experts :] = -1.0
+        self.tally = torch.zeros(options.experts + self.EXTRA, dtype=torch.float32, device=make.device)
+
+    @torch.no_grad()
+    def add(self, counts_E: Tensor, dropped: Tensor | None, losses: dict[str, Tensor]) -> None:
+        """One micro-batch.
+
+        Args:
+            counts_E: how often each expert was chosen.
+            dropped: number of choices without a place, or of no expert.
+        """
+        E = self.experts
+        self.tally[:E] += counts_E
+        if dropped is not None:
+            self.tally[E] += dropped
+        for place, name in enumerate(LOSSES, start=E + 1):
+            if name in losses:
+                self.tally[place] += losses[name].detach()
+        self.tally[-1] += 1
+
+    @torch.no_grad()
+    def finish(self, counts_E: Tensor) -> None:
+        """Move the correction by the choices of the step's whole batch (Wang et al. 2024, "Auxiliary-loss-free")."""
+        if self.correction is not None:
+            excess_E = counts_E.double() * self.experts - counts_E.double().sum()
+            self.correction[: self.experts] -= self.options.correction_rate * torch.sign(excess_E).float()
 
 
 @dataclass

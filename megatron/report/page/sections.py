@@ -10,8 +10,28 @@ from ..console import duration, short_number
 from ..goodput import PARTS, goodput
 from .charts import ChartLine, Charts, heat_map, shares
 from .history import Record, RunHistory, Series
-from .noise import NOISE, RECENT, noise_scales
 from .tables import PageTable, configuration_tables, event_table, sample_tables
+
+NOISE = "noise_scale"
+RECENT = 100  # estimates of the moving mean
+
+
+def noise_scales(run: RunHistory, count: int | None) -> Series:
+    """The gradient noise scale: mean noise over mean signal of the last `count` estimates, or of all so far, where both
+    are above 0. One step's estimate says little."""
+    noise, signal = run.metric(f"{NOISE}/noise"), run.metric(f"{NOISE}/signal")
+    known, sums, found = dict(zip(signal.steps, signal.values)), [(0.0, 0.0)], Series()
+    for step, value in zip(noise.steps, noise.values):
+        if step not in known:
+            continue
+        above, below = sums[-1]
+        sums.append((above + value, below + known[step]))
+        first = sums[0 if count is None else max(len(sums) - 1 - count, 0)]
+        above, below = sums[-1][0] - first[0], sums[-1][1] - first[1]
+        if above > 0 and below > 0:
+            found.add(step, above / below)
+    return found
+
 
 HEAT_MAP_COLUMNS = 300
 OTHER_CHARTS = 60

@@ -16,8 +16,7 @@ from megatron.config import load, save_resolved
 from megatron.report.goodput import KINDS
 from megatron.report.page.charts import Charts, thinned
 from megatron.report.page.history import RunHistory, StepAxis, named_runs, numbers
-from megatron.report.page.noise import noise_scales
-from megatron.report.page.sections import sections
+from megatron.report.page.sections import noise_scales, sections
 from tests.config.broken import BASE
 from tests.report.page.browser import opened
 from tools.report import main

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from megatron.config.sections.fused_attention import FusedAttentionOptions
+from megatron.config.sections.model import FusedAttentionOptions
 
 
 @dataclass(frozen=True)
