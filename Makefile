@@ -16,7 +16,7 @@ help:
 	@echo 'make numerics     the tests of numbers again, as a processor with fewer instructions computes them'
 	@echo 'make gpu-host     kernels, waits, copies and messages of steps on a GPU that computes nothing (torch with CUDA, no GPU)'
 	@echo 'make durations    the whole suite, and tests/durations.json, from which order and choice of tests follow'
-	@echo 'make bench        measure speed and memory beside other programs, and write the tables of docs/performance.md'
+	@echo 'make bench        measure speed and memory beside other programs, and write the tables of docs/benchmarks.md'
 	@echo 'make package      build wheel and sdist, and try them outside of the repository'
 	@echo 'make site         the documentation as a site, in build/site'
 	@echo 'make lint         check the source: mistakes and format (ruff), types (mypy), English (docs/style.md)'
@@ -92,9 +92,9 @@ lint: dev
 # Rows that are there already are kept: an interrupted run goes on. BENCH='--only start data', '--clock wall', '--fresh', ...
 PEERS := $(CURDIR)/build/peers
 bench: dev $(PEERS)/.installed
-	OMP_NUM_THREADS=1 PYTHONPATH=$(PEERS) $(RUN) tools/bench/page.py $(BENCH)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(PEERS):$(CURDIR) $(RUN) -m bench page $(BENCH)
 
-$(PEERS)/.installed: tools/bench/peers.txt
+$(PEERS)/.installed: bench/peers.txt
 	$(RUN) -m pip install --quiet --upgrade --no-deps --target $(PEERS) --requirement $<
 	touch $@
 

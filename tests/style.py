@@ -6,7 +6,7 @@ python -m tests.style --tighten       lower the budget (tests/style.json) to the
 python -m tests.style --folder DIR    the table for another project's README, docs and Python files
 
 Areas: one per page of documentation; for Python, docstrings, comments and messages (all other strings of three or
-more words, which includes help and error texts), once for the package and once for tools.
+more words, which includes help and error texts), once each for the package, bench and tools.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def measure() -> dict[str, Area]:
     areas: dict[str, Area] = defaultdict(Area)
     for page in pages():
         markdown(areas[str(page.relative_to(ROOT))], page)
-    for name in ("megatron", "tools"):
+    for name in ("megatron", "bench", "tools"):
         for path in sorted((ROOT / name).rglob("*.py")):
             python(areas, name, path)
     return dict(areas)

@@ -54,7 +54,7 @@ def blocks() -> list[Block]:
 @pytest.fixture
 def copy(tmp_path):
     """A copy of the source, with its command `deepy` in `bin`, a folder of texts and GPT-NeoX's files."""
-    for name in ("megatron", "tools", "configs", "eval_tasks"):
+    for name in ("megatron", "bench", "tools", "configs", "eval_tasks"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("deepy.py", "train.py", "generate.py", "evaluate.py"):
         shutil.copy(ROOT / name, tmp_path / name)

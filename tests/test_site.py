@@ -99,7 +99,7 @@ def test_pre_commit_runs_the_pinned_formatter():
 
 def test_files_that_contributing_names_exist():
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    named = re.findall(r"`((?:megatron|tests|configs|docs|requirements|tools)/[\w./-]*\w/?)`", text)
+    named = re.findall(r"`((?:bench|megatron|tests|configs|docs|requirements|tools)/[\w./-]*\w/?)`", text)
     assert len(named) > 20
     for name in named:
         assert (ROOT / name).exists(), name

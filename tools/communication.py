@@ -216,7 +216,7 @@ def read_options(arguments: list[str] | None) -> tuple[argparse.Namespace, str |
     parser.add_argument("--layers", action="store_true", help="tell layers apart")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--output", help="draw the step of a run into this PNG file")
-    parser.add_argument("--machine", metavar="FILE", help="machine.yml of tools/bench/communication.py, to set beside")
+    parser.add_argument("--machine", metavar="FILE", help="machine.yml of bench/communication.py, to set beside")
     traced = "write the run's last timed steps for Perfetto or Chrome; into a folder as a file for each rank"
     parser.add_argument("--trace", metavar="FILE", help=traced)
     parser.add_argument("--before", metavar="OTHER_RUN", help="show what is hidden and exposed in that run and in this")

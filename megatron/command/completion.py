@@ -92,7 +92,7 @@ def _complete_verb(verb: Verb) -> None:
         )
         return
     with _answering():
-        execute(verb.script, verb.name, [])
+        execute(verb.script, verb.name, list(verb.before))
 
 
 @contextlib.contextmanager

@@ -53,7 +53,7 @@ def run(verb: Verb, words: list[str]) -> int:
         return launch([verb.question, *words] if words[:1] not in (["-h"], ["--help"]) else words)
     assert verb.script is not None
     try:
-        execute(verb.script, verb.name, words)
+        execute(verb.script, verb.name, [*verb.before, *words])
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return end.code or 0

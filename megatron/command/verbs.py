@@ -1,4 +1,5 @@
-"""What `deepy` can do, found where it is: every script of tools/ is a verb, or a verb of its folder's group.
+"""The verbs of `deepy`: every script of tools/ is a verb, or a verb of its folder's group, and so is every measurement
+of bench/.
 
 A new tool needs no registration. Its help is the first sentence of its docstring.
 """
@@ -45,6 +46,7 @@ class Verb:
         words: how it is called, `("data", "tokenize")`.
         help: one line.
         script: the file that does it, if it is one that is run as it is.
+        before: words that the script gets before those of the command line.
         launch: the script that the launcher starts on every rank, or
         question: the launcher's option that answers.
     """
@@ -54,6 +56,7 @@ class Verb:
     script: Path | None = None
     launch: Path | None = None
     question: str | None = None
+    before: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -108,16 +111,20 @@ def _runs() -> list[Verb]:
 
 
 def _tools() -> list[Verb]:
-    tools = root() / "tools"
-    paths = [*sorted(tools.glob("*.py")), *sorted(tools.glob("*/*.py"))]
-    return [verb for path in paths if (verb := _tool(path, tools)) is not None]
+    tools, bench = root() / "tools", root() / "bench"
+    found = [_tool(path, path.relative_to(tools).parts) for path in sorted(tools.glob("*.py"))]
+    found += [_tool(path, ("bench", path.name)) for path in sorted(bench.glob("*.py"))]
+    found += [_tool(path, path.relative_to(tools).parts) for path in sorted(tools.glob("*/*.py"))]
+    return [verb for verb in found if verb is not None]
 
 
-def _tool(path: Path, tools: Path) -> Verb | None:
-    """The verb of a file of tools/; None for what other tools import, and for the repository's own tools."""
+def _tool(path: Path, parts: Sequence[str]) -> Verb | None:
+    """The verb of a file of tools/ or bench/. None for modules that others import, and for the repository's tools."""
     text = path.read_text(encoding="utf-8")
-    words = tuple(part.replace("_", "-") for part in path.relative_to(tools).with_suffix("").parts)
+    words = tuple(part.removesuffix(".py").replace("_", "-") for part in parts)
     about = _SENTENCE.match(text)
+    if words[0] == "bench" and about is not None and "\ndef options(" in text:
+        return Verb(words, _lowered(" ".join(about[1].split())), script=path.with_name("__main__.py"), before=words[1:])
     runs = 'if __name__ == "__main__":' in text and re.search(r"\b(sys\.exit|leave_process)\(", text)
     if not runs or about is None or (installed() and words[0] in REPOSITORY):
         return None

@@ -44,7 +44,7 @@ def data_of(what: str) -> Iterator[None]:
     except (ConnectionError, FileNotFoundError) as error:
         raise TaskError(
             f"the data of {what} cannot be loaded: {error}\nfix: check the network and the task's data files"
-            f"{_near(error)}; without a network, tools/benchmarks.py unpacks real benchmarks, and the tasks deepy_* "
+            f"{_near(error)}; without a network, benchmarks.py unpacks real benchmarks, and the tasks deepy_* "
             "need nothing"
         ) from error
 

@@ -43,9 +43,7 @@ def parser(script: str | None = None) -> argparse.ArgumentParser:
         help="say what --ranks ranks would take: run one of each kind on tensors without values; start nothing",
     )
     made.add_argument("--device", metavar="NAME", help="with --rehearse: a device of the ranks, such as h100")
-    made.add_argument(
-        "--machine", metavar="FILE", help="with --rehearse: further devices, as tools/bench/machine.py writes"
-    )
+    made.add_argument("--machine", metavar="FILE", help="with --rehearse: further devices, as bench/machine.py writes")
     made.add_argument("--rank", metavar="N,...", help="with --rehearse: the ranks to look at")
     made.add_argument("--json", action="store_true", help="with --rehearse: one JSON document")
     made.add_argument(

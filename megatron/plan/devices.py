@@ -156,7 +156,7 @@ def known_devices(path: str | None = None) -> tuple[Mapping[str, Device], Mappin
 
 @cache
 def measured(path: str | None) -> tuple[CostCurve, ...]:
-    """The collectives of a file, as tools/bench/communication.py has measured them.
+    """The collectives of a file, as bench/communication.py has measured them.
 
     Raises:
         ConfigError: the file cannot be read, or is not of this form.
@@ -166,7 +166,7 @@ def measured(path: str | None) -> tuple[CostCurve, ...]:
     try:
         return tuple(map(CostCurve.of, _read(Path(path)).collectives))
     except ValueError as error:
-        fix = "measure again with tools/bench/communication.py"
+        fix = "measure again with bench/communication.py"
         raise ConfigError([Problem("collectives", f"must be right: {error}", fix, where=path)]) from None
 
 

@@ -36,7 +36,7 @@ OVERLAP = 0.8  # of the computation beside which communication runs, where it do
 OPTIMIZER_BYTES = 30  # per parameter: reads weight, gradient and moments, writes weight, moments and a 16-bit copy
 KERNELS = 12  # of a layer's forward pass, beside its products
 # Work of DeepSpeed's Python for each tensor of parameters, in launches: of a step, and of a micro-batch, in which ZeRO
-# 3 gathers, releases and reduces every tensor. Measured with the models of tools/bench/plan_choice.py, in processor
+# 3 gathers, releases and reduces every tensor. Measured with the models of bench/plan_choice.py, in processor
 # time. It takes a CPU's time; on a GPU it is done beside the kernels, and is left out.
 HOOKS = {0: (0, 0), 1: (6, 0), 2: (0, 5), 3: (0, 50)}
 

@@ -2,7 +2,7 @@
 
 Where a device does the work and Python itself, small steps take as long as their operations and messages are many,
 whatever their size: in models of a few thousand channels and less, formulas of FLOPs and bytes know a tenth of a step.
-A rehearsal counts them exactly. What each takes is measured (`tools/bench/machine.py`), by runs whose counts differ.
+A rehearsal counts them exactly. What each takes is measured (`bench/machine.py`), by runs whose counts differ.
 """
 
 from __future__ import annotations

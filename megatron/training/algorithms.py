@@ -104,7 +104,7 @@ def chosen_algorithms(config: Config, world: World, log: Callable[[str], Any]) -
     if wrong := table.differs(facts):
         raise StartError(
             f"{key} must have been made on such a job ({'; '.join(wrong)}); "
-            "make one with tools/bench/communication.py --tune, or remove the key"
+            "make one with bench/communication.py --tune, or remove the key"
         )
     names = {name for steps in table.choices.values() for _, name in steps if name.startswith(OTHER)}
     missing = sorted(name for name in names if not dist.is_backend_available(name.removeprefix(OTHER)))
@@ -137,7 +137,7 @@ def _read(path: str, world: World) -> AlgorithmTable:
     if "error" in found:
         raise StartError(
             f"parallel.communication.table: {path} must be a machine.yml with algorithms ({found['error']}); "
-            "make one with tools/bench/communication.py --tune"
+            "make one with bench/communication.py --tune"
         )
     return table_of(found["text"])
 

@@ -90,4 +90,4 @@ def test_data_that_cannot_be_loaded(folder, tmp_path):
     words = ["--tasks", "of_the_hub", "--include-path", str(tmp_path), "--checkpoint", "7"]
     said = on_ranks(1, evaluate, str(folder), words, None)[0]
     assert "the data of of_the_hub cannot be loaded" in said and "nowhere.jsonl" in said
-    assert "tools/benchmarks.py" in said
+    assert "benchmarks.py" in said

@@ -38,7 +38,7 @@ def tuned(slow_link, tmp_path_factory) -> tuple[Path, dict]:
     """The folder with machine.yml, and what was measured."""
     folder = tmp_path_factory.mktemp("tuned")
     (folder / "hosts").write_text("node1 slots=2\nnode2 slots=2\n")
-    tool = str(ROOT / "tools/bench/communication.py")
+    tool = str(ROOT / "bench/communication.py")
     words = ["--tune", "--least", "256K", "--most", "1M", "--seconds", "4", "--json", "--picture", "tuned.png"]
     command = [*DEEPY, "--hostfile", "hosts", tool, TINY, *FORWARD, *words]
     done = slow_link.run("login", command, timeout=1200, folder=folder)

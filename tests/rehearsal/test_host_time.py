@@ -9,6 +9,8 @@ import pytest
 import torch
 import yaml
 
+from bench import host_time, machine
+from bench.runner import run
 from megatron.config import resolve
 from megatron.engine.engine import build_engine
 from megatron.parallel.layout.layout import Layout
@@ -19,7 +21,6 @@ from megatron.rehearsal.command import in_own_process
 from megatron.rehearsal.host_time import HostWork, step_seconds, works
 from megatron.testing.ranks import on_ranks
 from tests.engine.test_traffic import account_of
-from tools.bench import host_time, machine
 
 FIGURES = HostTime(operation=3.0, collective=1200.0, send=400.0, gather=300.0, step=5000.0)
 
@@ -147,7 +148,7 @@ def test_a_measured_machine_has_them(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.set_num_threads", lambda number: None)  # of the tests' own process
     file = tmp_path / "machine.yml"
     small = ["--widths", "128", "--tokens", "512", "--repeat", "3", "--rounds", "1"]
-    assert machine.main(["--name", "mine", "--like", "cpu", "--host", *small, "--output", str(file)]) == 0
+    assert run("machine", ["--name", "mine", "--like", "cpu", "--host", *small, "--output", str(file)]) == 0
     written = yaml.safe_load(file.read_text())["devices"]["mine"]["host"]
     assert set(written) == set(HostTime.model_fields) and sum(written.values()) > 0
     assert known_devices(file)[0]["mine"].host == HostTime(**written)

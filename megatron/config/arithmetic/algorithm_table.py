@@ -87,7 +87,7 @@ class AlgorithmTable:
             ValueError: it is none of these; the message has the rule.
         """
         if not isinstance(document, dict) or not isinstance(document.get("table"), list):
-            raise ValueError("algorithms must have a table, as tools/bench/communication.py --tune writes it")
+            raise ValueError("algorithms must have a table, as bench/communication.py --tune writes it")
         facts: dict[str, Any] = {name: document.get(name) for name in FACTS}
         if not all(type(facts[name]) is int and 0 < facts[name] <= 10**6 for name in ("ranks", "hosts")):
             raise ValueError("algorithms must have the ranks and hosts of the job as whole numbers")
@@ -167,7 +167,7 @@ def table_of(text: str) -> AlgorithmTable:
         raise ValueError(f"it must be YAML: {error}") from error
     found = values.get("algorithms") if isinstance(values, dict) else None
     if found is None:
-        raise ValueError("it must have `algorithms`, as tools/bench/communication.py --tune writes them")
+        raise ValueError("it must have `algorithms`, as bench/communication.py --tune writes them")
     return AlgorithmTable.of(found)
 
 

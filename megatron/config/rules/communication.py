@@ -11,7 +11,7 @@ from ..problems import Problem
 from ..rule_context import RuleContext
 
 TABLE = "parallel.communication.table"
-MAKE = "make one with tools/bench/communication.py --tune on this job's hosts, or remove the key"
+MAKE = "make one with bench/communication.py --tune on this job's hosts, or remove the key"
 
 
 def islands_fill_the_job(context: RuleContext) -> Iterator[Problem]:

@@ -37,7 +37,7 @@ class CommunicationOptions(Section):
     table: str | None = key(
         None,
         "machine.yml with the algorithm of each collective by operation, hosts and size, as "
-        "`tools/bench/communication.py --tune` writes it; none leaves all to the backend.",
+        "`bench/communication.py --tune` writes it; none leaves all to the backend.",
     )
     shared_memory: bool = key(
         True,

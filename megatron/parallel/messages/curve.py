@@ -142,7 +142,7 @@ def read_curves(path: str | Path) -> tuple[CostCurve, ...]:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         found = values.get("collectives") if isinstance(values, dict) else None
         if not isinstance(found, list) or not found:
-            raise ValueError("it must have a list of `collectives`, as tools/bench/communication.py writes it")
+            raise ValueError("it must have a list of `collectives`, as bench/communication.py writes it")
         return tuple(map(CostCurve.of, found))
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: {error}") from error

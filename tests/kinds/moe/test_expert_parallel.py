@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench.expert_traffic import Traffic, counted, send_everything
 from megatron.config import resolve
 from megatron.kinds.moe.layer import MoE
 from megatron.model.initialisation import Initialisation
@@ -15,7 +16,6 @@ from megatron.parallel.layout.mesh import Mesh
 from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import named, own_part, relative
 from tests.workers import run
-from tools.bench.expert_traffic import Traffic, counted, send_everything
 
 H, S, B = 16, 12, 2
 OPTIONS = {
