@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, redirect_stdout
+from contextlib import nullcontext, redirect_stdout, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -243,7 +243,7 @@ def parser_of(module: ModuleType, prog: str | None = None) -> argparse.ArgumentP
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog=prog, description=module.__doc__, formatter_class=form)
     module.options(parser)
-    if "--json" not in parser.format_help():
+    with suppress(argparse.ArgumentError):  # a few write a file
         parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
 
@@ -264,7 +264,8 @@ def run(name: str, words: Sequence[str], prog: str | None = None) -> int:
         return 2
     if isinstance(result, int):
         return result
-    print(json.dumps(result.document) if given.json is True else result.text)
+    if text := json.dumps(result.document) if given.json is True else result.text:
+        print(text)
     return result.status
 
 
