@@ -14,14 +14,6 @@ def _source_name(own: dict[str, Any], at: Any) -> str:
     return last[:-4] if last.endswith((".bin", ".idx")) else last
 
 
-def _seed(own: dict[str, Any], at: Any) -> int:
-    return at["training.seed"]
-
-
-def _cache(own: dict[str, Any], at: Any) -> str:
-    return f"{at['run.dir']}/cache"
-
-
 class SourceSection(Section):
     path: str = key(..., "Prefix of a .bin/.idx pair (with or without the ending).")
     weight: float = key(1.0, "Share of this source in the blend, before normalisation.", gt=0)
@@ -89,7 +81,10 @@ class DataSection(Section):
         "(pre-shuffled files).",
     )
     seed: Derivable[int] = key(
-        None, "Seed of the order.", derived=Derived("training.seed", _seed, ("training.seed",)), ge=0
+        None,
+        "Seed of the order.",
+        derived=Derived("training.seed", lambda own, at: at["training.seed"], ("training.seed",)),
+        ge=0,
     )
     margin: float = key(
         1.005, "pythia order: each blended source is asked for this many times its share of samples.", ge=1
@@ -131,7 +126,9 @@ class DataSection(Section):
         SpanCorruptionSection, "Span corruption: spans of documents are taken out, and are to be written behind them."
     )
     cache: Derivable[str] = key(
-        None, "Folder of sample order caches.", derived=Derived("<run.dir>/cache", _cache, ("run.dir",))
+        None,
+        "Folder of sample order caches.",
+        derived=Derived("<run.dir>/cache", lambda own, at: f"{at['run.dir']}/cache", ("run.dir",)),
     )
     workers: int = key(1, "Background threads that prepare batches.", ge=0)
     prefetch: int = key(2, "Steps prepared ahead.", unit="steps", ge=0)

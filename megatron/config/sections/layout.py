@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from ..registry import RUNNER
 from ..section import Derivable, Derived, Section, key
-
-
-def _expert_tensor(own: dict[str, Any], at: Any) -> int | None:
-    return own["tensor"]
-
-
-def _context(own: dict[str, Any], at: Any) -> int | None:
-    return own["folded"]
 
 
 class CompressOptions(Section):
@@ -68,7 +60,7 @@ class ParallelSection(Section):
         "Context parallel size: ranks that share the tokens of each sequence. Like data parallel ranks, they hold the "
         "same parameters, but for folded.",
         unit="ranks",
-        derived=Derived("parallel.folded", _context, ("parallel.folded",)),
+        derived=Derived("parallel.folded", lambda own, at: own["folded"], ("parallel.folded",)),
         gt=0,
     )
     folded: int = key(
@@ -108,7 +100,7 @@ class ParallelSection(Section):
         "axis: "
         "each rank has whole experts and works on its share of the tokens.",
         unit="ranks",
-        derived=Derived("parallel.tensor", _expert_tensor, ("parallel.tensor",)),
+        derived=Derived("parallel.tensor", lambda own, at: own["tensor"], ("parallel.tensor",)),
         gt=0,
     )
     sequence: bool = key(

@@ -61,10 +61,6 @@ class ParametrizationOptions(Section):
 SHORT = 64  # tokens of a document: those of a micro-batch are taken to be as long, on average
 
 
-def _most_documents(own: dict[str, Any], at: Any) -> int:
-    return max(8, at["training.sequence_length"] // SHORT)
-
-
 class FusedAttentionOptions(Section):
     flash: Literal["auto", "fa3"] = key(
         "auto",
@@ -80,25 +76,17 @@ class FusedAttentionOptions(Section):
         None,
         "varlen: documents that a sample may have, on average over a micro-batch; more of them are an error.",
         unit="documents",
-        derived=Derived("training.sequence_length / 64, at least 8", _most_documents, ("training.sequence_length",)),
+        derived=Derived(
+            "training.sequence_length / 64, at least 8",
+            lambda own, at: max(8, at["training.sequence_length"] // SHORT),
+            ("training.sequence_length",),
+        ),
         gt=0,
         le=2**20,
     )
 
 
 Norm = Literal["layernorm", "rmsnorm", "nonparametric"]
-
-
-def _max_positions(own: dict[str, Any], at: Any) -> int | None:
-    return at["training.sequence_length"] if own["position"] == "learned" else None
-
-
-def _head_norm(own: dict[str, Any], at: Any) -> str:
-    return at["model.norm.type"]
-
-
-def _head_scheme(own: dict[str, Any], at: Any) -> str:
-    return own["embedding"]
 
 
 def _block_count(own: dict[str, Any], at: Any) -> int | None:
@@ -161,7 +149,11 @@ class EmbeddingOptions(Section):
         None,
         "Rows of the learned position table.",
         unit="tokens",
-        derived=Derived("training.sequence_length", _max_positions, ("training.sequence_length",)),
+        derived=Derived(
+            "training.sequence_length",
+            lambda own, at: at["training.sequence_length"] if own["position"] == "learned" else None,
+            ("training.sequence_length",),
+        ),
         gt=0,
     )
     multiplier: float = key(1.0, "Embeddings are multiplied by this (Gemma: sqrt(hidden_size)).", gt=0)
@@ -173,7 +165,9 @@ class HeadOptions(Section):
     softcap: float | None = key(None, "Cap logits l as softcap * tanh(l / softcap).", gt=0)
     bias: bool = key(False, "Whether the head has a bias.")
     norm: Derivable[Norm] = key(
-        None, "Type of the norm before the head.", derived=Derived("model.norm.type", _head_norm, ("model.norm.type",))
+        None,
+        "Type of the norm before the head.",
+        derived=Derived("model.norm.type", lambda own, at: at["model.norm.type"], ("model.norm.type",)),
     )
 
 
@@ -204,7 +198,9 @@ class InitOptions(Section):
         "scaled_normal", "Scheme of matrices that write to the residual stream (attention output, down)."
     )
     head: Derivable[InitScheme] = key(
-        None, "Scheme of the head.", derived=Derived("model.init.embedding", _head_scheme, ("model.init.embedding",))
+        None,
+        "Scheme of the head.",
+        derived=Derived("model.init.embedding", lambda own, at: own["embedding"], ("model.init.embedding",)),
     )
     layers: Derivable[int] = key(
         None,

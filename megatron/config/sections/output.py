@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from ..features.feature import extended
 from ..registry import HOOK, METRIC
@@ -11,25 +11,17 @@ from ..section import Addition, Derivable, Derived, Section, key
 RUN_NAME = "{run.name}"  # what stands for it in the URL of a level
 
 
-def _run_name(own: dict[str, Any], at: Any) -> str:
-    return at.name
-
-
-def _run_dir(own: dict[str, Any], at: Any) -> str:
-    return f"runs/{own['name']}"
-
-
-def _checkpoints(own: dict[str, Any], at: Any) -> str:
-    return f"{at['run.dir']}/checkpoints"
-
-
 class RunSection(Section):
     name: Derivable[str] = key(
         None,
         "Name of the run; of a file in a folder with the folder's before it (configs/llama/7b.yml: llama-7b).",
-        derived=Derived("the first configuration file's name", _run_name, ()),
+        derived=Derived("the first configuration file's name", lambda own, at: at.name, ()),
     )
-    dir: Derivable[str] = key(None, "The run's directory.", derived=Derived("runs/<run.name>", _run_dir, ("run.name",)))
+    dir: Derivable[str] = key(
+        None,
+        "The run's directory.",
+        derived=Derived("runs/<run.name>", lambda own, at: f"runs/{own['name']}", ("run.name",)),
+    )
     notes: str = key("", "Free text kept with the run.")
 
 
@@ -64,7 +56,9 @@ class LevelSection(Section):
 @extended("checkpoint")
 class CheckpointSection(Section):
     dir: Derivable[str] = key(
-        None, "Folder of checkpoints.", derived=Derived("<run.dir>/checkpoints", _checkpoints, ("run.dir",))
+        None,
+        "Folder of checkpoints.",
+        derived=Derived("<run.dir>/checkpoints", lambda own, at: f"{at['run.dir']}/checkpoints", ("run.dir",)),
     )
     every: int | None = key(None, "Save every n steps.", unit="steps", gt=0)
     minutes: float | None = key(

@@ -37,18 +37,6 @@ def _global_batch_size(own: dict[str, Any], at: Any) -> int | None:
     return own["micro_batch_size"] * own["accumulation"] * at.data_ranks
 
 
-def _group_weight_decay(own: dict[str, Any], at: Any) -> float:
-    return at["optimizer.weight_decay"]
-
-
-def _schedule_steps(own: dict[str, Any], at: Any) -> int:
-    return max(at["training.steps"], 1)
-
-
-def _decay_steps(own: dict[str, Any], at: Any) -> int | None:
-    return max(own["steps"] // 10, 1) if own["type"] in ("wsd", "infinite") else None
-
-
 class StageRotary(Section):
     base: float = key(..., "Base of the rotary frequencies in the stage.", gt=0)
     scaling: RotaryScaling = key(RotaryScaling, "Frequency scaling in the stage.")
@@ -214,7 +202,9 @@ class ParameterGroup(Section):
     weight_decay: Derivable[float] = key(
         None,
         "Weight decay of this role.",
-        derived=Derived("optimizer.weight_decay", _group_weight_decay, ("optimizer.weight_decay",)),
+        derived=Derived(
+            "optimizer.weight_decay", lambda own, at: at["optimizer.weight_decay"], ("optimizer.weight_decay",)
+        ),
         ge=0,
     )
     betas: tuple[float, float] | None = key(
@@ -270,7 +260,7 @@ class ScheduleSection(Section):
         None,
         "Step at which the schedule ends.",
         unit="steps",
-        derived=Derived("training.steps", _schedule_steps, ("training.steps",)),
+        derived=Derived("training.steps", lambda own, at: max(at["training.steps"], 1), ("training.steps",)),
         gt=0,
     )
     start: int = key(0, "Step at which the schedule begins (rewarming in continual pretraining).", unit="steps", ge=0)
@@ -280,7 +270,11 @@ class ScheduleSection(Section):
         None,
         "wsd and infinite: length of the final decay.",
         unit="steps",
-        derived=Derived("10 % of schedule.steps", _decay_steps, ("schedule.steps",)),
+        derived=Derived(
+            "10 % of schedule.steps",
+            lambda own, at: max(own["steps"] // 10, 1) if own["type"] in ("wsd", "infinite") else None,
+            ("schedule.steps",),
+        ),
         gt=0,
     )
     decay_shape: Literal["linear", "sqrt", "cosine", "exponential"] = key("linear", "wsd: form of the final decay.")

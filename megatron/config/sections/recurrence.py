@@ -12,10 +12,6 @@ def _repeats(at: Any) -> bool:
     return any(block.recurrent for block in at.blocks)
 
 
-def _evaluation(own: dict[str, Any], at: Any) -> int | None:
-    return own["mean"] if _repeats(at) else None
-
-
 def _state_std(own: dict[str, Any], at: Any) -> float | None:
     if not _repeats(at):
         return None
@@ -36,7 +32,7 @@ class RecurrenceOptions(Section):
         None,
         "Passes in evaluation and generation.",
         unit="passes",
-        derived=Derived("model.recurrence.mean", _evaluation, (".mean",)),
+        derived=Derived("model.recurrence.mean", lambda own, at: own["mean"] if _repeats(at) else None, (".mean",)),
         gt=0,
         le=100_000,
     )

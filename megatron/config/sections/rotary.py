@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 from ..section import Derivable, Derived, Needed, Section, key
-
-
-def _attention_factor(own: dict[str, Any], at: Any) -> float | None:
-    return 0.1 * math.log(max(own["factor"], 1.0)) + 1.0 if own["type"] == "yarn" else None
 
 
 class RotaryScaling(Section):
@@ -32,7 +28,11 @@ class RotaryScaling(Section):
     attention_factor: Derivable[float] = key(
         None,
         "yarn: multiplier of cos and sin.",
-        derived=Derived("0.1 * ln(factor) + 1", _attention_factor, (".factor",)),
+        derived=Derived(
+            "0.1 * ln(factor) + 1",
+            lambda own, at: 0.1 * math.log(max(own["factor"], 1.0)) + 1.0 if own["type"] == "yarn" else None,
+            (".factor",),
+        ),
         gt=0,
     )
 

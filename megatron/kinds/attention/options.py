@@ -18,20 +18,7 @@ from megatron.kinds.common.options import (
 )
 
 if TYPE_CHECKING:
-    from megatron.config.derive import View
     from megatron.config.problems import Problem
-
-
-def _kv_heads(own: dict[str, Any], at: View) -> int | None:
-    return own["heads"]
-
-
-def _head_dim(own: dict[str, Any], at: View) -> int | None:
-    return at["model.hidden_size"] // own["heads"] or None if own["heads"] else None
-
-
-def _scale(own: dict[str, Any], at: View) -> float | None:
-    return own["head_dim"] ** -0.5 if own["head_dim"] else None
 
 
 class AttentionOptions(Section):
@@ -39,14 +26,18 @@ class AttentionOptions(Section):
     kv_heads: Derivable[int] = key(
         None,
         "Number of key/value heads (GQA; 1 is MQA).",
-        derived=Derived("model.attention.heads", _kv_heads, (".heads",)),
+        derived=Derived("model.attention.heads", lambda own, at: own["heads"], (".heads",)),
         gt=0,
     )
     head_dim: Derivable[int] = key(
         None,
         "Channels per head.",
         unit="channels",
-        derived=Derived("model.hidden_size / model.attention.heads", _head_dim, ("model.hidden_size", ".heads")),
+        derived=Derived(
+            "model.hidden_size / model.attention.heads",
+            lambda own, at: at["model.hidden_size"] // own["heads"] or None if own["heads"] else None,
+            ("model.hidden_size", ".heads"),
+        ),
         gt=0,
     )
     position: Literal["rotary", "alibi", "none"] = key("rotary", "Position information inside attention.")
@@ -63,7 +54,11 @@ class AttentionOptions(Section):
     scale: Derivable[float] = key(
         None,
         "Multiplier of query-key products.",
-        derived=Derived("model.attention.head_dim ** -0.5", _scale, (".head_dim",)),
+        derived=Derived(
+            "model.attention.head_dim ** -0.5",
+            lambda own, at: own["head_dim"] ** -0.5 if own["head_dim"] else None,
+            (".head_dim",),
+        ),
         gt=0,
     )
     input_multiplier: float = key(1.0, "Multiplies what queries, keys and values are made of.", gt=0)

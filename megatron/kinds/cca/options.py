@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron.config.kind import KindUse, LayerKind
 from megatron.config.section import Derivable, Derived, Needed, Section, key
@@ -19,16 +19,7 @@ from megatron.kinds.common.options import (
 )
 
 if TYPE_CHECKING:
-    from megatron.config.derive import View
     from megatron.config.problems import Problem
-
-
-def _kv_heads(own: dict[str, Any], at: View) -> int | None:
-    return own["heads"]
-
-
-def _head_dim(own: dict[str, Any], at: View) -> int | None:
-    return at["model.hidden_size"] // (2 * own["heads"]) or None if own["heads"] else None
 
 
 class CCAOptions(Section):
@@ -36,14 +27,18 @@ class CCAOptions(Section):
     kv_heads: Derivable[int] = key(
         None,
         "Number of key/value heads; fewer than heads compress keys and values further.",
-        derived=Derived("model.cca.heads", _kv_heads, (".heads",)),
+        derived=Derived("model.cca.heads", lambda own, at: own["heads"], (".heads",)),
         gt=0,
     )
     head_dim: Derivable[int] = key(
         None,
         "Channels per head; heads * head_dim is the compressed width in which attention runs.",
         unit="channels",
-        derived=Derived("model.hidden_size / (2 * model.cca.heads)", _head_dim, ("model.hidden_size", ".heads")),
+        derived=Derived(
+            "model.hidden_size / (2 * model.cca.heads)",
+            lambda own, at: at["model.hidden_size"] // (2 * own["heads"]) or None if own["heads"] else None,
+            ("model.hidden_size", ".heads"),
+        ),
         gt=0,
     )
     depthwise: int = key(2, "Taps of the first convolution, of each channel alone.", unit="tokens", gt=0)

@@ -22,21 +22,9 @@ if TYPE_CHECKING:
     from megatron.config.problems import Problem
 
 
-def _key_heads(own: dict[str, Any], at: View) -> int | None:
-    return own["heads"]
-
-
 def _key_dim(own: dict[str, Any], at: View) -> int | None:
     heads = own["key_heads"]
     return 3 * at["model.hidden_size"] // (4 * heads) or None if heads else None
-
-
-def _value_dim(own: dict[str, Any], at: View) -> int | None:
-    return 2 * own["key_dim"] if own["key_dim"] else None
-
-
-def _norm_epsilon(own: dict[str, Any], at: View) -> float | None:
-    return at["model.norm.epsilon"] if at.uses("gated_delta") else None
 
 
 class GatedDeltaOptions(RecurrentOptions):
@@ -46,7 +34,7 @@ class GatedDeltaOptions(RecurrentOptions):
     key_heads: Derivable[int] = key(
         None,
         "Number of heads of queries and keys; each serves as many heads of values.",
-        derived=Derived("model.gated_delta.heads", _key_heads, (".heads",)),
+        derived=Derived("model.gated_delta.heads", lambda own, at: own["heads"], (".heads",)),
         gt=0,
     )
     key_dim: Derivable[int] = key(
@@ -64,7 +52,11 @@ class GatedDeltaOptions(RecurrentOptions):
         None,
         "Channels per head of values.",
         unit="channels",
-        derived=Derived("2 * model.gated_delta.key_dim", _value_dim, (".key_dim",)),
+        derived=Derived(
+            "2 * model.gated_delta.key_dim",
+            lambda own, at: 2 * own["key_dim"] if own["key_dim"] else None,
+            (".key_dim",),
+        ),
         gt=0,
     )
     convolution_bias: bool = key(False, "Whether the convolution has a bias.")
@@ -74,7 +66,11 @@ class GatedDeltaOptions(RecurrentOptions):
     norm_epsilon: Derivable[float] = key(
         None,
         "Added to the mean square of each head's output before the root.",
-        derived=Derived("model.norm.epsilon", _norm_epsilon, ("model.norm.epsilon",)),
+        derived=Derived(
+            "model.norm.epsilon",
+            lambda own, at: at["model.norm.epsilon"] if at.uses("gated_delta") else None,
+            ("model.norm.epsilon",),
+        ),
         gt=0,
     )
     decay_low: float = key(0.0, "Initial decay rates A are uniform from here (and at least 1e-4) ...", ge=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron.config.arithmetic.divisors import divisors, near
 from megatron.config.kind import KindUse, LayerKind
@@ -11,12 +11,7 @@ from megatron.config.section import Derivable, Derived, key
 from megatron.kinds.common.options import StateSpaceOptions, parts_of_sequences_have_the_taps, time_steps_are_a_range
 
 if TYPE_CHECKING:
-    from megatron.config.derive import View
     from megatron.config.problems import Problem
-
-
-def _rank(own: dict[str, Any], at: View) -> int | None:
-    return -(-at["model.hidden_size"] // 16) if at.uses("mamba") else None
 
 
 class MambaOptions(StateSpaceOptions):
@@ -28,7 +23,11 @@ class MambaOptions(StateSpaceOptions):
     rank: Derivable[int] = key(
         None,
         "Rank of the projection that gives the time steps.",
-        derived=Derived("model.hidden_size / 16, rounded up", _rank, ("model.hidden_size",)),
+        derived=Derived(
+            "model.hidden_size / 16, rounded up",
+            lambda own, at: -(-at["model.hidden_size"] // 16) if at.uses("mamba") else None,
+            ("model.hidden_size",),
+        ),
         gt=0,
     )
     chunk: int = key(

@@ -14,10 +14,6 @@ if TYPE_CHECKING:
     from megatron.config.derive import View
 
 
-def _top_groups(own: dict[str, Any], at: View) -> int:
-    return own["groups"]
-
-
 def _balance(own: dict[str, Any], at: View) -> float:
     """As in Switch and OLMoE, where nothing else evens the load: else a router collapses onto a few experts."""
     moe = at["model.moe"]
@@ -54,7 +50,7 @@ class RouterOptions(Section):
     top_groups: Derivable[int] = key(
         None,
         "Groups that a token may choose from: those with the largest group_score.",
-        derived=Derived("model.moe.router.groups", _top_groups, (".groups",)),
+        derived=Derived("model.moe.router.groups", lambda own, at: own["groups"], (".groups",)),
         gt=0,
     )
     group_score: Literal["top_two", "top_one"] = key(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron.config.arithmetic.divisors import multiples
 from megatron.config.kind import KindUse, LayerKind
@@ -12,24 +12,7 @@ from megatron.kinds.attention.options import RULES, AttentionOptions, heads_fill
 from megatron.kinds.mlp.options import MLPOptions
 
 if TYPE_CHECKING:
-    from megatron.config.derive import View
     from megatron.config.problems import Problem
-
-
-def _mlp_width(own: dict[str, Any], at: View) -> int | None:
-    return 4 * at["model.hidden_size"] if at.uses("shared_attention") else None
-
-
-def _kv_heads(own: dict[str, Any], at: View) -> int | None:
-    return own["heads"]
-
-
-def _head_dim(own: dict[str, Any], at: View) -> int | None:
-    return 2 * at["model.hidden_size"] // own["heads"] or None if own["heads"] else None
-
-
-def _scale(own: dict[str, Any], at: View) -> float | None:
-    return (own["head_dim"] / 2) ** -0.5 if own["head_dim"] else None
 
 
 class SharedMLPOptions(MLPOptions):
@@ -37,7 +20,11 @@ class SharedMLPOptions(MLPOptions):
         None,
         "Width of the MLP.",
         unit="channels",
-        derived=Derived("4 * model.hidden_size", _mlp_width, ("model.hidden_size",)),
+        derived=Derived(
+            "4 * model.hidden_size",
+            lambda own, at: 4 * at["model.hidden_size"] if at.uses("shared_attention") else None,
+            ("model.hidden_size",),
+        ),
         gt=0,
     )
     gated: bool = key(True, "Gated form: activation(gate(x)) * up(x).")
@@ -54,7 +41,7 @@ class SharedAttentionOptions(AttentionOptions):
     kv_heads: Derivable[int] = key(
         None,
         "Number of key/value heads (GQA; 1 is MQA).",
-        derived=Derived("model.shared_attention.heads", _kv_heads, (".heads",)),
+        derived=Derived("model.shared_attention.heads", lambda own, at: own["heads"], (".heads",)),
         gt=0,
     )
     head_dim: Derivable[int] = key(
@@ -62,14 +49,20 @@ class SharedAttentionOptions(AttentionOptions):
         "Channels per head.",
         unit="channels",
         derived=Derived(
-            "2 * model.hidden_size / model.shared_attention.heads", _head_dim, ("model.hidden_size", ".heads")
+            "2 * model.hidden_size / model.shared_attention.heads",
+            lambda own, at: 2 * at["model.hidden_size"] // own["heads"] or None if own["heads"] else None,
+            ("model.hidden_size", ".heads"),
         ),
         gt=0,
     )
     scale: Derivable[float] = key(
         None,
         "Multiplier of query-key products.",
-        derived=Derived("(model.shared_attention.head_dim / 2) ** -0.5", _scale, (".head_dim",)),
+        derived=Derived(
+            "(model.shared_attention.head_dim / 2) ** -0.5",
+            lambda own, at: (own["head_dim"] / 2) ** -0.5 if own["head_dim"] else None,
+            (".head_dim",),
+        ),
         gt=0,
     )
 
