@@ -47,11 +47,11 @@ import numpy as np
 
 from bench.runner import Result, in_folder, run_with_hook, share
 from megatron.config.problems import UserError
+from megatron.features.integrity.hook import HashesHook
+from megatron.features.spikes.hook import SpikesHook
 from megatron.parallel.messages import watched
 from megatron.training.hook import Hook
-from megatron.training.hooks.hashes import HashesHook
 from megatron.training.hooks.slow import SlowRanksHook
-from megatron.training.hooks.spikes import SpikesHook
 from megatron.worker.beacon import Beacon
 
 if TYPE_CHECKING:

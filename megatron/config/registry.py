@@ -82,8 +82,6 @@ INSIDE: dict[str, dict[str, str]] = {
         "summary": "megatron.training.hooks.summary:SummaryHook",
         "ledger": "megatron.training.hooks.ledger:LedgerHook",
         "guard": "megatron.training.hooks.guard:GuardHook",
-        "spikes": "megatron.training.hooks.spikes:SpikesHook",
-        "hashes": "megatron.training.hooks.hashes:HashesHook",
         "stop": "megatron.training.hooks.stop:StopHook",
         "profile": "megatron.training.hooks.profile:ProfileHook",
         "communication": "megatron.training.hooks.communication:CommunicationHook",
@@ -103,6 +101,10 @@ INSIDE: dict[str, dict[str, str]] = {
     FEATURE: {  # see megatron.config.features.feature
         "multi_token": "megatron.features.multi_token.options:FEATURE",
         "statistics": "megatron.features.statistics.options:FEATURE",
+        "spikes": "megatron.features.spikes.options:FEATURE",
+        "hashes": "megatron.features.integrity.options:HASHES",
+        "audit": "megatron.features.integrity.options:AUDIT",
+        "noise_scale": "megatron.features.noise_scale.options:FEATURE",
     },
     METRIC: {  # see megatron.report.sink
         "jsonl": "megatron.report.jsonl:MetricsFile",

@@ -18,7 +18,6 @@ from .sections.layout import LaunchSection, ParallelSection, PrecisionSection, Z
 from .sections.model import ModelSection
 from .sections.output import CheckpointSection, EvaluationSection, HookSection, LoggingSection, RunSection
 from .sections.recipe import ObjectiveSection, OptimizerSection, ScheduleSection, TrainingSection
-from .sections.spikes import SpikesSection
 from .sections.watch import WatchSection
 
 
@@ -42,7 +41,6 @@ class Config(Section):
     logging: LoggingSection = key(LoggingSection, "What the run tells.")
     launch: LaunchSection = key(LaunchSection, "Where the run's processes start.")
     watch: WatchSection = key(WatchSection, "What is done about ranks that hang or are slow.")
-    spikes: SpikesSection = key(SpikesSection, "What is done about losses and gradients that jump.")
     hooks: list[HookSection] = key(list, "Hooks from packages of yours: import paths, or {type, options}.")
     deepspeed: dict[str, Any] = key(dict, "Raw DeepSpeed options, merged last into what the engine writes.")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .admitted import refuse_strange
+from .features.feature import features_of
 from .foreign_json import read_json
 from .frozen import thaw
 from .problems import ConfigError, UserError
@@ -80,7 +81,9 @@ def on_layout(config: Config) -> dict[str, Any]:
         parallel["context_cut"] = choose_cut(config)[0]  # both read the same tokens
     parallel["pipeline_split"] = type(config.parallel)().pipeline_split
     training.update(sequence_schedule=[], weight_average=None)
-    training.update(audit=None, audit_action="report", hashes=None, hashes_at_rest="due")
+    for keys in (keys for feature in features_of().values() for keys in feature.keys):
+        if keys.section == "training":  # of the student only
+            training.update(keys.fields().model_dump())
     training["activation_checkpointing"] = {}
     return values
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron.config import Config
+from megatron.config.features.feature import wanted_features
 
 
 @dataclass(frozen=True)
@@ -58,5 +59,5 @@ class LeftOut:
 
 def reserve(config: Config) -> int:
     """Batches of training data that the plan has beyond `training.steps`: as many as can be left out."""
-    spikes, rolls_back = config.spikes, "rollback" in (config.spikes.action, config.spikes.non_finite)
-    return LeftOut.given(config).total + (spikes.limit * spikes.leave_out if rolls_back else 0)
+    more = (feature.skipped_batches(config) for feature in wanted_features(config).values())
+    return LeftOut.given(config).total + sum(more)

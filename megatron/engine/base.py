@@ -146,7 +146,7 @@ class BaseEngine:
         set_learning_rate(self.optimizer, lr)
         self.losses = LossAccumulator.zero(self.device)
         self.call_parts("before_step", step, micro_batches)
-        self.undo.begin()  # which asks the gate whether this is a trial
+        self.undo.begin()  # which asks the parts whether this is a trial
 
     def _initialize(self, module: nn.Module, mpu: ModelParallelUnit | None) -> Any:
         import deepspeed

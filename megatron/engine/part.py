@@ -31,7 +31,7 @@ from megatron.data.batch import StepBatch
 if TYPE_CHECKING:
     from .base import BaseEngine
     from .micro_batches import MicroBatch
-    from .spikes import Spike
+    from .spike import Spike
 
 
 @dataclass
@@ -57,6 +57,11 @@ class EnginePart:
     """
 
     points: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def trial(self) -> bool:
+        """Whether the current step is computed without its update."""
+        return False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -14,7 +14,7 @@ from megatron.data.batch import StepBatch
 from megatron.model.embedding_and_head import Reader
 
 if TYPE_CHECKING:
-    from .spikes import Spike
+    from .spike import Spike
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class StepResult:
             this is 0 on all but the last pipeline stage and on tensor parallel ranks above 0.
         grad_norm: norm of the whole gradient before clipping, equal on all ranks; None if it was not computed.
         skipped: the update was left out (overflow of fp16 gradients).
-        spike: what was found wrong with the step's numbers and what was done, equal on all ranks; see `engine.spikes`.
+        spike: what was found wrong with the step's numbers and what was done, equal on all ranks; see `engine.spike`.
         unlabelled: no label of the global batch counts, on any rank: nothing was computed and nothing changed, neither
             weights nor the optimizer's states.
         extras: further numbers for the record, equal on all ranks.

@@ -10,13 +10,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .part import EnginePart
-from .parts import COMPRESSION, GATE
+from .parts import COMPRESSION
 from .state import EngineState
 
 if TYPE_CHECKING:
     from megatron.parallel.transport.compression import CompressedSum
-
-    from .update_gate import StepGate
 
 OPTIMIZER, SCALER = "optimizer", "loss_scaler"
 
@@ -34,15 +32,13 @@ class Undo:
 
     def __init__(self, state: EngineState, parts: Mapping[str, EnginePart]) -> None:
         self._state, self._parts = state, parts
-        gate: Any = parts.get(GATE)
         compression: Any = parts.get(COMPRESSION)
-        self._gate: StepGate | None = gate
         self._feedback: CompressedSum | None = compression and compression.sums
         self._scaler: Mapping[str, Any] | None = None  # before a trial
 
     def begin(self) -> None:
         """A step begins."""
-        trial, scaler = self._gate is not None and self._gate.trial, self._state.loss_scaler()
+        trial, scaler = any(part.trial for part in self._parts.values()), self._state.loss_scaler()
         self._scaler = scaler if trial else None
         if self._feedback is not None:
             self._feedback.begin(keep=trial, scale=scaler.get("cur_scale", 1.0))

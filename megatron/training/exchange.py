@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import Config
-from megatron.config.arithmetic.spikes import exchanges_norm
+from megatron.config.features.feature import wanted_features
 from megatron.engine.arriving import Arriving
 from megatron.engine.protocol import StepResult
 from megatron.parallel.layout.layout import Layout
@@ -97,7 +97,9 @@ class StepReport:
 
 def report_traffic(config: Config, layout: Layout, rank: int, shared: int = 0) -> Messages:
     """What a rank sends for the report of a step, with so many numbers that ranks share beside."""
-    numbers, call = _NORM + exchanges_norm(config, layout) + shared, ("exchange", "")
+    features = wanted_features(config).values()
+    numbers = _NORM + sum(feature.shares(config, layout) for feature in features) + shared
+    call = ("exchange", "")
     found = Messages()
     if layout.world_size > 1:
         group = group_name(range(layout.world_size), layout, layout.coordinates(rank))

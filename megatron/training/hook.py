@@ -19,6 +19,7 @@ from megatron.plan.prediction import Prediction
 from .exchange import StepReport
 
 if TYPE_CHECKING:
+    from .start.resume import StartPoint
     from .trainer import Batches, Trainer
     from .world import World
 
@@ -84,10 +85,12 @@ class RollBack:
     Attributes:
         step: of the spike.
         told: what was seen, in words.
+        find: (config, world, this, skipped batches, log, levels) -> where the run continues.
     """
 
     step: int
     told: str
+    find: Callable[..., StartPoint]
 
 
 class Hook:

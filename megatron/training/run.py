@@ -42,11 +42,9 @@ from megatron.worker.job import read_job
 from megatron.worker.place import StartError, WorkerEnvironment
 
 from .algorithms import chosen_algorithms, memory_of_hosts
-from .attribution import Attribution
 from .hook import HookContext, ValidationSet
 from .hooks import hooks_of
 from .hooks.log import device_name
-from .rollback import roll_back
 from .sampler import sampler
 from .start.resume import StartPoint, contents, find, load, tokens_read
 from .start.resume_check import check_loss, with_proof
@@ -133,7 +131,7 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
             if outcome.back is None:
                 return outcome
             tell(detail=b"going back to a checkpoint")
-            source = roll_back(config, world, outcome.back, source.left_out, log, levels)
+            source = outcome.back.find(config, world, outcome.back, source.left_out, log, levels)
             load(source, world, engine)
     finally:
         for each in (loader, *(which.loader for which in validation)):
@@ -251,7 +249,6 @@ def _train(
             device=world.device,
             beacon=world.beacon,
             wall_time=world.wall_time,
-            attribution=Attribution.of(config, world),
         ).run()
     finally:
         sinks.close()

@@ -6,17 +6,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from megatron.config import Config
-from megatron.config.arithmetic.spikes import meets_early
 from megatron.data.batch import StepBatch
 from megatron.data.plan import SampleSet
-from megatron.engine.part import part_of
-from megatron.engine.parts import GATE
-from megatron.engine.protocol import Engine, StepDropped
+from megatron.engine.protocol import Engine, StepDropped, StepResult
 from megatron.parallel.layout.mesh import Mesh
 from megatron.parallel.messages.account import phase
 from megatron.report.ledger import Ledger
@@ -26,12 +23,11 @@ from megatron.worker.beacon import END, EXCHANGE, HOOKS, SETUP, Beacon
 from .early_stop import Looks
 from .exchange import REQUESTS, Exchange, Meeting, Number, StepReport
 from .hook import Hook, RollBack
-from .replay import Replay
 from .schedule import Schedule
 from .wall_time import WallTime
 
-if TYPE_CHECKING:
-    from .attribution import Attribution
+Look = Callable[[int, int], None]
+RunStep = Callable[[StepBatch, float, Look], StepResult]
 
 
 class Clock:
@@ -115,7 +111,6 @@ class Trainer:
         device: where the engine's numbers are.
         beacon: where this rank tells what it is doing.
         wall_time: the account of this start's time.
-        attribution: finds out whose fault a bad value is, in runs that ask for it.
     """
 
     def __init__(
@@ -133,7 +128,6 @@ class Trainer:
         device: torch.device | str = "cpu",
         beacon: Beacon | None = None,
         wall_time: WallTime | None = None,
-        attribution: Attribution | None = None,
     ) -> None:
         self.beacon = beacon or Beacon()
         self.wall_time = wall_time or WallTime(self.beacon)
@@ -143,7 +137,8 @@ class Trainer:
         self.steps = config.training.steps
         self.start, self.end = start, min(self.steps, config.training.stop_at_step or self.steps)
         self.completed = self.at = start  # updates done; the update that is at work, as messages and metrics number it
-        self.tokens, self.replay = tokens, Replay.of(config, engine, attribution)
+        self.tokens = tokens
+        self._run_step: RunStep = lambda batch, lr, look: self.engine.step(batch, lr, look)
         self.extra_metrics: dict[str, Any] = {}  # what hooks add to the record of this step, if it is written
         self.stop_reason: str | None = None
         self.error: BaseException | None = None
@@ -154,11 +149,6 @@ class Trainer:
         self._begun = self._met_at = self._after = 0.0  # of the step at work; seconds from its exchange to its end
         self._met: Meeting | None = None
         self._share: list[float] = []
-        gate = part_of(engine, GATE)
-        if gate is not None:
-            gate.meet = self._meet_at_the_gate
-            if meets_early(config, mesh.layout):
-                gate.begin_to_meet = self._begin_to_meet
         self._unread: StepReport | None = None
         self._pace: float | None = None  # seconds of the last step whose numbers were read, the same on all ranks
 
@@ -209,14 +199,10 @@ class Trainer:
     def _step(self, step: int, batch: StepBatch) -> StepReport:
         lr = self.schedule.lr(step)
         self.batch, self._begun, self._met = batch, time.monotonic(), None
-        look = Looks(self, step, self._pace)
-        if self.replay is None:
-            result = self.engine.step(batch, lr, look)
-        else:
-            result = self.replay.step(self, step, batch, lr, look)
+        result = self._run_step(batch, lr, Looks(self, step, self._pace))
         if self._met is None:
             self.beacon.at(EXCHANGE)
-            self._meet(result.loss, result.tokens)
+            self.meet(result.loss, result.tokens)
         met = self._met
         assert met is not None  # that was told of in the optimizer's phase or before, or just now
         report = StepReport(step, lr, result, met.sums(), met.shared(self.mesh.layout.world_size))
@@ -232,7 +218,7 @@ class Trainer:
         return report
 
     @phase("exchange")
-    def _meet(self, loss: Number, tokens: Number, *norm: Number, early: bool = False) -> Meeting:
+    def meet(self, loss: Number, tokens: Number, *norm: Number, early: bool = False) -> Meeting:
         """Exchange the numbers of the step: once, before the update where that depends on them, or else after it."""
         self._told, self._met_at = set(self._requests), time.monotonic()
         seconds = self._met_at - self._begun  # what follows takes as long as it did in the step before
@@ -243,11 +229,9 @@ class Trainer:
         )
         return self._met
 
-    def _meet_at_the_gate(self, loss: Number, tokens: Number, norm: Number) -> tuple[float, float]:
-        return self._meet(loss, tokens, norm).loss_and_norm()
-
-    def _begin_to_meet(self, loss: Number, tokens: Number) -> Callable[[], float]:
-        return self._meet(loss, tokens, early=True).mean_loss
+    def wrap_step(self, wrap: Callable[[RunStep], RunStep]) -> None:
+        """Have `wrap(run)` run the steps, where `run` has run them so far. For hooks, when the run starts."""
+        self._run_step = wrap(self._run_step)
 
     def _drop(self, step: int, dropped: StepDropped) -> None:
         left = f"the rest would have taken {dropped.left:.0f} s"

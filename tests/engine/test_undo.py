@@ -14,8 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.engine.parts import GATE
-from megatron.engine.spikes import NORM, SKIP, Spike
+from megatron.engine.spike import NORM, SKIP, Spike
 from tests.training.runs import local_batch, start
 from tests.workers import run
 
@@ -24,7 +23,7 @@ PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, En
 # What a step leaves behind that no later step reads, by the whole path without indices where it is reached.
 WRITTEN_ANEW = {
     r"engine\.(clipping\.norm|losses\.\w+)": "numbers of the step",
-    r".*\.(_gate|parts|self)\.(_prints(\.grad)?|_trial|_size|found\.\w+)": "what the gate found of the step",
+    r".*\.(_gate|parts|self)\.(_prints(\.grad)?|_trial|_size|_prepared|found\.\w+)": "what the gate found of the step",
     r"engine\.undo\._feedback\.(_next|_keep)": "where the step writes what it leaves out, and whether it does",
     r".*\._global_grad_norm": "the norm of the step",
     r"engine\.deepspeed\.(global_samples|global_steps|micro_steps|skipped_steps)": "counts that name files",
@@ -111,11 +110,11 @@ def shown(values: dict[str, Any], ranks: int) -> dict[str, Any]:
     before = dict(walk(engine))
     tensors = [fragment.data.clone() for fragment in engine.state.targets()]
     kept = engine.undo.kept()
-    engine.parts[GATE].prepare(trial=True)
+    engine.parts["spikes"].prepare(trial=True)
     step(1)
     found["trial"] = changed(before, engine)
     with mock.patch.object(
-        engine.parts[GATE].rule, "judge", lambda _, norm: (Spike(NORM, float(norm), 0.0, SKIP), None)
+        engine.parts["spikes"].rule, "judge", lambda _, norm: (Spike(NORM, float(norm), 0.0, SKIP), None)
     ):
         skipped = step(1)
     found["skip"], found["was skipped"] = changed(before, engine), skipped.spike is not None

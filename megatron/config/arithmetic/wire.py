@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from ..features.feature import wanted_features
+
 if TYPE_CHECKING:
     from .. import Config
     from ..sections.layout import ParallelSection
@@ -20,7 +22,8 @@ PIPELINE = "parallel.communication.compress.pipeline"
 def skips_late(config: Config) -> bool:
     """Whether an update may be skipped when the gradients were summed already: what sums leave out is then kept twice,
     as it is before and after the step."""
-    return config.spikes.judges or config.precision.compute == "fp16"
+    features = wanted_features(config).values()
+    return config.precision.compute == "fp16" or any(feature.skips_updates(config) for feature in features)
 
 
 def sends_blocks(parallel: ParallelSection) -> bool:

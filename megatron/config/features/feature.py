@@ -73,6 +73,11 @@ class Feature:
         hook: import path of its `Hook`, which `of(parts)` makes, if it has one.
         hook_before: the hook acts before the first of these, else directly before the state is saved.
         memory: (config, layout, parameters of a rank) -> bytes by name, which a plan adds to the memory of a rank.
+        needs: names of features that a run of such a `Config` then has too.
+        skips_updates: whether its part may skip an update after gradients were summed.
+        skipped_batches: the most batches of training data that it may skip.
+        clips: whether its part clips gradients in place of the global norm.
+        shares: numbers that it adds to the message in which ranks exchange a step's results.
         traffic: the messages of its part in a step of a `Config`, or the reason that no formula exists.
     """
 
@@ -85,6 +90,11 @@ class Feature:
     before: tuple[str, ...] = ()
     hook: str = ""
     hook_before: tuple[str, ...] = ()
+    needs: Callable[[Any], tuple[str, ...]] = lambda config: ()
+    skips_updates: Callable[[Any], bool] = lambda config: False
+    skipped_batches: Callable[[Any], int] = lambda config: 0
+    clips: Callable[[Any], bool] = lambda config: False
+    shares: Callable[[Any, Any], int] = lambda config, layout: 0
     memory: Callable[[Any, Any, Any], Mapping[str, float]] = lambda config, layout, weights: {}
     traffic: Callable[[Any], Iterable[Message] | str] = lambda config: ()
 
@@ -107,9 +117,11 @@ def features_of(extensions: tuple[str, ...] = ()) -> Mapping[str, Feature]:
 
 
 def wanted_features(config: Any) -> dict[str, Feature]:
-    """The features that a run of this `Config` has, by name."""
+    """The features that a run of this `Config` has, by name, with those that they need."""
     features = features_of(tuple(config.model.extensions))
-    return {name: feature for name, feature in features.items() if feature.wanted(config)}
+    wanted = {name for name, feature in features.items() if feature.wanted(config)}
+    wanted |= {name for each in wanted for name in features[each].needs(config)}
+    return {name: feature for name, feature in features.items() if name in wanted}
 
 
 def in_order(inside: Iterable[str], features: Mapping[str, tuple[str, ...]], last: str = "") -> list[str]:

@@ -19,7 +19,7 @@ Rule = Callable[[RuleContext], Iterator[Problem]]
 _NAMES = (
     "names model recurrence parametrization layout sequences stages gpu.async_tensor communication chunks "
     "recipe gpu.cuda_graphs gpu.fused_attention teacher objectives optimizers schedule data span_corruption output "
-    "levels spikes launch deepspeed cost"
+    "levels launch deepspeed cost"
 )
 
 

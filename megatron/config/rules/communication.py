@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..arithmetic.algorithm_table import read_table
-from ..arithmetic.wire import FEEDS_BACK, LEAST_BLOCK, PIPELINE
+from ..arithmetic.wire import LEAST_BLOCK, PIPELINE
 from ..file_access import unreadable
 from ..problems import Problem
 from ..rule_context import RuleContext
@@ -81,28 +81,6 @@ def compressed_gradients_are_ours_to_sum(context: RuleContext) -> Iterator[Probl
             key,
             rule="must go with several data parallel ranks; with one nothing is sent",
             fix="start more ranks, or remove the key",
-        )
-
-
-def feedback_begins_at_each_start(context: RuleContext) -> Iterator[Problem]:
-    """What compressed gradients leave out is in no checkpoint, and so the same step after a restart is another one."""
-    config, key = context.config, "parallel.communication.compress.data"
-    wire = config.parallel.communication.compress.data
-    if wire not in FEEDS_BACK or context.replicas == 1:
-        return
-    if config.spikes.attribute:
-        yield context.problem(
-            key,
-            "spikes.attribute",
-            rule=f"must not be {' or '.join(FEEDS_BACK)} where losses of before and after a restart are compared",
-            fix="use compress.data=bf16, or spikes.attribute=false",
-        )
-    if config.logging.noise_scale is not None:
-        yield context.warning(
-            "logging.noise_scale",
-            key,
-            rule=f"must go with gradients that travel whole: it is made of norms of what is sent, here by {wire}",
-            fix="measure it in a run with compress.data=none, or remove the key",
         )
 
 

@@ -8,7 +8,6 @@ from pathlib import Path as File
 from megatron.extras import EXTRAS, absent
 
 from ..arithmetic import machine
-from ..features.logged import steps_are_logged
 from ..foreign import advice, neox_checkpoint
 from ..problems import Problem
 from ..rule_context import RuleContext
@@ -153,21 +152,6 @@ def profiled_steps_are_run(context: RuleContext) -> Iterator[Problem]:
                 rule=f"must be ranks of the run, 0 to {context.ranks - 1}, and {wrong[0]} is not",
                 fix="name ranks of the run",
             )
-
-
-def noise_is_logged(context: RuleContext) -> Iterator[Problem]:
-    yield from steps_are_logged(context, "logging.noise_scale")
-
-
-def noise_is_told_from_the_gradient(context: RuleContext) -> Iterator[Problem]:
-    config = context.config
-    if config.logging.noise_scale is not None and config.training.global_batch_size < 2:
-        yield context.problem(
-            "logging.noise_scale",
-            "training.global_batch_size",
-            rule="must have at least two samples in a batch, of which it compares a part with the whole",
-            fix="remove it, or use a larger training.global_batch_size",
-        )
 
 
 def map_has_its_source(context: RuleContext) -> Iterator[Problem]:

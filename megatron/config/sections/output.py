@@ -231,13 +231,6 @@ class LoggingSection(Section):
         "counts: an account of every message of each process group, without waiting. times: also how long messages of "
         "logged steps take (docs/communication.md).",
     )
-    noise_scale: int | None = key(
-        None,
-        "Estimate the gradient noise scale every n steps, each at the cost of another forward and backward pass "
-        "(docs/monitoring.md).",
-        unit="steps",
-        gt=0,
-    )
     curve: bool = key(True, "Draw loss.png at the end.")
     predictions: bool = key(
         True,

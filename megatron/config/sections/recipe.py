@@ -11,8 +11,6 @@ from ..section import Derivable, Derived, Section, key
 from .layout import ActivationCheckpointing
 from .rotary import RotaryScaling
 
-AtRest = Literal["off", "due", "always"]
-
 
 def _steps(own: dict[str, Any], at: Any) -> int:
     if own["epochs"] is not None:
@@ -136,28 +134,6 @@ class TrainingSection(Section):
         "step (docs/performance.md).",
     )
     deterministic: bool = key(False, "Use deterministic kernels where torch has them.")
-    audit: int | None = key(
-        None,
-        "Compute every n-th step twice, and say whether losses and gradients agree to the last bit.",
-        unit="steps",
-        gt=0,
-    )
-    audit_action: Literal["report", "restart"] = key(
-        "report",
-        "What follows where the two do not agree: a message, or status 17 and a restart from the newest checkpoint.",
-    )
-    hashes: int | None = key(
-        None,
-        "Every n steps, and before each save, ranks that must hold equal bits compare hashes of them "
-        "(docs/reliability.md).",
-        unit="steps",
-        gt=0,
-    )
-    hashes_at_rest: AtRest = key(
-        "due",
-        "With training.hashes, each rank also hashes its own state after an update and again before the next: what no "
-        "other rank holds, before updates that a comparison follows (due); everything, before all of them (always).",
-    )
     epochs: int | None = key(
         None,
         "Passes over the training data, instead of training.steps (docs/data.md). With the pythia order each repeats "

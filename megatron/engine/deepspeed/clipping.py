@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import Config
-from megatron.config.arithmetic.spikes import ADAGC
+from megatron.config.features.feature import wanted_features
 from megatron.parallel.layers.collectives import all_reduce
 from megatron.parallel.layers.parameters import is_spread, logical_of
 from megatron.parallel.layout.mesh import Mesh
@@ -18,7 +18,8 @@ from .sum_of_squares import sum_of_squares
 
 def global_limit(config: Config) -> float:
     """The largest gradient norm over all tensors; 0 where each tensor has a bound of its own."""
-    return 0.0 if config.spikes.action == ADAGC else config.optimizer.gradient_clipping
+    clipped = any(feature.clips(config) for feature in wanted_features(config).values())
+    return 0.0 if clipped else config.optimizer.gradient_clipping
 
 
 class GlobalClipping:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.config.arithmetic.spikes import has_gate
 from megatron.config.features.feature import in_order, wanted_features
 from megatron.config.kind import LayerKind
 from megatron.config.registry import load
@@ -17,7 +16,7 @@ from ..part import EnginePart
 if TYPE_CHECKING:
     from ..base import BaseEngine
 
-COMPRESSION, HASHES, GATE, TEACHER = "compression", "hashes", "spikes", "teacher"  # names that others ask for
+COMPRESSION, TEACHER = "compression", "teacher"  # names that others ask for
 
 
 @dataclass(frozen=True)
@@ -44,13 +43,6 @@ def _any_kind(engine: BaseEngine, has: Callable[[LayerKind], Callable[..., int]]
 PARTS = (
     # Takes the place of DeepSpeed's sums: before parts that look at summed gradients replace what follows them.
     PartEntry(COMPRESSION, "megatron.engine.parts.compressed_sums:CompressedSums", _compresses),
-    # Hashes masters in `before_update`, which a prevented update does not reach: its place is free.
-    PartEntry(
-        HASHES, "megatron.engine.state_hashes:StateAtRest", lambda engine: engine.config.training.hashes is not None
-    ),
-    # Replaces the optimizer's `step`, so that it comes before DeepSpeed takes the optimizer. In `after_update` it says
-    # whether there was an update, so that it comes before all parts that act only after one.
-    PartEntry(GATE, "megatron.engine.update_gate:StepGate", lambda engine: has_gate(engine.config)),
     # Sets the rotary tables of a step: before a part reads its batch.
     PartEntry(
         "lengths",

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from megatron.config import Config, resolve
 from megatron.config.arithmetic.recurrence import Passes, core_of, passes_of_step
-from megatron.config.arithmetic.spikes import ADAGC
 from megatron.config.arithmetic.wire import between_stages
 from megatron.config.features.feature import wanted_features
 from megatron.config.teacher import on_layout
@@ -156,7 +155,6 @@ def _refuse(config: Config, layout: Layout) -> None:
         "keys of `deepspeed`": bool(config.deepspeed),
         "clipped attention logits": any(kind.clips_logits(options) for _, kind, options in used_kinds(config.model)),
         "stages of sequence length, which have their own sizes": bool(config.training.sequence_schedule),
-        "gradients clipped by tensor (spikes.action: adagc)": config.spikes.action == ADAGC,
         "an objective that reads logits": objective_of(config).reads_logits,
         "a teacher whose rows ranks share": layout.shares_rows and objective_of(config).teacher is not None,
     }

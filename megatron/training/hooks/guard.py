@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from megatron.data.skipped_batches import LeftOut
-from megatron.engine.spikes import STOP
+from megatron.engine.spike import STOP
 from megatron.report.ledger import hash_text
 
 from ..exchange import StepReport

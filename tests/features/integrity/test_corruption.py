@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from megatron.engine.replicas import hash_bits
+from megatron.features.integrity.corruption import StateDifference, differences, guilty
 from megatron.report.ledger import read_ledger
-from megatron.training.corruption import StateDifference, differences, guilty
 from megatron.training.hook import Hook
 from megatron.training.trainer import Trainer
 from megatron.worker.job import CORRUPT, guarded
+from tests.features.spikes.test_spikes import attempt
 from tests.training.test_run import TINY
-from tests.training.test_spikes import attempt
 from tests.workers import run as on_ranks
 
 LAST = 6
@@ -63,7 +63,8 @@ def test_a_flipped_bit_is_found_and_its_rank_named(layout: str, tmp_path: Path) 
     options = (*options, "training.hashes=3", "checkpoint.every=4", "evaluation.every=null", f"training.steps={LAST}")
     said = on_ranks(ranks, attempt, str(tmp_path), str(ranks), *options, f"run.dir={tmp_path}/sound")
     assert said == ["finished"] * ranks, "a false alarm"
-    flip = f"hooks=[{{type: 'tests.training.test_corruption:Flip', options: {{rank: {rank}, state: {state}}}}}]"
+    chosen = f"{{rank: {rank}, state: {state}}}"
+    flip = f"hooks=[{{type: 'tests.features.integrity.test_corruption:Flip', options: {chosen}}}]"
     # A weight flips just before a save, which is where that is found; all else is found at the next comparison.
     done, good = (4, 3) if state == "weight" else (LAST, 4)
     said = on_ranks(ranks, attempt, str(tmp_path), str(ranks), *options, flip)
@@ -116,7 +117,7 @@ def test_who_is_named() -> None:
 
 
 def test_an_exit_status_of_its_own(capsys: pytest.CaptureFixture) -> None:
-    from megatron.training.corruption import Corruption
+    from megatron.features.integrity.corruption import Corruption
 
     def fail() -> None:
         raise Corruption("rank 3 holds other bits", 5)

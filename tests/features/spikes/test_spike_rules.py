@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.config.sections.spikes import SpikesSection
-from megatron.engine.spikes import LOSS, NORM, RunningWindow, Spike, SpikeRule
+from megatron.engine.spike import LOSS, NORM, Spike
+from megatron.features.spikes.options import SpikesSection
+from megatron.features.spikes.rule import RunningWindow, SpikeRule
 
 
 def draw(count: int, seed: int = 0) -> list[float]:

@@ -20,16 +20,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.config.arithmetic.spikes import ADAGC
+from megatron.engine.part import EnginePart, Update
+from megatron.engine.replicas import hash_bits
+from megatron.engine.spike import CLIP, NORM, Spike
 from megatron.parallel.messages.account import phase
 
-from .part import EnginePart, Update
-from .replicas import hash_bits
-from .spikes import CLIP, NORM, Spike, SpikeRule
+from .options import ADAGC, spikes_of
+from .rule import SpikeRule
 
 if TYPE_CHECKING:
+    from megatron.engine.base import BaseEngine
+
     from .adagc import AdaGC
-    from .base import BaseEngine
 
 Number = Tensor | float
 Meet = Callable[[Number, Number, Number], tuple[float, float]]
@@ -84,7 +86,7 @@ class StepGate(EnginePart):
         self._size = 0.0  # the gradient norm, as all ranks know it
         self._decided = True
         self._factor: float | None = None
-        self._trial = self._next = False
+        self._trial = self._next = self._prepared = False
         self._prints: list[Tensor] | None = None
         self._reduced = False  # whether prints are taken as soon as gradients were reduced
         self._own: OwnGradients | None = None
@@ -93,7 +95,8 @@ class StepGate(EnginePart):
         """Take the place of the optimizer's `step`. At ZeRO 0 our clipping then runs here: the gate needs the gradients
         from before it, and the norm that it computes."""
         config, self._engine = engine.config, engine
-        self.rule, self._judges = SpikeRule(config.spikes), config.spikes.judges
+        self._options = spikes_of(config)
+        self.rule, self._judges = SpikeRule(self._options), self._options.judges
         self._config, self._mesh, self._device = config, engine.mesh, engine.device
         self._clipping, engine.clips = engine.clipping, False
         optimizer = engine.optimizer
@@ -123,11 +126,11 @@ class StepGate(EnginePart):
     def attach(self, engine: BaseEngine) -> None:
         """Take prints of ZeRO's gradients before they are clipped: by a norm that is of all ranks, one wrong bit
         changes them all."""
-        if self._config.spikes.action == ADAGC:
+        if self._options.action == ADAGC:
             from .adagc import AdaGC
 
             limit = self._config.optimizer.gradient_clipping
-            self.adagc = AdaGC(self._config.spikes.adagc, limit, engine.state, self._mesh, self._device)
+            self.adagc = AdaGC(self._options.adagc, limit, engine.state, self._mesh, self._device)
         zero = engine.deepspeed.optimizer
         clip: Any = zero.unscale_and_clip_grads if hasattr(zero, "averaged_gradients") else None  # ZeRO 1 to 3
         shares: Any = getattr(zero, "fp32_groups_gradient_flat_partition", None)
@@ -148,13 +151,14 @@ class StepGate(EnginePart):
         elif shares is not None:  # the bf16 optimizer's
             update, zero.step = zero.step, step
 
-    def prepare(self, *, trial: bool, own: Sequence[nn.Parameter] = ()) -> None:
-        """Of the next step, keep a hash of the gradients; and with `trial` leave its update out, whatever they are.
+    def prepare(self, *, trial: bool, own: Sequence[nn.Parameter] = (), hashes: bool = True) -> None:
+        """Keep a hash of the gradients of the next step, and with `trial` skip its update, whatever they are.
 
         Args:
-            own: of the gradients of these parameters too, as this rank computes them.
+            own: parameters whose gradients are hashed too, as this rank computes them.
+            hashes: False keeps none.
         """
-        self._next, self._prints = trial, []
+        self._prepared, self._next, self._prints = True, trial, [] if hashes else None
         self._own = OwnGradients(own, self._device) if own else None
 
     def own_gradients(self) -> int:
@@ -172,6 +176,11 @@ class StepGate(EnginePart):
         return total % 2**64
 
     @property
+    def prepared(self) -> bool:
+        """Whether `prepare` was called for the next step."""
+        return self._prepared
+
+    @property
     def trial(self) -> bool:
         """Whether the current step is computed without its update, whatever it is."""
         return self._trial
@@ -183,7 +192,7 @@ class StepGate(EnginePart):
 
     def before_step(self, step: int, micro_batches: int) -> None:
         self.found, self._decided, self._factor, self._mean = None, False, None, None
-        self._trial, self._next = self._next, False
+        self._trial, self._next, self._prepared = self._next, False, False
         if self.adagc is not None:
             self.adagc.begin()
 
@@ -194,7 +203,7 @@ class StepGate(EnginePart):
     def after_update(self, update: Update) -> Mapping[str, Any]:
         """Without an overflow of fp16, DeepSpeed skips updates for one reason only."""
         if not update.applied and not self._decided and not self._trial and self._config.precision.compute != "fp16":
-            self.found = Spike(NORM, float("inf"), None, self._config.spikes.non_finite)
+            self.found = Spike(NORM, float("inf"), None, self._options.non_finite)
         self._decided = True
         update.applied, update.spike = update.applied and self.applies, self.found
         if self.adagc is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from megatron.worker.job import CORRUPT
 
 if TYPE_CHECKING:
-    from .trainer import Trainer
+    from megatron.training.trainer import Trainer
 
 Piece = tuple[int, int]  # what stands for its name, and its hash
 SHOWN = 3  # names of tensors in a message

@@ -10,7 +10,7 @@ import torch
 from megatron.report.ledger import read_ledger
 from megatron.training.hook import Hook
 from megatron.training.trainer import Trainer
-from tests.training.test_spikes import BAD, STEPS, losses, same, train, write
+from tests.features.spikes.test_spikes import BAD, STEPS, losses, same, train, write
 
 LAYOUTS = {
     "one": (1, ()),
@@ -52,7 +52,7 @@ def _is_head(module: torch.nn.Module) -> bool:
 
 def fault(size: float, once: bool) -> str:
     options = f"{{size: {size}, once: {str(once).lower()}}}"
-    return f"hooks=[{{type: 'tests.training.test_replay:Fault', options: {options}}}]"
+    return f"hooks=[{{type: 'tests.features.spikes.test_replay:Fault', options: {options}}}]"
 
 
 def events(folder: Path, name: str, event: str) -> list[dict]:

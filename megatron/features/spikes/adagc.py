@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.config.sections.spikes import AdaGCSection
+from megatron.engine.state import EngineState, Owned
 from megatron.parallel.layers.collectives import all_reduce
 from megatron.parallel.layout.mesh import Mesh, stage_axis
 
-from .state import EngineState, Owned
+from .options import AdaGCSection
 
 
 class AdaGC:

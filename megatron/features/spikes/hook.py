@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron.engine.part import part_of
-from megatron.engine.parts import GATE
-from megatron.engine.spikes import CLIP, REPORT, ROLLBACK, SKIP, Spike, SpikeRule
-from megatron.engine.update_gate import StepGate
+from megatron.engine.spike import CLIP, REPORT, ROLLBACK, SKIP, Spike
 from megatron.report.ledger import hash_text
+from megatron.training.exchange import Number, StepReport
+from megatron.training.hook import Hook, HookContext, RollBack
 
-from ..exchange import StepReport
-from ..hook import Hook, HookContext, RollBack
+from .attribution import Attribution
+from .gate import StepGate
+from .options import NAME, meets_early, spikes_of
+from .replay import Confirmation
+from .rollback import roll_back
 
 if TYPE_CHECKING:
-    from ..trainer import Trainer
+    from megatron.training.trainer import Trainer
 
 _DONE = {
     REPORT: "it was applied as ever",
@@ -37,22 +40,35 @@ class TooManySpikes(RuntimeError):
 
 
 class SpikesHook(Hook):
-    """The engine has decided (`megatron.engine.update_gate`); here the ledger and the person who watches hear of it.
+    """Gives the gate the trainer's message, repeats steps, and reports what the gate has decided.
 
     Args:
-        rule: the engine's, which remembers in checkpoints when updates were left out.
+        gate: of the engine. Its rule keeps in checkpoints when updates were skipped.
+        attribution: finds out whose fault a bad value is, in runs that ask for it.
 
     Raises:
         TooManySpikes: on every rank.
     """
 
-    def __init__(self, rule: SpikeRule) -> None:
-        self._rule = rule
+    def __init__(self, gate: StepGate, attribution: Attribution | None = None) -> None:
+        self._gate, self._rule, self._attribution = gate, gate.rule, attribution
 
     @classmethod
     def of(cls, parts: HookContext) -> SpikesHook | None:
-        gate: StepGate | None = part_of(parts.engine, GATE)
-        return None if gate is None else cls(gate.rule)
+        gate: StepGate | None = part_of(parts.engine, NAME)
+        if gate is None:
+            return None
+        return cls(gate, Attribution.of(parts.config, parts.world) if parts.world is not None else None)
+
+    def on_start(self, trainer: Trainer) -> None:
+        def meet(loss: Number, tokens: Number, norm: Number) -> tuple[float, float]:
+            return trainer.meet(loss, tokens, norm).loss_and_norm()
+
+        self._gate.meet = meet
+        if meets_early(trainer.config, trainer.mesh.layout):
+            self._gate.begin_to_meet = lambda *own: trainer.meet(*own, early=True).mean_loss
+        if spikes_of(trainer.config).confirm or self._attribution is not None:
+            trainer.wrap_step(lambda run: Confirmation(trainer, self._gate, run, self._attribution).step)
 
     def on_numbers(self, trainer: Trainer, report: StepReport) -> None:
         spike = report.result.spike
@@ -72,10 +88,10 @@ class SpikesHook(Hook):
         if spike.action == SKIP:
             self._count(trainer, report.step, told)
         elif spike.action == ROLLBACK:
-            trainer.go_back(RollBack(report.step, told))
+            trainer.go_back(RollBack(report.step, told, roll_back))
 
     def _count(self, trainer: Trainer, step: int, told: str) -> None:
-        options, rule = trainer.config.spikes, self._rule
+        options, rule = spikes_of(trainer.config), self._rule
         rule.acted = [each for each in rule.acted if each > step - options.within] + [step]
         if len(rule.acted) > options.limit:
             raise TooManySpikes(

@@ -18,12 +18,13 @@ from typing import Any
 
 from megatron.checkpoint.format.communicator import Communicator
 from megatron.config import Config
-from megatron.engine.spikes import Spike
+from megatron.engine.spike import Spike
 from megatron.report.ledger import read_ledger
+from megatron.training.trainer import Trainer
+from megatron.training.world import World
 from megatron.worker.job import CORRUPT, RERUN
 
-from .trainer import Trainer
-from .world import World
+from .options import spikes_of
 
 SUSPECT, ATTRIBUTION = "suspect", "attribution"  # entries of the ledger
 TRANSIENT, HOST, DATA, UNCLEAR = "transient", "host", "data", "unclear"
@@ -76,7 +77,7 @@ class Attribution:
     @classmethod
     def of(cls, config: Config, world: World) -> Attribution | None:
         """For a run that asks for it."""
-        if not config.spikes.attribute:
+        if not spikes_of(config).attribute:
             return None
         file = Path(config.run.dir) / "ledger.jsonl"
         found = pending(read_ledger(file)) if world.is_main and file.exists() else None

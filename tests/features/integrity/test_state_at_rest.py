@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from megatron.engine.replicas import Piece
-from megatron.engine.state_hashes import StateAtRest
+from megatron.features.integrity.part import StateAtRest
 from megatron.report.ledger import read_ledger
 from megatron.training.hook import Hook
 from megatron.training.trainer import Trainer
 from megatron.trials.inject import corrupt_gradient, flip, held
+from tests.features.spikes.test_spikes import BAD, attempt
 from tests.training.test_run import TINY
-from tests.training.test_spikes import BAD, attempt
 from tests.workers import run as on_ranks
 
 LAYOUTS = {  # ranks, overrides
@@ -92,7 +92,7 @@ def _in_shares(zero: object) -> None:
 
 def flips(name: str, **options: object) -> str:
     said = ", ".join(f"{key}: {str(value).lower()}" for key, value in options.items())
-    return f"hooks=[{{type: 'tests.training.test_state_at_rest:{name}', options: {{{said}}}}}]"
+    return f"hooks=[{{type: 'tests.features.integrity.test_state_at_rest:{name}', options: {{{said}}}}}]"
 
 
 def corruption(folder: Path) -> dict:
@@ -142,7 +142,10 @@ SOUND = {
     "eight bits": (2, ("optimizer.type=adamw_8bit", "zero.stage=0")),
     "audits": (2, ("training.audit=2", "training.audit_action=restart", "zero.stage=2", "precision=bf16")),
     "average": (2, ("training.weight_average=0.9", "zero.stage=3")),
-    "skipped updates": (2, ("zero.stage=3", "spikes.non_finite=skip", "hooks=['tests.training.test_spikes:Nan']")),
+    "skipped updates": (
+        2,
+        ("zero.stage=3", "spikes.non_finite=skip", "hooks=['tests.features.spikes.test_spikes:Nan']"),
+    ),
 }
 
 

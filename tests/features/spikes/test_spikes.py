@@ -179,7 +179,7 @@ class Norms(Hook):
 
 def job_at_the_gate(*arguments) -> list[dict]:
     """The ranks meet where they decide, and go by the norm of the first."""
-    with mock.patch("megatron.training.trainer.meets_early", lambda *_: False):
+    with mock.patch("megatron.features.spikes.hook.meets_early", lambda *_: False):
         return job(*arguments)
 
 
@@ -202,7 +202,7 @@ def test_numbers_sent_before_the_gradients_decide_as_those_at_the_gate(
     ranks, options = ALIKE[layout]
     path, lines = write(tmp_path, list(range(STEPS))), {}
     (tmp_path / "tiny.yml").write_text(YAML)
-    hook = f"hooks=[{{type: 'tests.training.test_spikes:Norms', options: {{folder: '{tmp_path}'}}}}]"
+    hook = f"hooks=[{{type: 'tests.features.spikes.test_spikes:Norms', options: {{folder: '{tmp_path}'}}}}]"
     options = (f"data.train={path}", *options, f"spikes.action={action}", "spikes.clip.warmup=5", hook)
     for name, what in (("early", job), ("gate", job_at_the_gate)):
         own = on_ranks(ranks, what, str(tmp_path), ranks, f"run.dir={tmp_path}/{name}", *options)[0]
@@ -251,7 +251,7 @@ def test_gradients_that_are_no_numbers(layout: str, tmp_path: Path) -> None:
     """DeepSpeed leaves such an update out by itself under ZeRO; here that is no overflow of fp16, and is not silent."""
     ranks, options = NAN[layout]
     path = write(tmp_path, list(range(STEPS)), bad=())
-    options = (*options, "hooks=['tests.training.test_spikes:Nan']")
+    options = (*options, "hooks=['tests.features.spikes.test_spikes:Nan']")
     found = train(tmp_path, "run", path, *options, "spikes.non_finite=skip", ranks=ranks)
     clean = write(tmp_path, [each for each in range(STEPS) if each != BAD], bad=())
     expected = train(tmp_path, "clean", clean, *options[:-1], f"training.steps={STEPS - 1}", ranks=ranks)
@@ -286,7 +286,7 @@ def test_back_from_gradients_that_are_no_numbers(layout: str, tmp_path: Path) ->
     ranks, options = NAN[layout]
     for rank in range(ranks):
         (tmp_path / str(rank)).touch()
-    hook = {"type": "tests.training.test_spikes:NanOnce", "options": {"folder": str(tmp_path)}}
+    hook = {"type": "tests.features.spikes.test_spikes:NanOnce", "options": {"folder": str(tmp_path)}}
     path = write(tmp_path, list(range(30)), bad=())
     found = train(
         tmp_path, "run", path, *options, f"hooks={json.dumps([hook])}", "spikes.non_finite=rollback", ranks=ranks

@@ -11,41 +11,13 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.arithmetic.spikes import ADAGC
-from megatron.config.sections.spikes import SpikeClipSection, SpikesSection
+from megatron.engine.spike import CLIP, LOSS, NORM, Spike
 
-LOSS, NORM = "loss", "gradient norm"
-REPORT, SKIP, CLIP, ROLLBACK, STOP = "report", "skip", "clip", "rollback", "stop"
+from .options import ADAGC, SpikeClipSection, SpikesSection
+
 _UNIT, _LARGEST = 2.0**-200, 2.0**300  # every fp32 number is so many units; squares of the largest are still floats
-
-
-@dataclass(frozen=True)
-class Spike:
-    """What was found, and what is done.
-
-    Attributes:
-        name: LOSS or NORM.
-        value: of the step.
-        limit: what it should not have exceeded; None where the value is no number.
-        action: one of the words above. All but `report` and `clip` leave the update out.
-    """
-
-    name: str
-    value: float
-    limit: float | None
-    action: str
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.value)
-
-    @property
-    def leaves_out(self) -> bool:
-        """Whether the update is not applied."""
-        return self.action in (SKIP, ROLLBACK, STOP)
 
 
 class RunningWindow:

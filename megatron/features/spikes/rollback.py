@@ -10,10 +10,11 @@ from megatron.checkpoint.save.store import Store
 from megatron.config import Config
 from megatron.data.skipped_batches import LeftOut
 from megatron.report.ledger import Ledger
+from megatron.training.hook import RollBack
+from megatron.training.start.resume import StartPoint
+from megatron.training.world import World
 
-from .hook import RollBack
-from .start.resume import StartPoint
-from .world import World
+from .options import spikes_of
 
 
 class CannotRollBack(RuntimeError):
@@ -47,7 +48,7 @@ def roll_back(
     Raises:
         CannotRollBack: no checkpoint is old enough to be of before the spike, or `spikes.limit` is reached.
     """
-    options, done = config.spikes, len(left_out.pairs) - len(config.data.left_out)
+    options, done = spikes_of(config), len(left_out.pairs) - len(config.data.left_out)
     if done >= options.limit:
         raise CannotRollBack(
             f"{back.told}, and the run has gone back {done} times already (spikes.limit). Look at the data and at "

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.format.fragment import AVERAGE
-
-from .part import EnginePart
-from .replicas import Piece, PieceHashes, hash_bits
+from megatron.engine.part import EnginePart
+from megatron.engine.replicas import Piece, PieceHashes, hash_bits
 
 if TYPE_CHECKING:
-    from .base import BaseEngine
+    from megatron.engine.base import BaseEngine
 
 
 class StateAtRest(EnginePart):

@@ -11,15 +11,16 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint.format.communicator import Communicator
-from megatron.config.sections.recipe import AtRest
 from megatron.engine.part import part_of
-from megatron.engine.parts import HASHES
-from megatron.engine.state_hashes import StateAtRest
+from megatron.training.exchange import StepReport
+from megatron.training.hook import Hook, HookContext
+from megatron.training.trainer import Trainer
 
-from ..corruption import ADVICE, SHOWN, Suspects, differences, guilty
-from ..exchange import StepReport
-from ..hook import Hook, HookContext
-from ..trainer import Trainer
+from .corruption import ADVICE, SHOWN, Suspects, differences, guilty
+from .options import HASHES_KEYS, AtRest
+from .part import StateAtRest
+
+HASHES = "hashes"  # the engine's part
 
 REST = 0  # in the place of a piece's code: how many pieces a rank has found changed at rest
 
@@ -50,12 +51,13 @@ class HashesHook(Hook):
 
     @classmethod
     def of(cls, parts: HookContext) -> HashesHook | None:
-        every, world, engine = parts.config.training.hashes, parts.world, parts.engine
+        keys, world, engine = HASHES_KEYS.of(parts.config), parts.world, parts.engine
+        every = keys.hashes
         if every is None or world is None:
             return None
         rest: StateAtRest = part_of(engine, HASHES)
         hosts = world.communicator.gather(socket.gethostname())
-        return cls(every, parts.config.training.hashes_at_rest, rest, world.communicator, hosts)
+        return cls(every, keys.hashes_at_rest, rest, world.communicator, hosts)
 
     def on_start(self, trainer: Trainer) -> None:
         self._rest.forget()

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.training.attribution import Elsewhere, pending
-from tests.training.test_replay import events
+from megatron.features.spikes.attribution import Elsewhere, pending
+from tests.features.spikes.test_replay import events
+from tests.features.spikes.test_spikes import STEPS, YAML, losses, same, write
 from tests.training.test_run import job
-from tests.training.test_spikes import STEPS, YAML, losses, same, write
 
 BAD = 8
 HOME, AWAY = ("node1/0", "node2/0"), ("node2/0", "node1/0")  # of ranks 0 and 1, and where a restart puts them

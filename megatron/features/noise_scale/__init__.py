@@ -1,0 +1,1 @@
+"""The gradient noise scale, from the gradients of two batch sizes."""

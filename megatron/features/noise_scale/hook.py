@@ -1,0 +1,69 @@
+"""Computes a step of a part of the batch before the step itself, and compares the gradients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron.data.batch import StepBatch
+from megatron.engine.part import part_of
+from megatron.engine.protocol import StepResult
+from megatron.features.spikes.gate import StepGate
+from megatron.features.spikes.options import NAME
+from megatron.training.hook import Hook, HookContext
+
+from .estimate import label_weights, noise_scale, small_batch
+from .options import LOGGING
+
+if TYPE_CHECKING:
+    from megatron.training.trainer import Look, RunStep, Trainer
+
+
+class NoiseScaleHook(Hook):
+    """Adds `noise_scale` to the record of every n-th step.
+
+    Args:
+        every: n.
+        gate: of the engine, which computes steps without their update.
+    """
+
+    def __init__(self, every: int, gate: StepGate) -> None:
+        self._every, self._gate = every, gate
+
+    @classmethod
+    def of(cls, parts: HookContext) -> NoiseScaleHook | None:
+        every, gate = LOGGING.of(parts.config).noise_scale, part_of(parts.engine, NAME)
+        return None if every is None or gate is None else cls(every, gate)
+
+    def on_start(self, trainer: Trainer) -> None:
+        def wrap(run: RunStep) -> RunStep:
+            def step(batch: StepBatch, lr: float, look: Look) -> StepResult:
+                if trainer.at % self._every:
+                    return run(batch, lr, look)
+                training = trainer.config.training
+                pieces = (
+                    training.sequence_length // batch.labels.shape[-1]
+                )  # of each sample, in a stage of shorter ones
+                part = small_batch(batch, training.global_batch_size * pieces)
+                self._gate.prepare(trial=True, hashes=False)
+                small = trainer.engine.step(part, lr, None)
+                result = run(batch, lr, look)
+                _compare(trainer, part, small, batch, result)
+                return result
+
+            return step
+
+        trainer.wrap_step(wrap)
+
+
+def _compare(trainer: Trainer, part: StepBatch, small: StepResult, batch: StepBatch, large: StepResult) -> None:
+    """Put the noise scale into the record: the gradient of the batch and that of a part."""
+    at = trainer.mesh.at
+    counts = at.tensor == at.context == at.pipeline == 0  # its batch, which other ranks have too
+    own = [*label_weights(part), *label_weights(batch)] if counts else [0.0] * 4
+    b, b_squares, B, B_squares = trainer.exchange.sum(own).tolist()
+    if small.grad_norm is None or large.grad_norm is None or small.skipped or large.skipped or not b:
+        return
+    b, B = b**2 / b_squares, B**2 / B_squares
+    if not b < B:
+        return
+    trainer.extra_metrics["noise_scale"] = noise_scale(float(small.grad_norm), b, float(large.grad_norm), B)

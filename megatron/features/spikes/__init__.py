@@ -1,0 +1,1 @@
+"""Losses and gradients that jump: updates that are skipped, clipped, repeated or rolled back."""

@@ -1,0 +1,158 @@
+"""Steps that are computed again, to see whether the machine repeats itself.
+
+The first time the update is skipped, so that the second one begins from the same weights, with the same batch and the
+same draws. Where two results differ in a bit, hardware has failed for a moment, or a kernel does not repeat itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron.data.batch import StepBatch
+from megatron.engine.protocol import StepResult
+
+from .gate import StepGate
+
+if TYPE_CHECKING:
+    from megatron.training.trainer import Look, RunStep, Trainer
+
+    from .attribution import Attribution
+
+SHOWN = 8  # ranks in a message
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a step was on this rank: the sum of its labels' losses, and hashes of the gradients that it has computed,
+    before they were summed, and of those that its optimizer was given.
+
+    The first two nobody else's numbers have gone into, but for ranks that compute a sample together."""
+
+    loss: float
+    own: int
+    gradients: int
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """Ranks whose fingerprints of two computations of a step are not the same, by part."""
+
+    losses: list[int]
+    own: list[int]
+    gradients: list[int]
+
+    def __bool__(self) -> bool:
+        return bool(self.losses or self.own or self.gradients)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those at fault, or some that one of them has misled: the others have only heard of it."""
+        return self.losses or self.own or self.gradients
+
+    @property
+    def text(self) -> str:
+        if self.losses:
+            return f"{text_of(self.losses)} computed another loss"
+        if self.own:
+            return f"{text_of(self.own)} computed other gradients"
+        return f"{text_of(self.gradients)} got other gradients"
+
+
+class Replay:
+    """Computes steps with a hash of their gradients.
+
+    Args:
+        engine: has the gate.
+    """
+
+    def __init__(self, engine: Any, gate: StepGate) -> None:
+        self._engine, self._gate = engine, gate
+
+    def run(
+        self, batch: StepBatch, lr: float, look: Look | None = None, trial: bool = False, own: bool = False
+    ) -> StepResult:
+        """A step of the engine."""
+        self.prepare(trial, own)
+        return self._engine.step(batch, lr, look)
+
+    def prepare(self, trial: bool = False, own: bool = False) -> None:
+        """Have the next step hashed; with `own` also the gradients that this rank computes."""
+        self._gate.prepare(trial=trial, own=self._engine.state.parameters if own else ())
+
+    def fingerprint(self) -> Fingerprint:
+        """Of the last step."""
+        return Fingerprint(float(self._engine.losses.loss), self._gate.own_gradients(), self._gate.gradients())
+
+    def different(self, trainer: Trainer, first: Fingerprint) -> Disagreement:
+        """Ranks whose fingerprint differs from what it was."""
+        now, ranks, own = self.fingerprint(), trainer.mesh.layout.world_size, trainer.mesh.rank
+        flags = [0.0] * (3 * ranks)
+        # A nan is equal to itself here.
+        flags[own] = float(repr(now.loss) != repr(first.loss))
+        flags[ranks + own] = float(now.own != first.own)
+        flags[2 * ranks + own] = float(now.gradients != first.gradients)
+        found = trainer.exchange.sum(list(flags)).tolist()
+        return Disagreement(*([r for r in range(ranks) if found[part * ranks + r]] for part in range(3)))
+
+
+class Confirmation:
+    """Computes the step of a spike again.
+
+    Args:
+        run: runs a step.
+        attribution: finds out whose fault a value is that stays.
+    """
+
+    def __init__(self, trainer: Trainer, gate: StepGate, run: RunStep, attribution: Attribution | None) -> None:
+        self._trainer, self._gate, self._next, self._attribution = trainer, gate, run, attribution
+        self._engine: Any = trainer.engine
+        self._replay = Replay(self._engine, gate)
+
+    def step(self, batch: StepBatch, lr: float, look: Look) -> StepResult:
+        """As the engine's `step`. All ranks call it."""
+        step, before, audited = self._trainer.at, self._gate.rule.state(), self._gate.prepared
+        if not audited:  # an audit repeats the step itself
+            self._replay.prepare()
+        result = self._next(batch, lr, look)
+        if not audited and result.spike is not None and result.spike.leaves_out:
+            result = self._again(step, batch, lr, before, result)
+        good = result.spike is None or not result.spike.leaves_out
+        if good and self._attribution is not None and self._attribution.expects(step):
+            self._attribution.passes(self._trainer, step, self._loss())
+        return result
+
+    def _loss(self) -> float:
+        """This rank's own sum."""
+        return float(self._engine.losses.loss)
+
+    def _again(self, step: int, batch: StepBatch, lr: float, before: dict[str, Any], first: StepResult) -> StepResult:
+        """The step of a spike once more: what it says now counts."""
+        trainer, was = self._trainer, self._replay.fingerprint()
+        self._gate.rule.restore(before)
+        result = self._replay.run(batch, lr)
+        found = self._replay.different(trainer, was)
+        losses, gradients = found.losses, found.gradients
+        if result.spike is None:
+            cause = "transient: it was not there again, and the update is applied"
+        elif losses or gradients:
+            cause = "transient, but it was there again with other numbers"
+        else:
+            of = "of the data, the model or the place" if self._attribution else "of the data or the model"
+            cause = f"{of}: it is the same to the last bit"
+        assert first.spike is not None
+        stays = result.spike is not None and not (losses or gradients)
+        trainer.record(
+            "replay", step=step, name=first.spike.name, repeated=result.spike is not None, losses=losses,
+            gradients=gradients,
+        )  # fmt: skip
+        where = f" ({text_of(losses)} had another loss)" if losses else ""
+        trainer.log(f"step {step}: the {first.spike.name} of {first.spike.value:.4g} is {cause}{where}")
+        if stays and self._attribution is not None:
+            self._attribution.stays(trainer, step, first.spike, self._loss())
+        return result
+
+
+def text_of(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:SHOWN])) + (" and others" if len(ranks) > SHOWN else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
