@@ -80,7 +80,9 @@ gpu-host: dev
 package: dev
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -m '' tests/test_package.py
 
-site: dev
+# The package and what renders pages, without the packages of the tests.
+site: venv
+	@requirements/install docs $(VENV)
 	$(RUN) -m sphinx -c docs --fail-on-warning --keep-going --quiet --jobs auto . build/site
 
 lint: dev

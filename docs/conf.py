@@ -19,7 +19,15 @@ author = copyright = "The deepy authors"
 version = release = __version__
 
 root_doc = "docs/index"
-include_patterns = ["docs/*.md", "docs/*.ipynb", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md"]
+include_patterns = [
+    "docs/*.md",
+    "docs/configuration/*.md",
+    "docs/*.ipynb",
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "CODE_OF_CONDUCT.md",
+]
 source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
 
@@ -39,3 +47,14 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_theme_options = {"navigation_with_keys": True}
 html_show_sphinx = False
+
+
+def _front_page(app, error) -> None:
+    """Have the site's address lead to the first page."""
+    if error is None:
+        link = '<meta http-equiv="refresh" content="0; url=docs/index.html"><a href="docs/index.html">deepy</a>'
+        Path(app.outdir, "index.html").write_text(f"<!doctype html>{link}", encoding="utf-8")
+
+
+def setup(app) -> None:
+    app.connect("build-finished", _front_page)

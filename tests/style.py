@@ -171,14 +171,16 @@ def _comments(source: str) -> Iterator[tuple[int, str]]:
 def pages() -> list[Path]:
     """The documentation, except the page of rules, which quotes the words that it replaces."""
     root = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-    return [*root, *(page for page in sorted(ROOT.glob("docs/*.md")) if page.name != "style.md")]
+    docs = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("docs/configuration/*.md")])
+    return [*root, *(page for page in docs if page.name != "style.md")]
 
 
 def measure() -> dict[str, Area]:
     """Every area of this project."""
     areas: dict[str, Area] = defaultdict(Area)
     for page in pages():
-        markdown(areas[str(page.relative_to(ROOT))], page)
+        name = str(page.relative_to(ROOT))
+        markdown(areas["docs/configuration.md" if name.startswith("docs/configuration/") else name], page)
     for name in ("megatron", "bench", "tools"):
         for path in sorted((ROOT / name).rglob("*.py")):
             python(areas, name, path)

@@ -43,7 +43,7 @@ def test_prose_has_lines_of_at_most_120_characters(page):
 
 
 def test_the_page_of_common_keys_names_keys():
-    reference = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    reference = "".join(page.read_text(encoding="utf-8") for page in ROOT.glob("docs/configuration/*.md"))
     keys = re.findall(r"^\| (`[\w.]+`) \|", (ROOT / "docs/keys.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert len(keys) == 40
     assert not [key for key in keys if f"\n| {key} |" not in reference]

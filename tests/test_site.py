@@ -52,7 +52,8 @@ def test_reference_pages_hold_what_the_code_says(site):
     for name in ("megatron.api.resolve", "megatron.api.train", "megatron.api.analysis.OpenModel.forward"):
         assert f'id="{name}"' in api
     assert "train-tokenizer" in (site / "docs" / "commands.html").read_text()
-    assert "optimizer.lr" in (site / "docs" / "configuration.html").read_text()
+    assert "optimizer.lr" in (site / "docs" / "configuration" / "training.html").read_text()
+    assert "docs/index.html" in (site / "index.html").read_text()
     assert "mamba" in (site / "searchindex.js").read_text()  # the search needs no server
     assert 'src="data:' in (site / "docs" / "notebook.html").read_text() or "png" in json.dumps(NOTEBOOK.read_text())
 

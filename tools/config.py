@@ -340,9 +340,10 @@ def diff(options: argparse.Namespace) -> None:
 
 def docs(options: argparse.Namespace) -> None:
     """Write the generated documentation, or with --check see that it is up to date."""
-    from megatron.config.show.reference import editor_schema, markdown
+    from megatron.config.show.reference import editor_schema, pages
 
-    wanted = {ROOT / "docs" / "configuration.md": markdown(), ROOT / "docs" / "config.schema.json": editor_schema()}
+    wanted = {ROOT / "docs" / name: text for name, text in pages().items()}
+    wanted[ROOT / "docs" / "config.schema.json"] = editor_schema()
     stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     names = [str(path.relative_to(ROOT)) for path in stale]
     if options.check and stale:
