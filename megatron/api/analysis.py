@@ -18,12 +18,11 @@ from megatron.checkpoint.format.fragment import WEIGHT
 from megatron.checkpoint.save.store import find_checkpoint
 from megatron.config import Config
 from megatron.data.batch import StepBatch
-from megatron.model.stack import DTYPES as COMPUTE_TYPES
 from megatron.model.stack import Model, build_model
 from megatron.model.stream import Stream
 from megatron.parallel.layers.parameters import logical_of, stored_tensors
+from megatron.parallel.layout.precision import TYPES
 
-DTYPES = {**COMPUTE_TYPES, "fp64": torch.float64}
 Edit = Callable[[Tensor], Tensor]
 
 
@@ -65,7 +64,7 @@ class OpenModel:
     @classmethod
     def initial(cls, config: Config, device: str, dtype: str) -> OpenModel:
         """With the initial values of a configuration."""
-        return cls(build_model(_plain(config), device=device, dtype=DTYPES[dtype]), config)
+        return cls(build_model(_plain(config), device=device, dtype=TYPES[dtype]), config)
 
     @classmethod
     def of_checkpoint(cls, path: Path, device: str, dtype: str) -> OpenModel:
@@ -76,7 +75,7 @@ class OpenModel:
         """
         checkpoint = open_checkpoint(find_checkpoint(path), verify="sizes")
         config = config_of(checkpoint)
-        model = build_model(_plain(config), device=device, dtype=DTYPES[dtype], values=False)
+        model = build_model(_plain(config), device=device, dtype=TYPES[dtype], values=False)
         targets = [
             Fragment(logical_of(each), WEIGHT, 0, 1, 0, each.detach().view(-1)) for each in stored_tensors(model)
         ]

@@ -81,6 +81,11 @@ class BaseEngine:
         self.options = deepspeed_options(config, mesh.layout)
         self.losses = LossAccumulator.zero(device)
         self.use_parts(build_parts(self, {TEACHER: teacher}))
+        self._assemble()
+
+    def _assemble(self) -> None:
+        """Build the module of this rank's layers, and start with it."""
+        raise NotImplementedError
 
     def use_parts(self, parts: dict[str, EnginePart]) -> None:
         """Call these parts from now on, and no others."""

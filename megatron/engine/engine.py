@@ -34,17 +34,8 @@ if TYPE_CHECKING:
 class PlainEngine(BaseEngine):
     """One stage: ZeRO 0-3, tensor and data parallel."""
 
-    def __init__(
-        self,
-        config: Config,
-        mesh: Mesh,
-        device: torch.device,
-        values: bool = True,
-        beacon: Beacon | None = None,
-        teacher: EnginePart | None = None,
-    ):
-        super().__init__(config, mesh, device, values, beacon, teacher)
-        mpu = ModelParallelUnit(mesh)
+    def _assemble(self) -> None:
+        mpu = ModelParallelUnit(self.mesh)
         self._start(self._build(mpu), mpu)
         self.model: Model = self.deepspeed.module
 

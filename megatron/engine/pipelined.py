@@ -8,35 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.config import Config
 from megatron.data.batch import StepBatch
 from megatron.model.embedding_and_head import Reader
-from megatron.parallel.layout.mesh import Mesh
 from megatron.parallel.messages.account import EVALUATE, phase
-from megatron.worker.beacon import FORWARD, Beacon
+from megatron.worker.beacon import FORWARD
 
 from .base import NO_LABELS, BaseEngine
 from .deepspeed.pipeline_schedule import Look, looked_into, with_phases
 from .deepspeed.stages import Pipeline, stream_inputs
-from .part import EnginePart
+from .parts import TEACHER
 from .protocol import LabelGroups, StepResult
 
 
 class PipelinedEngine(BaseEngine):
     """Several stages under DeepSpeed's 1F1B schedule: ZeRO 0-1, tensor and data parallel."""
 
-    def __init__(
-        self,
-        config: Config,
-        mesh: Mesh,
-        device: torch.device,
-        values: bool = True,
-        beacon: Beacon | None = None,
-        teacher: EnginePart | None = None,
-    ):
-        if teacher is not None:
+    def _assemble(self) -> None:
+        if TEACHER in self.parts:
             raise ValueError("a pipeline has no place for a teacher")
-        super().__init__(config, mesh, device, values, beacon)
         self.pipeline = Pipeline(self.plan)
         self.head = self.pipeline.head_stage
         if self.head is not None:

@@ -19,6 +19,7 @@ from megatron.parallel.layers.async_tensor import check_async_tensor
 from megatron.parallel.layers.context import ContextGroup
 from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layout.mesh import ALONE, Axis, Mesh
+from megatron.parallel.layout.precision import COMPUTE_TYPES
 
 from .block import Block, block_channels
 from .chunks import Chunks, embed_in_chunks, mapped, work_in_chunks
@@ -34,8 +35,6 @@ from .parametrization import Parametrization
 from .recompute import recompute_activations
 from .recurrent_depth import Core, Depth, InitialState
 from .stream import Channel, Stream, StreamForm, live_channels
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class ModelPlan:
         return Core(self.depth, list(blocks), InitialState(make, options), norm if options.norm == "head" else None)
 
     def factory(self, prefix: str, factors: Parametrization | None = None) -> ParameterFactory:
-        dtype, scales = self.dtype or DTYPES[self.config.precision.compute], (factors or self.factors).scales
+        dtype, scales = self.dtype or COMPUTE_TYPES[self.config.precision.compute], (factors or self.factors).scales
         return ParameterFactory(self.mesh, self.config.training.seed, self.device, dtype, prefix, self.values, scales)
 
     @property
@@ -105,7 +104,11 @@ class ModelPlan:
     @property
     def stream_dtype(self) -> torch.dtype:
         """Of the residual stream."""
-        return torch.float32 if self.config.model.residual.fp32 else self.dtype or DTYPES[self.config.precision.compute]
+        return (
+            torch.float32
+            if self.config.model.residual.fp32
+            else self.dtype or COMPUTE_TYPES[self.config.precision.compute]
+        )
 
     def form_at(self, index: int) -> StreamForm:
         """The form of the stream before the block of this index (or, after the last, before the head)."""

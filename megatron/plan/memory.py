@@ -19,9 +19,9 @@ from megatron.config import Config
 from megatron.config.arithmetic.wire import FEEDS_BACK, skips_late
 from megatron.config.features.feature import wanted_features
 from megatron.config.optimizer_kind import state_bytes
-from megatron.model.costs.describe import BYTES
 from megatron.objectives.named import objective_of
 from megatron.parallel.layout.layout import Layout
+from megatron.parallel.messages.traffic import SIZES
 
 from .candidate import Candidate, layout_of
 from .devices import Cluster
@@ -77,11 +77,11 @@ def stage_weights(shapes: Shapes, choice: Candidate, places: range) -> RankWeigh
 
 def states(config: Config, layout: Layout, weights: RankWeights) -> dict[str, float]:
     """Bytes of weights, gradients and optimizer state."""
-    size, zero = BYTES[config.precision.compute], layout.zero_stage
+    size, zero = SIZES[config.precision.compute], layout.zero_stage
     mixed, offload = config.precision.compute != "fp32", config.zero.offload_optimizer.device != "none"
     if zero == 1 and layout.replicas == 1 and not mixed and not offload:
         zero = 0  # as the engine has it: there is nobody to share with
-    sums = BYTES[config.precision.accumulate] if mixed else 4
+    sums = SIZES[config.precision.accumulate] if mixed else 4
     per = 4 + state_bytes(config) if mixed or zero else state_bytes(config)
     dense, spread = layout.replicas, layout.expert_data
     low, wide, expert = weights.low, weights.wide, weights.expert
@@ -121,8 +121,8 @@ def buckets(config: Config, layout: Layout, weights: RankWeights, largest: int) 
     zero, mixed = config.zero, config.precision.compute != "fp32"
     if layout.replicas == 1 or layout.zero_stage == 0:
         return 0.0
-    size = BYTES[config.precision.compute]
-    reduced = BYTES[config.precision.reduce] if mixed else 4
+    size = SIZES[config.precision.compute]
+    reduced = SIZES[config.precision.reduce] if mixed else 4
     if layout.zero_stage == 1 and mixed and config.precision.accumulate == "fp32":
         return float(reduced * min(FALLBACK_BUCKET, weights.total))
     bucket = min(zero.bucket_size, weights.total) * size * (2 if zero.overlap and layout.pipeline == 1 else 1)
@@ -135,14 +135,14 @@ def buckets(config: Config, layout: Layout, weights: RankWeights, largest: int) 
 def teacher_bytes(shapes: Shapes, choice: Candidate) -> float:
     """Of the weights of a teacher, which no replicas share."""
     weights = stage_weights(shapes, choice, range(shapes.places))
-    return float(BYTES[shapes.config.precision.compute] * (weights.low + weights.expert) + 4 * weights.wide)
+    return float(SIZES[shapes.config.precision.compute] * (weights.low + weights.expert) + 4 * weights.wide)
 
 
 def stage_memory(config: Config, shapes: Shapes, choice: Candidate, stage: int, bounds: list[int]) -> Memory:
     """What a rank of a stage needs at its fullest moment."""
     layout = layout_of(choice, shapes.ranks)
     places = range(bounds[stage], bounds[stage + 1])
-    training, size = config.training, BYTES[config.precision.compute]
+    training, size = config.training, SIZES[config.precision.compute]
     tokens = choice.micro_batch * training.sequence_length / choice.context
     weights = stage_weights(shapes, choice, places)
     parts = states(config, layout, weights)

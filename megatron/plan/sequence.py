@@ -9,8 +9,8 @@ from megatron.config import Config
 from megatron.config.pattern import Kind
 from megatron.config.sequences import choose_method
 from megatron.config.variants import options_of
-from megatron.model.costs.describe import BYTES
 from megatron.model.options import kind_of
+from megatron.parallel.messages.traffic import SIZES
 
 from .candidate import Candidate
 
@@ -53,7 +53,7 @@ def exchanges(config: Config, kind: Kind, choice: Candidate, state: float = 0.0)
     of_key, of_value = widths(options)
     parallel, tokens = config.parallel, choice.micro_batch * config.training.sequence_length / n
     method = choose_method(parallel.context_method, heads, n, parallel.context_ulysses)
-    size = float(BYTES[config.precision.compute])
+    size = float(SIZES[config.precision.compute])
     again = 1 if choice.recompute == "full" else 0
     if method.name == "gather":
         whole = n * tokens * keys * (of_key + of_value) * size
@@ -92,7 +92,7 @@ def rows_around(config: Config, choice: Candidate, rows: int, repeated: bool) ->
         rows: elements of a rank's own runs.
         repeated: whether the forward pass runs again.
     """
-    hops, size = choice.folded - 1, float(BYTES[config.precision.compute])
+    hops, size = choice.folded - 1, float(SIZES[config.precision.compute])
     if not hops or not rows:
         return []
     sent, fp32 = hops * rows, max(4.0, size)

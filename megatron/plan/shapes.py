@@ -19,7 +19,7 @@ from megatron.config.arithmetic.recurrence import Passes, expected_passes
 from megatron.config.teacher import teacher_config
 from megatron.config.variants import options_of
 from megatron.model.block import block_counts, opens_core
-from megatron.model.costs.describe import BYTES, copies, layers
+from megatron.model.costs.describe import copies, layers
 from megatron.model.costs.traffic import Leave, NotPredicted, TensorAxis, block_sends, tensor_traffic
 from megatron.model.counts import Counts
 from megatron.model.embedding_and_head import embedding_counts, head_counts, multi_token_counts
@@ -30,7 +30,7 @@ from megatron.objectives.named import objective_of
 from megatron.parallel.layers.parameters import is_spread, logical_of, shares_rows
 from megatron.parallel.layout.mesh import Mesh
 from megatron.parallel.layout.shard import Role
-from megatron.parallel.messages.traffic import Call, Tally
+from megatron.parallel.messages.traffic import SIZES, Call, Tally
 
 from .candidate import Candidate, layout_of
 
@@ -219,7 +219,7 @@ class Shapes:
     def _build(self, place: int, choice: Candidate) -> RankLayer:
         mesh = Mesh.describe(layout_of(choice, self.ranks), 0)
         plan = ModelPlan(self.config, mesh, "meta", values=False)
-        model, size = self.config.model, BYTES[self.config.precision.compute]
+        model, size = self.config.model, SIZES[self.config.precision.compute]
         length = self.config.training.sequence_length
         head = place == self.places - 1
         module: nn.Module
@@ -354,7 +354,7 @@ def _sends(config: Config, place: int, choice: Candidate) -> Iterable[tuple[Call
         return tensor_traffic(config, [place], axis)
     except NotPredicted:
         training, compute = config.training, config.precision.compute
-        size = training.micro_batch_size * training.sequence_length * config.model.hidden_size * BYTES[compute]
+        size = training.micro_batch_size * training.sequence_length * config.model.hidden_size * SIZES[compute]
         passes = 2 if choice.recompute == "none" else 3
         call = Call("forward", "", "tensor", choice.tensor, "all_reduce", compute)
         return Tally([(call, 2 * passes, 2 * passes * size)])

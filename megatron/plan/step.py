@@ -15,8 +15,8 @@ from typing import Any
 
 from megatron.config import Config
 from megatron.config.arithmetic.wire import between_stages
-from megatron.model.costs.describe import BYTES
 from megatron.parallel.layout.layout import Layout
+from megatron.parallel.messages.traffic import SIZES
 from megatron.parallel.transport.compression import sum_messages
 
 from .candidate import Candidate, layout_of
@@ -120,7 +120,7 @@ class StepEstimator:
     def __init__(self, config: Config, shapes: Shapes, at: Cluster) -> None:
         self.shapes, self.at, self.device = shapes, at, at.device
         self.compute = config.precision.compute
-        self.size, self.peak = BYTES[self.compute], at.device.peak(self.compute)
+        self.size, self.peak = SIZES[self.compute], at.device.peak(self.compute)
         self._work: dict[tuple, MicroBatchTime] = {}
         self._of_teacher: StepEstimator | None = None
 
@@ -242,7 +242,7 @@ class StepEstimator:
         wire = config.parallel.communication.compress.pipeline
         dtype, elements = between_stages(wire, round(tokens * hidden / cut), hidden, stream)
         pair = Group(2, min(2, at["pipeline"].local))
-        return 2 * collective(self.at, pair, "send", elements * BYTES[dtype])
+        return 2 * collective(self.at, pair, "send", elements * SIZES[dtype])
 
     def _data(
         self,
@@ -255,7 +255,7 @@ class StepEstimator:
     ) -> float:
         """Sums of gradients and gathered weights that no computation hides."""
         mixed = self.compute != "fp32"
-        reduced = BYTES[config.precision.reduce] if mixed else 4
+        reduced = SIZES[config.precision.reduce] if mixed else 4
         bucket, wire = config.zero.bucket_size, config.parallel.communication.compress.data
 
         def sums(operation: str, size: float) -> float:
@@ -289,7 +289,7 @@ class StepEstimator:
         """A micro-batch's gradients added to the sums."""
         if self.compute == "fp32" or layout.zero_stage > 1:
             return 0.0
-        size = self.size + 2 * BYTES[config.precision.accumulate]
+        size = self.size + 2 * SIZES[config.precision.accumulate]
         return weights.total * size / (self.device.bandwidth * 1e9 * self.device.efficiency.memory)
 
     def _hooks(self, choice: Candidate, places: range, layout: Layout, count: int) -> float:

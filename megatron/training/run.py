@@ -31,7 +31,7 @@ from megatron.model.costs.describe import flops_of_step, teacher_flops, totals
 from megatron.model.kernels.choice import describe_kernels
 from megatron.model.kernels.compile import describe_compile
 from megatron.model.kernels.flash_attention import describe_flash_attention
-from megatron.model.stack import DTYPES
+from megatron.parallel.layout.precision import COMPUTE_TYPES
 from megatron.parallel.messages.watched import watched_collectives
 from megatron.parallel.transport.compression import describe_wire
 from megatron.plan.prediction import Prediction, predict, steps_after
@@ -226,7 +226,7 @@ def _train(
             validation=validation,
             saver=saver,
             contents=saves,
-            inspect=partial(non_finite, compute=DTYPES[config.precision.compute]),
+            inspect=partial(non_finite, compute=COMPUTE_TYPES[config.precision.compute]),
             generate=sampler(config, engine, log),
             facts=source.facts,
             engine=engine,

@@ -24,9 +24,10 @@ from megatron.config import Config
 from megatron.config.admitted import add_flag
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.model.generate import Sampling, complete, tokens_left
-from megatron.model.stack import DTYPES, Model, build_model
+from megatron.model.stack import Model, build_model
 from megatron.parallel.layers.parameters import logical_of, stored_tensors
 from megatron.parallel.layout.mesh import ALONE, Axis
+from megatron.parallel.layout.precision import COMPUTE_TYPES
 from megatron.worker.place import WorkerEnvironment, worker_environment
 
 
@@ -34,7 +35,7 @@ def load_model(path: Path, device: torch.device, dtype: torch.dtype | None = Non
     """The model of a checkpoint, whole, in the run's compute type (or `dtype`)."""
     checkpoint = open_checkpoint(path, verify="sizes")
     config = config_of(checkpoint)
-    dtype = dtype or (DTYPES[config.precision.compute] if device.type == "cuda" else torch.float32)
+    dtype = dtype or (COMPUTE_TYPES[config.precision.compute] if device.type == "cuda" else torch.float32)
     model = build_model(config, device=device, dtype=dtype, values=False)
     checkpoint.read_into([_target(tensor) for tensor in stored_tensors(model)], cast={WEIGHT})
     return model.eval(), config

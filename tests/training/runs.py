@@ -164,10 +164,11 @@ def plainly(values: dict[str, Any], exact: bool = False, shaken: int | None = No
         shaken: seed of changes to the initial weights of half a last digit of fp32, which are what any rounding is to
             the steps after it: how far these runs are apart is how sensitive the model is.
     """
-    from megatron.model.stack import DTYPES, build_model
+    from megatron.model.stack import build_model
+    from megatron.parallel.layout.precision import COMPUTE_TYPES
 
     config = resolve(values)
-    narrow = DTYPES[config.precision.compute]
+    narrow = COMPUTE_TYPES[config.precision.compute]
     dtype = {torch.float32: torch.float64, torch.bfloat16: torch.float32}[narrow] if exact else narrow
     begun, model = build_model(config, dtype=narrow), build_model(config, dtype=dtype)
     parameters = list(dict.fromkeys(model.parameters()))

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config.arithmetic.wire import between_stages
-from megatron.model.stack import DTYPES
+from megatron.parallel.layout.precision import COMPUTE_TYPES
 
 # Other forms of one tensor. ZeRO 3 cuts each weight into parts for all ranks, whenever it gathers or reduces it.
 _aten = torch.ops.aten
@@ -147,7 +147,7 @@ def _expected_stream(self: Any, stage: int) -> tuple[Tensor, ...]:
     dtype, elements = between_stages(wire, elements, form.common_width(hidden, cut), compute)
     # all floats of a sample are one row where there are channels, or another form of them travels
     shape = [samples, elements] if form.channels or wire != "none" else [samples, positions // cut, hidden]
-    shapes = [(shape, DTYPES[dtype])]
+    shapes = [(shape, COMPUTE_TYPES[dtype])]
     for name in form.optional:
         shapes.append(([samples], torch.int64) if name == "samples" else ([samples, positions], torch.int32))
     return tuple(self._allocate_or_extend_buffers(index, *each) for index, each in enumerate(shapes))

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 from megatron.config.arithmetic.divisors import divisors, multiples, near
 from megatron.config.arithmetic.wire import LEAST_BLOCK, PIPELINE, sends_blocks
 from megatron.config.kind import KindUse
+from megatron.parallel.messages.traffic import SIZES
 
 if TYPE_CHECKING:
     from megatron.config.problems import Problem
     from megatron.config.rule_context import RuleContext
 
     from .options import MoEOptions
-
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def top_k_of_the_experts(at: KindUse[MoEOptions]) -> Iterator[Problem]:
@@ -70,7 +69,7 @@ def groups_are_equal(at: KindUse[MoEOptions]) -> Iterator[Problem]:
 
 def widths_are_cut_and_aligned(at: KindUse[MoEOptions]) -> Iterator[Problem]:
     moe, parallel, compute = at.options, at.config.parallel, at.config.precision.compute
-    unit, ranks = 16 // BYTES[compute], parallel.expert_tensor
+    unit, ranks = 16 // SIZES[compute], parallel.expert_tensor
     cut = "parallel.expert_tensor" if at.given("parallel.expert_tensor") else "parallel.tensor"
     if moe.hidden_size % (ranks * unit):
         yield at.problem(
@@ -193,7 +192,7 @@ def experts_divide_over_expert_ranks(at: KindUse[MoEOptions]) -> Iterator[Proble
 def rows_are_aligned(context: RuleContext) -> Iterator[Problem]:
     """torch's grouped matrix products want rows that start at multiples of 16 bytes."""
     compute, width = context.config.precision.compute, context.config.model.hidden_size
-    unit = 16 // BYTES[compute]
+    unit = 16 // SIZES[compute]
     if context.uses("moe") and width % unit:
         yield context.problem(
             "model.hidden_size",

@@ -11,13 +11,12 @@ from megatron.config.pattern import BlockPattern
 from megatron.config.stages import as_stage, stages_of
 from megatron.config.teacher import teacher_config
 from megatron.objectives.named import objective_of
+from megatron.parallel.messages.traffic import SIZES
 
 from ..block import block_counts, streams_saved
 from ..counts import Counts
 from ..embedding_and_head import embedding_counts, head_counts, multi_token_counts
 from ..partition import stage_of
-
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def _recomputation(config: Config, index: int, block: BlockPattern, counts: Coun
 
 def copies(config: Config, counts: Counts) -> int:
     """Elements that a layer keeps beside its activations, since it computes them in fp32."""
-    return counts.copies if BYTES[config.precision.compute] == 2 else 0
+    return counts.copies if SIZES[config.precision.compute] == 2 else 0
 
 
 def _head_recomputation(config: Config, counts: Counts, wider: int) -> tuple[int, int]:
@@ -127,14 +126,14 @@ def _head_recomputation(config: Config, counts: Counts, wider: int) -> tuple[int
 
 def _stream_units(config: Config) -> int:
     """How many elements of the compute type one element of the residual stream is as large as."""
-    return BYTES["fp32"] // BYTES[config.precision.compute] if config.model.residual.fp32 else 1
+    return SIZES["fp32"] // SIZES[config.precision.compute] if config.model.residual.fp32 else 1
 
 
 def layers_table(config: Config) -> list[dict[str, Any]]:
     """One row per layer: name, kind, pipeline stage, parameters, those of them that a token uses, FLOPs of the forward
     pass per token, bytes of activations kept for one micro-batch (of all tensor parallel ranks together), bytes of
     decoding state of one sample of training.sequence_length tokens."""
-    size, tokens = BYTES[config.precision.compute], config.training.micro_batch_size * config.training.sequence_length
+    size, tokens = SIZES[config.precision.compute], config.training.micro_batch_size * config.training.sequence_length
     return [
         {
             "name": layer.name,
@@ -144,7 +143,7 @@ def layers_table(config: Config) -> list[dict[str, Any]]:
             "active_parameters": layer.counts.parameters - layer.counts.idle,
             "flops": layer.counts.flops,
             "activation_bytes": layer.saved * tokens * size,
-            "state_bytes": (layer.counts.state - layer.counts.memory) * size + layer.counts.memory * BYTES["fp32"],
+            "state_bytes": (layer.counts.state - layer.counts.memory) * size + layer.counts.memory * SIZES["fp32"],
         }
         for layer in layers(config)
     ]

@@ -8,7 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+COMPUTE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TYPES = {**COMPUTE_TYPES, "fp64": torch.float64}
+_NAMES = {dtype: name for name, dtype in TYPES.items()}
 _VECTORS = 64  # numbers that torch computes at once on any processor, four vectors of at most 16
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """As in configurations and accounts (bf16), or torch's own (int64)."""
+    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 def at_least_fp32(x: Tensor) -> Tensor:

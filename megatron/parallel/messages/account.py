@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import ProcessGroup, get_process_group_r
 
 from ..layout.layout import AXES, Coordinates, Layout
 from ..layout.mesh import Mesh
+from ..layout.precision import type_name
 from .interception import ACCOUNT, intercept, release
 from .timing import Clock, Message, Timer
 from .traffic import Call, Tally, crossing_bytes
@@ -205,20 +206,9 @@ class Recorder:
 def _bytes(tensors: Any) -> tuple[int, str]:
     """Bytes of a tensor, or of all in nested lists, and their type."""
     if isinstance(tensors, Tensor):
-        return tensors.numel() * tensors.element_size(), _TYPES.get(tensors.dtype) or str(tensors.dtype)[6:]
+        return tensors.numel() * tensors.element_size(), type_name(tensors.dtype)
     found = [_bytes(each) for each in tensors]
     return sum(size for size, _ in found), next((dtype for _, dtype in found if dtype), "")
-
-
-_TYPES = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.int64: "int64",
-    torch.int32: "int32",
-    torch.uint8: "uint8",
-}
 
 
 def here() -> str:

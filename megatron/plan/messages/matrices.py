@@ -14,7 +14,8 @@ from torch import nn
 from megatron.config import Config
 from megatron.parallel.layers.parameters import is_spread, logical_of, shard_index, shard_start
 from megatron.parallel.layout.mesh import Axis, Mesh
-from megatron.parallel.messages.account import _TYPES, group_name
+from megatron.parallel.layout.precision import type_name
+from megatron.parallel.messages.account import group_name
 from megatron.parallel.messages.traffic import Call
 
 from ...engine.deepspeed.options import zero_stage
@@ -56,7 +57,7 @@ def matrix_messages(
     for own in zip(*held, strict=True):
         wholes = WholeTensors(own, axis)
         masters = "fp32"
-        there = masters if optimizer.travels is None else _TYPES[optimizer.travels]
+        there = masters if optimizer.travels is None else type_name(optimizer.travels)
         for numbers in wholes.rounds:
             to_owner = [(p.rank, wholes.owners[p.unit], p) for number in numbers for p in wholes.sources[number]]
             back = [(wholes.owners[p.unit], p.rank, p) for number in numbers for p in wholes.parts[number]]

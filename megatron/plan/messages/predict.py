@@ -30,7 +30,8 @@ from megatron.objectives.named import objective_of
 from megatron.parallel.layers.parameters import is_spread, logical_of
 from megatron.parallel.layout.layout import AXES, Layout
 from megatron.parallel.layout.mesh import Mesh
-from megatron.parallel.messages.account import _TYPES, group_name
+from megatron.parallel.layout.precision import type_name
+from megatron.parallel.messages.account import group_name
 from megatron.parallel.messages.traffic import LATER, SIZES, SPLIT, Call, Messages, Tally
 from megatron.parallel.transport.compression import sum_messages
 from megatron.parallel.transport.routes import Routes, planned_routes
@@ -316,14 +317,14 @@ class _Predictor:
             reduce = "fp32"
         for dtype in dict.fromkeys(each.dtype for each in away):
             gathered = sum(whole[each] for each in away if each.dtype == dtype)
-            self.add("forward", "replicas", "all_gather", _TYPES[dtype], m * gathered, m)
+            self.add("forward", "replicas", "all_gather", type_name(dtype), m * gathered, m)
         times = 1 if reduces_once(self.config, self.layout) else m
         self.add("backward", "replicas", "reduce_scatter", reduce, times * sum(whole.values()), times)
         norms = "fp32" if self.offloads else "fp64"
         self.add("update", "replicas", "all_reduce", norms, groups, groups)
         self._model_norm(groups, norms)
         for each in stay:
-            self.add("update", "replicas", "all_gather", _TYPES[each.dtype], whole[each], kind=LATER)
+            self.add("update", "replicas", "all_gather", type_name(each.dtype), whole[each], kind=LATER)
 
     def _reduced(
         self, tensors: list[list[nn.Parameter]], bucket: int, *, wide: bool = False, over: str = "replicas"
@@ -339,7 +340,7 @@ class _Predictor:
         by_type: dict[str, list[int]] = {}
         for together in tensors:
             if size := sum(each.numel() for each in together):
-                by_type.setdefault("fp32" if wide else _TYPES[together[0].dtype], []).append(size)
+                by_type.setdefault("fp32" if wide else type_name(together[0].dtype), []).append(size)
         for sizes in by_type.values():
             self._summed(buckets_after(sizes, bucket), over)
 
@@ -374,7 +375,7 @@ class _Predictor:
         """A group's updated weights, which lie in one buffer, padded to equal parts."""
         over = "expert_data" if is_spread(group[0]) else "replicas"
         elements = padded(sum(each.numel() for each in group), self.groups[over][1])
-        self.add("update", over, "all_gather", _TYPES[group[0].dtype], elements)
+        self.add("update", over, "all_gather", type_name(group[0].dtype), elements)
 
     def stages(self) -> None:
         """Activations, their gradients, copies of weights, and the loss."""
@@ -395,7 +396,7 @@ class _Predictor:
             if stage in holders:
                 for each in self._named(name):
                     wide = self.config.precision.compute == "bf16" and zero_stage(self.config, self.layout) == 1
-                    dtype = "fp32" if wide else _TYPES[each.dtype]
+                    dtype = "fp32" if wide else type_name(each.dtype)
                     self.add("backward", "pipeline", "all_reduce", dtype, each.numel(), 1, len(holders))
         if self.last_stage:
             self.add("exchange", "replicas", "all_reduce", "fp32", 1)

@@ -22,7 +22,7 @@ from megatron.data.plan import SampleSet
 from megatron.data.skipped_batches import LeftOut
 from megatron.engine.base import BaseEngine
 from megatron.engine.undo import OPTIMIZER, SCALER
-from megatron.model.stack import DTYPES
+from megatron.parallel.layout.precision import COMPUTE_TYPES
 from megatron.parallel.layout.shard import LogicalTensor
 from megatron.report.ledger import Ledger
 from megatron.report.ledger import left_out as left_out_of
@@ -343,6 +343,6 @@ def contents(
             ledger={} if ledger is None else {"bytes": ledger.position()},
             extra={**imported, **{name: each for name, each in kept.items() if name not in (OPTIMIZER, SCALER)}},
         )
-        return state.fragments() if whole else state.weights(DTYPES[config.precision.compute]), meta
+        return state.fragments() if whole else state.weights(COMPUTE_TYPES[config.precision.compute]), meta
 
     return at
