@@ -3,13 +3,20 @@
 torch's own `env://` opens it on every address of the machine, where any stranger can read and write it. Here rank 0
 listens on the address that the others call, and, where the launcher has bound a port for it, on the very socket that
 the launcher bound: between the choice of a port and its use nobody else can take it.
+
+Every user of the host can still connect to the port, and the store asks for no password. The launcher therefore gives
+the ranks of each start a secret, in their environment, which only the same user can read. Keys and values of our own
+(`SealedStore`) cannot be made without it. torch's own keys have it as a prefix, which a stranger cannot guess but can
+list.
 """
 
 from __future__ import annotations
 
+import hmac
 import os
 import socket
-from collections.abc import MutableMapping
+import time
+from collections.abc import Iterable, MutableMapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -19,6 +26,8 @@ from .network import listen_on
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+SECRET = "JOB_STORE_SECRET"  # variable of the ranks
+_SEAL = 64  # hexadecimal digits of a SHA-256
 SOCKET = "JOB_STORE_SOCKET"  # number of the descriptor that rank 0 inherits, bound and not yet listening
 
 
@@ -47,11 +56,62 @@ def open_store(
     import torch.distributed as dist  # here, because the launcher does without torch
 
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's own agent has opened it
-        return next(iter(dist.rendezvous("env://", rank, ranks, timeout=timeout)))[0]
-    if rank:
-        return dist.TCPStore(address, port, ranks, False, timeout, multi_tenant=True)
-    listener = _inherited(port, environment) or listen_on(address, port, one_host=one_host)
-    return dist.TCPStore(address, port, ranks, True, timeout, multi_tenant=True, master_listen_fd=listener.detach())
+        store = next(iter(dist.rendezvous("env://", rank, ranks, timeout=timeout)))[0]
+    elif rank:
+        store = dist.TCPStore(address, port, ranks, False, timeout, multi_tenant=True)
+    else:
+        taken = (_inherited(port, environment) or listen_on(address, port, one_host=one_host)).detach()
+        store = dist.TCPStore(address, port, ranks, True, timeout, multi_tenant=True, master_listen_fd=taken)
+    return dist.PrefixStore(environment.get(SECRET, ""), store)
+
+
+class SealedStore:
+    """Texts in a store that strangers can read and write, under keys that they cannot guess, with proof of who wrote.
+
+    Args:
+        of: what they are about, the first part of their names.
+        secret: of the run; without one ("") nothing is protected. None takes that of the environment.
+    """
+
+    def __init__(self, store: Store, of: str, secret: str | None = None) -> None:
+        self.store, self._of = store, of.encode()
+        self._secret = (os.environ.get(SECRET, "") if secret is None else secret).encode()
+
+    def _made(self, *parts: bytes) -> bytes:
+        return hmac.new(self._secret, b"\0".join((self._of, *parts)), "sha256").hexdigest().encode()
+
+    def key(self, name: str) -> str:
+        """The key of a name."""
+        return self._made(b"key", name.encode()).decode()
+
+    def set(self, name: str, text: str) -> None:
+        content = text.encode()
+        self.store.set(self.key(name), (self._made(b"value", name.encode(), content) + content).decode())
+
+    def get(self, name: str, timeout: timedelta) -> str:
+        """The text of a name. A value without the run's seal is ignored: the wait for the right one continues.
+
+        Raises:
+            DistStoreError: no rank has set it in time.
+        """
+        from torch.distributed import DistStoreError
+
+        key, end = self.key(name), time.monotonic() + timeout.total_seconds()
+        while True:
+            self.store.wait([key], timedelta(seconds=max(0.001, end - time.monotonic())))
+            found = self.store.get(key)
+            seal, content = found[:_SEAL], found[_SEAL:]
+            if hmac.compare_digest(seal, self._made(b"value", name.encode(), content)):
+                return content.decode()
+            if time.monotonic() > end:
+                raise DistStoreError(f"{name} of the ranks' store is not from a rank of this run")
+            time.sleep(0.01)
+
+    def wait(self, names: Iterable[str], timeout: timedelta) -> None:
+        self.store.wait([self.key(name) for name in names], timeout)
+
+    def delete(self, name: str) -> None:
+        self.store.delete_key(self.key(name))
 
 
 def leave_store(store: Store, rank: int, ranks: int, timeout: timedelta) -> None:
@@ -64,11 +124,12 @@ def leave_store(store: Store, rank: int, ranks: int, timeout: timedelta) -> None
     """
     from torch.distributed import DistError
 
+    sealed = SealedStore(store, "left")
     with suppress(DistError):
         if rank:
-            store.set(f"left/{rank}", "")
-        else:
-            store.wait([f"left/{other}" for other in range(1, ranks)], timeout)
+            sealed.set(str(rank), "")
+        for other in range(1, 1 if rank else ranks):
+            sealed.get(str(other), timeout)
 
 
 def _inherited(port: int, environment: MutableMapping[str, str]) -> socket.socket | None:

@@ -111,7 +111,7 @@ def test_what_is_collected_goes_to_rank_0_alone() -> None:
 
     def rank(number: int) -> None:
         communicator = StoreCommunicator(dist.HashStore(), number, size, "count")
-        communicator._store = counting
+        communicator._store.store = counting
         communicator.collect(text)
         communicator.broadcast(text)
 
@@ -127,9 +127,10 @@ def test_ranks_that_find_nothing_wrong_hear_one_flag(size: int) -> None:
 
     def rank(number: int) -> None:
         communicator = StoreCommunicator(dist.HashStore(), number, size, "count")
-        communicator._store = counting
+        communicator._store.store = counting
         all_problems(communicator, [])
 
     with ThreadPoolExecutor(size) as pool:
         list(pool.map(rank, range(size)))
-    assert counting.read == size * (len("[false]") + len("[false]"))  # each gives one to rank 0, and hears one
+    seal = 64  # each gives a flag to rank 0, and hears one, both with a seal
+    assert counting.read == 2 * size * (seal + len("[false]"))

@@ -58,8 +58,9 @@ Beacon.inherited, world.open_store = lambda: beacon, open_store
 words = ["launch.device=cpu", "launch.timeout=77"]
 with world.joined(load(["configs/test/tiny_llama.yml"], words, ranks=2).config, place) as world:
     if world.mesh.rank == 1:  # late, between the news that there is an answer and its reading
-        store, wait = world.background._store, world.background._store.wait
-        world.background._store = type("Late", (), {
+        sealed = world.background._store
+        store, wait = sealed.store, sealed.store.wait
+        sealed.store = type("Late", (), {
             "wait": lambda self, *words: (wait(*words), time.sleep(1.0))[0],
             "__getattr__": lambda self, name: getattr(store, name),
         })()

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megatron.worker.rendezvous import SealedStore
+
 
 class Communicator(Protocol):
     """The ranks that save or load together.
@@ -129,10 +131,14 @@ class StoreCommunicator:
         store: of the default process group, or any other that all ranks share.
         name: keeps this communicator's messages apart from others'.
         timeout: how long to wait for the slowest rank, in seconds.
+        secret: of the run; None is the one in the environment.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, name: str, timeout: float = 3600.0) -> None:
-        self._store, self._timeout = dist.PrefixStore(f"communicator/{name}", store), timedelta(seconds=timeout)
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, name: str, timeout: float = 3600.0, secret: str | None = None
+    ) -> None:
+        self._store = SealedStore(store, f"communicator/{name}", secret)
+        self._timeout = timedelta(seconds=timeout)
         self.rank, self.size = rank, size
         self._round = 0
 
@@ -168,20 +174,19 @@ class StoreCommunicator:
         if self.rank == 0:
             texts = self._collect()
             self._store.set(result, answer(texts))
-        self._store.wait([result], self._timeout)
-        values = json.loads(self._store.get(result))
+        values = json.loads(self._store.get(result, self._timeout))
         # Whoever has read the result of a round has no more use for the one before, and neither has anybody else:
         # a rank enters a round only after it has read the previous result.
         if self.rank == 0 and self._round > 1:
-            self._store.delete_key(f"{self._round - 1}/all")
+            self._store.delete(f"{self._round - 1}/all")
         return texts, values
 
     def _collect(self) -> list[str]:
         keys = [f"{self._round}/{rank}" for rank in range(self.size)]
         self._store.wait(keys, self._timeout)
-        texts = [self._store.get(key).decode() for key in keys]
+        texts = [self._store.get(key, self._timeout) for key in keys]
         for key in keys:
-            self._store.delete_key(key)
+            self._store.delete(key)
         return texts
 
 

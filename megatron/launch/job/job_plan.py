@@ -19,6 +19,7 @@ from megatron.config.registry import registry_of
 from megatron.config.source.arguments import ArgumentError, Arguments, split
 from megatron.installation import root
 from megatron.worker.code_version import code_now, code_version
+from megatron.worker.rendezvous import SECRET
 
 from .. import options
 from ..launcher.launcher import LauncherSettings
@@ -323,7 +324,8 @@ def restarted(plan: JobPlan, attempt: int) -> Specification:
     """
     before = os.environ.get("SLURM_RESTART_COUNT", "")
     number = attempt + (int(before) if before.isdigit() else 0)
-    environment = {**plan.job.environment, "JOB_ATTEMPT": str(number), "JOB_SINCE": repr(time.time())}
+    own = {"JOB_ATTEMPT": str(number), "JOB_SINCE": repr(time.time()), SECRET: secrets.token_hex(16)}
+    environment = {**plan.job.environment, **own}
     code = code_now() if attempt else plan.job.code  # hosts must have what this one has now
     return replace(plan.job, attempt=attempt, environment=environment, code=code)
 
