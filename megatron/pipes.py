@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -10,7 +11,19 @@ from typing import Any
 
 from megatron.extras import missing
 
+LIVE = r"\r(\x1b\[2?K)?"  # how a line of progress begins, on standard error
 READER_LEFT = 128 + signal.SIGPIPE  # the status of a program that the system ends for this
+
+
+# Characters that move a terminal's cursor, change its title or reverse the order of letters. Bold is harmless.
+_CONTROL = re.compile(
+    "\x1b(?!\\[[01]m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def visible(text: str) -> str:
+    """`text` for a terminal, where a file, a model or a name may be its author: control characters as \\u001b."""
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 class _ReaderLeft(BaseException):
@@ -18,14 +31,16 @@ class _ReaderLeft(BaseException):
 
 
 class _Output:
-    """A text stream that tells a closed pipe from a failure of a disk."""
+    """A text stream that shows control characters as text, and distinguishes a closed pipe from a failed disk."""
 
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
+    def __init__(self, stream: Any, live: str = "") -> None:
+        self._stream, self._live = stream, re.compile(live)
 
     def write(self, text: str) -> int:
+        begin = self._live.match(text)
+        end = begin.end() if begin else 0
         try:
-            return self._stream.write(text)
+            return self._stream.write(text[:end] + visible(text[end:]))
         except BrokenPipeError:
             raise _ReaderLeft from None
 
@@ -48,8 +63,8 @@ def piped(main: Callable[[], int | None]) -> int | None:
 
     An optional package that is not installed is a message and status 2.
     """
-    before = sys.stdout
-    sys.stdout = _Output(before)
+    before, errors = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = _Output(before), _Output(errors, LIVE)
     try:
         try:
             return main()
@@ -66,4 +81,4 @@ def piped(main: Callable[[], int | None]) -> int | None:
         os.close(nowhere)
         return READER_LEFT
     finally:
-        sys.stdout = before
+        sys.stdout, sys.stderr = before, errors

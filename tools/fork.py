@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
+from megatron.config.admitted import add_flag  # noqa: E402
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Make the branch; returns the exit status."""
@@ -29,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--at", type=int, required=True, metavar="STEP", help="step of the checkpoint to begin from")
     parser.add_argument("--steps", type=int, required=True, metavar="N", help="length of the branch and of the decay")
     parser.add_argument("--output", type=Path, help="directory of the branch (default: RUN-from-STEP)")
+    add_flag(parser)
     options = parser.parse_args(arguments)
     if options.at < 1 or options.steps < 1:
         parser.error("--at and --steps must be at least 1")

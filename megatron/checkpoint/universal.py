@@ -5,11 +5,13 @@ and, for equally large parts that are each cut alone, `param_n_sub_params` (deep
 `step.pt` is a number. Optimizers with other states have files of their names; DeepSpeed's loader takes any.
 Beside the folders its engine reads `zero/optimizer_state.pt` (what an optimizer has once) and a file of model states
 (how many steps were done), of one name for ZeRO 1 and 2 and another for ZeRO 3.
-DeepSpeed's native checkpoints become this by its own converter (`made_universal`).
+DeepSpeed's native checkpoints become this by its own converter (`made_universal`). Without ZeRO they have one file of
+model states, which has the optimizer's in the order of its parameters. It is read here.
 """
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 import sys
@@ -28,7 +30,7 @@ from megatron.config.source.origins import Origin
 from megatron.config.source.yaml_source import parse
 from megatron.parallel.layout.shard import LogicalTensor
 
-from .format.errors import CheckpointError
+from .format.errors import CheckpointError, understanding
 from .format.fragment import MASTER, WEIGHT, FragmentSpec
 from .format.meta import Meta
 from .format.pickles import load_tensors
@@ -74,6 +76,11 @@ def made_universal(source: Path, out: Path, trust: bool) -> Iterator[Path]:
     if (source / "zero").is_dir() or not any(source.glob("*_model_states.pt")):
         yield source
         return
+    if not any(source.glob("*_optim_states.pt")):
+        with tempfile.TemporaryDirectory(dir=out.resolve().parent, prefix=".universal-") as folder:
+            _split(source, Path(folder))
+            yield Path(folder)
+        return
     if not trust:
         raise CheckpointError(
             source,
@@ -93,11 +100,47 @@ def made_universal(source: Path, out: Path, trust: bool) -> Iterator[Path]:
             "1",
             "--num_merge_workers",
             "1",
+            "--inject_missing_state",  # its sharding of tensors, which plain programs do not save
         ]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise CheckpointError(source, f"DeepSpeed's converter failed: {done.stderr.strip().splitlines()[-1:]}")
         yield Path(folder)
+
+
+def _split(source: Path, folder: Path) -> None:
+    """A folder per parameter of a checkpoint without ZeRO. Its optimizer's states have numbers for names. They are
+    taken where one group has all parameters, in the order of the module.
+
+    Raises:
+        CheckpointError: there are several files (tensor or pipeline parallel ranks), or it is damaged.
+    """
+    files = sorted(source.glob("*_model_states.pt"))
+    if len(files) > 1:
+        raise CheckpointError(source, f"without ZeRO it must have one file of model states, and it has {len(files)}")
+    with understanding(files[0]):
+        found = load_tensors(files[0])
+        other = {*(found.get("buffer_names") or ()), *(found.get("shared_params") or ())}
+        first: dict[tuple[int, torch.Size], str] = {}  # a tied parameter is there under each of its names
+        for name, values in found["module"].items():
+            if name not in other:
+                first.setdefault((values.data_ptr() if values.numel() else id(values), values.shape), name)
+        weights = {name: found["module"][name] for name in first.values()}
+        optimizer = found.get("optimizer") or {}
+        groups, states = optimizer.get("param_groups") or [], optimizer.get("state") or {}
+        ordered = [states.get(number, {}) for number in groups[0]["params"]] if len(groups) == 1 else []
+        shapes = [[each.shape for each in own.values() if isinstance(each, Tensor) and each.ndim] for own in ordered]
+        known = len(ordered) == len(weights) and all(
+            shape == values.shape for values, own in zip(weights.values(), shapes) for shape in own
+        )
+        _check_names([*weights, *(str(state) for own in ordered for state in own)], files[0])
+        for number, (name, values) in enumerate(weights.items()):
+            place = folder / "zero" / name
+            place.mkdir(parents=True)
+            own = ordered[number] if known else {}
+            for state, content in ({**own, FP32: values.float()}).items():
+                _save({PARAM: content} if state != STEP else torch.as_tensor(content), place / f"{state}.pt")
+        _save({name: found.get(name) for name in ("global_steps", "skipped_steps")}, folder / files[0].name)
 
 
 def export(checkpoint: Checkpoint, out: Path, names: Mapping[str, str] | None = None) -> int:
@@ -243,6 +286,7 @@ class Universal:
 
     Attributes:
         names: of its parameters, as DeepSpeed calls them.
+        extra: names of buffers and of parameters that are another one under a second name.
 
     Raises:
         CheckpointError: it has no parameters.
@@ -250,6 +294,7 @@ class Universal:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "zero"
+        self.extra = _no_parameters(folder)
         self.names = sorted(path.parent.relative_to(self.folder).as_posix() for path in self.folder.rglob(f"{FP32}.pt"))
         if not self.names:
             raise CheckpointError(
@@ -288,6 +333,29 @@ class Universal:
             raise CheckpointError(self.folder, [f"{path} says {step:g}" for step, path in found.items()])
         return int(next(iter(found))) if found else None
 
+    def global_steps(self) -> int | None:
+        """Updates that were made, by the count of DeepSpeed's engine."""
+        found = _model_states(self.folder.parent)
+        done, skipped = found.get("global_steps"), found.get("skipped_steps") or 0
+        return done - skipped if isinstance(done, int) and isinstance(skipped, int) else None
+
+
+def _model_states(folder: Path) -> dict[str, Any]:
+    """The first file of model states or {} where there is none that can be read safely."""
+    for path in sorted(folder.glob("*_model_states.pt")):
+        try:
+            found = load_tensors(path)
+        except CheckpointError:  # it has a program's own classes
+            continue
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _no_parameters(folder: Path) -> set[str]:
+    found = _model_states(folder)
+    names = [found.get(key) for key in ("buffer_names", "shared_params")]
+    return {str(name) for each in names if isinstance(each, (list, dict)) for name in each}
+
 
 def restore(
     source: Universal,
@@ -315,7 +383,7 @@ def restore(
     theirs = {name: name for name in tensors} if names is None else dict(names)
     _check_tensors(source, tensors, theirs)
     updates = source.step()
-    done = updates if step is None else step
+    done = step if step is not None else source.global_steps() if updates is None else updates
     whole = all(len(source.states(theirs[name])) > 1 for name in tensors)
     if done is None and whole:
         raise CheckpointError(source.folder, "it does not say how many updates were done; give --step")
@@ -343,15 +411,15 @@ def _check_tensors(source: Universal, tensors: Mapping[str, LogicalTensor], thei
         if theirs.get(name) not in source.names
     ]
     known = {theirs[name] for name in tensors if name in theirs}
-    problems += [f"left over: {name}" for name in source.names if name not in known]
+    problems += [f"left over: {name}" for name in source.names if name not in known and name not in source.extra]
     problems += _doubled({name: theirs[name] for name in tensors if name in theirs})
     if not problems:
         problems = [
             f"{theirs[name]} ({state}) is {tuple(found)}, the model has {tensor.shape}"
             for name, tensor in tensors.items()
             for state in source.states(theirs[name])
-            if tuple(found := source.read(theirs[name], state).shape) != tensor.shape
-        ]
+            if tuple(found := source.read(theirs[name], state).shape) not in (tensor.shape, (math.prod(tensor.shape),))
+        ]  # the converter leaves parameters of ZeRO 3 flat
     if problems:
         raise CheckpointError(source.folder, problems)
 

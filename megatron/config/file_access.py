@@ -2,20 +2,65 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from .problems import UserError
+
 MISSING = "there is no such file"
+NOT_PLAIN = "it is a FIFO, a device or a link that is not followed, and a plain file is needed"
 AnyPath = str | os.PathLike
 
 
-def unreadable(path: AnyPath) -> str | None:
-    """Why a file cannot be read, as the end of a sentence; None if it can be."""
+class NotPlainFile(UserError, OSError):
+    """In the place of a file there is something that may wait for ever, or that leads elsewhere."""
+
+
+def open_plain(path: AnyPath, flags: int = os.O_RDONLY) -> int:
+    """The descriptor of a plain file. A FIFO would wait for its other end, and a device may never end.
+
+    Raises:
+        NotPlainFile: it is no plain file, or a link where `flags` follow none.
+        OSError: it cannot be opened.
+    """
     try:
-        with open(path, "rb"):
-            return None
+        handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):
+            raise
+        raise NotPlainFile(f"{os.fspath(path)}: {NOT_PLAIN}") from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise NotPlainFile(f"{os.fspath(path)}: {NOT_PLAIN}")
+    os.set_blocking(handle, True)
+    return handle
+
+
+def read_plain(path: AnyPath, limit: int = 1 << 40) -> bytes:
+    """The content of a plain file.
+
+    Raises:
+        OSError: it cannot be read, or is no plain file (`NotPlainFile`).
+        ValueError: it has more than `limit` bytes.
+    """
+    with open(open_plain(path), "rb") as file:
+        content = file.read() if os.fstat(file.fileno()).st_size <= limit else file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"it is too large; it must have at most {limit >> 20} MiB")
+    return content
+
+
+def unreadable(path: AnyPath) -> str | None:
+    """Why a plain file cannot be read, as the end of a sentence; None if it can be."""
+    try:
+        if os.path.isdir(path):
+            raise IsADirectoryError
+        os.close(open_plain(path))
+        return None
     except (FileNotFoundError, NotADirectoryError):
         return MISSING
     except IsADirectoryError:

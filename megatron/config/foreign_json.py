@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from .file_access import read_plain
+
 LARGEST = 2**28  # bytes of a file; the largest tokenizers have some 50 MiB
 
 
@@ -28,8 +30,4 @@ def read_json(path: Path) -> Any:
         ValueError: as `parse_json`; or it is larger than any such file is.
         OSError: it cannot be read.
     """
-    with path.open("rb") as file:
-        content = file.read(LARGEST + 1)
-    if len(content) > LARGEST:
-        raise ValueError(f"it is too large; it must have at most {LARGEST >> 20} MiB")
-    return parse_json(content.decode("utf-8"))
+    return parse_json(read_plain(path, LARGEST).decode("utf-8"))

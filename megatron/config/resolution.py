@@ -87,6 +87,7 @@ def load(
     ranks: int | None = None,
     check_inputs: bool = True,
     here: bool = True,
+    whose: str | None = None,
 ) -> Resolved:
     """The configuration of a run from its files and overrides.
 
@@ -98,13 +99,15 @@ def load(
         check_inputs: also check what a start needs: data, tokenizer and checkpoint files, folders to write into.
         here: False where the run will start later and elsewhere, in a scheduler's job: what this machine has (GPUs,
             folders, programs) says nothing then.
+        whose: as of `resolve`.
 
     Raises:
         ConfigError: with all problems.
     """
     sources, notes = translate_flat(gather(files, overrides))
     name = run_name(files[0]) if files else "run"
-    return combine(sources, ranks=ranks, check_inputs=check_inputs, name=name, notes=notes, files=files, here=here)
+    given: dict[str, Any] = {"check_inputs": check_inputs, "notes": notes, "files": files, "here": here, "whose": whose}
+    return combine(sources, ranks=ranks, name=name, **given)
 
 
 def combine(
@@ -126,7 +129,7 @@ def combine(
     if whose is None:
         admit_names(sources)
     else:
-        refuse_names(sources[0], whose)
+        refuse_names(sources, whose)
     with using_extensions(extensions_of(sources)):
         return _combine(sources, ranks, check_inputs, name, notes, tuple(os.fspath(file) for file in files), here)
 
@@ -140,6 +143,8 @@ def _combine(
     files: tuple[str, ...],
     here: bool,
 ) -> Resolved:
+    for source in sources:
+        _forget_defaults(source)
     merged, overridden = merge([normalise(source) for source in sources])
     _add_default_members(merged)
     config, found, unknown = check_structure(merged.values, merged.origin)
@@ -169,6 +174,13 @@ def _combine(
         notes,
         ranks,
     )
+
+
+def _forget_defaults(source: ConfigSource) -> None:
+    """A resolved file has all keys. Those with their default values were not chosen, so no rule warns about them."""
+    for path, value in leaves(source.values) if source.resolved else ():
+        if (key := lookup(path)) is not None and key.default == value:
+            source.places[path] = DEFAULT
 
 
 def _fill_in_the_name(view: View) -> bool:

@@ -53,7 +53,8 @@ class Parser(argparse.ArgumentParser):
     """Raises what argparse would end the process with."""
 
     def error(self, message: str) -> NoReturn:
-        raise OptionError(f"{self.prog}: {message}")
+        where = "; overrides (key.path=value) stand before options" if "=" in message.partition(":")[2] else ""
+        raise OptionError(f"{self.prog}: {message}{where}")
 
 
 def parser() -> argparse.ArgumentParser:

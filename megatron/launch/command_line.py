@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megatron.pipes import visible
+
 from .options import KEYS
 
 REHEARSAL = ("--device", "--machine", "--rank", "--json")  # options that mean something with --rehearse alone
@@ -89,9 +91,9 @@ def main(argv: list[str], script: str | None = None) -> int:
             options.words = [script, *options.words]
         return _serve(options)
     except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{visible(str(error))}\n")
     except (ArgumentError, HostError, LaunchError, UserError) as error:
-        sys.stderr.write("".join(f"deepy: {line}\n" for line in str(error).splitlines()))
+        sys.stderr.write("".join(f"deepy: {visible(line)}\n" for line in str(error).splitlines()))
     return CONFIG_ERROR
 
 
@@ -145,13 +147,13 @@ def _serve(options: argparse.Namespace) -> int:
         from .report.logs import merged
 
         for line in merged(Path(options.logs)):
-            sys.stdout.write(line)
+            sys.stdout.write(visible(line))
         return 0
     for question in ("status", "stacks"):
         if run := getattr(options, question):
             from .watch.inquiry import ask
 
-            sys.stdout.write(ask(Path(run), question))
+            sys.stdout.write(visible(ask(Path(run), question)))
             return 0
     if not options.words:
         raise ArgumentError(f"no script given; usage: {USAGE}")

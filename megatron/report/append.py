@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron.config.file_access import open_plain
+
 ROOM = 4 << 20  # bytes that wait at most; then the oldest pieces go
 AGAIN = 1.0  # seconds between two attempts while the disk is full
 
@@ -47,7 +49,8 @@ class AppendFile:
     ) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        # Through a link, somebody who has made the folder could have us write into any file of the user's.
+        self._handle = open_plain(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW)
         self._sync, self._complain, self._gap = sync, complain, gap
         self._waiting: deque[bytes] = deque()
         self._size = self._lost = 0

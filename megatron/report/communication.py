@@ -6,16 +6,18 @@ account is another than that of the line before (most runs send the same in ever
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.config.file_access import read_plain
 from megatron.parallel.messages.durations import Duration, Durations
 from megatron.parallel.messages.traffic import Tally, wire_bytes
 
-from .append import AppendFile
-from .jsonl import encode, read_lines
+from .append import AppendFile, warn
+from .jsonl import encode, lines_of, numbered, sign
 
 FOLDER = "communication"
 
@@ -63,7 +65,7 @@ class AccountFile:
         self._file.close()
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        self._file.write((encode(record) + "\n").encode())
+        self._file.write(sign(encode(record)))
 
 
 @dataclass
@@ -79,6 +81,7 @@ class RankAccount:
         times: of each timed step.
         outside: sums of what came between steps.
         end: completed updates, 0 if the run did not say.
+        gaps: (first step, next step with an account) around damaged lines.
     """
 
     facts: dict[str, Any] = field(default_factory=dict)
@@ -88,6 +91,11 @@ class RankAccount:
     times: dict[int, Durations] = field(default_factory=dict)
     outside: Tally = field(default_factory=Tally)
     end: int = 0
+    gaps: list[tuple[int, float]] = field(default_factory=list)
+
+    def lost(self) -> None:
+        """A line is damaged: no account up to the next one."""
+        self.gaps.append((self.steps[-1][0] + 1 if self.steps else 0, math.inf))
 
     def at(self, step: int) -> Tally:
         """The account of an update.
@@ -116,7 +124,8 @@ class RankAccount:
 
     def _entry(self, step: int) -> tuple[int, Tally]:
         found = [entry for entry in self.steps if entry[0] <= step]
-        if not found or (self.end and step >= self.end):
+        missing = any(first <= step < last for first, last in self.gaps)
+        if not found or missing or (self.end and step >= self.end):
             raise ValueError(f"rank {self.facts.get('rank')} has no account of step {step}")
         return found[-1]
 
@@ -124,19 +133,27 @@ class RankAccount:
 def read_accounts(folder: str | Path) -> dict[int, RankAccount]:
     """The accounts of all ranks of a run whose files are here, by rank.
 
+    A damaged line is skipped with a warning. It may have said what later steps sent, so these have no account.
+
     Raises:
-        ValueError: there are none, or a file is damaged; the message says where and what to do.
+        ValueError: there are none.
     """
     files = sorted(Path(folder, FOLDER).glob("rank_*.jsonl"))
     accounts = {}
     for path in files:
         account = RankAccount()
-        for record in read_lines(path, strict=True):
+        damaged, content = [], read_plain(path)
+        for number, begin, end, record in lines_of(content):
             try:
                 _take(account, record)
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{path}: not a line of an account: {error}") from error
-        accounts[int(account.facts.get("rank", -1))] = account
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+                damaged.append(number)
+                if b'"times"' not in content[begin:end]:  # such a line says nothing else
+                    account.lost()
+        if damaged:
+            warn(f"{path}: {numbered(damaged)} damaged: the steps up to the next account there have none")
+        name = path.stem.removeprefix("rank_")
+        accounts[int(name) if name.isascii() and name.isdigit() else -1] = account
     if not accounts:
         raise ValueError(
             f"{Path(folder, FOLDER)} has no accounts (rank_<n>.jsonl); train with logging.communication=counts"
@@ -144,7 +161,9 @@ def read_accounts(folder: str | Path) -> dict[int, RankAccount]:
     return dict(sorted(accounts.items()))
 
 
-def _take(account: RankAccount, record: dict[str, Any]) -> None:
+def _take(account: RankAccount, record: dict[str, Any] | None) -> None:
+    if record is None:
+        raise ValueError
     if "rank" in record:
         account.facts = record
     if "step" in record:
@@ -152,6 +171,7 @@ def _take(account: RankAccount, record: dict[str, Any]) -> None:
         if "calls" in record:  # a resumed run writes later steps again
             account.steps = [(first, tally) for first, tally in account.steps if first < step]
             account.steps.append((step, Tally.of_rows(record["calls"])))
+            account.gaps = [(first, min(last, step)) for first, last in account.gaps if first < step]
             account.crossing = {at: each for at, each in account.crossing.items() if at < step}
             account.crossing[step] = Tally.of_rows(record.get("to_other_hosts", ()))
         if "predicted" in record:

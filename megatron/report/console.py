@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from megatron.config.words import counted
+from megatron.pipes import visible
 
 from .terminal import StatusLine, columns_of, wrapped
 
@@ -143,6 +144,7 @@ class MetricsConsole:
     def log(self, text: str) -> None:
         """Print a message, above the bar if there is one."""
         if self.mode != "quiet":
+            text = visible(text)  # it may have a sample of a model, or the name of a file
             lines = wrapped(text, columns_of(self.file)) if self.mode == "live" else text
             self._print(lines + "\n", self._bar.text)
 

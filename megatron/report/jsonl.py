@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON document per line, every number with all the digits it has.
+"""metrics.jsonl: one JSON document per line, every number with all the digits it has, and a checksum (`crc`).
 
 A line that a disk has damaged costs that line: readers skip it and say so, and a run that starts puts it aside. A line
 with `loss` is a training line: `step` is the number of updates before it, the loss is that of the weights
@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.config.file_access import open_plain, read_plain
+
 from .append import AppendFile, warn
 from .sink import SinkParts
 
@@ -23,6 +25,7 @@ NUMBERS = (  # metrics that are read by their names
     "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "tflops", "mfu", "peak_tflops", "step_seconds",
     "data_seconds", "memory_bytes", "eta_seconds",
 )  # fmt: skip
+_AT_END = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
 SHOWN = 5  # numbers of lines that a message has room for
 _SIGNED = re.compile(rb', "crc": "([0-9a-f]{8})"\}\s*$')
 
@@ -65,7 +68,7 @@ class MetricsFile:
         return cls(parts.folder / "metrics.jsonl")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._file.write((encode(record) + "\n").encode())
+        self._file.write(sign(encode(record)))
 
     def close(self) -> None:
         self._file.close()
@@ -153,34 +156,26 @@ def lines_of(content: bytes, sound: Sound = lambda _: True) -> Iterator[Line]:
         begin = end
 
 
-def read_lines(
-    path: str | Path, sound: Sound = lambda _: True, *, since: int = 0, strict: bool = False
-) -> Iterator[dict[str, Any]]:
+def read_lines(path: str | Path, sound: Sound = lambda _: True, *, since: int = 0) -> Iterator[dict[str, Any]]:
     """The whole records of a JSON lines file. Damaged lines are skipped, with a warning on standard error.
 
     Args:
         sound: as in `lines_of`.
         since: only those that begin after so many bytes of the file.
-        strict: a damaged line is an error, since the others mean nothing without it.
-
-    Raises:
-        ValueError: a line is damaged; the message has the file and the line number. Only if `strict`.
     """
     damaged = []
-    for number, begin, _, record in lines_of(Path(path).read_bytes(), sound):
+    for number, begin, _, record in lines_of(read_plain(path), sound):
         if begin < since:
             continue
         if record is not None:
             yield record
-        elif strict:
-            raise ValueError(f"{path}:{number}: not a JSON line")
         else:
             damaged.append(number)
     if damaged:
-        warn(f"{path}: {_numbered(damaged)} damaged and skipped")
+        warn(f"{path}: {numbered(damaged)} damaged and skipped")
 
 
-def _numbered(lines: list[int]) -> str:
+def numbered(lines: list[int]) -> str:
     more = f" and {len(lines) - SHOWN} more lines" if len(lines) > SHOWN else ""
     are = "lines" if len(lines) > 1 else "line"
     return f"{are} {', '.join(map(str, lines[:SHOWN]))}{more} {'are' if len(lines) > 1 else 'is'}"
@@ -196,13 +191,13 @@ def put_aside(path: str | Path, sound: Sound) -> list[int]:
     """
     path = Path(path)
     try:
-        content = path.read_bytes()
+        content = read_plain(path)
         damaged = [(begin, end, number) for number, begin, end, record in lines_of(content, sound) if record is None]
         if content and not content.endswith(b"\n"):
             os.truncate(path, content.rfind(b"\n") + 1)
         if not damaged:
             return []
-        with open(path.with_suffix(".damaged.jsonl"), "ab") as file:
+        with open(open_plain(path.with_suffix(".damaged.jsonl"), _AT_END), "ab") as file:
             for begin, end, _ in damaged:
                 file.write(content[begin:end])
             file.flush()
@@ -219,7 +214,7 @@ def put_aside(path: str | Path, sound: Sound) -> list[int]:
         warn(f"{path}: its damaged lines cannot be put aside: {error.strerror}")
         return []
     numbers = [number for _, _, number in damaged]
-    warn(f"{path}: {_numbered(numbers)} damaged and moved to {path.with_suffix('.damaged.jsonl').name}")
+    warn(f"{path}: {numbered(numbers)} damaged and moved to {path.with_suffix('.damaged.jsonl').name}")
     return numbers
 
 
@@ -243,17 +238,17 @@ def supersede(path: str | Path, start: int) -> int:
     path = Path(path)
     if not path.exists():
         return 0
-    kept: list[str] = []
-    removed: list[str] = []
+    kept: list[bytes] = []
+    removed: list[bytes] = []
     for record in read_lines(path, sound_metrics):
         step = record.get("step", -1)
         again = step >= start if "loss" in record or start == 0 else step > start
-        (removed if again else kept).append(encode(record) + "\n")
+        (removed if again else kept).append(sign(encode(record)))
     if removed:
-        with open(path.with_suffix(".superseded.jsonl"), "a", encoding="utf-8") as file:
+        with open(open_plain(path.with_suffix(".superseded.jsonl"), _AT_END), "ab") as file:
             file.writelines(removed)
     beside = path.with_suffix(".new")
-    with open(beside, "w", encoding="utf-8") as file:
+    with open(beside, "wb") as file:
         file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())

@@ -15,6 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from megatron.config.problems import UserError
+
 from .append import AppendFile
 from .jsonl import encode, is_number, is_step, put_aside, read_lines, sign
 
@@ -76,12 +78,21 @@ class Ledger:
                 self._append({"event": "batches", "time": now, "first_step": self._first, "hashes": hashes})
 
     def position(self) -> int:
-        """Bytes written so far, held-back batches included. A resumed checkpoint's, told in the event `resume`, says
-        which
-        entries are of steps that its weights have seen: those before it."""
+        """Bytes written so far, held-back batches included. The entries before a checkpoint's position, which the event
+        `resume` has, are of steps that its weights have seen.
+
+        Raises:
+            UserError: the file has no longer its name.
+        """
         with self._lock:
             self.flush()
-            return self.path.stat().st_size + self._file.waiting
+            try:
+                return self.path.stat().st_size + self._file.waiting
+            except FileNotFoundError:
+                raise UserError(
+                    f"{self.path} was moved or deleted while the run was writing to it: move its folder (run.dir) "
+                    "back, and start the run again"
+                ) from None
 
     def _append(self, entry: dict[str, Any]) -> None:
         self._file.write(sign(encode(entry)))

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .communication import FOLDER
-from .jsonl import encode, read_lines
+from .jsonl import encode, read_lines, sign
 
 
 def write_events(folder: str | Path, rank: int, steps: Sequence[dict[str, Any]]) -> None:
@@ -22,7 +22,7 @@ def write_events(folder: str | Path, rank: int, steps: Sequence[dict[str, Any]])
     path = Path(folder, FOLDER, f"events_{rank}.jsonl")
     beside = path.with_suffix(".new")
     try:
-        beside.write_text("".join(encode({"rank": rank, **each}) + "\n" for each in steps), encoding="utf-8")
+        beside.write_bytes(b"".join(sign(encode({"rank": rank, **each})) for each in steps))
         os.replace(beside, path)
     except OSError:  # a trace is not worth a run; accounts complain of a full disk
         beside.unlink(missing_ok=True)
@@ -32,15 +32,11 @@ def read_events(folder: str | Path) -> dict[int, dict[int, dict[str, Any]]]:
     """Step -> rank -> its record.
 
     Raises:
-        ValueError: there are none, or a file is damaged.
+        ValueError: there are none.
     """
     found: dict[int, dict[int, dict[str, Any]]] = {}
     for path in sorted(Path(folder, FOLDER).glob("events_*.jsonl")):
-        for record in read_lines(path, strict=True):
-            try:
-                _check(record)
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{path}: not the messages of a step: {error}") from error
+        for record in read_lines(path, _is_sound):
             found.setdefault(record["step"], {})[record["rank"]] = record
     if not found:
         raise ValueError(
@@ -50,7 +46,15 @@ def read_events(folder: str | Path) -> dict[int, dict[int, dict[str, Any]]]:
     return dict(sorted(found.items()))
 
 
-def _check(record: dict[str, Any]) -> None:
+def _is_sound(record: Mapping[str, Any]) -> bool:
+    try:
+        _check(record)
+    except (KeyError, TypeError, ValueError):
+        return False
+    return True
+
+
+def _check(record: Mapping[str, Any]) -> None:
     if type(record["step"]) is not int or type(record["rank"]) is not int:
         raise ValueError("step and rank must be integers")
     for name, begin, end in record["spans"]:

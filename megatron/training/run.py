@@ -98,7 +98,7 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
         own, insist = config.checkpoint, not place.attempt
         levels = Levels.of(own.near, own.dir, world.communicator, world.device, insist)
         for line in levels.refused if levels else ():
-            log(f"warning: {line}; the run goes on without, and tries again when it is due")
+            log(f"warning: {line}")
         source = find(config, world, log, place.attempt, levels)
     changed = data_changes(source.checkpoint.meta, config, loader.plan, source.left_out) if source.checkpoint else []
     for line in changed:

@@ -10,6 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from megatron.model.stack import Model, build_model
 from megatron.parallel.layers.parameters import logical_of, stored_tensors
 from megatron.parallel.layout.mesh import ALONE, Axis
 from megatron.parallel.layout.precision import COMPUTE_TYPES
+from megatron.pipes import visible
 from megatron.worker.place import WorkerEnvironment, worker_environment
 
 
@@ -104,11 +106,10 @@ def _continue(
         if axis.rank:
             deque(text, maxlen=0)
         elif options.json:
-            print(json.dumps({"prompt": prompt, "text": "".join(text)}, ensure_ascii=False))
+            print(visible(json.dumps({"prompt": prompt, "text": "".join(text)}, ensure_ascii=False)))
         else:
-            print(prompt, end="", flush=True)
-            for piece in text:
-                print(piece, end="", flush=True)
+            for piece in chain([prompt], text):  # as it grows
+                print(visible(piece), end="", flush=True)
             print()
 
 

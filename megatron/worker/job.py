@@ -13,6 +13,7 @@ from typing import Any
 from megatron.config import Config, config_hash, load, read_resolved, to_yaml
 from megatron.config.problems import UserError
 from megatron.config.source.arguments import split
+from megatron.pipes import visible
 
 from .place import LaunchError, WorkerEnvironment, worker_environment
 
@@ -87,7 +88,7 @@ def guarded(main: Callable[[], Any]) -> int:
     try:
         return int(main() or 0)
     except (UserError, LaunchError) as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{visible(str(error))}\n")
         return CONFIG_ERROR
     except Exception as error:
         status = getattr(error, "status", None)

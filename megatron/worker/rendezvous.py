@@ -70,7 +70,7 @@ class SealedStore:
 
     Args:
         of: what they are about, the first part of their names.
-        secret: of the run; without one ("") nothing is protected. None takes that of the environment.
+        secret: of the run. Without one ("") nothing is protected. None takes that of the environment.
     """
 
     def __init__(self, store: Store, of: str, secret: str | None = None) -> None:

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from megatron.checkpoint import CheckpointError, FragmentSpec, open_checkpoint
+from megatron.checkpoint.format.fragment import WEIGHT
 from megatron.checkpoint.hf.export import export
-from megatron.checkpoint.hf.importer import settings
+from megatron.checkpoint.hf.importer import import_model, settings
 from megatron.checkpoint.hf.versions import for_both
 from tests.checkpoint.test_hf_tools import MODELS, S, V, byte_tokenizer, checkpoint_of
 from tests.model.parity import relative
@@ -235,3 +238,35 @@ def test_what_version_4_computes_otherwise_is_said(name: str, change: dict, why:
 def test_an_infinite_number_that_nobody_knows_is_an_error() -> None:
     with pytest.raises(ValueError, match="cannot be written"):
         for_both({"model_type": "llama", "limit": {"__float__": "NaN"}})
+
+
+@pytest.mark.parametrize("name", ["zamba", "zamba2"])
+def test_the_last_name_of_shared_weights_is_enough(name: str, tmp_path: Path) -> None:
+    """transformers 4 saves a block that layers share under the name of its last layer, version 5 of its first."""
+    layers = {"zamba": "mamba mamba+shared_attention mamba mamba+shared_attention mamba+shared_attention"}
+    model = {**MODELS[name], "layers": layers.get(name, layers["zamba"].replace("mamba", "mamba2"))}
+    source, _ = checkpoint_of(tmp_path / "source", {**model, "variants": {}})
+    export(source, tmp_path / "theirs")
+    file = tmp_path / "theirs" / "model.safetensors"
+    tensors = load_file(file)
+    module = "shared_trans"
+    blocks = sorted({int(each.split(".")[2]) for each in tensors if f".{module}" in each})
+    calls = sorted(int(each.split(".")[2]) for each in tensors if each.endswith(".linear.weight"))
+    last = {first: max(calls[at :: len(blocks)]) for at, first in enumerate(blocks)}
+    renamed = {}
+    for each, values in tensors.items():
+        parts = each.split(".")
+        if f".{module}" in each:
+            parts[2] = str(last[int(parts[2])])
+        renamed[".".join(parts)] = values
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, file, metadata={"format": "pt"})
+    import_model(tmp_path / "theirs", tmp_path / "back")
+    back = open_checkpoint(tmp_path / "back")
+    for tensor in source.tensors.values():
+        spec = FragmentSpec.whole(tensor, WEIGHT)
+        assert back.read(spec, torch.float32).data.equal(source.read(spec, torch.float32).data), tensor.name
+    other = next(each for each in renamed if f".{module}" in each)
+    save_file({**renamed, other.replace(f".{other.split('.')[2]}.", f".{calls[0]}."): renamed[other] + 1}, file)
+    with pytest.raises(CheckpointError, match="they differ"):
+        import_model(tmp_path / "theirs", tmp_path / "other")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from uuid import uuid4
 import numpy as np
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from safetensors.torch import save_file
 
 from megatron.checkpoint import CheckpointError, Fragment, FragmentSpec, open_checkpoint, save
@@ -20,6 +22,7 @@ from megatron.checkpoint.format.index import checksum
 from megatron.checkpoint.format.pickles import Inert, load_tensors
 from megatron.checkpoint.hf.importer import Folder
 from megatron.checkpoint.hf.neox import layers_of
+from megatron.checkpoint.save import transfer
 from megatron.checkpoint.save.transfer import download, upload
 from megatron.checkpoint.universal import export
 from megatron.data.order.cache import cached
@@ -281,3 +284,27 @@ def test_a_pickle_with_code_is_refused_without_advice_to_run_it(tmp_path, monkey
         assert "mkdir" in said and "can run code" in said
     assert caught.value.__cause__ is None or "weights_only" not in str(caught.value.__cause__)
     assert not (tmp_path / "code-of-the-file-was-run").exists()
+
+
+def test_a_store_of_a_stranger_is_bounded_in_size_and_time(places, tmp_path, monkeypatch):
+    """A file that is longer than the manifest says, more than the disk has room for, and a store that never answers."""
+    path = places[0]
+    url = f"file://{path}"
+    part = next(path.glob("data/*/*.safetensors"))
+    content = part.read_bytes()
+    part.write_bytes(content + bytes(1 << 20))
+    with pytest.raises(CheckpointError, match=f"has {len(content) + (1 << 20)} bytes, and must have at most"):
+        download(url, tmp_path / "a")
+    part.write_bytes(content)
+    monkeypatch.setattr(transfer, "free_bytes", lambda _: 10_000)
+    with pytest.raises(CheckpointError, match="at most|has room for 10000"):
+        download(url, tmp_path / "b")
+    monkeypatch.setattr(transfer, "free_bytes", lambda _: None)
+    monkeypatch.setattr(transfer, "PATIENCE", 0.05)
+    release = threading.Event()
+    monkeypatch.setattr(LocalFileSystem, "size", lambda *_: release.wait())
+    with pytest.raises(CheckpointError, match="has not answered"):
+        download(url, tmp_path / "c", attempts=2, wait=0.01)
+    release.set()
+    for name in "abc":
+        assert not list((tmp_path / name).iterdir()), "nothing is left"

@@ -19,8 +19,9 @@ from megatron.checkpoint import CheckpointError, Fragment, GroupCommunicator, op
 from megatron.checkpoint.levels import Levels, hosts, level
 from megatron.checkpoint.levels import levels as all_levels
 from megatron.checkpoint.levels import peer_transfer as courier
-from megatron.checkpoint.levels.hosts import private
+from megatron.checkpoint.levels.hosts import own_folder, private
 from megatron.config.sections.output import LevelSection
+from megatron.launch.report.known_causes import hint_for
 from megatron.parallel.layout.layout import Layout
 from tests.checkpoint.model import Model, fragments, meta
 from tests.workers import run
@@ -248,7 +249,7 @@ def rank_whose_folder_is_gone(folder: str) -> dict[str, object]:
 
     with pytest.MonkeyPatch.context() as patch:
         if rank >= 2:
-            patch.setattr(all_levels, "private", read_only)
+            patch.setattr(hosts, "private", read_only)
             patch.setattr(level, "private", read_only)
         try:
             levels_at(folder, NEXT)
@@ -335,3 +336,22 @@ def test_a_folder_that_others_can_read_is_refused(tmp_path: Path) -> None:
     os.symlink(tmp_path / "a/own", tmp_path / "link")
     with pytest.raises(CheckpointError, match="nobody else can read"):
         private(tmp_path / "link")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user's")
+def test_a_folder_that_another_user_has_taken_costs_only_its_saves(tmp_path: Path) -> None:
+    """The level goes to another name, where all ranks and later starts find it; the owner is named."""
+    assert own_folder(tmp_path / "deepy") == (tmp_path / "deepy", "")
+    for taken in ("deepy", "deepy-1"):
+        (tmp_path / taken).mkdir(exist_ok=True)
+        os.chown(tmp_path / taken, 65534, 65534)
+    for _ in range(2):
+        folder, why = own_folder(tmp_path / "deepy")
+        assert folder == tmp_path / "deepy-2" and folder.stat().st_mode & 0o777 == 0o700
+        assert why == f"{tmp_path}/deepy-1 belongs to user nobody: {tmp_path}/deepy-2 is used"
+    for number in range(2, 8):
+        (tmp_path / f"deepy-{number}").mkdir(exist_ok=True)
+        os.chown(tmp_path / f"deepy-{number}", 65534, 65534)
+    with pytest.raises(CheckpointError, match="belongs to user nobody; remove it"):
+        own_folder(tmp_path / "deepy")
+    assert hint_for("checkpoint.levels: host1: /dev/shm/deepy-0-a-b: it must be a folder of this user's", 2) is None

@@ -38,6 +38,10 @@ for folder, more in (("plain", []), ("run", evil)):
     Path(folder, "config.yml").write_text(to_yaml(found))
     Path(folder, "metrics.jsonl").write_text('{{"step": 0, "loss": 1.0}}\\n')
     save(Path(folder, "checkpoints"), 1, parts, Meta(step=1, config=to_yaml(found)))
+Path("raw").mkdir()  # not resolved, and the file that it extends has the names
+Path("raw/metrics.jsonl").write_text('{{"step": 0, "loss": 1.0}}')
+Path("raw/config.yml").write_text("extends: base.yml")
+Path("raw/base.yml").write_text("{{extends: {ROOT}/configs/test/tiny_llama.yml, model: {{extensions: [evil_module]}}}}")
 """
 
 
@@ -67,6 +71,7 @@ COMMANDS = {
     "to_rwkv": (ROOT / "tools/checkpoint/to_rwkv.py", "run", "{out}"),
     "reshape": (ROOT / "tools/checkpoint/reshape.py", CHECKPOINT, "{out}", "--to", "tensor=2"),
     "report": (ROOT / "tools/report.py", "run", "--output", "{out}.html"),
+    "report of a file that is not resolved": (ROOT / "tools/report.py", "raw", "--output", "{out}.html"),
     "compare": (ROOT / "tools/compare.py", "run", "plain", "--output", "{out}.png"),
     "teacher": (
         *(ROOT / "tools" / TEACH[0], *TEACH[1:]),

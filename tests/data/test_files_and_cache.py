@@ -248,3 +248,26 @@ def test_enwik8_is_checked_and_cut(tmp_path, monkeypatch):
         part: json.loads(open(file["path"], encoding="utf-8").read())["text"] for part, file in made["files"].items()
     }
     assert texts == {"train": "ä" * 26, "test": "ä" * 24}
+
+
+@pytest.mark.parametrize("checked", [1 << 30, 1 << 10])
+def test_a_flipped_bit_in_a_cached_order_is_found(tmp_path, checked, monkeypatch):
+    """The size of the file is the same. Of a file beyond the limit evenly spaced blocks are compared."""
+    monkeypatch.setattr(cache, "BLOCK", 1 << 8)
+    monkeypatch.setattr(cache, "CHECKED", checked)
+    built = []
+
+    def build():
+        built.append(1)
+        return {"order": np.arange(1000)}
+
+    cache.cached(tmp_path, "x", (1,), build)
+    (file,) = tmp_path.glob("x-*/order.npy")
+    cache.cached(tmp_path, "x", (1,), build)
+    assert len(built) == 1
+    content = bytearray(file.read_bytes())
+    content[20 if checked < 1 << 20 else 777] ^= 4
+    file.write_bytes(content)
+    with pytest.warns(UserWarning, match="does not have its checksum|cannot be read|damaged"):
+        again = cache.cached(tmp_path, "x", (1,), build)
+    assert len(built) == 2 and np.array_equal(again["order"], np.arange(1000))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ import zstandard
 
 from megatron import __version__
 from megatron.config.sections.data import TokenizerSection
+from megatron.data.corpus import inputs
 from megatron.data.corpus.encode import Treatment, build_encoder, choose_encoder, mixed, with_tokenizer
 from megatron.data.corpus.files import read_origin
 from megatron.data.corpus.inputs import Input, find_inputs, read_chunks
@@ -388,3 +390,22 @@ def test_gigatoken_is_exact():
     values = [json.loads(line)["text"] for name in "ab" for line in gzip.open(FOLDER / f"corpus_{name}.jsonl.gz")]
     values += [path.read_text(errors="ignore") for path in sorted(Path(os.__file__).parent.glob("*.py"))[:60]]
     assert difference(with_tokenizer(tokenizer), build_encoder(tokenizer, choice), values) is None
+
+
+@pytest.mark.parametrize("name", ["bomb.jsonl.gz", "bomb.txt.gz", "bomb.json.gz", "bomb.dat.gz"])
+def test_a_small_file_that_decompresses_to_a_large_text_is_refused(tmp_path, name, monkeypatch):
+    """Nothing of more than the limit is ever read into memory."""
+    monkeypatch.setattr(inputs, "LONGEST", 1 << 22)
+    monkeypatch.setattr(inputs, "LARGEST", 1 << 22)
+    size = 1 << 27
+    head = {"dat": size.to_bytes(8, "big")}.get(name.split(".")[1], b'{"text": "ok"}\n' if "jsonl" in name else b"")
+    with gzip.open(tmp_path / name, "wb", compresslevel=9) as file:
+        file.write(head)
+        for _ in range(size >> 20):
+            file.write(b" " * (1 << 20))
+    tracemalloc.start()
+    (entry,) = find_inputs([str(tmp_path / name)])
+    with pytest.raises(DataError, match="has more than 4 MiB once it is decompressed"):
+        list(read_chunks(0, entry))
+    assert tracemalloc.get_traced_memory()[1] < size / 4
+    tracemalloc.stop()

@@ -8,6 +8,9 @@ import random
 import subprocess
 import sys
 
+import pytest
+
+from megatron.config.problems import UserError
 from megatron.report.ledger import Ledger, batch_hashes, hash_text, left_out, read_ledger
 
 
@@ -135,3 +138,16 @@ def test_batches_left_out_since_a_place(tmp_path):
     written(path)
     assert left_out(path) == [[13, 2]]
     assert left_out(path, path.stat().st_size) is None
+
+
+def test_a_folder_that_is_moved_away_is_a_sentence(tmp_path):
+    """A run whose folder has gone cannot say what its checkpoints have seen: it ends with the way back."""
+    (tmp_path / "run").mkdir()
+    ledger = Ledger(tmp_path / "run" / "ledger.jsonl")
+    ledger.write("start", step=0)
+    assert ledger.position() > 0
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"was moved or deleted.*run\.dir"):
+        ledger.position()
+    (tmp_path / "elsewhere").rename(tmp_path / "run")
+    assert ledger.position() == (tmp_path / "run" / "ledger.jsonl").stat().st_size

@@ -6,7 +6,6 @@ import json
 import math
 import random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,7 +28,8 @@ def test_every_digit_is_kept(tmp_path_factory, number):
 
 def test_infinities_become_null_and_stay_json(tmp_path):
     write(tmp_path / "m.jsonl", [{"step": 3, "grad_norm": math.inf, "deep": {"list": [math.nan, 1.0]}}])
-    found = json.loads((tmp_path / "m.jsonl").read_text())
+    json.loads((tmp_path / "m.jsonl").read_text())
+    (found,) = read_lines(tmp_path / "m.jsonl")
     assert found == {"step": 3, "grad_norm": None, "deep": {"list": [None, 1.0]}}
 
 
@@ -61,8 +61,6 @@ def test_a_damaged_line_is_named_and_skipped(tmp_path, capsys):
     (tmp_path / "m.jsonl").write_text('{"step": 0}\nrubbish\n{"step": 1}\n')
     assert list(read_lines(tmp_path / "m.jsonl")) == [{"step": 0}, {"step": 1}]
     assert "m.jsonl: line 2 is damaged and skipped" in capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"m\.jsonl:2"):
-        list(read_lines(tmp_path / "m.jsonl", strict=True))
 
 
 def flips(content: bytes, seed: int, count: int):

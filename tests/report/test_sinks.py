@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megatron.report.jsonl import supersede
+from megatron.report.jsonl import read_lines, supersede
 from megatron.report.peaks import device_peak
 from megatron.report.sinks import open_sinks
 from megatron.report.tags import tagged
@@ -35,7 +35,7 @@ def test_jsonl_is_always_there_and_only_on_rank_0(tmp_path):
     write(open_sinks(config(tmp_path), rank=1))
     assert not (tmp_path / "run").exists()
     write(open_sinks(config(tmp_path)))
-    assert [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()] == RECORDS
+    assert list(read_lines(tmp_path / "run/metrics.jsonl")) == RECORDS
 
 
 def test_tensorboard_events(tmp_path):

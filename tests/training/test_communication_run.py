@@ -19,7 +19,7 @@ from megatron.data.sample import Sample
 from megatron.data.synthetic import Copy
 from megatron.parallel.messages.durations import Durations
 from megatron.parallel.messages.traffic import Tally
-from megatron.report.communication import RankAccount, by_group, read_accounts, regular_calls
+from megatron.report.communication import AccountFile, RankAccount, by_group, read_accounts, regular_calls
 from megatron.report.message_trace import read_events
 from megatron.report.tags import tagged
 from megatron.training.exchange import REQUESTS
@@ -218,14 +218,30 @@ def test_predictions_of_steps_whose_documents_say_how_far_keys_go(tmp_path):
             assert (("send",) in account.at(step).by("operation")) is (step % 2 == 1)
 
 
-def test_a_damaged_file_is_named(tmp_path):
+def test_a_damaged_line_costs_the_steps_that_it_may_have_been_about(tmp_path, capsys):
+    """Each line has a checksum: a flipped bit is reported, and is neither fatal nor a wrong number."""
     with pytest.raises(ValueError, match="logging.communication=counts"):
         read_accounts(tmp_path)
     file = tmp_path / "communication" / "rank_0.jsonl"
     file.parent.mkdir()
+    row = ["forward", "", "data", 2, "all_reduce", "fp32", 1]
+    written = AccountFile(tmp_path, 0, {"data": 2})
+    for step, size in ((0, 8), (3, 1024), (6, 24)):
+        written.step(step, Tally.of_rows([[*row, size]]), Tally(), Tally())
+    written.close(9, Tally())
+    content = file.read_bytes()
+    assert read_accounts(tmp_path)[0].at(4).rows() == [[*row, 1024]]
+    file.write_bytes(content.replace(b"1024", b"1025"))
+    account = read_accounts(tmp_path)[0]
+    assert "rank_0.jsonl: line 3 is damaged" in capsys.readouterr().err
+    for step, size in ((0, 8), (6, 24), (8, 24)):
+        assert account.at(step).rows() == [[*row, size]]
+    for step in (1, 4, 5, 9):
+        with pytest.raises(ValueError, match=f"no account of step {step}"):
+            account.at(step)
     file.write_text('{"rank": 0}\n{"step": 0, "calls": [["forward", 3]]}\n')
-    with pytest.raises(ValueError, match="rank_0.jsonl"):
-        read_accounts(tmp_path)
+    with pytest.raises(ValueError, match="no account"):
+        read_accounts(tmp_path)[0].at(0)
 
 
 def test_an_account_of_a_resumed_run():

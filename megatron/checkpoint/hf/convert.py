@@ -126,8 +126,12 @@ def match(
         if not architecture.is_buffer(name) and (first := there.setdefault(architecture.canonical(name), name)) != name:
             problems.append(f"{first} and {name} are two names of one tensor; there must be one")
     needed = [name for step in steps for name in step.theirs]
-    problems += [f"missing: {name}" for name in needed if name not in there]
     left = set(there) - set(needed)
+    for name in sorted(left):  # of the names of a shared tensor, transformers 4 keeps only the last one
+        source = architecture.source(name, needed)
+        if source in needed:
+            there.setdefault(source, there[name])
+    problems += [f"missing: {name}" for name in needed if name not in there]
     if architecture.head in left and not problems and not any(HEAD in step.ours for step in steps):
         left.discard(architecture.head)
         problems += _untied(architecture, steps, there, read)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import socket
 import stat
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ class Hosts:
 
 
 def private(folder: Path) -> Path:
-    """Make a folder for this user alone.
+    """Make a folder that only this user can read.
 
     Raises:
         CheckpointError: somebody else has made it, or others may read it: its content is not to be trusted.
@@ -83,5 +84,36 @@ def private(folder: Path) -> Path:
         pass
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise CheckpointError(folder, "it must be a folder of this user's that nobody else can read; remove it")
+        whose = "" if found.st_uid == os.geteuid() else f", and it belongs to {_user(found.st_uid)}"
+        raise CheckpointError(folder, f"it must be a folder of this user's that nobody else can read{whose}; remove it")
     return folder
+
+
+def own_folder(folder: Path) -> tuple[Path, str]:
+    """A folder that only this user can read: `folder`, or the first of `folder-1` to `folder-7` that no other user has.
+
+    All ranks of a host, and all starts of a run, find the same one.
+
+    Returns:
+        The folder, and why it is not `folder`.
+
+    Raises:
+        CheckpointError, OSError: as `private`.
+    """
+    why = ""
+    for number in range(8):
+        made = folder.with_name(f"{folder.name}-{number}") if number else folder
+        try:
+            return private(made), why and f"{why}: {made} is used"
+        except CheckpointError:
+            if (owner := os.lstat(made).st_uid) == os.geteuid() or number == 7:
+                raise
+            why = f"{made} belongs to {_user(owner)}"
+    raise AssertionError("unreachable")
+
+
+def _user(number: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(number).pw_name}"
+    except KeyError:
+        return f"user {number}"

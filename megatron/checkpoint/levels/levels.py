@@ -19,7 +19,7 @@ from ..format.errors import CheckpointError, StoreRefuses, brief, disk_refuses
 from ..format.fragment import Fragment
 from ..format.meta import Meta
 from ..read.reader import Checkpoint
-from .hosts import Hosts, private
+from .hosts import Hosts, own_folder
 from .index_exchange import FoundSave, gather
 from .level import KEY, HostPart, Level
 from .peer_transfer import Courier, GroupCourier
@@ -40,7 +40,7 @@ class Levels:
         insist: whether all folders must be there now. Else a disk that refuses is tried again when its level is saved.
 
     Attributes:
-        refused: what is not there now, the same on all ranks.
+        refused: folders that are not there now, or elsewhere, the same on all ranks.
 
     Raises:
         CheckpointError: on every rank: a folder cannot be had on some host, or there are too few hosts.
@@ -164,11 +164,15 @@ class Levels:
         folder = Path(base) / f"deepy-{os.geteuid()}-{self._token}-{re.sub(r'[^A-Za-z0-9_.-]', '_', self.hosts.name)}"
         name = section.title
         try:
-            private(folder)
+            folder, why = own_folder(folder)
+            if why:
+                self.refused.append(f"{name} of {self.hosts.name}: {why}")
         except OSError as error:
             if self._insist or not disk_refuses(error):
                 raise
-            self.refused.append(f"{name} of {self.hosts.name}: {error}")
+            self.refused.append(
+                f"{name} of {self.hosts.name}: {error}. The run continues without this level until its next save"
+            )
         self._folders.append(folder)
         return Level(
             name, folder / name.replace(" ", "_"), int(section.keep), section.neighbours, self.hosts,

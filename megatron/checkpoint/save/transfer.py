@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import queue
 import shutil
+import threading
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import fsspec
+
+from megatron.config.arithmetic.machine import free_bytes
 
 from ..format.communicator import SOLO, Communicator, all_problems
 from ..format.durable import move
@@ -20,6 +24,9 @@ from ..format.index import INDEX_NAME
 from ..format.manifest import open_index, part_of, read_manifest
 from ..format.names import MANIFEST_NAME, META_NAME, leftover_name, number_of, step_of
 from ..read.reader import open_checkpoint
+
+MOST = 1 << 30  # bytes of a manifest, of meta data or of a ledger
+PATIENCE, SLOWEST = 120.0, 1e5  # seconds without an answer, bytes a second
 
 
 def upload(path: Path, url: str, communicator: Communicator = SOLO, *, attempts: int = 5, wait: float = 1.0) -> str:
@@ -77,10 +84,20 @@ def download(url: str, directory: str | Path, *, attempts: int = 5, wait: float 
     draft = leftover_name(target, "tmp", uuid.uuid4().hex[:12])
     draft.mkdir(parents=True)
     try:
-        _fetch(url, [MANIFEST_NAME], draft, attempts, wait)
+        _fetch(url, {MANIFEST_NAME: MOST}, draft, attempts, wait)
         manifest = read_manifest(draft)
-        _fetch(url, [INDEX_NAME, META_NAME], draft, attempts, wait)
-        _fetch(url, [record.path for record in open_index(draft, manifest)[1]], draft, attempts, wait)
+        room = free_bytes(draft) or 1 << 60
+        _fetch(
+            url,
+            {INDEX_NAME: min(manifest.index.size, room), META_NAME: min(manifest.meta.size, MOST)},
+            draft,
+            attempts,
+            wait,
+        )
+        sizes = {record.path: record.size for record in open_index(draft, manifest)[1]}
+        if (needed := sum(sizes.values())) > room:
+            raise CheckpointError(url, f"it has {needed} bytes, and {directory} has room for {room}: free some")
+        _fetch(url, sizes, draft, attempts, wait)
         open_checkpoint(draft, verify="checksums")
         move(draft, target)
     finally:
@@ -192,7 +209,7 @@ def remote_manifest(url: str, *, attempts: int = 5, wait: float = 1.0) -> bytes:
 
     def read() -> None:
         system, place = fsspec.core.url_to_fs(f"{url.rstrip('/')}/{MANIFEST_NAME}")
-        found.append(system.cat_file(place))
+        found.append(_within(PATIENCE, lambda: system.cat_file(place, end=MOST)))
 
     problems = _persistent(read, MANIFEST_NAME, attempts, wait)
     if problems:
@@ -200,12 +217,13 @@ def remote_manifest(url: str, *, attempts: int = 5, wait: float = 1.0) -> bytes:
     return found[-1]
 
 
-def _fetch(url: str, names: list[str], draft: Path, attempts: int, wait: float) -> None:
+def _fetch(url: str, sizes: Mapping[str, int], draft: Path, attempts: int, wait: float) -> None:
+    """Copy files. `sizes` has the most bytes of each."""
     problems, lost = [], 0
-    for name in names:
+    for name, most in sizes.items():
         target, place = part_of(draft, name), f"{url.rstrip('/')}/{name}"
         target.parent.mkdir(parents=True, exist_ok=True)
-        wrong = _persistent(partial(_get, place, target), name, attempts, wait)
+        wrong = _persistent(partial(_get, place, target, most), name, attempts, wait)
         lost += bool(wrong) and _is_lost(place)
         problems += wrong
     if problems:
@@ -228,6 +246,8 @@ def _persistent(work: Callable[[], None], name: str, attempts: int, wait: float)
         try:
             work()
             return []
+        except CheckpointError as error:  # the next try would find the same
+            return [f"{name}: {describe_error(error)}"]
         except Exception as error:  # every store has its own exceptions; what is left after the last try is reported
             failure = error
             if attempt + 1 < attempts:
@@ -252,6 +272,34 @@ def _withdraw(url: str) -> None:
         system.rm_file(place)
 
 
-def _get(url: str, target: Path) -> None:
+def _get(url: str, target: Path, most: int = MOST) -> None:
+    """Copy a file of at most `most` bytes. A store that sends less than `SLOWEST` bytes a second counts as gone."""
     system, source = fsspec.core.url_to_fs(url)
-    system.get_file(source, str(target))
+    size = _within(PATIENCE, lambda: system.size(source))
+    if size is not None and size > most:
+        raise CheckpointError(url, f"it has {size} bytes, and must have at most {most}")
+    _within(PATIENCE + min(size or most, 1 << 40) / SLOWEST, lambda: system.get_file(source, str(target)))
+
+
+def _within(seconds: float, work: Callable[[], Any]) -> Any:
+    """Return the result of `work`, or raise its error. Work that takes too long is left to its thread.
+
+    Raises:
+        TimeoutError: there is no answer in time.
+    """
+    answer: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue()
+
+    def run() -> None:
+        try:
+            answer.put((work(), None))
+        except BaseException as error:
+            answer.put((None, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        found, error = answer.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"the store has not answered in {seconds:.0f} s") from None
+    if error is not None:
+        raise error
+    return found

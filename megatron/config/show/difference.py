@@ -62,9 +62,10 @@ def described(path: str | os.PathLike, *, ranks: int | None = None) -> Described
         ConfigError: with all problems.
     """
     file = File(path)
-    file = file / "config.yml" if file.is_dir() else file
+    of_a_run = file.is_dir()  # which may be of anybody, and a file is the user's own
+    file = file / "config.yml" if of_a_run else file
     if not _is_resolved(file):
-        resolved = load([file], ranks=ranks, check_inputs=False)
+        resolved = load([file], ranks=ranks, check_inputs=False, whose=str(file) if of_a_run else None)
         return Described(resolved.config, {key: str(origin) for key, origin in resolved.origins.items()})
     config, source, lines = read_resolved(file), read_file(os.fspath(file)), file.read_text("utf-8").splitlines()
     origins = {}

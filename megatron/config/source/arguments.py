@@ -34,6 +34,15 @@ class Arguments:
     own: tuple[str, ...]
 
 
+def _is_override(word: str, before: str) -> bool:
+    """Whether a word among a script's options is an override: it begins with a section, and no option may want it."""
+    from ..schema import Config  # not needed where overrides stand first
+
+    section, dot, rest = word.partition(".")
+    wanted = before.startswith("-") and "=" not in before
+    return bool(dot and _OVERRIDE.match(rest)) and section in Config.model_fields and not wanted
+
+
 def split(words: Sequence[str]) -> Arguments:
     """Take a script's arguments apart.
 
@@ -57,4 +66,8 @@ def split(words: Sequence[str]) -> Arguments:
                 f"(pythia/70m), nor an override (key.path=value){meant}"
             )
     own = words[end:]
+    border = own.index("--") if "--" in own else len(own)
+    behind = [index for index in range(1, border) if _is_override(own[index], own[index - 1])]
+    overrides += [own[index] for index in behind]
+    own = [word for index, word in enumerate(own) if index not in behind]
     return Arguments(tuple(files), tuple(overrides), tuple(own[1:] if own[:1] == ["--"] else own))

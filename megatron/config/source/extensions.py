@@ -72,7 +72,7 @@ def admit_names(sources: list[ConfigSource]) -> None:
         admit(module for _, _, _, name in _named([source]) for module, colon, _ in [name.partition(":")] if colon)
 
 
-def refuse_names(source: ConfigSource, whose: str) -> None:
+def refuse_names(sources: list[ConfigSource], whose: str) -> None:
     """As `admit_names` for a configuration of somebody else: nothing is imported that the user has not admitted.
 
     Args:
@@ -81,9 +81,11 @@ def refuse_names(source: ConfigSource, whose: str) -> None:
     Raises:
         ConfigError: its `model.extensions` lists modules that are not admitted.
     """
-    texts = [each for _, value in leaves(source.values) for each in (value if isinstance(value, list) else [value])]
+    values = [value for source in sources for _, value in leaves(source.values)]
+    texts = [each for value in values for each in (value if isinstance(value, list) else [value])]
     note_strange(text.partition(":")[0] for text in texts if isinstance(text, str) and PATH.fullmatch(text))
-    refuse_strange([each for each in _listed(source) if not is_offered(each)], whose)
+    listed = [each for source in sources for each in _listed(source)]
+    refuse_strange([each for each in dict.fromkeys(listed) if not is_offered(each)], whose)
 
 
 def _listed(source: ConfigSource) -> list[str]:

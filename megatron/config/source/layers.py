@@ -22,6 +22,7 @@ class ConfigSource:
         fallback: the origin where there is none.
         problems: what was wrong in reading it.
         unread: whether it could not be read at all, so that what it says is not known.
+        resolved: whether it is a resolved file, which has all keys.
     """
 
     values: dict[str, Any]
@@ -29,6 +30,7 @@ class ConfigSource:
     fallback: Origin = VALUES
     problems: list[Problem] = field(default_factory=list)
     unread: bool = False
+    resolved: bool = False
 
     def origin(self, path: Path) -> Origin:
         """Where the value at `path` came from."""

@@ -21,7 +21,7 @@ from ..tree import put
 from ..words import counted
 from .extensions import admit_names, extensions_of, refuse_names
 from .structure import check_structure
-from .yaml_source import read_file
+from .yaml_source import RESOLVED, read_file
 
 if TYPE_CHECKING:
     from ..resolution import Resolved
@@ -126,10 +126,7 @@ def _item(each: Any, path: Path, resolved: Resolved, indent: int) -> Iterator[st
 def to_yaml(resolved: Resolved) -> str:
     """The whole configuration as YAML with origins."""
     ranks = "an unknown number of ranks" if resolved.ranks is None else counted(resolved.ranks, "rank")
-    head = [
-        f"# Resolved for {ranks}. Beside each value: where it came from.",
-        f"# hash: {config_hash(resolved.config)}",
-    ]
+    head = [f"{RESOLVED}{ranks}. Beside each value: where it came from.", f"# hash: {config_hash(resolved.config)}"]
     return "\n".join([*head, *_lines(thaw(resolved.config.model_dump()), (), resolved, 0)]) + "\n"
 
 
@@ -171,7 +168,7 @@ def _checked(file: str, name: str, own: bool) -> Config:
     if own:
         admit_names([source])
     else:
-        refuse_names(source, name)
+        refuse_names([source], name)
     with using_extensions(extensions_of([source])):
         config, problems, _ = check_structure(source.values, source.origin)
     if problems:

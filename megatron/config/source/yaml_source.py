@@ -77,6 +77,7 @@ class _TooMuch(Exception):
         self.rule_and_fix, self.line = rule_and_fix, line
 
 
+RESOLVED = "# Resolved for "  # how a file begins that `resolved_file.to_yaml` has written
 TOO_DEEP = (f"mappings and lists are nested at most {DEEPEST} deep", "check the brackets and the indentation here")
 TOO_MANY = (
     f"a document has at most {MOST:,} values, those that an alias repeats included",
@@ -312,7 +313,7 @@ def read_file(path: str) -> ConfigSource:
             )
         )
         value = {}
-    return ConfigSource(value, places, origin(1), problems, unread)
+    return ConfigSource(value, places, origin(1), problems, unread, text.startswith(RESOLVED))
 
 
 def read_override(argument: str) -> ConfigSource:

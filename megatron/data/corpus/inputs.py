@@ -25,11 +25,14 @@ from ..errors import DataError
 
 Bytes = IO[bytes] | io.BufferedIOBase  # decompressing files are the latter alone
 BLOCK = 1 << 20  # bytes of a chunk of lines
+LONGEST = 1 << 28  # bytes of a line or a text: a compressed file of a few MB may hold one that fills the memory
+LARGEST = 1 << 31  # bytes of a whole JSON array
 ROWS = 1024  # rows of a chunk of a table
 LINES = (".jsonl", ".ndjson")
 TABLES = (".parquet", ".arrow", ".feather")
 TEXTS = (".txt", ".text", ".md", ".rst", ".py")
 COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
+NEWLINE = b"\n"
 MEMBER = "::"  # between a tar archive and the name of its member
 
 
@@ -236,6 +239,14 @@ def _skip(stream: Bytes, position: int) -> None:
         position -= len(part)
 
 
+def _bounded(entry: Input, content: bytes, most: int, what: str) -> bytes:
+    """What was read of something, unless it has more than `most` bytes."""
+    if len(content) > most:
+        rule = f"{what} has more than {most >> 20} MiB once it is decompressed"
+        raise DataError(entry.name, rule, "split it into documents, one on each line of a .jsonl file")
+    return content
+
+
 def _lines(number: int, entry: Input, position: int, line: int, key: str) -> Iterator[InputChunk]:
     with open_stream(entry.name) as (stream, raw):
         if stream is raw:
@@ -244,7 +255,7 @@ def _lines(number: int, entry: Input, position: int, line: int, key: str) -> Ite
             _skip(stream, position)
         while block := stream.read(BLOCK):
             if not block.endswith(b"\n"):
-                block += stream.readline()
+                block += _bounded(entry, stream.readline(LONGEST + 1), LONGEST, f"line {line + block.count(NEWLINE)}")
             yield InputChunk(number, entry.kind, position, position + len(block), line, block, raw.tell())
             position, line = position + len(block), line + block.count(b"\n")
 
@@ -253,7 +264,7 @@ def _text(number: int, entry: Input, position: int, line: int, key: str) -> Iter
     if position:
         return
     with open_stream(entry.name) as (stream, raw):
-        content = stream.read()
+        content = _bounded(entry, stream.read(LONGEST + 1), LONGEST, "a text")
         yield InputChunk(number, entry.kind, 0, max(len(content), 1), 1, content, raw.tell())
 
 
@@ -265,7 +276,7 @@ def _dat(number: int, entry: Input, position: int, line: int, key: str) -> Itera
             length = int.from_bytes(head, "big")
             if len(head) < 8 or length == 0:
                 return
-            content = stream.read(length)
+            content = _bounded(entry, stream.read(min(length, LONGEST + 1)), LONGEST, f"text {line}")
             if len(content) < length:
                 raise EOFError("the last text is cut off")
             yield InputChunk(number, entry.kind, position, position + 8 + length, line, content, raw.tell())
@@ -279,7 +290,7 @@ def _rows(number: int, entry: Input, start: int, texts: list, compressed: int = 
 def _array(number: int, entry: Input, position: int, line: int, key: str) -> Iterator[InputChunk]:
     with open_stream(entry.name) as (stream, _):
         try:
-            values = parse_json(stream.read())
+            values = parse_json(_bounded(entry, stream.read(LARGEST + 1), LARGEST, "a JSON array"))
         except ValueError as error:
             raise DataError(entry.name, f"it is no JSON ({error})", "JSON lines end in .jsonl") from error
     if not isinstance(values, list):

@@ -20,7 +20,7 @@ CAUSES = (
         "the host's memory is full: fewer ranks or data workers on this host, or a smaller model",
     ),
     (
-        r"/dev/shm|unable to (open|mmap|write to) shared memory|shared memory \(shm\)|Bus error",
+        r"/dev/shm(?!/deepy-)|unable to (open|mmap|write to) shared memory|shared memory \(shm\)|Bus error",
         "/dev/shm is full or too small: docker run --shm-size=8g, or a larger tmpfs on /dev/shm",
     ),
     (

@@ -5,10 +5,13 @@ from __future__ import annotations
 import heapq
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+from megatron.config.file_access import open_plain
 from megatron.config.source.arguments import ArgumentError
 
+LONGEST = 1 << 20  # characters of a line
 _STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ")
 
 
@@ -33,8 +36,8 @@ def _stamped(path: Path, order: int) -> Iterator[tuple[str, tuple[int, int], str
     """(time, place, name, line) of each line; a line without a time belongs to the one before it."""
     name, stamp = path.stem.replace("rank_", ""), ""
     name = name.lstrip("0") or "0"
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file):
+    with open(open_plain(path), encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(iter(partial(file.readline, LONGEST), "")):
             match = _STAMP.match(line)
             stamp = match.group().strip() if match else stamp
             text = line.rstrip("\n") if match else f"{stamp} {line.rstrip()}"

@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron.config.file_access import read_plain
+from megatron.config.foreign_json import parse_json
 from megatron.config.problems import UserError
 
 from .diagnosis import Rank, diagnose
@@ -30,6 +32,7 @@ Answer = Callable[[str, Callable[[str], None]], None]
 _NAME = re.compile("deepy-[0-9a-f]{32}")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 ANSWER_TAKES = 30.0
+LONGEST = 1 << 16  # bytes of the note
 
 
 class InquirySocket:
@@ -86,7 +89,7 @@ class InquirySocket:
         self._answer(question, lambda text: _send(caller, text))
 
     def close(self) -> None:
-        """Nobody can ask any more."""
+        """Answer no further question."""
         if self._socket is None:
             return
         self._selector.unregister(self._socket)
@@ -172,7 +175,7 @@ def ask(run: Path, question: str) -> str:
         UserError: no launcher of this run is running here.
     """
     try:
-        note = json.loads((run / FILE).read_text())
+        note = parse_json(read_plain(run / FILE, LONGEST))
         host, process, name = str(note["host"]), int(note["process"]), str(note["socket"])
         if not _NAME.fullmatch(name):
             raise ValueError(f"{name!r} is no name of a launcher's socket")
@@ -181,7 +184,7 @@ def ask(run: Path, question: str) -> str:
         raise UserError(
             f"{run} {what}: give the directory of a run (run.dir) that deepy.py has started and that has not ended"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise UserError(f"{run / FILE} cannot be read: {error!r}; remove it if no launcher is running") from None
     gone = f"the launcher of {run} (process {process} on {host}) is gone"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:

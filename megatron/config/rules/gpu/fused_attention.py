@@ -9,6 +9,7 @@ from ...arithmetic.fused_attention import FA3, FA3_FIX, why_not
 from ...arithmetic.kernels import installed
 from ...problems import Problem
 from ...rule_context import RuleContext
+from ...sections.model import SHORT
 
 FLASH, DOCUMENTS, MOST = (f"model.fused_attention.{name}" for name in ("flash", "documents", "most_documents"))
 
@@ -72,7 +73,9 @@ def kernels_of_attention_fit_the_run(context: RuleContext) -> Iterator[Problem]:
 
 
 def documents_have_kernels(context: RuleContext) -> Iterator[Problem]:
-    if context.given(MOST) and DOCUMENTS not in _asked(context):
+    own = context.config.model.fused_attention.most_documents
+    derived = max(8, context.config.training.sequence_length // SHORT)  # which a run's resolved file has
+    if context.given(MOST) and own != derived and DOCUMENTS not in _asked(context):
         yield context.warning(
             MOST, DOCUMENTS, rule="must go with documents: varlen; alone it has no effect", fix="leave it out"
         )
