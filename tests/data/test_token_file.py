@@ -161,12 +161,12 @@ def test_what_cannot_be_opened_is_said_plainly(tmp_path, monkeypatch):
     (tmp_path / "a.idx").chmod(0)
     if os.geteuid() == 0:  # root may read everything
 
-        def refuse(path, *arguments, opened=open, **options):
+        def refuse(path, *arguments, opened=os.open, **options):
             if str(path).endswith("a.idx"):
                 raise PermissionError(13, "Permission denied", str(path))
             return opened(path, *arguments, **options)
 
-        monkeypatch.setattr("builtins.open", refuse)
+        monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(DataError, match="a.idx: there is no permission to read it"):
         TokenFile(tmp_path / "a")
 
