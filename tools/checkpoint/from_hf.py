@@ -2,7 +2,7 @@
 """Import a Hugging Face model as a checkpoint (checkpoint.initialize_from).
 
 python tools/checkpoint/from_hf.py path/to/model OUT --verify
-python tools/checkpoint/from_hf.py EleutherAI/pythia-70m OUT
+python tools/checkpoint/from_hf.py EleutherAI/pythia-70m OUT --yaml pythia.yml     # for `extends: pythia.yml`
 """
 
 from __future__ import annotations
@@ -20,15 +20,31 @@ if __name__ == "__main__":
 import argparse
 import json
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from megatron.checkpoint import CheckpointError, open_checkpoint
 from megatron.checkpoint.hf.companions import not_kept
 from megatron.checkpoint.hf.importer import import_model, locate
 from megatron.checkpoint.hf.verify import prove
 from megatron.checkpoint.save.progress import now_and_then
-from megatron.config import ConfigError
+from megatron.config import ConfigError, Resolved
 from megatron.config.frozen import thaw
 from megatron.config.registry import RegistryError
+from megatron.config.tree import get, put
+
+
+def base_of(resolved: Resolved, checkpoint: Path) -> dict[str, Any]:
+    """What a run that starts from an import extends: what config.json says of the model, and the tokenizer."""
+    found: dict[str, Any] = {}
+    values = thaw(resolved.config.model_dump())
+    for key, origin in resolved.origins.items():
+        if origin.given and key.startswith(("model.", "tokenizer.")):
+            path = tuple(key.split("."))
+            put(found, path, get(values, path))
+    put(found, ("checkpoint", "initialize_from"), str(checkpoint))
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -51,9 +67,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--verify", action="store_true", help="run both models on the same tokens in fp32, and both tokenizers on texts"
     )
+    parser.add_argument("--yaml", type=Path, metavar="FILE", help="also write the file that a run from it can extend")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args(arguments)
     try:
+        if options.yaml is not None and options.yaml.exists():
+            raise CheckpointError(options.yaml, "it is there already; --yaml must name a new file")
         extensions = tuple(options.extension)
         folder = locate(options.model, extensions)
         tell = now_and_then(quiet=options.json)
@@ -71,6 +90,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     left = not_kept(folder)
     model = thaw(resolved.config.model.model_dump(exclude_defaults=True))
+    if options.yaml is not None:
+        options.yaml.write_text(yaml.safe_dump(base_of(resolved, options.out), sort_keys=False), encoding="utf-8")
     if options.json:
         print(
             json.dumps({"out": str(options.out), "model": model, "not_kept": left, **(proof.values if proof else {})})

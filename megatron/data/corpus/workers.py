@@ -6,11 +6,11 @@ import multiprocessing
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megatron.config.sections.data import TokenizerSection
 
 _state: dict = {}
+Result = TypeVar("Result")
 
 
 Settings = tuple["TokenizerSection", EncoderChoice, Treatment, np.dtype]
@@ -40,7 +41,7 @@ class Worker:
         return encode_chunk(chunk, self.encode, self.treatment, self.eod, self.dtype)
 
 
-def _start(*settings: *Settings) -> None:
+def _start(make: Callable[..., Callable], settings: tuple) -> None:
     """In a new worker: end with the parent, even if that is killed; encode on one thread."""
     parent = multiprocessing.parent_process()
 
@@ -51,30 +52,37 @@ def _start(*settings: *Settings) -> None:
     if parent is not None:
         threading.Thread(target=follow, args=(parent.sentinel,), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # of this worker process alone
-    _state["worker"] = Worker(*settings)
+    _state["worker"] = make(*settings)
 
 
-def _work(chunk: InputChunk) -> Encoded:
+def _work(chunk: InputChunk) -> Any:
     return _state["worker"](chunk)
 
 
 def encoded(chunks: Iterable[InputChunk], workers: int, *settings: *Settings) -> Iterator[tuple[InputChunk, Encoded]]:
+    """Each chunk of texts with its result, in order. `settings` are those of `Worker`."""
+    return in_order(chunks, workers, Worker, *settings)
+
+
+def in_order(
+    chunks: Iterable[InputChunk], workers: int, make: Callable[..., Callable[[InputChunk], Result]], *settings: Any
+) -> Iterator[tuple[InputChunk, Result]]:
     """Each chunk with its result, in order.
 
     Args:
         chunks: read only a few chunks ahead of what is taken.
         workers: processes; with 1 it happens in this one.
-        settings: of `Worker`.
+        make: gives a process what treats its chunks, from the settings.
 
     Raises:
         DataError: a worker process ended.
     """
     if workers <= 1:
-        worker = Worker(*settings)
+        worker = make(*settings)
         yield from ((chunk, worker(chunk)) for chunk in chunks)
         return
-    waiting: deque[tuple[InputChunk, Future[Encoded]]] = deque()
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, settings) as pool:
+    waiting: deque[tuple[InputChunk, Future[Result]]] = deque()
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, (make, settings)) as pool:
         try:
             for chunk in chunks:
                 waiting.append((_without_content(chunk), pool.submit(_work, chunk)))

@@ -1,0 +1,1 @@
+"""Conversations to token files with labels: supervised fine-tuning."""
