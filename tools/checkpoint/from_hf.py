@@ -36,7 +36,7 @@ from megatron.config.tree import get, put
 
 
 def base_of(resolved: Resolved, checkpoint: Path) -> dict[str, Any]:
-    """What a run that starts from an import extends: what config.json says of the model, and the tokenizer."""
+    """The base of a run that starts from an import: the model as config.json has it, the tokenizer and the checkpoint."""
     found: dict[str, Any] = {}
     values = thaw(resolved.config.model_dump())
     for key, origin in resolved.origins.items():
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.yaml is not None and options.yaml.exists():
-            raise CheckpointError(options.yaml, "it is there already; --yaml must name a new file")
+            raise CheckpointError(options.yaml, "--yaml must name a file that does not exist")
         extensions = tuple(options.extension)
         folder = locate(options.model, extensions)
         tell = now_and_then(quiet=options.json)

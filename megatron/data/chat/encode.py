@@ -27,10 +27,10 @@ class ChatTreatment:
     """How conversations are treated.
 
     Attributes:
-        key: of the messages in JSON objects and tables.
-        train: which tokens are labels: every turn of the assistant, its last one, or all tokens.
-        append_eod: an end-of-document token follows a conversation that does not end with one; it is no label.
-        longest: conversations of more tokens are omitted; None for no limit.
+        key: Key or column of the messages.
+        train: Which tokens are labels: every turn of the assistant, its last one, or all tokens.
+        append_eod: Whether an end-of-document token, which is no label, follows a conversation without one.
+        longest: conversations of more tokens are omitted, with None for no limit.
     """
 
     key: str = "messages"
@@ -44,7 +44,7 @@ class EncodedChats:
     """The conversations of a chunk.
 
     Attributes:
-        tokens, labels: of all conversations back to back; a label is its token or IGNORED.
+        tokens, labels: of all conversations back to back. A label is its token or IGNORED.
         sizes: tokens of each.
         bad: (line, reason) of records that are no conversation.
         long: conversations that were omitted for their length.
@@ -58,7 +58,7 @@ class EncodedChats:
 
 
 class ChatEncoder:
-    """Encodes chunks of conversations; each process has one."""
+    """The encoder of a process: chunks of conversations to ids and labels."""
 
     def __init__(self, section: TokenizerSection, template: ChatTemplate, treatment: ChatTreatment):
         tokenizer = build_tokenizer(section)
@@ -87,7 +87,7 @@ class ChatEncoder:
         return done
 
     def _parts(self, record: Any, kind: str) -> tuple[list[dict[str, Any]], list | None]:
-        """Messages and tools; a line has both, a column of a table has messages only."""
+        """Messages and tools. A line has both, a column of a table has messages only."""
         if isinstance(record, BadConversation):
             raise record
         if kind != "lines":
@@ -103,8 +103,8 @@ class ChatEncoder:
         """Ids of a conversation and its labels.
 
         Raises:
-            BadConversation: nothing in it would be trained on, a message has a token of the template, it begins with
-                two tokens that begin a text, or the tokens do not end where the assistant's turns do.
+            BadConversation: it has no label, a message with a token of the template, two beginnings of a text, or a token
+                across the border of a turn.
         """
         for number, message in enumerate(messages, 1):
             if found := next((token for token in self.control if token in message["content"]), None):
@@ -139,7 +139,7 @@ class ChatEncoder:
 
 
 def _records(chunk: InputChunk) -> list[tuple[int, Any]]:
-    """(line, record) of a chunk; a line that is no JSON is a `BadConversation`."""
+    """(line, record) of a chunk. A line that is no JSON is a `BadConversation`."""
     if isinstance(chunk.content, list):
         return list(enumerate(chunk.content, chunk.line))
     found: list[tuple[int, Any]] = []

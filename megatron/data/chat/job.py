@@ -34,12 +34,12 @@ LABELS = "_labels"  # behind the prefix of the token file
 
 @dataclass
 class ChatCounts:
-    """What became of the records.
+    """Counts of a job's records.
 
     Attributes:
         conversations, tokens, trained: written, with the number of labels that count.
         long: omitted for their length.
-        bad: number of records that are no conversation; `examples` has (file, line, reason) of the first.
+        bad: number of records that are no conversation. `examples` has (file, line, reason) of the first.
     """
 
     conversations: int = 0
@@ -56,12 +56,12 @@ class ChatJob:
 
     Attributes:
         inputs: in the order in which their conversations are written.
-        output: prefix of the token file; the label file has LABELS behind it.
+        output: prefix of the token file. The label file has LABELS behind it.
         tokenizer: a `tokenizer` section.
         template: of the conversations.
         treatment: which tokens are labels, and what is omitted.
-        workers: processes; the output is the same for any number.
-        bad: "skip" bad records or be "fatal" about them; both count them.
+        workers: processes. The output is the same for any number.
+        bad: "skip" counts bad records. "fatal" ends the job at the first.
         overwrite: replace an output that is there.
         version: of this program, for the manifests.
     """

@@ -93,8 +93,8 @@ def find_template(tokenizer: str, name: str | None, values: dict[str, Any]) -> C
     """The template that was asked for.
 
     Args:
-        tokenizer: a folder, or a file in one, with tokenizer_config.json and perhaps chat_template.jinja.
-        name: one of TEMPLATES, or a .jinja file; None for the tokenizer's own.
+        tokenizer: a folder, or a file in one. Its tokenizer_config.json or chat_template.jinja is read.
+        name: one of TEMPLATES, or a .jinja file, with None for the tokenizer's own.
         values: what the user gives the template.
 
     Raises:
@@ -124,7 +124,7 @@ def find_template(tokenizer: str, name: str | None, values: dict[str, Any]) -> C
 
 
 def control_tokens(added: Iterable[str], template: ChatTemplate) -> list[str]:
-    """Of a tokenizer's added tokens those that the template or its values write: no message may contain them."""
+    """The added tokens that the template or its values write. No message may contain them."""
     written = "\0".join([template.text, *(str(value) for value in template.values.values())])
     return [token for token in added if token.strip() and token in written]
 

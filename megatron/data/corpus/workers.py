@@ -30,7 +30,7 @@ Settings = tuple["TokenizerSection", EncoderChoice, Treatment, np.dtype]
 
 
 class Worker:
-    """Encodes chunks; each process has one."""
+    """The encoder of a process."""
 
     def __init__(self, section: TokenizerSection, choice: EncoderChoice, treatment: Treatment, dtype: np.dtype):
         tokenizer = build_tokenizer(section)
@@ -60,7 +60,7 @@ def _work(chunk: InputChunk) -> Any:
 
 
 def encoded(chunks: Iterable[InputChunk], workers: int, *settings: *Settings) -> Iterator[tuple[InputChunk, Encoded]]:
-    """Each chunk of texts with its result, in order. `settings` are those of `Worker`."""
+    """Each chunk of texts with its result, in order. `settings` make a `Worker`."""
     return in_order(chunks, workers, Worker, *settings)
 
 
@@ -71,8 +71,8 @@ def in_order(
 
     Args:
         chunks: read only a few chunks ahead of what is taken.
-        workers: processes; with 1 it happens in this one.
-        make: gives a process what treats its chunks, from the settings.
+        workers: processes. With 1 it happens in this one.
+        make: the function that makes a process's worker of the settings.
 
     Raises:
         DataError: a worker process ended.
