@@ -36,7 +36,7 @@ from megatron.config.tree import get, put
 
 
 def base_of(resolved: Resolved, checkpoint: Path) -> dict[str, Any]:
-    """The base of a run that starts from an import: the model as config.json has it, the tokenizer and the checkpoint."""
+    """The base of a run that starts from an import: its model, its tokenizer and the checkpoint."""
     found: dict[str, Any] = {}
     values = thaw(resolved.config.model_dump())
     for key, origin in resolved.origins.items():

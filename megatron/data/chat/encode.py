@@ -28,7 +28,7 @@ class ChatTreatment:
 
     Attributes:
         key: Key or column of the messages.
-        train: Which tokens are labels: every turn of the assistant, its last one, or all tokens.
+        train: Which tokens are labels. It is one of TRAIN: the assistant's turns, the last one, or all tokens.
         append_eod: Whether an end-of-document token, which is no label, follows a conversation without one.
         longest: conversations of more tokens are omitted, with None for no limit.
     """
@@ -103,8 +103,8 @@ class ChatEncoder:
         """Ids of a conversation and its labels.
 
         Raises:
-            BadConversation: it has no label, a message with a token of the template, two beginnings of a text, or a token
-                across the border of a turn.
+            BadConversation: it has no label, a message with a token of the template, a second beginning of a text, or
+                a token across the border of a turn.
         """
         for number, message in enumerate(messages, 1):
             if found := next((token for token in self.control if token in message["content"]), None):

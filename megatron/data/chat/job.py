@@ -61,9 +61,9 @@ class ChatJob:
         template: of the conversations.
         treatment: which tokens are labels, and what is omitted.
         workers: processes. The output is the same for any number.
-        bad: "skip" counts bad records. "fatal" ends the job at the first.
-        overwrite: replace an output that is there.
-        version: of this program, for the manifests.
+        bad: Which of "skip" and "fatal" (which ends the job at the first bad record).
+        overwrite: Replace an output that is there.
+        version: Of this program, for the manifests.
     """
 
     inputs: list[Input]

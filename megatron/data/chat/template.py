@@ -94,8 +94,8 @@ def find_template(tokenizer: str, name: str | None, values: dict[str, Any]) -> C
 
     Args:
         tokenizer: a folder, or a file in one. Its tokenizer_config.json or chat_template.jinja is read.
-        name: one of TEMPLATES, or a .jinja file, with None for the tokenizer's own.
-        values: what the user gives the template.
+        name: One of TEMPLATES, or a .jinja file, with None for the tokenizer's own.
+        values: The user's values for the template.
 
     Raises:
         DataError: there is none.
