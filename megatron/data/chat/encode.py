@@ -29,8 +29,8 @@ class ChatTreatment:
     Attributes:
         key: Key or column of the messages.
         train: Which tokens are labels. It is one of TRAIN: the assistant's turns, the last one, or all tokens.
-        append_eod: Whether an end-of-document token, which is no label, follows a conversation without one.
-        longest: conversations of more tokens are omitted, with None for no limit.
+        append_eod: Add an end-of-document token, which is no label.
+        longest: Omit conversations of more tokens.
     """
 
     key: str = "messages"

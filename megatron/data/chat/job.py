@@ -61,7 +61,7 @@ class ChatJob:
         template: of the conversations.
         treatment: which tokens are labels, and what is omitted.
         workers: processes. The output is the same for any number.
-        bad: Which of "skip" and "fatal" (which ends the job at the first bad record).
+        bad: "skip" or "fatal", for bad records.
         overwrite: Replace an output that is there.
         version: Of this program, for the manifests.
     """
