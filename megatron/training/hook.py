@@ -13,7 +13,8 @@ from megatron.checkpoint.save.finite import non_finite
 from megatron.checkpoint.save.saver import Saved
 from megatron.config import Config
 from megatron.config.sections.output import SampleOptions
-from megatron.engine.protocol import Engine
+from megatron.data.batch import StepBatch
+from megatron.engine.protocol import Engine, StepResult
 from megatron.plan.prediction import Prediction
 
 from .exchange import StepReport
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from .trainer import Batches, Trainer
     from .world import World
 
+Look = Callable[[int, int], None]  # between micro-batches: (done, of)
+RunStep = Callable[[StepBatch, float, Look], StepResult]  # as an engine's `step`
 Generate = Callable[[list[str], SampleOptions, int], list[str]]
 
 
@@ -122,6 +125,11 @@ class Hook:
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         """The batch is there, the engine has not seen it."""
+
+    def run_step(  # type: ignore[empty-body]
+        self, trainer: Trainer, run: RunStep, batch: StepBatch, lr: float, look: Look
+    ) -> StepResult:
+        """Run the step with `run`, the engine's `step` with earlier hooks around it, once or more."""
 
     def on_numbers(self, trainer: Trainer, report: StepReport) -> None:
         """A step's numbers have arrived, of all ranks. On an accelerator that is one step after the step itself, unless

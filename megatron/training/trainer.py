@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from megatron.config import Config
 from megatron.data.batch import StepBatch
 from megatron.data.plan import SampleSet
-from megatron.engine.protocol import Engine, StepDropped, StepResult
+from megatron.engine.protocol import Engine, StepDropped
 from megatron.parallel.layout.mesh import Mesh
 from megatron.parallel.messages.account import phase
 from megatron.report.ledger import Ledger
@@ -22,12 +23,9 @@ from megatron.worker.beacon import END, EXCHANGE, HOOKS, SETUP, Beacon
 
 from .early_stop import Looks
 from .exchange import REQUESTS, Exchange, Meeting, Number, StepReport
-from .hook import Hook, RollBack
+from .hook import Hook, RollBack, RunStep
 from .schedule import Schedule
 from .wall_time import WallTime
-
-Look = Callable[[int, int], None]
-RunStep = Callable[[StepBatch, float, Look], StepResult]
 
 
 class Clock:
@@ -139,6 +137,9 @@ class Trainer:
         self.completed = self.at = start  # updates done; the update that is at work, as messages and metrics number it
         self.tokens = tokens
         self._run_step: RunStep = lambda batch, lr, look: self.engine.step(batch, lr, look)
+        for hook in self.hooks:
+            if "run_step" in hook.points:
+                self._run_step = partial(hook.run_step, self, self._run_step)
         self.extra_metrics: dict[str, Any] = {}  # what hooks add to the record of this step, if it is written
         self.stop_reason: str | None = None
         self.error: BaseException | None = None
@@ -228,10 +229,6 @@ class Trainer:
             loss, tokens, self.batch.hash, self._told, seconds, *norm, share=share, early=early
         )
         return self._met
-
-    def wrap_step(self, wrap: Callable[[RunStep], RunStep]) -> None:
-        """Have `wrap(run)` run the steps, where `run` has run them so far. For hooks, when the run starts."""
-        self._run_step = wrap(self._run_step)
 
     def _drop(self, step: int, dropped: StepDropped) -> None:
         left = f"the rest would have taken {dropped.left:.0f} s"

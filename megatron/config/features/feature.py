@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from pydantic import create_model
 
 from ..registry import FEATURE, RegistryError, registry_of
-from ..section import Section, key
+from ..section import Section
 
 if TYPE_CHECKING:
     from ..problems import Problem
@@ -63,10 +63,9 @@ class Feature:
     """An optional part of a run. A run that does not want it imports this description only.
 
     Attributes:
-        about: one sentence, which documents the section `options`.
+        about: one sentence.
         wanted: whether a run of this `Config` has it.
-        options: a section of its own, at the top level under the feature's name.
-        keys: keys that it adds to other sections.
+        keys: keys that it adds to sections.
         rules: each checks the whole configuration.
         engine: import path of its `EnginePart`, if it has one.
         before: the part attaches before the first of these that the engine lists, else after all others.
@@ -83,7 +82,6 @@ class Feature:
 
     about: str
     wanted: Callable[[Any], bool]
-    options: type[Section] | None = None
     keys: tuple[Keys[Any], ...] = ()
     rules: tuple[Rule, ...] = ()
     engine: str = ""
@@ -133,37 +131,44 @@ def in_order(inside: Iterable[str], features: Mapping[str, tuple[str, ...]], las
     return names
 
 
+def logged(name: str) -> Rule:
+    """The rule that `name`, a number of steps or None, must be a multiple of `logging.every`."""
+
+    def rule(context: RuleContext) -> Iterator[Problem]:
+        every, lines = context.value(name), context.config.logging.every
+        if every is not None and every % lines:
+            yield context.problem(
+                name,
+                "logging.every",
+                rule="must be a multiple of logging.every, since they are part of the logged lines",
+                fix=f"use {-(-every // lines) * lines}",
+            )
+
+    return rule
+
+
 def with_keys(base: type[S], section: str, features: Mapping[str, Feature]) -> type[S]:
     """A section with the keys that features add to it, or `base` itself.
 
     Raises:
         RegistryError: a feature adds a key that is there already.
     """
-    added = [(name, keys) for name, feature in features.items() for keys in _keys(name, feature)]
-    added = [(name, keys) for name, keys in added if keys.section == section]
+    every = [(name, keys) for name, feature in features.items() for keys in feature.keys]
+    added = [(name, keys) for name, keys in every if keys.section == section]
     if not added:
         return base
     fields = list(base.model_fields.items())
     for feature, keys in added:
         names = [name for name, _ in fields]
         for taken in sorted(keys.fields.model_fields.keys() & set(names)):
-            rule = f"a feature must not be named {taken}, which is a section of its own"
-            if section:
-                rule = f"feature {feature} must not add the key {section}.{taken}, which is there already"
-            raise RegistryError(rule, "rename it")
+            name = f"{section}.{taken}" if section else taken
+            raise RegistryError(f"feature {feature} must not add the key {name}, which is there already", "rename it")
         place = names.index(keys.after) + 1 if keys.after in names else len(names)
         fields[place:place] = keys.fields.model_fields.items()
     # pydantic orders fields as the last base does, and takes methods from the first.
     order = create_model("Order", __base__=Section, **{name: (field.annotation, field) for name, field in fields})  # type: ignore[call-overload]
     bases = (base, *(keys.fields for _, keys in added), order)
     return create_model(base.__name__, __base__=bases, __module__=base.__module__, __doc__=base.__doc__)
-
-
-def _keys(name: str, feature: Feature) -> tuple[Keys[Any], ...]:
-    if feature.options is None:
-        return feature.keys
-    own = create_model("Own", __base__=Section, **{name: (feature.options, key(feature.options, feature.about))})  # type: ignore[call-overload]
-    return (*feature.keys, Keys("", own))
 
 
 def extended(section: str) -> Callable[[type[S]], type[S]]:

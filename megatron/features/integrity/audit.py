@@ -12,13 +12,13 @@ from megatron.engine.part import part_of
 from megatron.engine.protocol import StepResult
 from megatron.features.spikes.options import NAME
 from megatron.features.spikes.replay import Fingerprint, Replay
-from megatron.training.hook import Hook, HookContext
+from megatron.training.hook import Hook, HookContext, Look, RunStep
 
 from .corruption import ADVICE, Suspects
 from .options import AUDIT_KEYS
 
 if TYPE_CHECKING:
-    from megatron.training.trainer import Look, RunStep, Trainer
+    from megatron.training.trainer import Trainer
 
 
 class AuditHook(Hook):
@@ -43,21 +43,15 @@ class AuditHook(Hook):
             return None
         return cls(keys.audit, keys.audit_action, Replay(parts.engine, gate))
 
-    def on_start(self, trainer: Trainer) -> None:
-        def wrap(run: RunStep) -> RunStep:
-            def step(batch: StepBatch, lr: float, look: Look) -> StepResult:
-                if (trainer.at + 1) % self._every:
-                    return run(batch, lr, look)
-                self._replay.run(batch, lr, trial=True, own=True)
-                first = self._replay.fingerprint()
-                self._replay.prepare(own=True)
-                result = run(batch, lr, look)
-                self._audit(trainer, trainer.at, first)
-                return result
-
-            return step
-
-        trainer.wrap_step(wrap)
+    def run_step(self, trainer: Trainer, run: RunStep, batch: StepBatch, lr: float, look: Look) -> StepResult:
+        if (trainer.at + 1) % self._every:
+            return run(batch, lr, look)
+        self._replay.run(batch, lr, trial=True, own=True)
+        first = self._replay.fingerprint()
+        self._replay.prepare(own=True)
+        result = run(batch, lr, look)
+        self._audit(trainer, trainer.at, first)
+        return result
 
     def _audit(self, trainer: Trainer, step: int, first: Fingerprint) -> None:
         found = self._replay.different(trainer, first)

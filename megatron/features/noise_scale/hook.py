@@ -9,13 +9,13 @@ from megatron.engine.part import part_of
 from megatron.engine.protocol import StepResult
 from megatron.features.spikes.gate import StepGate
 from megatron.features.spikes.options import NAME
-from megatron.training.hook import Hook, HookContext
+from megatron.training.hook import Hook, HookContext, Look, RunStep
 
 from .estimate import label_weights, noise_scale, small_batch
 from .options import LOGGING
 
 if TYPE_CHECKING:
-    from megatron.training.trainer import Look, RunStep, Trainer
+    from megatron.training.trainer import Trainer
 
 
 class NoiseScaleHook(Hook):
@@ -34,25 +34,17 @@ class NoiseScaleHook(Hook):
         every, gate = LOGGING.of(parts.config).noise_scale, part_of(parts.engine, NAME)
         return None if every is None or gate is None else cls(every, gate)
 
-    def on_start(self, trainer: Trainer) -> None:
-        def wrap(run: RunStep) -> RunStep:
-            def step(batch: StepBatch, lr: float, look: Look) -> StepResult:
-                if trainer.at % self._every:
-                    return run(batch, lr, look)
-                training = trainer.config.training
-                pieces = (
-                    training.sequence_length // batch.labels.shape[-1]
-                )  # of each sample, in a stage of shorter ones
-                part = small_batch(batch, training.global_batch_size * pieces)
-                self._gate.prepare(trial=True, hashes=False)
-                small = trainer.engine.step(part, lr, None)
-                result = run(batch, lr, look)
-                _compare(trainer, part, small, batch, result)
-                return result
-
-            return step
-
-        trainer.wrap_step(wrap)
+    def run_step(self, trainer: Trainer, run: RunStep, batch: StepBatch, lr: float, look: Look) -> StepResult:
+        if trainer.at % self._every:
+            return run(batch, lr, look)
+        training = trainer.config.training
+        pieces = training.sequence_length // batch.labels.shape[-1]  # of each sample, in a stage of shorter ones
+        part = small_batch(batch, training.global_batch_size * pieces)
+        self._gate.prepare(trial=True, hashes=False)
+        small = trainer.engine.step(part, lr, None)
+        result = run(batch, lr, look)
+        _compare(trainer, part, small, batch, result)
+        return result
 
 
 def _compare(trainer: Trainer, part: StepBatch, small: StepResult, batch: StepBatch, large: StepResult) -> None:

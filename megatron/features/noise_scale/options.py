@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron.config.arithmetic.wire import FEEDS_BACK
-from megatron.config.features.feature import Feature, Keys
-from megatron.config.features.logged import steps_are_logged
+from megatron.config.features.feature import Feature, Keys, logged
 from megatron.config.section import Section, key
 
 if TYPE_CHECKING:
@@ -28,10 +27,6 @@ class NoiseScaleKeys(Section):
 
 
 LOGGING = Keys("logging", NoiseScaleKeys, after="statistics")
-
-
-def is_logged(context: RuleContext) -> Iterator[Problem]:
-    yield from steps_are_logged(context, KEY)
 
 
 def noise_is_told_from_the_gradient(context: RuleContext) -> Iterator[Problem]:
@@ -61,7 +56,7 @@ FEATURE = Feature(
     about="The gradient noise scale.",
     wanted=lambda config: LOGGING.of(config).noise_scale is not None,
     keys=(LOGGING,),
-    rules=(is_logged, noise_is_told_from_the_gradient, gradients_travel_whole),
+    rules=(logged(KEY), noise_is_told_from_the_gradient, gradients_travel_whole),
     hook="megatron.features.noise_scale.hook:NoiseScaleHook",
     hook_before=("stop",),
     needs=lambda config: ("spikes",),

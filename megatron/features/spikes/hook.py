@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from megatron.data.batch import StepBatch
 from megatron.engine.part import part_of
+from megatron.engine.protocol import StepResult
 from megatron.engine.spike import CLIP, REPORT, ROLLBACK, SKIP, Spike
 from megatron.report.ledger import hash_text
 from megatron.training.exchange import Number, StepReport
-from megatron.training.hook import Hook, HookContext, RollBack
+from megatron.training.hook import Hook, HookContext, Look, RollBack, RunStep
 
 from .attribution import Attribution
 from .gate import StepGate
 from .options import NAME, meets_early, spikes_of
-from .replay import Confirmation
+from .replay import Replay, text_of
 from .rollback import roll_back
 
 if TYPE_CHECKING:
@@ -44,21 +46,23 @@ class SpikesHook(Hook):
 
     Args:
         gate: of the engine. Its rule keeps in checkpoints when updates were skipped.
+        replay: repeats its steps.
         attribution: finds out whose fault a bad value is, in runs that ask for it.
 
     Raises:
         TooManySpikes: on every rank.
     """
 
-    def __init__(self, gate: StepGate, attribution: Attribution | None = None) -> None:
-        self._gate, self._rule, self._attribution = gate, gate.rule, attribution
+    def __init__(self, gate: StepGate, replay: Replay, attribution: Attribution | None) -> None:
+        self._gate, self._rule, self._replay, self._attribution = gate, gate.rule, replay, attribution
 
     @classmethod
     def of(cls, parts: HookContext) -> SpikesHook | None:
         gate: StepGate | None = part_of(parts.engine, NAME)
         if gate is None:
             return None
-        return cls(gate, Attribution.of(parts.config, parts.world) if parts.world is not None else None)
+        attribution = None if parts.world is None else Attribution.of(parts.config, parts.world)
+        return cls(gate, Replay(parts.engine, gate), attribution)
 
     def on_start(self, trainer: Trainer) -> None:
         def meet(loss: Number, tokens: Number, norm: Number) -> tuple[float, float]:
@@ -67,8 +71,55 @@ class SpikesHook(Hook):
         self._gate.meet = meet
         if meets_early(trainer.config, trainer.mesh.layout):
             self._gate.begin_to_meet = lambda *own: trainer.meet(*own, early=True).mean_loss
-        if spikes_of(trainer.config).confirm or self._attribution is not None:
-            trainer.wrap_step(lambda run: Confirmation(trainer, self._gate, run, self._attribution).step)
+
+    def run_step(self, trainer: Trainer, run: RunStep, batch: StepBatch, lr: float, look: Look) -> StepResult:
+        attribution = self._attribution
+        if not spikes_of(trainer.config).confirm and attribution is None:
+            return run(batch, lr, look)
+        step, before, audited = trainer.at, self._rule.state(), self._gate.prepared
+        if not audited:  # an audit repeats the step itself
+            self._replay.prepare()
+        result = run(batch, lr, look)
+        if not audited and result.spike is not None and result.spike.leaves_out:
+            result = self._again(trainer, batch, lr, before, result)
+        good = result.spike is None or not result.spike.leaves_out
+        if good and attribution is not None and attribution.expects(step):
+            attribution.passes(trainer, step, self._loss(trainer))
+        return result
+
+    @staticmethod
+    def _loss(trainer: Trainer) -> float:
+        """This rank's own sum."""
+        engine: Any = trainer.engine
+        return float(engine.losses.loss)
+
+    def _again(
+        self, trainer: Trainer, batch: StepBatch, lr: float, before: dict[str, Any], first: StepResult
+    ) -> StepResult:
+        """The step of a spike once more: what it says now counts."""
+        step, was = trainer.at, self._replay.fingerprint()
+        self._rule.restore(before)
+        result = self._replay.run(batch, lr)
+        found = self._replay.different(trainer, was)
+        losses, gradients = found.losses, found.gradients
+        if result.spike is None:
+            cause = "transient: it was not there again, and the update is applied"
+        elif losses or gradients:
+            cause = "transient, but it was there again with other numbers"
+        else:
+            of = "of the data, the model or the place" if self._attribution else "of the data or the model"
+            cause = f"{of}: it is the same to the last bit"
+        assert first.spike is not None
+        stays = result.spike is not None and not (losses or gradients)
+        trainer.record(
+            "replay", step=step, name=first.spike.name, repeated=result.spike is not None, losses=losses,
+            gradients=gradients,
+        )  # fmt: skip
+        where = f" ({text_of(losses)} had another loss)" if losses else ""
+        trainer.log(f"step {step}: the {first.spike.name} of {first.spike.value:.4g} is {cause}{where}")
+        if stays and self._attribution is not None:
+            self._attribution.stays(trainer, step, first.spike, self._loss(trainer))
+        return result
 
     def on_numbers(self, trainer: Trainer, report: StepReport) -> None:
         spike = report.result.spike

@@ -15,9 +15,8 @@ from megatron.engine.protocol import StepResult
 from .gate import StepGate
 
 if TYPE_CHECKING:
-    from megatron.training.trainer import Look, RunStep, Trainer
-
-    from .attribution import Attribution
+    from megatron.training.hook import Look
+    from megatron.training.trainer import Trainer
 
 SHOWN = 8  # ranks in a message
 
@@ -94,63 +93,6 @@ class Replay:
         flags[2 * ranks + own] = float(now.gradients != first.gradients)
         found = trainer.exchange.sum(list(flags)).tolist()
         return Disagreement(*([r for r in range(ranks) if found[part * ranks + r]] for part in range(3)))
-
-
-class Confirmation:
-    """Computes the step of a spike again.
-
-    Args:
-        run: runs a step.
-        attribution: finds out whose fault a value is that stays.
-    """
-
-    def __init__(self, trainer: Trainer, gate: StepGate, run: RunStep, attribution: Attribution | None) -> None:
-        self._trainer, self._gate, self._next, self._attribution = trainer, gate, run, attribution
-        self._engine: Any = trainer.engine
-        self._replay = Replay(self._engine, gate)
-
-    def step(self, batch: StepBatch, lr: float, look: Look) -> StepResult:
-        """As the engine's `step`. All ranks call it."""
-        step, before, audited = self._trainer.at, self._gate.rule.state(), self._gate.prepared
-        if not audited:  # an audit repeats the step itself
-            self._replay.prepare()
-        result = self._next(batch, lr, look)
-        if not audited and result.spike is not None and result.spike.leaves_out:
-            result = self._again(step, batch, lr, before, result)
-        good = result.spike is None or not result.spike.leaves_out
-        if good and self._attribution is not None and self._attribution.expects(step):
-            self._attribution.passes(self._trainer, step, self._loss())
-        return result
-
-    def _loss(self) -> float:
-        """This rank's own sum."""
-        return float(self._engine.losses.loss)
-
-    def _again(self, step: int, batch: StepBatch, lr: float, before: dict[str, Any], first: StepResult) -> StepResult:
-        """The step of a spike once more: what it says now counts."""
-        trainer, was = self._trainer, self._replay.fingerprint()
-        self._gate.rule.restore(before)
-        result = self._replay.run(batch, lr)
-        found = self._replay.different(trainer, was)
-        losses, gradients = found.losses, found.gradients
-        if result.spike is None:
-            cause = "transient: it was not there again, and the update is applied"
-        elif losses or gradients:
-            cause = "transient, but it was there again with other numbers"
-        else:
-            of = "of the data, the model or the place" if self._attribution else "of the data or the model"
-            cause = f"{of}: it is the same to the last bit"
-        assert first.spike is not None
-        stays = result.spike is not None and not (losses or gradients)
-        trainer.record(
-            "replay", step=step, name=first.spike.name, repeated=result.spike is not None, losses=losses,
-            gradients=gradients,
-        )  # fmt: skip
-        where = f" ({text_of(losses)} had another loss)" if losses else ""
-        trainer.log(f"step {step}: the {first.spike.name} of {first.spike.value:.4g} is {cause}{where}")
-        if stays and self._attribution is not None:
-            self._attribution.stays(trainer, step, first.spike, self._loss())
-        return result
 
 
 def text_of(ranks: list[int]) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron.config.features.feature import Feature, Keys
-from megatron.config.features.logged import steps_are_logged
+from megatron.config.features.feature import Feature, Keys, logged
 from megatron.config.section import Section, key
 
 if TYPE_CHECKING:
@@ -29,10 +28,6 @@ class StatisticsKeys(Section):
 LOGGING = Keys("logging", StatisticsKeys, after="communication")
 
 
-def are_logged(context: RuleContext) -> Iterator[Problem]:
-    yield from steps_are_logged(context, KEY)
-
-
 def gradients_are_clipped_by_one_factor(context: RuleContext) -> Iterator[Problem]:
     if context.value(KEY) is not None and context.option("spikes.action") == "adagc":
         yield context.problem(
@@ -47,7 +42,7 @@ FEATURE = Feature(
     about="Norms by layer.",
     wanted=lambda config: LOGGING.of(config).statistics is not None,
     keys=(LOGGING,),
-    rules=(are_logged, gradients_are_clipped_by_one_factor),
+    rules=(logged(KEY), gradients_are_clipped_by_one_factor),
     hook="megatron.features.statistics.hook:StatisticsHook",
     hook_before=("lengths", "log"),
 )

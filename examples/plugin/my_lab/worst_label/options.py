@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.features.feature import Feature
+from megatron.config.features.feature import Feature, Keys
 from megatron.config.problems import Problem
 from megatron.config.rule_context import RuleContext
 from megatron.config.section import Section, key
@@ -15,8 +15,15 @@ class WorstLabelOptions(Section):
     above: float = key(0.0, "Log it only where it is larger.", unit="nats", ge=0)
 
 
+class WorstLabelKeys(Section):
+    worst_label: WorstLabelOptions = key(WorstLabelOptions, "The largest loss of a label in each step.")
+
+
+TOP = Keys("", WorstLabelKeys)
+
+
 def has_use(context: RuleContext) -> Iterator[Problem]:
-    options = getattr(context.config, "worst_label")  # noqa: B009  (a section that this package adds)
+    options = TOP.of(context.config).worst_label
     if options.above and not options.enabled:
         yield context.warning(
             "worst_label.above",
@@ -27,9 +34,9 @@ def has_use(context: RuleContext) -> Iterator[Problem]:
 
 
 FEATURE = Feature(
-    options=WorstLabelOptions,
     about="The largest loss of a label in each step.",
-    wanted=lambda config: config.worst_label.enabled,
+    wanted=lambda config: TOP.of(config).worst_label.enabled,
+    keys=(TOP,),
     rules=(has_use,),
     engine="my_lab.worst_label.part:WorstLabel",
 )

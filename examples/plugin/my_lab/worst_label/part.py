@@ -11,6 +11,8 @@ from torch import Tensor
 
 from megatron.engine.part import EnginePart, Update
 
+from .options import TOP
+
 if TYPE_CHECKING:
     from megatron.engine.base import BaseEngine
 
@@ -19,7 +21,7 @@ class WorstLabel(EnginePart):
     """Adds `worst_label` to the record of a step: nats, of the labels of all ranks."""
 
     def attach(self, engine: BaseEngine) -> None:
-        self._above = getattr(engine.config, "worst_label").above  # noqa: B009
+        self._above = TOP.of(engine.config).worst_label.above
         self._device, self._ranks = engine.device, engine.mesh.layout.world_size
 
     def before_step(self, step: int, micro_batches: int) -> None:
