@@ -9,6 +9,7 @@ from importlib.util import find_spec
 EXTRAS = {
     "bokeh": "report",
     "datasets": "data",
+    "datatrove": "curate",
     "lm_eval": "eval",
     "pyarrow": "data",
     "scipy": "scaling",
@@ -17,6 +18,7 @@ EXTRAS = {
     "tiktoken": "data",
     "transformers": "hf",
     "wandb": "wandb",
+    "warcio": "curate",
 }
 
 

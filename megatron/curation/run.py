@@ -1,0 +1,143 @@
+"""Runs a recipe: its phases one after another, each by an executor of datatrove."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from datatrove.executor.local import LocalPipelineExecutor
+from datatrove.pipeline.base import PipelineStep
+from loguru import logger
+
+from megatron.data.errors import DataError
+
+from .folder import Folder, to_json
+from .recipe import Recipe
+from .shards import InputFile, shards_of
+from .tasks import DecideTask, PageTask, ShardTask, phases_of
+
+STATE = "state.json"
+LIBRARIES = ("datatrove", "numpy", "zstandard", "xxhash")  # whose versions the output may depend on
+
+
+def run(recipe: Recipe, quiet: bool = False) -> dict[str, Any]:
+    """Run a recipe, or the rest of it after a killed start.
+
+    Args:
+        quiet: without datatrove's log.
+
+    Returns:
+        The report, as in `report.json`. For Slurm, which works after this has returned, the names of the steps.
+
+    Raises:
+        DataError: the output folder has another recipe's result, inputs have changed, or there are none.
+        RuntimeError: a task failed.
+    """
+    folder, shards = Folder(recipe.section.output), shards_of(recipe.section)
+    _claim(folder, recipe, shards)
+    folder.clean()
+    quiet = quiet and recipe.section.executor == "local"
+    if quiet:
+        logger.disable("datatrove")
+    steps = list(_steps(recipe, shards, quiet))
+    executors = [_executor(recipe, number, step, tasks) for number, (step, tasks) in enumerate(steps)]
+    if recipe.section.executor == "slurm":
+        for former, executor in zip(executors, executors[1:]):
+            executor.depends = former
+        executors[-1].run()
+        return {"started": [f"{step.name} ({tasks} tasks)" for step, tasks in steps]}
+    for executor in executors:
+        executor.run()
+    report: dict[str, Any] = json.loads(folder.read("report.json"))
+    return report
+
+
+def _steps(recipe: Recipe, shards: list[list[InputFile]], quiet: bool) -> Iterator[tuple[PipelineStep, int]]:
+    """The steps in their order, with the number of tasks of each."""
+    for phase in phases_of(recipe):
+        yield ShardTask(recipe, shards, quiet, phase), len(shards)
+        if phase.compare:
+            yield DecideTask(recipe, shards, quiet, phase), 1
+    yield PageTask(recipe, shards, quiet), 1
+
+
+def _claim(folder: Folder, recipe: Recipe, shards: list[list[InputFile]]) -> None:
+    """Note whose output the folder is. Later starts continue it."""
+    files = [[file.to_json() for file in shard] for shard in shards]
+    inputs = hashlib.blake2b(to_json(files), digest_size=16).hexdigest()
+    versions = {each: importlib.metadata.version(each) for each in LIBRARIES}
+    state = {"recipe": recipe.to_json(), "inputs": inputs, "libraries": versions}
+    if not folder.exists(STATE):
+        if folder.exists("documents"):
+            raise DataError(folder.url, "the folder has documents of something else", "name another output")
+        folder.write("inputs.json", to_json(files))
+        folder.write(STATE, to_json(state))
+        return
+    known = json.loads(folder.read(STATE))
+    for name, what in (("recipe", "the recipe"), ("inputs", "the input files"), ("libraries", "the libraries")):
+        if known.get(name) != state[name]:
+            raise DataError(
+                folder.url,
+                f"it has the result of another run: {what} must be the same",
+                "name another output, or remove the folder",
+            )
+
+
+def _executor(recipe: Recipe, number: int, step: PipelineStep, tasks: int) -> Any:
+    section = recipe.section
+    logs = f"{section.output.rstrip('/')}/work/logs/{number:02d}_{step.name}"
+    if section.executor == "slurm":
+        from datatrove.executor.slurm import SlurmPipelineExecutor
+
+        assert section.slurm is not None
+        own = section.slurm
+        return SlurmPipelineExecutor(
+            [step],
+            tasks,
+            own.time,
+            own.partition,
+            mem_per_cpu_gb=own.memory,
+            workers=section.workers,
+            logging_dir=logs,
+            env_command=own.prepare,
+            job_name=f"curate_{number:02d}_{step.name}",
+        )
+    if section.executor == "ray":
+        from datatrove.executor.ray import RayPipelineExecutor
+
+        return RayPipelineExecutor([step], tasks, workers=section.workers, logging_dir=logs)
+    return LocalExecutor([step], tasks, workers=min(section.workers, tasks), logging_dir=logs)
+
+
+class LocalExecutor(LocalPipelineExecutor):
+    """datatrove's local executor without its manager process, which would outlive a killed run. A worker that is killed
+    ends the run with an error."""
+
+    def run(self) -> None:
+        waiting = self.get_incomplete_ranks(range(self.tasks))
+        if self.workers == 1 or len(waiting) < 2:
+            for rank in waiting:
+                self._run_for_rank(rank)
+            return
+        context = multiprocessing.get_context("forkserver")
+        with ProcessPoolExecutor(self.workers, context, end_with_parent) as pool:
+            for task in [pool.submit(self._run_for_rank, rank, int(rank > 0)) for rank in waiting]:
+                task.result()
+
+
+def end_with_parent() -> None:
+    """End this worker when the process that started it has ended, however that was."""
+
+    def watch() -> None:
+        if (parent := multiprocessing.parent_process()) is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

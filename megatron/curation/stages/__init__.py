@@ -1,0 +1,20 @@
+"""The stages that a recipe may name."""
+
+from __future__ import annotations
+
+from . import datatrove_filters, duplicates, overlap, quality, texts
+from .contract import StageKind
+
+STAGES: dict[str, StageKind] = {
+    "signals": quality.SIGNALS,
+    "keep": quality.KEEP,
+    "collapse": texts.COLLAPSE,
+    "pii": texts.PII,
+    "blocklist": texts.BLOCKLIST,
+    "gopher_quality": datatrove_filters.GOPHER_QUALITY,
+    "gopher_repetition": datatrove_filters.GOPHER_REPETITION,
+    "fineweb_quality": datatrove_filters.FINEWEB_QUALITY,
+    "decontaminate": overlap.DECONTAMINATE,
+    "exact": duplicates.EXACT,
+    "minhash": duplicates.MINHASH,
+}

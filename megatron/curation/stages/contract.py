@@ -1,0 +1,49 @@
+"""A kind of stages: options, rules about them, and work on one document, or keys by which documents are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron.config.problems import Problem
+from megatron.config.section import Section
+
+
+class Removed(NamedTuple):
+    """Why a stage removes a document.
+
+    Attributes:
+        reason: the same text for all documents that are removed for it.
+        detail: what is this document's own, such as a value.
+    """
+
+    reason: str
+    detail: str = ""
+
+
+Work = Callable[[Any], Removed | None]  # of a datatrove Document, which it may change
+Keys = Callable[[Any], np.ndarray | None]  # uint64 [bands, 2], or None for a document that is compared with none
+
+
+def no_rules(options: Any, key: str, where: str) -> Iterable[Problem]:
+    return ()
+
+
+@dataclass(frozen=True)
+class StageKind:
+    """A kind of stages. Exactly one of `work` and `keys` is given.
+
+    Attributes:
+        options: its keys.
+        work: from the options, a function of one document. A task makes it once.
+        keys: from the options, the keys of a document. Documents that share the key of a band are duplicates.
+        rules: mistakes in the options that their types do not show. It gets the options, their key and their place.
+    """
+
+    options: type[Section]
+    work: Callable[[Any], Work] | None = None
+    keys: Callable[[Any], Keys] | None = None
+    rules: Callable[[Any, str, str], Iterable[Problem]] = no_rules

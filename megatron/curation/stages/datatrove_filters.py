@@ -1,0 +1,63 @@
+"""Filters of datatrove, with its formulas and defaults. Words are split by one regular expression in all languages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from datatrove.pipeline.filters import FineWebQualityFilter, GopherQualityFilter, GopherRepetitionFilter
+from datatrove.utils.word_tokenizers import WordTokenizer
+
+from megatron.config.section import Section, key
+
+from .contract import Removed, StageKind, Work
+
+_WORDS = re.compile(r"\w+|[^\w\s]+")
+_SENTENCES = re.compile(r"[^.!?]+[.!?]*")
+
+
+class RegexWords(WordTokenizer):
+    """Words are runs of word characters, or of other characters except white space. datatrove's own splitters need
+    further packages, one per language."""
+
+    def word_tokenize(self, text: str) -> list[str]:
+        return _WORDS.findall(text)
+
+    def sent_tokenize(self, text: str) -> list[str]:
+        return [each.strip() for each in _SENTENCES.findall(text) if each.strip()]
+
+    def span_tokenize(self, text: str) -> list[tuple[int, int]]:
+        return [match.span() for match in _SENTENCES.finditer(text)]
+
+
+class GopherQualitySection(Section):
+    min_doc_words: int = key(50, "Least number of words.", ge=0)
+    max_doc_words: int = key(100_000, "Largest number of words.", ge=1)
+    min_stop_words: int = key(2, "Least number of different stop words.", ge=0)
+    max_non_alpha_words_ratio: float = key(
+        0.8, "Least share of words with a letter (datatrove's name of it).", ge=0, le=1
+    )
+
+
+class NoSection(Section):
+    pass
+
+
+def _filter(made: Callable[..., Any]) -> Callable[[Any], Work]:
+    def build(options: Section) -> Work:
+        inner = made(language=RegexWords(), **options.model_dump())
+
+        def work(document: Any) -> Removed | None:
+            result = inner.filter(document)
+            kept, reason = result if isinstance(result, tuple) else (result, "")
+            return None if kept else Removed(reason or "removed")
+
+        return work
+
+    return build
+
+
+GOPHER_QUALITY = StageKind(GopherQualitySection, work=_filter(GopherQualityFilter))
+GOPHER_REPETITION = StageKind(NoSection, work=_filter(GopherRepetitionFilter))
+FINEWEB_QUALITY = StageKind(NoSection, work=_filter(FineWebQualityFilter))

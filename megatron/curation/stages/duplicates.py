@@ -1,0 +1,93 @@
+"""Keys by which documents are duplicates: of the whole text, or of bands of a MinHash signature."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import numpy as np
+import xxhash
+
+from megatron.config.problems import Problem
+from megatron.config.section import Section, key
+
+from ..signals import normalised
+from .contract import Keys, StageKind
+
+PRIME = np.uint64((1 << 61) - 1)
+
+
+class ExactSection(Section):
+    by: Literal["text", "normalised"] = key(
+        "text", "The view that must be equal. normalised: without ASCII punctuation, case and white space."
+    )
+
+
+class MinhashSection(Section):
+    unit: Literal["words", "characters"] = key("words", "Elements of n-grams, in the normalised text.")
+    n: int = key(13, "Length of an n-gram. A shorter document is compared with none.", ge=1)
+    bands: int = key(14, "Bands of the signature. Documents that agree in one are duplicates.", ge=1)
+    rows: int = key(8, "Hashes of a band.", ge=1)
+    seed: int = key(1, "Seed of the hash functions.", ge=0)
+
+
+def _exact(options: ExactSection) -> Keys:
+    def keys(document: Any) -> np.ndarray:
+        text = document.text if options.by == "text" else normalised(document.text)
+        digest = hashlib.blake2b(text.encode("utf-8"), digest_size=16).digest()
+        return np.frombuffer(digest, "<u8").reshape(1, 2)
+
+    return keys
+
+
+def shingles(text: str, unit: str, n: int) -> np.ndarray:
+    """Hashes of the distinct n-grams of a text, uint64, in no particular order. Empty if it is shorter than n."""
+    normal = normalised(text)
+    if unit == "characters":
+        grams: Iterable[str] = {normal[first : first + n] for first in range(len(normal) - n + 1)}
+    else:
+        words = normal.split()
+        grams = {" ".join(words[first : first + n]) for first in range(len(words) - n + 1)}
+    return np.array([xxhash.xxh3_64_intdigest(each.encode("utf-8")) for each in grams], np.uint64)
+
+
+def signature(hashes: np.ndarray, factors: np.ndarray, terms: np.ndarray) -> np.ndarray:
+    """For each hash function (h·a + b mod 2^64) mod 2^61 - 1, the least value over all hashes.
+
+    Args:
+        hashes: uint64 [count], not empty.
+        factors, terms: uint64 [functions].
+    """
+    least = np.full(len(factors), PRIME, np.uint64)
+    for first in range(0, len(hashes), 1024):
+        part = (hashes[first : first + 1024, None] * factors + terms) % PRIME
+        least = np.minimum(least, part.min(axis=0))
+    return least
+
+
+def _minhash(options: MinhashSection) -> Keys:
+    count = options.bands * options.rows
+    draw = np.random.Generator(np.random.PCG64(options.seed))
+    factors = draw.integers(1, 1 << 61, count, np.uint64) | np.uint64(1)
+    terms = draw.integers(0, 1 << 61, count, np.uint64)
+
+    def keys(document: Any) -> np.ndarray | None:
+        hashes = shingles(document.text, options.unit, options.n)
+        if not len(hashes):
+            return None
+        bands = signature(hashes, factors, terms).astype("<u8").reshape(options.bands, options.rows)
+        digests = b"".join(hashlib.blake2b(each.tobytes(), digest_size=16).digest() for each in bands)
+        return np.frombuffer(digests, "<u8").reshape(options.bands, 2)
+
+    return keys
+
+
+def _minhash_rules(options: MinhashSection, path: str, where: str) -> Iterable[Problem]:
+    if options.bands * options.rows > 10_000:
+        rule = f"{path} must have at most 10,000 hashes, and bands x rows are {options.bands * options.rows:,}"
+        yield Problem(f"{path}.bands", rule, "use fewer bands or rows", options.bands, where)
+
+
+EXACT = StageKind(ExactSection, keys=_exact)
+MINHASH = StageKind(MinhashSection, keys=_minhash, rules=_minhash_rules)

@@ -1,0 +1,125 @@
+"""Stages that change or search the text itself: runs of one character, personal data, lists of terms."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megatron.config.file_access import unreadable
+from megatron.config.problems import Problem
+from megatron.config.section import Section, key
+
+from .contract import Removed, StageKind, Work
+
+# Zyda's lengths from which a run of a character becomes one character, in its order.
+RUNS = {
+    "-": 10,
+    " ": 40,
+    "_": 10,
+    "/": 10,
+    "\\": 10,
+    "\n": 10,
+    "\t": 20,
+    "\r": 10,
+    ".": 10,
+    ",": 10,
+    ":": 10,
+    "?": 10,
+    "\xa0": 10,
+}
+EMAIL = re.compile(
+    r"(?<![\w.+-])[\w+-]+(?:\.[\w+-]+)*@(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.)+[A-Za-z]{2,63}\b"
+)
+IP = re.compile(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d.]|\.\d)")
+
+
+class CollapseSection(Section):
+    runs: dict[str, int] = key(lambda: dict(RUNS), "Character -> length from which a run of it becomes one (Zyda's).")
+
+
+class PiiSection(Section):
+    email: str = key("email@example.com", "Replacement of an e-mail address.")
+    ip: str = key("192.0.2.1", "Replacement of a public IPv4 address. Private ones stay.")
+
+
+class BlocklistSection(Section):
+    file: str = key(..., "File of terms, one a line, lower case.")
+    least: int = key(1, "Number of different terms from which a document is removed.", ge=1)
+    words: bool = key(False, "Terms must be whole words. By default they may be parts of words.")
+
+
+def _collapse(options: CollapseSection) -> Work:
+    pattern = "|".join(f"(?:{re.escape(each)}){{{length},}}" for each, length in options.runs.items())
+    runs = re.compile(pattern) if options.runs else None
+
+    def work(document: Any) -> None:
+        if runs is not None:
+            document.text = runs.sub(lambda match: match[0][0], document.text)
+
+    return work
+
+
+def _collapse_rules(options: CollapseSection, path: str, where: str) -> Iterable[Problem]:
+    for character, length in options.runs.items():
+        if len(character) != 1 or length < 2:
+            rule = f"{path}.runs must give single characters a length of at least 2"
+            yield Problem(f"{path}.runs", rule, "write '-': 10, for example", {character: length}, where)
+
+
+def _pii(options: PiiSection) -> Work:
+    def address(match: re.Match[str]) -> str:
+        try:
+            return options.ip if ipaddress.ip_address(match[0]).is_global else match[0]
+        except ValueError:  # a number above 255, or a leading zero
+            return match[0]
+
+    def work(document: Any) -> None:
+        text, emails = EMAIL.subn(lambda _: options.email, document.text)
+        document.text = IP.sub(address, text)
+
+    return work
+
+
+def read_terms(path: str | Path) -> list[str]:
+    """The terms of a file, sorted, each once."""
+    lines = Path(path).read_text(encoding="utf-8").split("\n")
+    return sorted({each.strip().lower() for each in lines} - {""})
+
+
+def _blocklist(options: BlocklistSection) -> Work:
+    terms = read_terms(options.file)
+    words = [re.compile(rf"(?<!\w){re.escape(each)}(?!\w)") for each in terms] if options.words else None
+
+    def work(document: Any) -> Removed | None:
+        text = document.text.lower()
+        if words is None:
+            found = [each for each in terms if each in text]
+        else:
+            found = [term for term, pattern in zip(terms, words) if pattern.search(text)]
+        if len(found) < options.least:
+            return None
+        return Removed(f"has at least {options.least} of the terms", ", ".join(found[:10]))
+
+    return work
+
+
+def _file_rules(options: Any, path: str, where: str) -> Iterable[Problem]:
+    """The file that a stage reads must be readable UTF-8 text with something in it."""
+    why = unreadable(options.file)
+    if why is None:
+        try:
+            why = None if read_terms(options.file) else "it has no text"
+        except UnicodeDecodeError:
+            why = "it is not UTF-8"
+    if why:
+        yield Problem(
+            f"{path}.file", f"{path}.file must be a readable text: {why}", "check the path", options.file, where
+        )
+
+
+COLLAPSE = StageKind(CollapseSection, work=_collapse, rules=_collapse_rules)
+PII = StageKind(PiiSection, work=_pii)
+BLOCKLIST = StageKind(BlocklistSection, work=_blocklist, rules=_file_rules)

@@ -1,0 +1,308 @@
+"""The tasks of a run, as steps of datatrove: one per shard, one that compares documents, one that writes the page.
+
+A task is a function of the recipe and of the files that earlier tasks have written. It gives its files their names when
+they are whole, so a killed one is started again and writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
+from loguru import logger
+
+from .folder import Folder, Lines, to_json
+from .page import page
+from .reading import Quarantined, documents
+from .recipe import Recipe, Stage
+from .shards import InputFile
+from .stages import STAGES
+from .stages.contract import Removed, Work
+from .survivors import components, survivors
+
+SAMPLES = 5  # documents that the page shows of each stage and reason
+SHOWN = 600  # characters of a sample
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Stages on single documents, and what follows them: a comparison of all documents, or the end.
+
+    Attributes:
+        number: from 0.
+        work: stages on single documents.
+        compare: the stage that compares, or None in the last phase.
+        before: the stage that compared in the phase before.
+    """
+
+    number: int
+    work: tuple[Stage, ...]
+    compare: Stage | None
+    before: Stage | None
+
+    @property
+    def folder(self) -> str:
+        """Where the documents of its end are."""
+        return f"work/{self.number:02d}" if self.compare else "documents"
+
+
+def phases_of(recipe: Recipe) -> list[Phase]:
+    """The stages of a recipe, cut after each that compares documents."""
+    found, work, before = list[Phase](), list[Stage](), None
+    for stage in recipe.stages:
+        if STAGES[stage.name].work:
+            work.append(stage)
+        else:
+            found.append(Phase(len(found), tuple(work), stage, before))
+            work, before = [], stage
+    return [*found, Phase(len(found), tuple(work), None, before)]
+
+
+@dataclass
+class Account:
+    """Counts of a task, and samples of the documents that it removed."""
+
+    documents: dict[str, int] = field(default_factory=dict)  # that entered, by source
+    characters: dict[str, int] = field(default_factory=dict)
+    kept: dict[str, int] = field(default_factory=dict)
+    kept_characters: dict[str, int] = field(default_factory=dict)
+    removed: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)  # stage -> reason -> source
+    quarantined: dict[str, dict[str, int]] = field(default_factory=dict)  # reason -> source
+    samples: dict[str, dict[str, list]] = field(default_factory=dict)  # stage -> reason -> [order, id, detail, text]
+
+    def sample(self, stage: str, reason: str, name: str, detail: str, text: str) -> None:
+        """Keep the samples whose ids have the smallest hashes: a choice that no order of tasks changes."""
+        kept = self.samples.setdefault(stage, {}).setdefault(reason, [])
+        order = hashlib.blake2b(name.encode("utf-8"), digest_size=8).hexdigest()
+        kept.append([order, name, detail, text[:SHOWN]])
+        kept[:] = heapq.nsmallest(SAMPLES, kept)
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+def _add(counts: dict[str, int], name: str, number: int = 1) -> None:
+    counts[name] = counts.get(name, 0) + number
+
+
+class Step(PipelineStep):
+    """A step that a worker process receives by pickle. A quiet one switches datatrove's log off there."""
+
+    type = "deepy"
+
+    def __init__(self, recipe: Recipe, shards: list[list[InputFile]], quiet: bool) -> None:
+        super().__init__()
+        self.recipe, self.shards, self.quiet = recipe, shards, quiet
+        self.folder = Folder(recipe.section.output)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.quiet:
+            logger.disable("datatrove")
+
+
+class ShardTask(Step):
+    """Reads a shard, or what the phase before has left of it, and applies the stages of a phase."""
+
+    name = "shard"
+
+    def __init__(self, recipe: Recipe, shards: list[list[InputFile]], quiet: bool, phase: Phase) -> None:
+        super().__init__(recipe, shards, quiet)
+        self.phase = phase
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        folder, account = self.folder, Account()
+        stages: list[tuple[str, Work]] = []
+        for stage in self.phase.work:
+            build = STAGES[stage.name].work
+            assert build is not None
+            stages.append((stage.title, build(stage.options)))
+        compare = self.phase.compare
+        make = STAGES[compare.name].keys if compare else None
+        keys = make(compare.options) if compare and make else None
+        name, number = f"{rank:05d}", f"{self.phase.number:02d}"
+        kept_keys: list[np.ndarray | None] = []
+        with (
+            folder.lines(f"{self.phase.folder}/{name}.jsonl.zst") as kept,
+            folder.lines(f"removed/{number}/{name}.jsonl.zst") as removed,
+            folder.lines(f"quarantine/{number}/{name}.jsonl.zst") as quarantine,
+        ):
+            for document in self._documents(folder, rank, account, quarantine, removed):
+                if self._kept(document, stages, account, quarantine, removed):
+                    kept.add(_line(document))
+                    source = document.metadata["source"]
+                    _add(account.kept, source)
+                    _add(account.kept_characters, source, len(document.text))
+                    kept_keys.append(keys(document) if keys else None)
+        if keys:
+            folder.write(f"work/{number}/{name}.keys.npy", _keys_file(kept_keys))
+        folder.write(f"work/{number}/{name}.counts.json", to_json(account.to_json()))
+        yield from ()
+
+    def _documents(
+        self, folder: Folder, rank: int, account: Account, quarantine: Lines, removed: Lines
+    ) -> Iterator[Document]:
+        """Documents that enter the phase."""
+        for document in self._input(folder, rank, account, removed):
+            if isinstance(document, Quarantined):
+                _quarantine(document, account, quarantine)
+                continue
+            _add(account.documents, document.metadata["source"])
+            _add(account.characters, document.metadata["source"], len(document.text))
+            yield document
+
+    def _input(self, folder: Folder, rank: int, account: Account, removed: Lines) -> Iterator[Document | Quarantined]:
+        if self.phase.before is None:
+            sources = {each.name: each for each in self.recipe.section.sources}
+            for file in self.shards[rank]:
+                yield from documents(file, sources[file.source], self.recipe.section.limits)
+            return
+        former, title = f"work/{self.phase.number - 1:02d}", self.phase.before.title
+        doomed = {row: of for row, of in json.loads(folder.read(f"{former}/{rank:05d}.duplicates.json"))}
+        for row, record in enumerate(folder.read_lines(f"{former}/{rank:05d}.jsonl.zst")):
+            document = Document(record["text"], record["id"], metadata=record["metadata"])
+            if row in doomed:
+                _remove(document, title, Removed("duplicate", f"of {doomed[row]}"), account, removed)
+            else:
+                yield document
+
+    def _kept(
+        self, document: Document, stages: list[tuple[str, Work]], account: Account, quarantine: Lines, removed: Lines
+    ) -> bool:
+        for title, work in stages:
+            try:
+                gone = work(document)
+            except Exception as error:  # whatever a text does to a stage, the run continues without the document
+                reason = f"stage {title} raised {type(error).__name__}"
+                found = Quarantined(document.metadata["source"], document.id, 0, reason, str(error)[:SHOWN])
+                _quarantine(found, account, quarantine)
+                return False
+            if gone is not None:
+                _remove(document, title, gone, account, removed)
+                return False
+            if not document.text.strip():
+                _remove(document, title, Removed("nothing is left of the text"), account, removed)
+                return False
+        return True
+
+
+def _line(document: Document) -> dict[str, Any]:
+    """A document as a line of the output."""
+    return {"id": document.id, "text": document.text, "metadata": document.metadata}
+
+
+def _remove(document: Document, stage: str, gone: Removed, account: Account, removed: Lines) -> None:
+    source = document.metadata["source"]
+    _add(account.removed.setdefault(stage, {}).setdefault(gone.reason, {}), source)
+    account.sample(stage, gone.reason, document.id, gone.detail, document.text)
+    removed.add({"stage": stage, "reason": gone.reason, "detail": gone.detail, **_line(document)})
+
+
+def _quarantine(found: Quarantined, account: Account, quarantine: Lines) -> None:
+    _add(account.quarantined.setdefault(found.reason, {}), found.source)
+    name = f"{found.source}/{found.file}" + (f":{found.record}" if found.record else "")
+    account.sample("quarantine", found.reason, name, "", found.excerpt)
+    quarantine.add(found.to_json())
+
+
+def _keys_file(keys: list[np.ndarray | None]) -> bytes:
+    """uint64 [documents, bands, 2] as a .npy file, with zeros for a document without keys."""
+    bands = next((len(each) for each in keys if each is not None), 0)
+    table = np.zeros((len(keys), bands, 2), "<u8")
+    for row, each in enumerate(keys):
+        if each is not None:
+            table[row] = each
+    file = io.BytesIO()
+    np.save(file, table)
+    return file.getvalue()
+
+
+class DecideTask(Step):
+    """Reads the keys of all shards and writes, for each shard, the rows that are duplicates and what they are of."""
+
+    name = "duplicates"
+
+    def __init__(self, recipe: Recipe, shards: list[list[InputFile]], quiet: bool, phase: Phase) -> None:
+        super().__init__(recipe, shards, quiet)
+        self.phase = phase
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        folder, former = self.folder, f"work/{self.phase.number:02d}"
+        tables = [np.load(folder.open(f"{former}/{number:05d}.keys.npy")) for number in range(len(self.shards))]
+        priority = {each.name: each.priority for each in self.recipe.section.sources}
+        ranks = [np.full(len(each), priority[shard[0].source]) for each, shard in zip(tables, self.shards)]
+        sizes = [len(each) for each in tables]
+        starts, bands = np.cumsum([0, *sizes]), max((each.shape[1] for each in tables), default=0)
+        component = components(sum(sizes), (self._band(tables, band) for band in range(bands)))
+        kept = survivors(component, np.concatenate(ranks) if ranks else np.empty(0, np.int64))
+        doomed = np.flatnonzero(kept != np.arange(len(kept)))
+        names = self._names(folder, former, starts, np.unique(kept[doomed]))
+        for number, first in enumerate(starts[:-1].tolist()):
+            own = doomed[(doomed >= first) & (doomed < starts[number + 1])].tolist()
+            rows = [[each - first, names[int(kept[each])]] for each in own]
+            folder.write(f"{former}/{number:05d}.duplicates.json", to_json(rows))
+        yield from ()
+
+    def _band(self, tables: list[np.ndarray], band: int) -> np.ndarray:
+        parts = [each[:, band] if each.shape[1] else np.zeros((len(each), 2), "<u8") for each in tables]
+        return np.concatenate(parts)
+
+    def _names(self, folder: Folder, former: str, starts: np.ndarray, wanted: np.ndarray) -> dict[int, str]:
+        """The ids of documents, by their place among all."""
+        found = {}
+        for number, first in enumerate(starts[:-1].tolist()):
+            own = set(wanted[(wanted >= first) & (wanted < starts[number + 1])].tolist())
+            if own:
+                for row, record in enumerate(folder.read_lines(f"{former}/{number:05d}.jsonl.zst")):
+                    if first + row in own:
+                        found[first + row] = record["id"]
+        return found
+
+
+class PageTask(Step):
+    """Adds up what all tasks have counted, and writes `report.json` and `report.html`."""
+
+    name = "page"
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        folder, total = self.folder, Account()
+        for phase in phases_of(self.recipe):
+            for number in range(len(self.shards)):
+                one = json.loads(folder.read(f"work/{phase.number:02d}/{number:05d}.counts.json"))
+                _sum(total, one, first=phase.number == 0, last=phase.compare is None)
+        report = total.to_json() | {
+            "recipe": self.recipe.to_json(),
+            "stages": [each.title for each in self.recipe.stages],
+            "files": sum(map(len, self.shards)),
+            "bytes": sum(file.size for shard in self.shards for file in shard),
+        }
+        folder.write("report.html", page(report).encode("utf-8"))
+        folder.write("report.json", to_json(report))
+        yield from ()
+
+
+def _sum(total: Account, one: dict[str, Any], first: bool, last: bool) -> None:
+    """Add what one task has counted. Documents enter in the first phase and are kept in the last."""
+    names = [*(("documents", "characters") if first else ()), *(("kept", "kept_characters") if last else ())]
+    for name in names:
+        for source, number in one[name].items():
+            _add(getattr(total, name), source, number)
+    for reason, sources in one["quarantined"].items():
+        for source, number in sources.items():
+            _add(total.quarantined.setdefault(reason, {}), source, number)
+    for stage, reasons in one["removed"].items():
+        for reason, sources in reasons.items():
+            for source, number in sources.items():
+                _add(total.removed.setdefault(stage, {}).setdefault(reason, {}), source, number)
+    for stage, by_reason in one["samples"].items():
+        for reason, samples in by_reason.items():
+            kept = total.samples.setdefault(stage, {}).setdefault(reason, [])
+            kept[:] = heapq.nsmallest(SAMPLES, [*kept, *samples])

@@ -1,0 +1,68 @@
+#!/usr/bin/env python
+"""Filter and deduplicate texts by a recipe.
+
+    python tools/data/curate.py configs/curation/python_stdlib.yml --output data/stdlib --workers 4
+    python tools/data/curate.py configs/curation/python_stdlib.yml --check
+
+The output is the same for any number of workers. A run that was killed continues when it is started again.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":
+    # Files here hide modules of the library.
+    sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
+    from megatron.extras import require
+
+    require("datatrove")
+
+import argparse  # noqa: E402
+
+from tools.data.command import run_tool  # noqa: E402
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe (docs/curation.md)")
+    parser.add_argument("--output", metavar="FOLDER", help="in place of the recipe's output")
+    parser.add_argument("--workers", type=int, metavar="N", help="in place of the recipe's workers")
+    parser.add_argument("--check", action="store_true", help="only report the recipe's mistakes")
+    parser.add_argument("--verbose", action="store_true", help="with datatrove's log on standard error")
+    return parser
+
+
+def main(given: argparse.Namespace) -> dict:
+    from megatron.curation.recipe import read_recipe
+
+    overrides = {"output": given.output, "workers": given.workers}
+    recipe = read_recipe(given.recipe, {name: value for name, value in overrides.items() if value is not None})
+    if given.check:
+        return {"stages": [each.title for each in recipe.stages]}
+    from megatron.curation.run import run
+
+    report = run(recipe, quiet=not given.verbose)
+    return {"output": recipe.section.output, **report}
+
+
+def show(result: dict) -> None:
+    if "started" in result:
+        print(f"submitted to Slurm: {', '.join(result['started'])}")
+    elif "kept" not in result:
+        print(f"no mistakes, stages: {', '.join(result['stages']) or 'none'}")
+    else:
+        entered, kept = sum(result["documents"].values()), sum(result["kept"].values())
+        for stage in result["stages"]:
+            gone = sum(sum(each.values()) for each in result["removed"].get(stage, {}).values())
+            print(f"{stage:28} removed {gone:,}")
+        broken = sum(sum(each.values()) for each in result["quarantined"].values())
+        print(f"{entered:,} documents read, {kept:,} kept, {broken:,} records or files quarantined")
+        print(f"page: {result['output'].rstrip('/')}/report.html")
+
+
+if __name__ == "__main__":
+    from megatron.pipes import piped
+
+    sys.exit(piped(lambda: run_tool(options(), main, show)))
