@@ -9,6 +9,6 @@ EXTENSION = {
     "feature": {"worst_label": "my_lab.worst_label.options:FEATURE"},
     "hook": {"weights": "my_lab.weights:Weights"},
     "metric": {"table": "my_lab.table:Table"},
-    "architecture": {"olmo": "my_lab.olmo:OLMO"},
+    "architecture": {"ministral": "my_lab.ministral:MINISTRAL"},
     "runner": {"nice": "my_lab.nice:RUNNER"},
 }
