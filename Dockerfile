@@ -30,6 +30,7 @@ WORKDIR /megatron
 COPY --chown=1000:1000 requirements requirements
 RUN requirements/install gpu .venv
 COPY --chown=1000:1000 . .
+RUN .venv/bin/python -m pip install --no-deps --editable .
 
 ENV PATH=/megatron/.venv/bin:$PATH
 EXPOSE 2222

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
@@ -40,6 +41,13 @@ def configuration_names() -> list[str]:
     """The names of all ready configurations, as `configuration_file` understands them: `pythia/70m`."""
     folder = root() / "configs"
     return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yml"))
+
+
+def near_names(word: str, most: int = 4) -> list[str]:
+    """Ready configurations that a word may mean: those with it in their name, else those that look like it."""
+    names, wanted = configuration_names(), word.lower().removesuffix(".yml").removeprefix("configs/")
+    inside = [name for name in names if wanted and wanted in name and not name.startswith(("test/", "layouts/"))]
+    return inside[:most] or difflib.get_close_matches(wanted, names, n=1)
 
 
 def _with_suffix(path: Path) -> Path | None:

@@ -1,4 +1,4 @@
-"""What a command does when nobody reads its output any more, as in `tools/data/batch.py RUN | head`: it ends."""
+"""A command ends when its output is no longer read, as in `deepy data batch RUN | head`."""
 
 from __future__ import annotations
 

@@ -205,7 +205,10 @@ def main(arguments: list[str] | None = None) -> int:
         "--resamples", type=int, default=1000, metavar="N", help="for intervals (default: %(default)s)"
     )
     fitting.add_argument("--picture", type=Path, help="default: NAME-scaling.png in the suite's folder")
-    options = parser.parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] and words[0] in VERBS and words[1:2] and words[1] not in VERBS:  # VERB FILE, as other verbs have it
+        words[:2] = words[1], words[0]
+    options = parser.parse_args(words)
     _refuse(parser, options)
     try:
         if options.verb == "fit" and options.suite.suffix == ".csv":

@@ -43,7 +43,7 @@ def advice(step: Path, files: Sequence[str] = (), weights: bool = False) -> str:
         weights: whether only the weights are wanted.
     """
     given = shlex.join(files) if files else "YOUR.yml"
-    command = f"python tools/checkpoint/from_neox.py {shlex.quote(str(step))} OUT --config {given}"
+    command = f"deepy checkpoint from-neox {shlex.quote(str(step))} OUT --config {given}"
     own = "and a checkpoint.dir (GPT-NeoX's save) of its own"
     if weights:
         return f"to start from its weights: {command} --weights, then checkpoint.initialize_from=OUT {own}"

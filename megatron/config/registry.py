@@ -177,6 +177,11 @@ INSIDE: dict[str, dict[str, str]] = {
         "extract": "megatron.evaluation.memorisation.check:before_start",
         "train": "megatron.evaluation.check:before_training",
     },
+    # The parser of a script's own options, whose help stands below the launcher's.
+    "options": {
+        "evaluate": "megatron.evaluation.arguments:parser",
+        "extract": "megatron.evaluation.memorisation.arguments:parser",
+    },
 }
 ADDED = {HOOK: "hooks", METRIC: "logging.sinks"}  # roles whose names inside have keys of their own, and where others go
 PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")

@@ -242,7 +242,7 @@ class CharactersTokenizer(Tokenizer):
             or len(set(characters)) != len(characters)
         ):
             raise DataError(
-                path, "it must be a JSON list of different characters", "make it with tools/data/train_tokenizer.py"
+                path, "it must be a JSON list of different characters", "make it with deepy data train-tokenizer"
             )
         self.characters = characters
         self.ids = {each: index for index, each in enumerate(characters)}

@@ -10,11 +10,13 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 from megatron.pipes import visible
 
-from .options import KEYS
+from .options import KEYS, meant
 
 REHEARSAL = ("--device", "--machine", "--rank", "--json")  # options that mean something with --rehearse alone
 INQUIRIES = ("--logs", "--status", "--stacks")  # of a run
@@ -22,10 +24,16 @@ ACTIONS = (*INQUIRIES, "--rehearse", "--dry-run", "--sbatch", "--print")  # each
 USAGE = "deepy.py [options] SCRIPT.py a.yml b.yml ... key.path=value ..."
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        found = re.search(r"unrecognized arguments: (\S+)", message)
+        super().error(message + (meant(found[1]) if found else ""))
+
+
 def parser(script: str | None = None) -> argparse.ArgumentParser:
     """The launcher's own options: those before the script, or all options of the verb that starts `script`."""
     verb = Path(script).stem if script else None
-    made = argparse.ArgumentParser(
+    made = _Parser(
         prog=f"deepy {verb}" if verb else "deepy.py",
         usage=f"deepy {verb} [options] a.yml b.yml ... key.path=value ..." if verb else USAGE,
         allow_abbrev=False,
@@ -84,6 +92,11 @@ def main(argv: list[str], script: str | None = None) -> int:
     from ..config.problems import ConfigError, UserError
     from .job.hosts import HostError
 
+    if script and argv in (["-h"], ["--help"]):
+        parser(script).print_help()
+        print()
+        _show_own_help(script)
+        return 0
     options = parser(script).parse_args(_options_first(argv) if script else argv)  # a wrong option ends with status 2
     try:
         _refuse_unread(options)
@@ -95,6 +108,16 @@ def main(argv: list[str], script: str | None = None) -> int:
     except (ArgumentError, HostError, LaunchError, UserError) as error:
         sys.stderr.write("".join(f"deepy: {visible(line)}\n" for line in str(error).splitlines()))
     return CONFIG_ERROR
+
+
+def _show_own_help(script: str) -> bool:
+    """Print what a script's own options mean. False: it has none."""
+    from megatron.config.registry import registry_of
+
+    registry, name = registry_of(()), Path(script).stem
+    if found := name in registry.names("options"):
+        registry.load("options", name)().print_help()
+    return found
 
 
 def _options_first(argv: list[str]) -> list[str]:
@@ -134,7 +157,8 @@ def _refuse_unread(options: argparse.Namespace) -> None:
     unread = [name for name in REHEARSAL if name in given]
     if unread and not options.rehearse:
         raise ArgumentError(
-            f"{', '.join(unread)} must come with --rehearse; options of a script stand behind its configuration files"
+            f"{', '.join(unread)} must come with --rehearse{meant(unread[0])}; options of a script stand behind its "
+            "configuration files"
         )
     if asked and asked[0] in INQUIRIES and options.words:
         raise ArgumentError(f"{asked[0]} names a run, and reads nothing else: leave out {' '.join(options.words)}")
@@ -159,6 +183,8 @@ def _serve(options: argparse.Namespace) -> int:
         raise ArgumentError(f"no script given; usage: {USAGE}")
     from .neox_style import translated
 
+    if options.words[1:] in (["-h"], ["--help"]) and _show_own_help(options.words[0]):
+        return 0
     folder = ["-d", options.conf_dir] if options.conf_dir else []
     options.words = translated([options.words[0], *folder, *options.words[1:]])
     if options.rehearse:
@@ -197,6 +223,8 @@ def _rehearse(options: argparse.Namespace) -> int:
 
     from .job.job_plan import script_arguments
 
+    if find_spec("torch") is None:
+        raise ArgumentError(f"--rehearse runs the program itself, and {sys.executable} has no torch: use one that has")
     taken = script_arguments(options.words[0], options.words[1:])
     if Path(options.words[0]).name != "train.py":
         raise ArgumentError(f"--rehearse knows train.py, not {options.words[0]}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+
 from megatron.config.registry import INSIDE, RUNNER
 
 # Options that are short for a key of the configuration.
@@ -17,4 +19,16 @@ KEYS = {
     "restarts": ("N", "launch.restarts: starts after failures"),
     "console": ("WHO", "launch.console: first (rank 0 speaks) or all"),
 }
+# What other launchers call an option.
+ELSEWHERE = dict.fromkeys(
+    ("gpus", "gpu", "num-gpus", "ngpus", "nproc", "nproc-per-node", "np", "rank", "num-processes", "world-size"),
+    "ranks",
+) | {"hosts": "hostfile", "num-nodes": "hostfile", "nnodes": "hostfile", "nodes": "hostfile", "dryrun": "dry-run"}
 NAMES = (*KEYS, "dry-run", "sbatch", "submit", "print", "logs")
+
+
+def meant(word: str) -> str:
+    """A question for an option that the launcher does not have: did you mean another? Empty if none is near."""
+    name = word.lstrip("-").partition("=")[0].replace("_", "-")
+    near = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, NAMES, n=1, cutoff=0.75)
+    return f"; did you mean --{near[0]}?" if near else ""

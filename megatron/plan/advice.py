@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +15,11 @@ from megatron.config.source.origins import DEFAULT
 from megatron.model.costs.describe import totals
 
 from .candidate import Candidate
-from .devices import Cluster, Device, known_devices
+from .devices import Cluster, Device
 from .memory import TIGHT
 from .search import LONG, STRUCTURE, Answers, Plan, Question
 
-IDLE = 0.2  # of a step: from here on a pipeline's waiting is worth a word
+TRAFFIC = "zero.stage"  # whose warning the plan has figures for
 
 
 def largest(plan: Plan) -> str:
@@ -34,31 +36,42 @@ def remarks(question: Question, plan: Plan) -> list[str]:
             f"tensor parallel ranks span hosts of {at.per_host}: their sums, "
             f"{plan.step.parts['tensor'] / plan.step.seconds:.0%} of the step, cross the network"
         )
-    waits = plan.step.parts["bubble"] / plan.step.seconds
-    if waits > IDLE:
-        found.append(f"stages are idle {waits:.0%} of the step; more micro-batches or fewer stages shorten that")
-    if uncounted := _uncounted(question, plan):
-        found.append(uncounted)
+    if plan.step.parts["host"]:
+        found.append(
+            f"at ZeRO 3 the step waits for DeepSpeed's Python, {plan.step.parts['host'] / plan.step.seconds:.0%} of it "
+            "if this host is as fast as the one that was measured (docs/planning.md)"
+        )
     if plan.share > TIGHT:
         found.append(f"memory is near its limit ({plan.share:.0%}), mostly {largest(plan)}")
     return found
 
 
-def _uncounted(question: Question, plan: Plan) -> str | None:
-    """Where ZeRO 3 is fast only if nobody waits for Python: its work for each tensor, which the host does beside the
-    kernels, would take longer than the step, if this host were as fast as the one where it was measured."""
-    choice, known = plan.choice, known_devices()[0]["cpu"].host
-    if choice.zero != 3 or known is None or question.at.device.name == "cpu":
-        return None
-    shapes, at = question.shapes, question.at
-    tensors = sum(shapes.layer(place, choice).tensors for place in range(shapes.places))
-    count = question.base.training.global_batch_size * choice.inner // (choice.micro_batch * at.devices)
-    seconds = 1e-6 * known.gather * tensors * count
-    if seconds <= plan.step.seconds:
-        return None
+def warned(answers: Answers, plans: Sequence[Plan]) -> list[str]:
+    """What `config check` warns of in these plans, with their numbers from 1 and the answer that the plan has to it."""
+    rows: dict[tuple[str, str], tuple[Problem, list[int]]] = {}
+    for number, plan in enumerate(plans, 1):
+        for each in answers.question.warnings(plan.choice):
+            key = (each.key, re.sub("[0-9]+", "", each.rule))
+            rows.setdefault(key, (each, []))[1].append(number)
+    found = []
+    for each, (first, *others) in rows.values():
+        also = f" (and {', '.join(map(str, others))} with numbers of their own)" if others else ""
+        rule = each.rule if each.rule.startswith(each.key) else f"{each.key}: {each.rule}"
+        words = f"{first}{also}: `config check` warns: {rule}. Fix: {each.fix}"
+        found.append(words + (f". {_less_often(answers)}" if each.key == TRAFFIC else ""))
+    return found
+
+
+def _less_often(answers: Answers) -> str:
+    """What is gained or lost where gradients are reduced once per step."""
+    best, once = answers.plans[0], next((plan for plan in answers.plans if plan.choice.zero < 2), None)
+    counted = "The steps above count that traffic"
+    if once is None:
+        return f"{counted}, and no layout with ZeRO 1 fits"
+    times = once.step.seconds / best.step.seconds
     return (
-        f"at ZeRO 3 DeepSpeed's Python works on {tensors} tensors in each of {count} micro-batches, which is not in "
-        f"this step: about {seconds:.2g} s on the host where it was measured; time it beside zero=1 or 2 if these fit"
+        f"{counted}. The best with ZeRO 1 ({once.choice}) takes {times:.2f} times the first one's step and "
+        f"{once.share:.0%} of memory"
     )
 
 
@@ -89,6 +102,11 @@ def why_not(question: Question, answers: Answers, named: dict[str, Any]) -> list
             f"mostly {largest(plan)}"
         ]
     plan = own.plans[0]
+    if best is not None and plan.step.seconds < best.step.seconds and plan.turn > best.turn:
+        return [
+            f"it is faster ({plan.choice}, {plan.step.seconds:.3f} s a step, against {best.step.seconds:.3f} s) by "
+            f"less than the formulas err, and takes {plan.share:.0%} of memory"
+        ]
     if best is None or plan.step.seconds <= best.step.seconds:
         return [f"it is the fastest: {plan.choice}, {plan.step.seconds:.3f} s a step"]
     slower = plan.step.seconds / best.step.seconds - 1

@@ -1,12 +1,10 @@
-"""A layout to be judged: the choices that a search makes, as a configuration and as lines of YAML. No torch."""
+"""A layout to be judged: the choices that a search makes, as values of a configuration. No torch."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
 from typing import Any
-
-import yaml
 
 from megatron.config import Config
 from megatron.config.problems import ConfigError, Problem
@@ -46,6 +44,11 @@ class Candidate:
         return self.zero == 3 or self.folded > 1
 
     @property
+    def overlaps(self) -> bool:
+        """`zero.overlap`, where it has an effect in every precision."""
+        return self.zero > 1 and self.pipeline == 1
+
+    @property
     def modes(self) -> tuple[str, ...]:
         """How much can be recomputed, the least first."""
         return tuple(mode for mode in RECOMPUTE if mode != "selective" or not self.passes_weights)
@@ -58,37 +61,13 @@ class Candidate:
         every = {"every": 1} if self.recompute == "full" else {"every": None}
         return {
             "parallel": parallel,
-            "zero": {"stage": self.zero},
+            "zero": {"stage": self.zero, "overlap": self.overlaps},
             "training": {
                 "micro_batch_size": self.micro_batch,
                 "accumulation": None,
                 "activation_checkpointing": {"mode": self.recompute, **every},
             },
         }
-
-    def lines(self, precision: str | None = None, global_batch: int | None = None) -> str:
-        """YAML to put over a run's own; defaults are left out.
-
-        Args:
-            precision: where the run's own files do not say it.
-            global_batch: likewise.
-        """
-        parallel = {name: getattr(self, name) for name in ("tensor", "pipeline", "context", "expert", "folded")}
-        parallel = {name: size for name, size in parallel.items() if size > 1}
-        if self.sequence:
-            parallel["sequence"] = True
-        training: dict[str, Any] = {"micro_batch_size": self.micro_batch}
-        if global_batch is not None:
-            training["global_batch_size"] = global_batch
-        if self.recompute != "none":
-            training["activation_checkpointing"] = {"mode": self.recompute}
-        values: dict[str, Any] = {"precision": precision} if precision else {}
-        values |= {"parallel": parallel} if parallel else {}
-        values |= {"zero": {"stage": self.zero}, "training": training}
-        return "".join(
-            yaml.safe_dump({name: value}, default_flow_style=True, sort_keys=False, width=1000)[1:-2] + "\n"
-            for name, value in values.items()
-        )
 
     def __str__(self) -> str:
         axes = {"t": self.tensor, "p": self.pipeline, "c": self.context, "e": self.expert, "f": self.folded}
@@ -153,7 +132,7 @@ def apply(config: Config, choice: Candidate, ranks: int) -> Config:
             "activation_checkpointing": checkpointing,
         }
     )
-    zero = config.zero.model_copy(update={"stage": choice.zero})
+    zero = config.zero.model_copy(update={"stage": choice.zero, "overlap": choice.overlaps})
     return config.model_copy(update={"parallel": parallel, "training": training, "zero": zero})
 
 

@@ -22,7 +22,7 @@ from megatron.config import Config
 
 from .candidate import Candidate
 from .devices import Cluster, Device, known_devices
-from .memory import TIGHT, memory
+from .memory import TIGHT, Memory, memory
 from .shapes import Shapes
 from .step import StepEstimator
 
@@ -138,6 +138,14 @@ def predict(config: Config, ranks: int, device: str, per_host: int, capacity: fl
     factor, runs = correction(read_history(), entry)
     corrected = Need(need.seconds * factor.seconds, need.memory * factor.memory)
     return Prediction(entry, corrected, runs, capacity or found.bytes)
+
+
+def planned_memory(config: Config, ranks: int, device: Device) -> Memory | None:
+    """By the formulas, for the rank that needs most. None: they do not cover the configuration."""
+    if config.parallel.expert_tensor not in (None, config.parallel.tensor):
+        return None  # the formulas know no experts that are cut otherwise than the layers around them
+    at = Cluster(device, known_devices()[1]["ib400"], ranks, min(device.per_host, ranks))
+    return memory(config, Shapes(config, ranks), choice_of(config), at)
 
 
 def kinds_of_layers(config: Config) -> tuple[str, ...]:

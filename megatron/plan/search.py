@@ -12,21 +12,25 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import yaml
+
 from megatron.config import Config, ConfigError, Problem
 from megatron.config.arithmetic.divisors import divisors
+from megatron.config.problems import ABSENT
 from megatron.config.resolution import Resolved, combine
 from megatron.config.source.files import gather, run_name
 from megatron.config.source.flat import translate_flat
 from megatron.config.source.layers import ConfigSource
-from megatron.config.tree import get
+from megatron.config.tree import get, leaves, put
 from megatron.model.costs.describe import teacher_flops, totals
 
 from .candidate import Candidate, apply
 from .devices import Cluster
-from .memory import Memory, memory
+from .memory import TIGHT, Memory, memory
 from .shapes import Shapes
 from .step import StepEstimator, StepTime
 
+WORTH = 1.11  # times as fast must be what is near the limit: the formulas' median error on published runs
 MICRO_BATCHES = tuple(2**power for power in range(8))
 LONG = 16384  # tokens from which ranks may share a sequence; below, other axes serve better
 
@@ -47,6 +51,12 @@ class Plan:
     tokens_per_second: float
     mfu: float
     share: float
+
+    @property
+    def turn(self) -> tuple[float, float]:
+        """Plans are ranked by it: the time of a step, where a plan near the limit of memory must be worth it. A gain
+        smaller than the error of the formulas may not exist. The room does."""
+        return self.step.seconds * (WORTH if self.share > TIGHT else 1.0), self.memory.total
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -90,16 +100,7 @@ class Question:
     def from_sources(cls, sources: list[ConfigSource], at: Cluster, name: str = "run") -> Question:
         """The same, of sources that were read before."""
         missing: dict[str, Any] = {}
-        parallel = {
-            "pipeline_split": "parameters",
-            "expert_tensor": None,
-            "context_method": "auto",
-            "context_ulysses": None,
-            "context_cut": "auto",
-        }
-        clean = ConfigSource({**Candidate().values(), "launch": {"ranks": None, "hostfile": None}})
-        clean.values["parallel"] |= parallel
-        clean.values["zero"]["overlap"] = True
+        clean = ConfigSource({**_values(Candidate()), "launch": {"ranks": None, "hostfile": None}})
         if at.device.name != "cpu" and not any(_says(each, "precision") for each in sources):
             missing["precision"] = "bf16"
             clean.values["precision"] = {"compute": "bf16"}
@@ -145,8 +146,29 @@ class Question:
         Raises:
             ConfigError: it would refuse.
         """
-        source = ConfigSource(choice.values())
+        source = ConfigSource(_values(choice))
         return combine([*self.sources, source], ranks=self.at.devices, check_inputs=False, here=False)
+
+    def warnings(self, choice: Candidate) -> tuple[Problem, ...]:
+        """What `config check` says of a layout that the launcher would start."""
+        return self.resolved(choice).warnings
+
+    def lines(self, choice: Candidate) -> str:
+        """YAML that makes a layout of the run's own files: whatever these, or defaults, say otherwise."""
+        found: dict[str, Any] = {"precision": self.missing["precision"]} if "precision" in self.missing else {}
+        defaults = _values(Candidate())
+        for path, value in leaves(_values(choice)):
+            said = [here for each in self.sources[:-1] if (here := get(each.values, path)) is not ABSENT]
+            before = said[-1] if said else 1 if path[-1] == "every" and value else get(defaults, path)
+            if value != before or path in ALWAYS:
+                put(found, path, value)
+        if "global_batch_size" in self.missing:
+            put(found, ("training", "global_batch_size"), self.missing["global_batch_size"])
+        shown = (
+            yaml.safe_dump({name: value}, default_flow_style=True, sort_keys=False, width=1000)
+            for name, value in found.items()
+        )
+        return "".join(each[1:-2] + "\n" for each in shown)
 
     def refusal(self, choice: Candidate) -> Problem | None:
         """Why the launcher would not start a layout; None if it would."""
@@ -211,7 +233,7 @@ class Question:
         return Plan(choice, need, step, tokens, tokens * self.flops / peak, need.total / self.at.device.bytes)
 
     def answers(self, fixed: dict[str, Any] | None = None) -> Answers:
-        """All layouts that fit, the fastest first.
+        """All layouts that fit, in their `turn`.
 
         Args:
             fixed: values that every layout must have.
@@ -230,7 +252,7 @@ class Question:
                 found.refusal = found.refusal or problem
                 continue
             self._fill(structure, fixed, found)
-        found.plans.sort(key=lambda plan: (plan.step.seconds, plan.memory.total))
+        found.plans.sort(key=lambda plan: plan.turn)
         return found
 
     def _fill(self, structure: Candidate, fixed: dict[str, Any], found: Answers) -> None:
@@ -252,6 +274,7 @@ class Question:
                 return
 
 
+ALWAYS = (("zero", "stage"), ("training", "micro_batch_size"))  # shown also where they are defaults
 STRUCTURE = ("tensor", "pipeline", "context", "expert", "zero", "folded")
 
 
@@ -260,7 +283,7 @@ class Answers:
     """What a search found.
 
     Attributes:
-        plans: that fit, the fastest first.
+        plans: that fit, in their `turn`: mostly the fastest first.
         closest: the one that needs least memory, where none fits.
         refused: how many structures each rule refused.
         refusal: one of these problems.
@@ -278,7 +301,7 @@ class Answers:
 
     @property
     def distinct(self) -> list[Plan]:
-        """Of each structure its fastest plan."""
+        """Of each structure its first plan."""
         first: dict[Candidate, Plan] = {}
         for plan in self.plans:
             first.setdefault(replace(plan.choice, micro_batch=1, recompute="none"), plan)
@@ -292,6 +315,14 @@ class Answers:
         self.large += 1
         if self.closest is None or plan.share < self.closest.share:
             self.closest = plan
+
+
+def _values(choice: Candidate) -> dict[str, Any]:
+    """All keys of a configuration that a layout sets: those that no candidate varies have their defaults."""
+    values = choice.values()
+    values["parallel"] |= {"pipeline_split": "parameters", "expert_tensor": None, "context_method": "auto"}
+    values["parallel"] |= {"context_ulysses": None, "context_cut": "auto"}
+    return values
 
 
 def _says(source: ConfigSource, key: str) -> bool:

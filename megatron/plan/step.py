@@ -20,7 +20,7 @@ from megatron.parallel.messages.traffic import SIZES
 from megatron.parallel.transport.compression import sum_messages
 
 from .candidate import Candidate, layout_of
-from .devices import Cluster, Device
+from .devices import Cluster, Device, known_devices
 from .memory import stage_weights
 from .network import Group, collective, groups
 from .sequence import exchanges, rows_around
@@ -37,7 +37,7 @@ OPTIMIZER_BYTES = 30  # per parameter: reads weight, gradient and moments, write
 KERNELS = 12  # of a layer's forward pass, beside its products
 # Work of DeepSpeed's Python for each tensor of parameters, in launches: of a step, and of a micro-batch, in which ZeRO
 # 3 gathers, releases and reduces every tensor. Measured with the models of bench/plan_choice.py, in processor
-# time. It takes a CPU's time; on a GPU it is done beside the kernels, and is left out.
+# time. It takes a CPU's time; on a GPU it runs next to the kernels, and counts where it takes longer (`_host`).
 HOOKS = {0: (0, 0), 1: (6, 0), 2: (0, 5), 3: (0, 50)}
 
 
@@ -145,6 +145,8 @@ class StepEstimator:
         parts["accumulate"] = count * self._accumulate(config, layout, weights)
         parts["hooks"] = self._hooks(choice, range(bounds[slowest], bounds[slowest + 1]), layout, count)
         seconds = running + bubble + data + update + parts["accumulate"] + parts["hooks"]
+        parts["host"] = self._host(choice, count, seconds)
+        seconds += parts["host"]
         return StepTime(seconds, parts, tuple(totals))
 
     def _stage(self, config: Config, choice: Candidate, places: range, at: dict[str, Group]) -> MicroBatchTime:
@@ -299,6 +301,15 @@ class StepEstimator:
         once, each = HOOKS[layout.zero_stage if layout.replicas > 1 or layout.zero_stage == 3 else 0]
         tensors = sum(self.shapes.layer(place, choice).tensors for place in places)
         return tensors * (once + count * each) * self.device.launch * 1e-6
+
+    def _host(self, choice: Candidate, count: int, seconds: float) -> float:
+        """What a GPU waits at ZeRO 3 for DeepSpeed's Python, which works on each tensor in each micro-batch next to the
+        kernels. Its time was measured on one host only, the CPU of `devices.yml`."""
+        known = known_devices()[0]["cpu"].host
+        if choice.zero != 3 or known is None or self.device.name == "cpu":
+            return 0.0
+        tensors = sum(self.shapes.layer(place, choice).tensors for place in range(self.shapes.places))
+        return max(0.0, 1e-6 * known.gather * tensors * count - seconds)
 
     def _update(self, config: Config, layout: Layout, weights: RankWeights) -> float:
         owned = weights.dense / layout.replicas + weights.expert / layout.expert_data

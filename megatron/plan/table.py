@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron.config.rules.cost import gib
 
-from .advice import checkpoint_bytes, remarks, why_not
-from .devices import describe_cluster
+from .advice import checkpoint_bytes, remarks, warned, why_not
+from .devices import Device, describe_cluster, known_devices
 from .memory import TIGHT
 from .search import Answers, Plan
 
@@ -47,16 +47,16 @@ class Cost:
 def document(answers: Answers, price: float | None = None, named: dict[str, Any] | None = None) -> dict[str, Any]:
     """One JSON document."""
     question = answers.question
-    training, missing = question.base.training, question.missing
+    training = question.base.training
     size, count = checkpoint_bytes(question.base)
     rows = []
     for plan in answers.plans:
-        own = {"yaml": plan.choice.lines(missing.get("precision"), missing.get("global_batch_size"))}
         rows.append({
             **plan.to_json(),
             "cost": vars(Cost.of(answers, plan, price)),
-            **own,
+            "yaml": question.lines(plan.choice),
             "remarks": remarks(question, plan),
+            "warnings": [f"{each.key}: {each.rule}" for each in question.warnings(plan.choice)],
         })
     return {
         "machine": describe_cluster(question.at),
@@ -82,35 +82,45 @@ def text(
 ) -> str:
     """A ranked table, the lines of YAML of the first, and what is worth saying."""
     question, best = answers.question, answers.plans[0]
-    at, training, missing = question.at, question.base.training, question.missing
+    at, training = question.at, question.base.training
+    shown_plans = answers.distinct[:shown]
     tokens = training.steps * training.global_batch_size * training.sequence_length
+    unsaid = " (not in the files: without it a run takes fp32)" if "precision" in question.missing else ""
     hosts = f"{at.hosts} hosts of {at.per_host}" if at.hosts > 1 else "one host"
     lines = [
-        f"{at.devices} x {at.device.name} on {hosts}, {question.base.precision.compute}; {tokens / 1e9:,.1f} billion "
-        f"tokens in {training.steps:,} steps of {training.global_batch_size:,} samples",
+        f"{at.devices} x {at.device.name} on {hosts}, {question.base.precision.compute}{unsaid}; "
+        f"{tokens / 1e9:,.1f} billion tokens in {training.steps:,} steps of {training.global_batch_size:,} samples",
         "",
         *align_lines([
             ["", *_HEADER],
-            *[_row(answers, plan, number, price) for number, plan in enumerate(answers.distinct[:shown], 1)],
+            *[_row(answers, plan, number, price) for number, plan in enumerate(shown_plans, 1)],
         ]),
         "",
         f"{len(answers.plans)} layouts fit, {answers.large} are too large, {sum(answers.refused.values())} of "
         f"{answers.tried} structures are refused. {CONVENTION}.",
         "",
         "The first, as lines of YAML:",
-        *(
-            "    " + line
-            for line in best.choice.lines(missing.get("precision"), missing.get("global_batch_size")).splitlines()
-        ),
+        *("    " + line for line in question.lines(best.choice).splitlines()),
         "Its step: " + ", ".join(f"{name} {value / best.step.seconds:.0%}" for name, value in _shares(best)),
         "Its memory: "
         + ", ".join(f"{name} {gib(value)}" for name, value in best.memory.parts.items() if value >= 2**26),
     ]
     lines += [f"Note: {remark}." for remark in remarks(question, best)]
+    lines += [f"Layout {words}." for words in warned(answers, shown_plans)]
     lines += _disk(answers, disk)
+    if at.device.name != "cpu":
+        lines.append(
+            f"`deepy train --rehearse --ranks {at.devices} --device {_name(at.device)}` with these lines counts the "
+            "memory of each kind of rank, and gives both numbers."
+        )
     if named:
         lines += ["", "Why not the named layout:", *("    " + line for line in why_not(question, answers, named))]
     return "\n".join(lines)
+
+
+def _name(device: Device) -> str:
+    """In the table of devices."""
+    return next((name for name, known in known_devices()[0].items() if known == device), "NAME --machine FILE")
 
 
 _HEADER = ["tensor", "pipeline", "context", "folded", "expert", "data", "ZeRO", "micro", "recompute", "step s"]

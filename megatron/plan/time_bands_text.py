@@ -13,7 +13,7 @@ from .time_bands import TITLES, WITHIN, TimeProfile
 
 WORTH = 0.03  # of the wall time: from here on a band is worth a word
 ADVICE = {
-    "below": "products reach {rate}: try a larger training.micro_batch_size, and the sizes of tools/plan.py lint",
+    "below": "products reach {rate}: try a larger training.micro_batch_size, and the sizes of deepy plan lint",
     "attention": "try the kernels that model.kernels and docs/performance.md name, or a shorter "
     "training.sequence_length",
     "memory": "norms, activations and residual sums: try training.compile",

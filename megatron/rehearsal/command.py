@@ -38,7 +38,8 @@ def main(argv: Sequence[str]) -> int:
         begun = time.monotonic()
         device = _device(options.device, options.machine)
         taken = split(options.words)
-        config = load(taken.files, taken.overrides, ranks=options.ranks, check_inputs=False, here=False).config
+        resolved = load(taken.files, taken.overrides, ranks=options.ranks, check_inputs=False, here=False)
+        config = resolved.config
         _refuse(config)
         layout = Layout.of(config, options.ranks)
         ranks = _ranks(options.rank, config, layout)
@@ -48,8 +49,10 @@ def main(argv: Sequence[str]) -> int:
     from .host_time import step_seconds, works
     from .report import document, text
 
-    seen = {rank: in_own_process(config, options.ranks, rank) for rank in ranks}
+    gpu = (config.launch.device if device is None else device.name) != "cpu"
+    seen = {rank: in_own_process(config, options.ranks, rank, gpu=gpu) for rank in ranks}
     found = document(config, layout, seen, device, time.monotonic() - begun)
+    found["precision_given"] = resolved.origins["precision.compute"].kind != "default"
     if device is not None and device.host is not None:
         found["step_seconds"] = step_seconds(config, options.ranks, works(config, options.ranks, seen), device)
         found["figures"] = f"{options.device} in {options.machine or 'megatron/plan/devices.yml'}"
@@ -57,19 +60,21 @@ def main(argv: Sequence[str]) -> int:
     return int(any(each["memory"]["fits"] is False for each in found["rehearsed"]))
 
 
-def in_own_process(config: Config, ranks: int, rank: int, micro_batches: int | None = None) -> RankCounts:
+def in_own_process(
+    config: Config, ranks: int, rank: int, micro_batches: int | None = None, gpu: bool = False
+) -> RankCounts:
     """`rehearse_rank` in a process of its own: DeepSpeed keeps much for the life of a process."""
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with ProcessPoolExecutor(1, context) as pool:
-        return pool.submit(_rehearse, config, ranks, rank, micro_batches).result()
+        return pool.submit(_rehearse, config, ranks, rank, micro_batches, gpu).result()
 
 
-def _rehearse(config: Config, ranks: int, rank: int, micro_batches: int | None) -> RankCounts:
+def _rehearse(config: Config, ranks: int, rank: int, micro_batches: int | None, gpu: bool) -> RankCounts:
     from .rank import rehearse_rank
 
     gc.freeze()  # DeepSpeed collects garbage while it starts: not among all that was imported
-    return rehearse_rank(config, ranks, rank, micro_batches)
+    return rehearse_rank(config, ranks, rank, micro_batches, gpu=gpu)
 
 
 def _parser() -> argparse.ArgumentParser:

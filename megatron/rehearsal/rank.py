@@ -26,6 +26,7 @@ from megatron.parallel.layout.mesh import Mesh
 from megatron.parallel.messages.account import Recorder
 from megatron.training.hooks.communication import label_layers
 
+from .fused_norm import fused_norms
 from .repeats import Repeats
 from .states import mark_states, watch_gradients
 from .storage_counter import Allocation, Moment, ProgramPlace, StorageCounter
@@ -78,6 +79,7 @@ def _main(output: Any) -> Tensor | None:
 
 
 Batches = Callable[[int], StepBatch]
+STEPS = 2  # a second one finds what the first one keeps, such as gradients and flat copies of them
 
 
 @dataclass
@@ -139,7 +141,7 @@ def with_micro_batches(config: Config, layout: Layout, micro_batches: int) -> Co
 
 
 def rehearse_rank(
-    config: Config, ranks: int, rank: int, micro_batches: int | None = None, repeats: bool = True
+    config: Config, ranks: int, rank: int, micro_batches: int | None = None, repeats: bool = True, gpu: bool = False
 ) -> RankCounts:
     """Run a rank of `ranks` on tensors without values. The process must have no process group, and gets none.
 
@@ -147,11 +149,12 @@ def rehearse_rank(
         config: resolved for `ranks`.
         micro_batches: of each step; None takes as many as show everything.
         repeats: False runs every call of every scan.
+        gpu: norms are one kernel, as they are there.
     """
     layout = Layout.of(config, ranks)
     config = with_micro_batches(config, layout, micro_batches or enough_micro_batches(config, layout))
     prepare_deepspeed(torch.device("cpu"))
-    with _group_of_nobody(ranks, rank), without_values():
+    with _group_of_nobody(ranks, rank), without_values(), fused_norms() if gpu else contextlib.nullcontext():
         return observe(config, Mesh.build(layout), repeats=repeats)
 
 
@@ -190,13 +193,17 @@ def _observed(config: Config, mesh: Mesh, batch: Batches | None, labels: Labels,
     mark_states(ledger, engine)
     watch_gradients(ledger, engine)
     ledger.forget_peak()
-    # Gradients may stay until the next step; where a step has several micro-batches, a later one finds them too.
-    for number in range(2 if engine.accumulation == 1 else 1):
+    for number in range(STEPS):
         ledger.flops.clear()
         labels.tally.take()
         before = ledger.operations, ledger.updating
         engine.step(batch(number) if batch else blank_batch(config, mesh.layout, engine.form), config.optimizer.lr)
         mark_states(ledger, engine)
+        if number == 0 and engine.accumulation > 1:
+            # Its later micro-batches find gradients, as all of a second step do, and scale to a step of more.
+            first = dict(ledger.flops), ledger.operations - before[0], ledger.updating - before[1], labels.tally.rows()
+    seen = dict(ledger.flops), ledger.operations - before[0], ledger.updating - before[1], labels.tally.rows()
+    flops, operations, updating, messages = first if engine.accumulation > 1 else seen
     used = resource.getrusage(resource.RUSAGE_SELF)
     return RankCounts(
         peak=ledger.peak,
@@ -205,10 +212,10 @@ def _observed(config: Config, mesh: Mesh, batch: Batches | None, labels: Labels,
         start=start,
         kept=ledger.live,
         micro_batches=engine.accumulation,
-        flops=dict(ledger.flops),
-        operations=ledger.operations - before[0],
-        updating=ledger.updating - before[1],
-        messages=labels.tally.rows(),
+        flops=flops,
+        operations=operations,
+        updating=updating,
+        messages=messages,
         groups=[dist.get_world_size(group) for group in dist.distributed_c10d._world.pg_map],
         checkpoint=checkpoint,
         fragments=fragments,

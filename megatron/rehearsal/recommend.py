@@ -20,7 +20,6 @@ from megatron.parallel.layout.layout import Layout
 from megatron.plan.advice import why_nothing_fits
 from megatron.plan.candidate import Candidate
 from megatron.plan.devices import cluster, known_devices
-from megatron.plan.memory import TIGHT
 from megatron.plan.search import Answers, Plan, Question
 
 from .command import in_own_process
@@ -33,7 +32,6 @@ LEFT_OUT = ("layouts", "test", "continual", "ladder.yml")
 PARTS = ("family.yml", "suite.yml")  # what the files of a family extend
 QUICK = "quickstart"  # whose tokenizer is trained by the tutorial
 VOCABULARY = "model.vocab_size=4096"
-WORTH = 1.11  # times as fast must be what is near the limit: the formulas' median error on published runs
 TRIES = 8  # layouts that are rehearsed before the search for one is given up
 
 HEAD = """# Recommended layouts
@@ -56,8 +54,8 @@ Up to eight layouts are rehearsed for a row: the fastest that are expected to fi
 more recomputation than the formulas ask for. The last one is the layout that is expected to need least.
 
 A rehearsal runs the program of CPUs, which keeps more than a GPU's fused kernels do. Where the two figures are far
-apart, a larger micro-batch may fit. The prediction of ZeRO 3 is too fast for small models, since the work of
-DeepSpeed's hooks is not counted. Below a billion parameters take `zero: {stage: 1}` first.
+apart, a larger micro-batch may fit. At ZeRO 3 a step takes at least what DeepSpeed's Python takes for its tensors, by
+the one host where it was measured ([Planning](planning.md#what-is-predicted-and-how)).
 
 """
 
@@ -103,7 +101,7 @@ def best(question: Question, formulas: bool = False) -> dict[str, Any]:
     if not answers.plans:
         problem = why_nothing_fits(question, answers, dict(known_devices()[0]))
         return {"none": problem.rule, "fix": problem.fix}
-    left = sorted(forms(question, answers), key=turn)
+    left = sorted(forms(question, answers), key=lambda plan: plan.turn)
     if formulas:
         return proposed(left[0])
     excess, tried = Excess(), list[str]()
@@ -118,12 +116,6 @@ def best(question: Question, formulas: bool = False) -> dict[str, Any]:
         tried.append(f"{plan.choice}: {own['rehearsed'] / 2**30:.1f} GiB")
         excess.learn(plan, own["rehearsed"])
     return {"none": "no layout rehearses without running out", "fix": "use more devices", "tried": tried}
-
-
-def turn(plan: Plan) -> tuple[float, float]:
-    """The smaller, the sooner a layout is tried: by its step, and what is near the limit of memory where that is worth
-    it. What is gained by less than the formulas err may not be there, and room is."""
-    return plan.step.seconds * (WORTH if plan.share > TIGHT else 1.0), plan.memory.total
 
 
 def forms(question: Question, answers: Answers) -> Iterator[Plan]:

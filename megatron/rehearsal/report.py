@@ -17,6 +17,7 @@ from megatron.parallel.layout.layout import Layout
 from megatron.parallel.messages.traffic import Tally
 from megatron.plan.devices import Device
 from megatron.plan.messages.predict import predict
+from megatron.plan.prediction import planned_memory
 from megatron.report.communication import by_group, readable_bytes, step_table, table
 
 from .kinds import parts
@@ -137,9 +138,12 @@ def document(
     parameters = totals(config).parameters
     first = next(iter(seen.values())).checkpoint
     each = sum(first.values()) / (first.get("master", 0) / 4) if first.get("master") else 0.0
+    planned = None if device is None else planned_memory(config, layout.world_size, device)
     return {
         "ranks": layout.world_size,
         "layout": layout.sizes,
+        "precision": config.precision.compute,
+        "planned_memory": None if planned is None else planned.to_json(),
         "device": None if device is None else device.name,
         "parameters": parameters,
         "rehearsed": ranks,
@@ -159,13 +163,16 @@ def _writers(config: Config, layout: Layout) -> int:
 def text(found: dict[str, Any]) -> str:
     """A rehearsal for people."""
     sizes = ", ".join(f"{axis} {size}" for axis, size in found["layout"].items())
+    kind = found["precision"]
+    if not found.get("precision_given", True):
+        kind += " (not in the files; `deepy plan` proposes bf16 there)"
+    numbers = ", ".join(str(each["rank"]) for each in found["rehearsed"])
     lines = [
-        f"{found['parameters']:,} parameters on {counted(found['ranks'], 'rank')}: {sizes}; "
-        f"rehearsed ranks {', '.join(str(each['rank']) for each in found['rehearsed'])} in {found['seconds']} s "
-        f"({found['processor_seconds']} s of processor time)"
+        f"{found['parameters']:,} parameters on {counted(found['ranks'], 'rank')}: {sizes}, {kind}; "
+        f"rehearsed ranks {numbers} in {found['seconds']} s ({found['processor_seconds']} s of processor time)"
     ]
     for each in found["rehearsed"]:
-        lines += ["", *_rank(each, found["device"])]
+        lines += ["", *_rank(each)]
     lines.append("")
     if "step_seconds" in found:
         lines.append(
@@ -175,10 +182,26 @@ def text(found: dict[str, Any]) -> str:
         f"a checkpoint: {readable_bytes(found['checkpoint_bytes'])} in {found['checkpoint_files']} files of ranks, "
         f"and an index of about {found['checkpoint_fragments']:,} fragments"
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_verdict(found)]) + "\n"
 
 
-def _rank(each: dict[str, Any], device: str | None) -> list[str]:
+def _verdict(found: dict[str, Any]) -> list[str]:
+    """What the formulas of a plan say of the same layout, and last whether it fits."""
+    if found["device"] is None:
+        return []
+    most = max(found["rehearsed"], key=lambda each: each["memory"]["total"])
+    total, planned, lines = most["memory"]["total"], found["planned_memory"], []
+    if planned is not None:
+        lines.append(
+            f"the formulas of `deepy plan`: {readable_bytes(planned['total'])} on the rank that needs most, "
+            f"{planned['total'] / total - 1:+.0%} from what was counted here (docs/planning.md says why they differ)"
+        )
+    verdict = "fits" if most["memory"]["fits"] else "does NOT fit"
+    room = f"the {readable_bytes(most['memory']['device'])} of {found['device']}"
+    return [*lines, f"{readable_bytes(total)} on rank {most['rank']} {verdict} into {room}"]
+
+
+def _rank(each: dict[str, Any]) -> list[str]:
     memory, moment = each["memory"], each["memory"]["moment"]
     where = " of ".join(part for part in (moment["phase"], moment["layer"]) if part)
     place = ", ".join(f"{axis} {index}" for axis, index in each["at"].items() if axis != "context" or index)
@@ -192,11 +215,6 @@ def _rank(each: dict[str, Any], device: str | None) -> list[str]:
     if memory["allowance"]:
         rows.append(["  allocator, driver, communicators (allowance)", readable_bytes(memory["allowance"]), ""])
     lines.append(table(["  part", "bytes", "of tensors"], rows))
-    if device is not None:
-        verdict = "fits" if memory["fits"] else "does NOT fit"
-        lines.append(
-            f"{readable_bytes(memory['total'])} {verdict} into the {readable_bytes(memory['device'])} of {device}"
-        )
     flops = {name: value for name, value in each["flops"].items() if name != "micro_batches" and value}
     lines.append(
         f"a step of {each['flops']['micro_batches']} micro-batches: "

@@ -1,6 +1,6 @@
 """Branches of a suite's runs: where they begin, how long they decay, and what they change beside that.
 
-A branch is what `tools/fork.py` makes of a run's checkpoint. In a suite it is a run like the others, which can begin
+A branch is what `deepy fork` makes of a run's checkpoint. In a suite it is a run like the others, which can begin
 once its trunk has saved that checkpoint.
 """
 

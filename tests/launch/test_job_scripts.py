@@ -84,9 +84,16 @@ def test_line_breaks_and_second_words_are_refused(place, capsys, kind, key, valu
 
 
 def test_directives_of_slurm_keep_their_values_whole(place, capsys):
-    out = printed(capsys, "sbatch", override("run.name", "a b'c"), override("run.dir", "runs/50%j"))
+    out = printed(capsys, "sbatch", override("run.name", "a b'c"))
     flags = [shlex.split(line.removeprefix("#SBATCH "))[0] for line in out.splitlines() if line.startswith("#SBATCH")]
-    assert "--job-name=a b'c" in flags and f"--output={place}/runs/50%%j/slurm-%j.out" in flags and "--mem=0" in flags
+    assert "--job-name=a b'c" in flags and f"--output={place}/slurm-%j.out" in flags and "--mem=0" in flags
+
+
+def test_a_percent_sign_of_a_folder_is_none_of_slurms(place, capsys):
+    words = ["--ranks", "4", "--sbatch", "train.py", "a.yml", override("run.dir", "runs/50%j")]
+    assert main(words) == 0
+    text = (place / "runs" / "50%j" / "job.sbatch").read_text()
+    assert f"#SBATCH --output={place}/runs/50%%j/slurm-%j.out\n" in text
 
 
 def test_memory(place, capsys):

@@ -12,11 +12,11 @@ from megatron.data.batch import StepBatch
 from megatron.engine.deepspeed.process import prepare_deepspeed
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.layout.mesh import Mesh
-from megatron.rehearsal.rank import RankCounts, enough_micro_batches, observe, with_micro_batches
+from megatron.rehearsal.rank import STEPS, RankCounts, enough_micro_batches, observe, with_micro_batches
 from tests.training import runs
 
 
-def counted(values: dict[str, Any], ranks: int, micro_batches: int | None = None) -> RankCounts:
+def counted(values: dict[str, Any], ranks: int, micro_batches: int | None = None, steps: int = STEPS) -> RankCounts:
     """This rank's steps on random tokens, with torch's attention: a rehearsal is of GPUs, and tiles are for CPUs."""
     config = resolve(values, ranks=ranks)
     layout = Layout.of(config, ranks)
@@ -28,5 +28,6 @@ def counted(values: dict[str, Any], ranks: int, micro_batches: int | None = None
         drawn = runs.local_batch(config, step, mesh.data.rank, mesh.data.size)
         return StepBatch(**{**vars(drawn), "loss_mask": None})
 
-    with mock.patch("megatron.kinds.common.attention.attend.TILED", 0):
+    attend, rank = "megatron.kinds.common.attention.attend.TILED", "megatron.rehearsal.rank.STEPS"
+    with mock.patch(attend, 0), mock.patch(rank, steps):
         return observe(config, mesh, batch)

@@ -94,7 +94,7 @@ def test_what_rehearses_outranks_what_has_more_room_where_it_is_much_faster(monk
         return {"rehearsed": asked.judge(choice).memory.total, "processor_seconds": 1.0, "process": 1}
 
     monkeypatch.setattr("megatron.rehearsal.recommend.rehearsed", told)
-    monkeypatch.setattr("megatron.rehearsal.recommend.WORTH", gain * (0.99 if worth else 1.01))
+    monkeypatch.setattr("megatron.plan.search.WORTH", gain * (0.99 if worth else 1.01))
     own = best(tight)
     assert own["tried"] == [] and own["layout"] == best(tight, formulas=True)["layout"]
     assert own["layout"] == vars((near if worth else roomy).choice)

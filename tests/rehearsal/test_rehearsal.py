@@ -76,6 +76,22 @@ def test_memory_and_flops_are_those_of_a_real_run(name):
     assert most == pytest.approx(max(each.peak for each in real), rel=BOUND)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fp32: llama on dp2, ZeRO 1, four micro-batches",
+        pytest.param("fp32: llama on dp2, ZeRO 3, four micro-batches, recomputation", marks=pytest.mark.slow),
+    ],
+)
+def test_no_later_step_needs_more(name):
+    """A run of four steps keeps after the first what that one had not: flat gradients, what ZeRO 3 gathers ahead."""
+    case = CASES[name]
+    values = merged(case.values, BUCKETS)
+    real = run(case.ranks, counted, values, case.ranks, None, 4)
+    for rank, found in rehearsed(case).items():
+        assert found.peak == pytest.approx(real[rank].peak, rel=BOUND), f"rank {rank}"
+
+
 def test_often_names_cases():
     assert OFTEN <= CASES.keys()
 

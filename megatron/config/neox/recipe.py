@@ -303,7 +303,7 @@ def _schedule(flat: Flat, native: Native, lr: float | None) -> None:
         flat.problem(
             "lr_decay_fraction",
             "lr_decay_fraction must go with train_iters: the steps of train_epochs are counted later, from the data",
-            "give lr_decay_iters: tools/config.py show prints training.steps",
+            "give lr_decay_iters: deepy config show prints training.steps",
         )
     elif steps:
         value = steps if fraction is None else max(1, math.floor(steps * fraction))

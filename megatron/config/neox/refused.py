@@ -74,10 +74,10 @@ REFUSED: dict[str, Refusal] = (
         "elasticity": Refusal((), f"{OBSOLETE}: elasticity", "remove it; a run resumes on any number of ranks"),
         "compression_training": Refusal((), f"{OBSOLETE}: compression", "remove it"),
         "autotuning": Refusal(
-            (), "there is no autotuner", "remove it; tools/config.py layers shows what each layer costs"
+            (), "there is no autotuner", "remove it; deepy config layers shows what each layer costs"
         ),
         "autotuning_run": Refusal(
-            (), "there is no autotuner", "remove it; tools/config.py layers shows what each layer costs"
+            (), "there is no autotuner", "remove it; deepy config layers shows what each layer costs"
         ),
         "no_load_optim": Refusal(
             (False,),
@@ -107,7 +107,7 @@ RETIRED: dict[str, str] = {
     "warmup_iters": "set warmup to the fraction warmup_iters / lr_decay_iters, or schedule.warmup_steps natively",
     "decay_lr_to": "set min_lr to the learning rate itself",
     "attention_type": "remove it; num_kv_heads says how many key/value heads there are",
-    "autotuning_config": "remove it; tools/config.py layers shows what each layer costs",
+    "autotuning_config": "remove it; deepy config layers shows what each layer costs",
     "zero_allow_untested_optimizer": "put it into deepspeed_extra_args",
     "train_data_path": "take train_data_paths, a list",
     "launcher_args": "remove it; environment variables go to launch.environment natively",

@@ -51,7 +51,7 @@ def there_is_data(context: RuleContext) -> Iterator[Problem]:
         yield context.problem(
             "data.train",
             rule="must be given: a run needs training data",
-            fix="give data.train the prefix of a .bin/.idx pair (tools/data/tokenize.py makes one), "
+            fix="give data.train the prefix of a .bin/.idx pair (deepy data tokenize makes one), "
             "or data.synthetic=copy for a test",
         )
 
@@ -66,7 +66,7 @@ def files_exist(context: RuleContext) -> Iterator[Problem]:
             reasons = {file: unreadable(file) for file in (prefix + ".bin", prefix + ".idx")}
             reasons = {file: reason for file, reason in reasons.items() if reason}
             if reasons:
-                fix = f"check the path (it is seen from {File.cwd()}), or make the files with tools/data/tokenize.py"
+                fix = f"check the path (it is seen from {File.cwd()}), or make the files with deepy data tokenize"
                 rule = f"must exist: there is no file {' and no file '.join(reasons)}"
                 if set(reasons.values()) != {MISSING}:
                     rule = "; ".join(f"{file}: {reason}" for file, reason in reasons.items())
@@ -313,7 +313,7 @@ def tokenizer_exists(context: RuleContext) -> Iterator[Problem]:
         yield context.problem(
             "tokenizer.path",
             rule=f"must be a file that exists; there is no file {tokenizer.path}",
-            fix=f"check the path (it is seen from {File.cwd()}), or make one with tools/data/train_tokenizer.py",
+            fix=f"check the path (it is seen from {File.cwd()}), or make one with deepy data train-tokenizer",
         )
     if tokenizer.merges is not None and not File(tokenizer.merges).is_file():
         yield context.problem(

@@ -138,7 +138,8 @@ def zero_2_and_3_traffic(context: RuleContext) -> Iterator[Problem]:
             "zero.stage",
             "training.accumulation",
             rule=f"zero.stage must be at most 1 to reduce gradients once per step, here with {count} times the traffic",
-            fix="use zero.stage=1 or zero.reduce=step if memory allows, or a larger micro_batch_size",
+            fix="use zero.stage=1 or zero.reduce=step if memory allows, or a larger micro_batch_size "
+            "(`deepy plan` has the time and memory of each)",
         )
 
 

@@ -62,8 +62,7 @@ def initial_weights_exist(context: RuleContext) -> Iterator[Problem]:
         yield context.problem(
             "checkpoint.initialize_from",
             rule=f"must be a checkpoint or a folder that exists; there is no checkpoint or folder {path}",
-            fix=f"check the path; it is seen from {File.cwd()} (tools/checkpoint/from_hf.py fetches a model of the "
-            "hub)",
+            fix=f"check the path; it is seen from {File.cwd()} (deepy checkpoint from-hf fetches a model of the hub)",
         )
 
 

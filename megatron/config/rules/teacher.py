@@ -130,7 +130,7 @@ def _way(teacher: str) -> str:
     if saved:  # not chosen for the user: a run that goes on has another newest one after each restart
         return f"use objective.teacher={saved[-1]}"
     if (folder / "config.json").is_file():
-        return f"python tools/checkpoint/from_hf.py {quoted} OUT makes a checkpoint of it; then objective.teacher=OUT"
+        return f"deepy checkpoint from-hf {quoted} OUT makes a checkpoint of it; then objective.teacher=OUT"
     if "://" not in teacher and (step := neox_checkpoint(teacher)) is not None:
         return advice(step, weights=True).replace("checkpoint.initialize_from", "objective.teacher")
     return "give the folder of a checkpoint of this program"

@@ -249,7 +249,7 @@ class LaunchSection(Section):
     )
     compare: bool = key(
         False,
-        "Before each start, restarts included, measure all hosts and spares as `tools/doctor.py --compare` does, and "
+        "Before each start, restarts included, measure all hosts and spares as `deepy doctor --compare` does, and "
         "name those that are slower than the others.",
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "Accelerator; AMD GPUs are `cuda` to torch.")

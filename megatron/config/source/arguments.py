@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...installation import configuration_file, configuration_names
+from ...installation import configuration_file, near_names
 from ..problems import UserError
 
 FILES = (".yml", ".yaml", ".json")
@@ -59,8 +58,8 @@ def split(words: Sequence[str]) -> Arguments:
         elif (found := configuration_file(word)) is not None or word.endswith(FILES):
             files.append(found or word)
         else:
-            near = difflib.get_close_matches(word, configuration_names(), n=1)
-            meant = f"; did you mean {near[0]}?" if near else ""
+            near = near_names(word)
+            meant = f"; did you mean {' or '.join(near)}?" if near else "; `deepy list` shows the ready ones"
             raise ArgumentError(
                 f"{word!r} is neither a configuration file ({', '.join(FILES)}), nor the name of a ready one "
                 f"(pythia/70m), nor an override (key.path=value){meant}"

@@ -19,6 +19,27 @@ from ..tree import drop, get, put
 from .origins import Origin
 
 HINTS = 30  # unknown keys for which near names are looked up: with more, it is another kind of file
+NO_KEY = {
+    ("parallel", "data"): "it is ranks / (tensor * pipeline * context): give the ranks (launch.ranks or --ranks N)"
+}
+# Names that other programs have for keys, by their last part.
+ELSEWHERE = {
+    "learning_rate": "optimizer.lr",
+    "max_lr": "optimizer.lr",
+    "min_learning_rate": "schedule.min_lr_ratio",
+    "batch_size": "training.global_batch_size or training.micro_batch_size",
+    "gradient_accumulation_steps": "training.accumulation",
+    "max_steps": "training.steps",
+    "train_iters": "training.steps",
+    "seq_len": "training.sequence_length",
+    "context_length": "training.sequence_length",
+    "num_layers": "model.layers",
+    "grad_clip": "optimizer.gradient_clipping",
+    "max_grad_norm": "optimizer.gradient_clipping",
+    "dp": "launch.ranks",
+    "tp": "parallel.tensor",
+    "pp": "parallel.pipeline",
+}
 _STAND_INS = {"model.layers": "attention/mlp"}  # for a required key that is missing, so that the rest can be checked
 
 
@@ -89,7 +110,11 @@ def _problem(path: Path, values: dict[str, Any], origin: Callable[[Path], Origin
         )
     if annotation is None:
         known = f"the keys there are: {', '.join(siblings(path))}"
-        fix = FORMER.get(path) or ((nearest_key(path) or known) if hint else "see the keys that are named above")
+        fix = (
+            FORMER.get(path)
+            or NO_KEY.get(path)
+            or ((nearest_key(path) or known) if hint else "see the keys that are named above")
+        )
         return Problem(name, f"unknown key in {dotted(path[:-1]) or 'the configuration'}", fix, value, where)
     key = lookup(path)
     limits = key.limits if key else {}
@@ -126,6 +151,8 @@ def nearest_key(path: Path) -> str:
     if "." in str(path[-1]):
         return f"nest it: `{str(path[-1]).replace('.', ': {')}: ...{'}' * str(path[-1]).count('.')}`"
     name = str(path[-1]).replace("-", "_")
+    if name.lower() in ELSEWHERE:
+        return f"did you mean {ELSEWHERE[name.lower()]}?"
     same = _by_name(current_schema()).get(name, [])
     beside = difflib.get_close_matches(name.lower(), siblings(path), n=1, cutoff=0.8 if same else 0.6)
     ways = [dotted((*path[:-1], each)) for each in beside] + same[:3] or _spellings(name)[:1]

@@ -7,7 +7,6 @@ wins in silence. Here numbers are numbers, only true and false are booleans, and
 from __future__ import annotations
 
 import contextlib
-import difflib
 import re
 from collections.abc import Callable
 from pathlib import Path as File
@@ -15,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from ...installation import configuration_names
+from ...installation import near_names
 from ..catalog import Path, dotted, lookup, parse_path
 from ..problems import ABSENT, Problem
 from ..tree import put
@@ -292,11 +291,11 @@ def read_file(path: str) -> ConfigSource:
     except OSError as error:
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
         fix = f"check the path; it is seen from {File.cwd()}"
-        near = difflib.get_close_matches(str(File(path).with_suffix("")), configuration_names(), n=1)
+        near = near_names(path)
         if lookup(parse_path(path)):
             fix = f"write {path}=VALUE to set this key"
         elif near and not path.startswith(("/", ".")):
-            fix = f"did you mean {near[0]}? Otherwise {fix}"
+            fix = f"did you mean {' or '.join(near)}? Otherwise {fix}"
         problem = Problem("", reason, fix, ABSENT, path)
         return ConfigSource({}, {}, origin(1), [problem], unread=True)
     value, places, problems = parse(text, origin)
@@ -312,7 +311,7 @@ def read_file(path: str) -> ConfigSource:
                 f"{path}:1",
             )
         )
-        value = {}
+        value, unread = {}, True
     return ConfigSource(value, places, origin(1), problems, unread, text.startswith(RESOLVED))
 
 

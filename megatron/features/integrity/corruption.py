@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 Piece = tuple[int, int]  # what stands for its name, and its hash
 SHOWN = 3  # names of tensors in a message
 ADVICE = (
-    "Memory or a device of that host may be bad (tools/doctor.py); the run can be started again from its newest "
-    "checkpoint"
+    "Memory or a device of that host may be bad (deepy doctor); the run can be started again from its newest checkpoint"
 )
 
 

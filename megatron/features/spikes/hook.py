@@ -148,7 +148,7 @@ class SpikesHook(Hook):
             raise TooManySpikes(
                 f"{told}, and {len(rule.acted)} updates were left out within {options.within} steps, more than "
                 f"spikes.limit = {options.limit}: the run does not get over it. Lower optimizer.lr, look at the data "
-                f"(python tools/data/batch.py {trainer.config.run.dir} --step {step} --text), or raise the limit",
+                f"(deepy data batch {trainer.config.run.dir} --step {step} --text), or raise the limit",
                 step,
             )
 

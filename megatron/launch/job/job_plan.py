@@ -207,6 +207,9 @@ def _check_options(script: str, own: Sequence[str], config: Config) -> None:
     Raises:
         ArgumentError: they have mistakes.
     """
+    if own and Path(script).resolve() == root() / "train.py":
+        hint = options.meant(own[0])
+        raise ArgumentError(f"train.py has no option {own[0]}{hint} (and would not read {' '.join(own)})")
     registry = registry_of(tuple(config.model.extensions))
     name = Path(script).stem
     if name in registry.names("check") and (found := registry.load("check", name)(own, config)):

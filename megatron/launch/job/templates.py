@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from ..report.console import log
 from ..report.status import STOPPED_EARLY
 from .hosts import HostError
 
+IMAGE_GROUP = 1000  # owns the volume, so that the users of the project's images can write there
 LOST_PODS = 3  # times that all pods may come back after one was lost, where launch.restarts allows fewer
 
 if TYPE_CHECKING:
@@ -26,14 +28,16 @@ if TYPE_CHECKING:
 
 def job_script(kind: str, plan: JobPlan) -> str:
     """The text of a job script ("sbatch" or "pbs") or a manifest ("k8s")."""
-    return {"sbatch": sbatch, "pbs": pbs, "k8s": kubernetes}[kind](plan)
+    if kind == "sbatch":  # Slurm opens the output before the job runs: it must be in a folder that exists
+        return sbatch(plan, plan.job.directory)
+    return {"pbs": pbs, "k8s": kubernetes}[kind](plan)
 
 
 def submit(plan: JobPlan, really: bool) -> int:
     """Write the Slurm job script into the run's directory, and submit it if asked to."""
     path = Path(plan.job.directory, plan.resolved.config.run.dir, "job.sbatch")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(sbatch(plan))
+    path.write_text(sbatch(plan, str(path.parent)))
     log(f"wrote {path}")
     if not really:
         sys.stdout.write(f"sbatch {shlex.quote(str(path))}\n")
@@ -55,10 +59,13 @@ def _gpus(plan: JobPlan) -> int:
     return 0 if plan.launch.device == "cpu" else len(plan.choice.hosts[0].slots)
 
 
-def sbatch(plan: JobPlan) -> str:
-    """A Slurm job: USR1 before the time is up makes the ranks save and end, and the job is queued again."""
+def sbatch(plan: JobPlan, folder: str) -> str:
+    """A Slurm job: USR1 before the time is up makes the ranks save and end, and the job is queued again.
+
+    Args:
+        folder: of the job's own output.
+    """
     batch, name = plan.launch.batch, plan.resolved.config.run.name
-    folder = str(Path(plan.job.directory, plan.resolved.config.run.dir))
     logs = folder.replace("%", "%%") + "/slurm-%j.out"  # Slurm fills in what follows a percent sign
     lines = [
         ("job-name", name),
@@ -148,6 +155,7 @@ def kubernetes(plan: JobPlan) -> str:
     limits, security = _resources(plan)
     # A lost pod makes its peers fail too. All come back, and go on from the newest checkpoint: that must be allowed.
     pods, failures = batch.nodes, max(config.launch.restarts, LOST_PODS) * batch.nodes
+    notes = _volume(plan, name) + notes
     return f"""{notes}apiVersion: v1
 kind: Service
 metadata: {{name: {name}}}
@@ -174,6 +182,7 @@ spec:
     spec:
       subdomain: {name}
       restartPolicy: Never
+      securityContext: {{fsGroup: {IMAGE_GROUP}}}
       terminationGracePeriodSeconds: {int(config.launch.grace) + 30}
       containers:
         - name: ranks
@@ -205,10 +214,37 @@ def _resources(plan: JobPlan) -> tuple[str, str]:
 
 def _command_of_a_pod(plan: JobPlan, service: str) -> str:
     """torchrun with this pod's ranks; pod 0 is where all meet."""
-    script = shlex.join([os.path.relpath(plan.script, plan.job.directory), *plan.words])
+    script, words = Path(plan.script), [_in_an_image(word) for word in plan.words]
+    if script.resolve().parent == root():
+        run = shlex.join(["deepy", script.stem, *words])
+        start = f"--no-python {run}"
+    else:  # a script of the user's, which is in the volume
+        start = shlex.join([os.path.relpath(script, plan.job.directory), *words])
     return (
         f"exec torchrun --nnodes={plan.launch.batch.nodes} --nproc-per-node={len(plan.choice.hosts[0].slots)} "
-        f"--node-rank=$JOB_COMPLETION_INDEX --master-addr={service}-0.{service} --master-port=29500 {script}"
+        f"--node-rank=$JOB_COMPLETION_INDEX --master-addr={service}-0.{service} --master-port=29500 {start}"
+    )
+
+
+def _in_an_image(word: str) -> str:
+    """A ready configuration by its name: its path is another one there."""
+    path, ready = Path(word), root() / "configs"
+    return (
+        path.resolve().relative_to(ready).with_suffix("").as_posix() if path.resolve().is_relative_to(ready) else word
+    )
+
+
+def _volume(plan: JobPlan, name: str) -> str:
+    """Comments: what the image and the volume must have."""
+    config, folder = plan.resolved.config, plan.job.directory
+    given = [word for word in plan.taken.files if _in_an_image(word) == word]
+    given += [f"{each.path}.bin and .idx" for each in (*config.data.train, *chain(*config.data.validation.values()))]
+    given += [config.tokenizer.path] if config.tokenizer.path else []
+    shown = "".join(f"#   {_yaml(str(each))}\n" for each in dict.fromkeys(given))
+    return (
+        f"# The image {_yaml(plan.launch.batch.image)} must have the command deepy, as the project's own images have.\n"
+        f"# The claim {name} is mounted at {_yaml(folder)} (ReadWriteMany with several pods).\n"
+        f"# The run writes there, and reads there:\n{shown}"
     )
 
 

@@ -55,7 +55,7 @@ CAUSES = (
     (r"Too many open files|Errno 24", "too many open files: raise `ulimit -n` on that host"),
     (
         r"no kernel image is available|CUDA driver version is insufficient|HIP error: invalid device function",
-        "this torch build does not fit the GPU or its driver: `python tools/doctor.py` shows both",
+        "this torch build does not fit the GPU or its driver: `deepy doctor` shows both",
     ),
     (
         r"CUDA error: device-side assert",

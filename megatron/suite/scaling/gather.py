@@ -1,4 +1,4 @@
-"""The points of a suite: validation losses of its runs and of the branches that `tools/fork.py` has made of them."""
+"""The points of a suite: validation losses of its runs and of the branches that `deepy fork` has made of them."""
 
 from __future__ import annotations
 

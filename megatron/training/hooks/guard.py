@@ -76,7 +76,7 @@ class GuardHook(Hook):
             f"the {what} at step {report.step} (learning rate {report.lr:.4g}, batch {hash_text(report.batch_hash)}, "
             f"{_samples(trainer, report.step)}). Last good step: {self._good}. "
             f"Nothing was saved after it, and what was saved before was finite. Look at the text of the batch with "
-            f"`python tools/data/batch.py {trainer.config.run.dir} --step {report.step} --text`, and at grad_norm "
+            f"`deepy data batch {trainer.config.run.dir} --step {report.step} --text`, and at grad_norm "
             "before it in metrics.jsonl: a norm that climbed for some steps points at optimizer.lr, a sudden one at "
             "the data"
         )

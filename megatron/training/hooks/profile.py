@@ -20,7 +20,7 @@ from ..trainer import Trainer
 class ProfileHook(Hook):
     """Profiles steps `start` ... `start + steps - 1` on some ranks.
 
-    Writes `<folder>/profile/trace_rank<r>.json` (chrome://tracing, Perfetto, `tools/profile.py`) and, with `memory` on
+    Writes `<folder>/profile/trace_rank<r>.json` (chrome://tracing, Perfetto, `deepy profile`) and, with `memory` on
     a GPU, `memory_rank<r>.pickle` (pytorch.org/memory_viz).
 
     Args:

@@ -25,7 +25,7 @@ def write_native(config: Config, world: World, log: Callable[[str], None]) -> Pa
     """Build the run's engine, fill it from the checkpoint that `checkpoint.resume` means, and let it save itself.
 
     Writes `<run.dir>/deepspeed/global_step<n>` and beside it `names.yml`, the tensors' names here and there, which
-    `tools/checkpoint/from_deepspeed.py --names` reads.
+    `deepy checkpoint from-deepspeed --names` reads.
 
     Raises:
         CheckpointError: there is no checkpoint, one of that step is there already, or the layout or the model is none

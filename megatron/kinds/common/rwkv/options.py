@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megatron.config.problems import Problem
 
 Start = Literal["published", "uniform", "model"]
-EXCHANGE = "tools/checkpoint/to_rwkv.py writes RWKV-5, 6 and 7 in the layout of their authors"
+EXCHANGE = "deepy checkpoint to-rwkv writes RWKV-5, 6 and 7 in the layout of their authors"
 
 
 class RWKVOptions(Section):
