@@ -4,8 +4,8 @@
     deepy list                  all of them, with the first line of each file
     deepy list llama moe        those whose name has one of these words
 
-Names of `layouts/` are parts: deepy train pythia/70m layouts/bf16. `--json` prints one JSON document. Exit status 2 means
-that no name has the word.
+Names of `layouts/` are parts: deepy train pythia/70m layouts/bf16. `--json` prints one JSON document. Exit status
+2 means that no name has the word.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def about(name: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the names; returns the exit status."""
+    """Print the names. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", metavar="WORD", help="part of a name")
     parser.add_argument("--json", action="store_true", help="one JSON document")
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     found = [name for name in names if not options.words or any(word.lower() in name for word in options.words)]
     if not found:
         near = near_names(" ".join(options.words))
-        print(f"no ready configuration has that name; near are {', '.join(near) or 'none'}", file=sys.stderr)
+        print(f"no ready configuration has that name. Near are {', '.join(near) or 'none'}", file=sys.stderr)
         return 2
     if options.json:
         print(json.dumps([{"name": name, "about": about(name)} for name in found], indent=2))

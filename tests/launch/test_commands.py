@@ -399,7 +399,7 @@ def test_kubernetes_takes_variables_of_a_file_from_a_secret(place, capsys):
     _, work = pyyaml.safe_load_all(out)
     (container,) = work["spec"]["template"]["spec"]["containers"]
     assert container["envFrom"] == [{"secretRef": {"name": "launched-environment"}}] and "x1y2" not in out
-    assert out.startswith("# kubectl create secret generic launched-environment --from-env-file=")
+    assert "\n# kubectl create secret generic launched-environment --from-env-file=" in out
 
 
 def test_secrets_are_neither_taken_nor_shown(place, capsys):

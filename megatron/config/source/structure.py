@@ -19,7 +19,7 @@ from ..tree import drop, get, put
 from .origins import Origin
 
 HINTS = 30  # unknown keys for which near names are looked up: with more, it is another kind of file
-NO_KEY = {
+NO_KEY: dict[Path, str] = {
     ("parallel", "data"): "it is ranks / (tensor * pipeline * context): give the ranks (launch.ranks or --ranks N)"
 }
 # Names that other programs have for keys, by their last part.
