@@ -157,7 +157,7 @@ def _refuse_unread(options: argparse.Namespace) -> None:
     unread = [name for name in REHEARSAL if name in given]
     if unread and not options.rehearse:
         raise ArgumentError(
-            f"{', '.join(unread)} must come with --rehearse{meant(unread[0])}; options of a script stand behind its "
+            f"{', '.join(unread)} must come with --rehearse{meant(unread[0])}. Options of a script stand behind its "
             "configuration files"
         )
     if asked and asked[0] in INQUIRIES and options.words:
