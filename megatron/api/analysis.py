@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +20,7 @@ from megatron.checkpoint.format.fragment import WEIGHT
 from megatron.checkpoint.save.store import find_checkpoint
 from megatron.config import Config
 from megatron.data.batch import StepBatch
+from megatron.data.token_file import TokenFile
 from megatron.model.stack import Model, build_model
 from megatron.model.stream import Stream
 from megatron.parallel.layers.parameters import logical_of, stored_tensors
@@ -141,6 +144,27 @@ class OpenModel:
         with torch.no_grad():
             return self.model.logits(tokens.to(self._device))
 
+    @torch.no_grad()
+    def log_probabilities(self, path: str | os.PathLike) -> np.ndarray:
+        """Log-probability in nats of each token of a token file, given the tokens of its document before it.
+
+        Returns:
+            float32, one for each token in the file's order, 0 for the first token of each document. Preference pairs
+            read it as the reference (`data.options.chosen_reference`).
+        """
+        file = TokenFile(path)
+        found = np.zeros(file.tokens, np.float32)
+        for number, first in enumerate(file.starts(slice(None)).tolist()):
+            tokens = torch.from_numpy(file[number].astype(np.int64))[None].to(self._device)
+            if tokens.shape[1] < 2:
+                continue
+            places = torch.arange(tokens.shape[1] - 1, dtype=torch.int32, device=self._device)[None]
+            named = {"positions": places, "documents": torch.zeros_like(places), "samples": places[:, 0].long()}
+            wanted = {name: named[name] for name in self.model.form.optional}
+            ce = self.model(tokens[:, :-1], tokens[:, 1:], torch.ones_like(places).float(), **wanted)[1]
+            found[first + 1 : first + tokens.shape[1]] = -ce[0].cpu().numpy()
+        return found
+
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
@@ -156,7 +180,7 @@ class OpenModel:
             chosen += found
         return list(dict.fromkeys(chosen))
 
-    def _micro_batches(self, batch: StepBatch | Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]]:
+    def _micro_batches(self, batch: StepBatch | Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, dict[str, Any]]]:
         """(tokens, labels, weights that add up to one over the batch, side inputs) of each micro-batch."""
         if isinstance(batch, Tensor):
             ids = torch.arange(batch.shape[0])[None]
@@ -171,7 +195,9 @@ class OpenModel:
             raise ValueError(f"the batch has no {' and no '.join(missing)}, which this model reads")
         wanted = {name: named[name] for name in self.model.form.optional}
         for index in range(batch.accumulation):
-            extras = {name: each[index].to(device) for name, each in wanted.items() if each is not None}
+            extras: dict[str, Any] = {name: each[index].to(device) for name, each in wanted.items() if each is not None}
+            if batch.columns:
+                extras["columns"] = {name: each[index].to(device) for name, each in batch.columns.items()}
             inputs, labels = batch.inputs[index].to(device), batch.labels[index].to(device)
             yield inputs, labels, weights[index].float().to(device), extras
 

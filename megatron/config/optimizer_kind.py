@@ -32,23 +32,28 @@ class Option:
         below: the largest value itself is not allowed.
         whole: it must be a whole number.
         switch: it is true or false.
+        choices: it is one of these words.
     """
 
-    default: float | None
+    default: float | str | None
     least: float
     largest: float
     about: str
     below: bool = False
     whole: bool = False
     switch: bool = False
+    choices: tuple[str, ...] = ()
 
     @property
     def shown(self) -> str:
         """The default as one writes it in YAML."""
-        return str(self.default).lower() if self.default is None or self.switch else f"{self.default:g}"
+        words = self.default is None or self.switch or isinstance(self.default, str)
+        return str(self.default).lower() if words else f"{self.default:g}"
 
     def problem(self, value: Any) -> str | None:
         """What a value must be, if it is not."""
+        if self.choices:
+            return None if value in self.choices else f"must be one of {', '.join(self.choices)}"
         if self.switch:
             return None if isinstance(value, bool) else "must be true or false"
         kind = "a whole number" if self.whole else "a number"

@@ -75,8 +75,12 @@ INSIDE: dict[str, dict[str, str]] = {
         "cross_entropy": "megatron.objectives.cross_entropy.options:OBJECTIVE",
         "distillation": "megatron.objectives.distillation.options:OBJECTIVE",
         "goldfish": "megatron.objectives.goldfish.options:OBJECTIVE",
+        "dpo": "megatron.objectives.dpo.options:OBJECTIVE",
     },
-    SOURCE: {"copy": "megatron.data.synthetic:Copy"},  # of samples without token files; see megatron.data.contract
+    SOURCE: {  # of samples that no order cuts from token files: megatron.data.contract
+        "copy": "megatron.data.synthetic:Copy",
+        "pairs": "megatron.data.pairs:Pairs",
+    },
     HOOK: {  # in the order in which they act; see megatron.training.hook
         "goodput": "megatron.training.hooks.goodput:GoodputHook",  # comes last: ends go backwards
         "summary": "megatron.training.hooks.summary:SummaryHook",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,6 +24,7 @@ class StepBatch:
         documents: int32 [A, M, S], the index of each input token's document inside its sample; None when documents of
             one sample attend to each other.
         positions: int32 [A, M, S], each input token's place in its document; None with `documents`.
+        columns: float32 [A, M, S], further numbers of each label, by name.
     """
 
     step: int
@@ -32,6 +34,7 @@ class StepBatch:
     loss_mask: torch.Tensor | None = None
     documents: torch.Tensor | None = None
     positions: torch.Tensor | None = None
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def inputs(self) -> torch.Tensor:

@@ -110,6 +110,7 @@ class Loader:
             _weights(samples, numbers.shape) if self.plan.masked else None,
             documents,
             positions,
+            _columns(samples, self.plan.columns, numbers.shape),
         )
         return batch if self._length is None else cut_samples(batch, self._length(step), self.plan.batch)
 
@@ -133,6 +134,12 @@ def _weights(samples: list[Sample], shape: tuple[int, ...]) -> torch.Tensor:
     ones = np.ones(len(samples[0].tokens) - 1, np.float32)
     stacked = np.stack([ones if sample.weights is None else sample.weights for sample in samples])
     return torch.from_numpy(stacked).reshape(*shape, -1)
+
+
+def _columns(samples: list[Sample], names: tuple[str, ...], shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Further numbers of labels, [A, M, S] each. The plan has checked that samples have them."""
+    stacked = {name: np.stack([sample.columns[name] for sample in samples if sample.columns]) for name in names}
+    return {name: torch.from_numpy(each).reshape(*shape, -1) for name, each in stacked.items()}
 
 
 def _boundaries(samples: list[Sample], shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:

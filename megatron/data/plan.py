@@ -115,6 +115,7 @@ class SamplePlan:
         self.weighted = weighted
         self.phases, self.sources, self.options, self.targets = phases, sources, options, targets
         self.batch, self.steps = batch, steps
+        self.columns: tuple[str, ...] = ()
         self.masked = (
             options.mask_eod
             or options.corruption is not None
@@ -239,7 +240,7 @@ class SyntheticPlan:
         self.made, self.steps, self.targets = made, steps, targets
         self.batch = config.training.global_batch_size
         self.sources: list[OrderedSource] = []
-        self.masked = made.masked or targets.weighs
+        self.masked, self.columns = made.masked or targets.weighs, targets.columns
         self.name, self.vocabulary = config.data.synthetic, config.model.vocab_size
         self.one_document = np.arange(config.training.sequence_length + 1) == 0
 
@@ -266,6 +267,10 @@ class SyntheticPlan:
             wrong = f"must have weights [{length - 1}], and `masked` say so: {list(found.weights.shape)}"
         elif found.begins is not None and found.begins.shape != (length,):
             wrong = f"must say of {length} tokens whether a document begins there: {list(found.begins.shape)}"
+        for name in self.columns:
+            column = (found.columns or {}).get(name)
+            if column is None or column.shape != (length - 1,) or column.dtype != np.float32:
+                wrong = f"must have the column {name!r}, float32 [{length - 1}], which the objective reads"
         if wrong:
             raise DataError("data.synthetic", f"sample {number} of {self.name} {wrong}", "mend its method sample")
 

@@ -72,6 +72,10 @@ class _Builder:
         self.name, self.batch = name, config.training.global_batch_size
         objective = objective_of(config) if split == "train" else None  # others are judged by their cross-entropy
         self.targets = Targets(objective, self.data.reset_attention_at_eod)
+        if self.targets.columns and self.data.synthetic == "none":
+            columns = ", ".join(self.targets.columns)
+            rule = f"{config.objective.type} reads numbers of labels that token files do not have: {columns}"
+            raise DataError("objective.type", rule, "use data.synthetic=pairs, or a source of your own that has them")
         self.request = OrderRequest(
             self.data.order,
             self.data.packing,

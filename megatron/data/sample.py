@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,11 +71,12 @@ class Sample:
     Attributes:
         tokens: int64 [S+1].
         weights: float32 [S], the weight of each label; None means all ones.
-        begins: bool [S+1], whether a document begins at this token; None if nobody asked.
+        begins: bool [S+1], whether a document begins at this token; None if not asked for.
         source: number of its source in the plan.
         spans: the pieces it was made of, before infilling.
         lead: the tokens before it in the document that it begins within, `AssemblyOptions.context` of them or fewer;
             none where documents are reordered.
+        columns: further numbers of each label, float32 [S], by name.
     """
 
     tokens: np.ndarray
@@ -83,6 +85,7 @@ class Sample:
     source: int = 0
     spans: tuple[TokenRange, ...] = ()
     lead: np.ndarray | None = None
+    columns: Mapping[str, np.ndarray] | None = None
 
 
 def infill(tokens: np.ndarray, options: Infilling, draw: np.random.Generator) -> np.ndarray:

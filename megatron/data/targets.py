@@ -29,6 +29,11 @@ class Targets:
         return self.objective is not None and self.objective.weighs
 
     @property
+    def columns(self) -> tuple[str, ...]:
+        """Numbers of each label that samples must have."""
+        return () if self.objective is None else self.objective.columns
+
+    @property
     def context(self) -> int:
         """Tokens before a sample that its weights depend on."""
         return self.objective.context if self.weighs and self.objective is not None else 0

@@ -78,7 +78,7 @@ class PlainEngine(BaseEngine):
             if number > 1 and each:
                 self.beacon.at(FORWARD, number, count)
             with phase("forward"):
-                given = inputs_of(micro, self.form)
+                given: dict[str, Any] = {**inputs_of(micro, self.form), "columns": micro.columns}
                 for more in self.call_parts("forward_inputs", micro):
                     given |= more
                 read = (micro.tokens, micro.labels, micro.weights)

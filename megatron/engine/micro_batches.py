@@ -7,7 +7,7 @@ Shapes: B samples, s positions of this rank, K groups of a label.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -66,13 +66,15 @@ class LossAccumulator:
 @dataclass(frozen=True)
 class MicroBatch:
     """One forward pass: tokens, labels int64 [B, s], weights fp32 [B, s], the form's extra inputs, and the labels of
-    further tokens if any are predicted, of the s positions that this rank has of each sample."""
+    further tokens if any are predicted, of the s positions that this rank has of each sample. `columns` has further
+    numbers of each label, [B, s], by name."""
 
     tokens: Tensor
     labels: Tensor
     weights: Tensor
     extras: dict[str, Tensor]
     further: FurtherLabels | None = None
+    columns: dict[str, Tensor] = field(default_factory=dict)
 
 
 def inputs_of(micro: MicroBatch, form: StreamForm) -> dict[str, Tensor]:
@@ -118,11 +120,13 @@ def micro_batches(
     extras = {name: own(each) for name, each in wanted.items() if each is not None}
     if form.samples:
         extras["samples"] = to_device(batch.sample_ids, device)
+    columns = {name: own(each) for name, each in batch.columns.items()}
     for index in range(tokens.shape[0]):
         weights = torch.ones(labels.shape[1:], device=device) if mask is None else mask[index]
         named_here = {name: extras[name][index] for name in extras}
         further = _further(batch, index, scale, device, context, depth) if depth else None
-        yield MicroBatch(tokens[index], labels[index], weights * scale, named_here, further)
+        numbers = {name: each[index] for name, each in columns.items()}
+        yield MicroBatch(tokens[index], labels[index], weights * scale, named_here, further, numbers)
 
 
 def _further(

@@ -38,7 +38,7 @@ class PipelinedEngine(BaseEngine):
     ) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
         for micro in self._micro_batches(batch, scale, depth):
             if self.head is not None:
-                self.head.targets.append((micro.labels, micro.weights, micro.further))
+                self.head.targets.append((micro.labels, micro.weights, micro.further, micro.columns))
             yield stream_inputs(self.form, micro.tokens, micro.extras), (micro.labels, micro.weights)
 
     @phase("exchange")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from megatron.objectives.contract import Objective
 from megatron.parallel.layers.collectives import all_reduce, enter, gather_rows, sum_gradient
 from megatron.parallel.layers.cross_entropy import LossOptions, OwnLoss, linear_cross_entropy, logits_of
 from megatron.parallel.layers.distillation import SoftLabels
+from megatron.parallel.layers.label_costs import LabelsLoss
 from megatron.parallel.layers.linear import VocabEmbedding, sequence_slice
 from megatron.parallel.layers.objective_logits import LogitsLoss
 from megatron.parallel.layers.parameters import ParameterFactory, logical_of
@@ -154,6 +155,11 @@ class Head(nn.Module):
         if model.head.bias:
             self.bias = head.parameter("bias", shape[:1], role=Role.BIAS, init=ZEROS, shard=Shard(0))
         (self.span,) = Shard(0).spans(model.vocab_size, self.mesh.tensor.rank, self.mesh.tensor.size)
+        self.of_labels: LabelsLoss | None = None
+        if objective.reads_labels:
+            self.of_labels = LabelsLoss(objective.cost_of_labels, objective.sequences, objective.reports)
+            if training.z_loss or chunks.tokens or further is not None:
+                raise ValueError("costs of whole sequences have no z-loss, chunks of sequences or further tokens")
         self.of_logits: LogitsLoss | None = None
         if objective.reads_logits:
             self.of_logits = LogitsLoss(objective.cost_of_logits, model.vocab_size, self.span.start)
@@ -171,6 +177,7 @@ class Head(nn.Module):
         reader: Reader | None = None,
         further: FurtherLabels | None = None,
         teacher: Taught | None = None,
+        columns: Mapping[str, Tensor] | None = None,
     ) -> Any:
         """(weighted sum of token losses and auxiliary losses, each token's cross-entropy [B, S] in nats); with a
         `teacher` also each token's divergence from it [B, S].
@@ -181,6 +188,7 @@ class Head(nn.Module):
         Args:
             further: what modules that predict further tokens are trained on; made of the labels where it is not given,
                 which a rank with a part of each sample cannot do.
+            columns: numbers of each label [B, S] from the data, by name, for an objective that reads them.
 
         Raises:
             RuntimeError: gradients of an objective with a teacher are wanted without one.
@@ -193,6 +201,8 @@ class Head(nn.Module):
             if further is None:
                 further = self._further_labels(labels_BS, weights_BS, stream)
             loss, *of_tokens, stream = self._further_loss(self.further, stream, labels_BS, weights_BS, further)
+        elif self.of_labels is not None and (self.training or torch.is_grad_enabled()):
+            loss, *of_tokens = self._in_two_passes(self.of_labels, stream.hidden, labels_BS, weights_BS, columns or {})
         else:
             loss, *of_tokens = self._in_chunks(stream.hidden, labels_BS, weights_BS, teacher)
         if LOSS in stream.channels:
@@ -213,6 +223,17 @@ class Head(nn.Module):
             loss_of = partial(loss_of, matrix=self.matrix)
         losses, *pieces = zip(*(recomputed_call(loss_of, *each) for each in self._parts(*given)))
         return sum(losses), *(torch.cat(each, 1) for each in pieces)
+
+    def _in_two_passes(
+        self, objective: LabelsLoss, x_BsH: Tensor, labels_BS: Tensor, weights_BS: Tensor, columns: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """As `_loss`, where weights follow from the labels' log-probabilities."""
+        normed_BsH, matrix = self.norm(x_BsH), self.matrix
+        with torch.no_grad():
+            _, ce_BS = self._cross_entropy(normed_BsH, labels_BS, weights_BS, matrix)
+        signed_BS, loss = objective.weights(ce_BS, weights_BS, columns, self.context.axis)
+        total, ce_BS = self._cross_entropy(normed_BsH, labels_BS, signed_BS, matrix)
+        return total - total.detach() + loss.to(total.dtype), ce_BS
 
     def _further_labels(self, labels_BS: Tensor, weights_BS: Tensor, stream: Stream) -> FurtherLabels:
         if self.context.size > 1 or self.further is None:

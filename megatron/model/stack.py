@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
@@ -245,6 +245,7 @@ class Model(nn.Module):
         reader: Reader | None = None,
         further: FurtherLabels | None = None,
         teacher: Taught | None = None,
+        columns: Mapping[str, Tensor] | None = None,
         state: list[Any] | None = None,
         begin: int = 0,
     ) -> Any:
@@ -257,7 +258,7 @@ class Model(nn.Module):
             stream = self.stream(tokens_BS, positions, documents, samples)
         else:
             stream = self._run(self.embedding(tokens_BS, begin=begin), state, begin)
-        return self.head(stream, labels_BS, weights_BS, reader, further, teacher)
+        return self.head(stream, labels_BS, weights_BS, reader, further, teacher, columns)
 
     def logits(self, tokens_BS: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """fp32 logits [B, S, V]."""

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron.config import Config
+    from megatron.parallel.layers.label_costs import Labels
     from megatron.parallel.layers.objective_logits import ChunkLogits
 
 
@@ -34,14 +35,21 @@ class Objective:
 
     Attributes:
         weighs: whether `weights` gives any weights. All ranks must know it before they read anything.
-        needs_documents: whether `weights` is told where documents begin.
+        needs_documents: whether `weights` reads where documents begin.
         context: how many tokens before a sample `weights` reads too, where the sample begins within a document.
+        columns: numbers of each label that the data must have, by name (`Sample.columns`), for `cost_of_labels`.
+        sequences: the number of sequences in a sample whose sums `cost_of_labels` reads. The column "sequence" numbers
+            them from 0, and -1 is a label of none.
+        reports: names of numbers that `cost_of_labels` reports.
         teacher: None, or how the model that `objective.teacher` names teaches.
     """
 
     weighs = False
     needs_documents = False
     context = 0
+    columns: tuple[str, ...] = ()
+    sequences = 0
+    reports: tuple[str, ...] = ()
     teacher: TeacherOptions | None = None
 
     @classmethod
@@ -86,6 +94,18 @@ class Objective:
         """
         raise NotImplementedError
 
+    def cost_of_labels(self, labels: Labels) -> Tensor:
+        """The cost of each label, [B, s], from log-probabilities, numbers of the data and sums over sequences.
+
+        It is used in place of `cost`. The head computes log-probabilities twice, the second time with the weights that
+        follow from these costs. Autograd differentiates them. Labels of a sequence may be on several ranks, so what
+        concerns a sequence must go through `labels.sum`.
+
+        Args:
+            labels: of a micro-batch (`parallel/layers/label_costs.py`).
+        """
+        raise NotImplementedError
+
     @property
     def costs(self) -> bool:
         """Whether the cost is something else than the cross-entropy."""
@@ -95,3 +115,8 @@ class Objective:
     def reads_logits(self) -> bool:
         """Whether the cost is made of logits."""
         return type(self).cost_of_logits is not Objective.cost_of_logits
+
+    @property
+    def reads_labels(self) -> bool:
+        """Whether the cost is made of log-probabilities in two passes."""
+        return type(self).cost_of_labels is not Objective.cost_of_labels

@@ -25,9 +25,14 @@ def objective_of(config: Config) -> Objective:
     if not (isinstance(found, type) and issubclass(found, Objective)):
         raise UserError(f"objective.type = {name!r} must be a subclass of {Objective.__module__}.Objective")
     objective = found.build(config)
-    if objective.reads_logits and (objective.costs or objective.teacher is not None):
-        raise UserError(f"objective.type = {name!r} with cost_of_logits must have neither cost nor a teacher")
+    ways = (objective.costs or objective.teacher is not None, objective.reads_logits, objective.reads_labels)
+    if sum(ways) > 1:
+        raise UserError(
+            f"objective.type = {name!r} must compute its costs in one way: by cost (also with a teacher), "
+            "cost_of_logits or cost_of_labels"
+        )
     facts = {"teacher": objective.teacher is not None, "logits": objective.reads_logits}
+    facts["labels"] = objective.reads_labels
     for fact, holds in facts.items():
         if kind is not None and getattr(kind, fact) != holds:
             raise UserError(f"objective.type = {name!r}: its ObjectiveKind must have {fact}={holds}, as its class does")

@@ -258,6 +258,7 @@ def blank_batch(config: Config, layout: Layout, form: Any) -> StepBatch:
         sample_ids=torch.zeros(shape, dtype=torch.int64),
         hash=0,
         loss_mask=torch.ones((*shape, length)) if objective_of(config).weighs else None,
+        columns={name: torch.zeros((*shape, length)) for name in objective_of(config).columns},
         **places,
     )
 

@@ -13,6 +13,7 @@ from megatron.config import Config, resolve
 from megatron.config.variants import overlay
 from megatron.data.batch import StepBatch
 from megatron.objectives.named import objective_of
+from megatron.parallel.layers.label_costs import Labels
 from megatron.parallel.layers.objective_logits import ChunkLogits
 from megatron.parallel.layers.parameters import logical_of
 
@@ -99,7 +100,11 @@ def one_process(values: dict[str, Any], dtype: torch.dtype) -> tuple[float, dict
         logits, targets = model.head.logits(stream), drawn["tokens"][rows, 1:]
         ce = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         lse = logits.flatten(0, 1).logsumexp(1)
-        if objective.reads_logits:
+        if objective.reads_labels:
+            numbers = {name: each[rows].to(dtype) for name, each in drawn["columns"].items()}
+            log_p = -ce.view_as(weights[rows])
+            costs = objective.cost_of_labels(Labels(log_p, weights[rows], numbers, objective.sequences)).flatten()
+        elif objective.reads_logits:
             costs = objective.cost_of_logits(ChunkLogits(logits.flatten(0, 1), targets.flatten(), logits.shape[-1]))
         else:
             costs = objective.cost(ce, lse)
@@ -166,9 +171,10 @@ def _own(config: Config, rank: int, ranks: int) -> StepBatch:
     drawn, M = batch(config), config.training.micro_batch_size
     passes = config.training.global_batch_size // (M * ranks)
     rows = torch.tensor([[(a * ranks + rank) * M + b for b in range(M)] for a in range(passes)])
-    extras = {
+    extras: dict[str, Any] = {
         name: None if drawn[name] is None else drawn[name][rows] for name in ("documents", "positions", "loss_mask")
     }
+    extras["columns"] = {name: each[rows] for name, each in drawn["columns"].items()}
     return StepBatch(step=0, tokens=drawn["tokens"][rows], sample_ids=rows, hash=0, **extras)
 
 

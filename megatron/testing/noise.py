@@ -30,7 +30,7 @@ def part_of(values: np.ndarray, tensor: LogicalTensor, rank: int, ranks: int) ->
 
 def batch(config: Config) -> dict[str, Any]:
     """All samples of one step: tokens [B, S + 1], and, where the run has them, documents, positions and the labels'
-    weights [B, S]."""
+    weights [B, S], and the columns of the objective."""
     B, S = config.training.global_batch_size, config.training.sequence_length
     draw = torch.Generator().manual_seed(config.training.seed)
     found: dict[str, Any] = {"tokens": torch.randint(0, config.model.vocab_size, (B, S + 1), generator=draw)}
@@ -43,6 +43,11 @@ def batch(config: Config) -> dict[str, Any]:
         place = torch.arange(S).expand(B, S)
         found["documents"] = starts.int().cumsum(-1).int()
         found["positions"] = (place - torch.where(starts, place, 0).cummax(-1).values).int()
+    objective = objective_of(config)
+    found["columns"] = {name: torch.randn(B, S, generator=draw) for name in objective.columns}
+    if objective.sequences:  # runs of the sample
+        runs = torch.arange(S, dtype=torch.float32) * objective.sequences / S
+        found["columns"]["sequence"] = runs.floor().expand(B, S).contiguous()
     return found
 
 

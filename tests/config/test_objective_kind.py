@@ -74,5 +74,5 @@ def test_a_class_without_a_kind_may_read_any_key():
 def test_a_kind_says_what_its_class_does():
     with pytest.raises(UserError, match="its ObjectiveKind must have logits=False, as its class does"):
         objective_of(resolved(type=f"{__name__}:PROMISES_LOGITS"))
-    with pytest.raises(UserError, match="with cost_of_logits must have neither cost nor a teacher"):
+    with pytest.raises(UserError, match="must compute its costs in one way"):
         objective_of(resolved(type=f"{__name__}:Twice"))

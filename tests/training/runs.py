@@ -81,9 +81,10 @@ def local_batch(config: Config, step: int, rank: int, ranks: int) -> StepBatch:
     parts = {
         name: None if value is None else value[0, chosen]
         for name, value in vars(whole).items()
-        if name not in ("step", "hash")
+        if name not in ("step", "hash", "columns")
     }
-    return StepBatch(step=step, hash=0, **parts)
+    columns = {name: each[0, chosen] for name, each in whole.columns.items()}
+    return StepBatch(step=step, hash=0, columns=columns, **parts)
 
 
 def start(values: dict[str, Any], ranks: int):

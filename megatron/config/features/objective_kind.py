@@ -33,6 +33,7 @@ class ObjectiveKind:
         options: keys of `objective.options` that it reads. Others are refused.
         teacher: it learns from the model that `objective.teacher` names.
         logits: it has a `cost_of_logits`.
+        labels: it has a `cost_of_labels`.
         rules: on its use in a configuration.
     """
 
@@ -41,6 +42,7 @@ class ObjectiveKind:
     options: Mapping[str, Option] = field(default_factory=dict)
     teacher: bool = False
     logits: bool = False
+    labels: bool = False
     rules: tuple[Rule, ...] = ()
 
     def options_of(self, config: Config) -> dict[str, Any]:

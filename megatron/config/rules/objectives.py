@@ -33,6 +33,26 @@ def options_are_the_objectives(context: RuleContext) -> Iterator[Problem]:
         yield from unknown_options(context, "objective", kind.options)
 
 
+def two_passes_see_whole_sequences(context: RuleContext) -> Iterator[Problem]:
+    """Of an objective whose costs depend on whole sequences, and are known after the first of two passes."""
+    kind = objective_kind(context.config)
+    if kind is None or not kind.labels:
+        return
+    for key, none in (
+        ("training.z_loss", 0),
+        ("training.sequence_chunks", 1),
+        ("training.sequence_schedule", []),
+        ("model.multi_token_prediction.depth", 0),
+    ):
+        if (value := context.option(key)) and value != none:
+            yield context.problem(
+                key,
+                "objective.type",
+                rule=f"must be {none} with an objective that computes costs from whole sequences",
+                fix=f"use {key}={none}, or another objective",
+            )
+
+
 def rules_of_its_own(context: RuleContext) -> Iterator[Problem]:
     kind = objective_kind(context.config)
     for rule in () if kind is None else kind.rules:

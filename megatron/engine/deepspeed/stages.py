@@ -82,18 +82,18 @@ class HeadStage(nn.Module):
         tokens = plan.tokens() if plan.head_embeds else None
         norm = cast("Norm | None", shared.get(FINAL_NORM))
         self.head, self.form = plan.head(tokens, norm), plan.form_at(len(plan.blocks))
-        self.targets: deque[tuple[Tensor, Tensor, FurtherLabels | None]] = deque()
+        self.targets: deque[tuple[Tensor, Tensor, FurtherLabels | None, dict[str, Tensor]]] = deque()
         self.readers: deque[Reader] = deque()  # where there are some, they compute `found`, and there is no loss
         self.found: list[Any] = []
         self.observe: Callable[[Tensor, Tensor], None] = lambda ce_BS, weights_BS: None
 
     def forward(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        labels_BS, weights_BS, further = self.targets.popleft()
+        labels_BS, weights_BS, further, columns = self.targets.popleft()
         if self.readers:
             reader = self.readers.popleft()
             self.found.append(self.head(self.form.unpack(tensors), labels_BS, weights_BS, reader))
             return weights_BS.sum()
-        loss, ce_BS = self.head(self.form.unpack(tensors), labels_BS, weights_BS, further=further)
+        loss, ce_BS = self.head(self.form.unpack(tensors), labels_BS, weights_BS, further=further, columns=columns)
         self.observe(ce_BS, weights_BS)
         return loss
 

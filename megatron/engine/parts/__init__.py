@@ -10,6 +10,7 @@ from megatron.config.features.feature import in_order, wanted_features
 from megatron.config.kind import LayerKind
 from megatron.config.registry import load
 from megatron.config.variants import used_kinds
+from megatron.objectives.named import objective_of
 
 from ..part import EnginePart
 
@@ -40,6 +41,10 @@ def _any_kind(engine: BaseEngine, has: Callable[[LayerKind], Callable[..., int]]
     return any(has(kind)(options) for _, kind, options in used_kinds(engine.config.model))
 
 
+def _has_two_passes(engine: BaseEngine) -> bool:
+    return objective_of(engine.config).reads_labels
+
+
 PARTS = (
     # Takes the place of DeepSpeed's sums: before parts that look at summed gradients replace what follows them.
     PartEntry(COMPRESSION, "megatron.engine.parts.compressed_sums:CompressedSums", _compresses),
@@ -61,6 +66,7 @@ PARTS = (
     PartEntry(
         TEACHER, "megatron.engine.parts.teacher:Teacher", lambda engine: False
     ),  # given by those who load its weights
+    PartEntry("objective", "megatron.engine.parts.objective_report:ObjectiveReport", _has_two_passes),
     PartEntry(
         "recurrent_depth",
         "megatron.engine.parts.recurrent_depth:RecurrentDepth",

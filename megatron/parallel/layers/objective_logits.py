@@ -26,7 +26,9 @@ from .cross_entropy import LossOptions
 AGREE = 1e-3  # relative: costs of two ranks differ by rounding at most
 
 
-class _SumOverRanks(torch.autograd.Function):
+class SumOverRanks(torch.autograd.Function):
+    """The sum over an axis, and the sum of gradients over it in the backward pass."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
@@ -65,7 +67,7 @@ class ChunkLogits:
         """The logsumexp and the label's logit, which are one message."""
         largest_C = self.largest(self.own_CV)
         parts = (self.own_CV - largest_C.unsqueeze(1)).exp().sum(1), self._own_of(self.local_C.unsqueeze(1)).squeeze(1)
-        total_C, label_C = _SumOverRanks.apply(torch.stack(parts), self.axis)
+        total_C, label_C = SumOverRanks.apply(torch.stack(parts), self.axis)
         return largest_C + total_C.log(), label_C
 
     @property
@@ -85,7 +87,7 @@ class ChunkLogits:
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over the vocabulary, equal on all ranks: [..., V/t] of this rank's ids to [...]; one message."""
-        return _SumOverRanks.apply(x.sum(-1), self.axis)
+        return SumOverRanks.apply(x.sum(-1), self.axis)
 
     def largest(self, x_CV: Tensor) -> Tensor:
         """The maximum over the vocabulary [C], without gradient; one message."""
@@ -93,7 +95,7 @@ class ChunkLogits:
 
     def of(self, ids_CK: Tensor) -> Tensor:
         """The logits of K ids of the vocabulary for each token, [C, K], equal on all ranks; one message."""
-        return _SumOverRanks.apply(self._own_of(ids_CK - self.first), self.axis)
+        return SumOverRanks.apply(self._own_of(ids_CK - self.first), self.axis)
 
     def _own_of(self, local_CK: Tensor) -> Tensor:
         own = self.own_CV.shape[1]

@@ -10,6 +10,33 @@ RECIPE = [
         "a.yml:2: objective.options = {gamma: 2}",
         "the options of cross_entropy must be among none; gamma is not",
     ),
+    case(
+        "a margin of squares",
+        "objective: {type: dpo, options: {loss: ipo, margin: 1, reference_free: true}}\n"
+        "data: {reset_attention_at_eod: true}\ntokenizer: {eod_id: 0}",
+        "a.yml:2: objective.options",
+        "margin must go with loss: sigmoid or robust or hinge",
+    ),
+    case(
+        "pairs whose answers see each other",
+        "objective: {type: dpo}",
+        "data.reset_attention_at_eod = false",
+        "must be true with preference pairs: both answers are in one sample",
+    ),
+    case(
+        "pairs without a reference",
+        "objective: {type: dpo}\n"
+        "data: {synthetic: pairs, reset_attention_at_eod: true, options: {chosen: a, rejected: b, validation: {}}}\n"
+        "tokenizer: {eod_id: 0}",
+        "data.options = ",
+        "must have chosen_reference and rejected_reference",
+    ),
+    case(
+        "z-loss of preference pairs",
+        "objective: {type: dpo}\ndata: {reset_attention_at_eod: true}\ntraining: {z_loss: 0.1}\ntokenizer: {eod_id: 0}",
+        "a.yml:4: training.z_loss = 0.1",
+        "must be 0 with an objective that computes costs from whole sequences",
+    ),
     case("goldfish leaves all out", "objective: {type: goldfish, k: 1}", "a.yml:2: objective.k = 1", "[2, "),
     case(
         "goldfish looks beyond the sample",

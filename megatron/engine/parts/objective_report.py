@@ -1,0 +1,39 @@
+"""The loss of an objective that is computed in two passes, and the numbers that it reports, over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron.model.embedding_and_head import Head
+from megatron.objectives.named import objective_of
+from megatron.parallel.layers.collectives import all_reduce
+from megatron.parallel.layers.label_costs import LabelsLoss
+
+from ..arriving import Arriving
+from ..part import EnginePart, Update
+
+if TYPE_CHECKING:
+    from ..base import BaseEngine
+
+
+class ObjectiveReport(EnginePart):
+    """Sums up what the heads of all ranks have reported. Ranks of stages without a head take part."""
+
+    def attach(self, engine: BaseEngine) -> None:
+        self.mesh, self.device = engine.mesh, engine.device
+        self.names = (LabelsLoss.LOSS, *objective_of(engine.config).reports)
+        heads = (each for each in engine.module.modules() if isinstance(each, Head))
+        self.loss = next((each.of_labels for each in heads), None)
+
+    @torch.no_grad()
+    def after_update(self, update: Update) -> Mapping[str, Any]:
+        """Means over the labels of the step on all ranks, by weight."""
+        sums = torch.zeros(len(self.names) + 1, dtype=torch.float64, device=self.device)
+        if self.loss is not None and self.loss.sums is not None:
+            sums[:-1], sums[-1] = self.loss.sums, update.weight
+            self.loss.sums = None
+        all_reduce(all_reduce(sums, self.mesh.replicas), self.mesh.pipeline)
+        return {name: Arriving(each / sums[-1]) for name, each in zip(self.names, sums)}

@@ -1,0 +1,1 @@
+"""Preferences between two answers: DPO and its variants."""
