@@ -40,7 +40,8 @@ def configuration_file(word: str) -> str | None:
 def configuration_names() -> list[str]:
     """The names of all ready configurations, as `configuration_file` understands them: `pythia/70m`."""
     folder = root() / "configs"
-    return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yml"))
+    names = (path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yml"))
+    return sorted(name for name in names if not name.startswith("curation/"))  # recipes of `deepy data curate`
 
 
 def near_names(word: str, most: int = 4) -> list[str]:

@@ -28,7 +28,7 @@ from .report import describe_rank
 
 GPU, SIZES = "h100", (8, 64)
 # Parts of configurations, models of a few thousand parameters, tutorials.
-LEFT_OUT = ("layouts", "test", "continual", "ladder.yml")
+LEFT_OUT = ("layouts", "test", "continual", "curation", "ladder.yml")
 PARTS = ("family.yml", "suite.yml")  # what the files of a family extend
 QUICK = "quickstart"  # whose tokenizer is trained by the tutorial
 VOCABULARY = "model.vocab_size=4096"

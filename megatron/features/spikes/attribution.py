@@ -63,7 +63,7 @@ def pending(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 class Attribution:
-    """What is known of bad values across the starts of a run; all ranks call every method.
+    """The bad values of a run, across its starts. All ranks call every method.
 
     Args:
         suspect: the entry of the ledger of a value that was sent here to be computed again.
