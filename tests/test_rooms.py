@@ -181,3 +181,10 @@ def test_the_check_sees_circles_and_function_level_imports(tmp_path):
         files[name] = tmp_path / f"{name[2:]}.py"
         files[name].write_text(text)
     assert {name: imported(name, files) for name in files} == {"m.a": {"m.b"}, "m.b": {"m.a"}, "m.c": set()}
+
+
+def test_test_files_of_one_name_are_in_packages():
+    """Pytest imports a file of a folder without __init__.py by its bare name, so a second one cannot be collected."""
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if not (path.parent / "__init__.py").exists()]
+    names = [path.name for path in files]
+    assert sorted(names) == sorted(set(names))

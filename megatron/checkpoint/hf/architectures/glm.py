@@ -44,7 +44,7 @@ GLM4_MOE = Architecture(
         {"attention/moe": "sparse", "attention/mlp": "dense"},
         settings=dense_layers,
         links=_norms,
-        needed=("attention/moe", "attention/mlp"),
+        needed=("attention/moe",),
     ),
     fields=(
         *SIZES,
