@@ -32,7 +32,7 @@ DATA = [
         "data:\n  synthetic: none\n  train:\n    - {path: some/where, weight: 1.0}",
         "a.yml:5: data.train.0.path = 'some/where'",
         "there is no file some/where.bin and no file some/where.idx",
-        "tools/data/tokenize.py",
+        "deepy data tokenize",
     ),
     case(
         "index missing",

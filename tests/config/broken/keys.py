@@ -28,7 +28,7 @@ KEYS = [
         "optimizer: {learning_rate: 0.1}",
         "a.yml:2: optimizer.learning_rate = 0.1",
         "unknown key in optimizer",
-        "the keys there are: type, lr,",
+        "did you mean optimizer.lr?",
     ),
     case("section unknown", "modle: {hidden_size: 4}", "a.yml:2: modle", "did you mean model?"),
     case(

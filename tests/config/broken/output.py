@@ -115,7 +115,7 @@ OUTPUT = [
         "checkpoint: {dir: neox}",
         "a.yml:2: checkpoint.dir = 'neox'",
         "must not hold GPT-NeoX checkpoints: neox has global_step20",
-        "tools/checkpoint/from_neox.py neox/global_step20",
+        "deepy checkpoint from-neox neox/global_step20",
     ),
     case(
         "levels without a place, too often, and twice",
