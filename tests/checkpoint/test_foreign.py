@@ -37,9 +37,9 @@ def test_what_is_recognised(tmp_path):
 def test_a_store_there_is_refused_and_left_alone(tmp_path, how):
     path = folder(tmp_path / "neox", 7, latest="global_step7")
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(CheckpointError, match="GPT-NeoX.*global_step7.*from_neox.py"):
+    with pytest.raises(CheckpointError, match="GPT-NeoX.*global_step7.*from-neox"):
         Store(path if how != "path" else tmp_path / "own").resume(how if how != "path" else str(path))
-    with pytest.raises(CheckpointError, match="from_neox.py"):
+    with pytest.raises(CheckpointError, match="from-neox"):
         Store(tmp_path / "own").weights(path / "global_step7")
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -71,6 +71,6 @@ def test_load_and_save_of_its_own_files(tmp_path, monkeypatch, keys):
         for each in error.value.problems
         if "must not hold GPT-NeoX checkpoints" in each.rule and "global_step7" in each.rule
     ]
-    assert said and all("from_neox.py neox/global_step7 OUT --config run.yml" in each.fix for each in said)
+    assert said and all("from-neox neox/global_step7 OUT --config run.yml" in each.fix for each in said)
     how = {"checkpoint.initialize_from": "--weights, then checkpoint.initialize_from=OUT"}
     assert all(how.get(each.key, "then checkpoint.resume=OUT") in each.fix for each in said)

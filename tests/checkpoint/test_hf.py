@@ -207,7 +207,7 @@ def test_the_architecture_is_found(model: dict, name: str):
         (BASE, {"head": {"softcap": 20.0}}, "model.head.softcap"),
         (BASE, {"head": {"bias": True}}, "model.head.bias"),
         (BASE, {"norm": {"bias": False}}, "model.norm.bias"),
-        (BASE, {"norm": {"type": "nonparametric"}}, "model.norm.type"),
+        (BASE, {"norm": {"type": "nonparametric"}}, "model.mlp.bias"),  # OLMo is the nearest
         (LLAMA, {"layers": "attention/mlp mlp"}, "model.layers"),
         (
             LLAMA,

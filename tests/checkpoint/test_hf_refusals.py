@@ -96,13 +96,10 @@ def run(model: dict):
     [
         (
             {"layers": "(rwkv6/rwkv6_ffn) x2", "rwkv6": {"head_dim": 16}},
-            "no class of transformers computes rwkv6, rwkv6_ffn; .*to_rwkv.py",
+            "no class of transformers computes rwkv6, rwkv6_ffn; .*to-rwkv",
         ),
-        ({"layers": "(rwkv7/rwkv7_ffn) x2", "rwkv7": {"head_dim": 16}}, "to_rwkv.py"),
-        (
-            {"layers": "(rwkv7/mlp) x2", "rwkv7": {"head_dim": 16}},
-            "no class of transformers computes rwkv7; .*to_rwkv.py",
-        ),
+        ({"layers": "(rwkv7/rwkv7_ffn) x2", "rwkv7": {"head_dim": 16}}, "to-rwkv"),
+        ({"layers": "(rwkv7/mlp) x2", "rwkv7": {"head_dim": 16}}, "no class of transformers computes rwkv7; .*to-rwkv"),
         (
             {"layers": "gated_delta/mlp attention/moe", "attention": {"heads": 4}, "gated_delta": {"heads": 4}},
             "OlmoHybridForCausalLM",

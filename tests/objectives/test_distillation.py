@@ -208,8 +208,8 @@ def test_a_layout_that_the_teacher_does_not_fit_is_refused(teacher, tmp_path):
     [
         ((), "there is no folder"),
         (("checkpoints/step_00000002/x", "checkpoints/step_00000004/x"), "checkpoints/step_00000004"),
-        (("config.json",), "from_hf.py"),
-        (("global_step3/mp_rank_00_model_states.pt",), "from_neox.py"),
+        (("config.json",), "from-hf"),
+        (("global_step3/mp_rank_00_model_states.pt",), "from-neox"),
     ],
 )
 def test_what_is_no_checkpoint_is_refused_with_the_way_to_one(files, advice, tmp_path):
