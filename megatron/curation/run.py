@@ -92,7 +92,7 @@ def _claim(folder: Folder, recipe: Recipe, shards: list[list[InputFile]]) -> Non
 
 def _executor(recipe: Recipe, number: int, step: PipelineStep, tasks: int) -> Any:
     section = recipe.section
-    logs = f"{section.output.rstrip('/')}/work/logs/{number:02d}_{step.name}"
+    logs = f"{section.output.rstrip('/')}/states/logs/{number:02d}_{step.name}"
     if section.executor == "slurm":
         from datatrove.executor.slurm import SlurmPipelineExecutor
 

@@ -51,7 +51,7 @@ class Phase:
     @property
     def folder(self) -> str:
         """Where the documents of its end are."""
-        return f"work/{self.number:02d}" if self.compare else "documents"
+        return f"states/{self.number:02d}" if self.compare else "documents"
 
 
 def phases_of(recipe: Recipe) -> list[Phase]:
@@ -143,8 +143,8 @@ class ShardTask(Step):
                     _add(account.kept_characters, source, len(document.text))
                     kept_keys.append(keys(document) if keys else None)
         if keys:
-            folder.write(f"work/{number}/{name}.keys.npy", _keys_file(kept_keys))
-        folder.write(f"work/{number}/{name}.counts.json", to_json(account.to_json()))
+            folder.write(f"states/{number}/{name}.keys.npy", _keys_file(kept_keys))
+        folder.write(f"states/{number}/{name}.counts.json", to_json(account.to_json()))
         yield from ()
 
     def _documents(
@@ -165,7 +165,7 @@ class ShardTask(Step):
             for file in self.shards[rank]:
                 yield from documents(file, sources[file.source], self.recipe.section.limits)
             return
-        former, title = f"work/{self.phase.number - 1:02d}", self.phase.before.title
+        former, title = f"states/{self.phase.number - 1:02d}", self.phase.before.title
         doomed = {row: of for row, of in json.loads(folder.read(f"{former}/{rank:05d}.duplicates.json"))}
         for row, record in enumerate(folder.read_lines(f"{former}/{rank:05d}.jsonl.zst")):
             document = Document(record["text"], record["id"], metadata=record["metadata"])
@@ -235,7 +235,7 @@ class DecideTask(Step):
         self.phase = phase
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        folder, former = self.folder, f"work/{self.phase.number:02d}"
+        folder, former = self.folder, f"states/{self.phase.number:02d}"
         tables = [np.load(folder.open(f"{former}/{number:05d}.keys.npy")) for number in range(len(self.shards))]
         priority = {each.name: each.priority for each in self.recipe.section.sources}
         ranks = [np.full(len(each), priority[shard[0].source]) for each, shard in zip(tables, self.shards)]
@@ -276,7 +276,7 @@ class PageTask(Step):
         folder, total = self.folder, Account()
         for phase in phases_of(self.recipe):
             for number in range(len(self.shards)):
-                one = json.loads(folder.read(f"work/{phase.number:02d}/{number:05d}.counts.json"))
+                one = json.loads(folder.read(f"states/{phase.number:02d}/{number:05d}.counts.json"))
                 _sum(total, one, first=phase.number == 0, last=phase.compare is None)
         report = total.to_json() | {
             "recipe": self.recipe.to_json(),
