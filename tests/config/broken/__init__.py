@@ -4,9 +4,10 @@ from tests.config.broken.async_tensor import ASYNC_TENSOR
 from tests.config.broken.case import BASE, Case
 from tests.config.broken.cuda_graphs import CUDA_GRAPHS
 from tests.config.broken.data import DATA
+from tests.config.broken.deepspeed import COMMUNICATION, DEEPSPEED, ZERO
 from tests.config.broken.fused_attention import FUSED_ATTENTION, WARNED_FUSED_ATTENTION
 from tests.config.broken.keys import KEYS, RANGES, TYPES, YAML
-from tests.config.broken.layout import DEEPSPEED, LAYOUT
+from tests.config.broken.layout import LAYOUT
 from tests.config.broken.model import MODEL
 from tests.config.broken.moe import MOE, WARNED_MOE
 from tests.config.broken.output import LAUNCH, OUTPUT
@@ -26,6 +27,8 @@ BROKEN = [
     *RWKV,
     *STATE_SPACE,
     *LAYOUT,
+    *ZERO,
+    *COMMUNICATION,
     *RECIPE,
     *FUSED_ATTENTION,
     *CUDA_GRAPHS,
