@@ -42,6 +42,7 @@ CONTENDERS: dict[str, tuple[list[float], dict[str, Any]]] = {
     "lion": ([2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3], {"betas": [0.9, 0.99]}),
     "sgd": ([0.05, 0.1, 0.2, 0.4, 0.8], {}),
     "muon": ([0.01, 0.02, 0.04, 0.08, 0.16], {"lr": 3e-3}),
+    "normuon": ([0.01, 0.02, 0.04, 0.08, 0.16], {"lr": 3e-3}),
     "soap": ([1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2], {}),
     "adafactor": ([1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2], {}),
     "adamw_8bit": ([2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2], {}),
@@ -70,7 +71,7 @@ def drawn(data: Any, seed: int, count: int) -> Any:
 
 def settings(kind: str, rate: float, seed: int) -> dict[str, Any]:
     optimizer: dict[str, Any] = {"type": kind, "lr": rate, "weight_decay": 0.1, **CONTENDERS[kind][1]}
-    if kind == "muon":
+    if kind in ("muon", "normuon"):
         optimizer["muon_lr"] = rate
     training = {"steps": STEPS, "sequence_length": LENGTH, "micro_batch_size": BATCH, "seed": seed}
     schedule = {"type": "constant" if kinds_inside()[kind].averages else "cosine"}

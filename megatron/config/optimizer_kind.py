@@ -63,6 +63,9 @@ class Option:
         return f"must be {kind} from {self.least:g} to {'below ' if self.below else ''}{self.largest:g}"
 
 
+CAUTIOUS = Option(False, 0, 1, "weights decay only where the step moves them towards 0 too", switch=True)
+
+
 @dataclass(frozen=True)
 class Package:
     """A package that an optimizer needs and the requirements do not have.

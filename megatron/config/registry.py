@@ -56,6 +56,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "lion": "megatron.engine.optimizers.lion.options:OPTIMIZER",
         "sgd": "megatron.engine.optimizers.sgd.options:OPTIMIZER",
         "muon": "megatron.engine.optimizers.muon.options:OPTIMIZER",
+        "normuon": "megatron.engine.optimizers.normuon.options:OPTIMIZER",
         "soap": "megatron.engine.optimizers.soap.options:OPTIMIZER",
         "adafactor": "megatron.engine.optimizers.adafactor.options:OPTIMIZER",
         "adamw_8bit": "megatron.engine.optimizers.adamw_8bit.options:OPTIMIZER",

@@ -12,13 +12,14 @@ from megatron.config.optimizer_kind import kinds_inside
 from megatron.config.registry import INSIDE, OPTIMIZER
 from megatron.engine.optimizers.build import build_optimizer, set_learning_rate
 from megatron.engine.optimizers.matrix import MatrixOptimizer
+from megatron.engine.optimizers.muon.update import ITERATIONS, orthogonalize
 from megatron.engine.optimizers.named import optimizer_class
 from megatron.engine.optimizers.soap.update import first_basis
 from megatron.parallel.layout.shard import Role
 from megatron.rehearsal.command import main
 from tests.engine.test_optimizers import RATES, gradients, model, parameter, train
 from tests.paths import ROOT
-from tests.training.plain_matrices import PlainMatrices
+from tests.training.plain_matrices import PlainMatrices, polar_express
 from tests.training.settings import settings
 
 
@@ -28,7 +29,14 @@ def tensors():
 
 @pytest.mark.parametrize(
     "kind, options, bound",
-    [("muon", {}, 1e-5), ("soap", {"frequency": 2}, 1e-4), ("jorge", {"lr": 0.05, "frequency": 2}, 1e-3)],
+    [
+        ("muon", {}, 1e-5),
+        ("muon", {"polynomials": "polar_express", "cautious": True}, 1e-5),
+        ("normuon", {"beta2": 0.9}, 1e-5),
+        ("normuon", {"polynomials": "polar_express", "cautious": True}, 1e-5),
+        ("soap", {"frequency": 2}, 1e-4),
+        ("jorge", {"lr": 0.05, "frequency": 2}, 1e-3),
+    ],
 )
 def test_it_is_the_papers_rule(kind, options, bound):
     """The equations are computed in float64; the bound is what fp32 costs five updates."""
@@ -45,6 +53,26 @@ def test_it_is_the_papers_rule(kind, options, bound):
     for p, master, begin in zip(ours, masters, start):
         moved = float((master - begin).norm())
         assert float((p.detach() - master).norm()) < bound * moved, p.logical.name
+
+
+def test_polar_express_is_the_best_polynomial_of_each_step():
+    """Against Remez's algorithm in float64, whose points are good to 1e-15 and its coefficients to about 1e-11."""
+    table = ITERATIONS["polar_express"]
+    assert table.margin == 1.02
+    for found, exact in zip(table.coefficients, polar_express(5), strict=True):
+        assert found == pytest.approx(exact, rel=1e-9)
+
+
+def test_polar_express_brings_small_singular_values_nearer_to_one():
+    """Of 1e-3 to 1 of the norm, in float64. The other iteration ends between 0.68 and 1.21 at best."""
+    values = torch.logspace(-3, 0, 24, dtype=torch.float64)
+    turn = torch.linalg.qr(torch.randn(2, 24, 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0]
+    matrix = turn[0] @ torch.diag(values / values.norm()) @ turn[1]
+    far = {
+        name: float((torch.linalg.svdvals(orthogonalize(matrix, torch.float64, name)) - 1).abs().max())
+        for name in ITERATIONS
+    }
+    assert far["polar_express"] < far["jordan"]
 
 
 def test_soaps_first_basis_does_not_depend_on_rounding():
@@ -192,7 +220,7 @@ def test_the_schedule_multiplies_each_groups_rate(kind):
         set_learning_rate(optimizer, lr)
         for group in optimizer.param_groups:
             role = group["params"][0].logical.role
-            base = 2.0 if kind == "muon" and group["matrix"] else 1.0  # muon_lr / lr
+            base = 2.0 if kind in ("muon", "normuon") and group["matrix"] else 1.0  # muon_lr / lr
             assert group["lr"] == pytest.approx(lr * base * {Role.NORM: 0.5, Role.HIDDEN: 0.25}.get(role, 1.0))
     before = [p.detach().clone() for p in ours]
     gradients(ours, 0)

@@ -13,6 +13,7 @@ from megatron.engine.optimizers.lion.update import Lion
 from megatron.engine.optimizers.muon.update import Muon, muon_direction
 from megatron.engine.optimizers.sgd.update import SGD
 from megatron.parallel.layout.shard import LogicalTensor, Role
+from tests.training.plain_matrices import PlainCautious
 from tests.training.settings import settings
 
 
@@ -149,6 +150,17 @@ def test_lion_is_the_papers_equations():
     for a, b in zip(train(optimizer, ours, RATES), expected):
         torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-14)
     torch.testing.assert_close(optimizer.state[ours[0]]["exp_avg"], momentum[0], rtol=1e-13, atol=1e-14)
+
+
+def test_cautious_decay_spares_weights_that_the_step_moves_away_from_zero():
+    """Against torch's AdamW without decay, to which the decay is added afterwards by the sign of what it did."""
+    chosen = {"type": "adamw", "weight_decay": 0.3, "groups": {}, "options": {"cautious": True}}
+    ours, theirs = model(torch.float64), model(torch.float64)
+    optimizer = build_optimizer(settings(optimizer=chosen), ours)
+    reference = PlainCautious([{"params": theirs, "weight_decay": 0.3}], betas=(0.9, 0.95), eps=1e-8, foreach=False)
+    for a, b in zip(train(optimizer, ours, RATES), train(reference, theirs, RATES)):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+    assert all(group["weight_decay"] in (0.0, 0.3) for group in optimizer.param_groups)
 
 
 @pytest.mark.parametrize("momentum, nesterov", [(0.0, False), (0.9, False), (0.9, True)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
 from megatron.parallel.layout.shard import LogicalTensor, Role
@@ -28,6 +29,7 @@ class PlainMuon:
     def __init__(self, options) -> None:
         self.rate, self.momentum, self.scale = options.muon_lr, options.muon_momentum, options.muon_scale
         self.per_head = options.options.get("per_head", False)
+        self.polar = options.options.get("polynomials") == "polar_express"
 
     def blocks(self, tensor: torch.Tensor, logical: LogicalTensor) -> list[torch.Tensor]:
         found = blocks(tensor, logical)
@@ -39,16 +41,71 @@ class PlainMuon:
         return {"momentum": torch.zeros_like(matrix)}
 
     def direction(self, state: dict[str, torch.Tensor], gradient: torch.Tensor) -> torch.Tensor:
+        rows, columns = gradient.shape
+        size = 0.2 * max(rows, columns) ** 0.5 if self.scale == "moonlight" else max(1, rows / columns) ** 0.5
+        return size * self.orthogonal(state, gradient)
+
+    def orthogonal(self, state: dict[str, torch.Tensor], gradient: torch.Tensor) -> torch.Tensor:
         state["momentum"].mul_(self.momentum).add_(gradient, alpha=1 - self.momentum)
         left, values, right = torch.linalg.svd(
             (1 - self.momentum) * gradient + self.momentum * state["momentum"], full_matrices=False
         )
         values = values / values.square().sum().sqrt().clamp(min=1e-7)  # an expert that saw no token
-        for _ in range(5):
-            values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
-        rows, columns = gradient.shape
-        size = 0.2 * max(rows, columns) ** 0.5 if self.scale == "moonlight" else max(1, rows / columns) ** 0.5
-        return size * (left * values) @ right
+        if self.polar:
+            values = values / 1.02
+        for a, b, c in polar_express(5) if self.polar else 5 * [(3.4445, -4.7750, 2.0315)]:
+            values = a * values + b * values**3 + c * values**5
+        return (left * values) @ right
+
+
+class PlainNorMuon(PlainMuon):
+    """Algorithm 1 of arXiv 2510.05491 with the norm kept, as in the authors' program."""
+
+    def __init__(self, options) -> None:
+        super().__init__(options)
+        self.beta2 = options.options.get("beta2", 0.95)
+
+    def start(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+        return super().start(matrix) | {"square": torch.zeros(matrix.shape[0], 1, dtype=matrix.dtype)}
+
+    def orthogonal(self, state: dict[str, torch.Tensor], gradient: torch.Tensor) -> torch.Tensor:
+        found = super().orthogonal(state, gradient)
+        state["square"] = self.beta2 * state["square"] + (1 - self.beta2) * (found**2).mean(1, keepdim=True)
+        divided = found / (state["square"].sqrt() + 1e-8)
+        return divided * found.norm() / divided.norm().clamp(min=1e-8)
+
+
+def quintic(low: float, high: float) -> tuple[float, float, float]:
+    """The odd polynomial of degree 5 that is nearest to 1 on [low, high], by Remez's exchange of points."""
+    inner, found = [(3 * low + high) / 4, (low + 3 * high) / 4], None
+    for _ in range(100):
+        points = np.array([low, *inner, high])
+        rows = np.stack([points, points**3, points**5, [1, -1, 1, -1]], 1)
+        *abc, error = np.linalg.solve(rows, np.ones(4))
+        if found is not None and abs(error - found) < 1e-15:
+            break
+        a, b, c = abc
+        found, inner = error, np.sqrt((-3 * b + np.array([-1, 1]) * np.sqrt(9 * b * b - 20 * a * c)) / (10 * c))
+    return tuple(abc)
+
+
+def polar_express(steps: int, low: float = 1e-3, margin: float = 1.02, cushion: float = 0.02) -> list:
+    """The coefficients of arXiv 2505.16932, section 3: greedily the best quintic for the interval that is left."""
+    found, high = [], 1.0
+    for number in range(steps):
+        coefficients = np.array(quintic(max(low, cushion * high), high))
+        if cushion * high > low:  # centred on what is there
+            coefficients *= 2 / (_value(coefficients, low) + _value(coefficients, high))
+        if number < steps - 1:
+            coefficients /= margin ** np.array([1, 3, 5])
+        found.append(tuple(float(each) for each in coefficients))
+        low = _value(coefficients, low)
+        high = 2 - low
+    return found
+
+
+def _value(coefficients, x: float) -> float:
+    return float(coefficients @ np.array([x, x**3, x**5]))
 
 
 class PlainSOAP:
@@ -245,6 +302,7 @@ class PlainAdamW8bit:
 
 PLAIN = {
     "muon": PlainMuon,
+    "normuon": PlainNorMuon,
     "soap": PlainSOAP,
     "jorge": PlainJorge,
     "adafactor": PlainAdafactor,
@@ -262,6 +320,7 @@ class PlainMatrices:
 
     def __init__(self, options, logicals: list[LogicalTensor], masters: list[torch.Tensor], decays: list[float]):
         self.rule, self.logicals, self.masters = PLAIN[options.type](options), logicals, masters
+        self.cautious = options.options.get("cautious", False)
         takes, self.blocks = getattr(self.rule, "takes", is_matrix), getattr(self.rule, "blocks", blocks)
         self.decays = [decay / each.scales.weight_decay for decay, each in zip(decays, logicals)]
         self.rates = [self.rule.rate * each.scales.lr * each.scales.weight_decay for each in logicals]
@@ -275,7 +334,8 @@ class PlainMatrices:
             for m, decay, logical in zip(masters, decays, logicals)
             if not takes(logical)
         ]
-        self.adamw = torch.optim.AdamW(rest, lr=options.lr, betas=options.betas, foreach=False)
+        adamw = PlainCautious if self.cautious else torch.optim.AdamW
+        self.adamw = adamw(rest, lr=options.lr, betas=options.betas, foreach=False)
         self.states = [
             [self.rule.start(block) for block in self.blocks(m, logical)] if takes(logical) else []
             for m, logical in zip(masters, logicals)
@@ -290,4 +350,21 @@ class PlainMatrices:
         ):
             pairs = zip(self.blocks(master, logical), self.blocks(gradient, logical), states) if states else ()
             for matrix, part, state in pairs:
-                matrix -= rate * (self.rule.direction(state, part) + decay * matrix)
+                step = self.rule.direction(state, part)
+                decayed = matrix * (step * matrix >= 0) if self.cautious else matrix
+                matrix -= rate * (step + decay * decayed)
+
+
+class PlainCautious(torch.optim.AdamW):
+    """Weight decay of arXiv 2510.12402, done after a step of torch's AdamW without decay."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            group["decay"], group["weight_decay"] = group.get("decay", group["weight_decay"]), 0.0
+        begin = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                step = (begin[p] - p) / group["lr"]
+                p.sub_(group["lr"] * group["decay"] * torch.where(step * begin[p] >= 0, begin[p], 0.0))

@@ -29,7 +29,7 @@ from megatron.parallel.layout.shard import LogicalTensor
 from tests.checkpoint.brute import local_shard
 from tests.training.plain_averages import PlainScheduleFree
 from tests.training.plain_learned import PlainLearned
-from tests.training.plain_matrices import PLAIN, PlainAdEMAMix, PlainMatrices
+from tests.training.plain_matrices import PLAIN, PlainAdEMAMix, PlainCautious, PlainMatrices
 
 HALF_A_DIGIT = torch.finfo(torch.float32).eps / 2
 EVALUATION = 1000  # the step whose batch is for evaluation
@@ -323,7 +323,8 @@ class PlainOptimizer:
                 {"params": [m], "lr": lr, "weight_decay": decay, "eps": epsilon}
                 for m, lr, decay, epsilon in zip(masters, self.rates, self.decays, epsilons)
             ]
-            self.adamw = torch.optim.AdamW(groups, betas=self.options.betas, foreach=False)
+            adamw = PlainCautious if self.options.options.get("cautious") else torch.optim.AdamW
+            self.adamw = adamw(groups, betas=self.options.betas, foreach=False)
 
     def finish(self) -> None:
         """What is evaluated takes the place of what is trained."""

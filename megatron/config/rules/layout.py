@@ -284,3 +284,11 @@ def offloaded_optimizer_is_adam(context: RuleContext) -> Iterator[Problem]:
             rule="optimizer.type must be adamw for offloaded state",
             fix="use optimizer.type=adamw, or device: none",
         )
+    elif kind is not None and context.config.zero.offload_optimizer.device != "none":
+        if kind.options_of(context.config).get("cautious"):
+            yield context.problem(
+                "zero.offload_optimizer.device",
+                "optimizer.options",
+                rule="DeepSpeed's AdamW for offloaded state decays all weights: cautious must be false",
+                fix="remove optimizer.options.cautious, or use device: none",
+            )

@@ -11,6 +11,7 @@ import inspect
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class EagerOptimizer(torch.optim.Optimizer):
@@ -28,3 +29,16 @@ class EagerAdamW(EagerOptimizer, torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         return inspect.unwrap(torch.optim.AdamW.step)(self, closure)
+
+
+def decay_cautiously(parameter: Tensor, step: Tensor, amount: float) -> None:
+    """Decay the elements that the step, which is subtracted from them, moves towards 0 anyway (or does not move).
+
+    Cautious weight decay (Chen et al. 2025, arXiv 2510.12402), in place.
+
+    Args:
+        step: of the parameter's shape; its signs count.
+        amount: learning rate times weight decay.
+    """
+    if amount:
+        parameter.sub_(parameter * (step * parameter >= 0), alpha=amount)

@@ -21,7 +21,7 @@ from megatron.parallel.layers.parameters import logical_of
 from megatron.parallel.layout.mesh import ALONE, Axis
 from megatron.parallel.layout.shard import LogicalTensor, Role
 
-from .base import EagerOptimizer
+from .base import EagerOptimizer, decay_cautiously
 from .contract import STEP, initialize_state
 from .named import optimizer_class
 from .whole import Held, OwnedUnit, WholeTensors
@@ -57,6 +57,7 @@ class MatrixOptimizer(EagerOptimizer):
             [E, rows, columns] of experts' matrices.
         defaults: of the matrix groups.
         lr, betas, eps, fused: as in `torch.optim.AdamW`.
+        cautious: see `base.decay_cautiously`.
 
     Raises:
         ValueError: a parameter of a matrix group is not a matrix.
@@ -76,7 +77,9 @@ class MatrixOptimizer(EagerOptimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         fused: bool | None = None,
+        cautious: bool = False,
     ) -> None:
+        self.cautious = cautious
         shared = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "fused": bool(fused), "matrix": False}
         super().__init__(groups, {**shared, **defaults})
         for group in self.param_groups:
@@ -212,8 +215,15 @@ class MatrixOptimizer(EagerOptimizer):
         read = parameters if self.reads_weights else None
         steps = self._whole_tensors(parameters).transform(values, direction, self.travels, read)
         for parameter, step in zip(parameters, steps):
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            self._decay(group, parameter, step)
             parameter.add_(step, alpha=-group["lr"])
+
+    def _decay(self, group: Mapping[str, Any], parameter: Tensor, step: Tensor) -> None:
+        amount = group["lr"] * group["weight_decay"]
+        if self.cautious:
+            decay_cautiously(parameter, step, amount)
+        else:
+            parameter.mul_(1 - amount)
 
     def _count(self, group: Mapping[str, Any], parameters: Sequence[Tensor]) -> int:
         """The number of steps before this one, which it counts."""
@@ -237,6 +247,9 @@ class MatrixOptimizer(EagerOptimizer):
                 state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         states = [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, states) if self.cautious else ():
+            step = state["exp_avg"].lerp(parameter.grad.to(parameter.dtype), 1 - group["betas"][0])
+            self._decay(group, parameter, step)
         adamw(
             parameters,
             [p.grad for p in parameters],
@@ -250,7 +263,7 @@ class MatrixOptimizer(EagerOptimizer):
             beta1=group["betas"][0],
             beta2=group["betas"][1],
             lr=group["lr"],
-            weight_decay=group["weight_decay"],
+            weight_decay=0.0 if self.cautious else group["weight_decay"],
             eps=group["eps"],
             maximize=False,
         )

@@ -37,7 +37,7 @@ MODEL = [
         "CompleteP under SGD",
         "model: {parametrization: {type: completep, base_width: 32, base_depth: 2}}\noptimizer: {type: sgd}",
         "a.yml:2: model.parametrization.type",
-        "the rates of completep must be derived for the optimizer, and are so for adamw, lion, muon, adamw_8bit, ",
+        "the rates of completep must be derived for the optimizer, and are so for adamw, lion, muon, normuon, ",
         "they are not for sgd: its steps depend on the size of gradients",
     ),
     case(

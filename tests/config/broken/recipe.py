@@ -255,6 +255,12 @@ RECIPE = [
         "use 0.9999",
     ),
     case(
+        "cautious decay of offloaded states",
+        "optimizer: {type: adamw, options: {cautious: true}}\nzero: {stage: 2, offload_optimizer: {device: cpu}}",
+        "DeepSpeed's AdamW for offloaded state decays all weights: cautious must be false",
+        "remove optimizer.options.cautious, or use device: none",
+    ),
+    case(
         "a document without room for a span",
         "data: {synthetic: none, train: whole, span_corruption: {rate: 1.0}}\ntraining: {sequence_length: 2}",
         "training.sequence_length = 2",

@@ -5,21 +5,47 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from megatron.config import Config
 
-from ..base import EagerAdamW
+from ..base import EagerAdamW, decay_cautiously
 from ..groups import use_fused
+from .options import OPTIMIZER
 
 
 class AdamW(EagerAdamW):
     """State: `step`, `exp_avg`, `exp_avg_sq`."""
 
+    cautious = False
+
     @classmethod
     def build(cls, config: Config, groups: list[dict[str, Any]]) -> AdamW:
-        options = config.optimizer
-        # None, unlike False, lets torch choose its next best implementation.
-        fused = use_fused(config, groups) or None
-        return cls(groups, lr=0.0, betas=options.betas, eps=options.epsilon, fused=fused)
+        options, cautious = config.optimizer, OPTIMIZER.options_of(config)["cautious"]
+        # None, unlike False, lets torch choose its next best implementation. Fused kernels drop a step on their own,
+        # and the decay that is done here would stay.
+        fused = None if cautious else use_fused(config, groups) or None
+        made = cls(groups, lr=0.0, betas=options.betas, eps=options.epsilon, fused=fused)
+        made.cautious = cautious
+        return made
 
     def state_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", "step")
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if not self.cautious:
+            return super().step(closure)
+        decays = [group["weight_decay"] for group in self.param_groups]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    average = self.state[parameter].get("exp_avg", torch.zeros_like(parameter))
+                    step = average.lerp(parameter.grad.to(average.dtype), 1 - group["betas"][0])
+                    decay_cautiously(parameter, step, group["lr"] * group["weight_decay"])
+            group["weight_decay"] = 0.0
+        try:
+            return super().step(closure)
+        finally:
+            for group, decay in zip(self.param_groups, decays):
+                group["weight_decay"] = decay

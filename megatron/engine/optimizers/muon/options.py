@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron.config.optimizer_kind import OptimizerKind, Option
+from megatron.config.optimizer_kind import CAUTIOUS, OptimizerKind, Option
 from megatron.config.problems import Problem
 
 if TYPE_CHECKING:
@@ -35,11 +35,16 @@ def heads_are_not_orthogonalised_alone(context: RuleContext) -> Iterator[Problem
         )
 
 
+_about = "the polynomials of the iteration: those of Jordan et al. 2024 or of Amsel et al. 2025"
 OPTIMIZER = OptimizerKind(
     update="megatron.engine.optimizers.muon.update:Muon",
     state_bytes=lambda config: 4,
     reads=("betas", "epsilon", "muon_lr", "muon_momentum", "muon_scale"),
-    options={"per_head": Option(False, 0, 1, "queries, keys and values are orthogonalised by heads", switch=True)},
+    options={
+        "per_head": Option(False, 0, 1, "queries, keys and values are orthogonalised by heads", switch=True),
+        "polynomials": Option("jordan", 0, 0, _about, choices=("jordan", "polar_express")),
+        "cautious": CAUTIOUS,
+    },
     rates_for=("mup", "completep"),  # its updates have a size of their own
     whole_matrices=True,
     rules=(muon_has_a_rate, heads_are_not_orthogonalised_alone),

@@ -7,7 +7,8 @@ an average per element, kept by whoever holds the element.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,27 +22,56 @@ from ..matrix import MatrixOptimizer
 from ..whole import OwnedUnit
 from .options import OPTIMIZER
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # the quintic with the steepest slope at 0, from the authors
-ITERATIONS = 5
 EPSILON = 1e-7
 
 
-def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+@dataclass(frozen=True)
+class Iteration:
+    """X <- a X + b X X^T X + c X X^T X X^T X, once for each (a, b, c).
+
+    Attributes:
+        margin: a matrix begins with its Frobenius norm at 1 / margin.
+    """
+
+    coefficients: tuple[tuple[float, float, float], ...]
+    margin: float = 1.0
+
+
+ITERATIONS = {
+    # The quintic with the steepest slope at 0, from the authors. Singular values end between about 0.7 and 1.2.
+    "jordan": Iteration(5 * ((3.4445, -4.7750, 2.0315),)),
+    # Amsel et al. 2025 (arXiv 2505.16932): each is the best quintic for the singular values that the steps before leave
+    # of 0.001 to 1. Cushion and margin are 0.02, for the rounding of bf16. The last polynomial has no margin.
+    "polar_express": Iteration(
+        (
+            (8.156554524902461, -22.48329292557795, 15.878769915207462),
+            (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+            (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+            (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+            (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+        ),
+        margin=1.02,
+    ),
+}
+
+
+def orthogonalize(matrices: Tensor, dtype: torch.dtype, polynomials: str = "jordan") -> Tensor:
     """Roughly U V^T of the singular value decomposition U S V^T of each of `matrices` [..., rows, columns].
 
-    Singular values end between about 0.7 and 1.2, which is as good for training as 1 and much cheaper.
+    The singular values end near 1, which is as good for training as 1 and much cheaper.
 
     Args:
         dtype: of the computation and the result.
+        polynomials: a name in `ITERATIONS`.
     """
-    a, b, c = COEFFICIENTS
+    iteration = ITERATIONS[polynomials]
     x = matrices.to(dtype)
     tall = x.size(-2) > x.size(-1)
     if tall:
         x = x.mT
-    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPSILON)
+    x = x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPSILON) * iteration.margin)
     multiply = torch.addmm if x.dim() == 2 else torch.baddbmm
-    for _ in range(ITERATIONS):
+    for a, b, c in iteration.coefficients:
         gram = x @ x.mT
         x = multiply(x, multiply(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
@@ -63,17 +93,22 @@ def muon_direction(
     dtype: torch.dtype = torch.bfloat16,
     scale: str = "original",
     heads: tuple[int, ...] | None = None,
+    polynomials: str = "jordan",
+    normalized: Callable[[list[Tensor]], list[Tensor]] | None = None,
 ) -> Tensor:
     """The orthogonalised `update` [rows, columns] in fp32 or wider, each fused matrix alone, times its `factor`.
 
     Of experts [E, rows, columns] each is treated alone. `matrices` are the rows of each fused matrix, and `heads` the
-    rows of each of its heads, if these are matrices of their own.
+    rows of each of its heads, if these are matrices of their own. `normalized` is applied to the orthogonal matrices.
     """
     wide = torch.promote_types(update.dtype, torch.float32)
     parts = update.split(list(matrices or (update.size(-2),)), dim=-2)
     if heads is not None:
         parts = tuple(part.unflatten(-2, (-1, rows)) for part, rows in zip(parts, heads, strict=True))
-    found = [orthogonalize(part, dtype).to(wide) * factor(part.size(-2), part.size(-1), scale) for part in parts]
+    orthogonal = [orthogonalize(part, dtype, polynomials).to(wide) for part in parts]
+    if normalized is not None:
+        orthogonal = normalized(orthogonal)
+    found = [part * factor(part.size(-2), part.size(-1), scale) for part in orthogonal]
     return torch.cat([part if heads is None else part.flatten(-3, -2) for part in found], dim=-2)
 
 
@@ -87,12 +122,15 @@ class Muon(MatrixOptimizer):
         momentum: averaging coefficient of the matrices' gradients (Nesterov form).
         scale: see `factor`.
         per_head: each head of queries, keys and values is a matrix of its own, where a layer says what they are.
+        polynomials: see `orthogonalize`.
         dtype: of the Newton-Schulz iteration. bf16 is enough for training and the fastest, but a last digit of a
             gradient may tip a rounding in it, so that two layouts of a run differ by more than fp32 does.
 
     Raises:
         ValueError: a parameter of a matrix group is not a matrix.
     """
+
+    kind = OPTIMIZER
 
     def __init__(
         self,
@@ -101,11 +139,12 @@ class Muon(MatrixOptimizer):
         momentum: float = 0.95,
         scale: str = "original",
         per_head: bool = False,
+        polynomials: str = "jordan",
         dtype: torch.dtype = torch.bfloat16,
         **adamw: Any,
     ) -> None:
         super().__init__(groups, {"momentum": momentum, "scale": scale}, **adamw)
-        self.dtype, self.per_head = dtype, per_head
+        self.dtype, self.per_head, self.polynomials = dtype, per_head, polynomials
         self.travels = dtype  # the iteration begins by rounding to it
 
     @classmethod
@@ -115,7 +154,7 @@ class Muon(MatrixOptimizer):
             groups,
             momentum=options.muon_momentum,
             scale=options.muon_scale,
-            per_head=OPTIMIZER.options_of(config)["per_head"],
+            **cls.kind.options_of(config),
             dtype=torch.float32 if config.precision.compute == "fp32" else torch.bfloat16,
             betas=options.betas,
             eps=options.epsilon,
@@ -154,6 +193,10 @@ class Muon(MatrixOptimizer):
     def direction(
         self, group: Mapping[str, Any], unit: OwnedUnit, whole: Tensor, states: dict[str, Tensor], done: int
     ) -> Tensor:
-        heads = unit.tensor.heads if self.per_head else None
-        rows = None if heads is None else tuple(each for _, each in heads)
-        return muon_direction(whole, unit.tensor.matrices, self.dtype, group["scale"], rows)
+        rows = self.head_rows(unit.tensor)
+        return muon_direction(whole, unit.tensor.matrices, self.dtype, group["scale"], rows, self.polynomials)
+
+    def head_rows(self, logical: LogicalTensor) -> tuple[int, ...] | None:
+        """Rows of a head of each fused matrix, where heads are matrices of their own."""
+        heads = logical.heads if self.per_head else None
+        return None if heads is None else tuple(rows for _, rows in heads)
