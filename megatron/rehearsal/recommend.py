@@ -55,7 +55,7 @@ more recomputation than the formulas ask for. The last one is the layout that is
 
 A rehearsal runs the program of CPUs, which keeps more than a GPU's fused kernels do. Where the two figures are far
 apart, a larger micro-batch may fit. At ZeRO 3 a step takes at least what DeepSpeed's Python takes for its tensors, by
-the one host where it was measured ([Planning](planning.md#what-is-predicted-and-how)).
+the one host where it was measured ([Planning](planning.md#how-memory-and-time-are-predicted)).
 
 """
 
