@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from megatron.checkpoint import open_checkpoint
@@ -167,6 +168,46 @@ def test_what_cannot_be_kept_is_named(tmp_path: Path) -> None:
     (tmp_path / "before" / "tokenizer.json").unlink()
     done = export(checkpoint, tmp_path / "again")
     assert any("Not kept: bos_token_id, eos_token_id" in note for note in done.notes)
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_each_weight_keeps_its_own_type(tmp_path: Path, dtype: str | None) -> None:
+    """Published files mix types: DeepSeek's have the biases of routing in fp32 between weights in bf16."""
+    before, after = tmp_path / "before", tmp_path / "after"
+    publish(before, CASES[FAMILIES["deepseek_v3"]], torch.bfloat16)
+    weights = load_file(before / "model.safetensors")
+    wide = [name for name in weights if name.endswith(("e_score_correction_bias", "norm.weight"))]
+    weights |= {name: torch.rand(weights[name].shape) for name in wide}
+    save_file(weights, before / "model.safetensors", {"format": "pt"})
+    import_model(before, tmp_path / "checkpoint", sequence_length=24)
+    words = [str(tmp_path / "checkpoint"), str(after), "--verify", *([f"--dtype={dtype}"] if dtype else [])]
+    assert tool("to_hf").main(words) == 0
+    written = load_file(after / "model.safetensors")
+    assert wide and written.keys() == weights.keys()
+    for name, tensor in weights.items():
+        wanted = tensor.float() if dtype else tensor
+        assert written[name].dtype == wanted.dtype and written[name].equal(wanted), name
+    assert json.loads((after / "config.json").read_text())["dtype"] == (dtype or "bfloat16")
+
+
+def test_lengths_and_ids_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    publish(tmp_path / "before", CASES[FAMILIES["llama"]])
+    import_model(tmp_path / "before", tmp_path / "checkpoint", sequence_length=10_000)
+    notes = export(open_checkpoint(tmp_path / "checkpoint"), tmp_path / "after").notes
+    assert any("model_max_length of the tokenizer is 8192" in note and "10000 tokens" in note for note in notes)
+    _, notes = write_tokenizer(tmp_path / "after", TokenizerSection(path=str(tmp_path / "before")), "llama", 77)
+    assert notes == ["model_max_length is 77, the run's length. The tokenizer's folder says 8192"]
+
+
+def test_ids_of_a_class_beyond_a_vocabulary_are_named(tmp_path: Path) -> None:
+    """glm4's own defaults are ids of its published vocabulary."""
+    config = transformers.Glm4Config(**CASES[FAMILIES["glm4"]].to_diff_dict() | {"eos_token_id": [151329, 2]})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "before")
+    import_model(tmp_path / "before", tmp_path / "checkpoint", sequence_length=24)
+    done = export(open_checkpoint(tmp_path / "checkpoint"), tmp_path / "after")
+    said = "eos_token_id=[151329, 2] is beyond the vocabulary of 61 ids, as in the imported model"
+    assert said in done.notes
+    assert json.loads((tmp_path / "after" / "config.json").read_text())["eos_token_id"] == [151329, 2]
 
 
 def test_verify_fails_where_transformers_makes_other_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,24 +75,25 @@ def main(arguments: list[str] | None = None) -> int:
             limit=max(1, int(options.shard_size * GIBIBYTE)),
             progress=tell,
         )
-        proof = prove(checkpoint, options.out, done.dtype) if options.verify else None
+        dtype = TYPES[options.dtype] if options.dtype else None
+        proof = prove(checkpoint, options.out, dtype) if options.verify else None
     except (CheckpointError, ConfigError, RegistryError, OSError) as error:
         print(f"to_hf: {error}", file=sys.stderr)
         return 2
-    dtype = str(done.dtype).removeprefix("torch.")
+    kind = str(done.dtype).removeprefix("torch.")
     if options.json:
         print(
             json.dumps({
                 "out": str(done.folder),
                 "architecture": done.architecture.class_name,
-                "dtype": dtype,
+                "dtype": kind,
                 "files": done.files,
                 "notes": done.notes,
                 **(proof.values if proof else {}),
             })
         )
     else:
-        print(f"wrote {done.folder}: {done.architecture.class_name}, {dtype}, {len(done.files)} files of weights")
+        print(f"wrote {done.folder}: {done.architecture.class_name}, {kind}, {len(done.files)} files of weights")
         print("\n".join([*(f"note: {note}" for note in done.notes), *([str(proof)] if proof else [])]))
     return 0 if proof is None or proof.holds else 1
 

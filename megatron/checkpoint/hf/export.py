@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -25,7 +27,7 @@ from .architecture import Architecture
 from .companions import GENERATION, Companions
 from .config import hf_config
 from .convert import further_copies, further_tensors, plan
-from .tokenizer_files import differing, write_tokenizer
+from .tokenizer_files import differing, shorter, write_tokenizer
 from .versions import IDS, least_version, make_readable
 from .written import shapes_of, write_tensors
 
@@ -66,26 +68,37 @@ TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.
 GIBIBYTE = 2**30
 
 
-def tensor_reader(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Callable[[str], torch.Tensor]:
-    """Gives a whole logical tensor by its name, in `dtype` (None: as it is stored); fp32 comes from the masters."""
+def tensor_reader(
+    checkpoint: Checkpoint, dtype: torch.dtype | dict[str, torch.dtype] | None
+) -> Callable[[str], torch.Tensor]:
+    """Gives a whole logical tensor by its name; fp32 comes from the masters.
+
+    Args:
+        dtype: of all tensors, or of each. None leaves the stored types.
+    """
 
     def read(name: str) -> torch.Tensor:
-        tensor = checkpoint.tensors[name]
-        return checkpoint.read(FragmentSpec.whole(tensor, WEIGHT), dtype).data.view(tensor.shape)
+        tensor, wanted = checkpoint.tensors[name], dtype[name] if isinstance(dtype, dict) else dtype
+        return checkpoint.read(FragmentSpec.whole(tensor, WEIGHT), wanted).data.view(tensor.shape)
 
     return read
 
 
+def _types_of(checkpoint: Checkpoint) -> dict[str, torch.dtype]:
+    """The type of each weight as the run used it."""
+    stored = checkpoint.stored
+    found = {name: stored.get((name, WEIGHT)) or stored.get((name, MASTER)) for name in checkpoint.tensors}
+    return {name: dtype for name, dtype in found.items() if dtype is not None}
+
+
 def type_of(checkpoint: Checkpoint) -> torch.dtype:
-    """The type of the weights as the run used them: that of most of their elements."""
-    sizes: dict[torch.dtype, int] = {}
-    for name, tensor in checkpoint.tensors.items():
-        dtype = checkpoint.stored.get((name, WEIGHT)) or checkpoint.stored.get((name, MASTER))
-        if dtype is not None:
-            sizes[dtype] = sizes.get(dtype, 0) + torch.Size(tensor.shape).numel()
+    """The type of most elements of the weights, as the run used them."""
+    sizes = Counter[torch.dtype]()
+    for name, dtype in _types_of(checkpoint).items():
+        sizes[dtype] += torch.Size(checkpoint.tensors[name].shape).numel()
     if not sizes:
         raise CheckpointError(checkpoint.path, "it has no weights")
-    return max(sizes, key=lambda dtype: sizes[dtype])
+    return max(sizes, key=sizes.__getitem__)
 
 
 @dataclass(frozen=True)
@@ -113,7 +126,7 @@ def export(
     Args:
         out: the folder; must not exist. It appears whole or not at all.
         name: model_type to write; None takes the first that can express the model.
-        dtype: one of TYPES; None leaves the type of the weights.
+        dtype: one of TYPES; None leaves each weight in its own type.
         limit: bytes of one file of weights.
 
     Raises:
@@ -135,11 +148,14 @@ def export(
     steps = plan(architecture, shapes, config.model)
     if not left_out:
         steps += further_copies(architecture, steps, config.model)
+    types = dict.fromkeys(shapes, wanted) if dtype else _types_of(checkpoint)
+    for step in steps:  # tensors that are joined have one type: the widest loses nothing
+        types |= dict.fromkeys(step.ours, reduce(torch.promote_types, [types[name] for name in step.ours]))
     draft = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex[:12]}")
     draft.mkdir(parents=True)
     try:
         files = []
-        for file in write_tensors(draft, shapes_of(steps, shapes), wanted, tensor_reader(checkpoint, wanted), limit):
+        for file in write_tensors(draft, shapes_of(steps, shapes, types), tensor_reader(checkpoint, types), limit):
             progress(file)
             files.append(file)
         notes = _beside(draft, config, theirs, kept, same)
@@ -167,8 +183,8 @@ def _beside(draft: Path, config: Config, theirs: PreTrainedConfig, kept: Compani
     if kept is not None and same:
         if kept.generation is not None:
             (draft / GENERATION).write_text(json.dumps(kept.generation, indent=2) + "\n", encoding="utf-8")
-        notes = kept.changed(theirs)
         lost = kept.copy_tokenizer(draft)
+        notes = [*kept.changed(theirs), *shorter(draft, length), *_beyond(theirs)]
         if lost or not kept.files:
             notes += write_tokenizer(draft, config.tokenizer, theirs.model_type, length)[1]
         if lost:
@@ -186,6 +202,16 @@ def _beside(draft: Path, config: Config, theirs: PreTrainedConfig, kept: Compani
         f"the run reads another tokenizer than the imported model, or its file is gone. Not kept: {gone}",
         *(line for line in kept.changed(theirs) if not line.startswith(IDS)),
     ]
+
+
+def _beyond(theirs: PreTrainedConfig) -> list[str]:
+    """A note on special ids without a row in the embedding, which transformers takes from defaults of a class."""
+    notes, size = [], theirs.vocab_size
+    for name in IDS:
+        ids = getattr(theirs, name, None)
+        if any(isinstance(each, int) and each >= size for each in (ids if isinstance(ids, list) else [ids])):
+            notes.append(f"{name}={ids!r:.80} is beyond the vocabulary of {size} ids, as in the imported model")
+    return notes
 
 
 def _tokenizer_notes(draft: Path, config: Config) -> list[str]:

@@ -63,6 +63,8 @@ def write_tokenizer(
         shutil.copyfile(file, folder / "tokenizer.json")
         known = _beside(file, folder)
     tokens, notes = _special(known, tokenizer)
+    if (longest := known.get("model_max_length", length)) != length:
+        notes.append(f"model_max_length is {length}, the run's length. The tokenizer's folder says {longest!r:.40}")
     settings = {
         **{name: known[name] for name in _AS_THEY_ARE if name in known},
         **tokens,
@@ -80,6 +82,16 @@ def write_tokenizer(
     for name in ("bos_token", "pad_token"):
         ids[f"{name}_id"] = tokenizer.backend.token_to_id(tokens[name]) if name in tokens else None
     return ids, notes
+
+
+def shorter(folder: Path, length: int) -> list[str]:
+    """A note if a copied tokenizer_config.json says that the run's sequences are too long."""
+    file = folder / "tokenizer_config.json"
+    settings = read_json(file) if file.is_file() else None
+    longest = settings.get("model_max_length") if isinstance(settings, dict) else None
+    if not isinstance(longest, int | float) or longest >= length:
+        return []
+    return [f"model_max_length of the tokenizer is {longest}, as imported. The run's sequences have {length} tokens"]
 
 
 def _beside(file: Path, folder: Path) -> dict[str, Any]:

@@ -77,7 +77,8 @@ def prove(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | None, *, to
     """Run our model with the checkpoint's weights and transformers' with the folder's, both in fp32.
 
     Args:
-        dtype: type in which the weights were exchanged: both models get values that have been rounded to it.
+        dtype: type in which the weights were exchanged: both models get values that have been rounded to it. None is
+            the stored type of each.
         tokens: length of the two samples: random ids, and a text if the run has a tokenizer.
     """
     config = config_of(checkpoint)

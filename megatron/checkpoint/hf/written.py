@@ -14,26 +14,32 @@ from ..format.container import header
 from ..format.durable import CHUNK
 from .convert import ConversionStep
 
-Planned = tuple[ConversionStep, dict[str, tuple[int, ...]]]  # a step, and the shapes of what it writes
+Planned = tuple[ConversionStep, dict[str, tuple[torch.dtype, tuple[int, ...]]]]  # types and shapes that it writes
 
 INDEX = "model.safetensors.index.json"
 
 
-def shapes_of(steps: Iterable[ConversionStep], ours: dict[str, tuple[int, ...]]) -> list[Planned]:
-    """What each step will write: names and shapes, from the shapes of our tensors."""
+def shapes_of(
+    steps: Iterable[ConversionStep], ours: dict[str, tuple[int, ...]], types: dict[str, torch.dtype]
+) -> list[Planned]:
+    """Each step with the names, types and shapes of its tensors, from our types and shapes.
+
+    Wide types come first, so that each tensor of a file begins at a multiple of its element's size.
+    """
 
     def empty(name: str) -> Tensor:
-        return torch.empty(ours[name], device="meta")
+        return torch.empty(ours[name], device="meta", dtype=types[name])
 
-    return [(step, {name: tuple(tensor.shape) for name, tensor in step.to_hf(empty)}) for step in steps]
+    wide = sorted(steps, key=lambda step: -types[step.ours[0]].itemsize)
+    return [(step, {name: (each.dtype, tuple(each.shape)) for name, each in step.to_hf(empty)}) for step in wide]
 
 
-def files_of(planned: list[Planned], dtype: torch.dtype, limit: int) -> list[list[Planned]]:
+def files_of(planned: list[Planned], limit: int) -> list[list[Planned]]:
     """The steps in files of at most `limit` bytes (a step is never cut, so one alone may be larger)."""
     files: list[list[Planned]] = [[]]
     size = 0
     for step, shapes in planned:
-        own = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
+        own = sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in shapes.values())
         if files[-1] and size + own > limit:
             files.append([])
             size = 0
@@ -42,31 +48,26 @@ def files_of(planned: list[Planned], dtype: torch.dtype, limit: int) -> list[lis
     return files
 
 
-def write_tensors(
-    folder: Path, planned: list[Planned], dtype: torch.dtype, read: Callable[[str], Tensor], limit: int
-) -> Iterator[str]:
+def write_tensors(folder: Path, planned: list[Planned], read: Callable[[str], Tensor], limit: int) -> Iterator[str]:
     """Write all tensors; the tensors of one step are in memory at a time. Yields the name of each file when it is done.
 
     Args:
         planned: as of `shapes_of`.
-        dtype: of the tensors that `read` gives, and of the files.
-        read: gives one of our tensors by its name.
+        read: gives one of our tensors by its name, in its planned type.
         limit: bytes of a file.
     """
-    files, total = files_of(planned, dtype, limit), 0
+    files, total = files_of(planned, limit), 0
     places: dict[str, str] = {}
     for number, content in enumerate(files):
         name = "model.safetensors" if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
         shapes = {key: shape for _, each in content for key, shape in each.items()}
-        start, entries = header({key: (dtype, shape) for key, shape in shapes.items()}, {"format": "pt"})
+        start, entries = header(shapes, {"format": "pt"})
         with open(folder / name, "wb") as file:
             file.write(start)
             for step, _ in content:
                 for key, tensor in step.to_hf(read):
-                    if tensor.dtype != dtype or tuple(tensor.shape) != shapes[key]:
-                        raise ValueError(
-                            f"{key}: {tensor.dtype} {tuple(tensor.shape)} instead of {dtype} {shapes[key]}"
-                        )
+                    if (found := (tensor.dtype, tuple(tensor.shape))) != shapes[key]:
+                        raise ValueError(f"{key}: {found} instead of {shapes[key]}")
                     _write(file, tensor)
         places |= dict.fromkeys(shapes, name)
         total += sum(entry.end - entry.begin for entry in entries.values())
