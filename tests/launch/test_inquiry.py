@@ -6,6 +6,7 @@ import json
 import re
 import secrets
 import selectors
+import shlex
 import socket
 import subprocess
 import sys
@@ -78,6 +79,12 @@ def test_a_launcher_that_was_killed_is_gone(tmp_path):
     assert refused(tmp_path) == f"the launcher of {tmp_path} (process 77 on {socket.gethostname()}) is gone"
     note(tmp_path, host="elsewhere")
     assert refused(tmp_path) == f"the launcher of {tmp_path} runs on elsewhere: ask there"
+    note(tmp_path, host="a;b", slurm_job="12")
+    words = shlex.split(refused(tmp_path).partition("ask there: ")[2])
+    assert words[:3] == ["srun", "--overlap", "--jobid=12"] and "--nodelist=a;b" in words
+    assert words[-2:] == ["--status", str(tmp_path)]
+    note(tmp_path, host="elsewhere", slurm_job="1;rm")
+    assert refused(tmp_path).endswith("ask there")
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,17 @@ import os
 import re
 import secrets
 import selectors
+import shlex
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from megatron.config.file_access import read_plain
+from megatron.config.file_access import read_plain, replace_file
 from megatron.config.foreign_json import parse_json
 from megatron.config.problems import UserError
 
@@ -52,12 +55,11 @@ class InquirySocket:
         self._file = folder / FILE
         name = f"deepy-{secrets.token_hex(16)}"  # see `_NAME`
         note = {"host": socket.gethostname(), "process": os.getpid(), "socket": name, "started": time.time()}
+        note |= {"slurm_job": job} if (job := os.environ.get("SLURM_JOB_ID")) else {}
         self._note = json.dumps(note) + "\n"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            temporary = folder / f".{FILE}.{os.getpid()}"
-            temporary.write_text(self._note)
-            temporary.replace(self._file)
+            replace_file(self._file, self._note)
         except OSError:  # a folder that is on other machines, or a full disk: the run goes on without
             return
         self._socket = here = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -164,6 +166,15 @@ def _send(caller: socket.socket, text: str) -> None:
     threading.Thread(target=send, daemon=True).start()
 
 
+def _there(note: dict[str, Any], run: Path, question: str) -> str:
+    """The command that asks from within the Slurm job of a launcher, "" for a launcher outside of Slurm."""
+    job = str(note.get("slurm_job", ""))
+    if not job.isdecimal():
+        return ""
+    step = ["srun", "--overlap", f"--jobid={job}", "--nodes=1", "--ntasks=1", f"--nodelist={note['host']}"]
+    return f": {shlex.join([*step, sys.executable, sys.argv[0], f'--{question}', str(run)])}"
+
+
 def ask(run: Path, question: str) -> str:
     """What the launcher of a run answers.
 
@@ -193,7 +204,9 @@ def ask(run: Path, question: str) -> str:
             line.connect(f"\0{name}")
         except OSError:
             if host != socket.gethostname():
-                raise UserError(f"the launcher of {run} runs on {host}: ask there") from None
+                raise UserError(
+                    f"the launcher of {run} runs on {host}: ask there{_there(note, run, question)}"
+                ) from None
             raise UserError(gone) from None
         if not _same_user(line):
             raise UserError(f"the launcher of {run} belongs to another user: only the one who started it can ask")
