@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from .problems import UserError
 
@@ -69,6 +70,37 @@ def unreadable(path: AnyPath) -> str | None:
         return "there is no permission to read it"
     except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
         return f"it cannot be read ({getattr(error, 'strerror', None) or error})"
+
+
+@contextmanager
+def replacing(path: AnyPath, *, durable: bool = False) -> Iterator[BinaryIO]:
+    """A file to write, which then stands at `path`, whole or not at all.
+
+    A link at this name is replaced. One at the temporary name is removed: whoever can write in the folder could
+    otherwise have a user write into any file of the user's.
+
+    Args:
+        durable: whether the content is on the disk before the file appears.
+    """
+    file = Path(path)
+    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    beside.unlink(missing_ok=True)
+    try:
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as opened:
+            yield opened
+            if durable:
+                opened.flush()
+                os.fsync(opened.fileno())
+        os.replace(beside, file)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def replace_file(path: AnyPath, content: str | bytes, *, durable: bool = False) -> None:
+    """Write a file, whole or not at all; arguments as of `replacing`."""
+    with replacing(path, durable=durable) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 class OutputError(ValueError):

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..config.file_access import replace_file
 from ..config.foreign_json import read_json
 from .errors import DataError
 from .token_file import with_ending
@@ -60,9 +61,7 @@ class Manifest:
     def write(self, prefix: str | os.PathLike) -> Path:
         """Write it beside a pair, whole or not at all."""
         path = with_ending(prefix, ENDING)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(self.text(), encoding="utf-8")
-        os.replace(temporary, path)
+        replace_file(path, self.text())
         return path
 
 

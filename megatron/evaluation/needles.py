@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.config.file_access import replace_file
 from megatron.data.tokenizer import Tokenizer
 from megatron.evaluation.scoring import Scorer, Text
 from megatron.report.figures import HeatMap, save_heat_maps
@@ -124,9 +125,7 @@ def table(cells: Sequence[Cell]) -> str:
 def write(file: Path, cells: Sequence[Cell], facts: dict[str, Any]) -> Path:
     """The cells as JSON, and beside it a picture, whose path is returned."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_name(f"{file.name}.new")
-    beside.write_text(json.dumps({"facts": facts, "needles": [vars(cell) for cell in cells]}, indent=1) + "\n")
-    beside.replace(file)
+    replace_file(file, json.dumps({"facts": facts, "needles": [vars(cell) for cell in cells]}, indent=1) + "\n")
     lengths = list(dict.fromkeys(cell.length for cell in cells))
     depths = list(dict.fromkeys(cell.depth for cell in cells))
     maps = []

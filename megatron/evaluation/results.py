@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.config.file_access import replace_file
 from megatron.config.foreign_json import read_json
 
 Results = Mapping[str, Any]  # what `lm_eval.simple_evaluate` returns
@@ -69,9 +70,7 @@ def text(results: Results) -> str:
 def write(path: Path, results: Results) -> None:
     """The whole file or none of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(text(results), encoding="utf-8")
-    beside.replace(path)
+    replace_file(path, text(results))
 
 
 def read(path: Path) -> dict[str, Any] | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from megatron.config.file_access import replacing
 
 Points = Sequence[tuple[float, float]]
 
@@ -28,9 +29,8 @@ def write_figure(figure: Any, path: str | Path) -> None:
     """A matplotlib figure as a PNG file, which appears whole or not at all."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".new")
-    figure.savefig(beside, format="png")
-    os.replace(beside, path)
+    with replacing(path) as file:
+        figure.savefig(file, format="png")
 
 
 def save_heat_maps(path: str | Path, maps: Sequence[HeatMap], *, title: str, most: float, middle: float = 1.0) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.config.file_access import open_plain, read_plain
+from megatron.config.file_access import open_plain, read_plain, replacing
 
 from .append import AppendFile, warn
 from .sink import SinkParts
@@ -247,10 +247,6 @@ def supersede(path: str | Path, start: int) -> int:
     if removed:
         with open(open_plain(path.with_suffix(".superseded.jsonl"), _AT_END), "ab") as file:
             file.writelines(removed)
-    beside = path.with_suffix(".new")
-    with open(beside, "wb") as file:
+    with replacing(path, durable=True) as file:
         file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
     return len(removed)

@@ -7,11 +7,13 @@ receives. The format is that of the "Trace Event Format" document of Chromium.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from megatron.config.file_access import replace_file
 
 from .communication import FOLDER
 from .jsonl import encode, read_lines, sign
@@ -20,12 +22,8 @@ from .jsonl import encode, read_lines, sign
 def write_events(folder: str | Path, rank: int, steps: Sequence[dict[str, Any]]) -> None:
     """Write one rank's last steps, in the place of those of an earlier start."""
     path = Path(folder, FOLDER, f"events_{rank}.jsonl")
-    beside = path.with_suffix(".new")
-    try:
-        beside.write_bytes(b"".join(sign(encode({"rank": rank, **each})) for each in steps))
-        os.replace(beside, path)
-    except OSError:  # a trace is not worth a run; accounts complain of a full disk
-        beside.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # a trace is not worth a run; accounts complain of a full disk
+        replace_file(path, b"".join(sign(encode({"rank": rank, **each})) for each in steps))
 
 
 def read_events(folder: str | Path) -> dict[int, dict[int, dict[str, Any]]]:
@@ -115,9 +113,7 @@ def write_trace(path: str | Path, steps: dict[int, dict[int, dict[str, Any]]]) -
     if Path(path).is_dir():
         made = {Path(path, f"rank_{rank}.json"): each for rank, each in rank_traces(steps).items()}
     for file, content in made.items():
-        beside = Path(f"{file}.new")
-        beside.write_text(json.dumps(content), encoding="utf-8")
-        os.replace(beside, file)
+        replace_file(file, json.dumps(content))
 
 
 def _events(

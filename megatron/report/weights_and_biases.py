@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from megatron.config.file_access import replace_file
 from megatron.config.sections.output import WandbOptions
 
 from .append import warn
@@ -113,9 +114,7 @@ class WeightsAndBiases:
             self._keep()
 
     def _keep(self) -> None:
-        beside = self._path.with_name(self._path.name + ".new")
-        beside.write_text(json.dumps(self._known) + "\n")
-        beside.replace(self._path)
+        replace_file(self._path, json.dumps(self._known) + "\n")
 
     def close(self) -> None:
         self._run.finish()

@@ -19,6 +19,7 @@ from megatron.checkpoint.save.finite import non_finite
 from megatron.checkpoint.save.lock import sole_writer
 from megatron.checkpoint.save.saver import Saver
 from megatron.config import Config
+from megatron.config.file_access import replace_file
 from megatron.config.stages import as_stage, stage_at, stages_of
 from megatron.config.words import counted
 from megatron.data.block_checksums import NO_CHECKSUMS
@@ -279,9 +280,7 @@ def _prepare_torch(config: Config) -> None:
 def _keep_configuration(config: Config, text: str) -> None:
     folder = Path(config.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / ".config.yml.new"
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(folder / "config.yml")
+    replace_file(folder / "config.yml", text)
 
 
 def _validation_sets(config: Config, world: World) -> list[ValidationSet]:

@@ -283,7 +283,7 @@ def rank_that_leaves_a_branch(folder: str) -> dict[str, object]:
     levels = levels_at(folder, NEXT)
     assert write(levels, 0, old, 10, rank) is None and write(levels, 0, old, 30, rank) is None
 
-    def read_only(path: Path, target: object) -> None:
+    def read_only(path: Path, *_: object, **__: object) -> None:
         raise OSError(30, "Read-only file system", str(path))
 
     def there() -> list[list[str]]:
@@ -302,7 +302,7 @@ def rank_that_leaves_a_branch(folder: str) -> dict[str, object]:
     seen["tidied"] = write(levels, 0, new, 25, rank), read(levels, new, ZERO_1, rank)[0], there()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
-            patch.setattr(all_levels, "move", read_only)
+            patch.setattr(all_levels, "replace_file", read_only)
         with pytest.raises(CheckpointError) as error:
             levels.drop(10)
         seen["no note"] = str(error.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import load, to_yaml
-from megatron.config.file_access import NOT_PLAIN, read_plain, unreadable
+from megatron.config.file_access import NOT_PLAIN, read_plain, replace_file, unreadable
 from megatron.config.source.arguments import split
 from megatron.data.errors import DataError
 from megatron.data.token_file import TokenFile
@@ -57,6 +58,45 @@ def test_a_log_goes_into_no_file_behind_a_link(odd: dict[str, Path], tmp_path: P
         with pytest.raises(OSError):
             AppendFile(path)
     assert (tmp_path / "precious").read_text() == "mine\n"
+
+
+def test_a_file_is_replaced_whole_and_through_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "precious").write_text("mine\n")
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    for name in ("config.yml", ".config.yml.7", "config.yml.new", ".config.yml.new"):
+        (tmp_path / name).symlink_to(tmp_path / "precious")
+    replace_file(tmp_path / "config.yml", "a: 1\n", durable=True)
+    assert (tmp_path / "config.yml").read_text() == "a: 1\n" and not (tmp_path / "config.yml").is_symlink()
+    assert not (tmp_path / ".config.yml.7").is_symlink()
+    monkeypatch.setattr(os, "replace", lambda *paths: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        replace_file(tmp_path / "config.yml", "a: 2\n")
+    assert (tmp_path / "config.yml").read_text() == "a: 1\n" and not (tmp_path / ".config.yml.7").exists()
+    assert (tmp_path / "precious").read_text() == "mine\n"
+
+
+def test_no_file_of_a_run_is_written_through_a_link() -> None:
+    """Each temporary file whose name can be guessed is made by `replacing`, which follows no link."""
+    names = re.compile(r"""with_(name|suffix)\(.*(\.new\b|\.tmp\b|getpid)""")
+    known = {"megatron/config/file_access.py", "megatron/data/corpus/registry.py"}  # the second: in a folder of texts
+    found = {
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in (ROOT / "megatron").rglob("*.py")
+        if str(path.relative_to(ROOT)) not in known
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if names.search(line) and "uuid" not in line
+    }
+    assert not found
+
+
+def test_another_interpreter_gets_a_sentence(tmp_path: Path) -> None:
+    for script in ("deepy.py", "train.py", "tools/plan.py", "tools/data/tokenize.py"):
+        done = subprocess.run([sys.executable, "-S", str(ROOT / script), "--help"], capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1, script
+        assert "does not have the packages of requirements/base.txt" in done.stderr
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import megatron"  # a program of somebody else's
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0
 
 
 @pytest.mark.parametrize("name", ["launcher.json", "logs/rank_0000.log", "metrics.jsonl"])

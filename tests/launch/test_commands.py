@@ -419,8 +419,15 @@ def test_a_job_that_was_queued_again_is_no_first_start(place, monkeypatch):
 
 def test_sbatch_writes_the_script(place, capsys):
     assert main(["--ranks", "2", "--sbatch", "train.py", "a.yml", "launch.device=cpu"]) == 0
-    path = place / "runs" / "launched" / "job.sbatch"
+    path = place / "launched.sbatch"
     assert path.is_file() and capsys.readouterr().out == f"sbatch {path}\n"
+    assert not (place / "runs").exists()
+
+
+def test_a_job_that_cannot_be_submitted_makes_no_folder(place, monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert main(["--ranks", "2", "--sbatch", "--submit", "train.py", "a.yml", "launch.device=cpu"]) == 2
+    assert "--submit needs the program sbatch" in capsys.readouterr().err and not (place / "runs").exists()
 
 
 def test_logs_are_merged_by_time(place, capsys):

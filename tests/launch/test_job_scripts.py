@@ -89,8 +89,11 @@ def test_directives_of_slurm_keep_their_values_whole(place, capsys):
     assert "--job-name=a b'c" in flags and f"--output={place}/slurm-%j.out" in flags and "--mem=0" in flags
 
 
-def test_a_percent_sign_of_a_folder_is_none_of_slurms(place, capsys):
-    words = ["--ranks", "4", "--sbatch", "train.py", "a.yml", override("run.dir", "runs/50%j")]
+def test_a_percent_sign_of_a_folder_is_none_of_slurms(place, monkeypatch):
+    (place / "sbatch").write_text("#!/bin/sh\n")
+    (place / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{place}:{os.environ['PATH']}")
+    words = ["--ranks", "4", "--sbatch", "--submit", "train.py", "a.yml", override("run.dir", "runs/50%j")]
     assert main(words) == 0
     text = (place / "runs" / "50%j" / "job.sbatch").read_text()
     assert f"#SBATCH --output={place}/runs/50%%j/slurm-%j.out\n" in text

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from ...config.file_access import replace_file
 from ...config.sections.output import LevelSection
 from ..format.communicator import Communicator, all_problems
-from ..format.durable import move, write_file
+from ..format.durable import sync_directory, write_file
 from ..format.errors import CheckpointError, StoreRefuses, brief, disk_refuses
 from ..format.fragment import Fragment
 from ..format.meta import Meta
@@ -202,9 +203,8 @@ class Levels:
         left = [*self._left, after]
 
         def write() -> list[str]:
-            draft = self._note.with_name(f"{TOKEN}.new")
-            write_file(draft, "\n".join([self._token, *map(str, left)]).encode())
-            move(draft, self._note)
+            replace_file(self._note, "\n".join([self._token, *map(str, left)]), durable=True)
+            sync_directory(self._note.parent)
             return []
 
         self._on_rank_0(write)

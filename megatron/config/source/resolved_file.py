@@ -13,6 +13,7 @@ from pathlib import Path as File
 from typing import TYPE_CHECKING, Any
 
 from ..catalog import Path, dotted
+from ..file_access import replace_file
 from ..former_keys import set_apart
 from ..frozen import thaw
 from ..problems import ABSENT, ConfigError, Problem
@@ -134,9 +135,7 @@ def save_resolved(resolved: Resolved, path: str | os.PathLike) -> None:
     """Write the configuration that all processes of the run will read. The file appears whole or not at all."""
     file = File(path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    temporary.write_text(to_yaml(resolved), encoding="utf-8")
-    os.replace(temporary, file)
+    replace_file(file, to_yaml(resolved))
 
 
 def read_resolved(path: str | os.PathLike, *, own: bool = False) -> Config:

@@ -11,10 +11,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from ...config.file_access import replace_file
 from ...config.foreign_json import read_json
 from ..errors import DataError
 from ..tokenizer import from_json
-from .vocabulary import publish
 
 
 def extend(old: Path, corpus: Iterator[str], size: int, output: Path) -> dict:
@@ -52,7 +52,7 @@ def extend(old: Path, corpus: Iterator[str], size: int, output: Path) -> dict:
         model["merges"].append(f"{left} {right}" if joined and model["merges"] else [left, right])
         added += 1
     output.parent.mkdir(parents=True, exist_ok=True)
-    publish(output, json.dumps(content, ensure_ascii=False, indent=1).encode())
+    replace_file(output, json.dumps(content, ensure_ascii=False, indent=1).encode())
     return {"path": str(output), "kind": "bpe", "size": tokenizer.size + added, "added": added}
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.config.file_access import keep_inputs
+from megatron.config.file_access import keep_inputs, replacing
 
 from ..block_checksums import checksums_of
 from ..errors import DataError
 from ..hashing import file_hash
 from ..manifest import ENDING, Manifest, keep_others, read_manifest
 from ..token_file import REMAKE, TokenFile, prefix_of, with_ending
-from ..token_writer import TokenFileWriter, durable
+from ..token_writer import TokenFileWriter
 from .encode import ORIGIN
 
 _TOKENS = 1 << 24  # tokens that are copied together
@@ -39,12 +39,9 @@ def read_origin(prefix: str | os.PathLike) -> np.ndarray | None:
 def write_origin(prefix: str | os.PathLike, parts: list[np.ndarray]) -> None:
     """Write the table beside a pair, whole or not at all."""
     path = with_ending(prefix, ".origin")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "wb") as file:
+    with replacing(path, durable=True) as file:
         for part in parts:
             file.write(part.tobytes())
-        durable(file)
-    os.replace(temporary, path)
 
 
 def copy_documents(file: TokenFile, first: int, last: int, writer: TokenFileWriter) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from ...config.file_access import replace_file
 from ...config.foreign_json import read_json
 from ..errors import DataError
 
@@ -42,12 +42,7 @@ class Progress:
 
     def save(self, path: Path) -> None:
         """Write it, whole or not at all, and bring it to the disk."""
-        temporary = path.with_name(f"{path.name}.new")
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(asdict(self), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        replace_file(path, json.dumps(asdict(self)), durable=True)
 
     @classmethod
     def load(cls, path: Path, key: str) -> Progress | None:

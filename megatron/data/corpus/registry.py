@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...config.file_access import replace_file
 from ...config.foreign_json import read_json
 from ..errors import DataError
 
@@ -173,9 +174,7 @@ def prepare(name: str, folder: Path, validation: float = 0.02, limit: int | None
         local = {"stdlib": stdlib_texts, "english": english_texts}
         texts = local[name]() if name in local else _hub_texts(HUB[name])
         files = _cut(name, texts, folder, validation, limit)
-    temporary = record.with_name(f".{record.name}.{os.getpid()}")
-    temporary.write_text(json.dumps({"state": state, "files": files}, indent=1))
-    os.replace(temporary, record)
+    replace_file(record, json.dumps({"state": state, "files": files}, indent=1))
     return {"files": files, "kept": False}
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from ...config.file_access import replace_file
 from ..errors import DataError
 from .encode import Treatment, texts_of
 from .inputs import Input, read_chunks
@@ -59,13 +59,6 @@ def train(kind: str, corpus: Iterator[str], size: int, output: Path, special: tu
     return {"path": str(output), "kind": kind, "size": found}
 
 
-def publish(output: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    temporary = output.with_name(f".{output.name}.{os.getpid()}")
-    temporary.write_bytes(content)
-    os.replace(temporary, output)
-
-
 def _with_tokenizers(kind: str, corpus: Iterator[str], size: int, output: Path, special: list[str]) -> int:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -89,7 +82,7 @@ def _with_tokenizers(kind: str, corpus: Iterator[str], size: int, output: Path, 
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     tokenizer.train_from_iterator(corpus, trainer)
-    publish(output, tokenizer.to_str(pretty=True).encode())
+    replace_file(output, tokenizer.to_str(pretty=True).encode())
     return max(tokenizer.get_vocab().values()) + 1
 
 
@@ -124,7 +117,7 @@ def _with_sentencepiece(kind: str, corpus: Iterator[str], size: int, output: Pat
         raise DataError(
             "--size", f"sentencepiece cannot make {size} ids ({error})", "ask for another size, or give more text"
         ) from error
-    publish(output, model.getvalue())
+    replace_file(output, model.getvalue())
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).vocab_size()
 
 
@@ -133,5 +126,5 @@ def _characters(corpus: Iterator[str], output: Path) -> int:
     for text in corpus:
         counts.update(text)
     characters = [character for character, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
-    publish(output, json.dumps(characters, ensure_ascii=False).encode())
+    replace_file(output, json.dumps(characters, ensure_ascii=False).encode())
     return len(characters) + 2

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ...config.file_access import replace_file
 from ...config.foreign_json import read_json
 from ...config.paths import path_inside
 from ..errors import DataError
@@ -178,9 +179,7 @@ def examine_once(file: TokenFile, folder: str | os.PathLike | None, scan_below: 
             known = _remembered(memory, state)
             if known is None:
                 known = _facts(file, scan_below)
-                temporary = _beside(memory)
-                temporary.write_text(json.dumps({"state": state, "facts": known}))
-                os.replace(temporary, memory)
+                replace_file(memory, json.dumps({"state": state, "facts": known}))
     except OSError as error:
         raise DataError(
             memory, f"the cache cannot be written ({error})", "set data.cache to a folder with room"

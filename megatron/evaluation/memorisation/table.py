@@ -7,7 +7,6 @@ what the parts depend on; parts of another job are not mixed with these.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megatron.config.file_access import replace_file
 from megatron.config.foreign_json import read_json
 
 JOB = "job.json"
@@ -79,24 +79,14 @@ def begin(folder: Path, job: RecitationJob) -> set[int]:
                 f"{folder} has results of other options ({'; '.join(differences)}), which must not be mixed: give "
                 "another folder with --output"
             )
-    write(folder / JOB, json.dumps(wanted, indent=1).encode())
+    replace_file(folder / JOB, json.dumps(wanted, indent=1), durable=True)
     return {int(path.stem.removeprefix("part_")) for path in folder.glob("part_*.parquet")}
-
-
-def write(path: Path, content: bytes) -> None:
-    """A file that appears whole or not at all."""
-    beside = path.with_name(path.name + ".new")
-    with open(beside, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
 
 
 def write_part(folder: Path, number: int, rows: Sequence[dict[str, Any]]) -> None:
     sink = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist(list(rows), schema=SCHEMA), sink)
-    write(folder / f"part_{number:06d}.parquet", sink.getvalue().to_pybytes())
+    replace_file(folder / f"part_{number:06d}.parquet", sink.getvalue().to_pybytes(), durable=True)
 
 
 def read_job(folder: Path) -> dict[str, Any]:

@@ -6,12 +6,14 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.config.file_access import replace_file
 from megatron.worker.code_version import root
 from megatron.worker.job import CONFIG_ERROR
 
@@ -34,18 +36,24 @@ def job_script(kind: str, plan: JobPlan) -> str:
 
 
 def submit(plan: JobPlan, really: bool) -> int:
-    """Write the Slurm job script into the run's directory, and submit it if asked to."""
-    path = Path(plan.job.directory, plan.resolved.config.run.dir, "job.sbatch")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(sbatch(plan, str(path.parent)))
-    log(f"wrote {path}")
+    """Write the Slurm job script, and submit it if asked to.
+
+    Only a job that is submitted here gets the run's directory, for the script and Slurm's output.
+    """
+    run, directory = plan.resolved.config.run, Path(plan.job.directory)
     if not really:
+        path = directory / f"{Path(run.dir).name or 'job'}.sbatch"
+        replace_file(path, sbatch(plan, str(directory)))
+        log(f"wrote {path}")
         sys.stdout.write(f"sbatch {shlex.quote(str(path))}\n")
         return 0
-    try:
-        return subprocess.run(["sbatch", str(path)], cwd=plan.job.directory, check=False).returncode
-    except FileNotFoundError as error:
-        raise HostError("--submit needs the program sbatch, which is not installed here") from error
+    if shutil.which("sbatch") is None:
+        raise HostError("--submit needs the program sbatch, which is not installed here")
+    path = directory / run.dir / "job.sbatch"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, sbatch(plan, str(path.parent)))
+    log(f"wrote {path}")
+    return subprocess.run(["sbatch", str(path)], cwd=directory, check=False).returncode
 
 
 def _deepy(plan: JobPlan, *options: str, hostfile: str = "") -> str:

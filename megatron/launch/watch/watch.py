@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...config.file_access import replace_file
 from ..agent.rank_snapshot import ENDED
 from ..report.console import log
 from ..report.status import HANG, Failure
@@ -160,7 +161,7 @@ class RankWatch:
         now = datetime.now(UTC)
         file = self.folder / f"hang_{now:%Y%m%d_%H%M%S}.txt"
         try:
-            file.write_text(f"{now:%Y-%m-%d %H:%M:%S} UTC\n{found.sentence}\n\n{table(ranks)}\n{stacks(ranks)}")
+            replace_file(file, f"{now:%Y-%m-%d %H:%M:%S} UTC\n{found.sentence}\n\n{table(ranks)}\n{stacks(ranks)}")
         except OSError as error:
             log(f"warning: {file} cannot be written: {error.strerror}")
             return None

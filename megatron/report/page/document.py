@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import html
-import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from bokeh.embed import components
 from bokeh.resources import Resources
+
+from megatron.config.file_access import replace_file
 
 from .charts import Charts
 from .history import RunHistory
@@ -45,9 +46,7 @@ def write_report(runs: list[RunHistory], path: str | Path, *, title: str) -> Non
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(page(runs, title), encoding="utf-8")
-    os.replace(beside, path)
+    replace_file(path, page(runs, title))
 
 
 def page(runs: list[RunHistory], title: str) -> str:
