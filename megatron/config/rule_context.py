@@ -134,9 +134,13 @@ class RuleContext:
         """Whether the user gave this key."""
         return self.origin(parse_path(key)).given
 
-    def problem(self, key: str, *others: str, rule: str, fix: str, fatal: bool = True) -> Problem:
-        """A problem with `key`, in view of the `others`; values and places are filled in here."""
-        return self.problem_at(parse_path(key), *others, rule=rule, fix=fix, fatal=fatal)
+    def problem(self, keys: str, *others: str, rule: str, fix: str, fatal: bool = True) -> Problem:
+        """A problem with the first of `keys`, which are separated by spaces, and with `others`.
+
+        Values and places are filled in here.
+        """
+        key, *more = keys.split()
+        return self.problem_at(parse_path(key), *more, *others, rule=rule, fix=fix, fatal=fatal)
 
     def problem_at(self, path: Path, *others: str, rule: str, fix: str, fatal: bool = True) -> Problem:
         """`problem` for a key whose path has names that a dotted key would split."""
@@ -148,6 +152,6 @@ class RuleContext:
         where = next((place for place in written if place.given), origin)
         return Problem(dotted(path), rule, fix, self._at(path), str(where), seen, fatal)
 
-    def warning(self, key: str, *others: str, rule: str, fix: str) -> Problem:
+    def warning(self, keys: str, *others: str, rule: str, fix: str) -> Problem:
         """A problem that does not stop the run."""
-        return self.problem(key, *others, rule=rule, fix=fix, fatal=False)
+        return self.problem(keys, *others, rule=rule, fix=fix, fatal=False)

@@ -1,7 +1,8 @@
-"""Rules about keys together, by concern: each function of a file here that takes a `RuleContext` and yields a `Problem`
-for each breach. `INPUT_RULES` at the end of a file has those that only a start needs: data, tokenizers and checkpoints
-that exist, which a tool that shows or counts a model does not ask for. What a kind of layer needs stands with the kind
-(`kind.LayerKind`)."""
+"""Rules about keys together, by concern: functions of a `RuleContext` that yield a `Problem` for each breach.
+
+A file has them as functions with that signature and, where one expression is enough, as rows of `CHECKS`. `INPUT_RULES`
+has those that only a start needs: data, tokenizers and checkpoints exist. A tool that shows or counts a model skips
+them. Rules of a kind of layer are in its folder (`kind.LayerKind`)."""
 
 from __future__ import annotations
 
@@ -24,10 +25,11 @@ _NAMES = (
 
 
 def _written(module: ModuleType) -> list[Rule]:
-    """The rules of a module, in the order of the file."""
+    """The rules of a module: its functions in the order of the file, then its table."""
     functions = (each for each in vars(module).values() if inspect.isfunction(each))
     own = (each for each in functions if each.__module__ == module.__name__)
-    return [each for each in own if each.__annotations__.get("return") == "Iterator[Problem]"]
+    rules = (each for each in own if each.__annotations__.get("return") == "Iterator[Problem]")
+    return [*rules, *getattr(module, "CHECKS", ())]
 
 
 MODULES: tuple[ModuleType, ...] = tuple(import_module(f"{__name__}.{name}") for name in _NAMES.split())
@@ -36,7 +38,7 @@ RULES: tuple[Rule, ...] = tuple(rule for module in MODULES for rule in _written(
 
 
 def broken(context: RuleContext, inputs: bool) -> list[Problem]:
-    """All problems that the rules find; with `inputs` also those that only a start has."""
+    """All problems that the rules find. `inputs`: with those of a start."""
     found = [problem for rule in (*RULES, *(INPUT_RULES if inputs else ())) for problem in rule(context)]
     for use in context.used:
         found += [problem for rule in context.kinds[use.kind].rules for problem in rule(use)]

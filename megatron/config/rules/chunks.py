@@ -1,4 +1,4 @@
-"""What layers that work on a sequence in chunks ask of lengths and layers (`training.sequence_chunks`)."""
+"""Lengths and layers with `training.sequence_chunks`."""
 
 from __future__ import annotations
 
@@ -19,36 +19,24 @@ def chunks_are_equal(context: RuleContext) -> Iterator[Problem]:
     cuts = {name: ranks for name, ranks in cuts.items() if ranks > 1}
     unit = training.sequence_chunks * math.prod(cuts.values())
     if training.sequence_chunks > 1 and training.sequence_length % unit:
-        also = (*cuts, "parallel.sequence") if "parallel.tensor" in cuts else tuple(cuts)
         yield context.problem(
-            "training.sequence_length",
-            KEY,
-            *also,
-            rule=f"must be a multiple of {' * '.join((KEY, *cuts))} = {unit}: chunks have equally many tokens",
+            " ".join(("training.sequence_length", KEY, *cuts, *["parallel.sequence"] * ("parallel.tensor" in cuts))),
+            rule=f"must be a multiple of {' * '.join((KEY, *cuts))} = {unit}, since all chunks have the same length",
             fix=f"use {multiples(training.sequence_length, unit)} tokens, or another number of chunks",
         )
 
 
-def layers_go_on_from_chunks(context: RuleContext) -> Iterator[Problem]:
-    """A layer has one chunk at a time; one that looks beyond a token must go on from what it kept of those before."""
-    config = context.config
-    if config.training.sequence_chunks == 1:
+def layers_continue_from_chunks(context: RuleContext) -> Iterator[Problem]:
+    """A layer computes one chunk at a time. One that mixes tokens must continue from its state after earlier chunks."""
+    if context.config.training.sequence_chunks == 1:
         return
-    unable = [use.kind for use in context.used if not context.kinds[use.kind].context]
-    if unable:
-        yield context.problem(
-            KEY,
-            "model.layers",
-            rule=f"must be 1 with {', '.join(dict.fromkeys(unable))} layers, which need all tokens at once",
-            fix="leave sequence_chunks out, and use training.activation_checkpointing.mode: full",
-        )
-    if any(block.recurrent for block in context.blocks or ()):
-        yield context.problem(
-            KEY,
-            "model.layers",
-            rule="must be 1 with a recurrent(...) group, whose blocks run several times over the same tokens",
-            fix="leave sequence_chunks out, and use training.activation_checkpointing.mode: full",
-        )
+    unable = dict.fromkeys(use.kind for use in context.used if not context.kinds[use.kind].context)
+    reasons = [f"{', '.join(unable)} layers, which need all tokens at once"] if unable else []
+    if any(block.recurrent for block in context.blocks):
+        reasons.append("a recurrent(...) group, whose blocks run several times over the same tokens")
+    for reason in reasons:
+        fix = "remove sequence_chunks, and use training.activation_checkpointing.mode: full"
+        yield context.problem(f"{KEY} model.layers", rule=f"must be 1 with {reason}", fix=fix)
 
 
 def ranks_share_chunks(context: RuleContext) -> Iterator[Problem]:
@@ -60,11 +48,9 @@ def ranks_share_chunks(context: RuleContext) -> Iterator[Problem]:
         heads, about = getattr(use.options, "heads", None), context.kinds[use.kind]
         if about.context == "states":
             yield context.problem(
-                KEY,
-                "parallel.context",
-                "model.layers",
+                f"{KEY} parallel.context model.layers",
                 rule=f"must be 1 with {use.kind} layers where ranks share sequences: these run on one rank after the "
-                "other, and a chunk would begin on the first one while the last has not finished the one before",
+                "other, and the first rank would begin a chunk before the last has finished the previous one",
                 fix="use one of both",
             )
         if about.context != "attends" or not heads or heads % parallel.tensor:
@@ -75,34 +61,23 @@ def ranks_share_chunks(context: RuleContext) -> Iterator[Problem]:
             others = near(parallel.context, divisors(own))
             ranks = f"parallel.context = {others} and " if own % parallel.context else ""
             yield context.problem(
-                "parallel.context",
-                KEY,
-                use.key(".heads"),
-                "parallel.context_method",
+                f"parallel.context {KEY} {use.key('.heads')} parallel.context_method",
                 rule=f"must divide the {own} query heads of {use.kind} on each rank with sequence_chunks, and "
                 "context_method be ulysses: keys of earlier chunks are kept by heads",
                 fix=f"use {ranks}context_method: auto, or sequence_chunks: 1",
             )
     if context.zigzag:
-        yield context.problem(
-            "parallel.context_cut",
-            KEY,
-            rule="must be contiguous with sequence_chunks: all ranks work on one chunk at a time",
-            fix="leave context_cut out",
-        )
+        rule = "must be contiguous with sequence_chunks: all ranks work on one chunk at a time"
+        yield context.problem(f"parallel.context_cut {KEY}", rule=rule, fix="remove context_cut")
 
 
 def chunks_are_recomputed(context: RuleContext) -> Iterator[Problem]:
     training = context.config.training
-    if training.sequence_chunks == 1:
-        return
     checkpointing = training.activation_checkpointing
-    if checkpointing.mode == "selective" or checkpointing.every > 1:
-        name = "mode" if checkpointing.mode == "selective" else "every"
-        value = "none or full" if name == "mode" else "1"
+    if training.sequence_chunks > 1 and (checkpointing.mode == "selective" or checkpointing.every > 1):
+        name, value = ("mode", "none or full") if checkpointing.mode == "selective" else ("every", "1")
         yield context.problem(
-            f"training.activation_checkpointing.{name}",
-            KEY,
-            rule=f"must be {value} with sequence_chunks, which keeps a block's input alone and recomputes each chunk",
-            fix=f"leave {name} out",
+            f"training.activation_checkpointing.{name} {KEY}",
+            rule=f"must be {value} with sequence_chunks, which keeps only a block's input and recomputes each chunk",
+            fix=f"remove {name}",
         )

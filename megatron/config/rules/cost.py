@@ -1,6 +1,6 @@
 """Warnings with figures: a model that no rank can hold, checkpoints that fill the disk.
 
-All figures are least ones: layers whose size no short formula gives, activations and buffers come on top."""
+All figures are lower bounds: activations, buffers, and layers without a short formula come on top."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def gib(size: float) -> str:
 
 @dataclass(frozen=True)
 class WeightCounts:
-    """Parameters in large matrices: those of routed experts, and the others."""
+    """Parameters in large matrices of routed experts, and of all other layers."""
 
     dense: int
     experts: int
@@ -46,7 +46,7 @@ class WeightCounts:
 
 
 def _bytes_on_a_rank(context: RuleContext, weights: WeightCounts, replicas: int) -> float:
-    """What weights, gradients and optimizer state take on the rank that has most of them, at least."""
+    """Least bytes of weights, gradients and optimizer state on the rank that has most of them."""
     config = context.config
     parallel, zero, mixed = config.parallel, config.zero, config.precision.compute != "fp32"
     sizes = {"weights": 2 if mixed else 4, "gradients": 4 if config.precision.accumulate == "fp32" else 2}
@@ -75,10 +75,7 @@ def model_fits_on_a_rank(context: RuleContext) -> Iterator[Problem]:
         return
     room = f"this machine has {gib(memory)} for {context.ranks} of them" if on_cpu else f"no GPU has over {gib(memory)}"
     yield context.warning(
-        "model.layers",
-        "parallel.tensor",
-        "parallel.pipeline",
-        "zero.stage",
+        "model.layers parallel.tensor parallel.pipeline zero.stage",
         rule=f"weights, gradients and optimizer state of {weights.total:,} parameters take at least {gib(need)} on "
         f"each rank, and {room}",
         fix="share them among more ranks (parallel.tensor, parallel.pipeline, zero.stage), or use a smaller model",
@@ -86,7 +83,7 @@ def model_fits_on_a_rank(context: RuleContext) -> Iterator[Problem]:
 
 
 def kept_checkpoints(context: RuleContext) -> int:
-    """How many checkpoints the run will have at its end, without those that only time or a signal asks for."""
+    """Number of checkpoints at the end of the run, without saves by time or by a signal."""
     options, last = context.config.checkpoint, context.config.training.steps
     regular = last // options.every if options.every else 0
     named = {*options.steps, *(LOG_SPACED if options.log_spaced else ()), *((last,) if options.at_end else ())}
@@ -109,9 +106,7 @@ def checkpoints_fit_on_the_disk(context: RuleContext) -> Iterator[Problem]:
     count = max(kept_checkpoints(context) - there, 0)
     if free is not None and count * size > free:
         yield context.warning(
-            "checkpoint.dir",
-            "checkpoint.every",
-            "checkpoint.keep_last",
+            "checkpoint.dir checkpoint.every checkpoint.keep_last",
             rule=f"{count:,} more checkpoints of at least {gib(size)} will be kept, {gib(count * size)} in all, and "
             f"{gib(free)} are free there",
             fix="give checkpoint.keep_last (and keep_every), save less often, or use a larger disk",

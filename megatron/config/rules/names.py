@@ -27,7 +27,7 @@ def names_stand_for_something(context: RuleContext) -> Iterator[Problem]:
         )
         if role in ADDED and value in inside:
             rule = f"{value} must be turned on by keys of its own, not listed in {ADDED[role]}"
-            yield context.problem_at(path, rule=rule, fix="leave it out here")
+            yield context.problem_at(path, rule=rule, fix="remove it here")
         elif value in inside:
             continue
         elif role == OPTIMIZER and value in NOT_BUILT and ":" not in registry.tables[role].get(value, ""):
@@ -46,7 +46,7 @@ def names_stand_for_something(context: RuleContext) -> Iterator[Problem]:
 
 
 def _registry(context: RuleContext) -> Registry:
-    """With the extensions' names; what is wrong with an extension is the concern of another rule."""
+    """With the extensions' names. Another rule reports an extension that cannot be loaded."""
     try:
         return registry_of(tuple(context.config.model.extensions))
     except RegistryError:

@@ -19,41 +19,31 @@ def keys_are_read(context: RuleContext) -> Iterator[Problem]:
             continue
         readers = [each for each, inside in objectives_inside().items() if name in inside.reads]
         yield context.problem(
-            f"objective.{name}",
-            "objective.type",
+            f"objective.{name} objective.type",
             rule=f"objective.{name} must come with objective.type: {' or '.join(readers)}",
             fix=f"set objective.type={readers[0]}, or remove objective.{name}",
             fatal=context.value(f"objective.{name}") != ObjectiveSection.model_fields[name].default,
         )
 
 
-def options_are_the_objectives(context: RuleContext) -> Iterator[Problem]:
-    kind = objective_kind(context.config)
-    if kind is not None:
-        yield from unknown_options(context, "objective", kind.options)
+# Keys that an objective with costs of whole sequences cannot have, since it computes them in two passes.
+WHOLE = {
+    "training.z_loss": 0,
+    "training.sequence_chunks": 1,
+    "training.sequence_schedule": [],
+    "model.multi_token_prediction.depth": 0,
+}
 
 
-def two_passes_see_whole_sequences(context: RuleContext) -> Iterator[Problem]:
-    """Of an objective whose costs depend on whole sequences, and are known after the first of two passes."""
+def objective_keeps_its_rules(context: RuleContext) -> Iterator[Problem]:
+    """Its options, its own rules, and whole sequences where its costs depend on them."""
     kind = objective_kind(context.config)
-    if kind is None or not kind.labels:
+    if kind is None:
         return
-    for key, none in (
-        ("training.z_loss", 0),
-        ("training.sequence_chunks", 1),
-        ("training.sequence_schedule", []),
-        ("model.multi_token_prediction.depth", 0),
-    ):
+    yield from unknown_options(context, "objective", kind.options)
+    for key, none in WHOLE.items() if kind.labels else ():
         if (value := context.option(key)) and value != none:
-            yield context.problem(
-                key,
-                "objective.type",
-                rule=f"must be {none} with an objective that computes costs from whole sequences",
-                fix=f"use {key}={none}, or another objective",
-            )
-
-
-def rules_of_its_own(context: RuleContext) -> Iterator[Problem]:
-    kind = objective_kind(context.config)
-    for rule in () if kind is None else kind.rules:
-        yield from rule(context)
+            rule = f"must be {none} with an objective that computes costs from whole sequences"
+            yield context.problem(f"{key} objective.type", rule=rule, fix=f"use {key}={none}, or another objective")
+    for own in kind.rules:
+        yield from own(context)

@@ -1,4 +1,4 @@
-"""What stages of sequence length ask for (`training.sequence_schedule`)."""
+"""Stages of sequence length (`training.sequence_schedule`)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ..rule_context import RuleContext
 from ..sections.rotary import RotaryOptions
 from ..source.structure import nearest
 from ..stages import as_stage, stages_of
+from .check import Check, check_order
 
 SCHEDULE = ("training", "sequence_schedule")
 _LENGTH = "training.sequence_length"
@@ -21,13 +22,7 @@ _LENGTH = "training.sequence_length"
 
 def stages_follow_each_other(context: RuleContext) -> Iterator[Problem]:
     schedule, steps = context.config.training.sequence_schedule, context.config.training.steps
-    for number, (before, after) in enumerate(zip(schedule, schedule[1:]), 1):
-        if after.until <= before.until:
-            yield context.problem_at(
-                (*SCHEDULE, number, "until"),
-                rule=f"must be above the end of the stage before, {before.until}",
-                fix=f"use more than {before.until}",
-            )
+    yield from check_order(context, SCHEDULE, "until", schedule, "end of the stage")
     for number, entry in enumerate(schedule):
         if entry.until >= steps > 0:
             yield context.problem_at(
@@ -43,30 +38,26 @@ def stages_follow_each_other(context: RuleContext) -> Iterator[Problem]:
 def samples_are_cut_into_equal_pieces(context: RuleContext) -> Iterator[Problem]:
     """Each stage's length divides the longest one, and ranks that share a sequence have equal parts of a piece."""
     parallel, longest = context.config.parallel, context.config.training.sequence_length
-    unit, others = 1, list[str]()
-    if parallel.sequence and parallel.tensor > 1:
-        unit, others = unit * parallel.tensor, [*others, "parallel.tensor"]
-    if parallel.context > 1:
-        unit, others = unit * parallel.context, [*others, "parallel.context"]
-        if context.zigzag:
-            unit = math.lcm(unit, 2 * parallel.context)
+    ranks = {"parallel.tensor": parallel.tensor if parallel.sequence else 1, "parallel.context": parallel.context}
+    others = [name for name, size in ranks.items() if size > 1]
+    unit = math.lcm(math.prod(ranks.values()), 2 * parallel.context if context.zigzag else 1)
     legal = [each for each in divisors(longest) if each % unit == 0]
     for number, entry in enumerate(context.config.training.sequence_schedule):
         if entry.sequence_length in legal:
             continue
-        parts = f", and a multiple of {unit}, since ranks have equal parts of it" if unit > 1 else ""
+        parts = f", and be a multiple of {unit}: ranks have equal parts of it" if unit > 1 else ""
         choice = near(entry.sequence_length, legal)
         yield context.problem_at(
             (*SCHEDULE, number, "sequence_length"),
             _LENGTH,
             *others,
-            rule=f"must divide {_LENGTH} = {longest}: samples are cut into equal pieces{parts}",
+            rule=f"must divide {_LENGTH} = {longest}, since samples are cut into equal pieces{parts}",
             fix=f"use {choice} tokens" if choice else "use fewer ranks for a sequence",
         )
 
 
 def stages_turn_layers_that_turn(context: RuleContext) -> Iterator[Problem]:
-    """Rotary options of a stage are those of a kind, or of a variant, that the pattern has and that has positions."""
+    """Rotary options of a stage belong to a kind, or to a variant, of the pattern that has rotary positions."""
     able = {
         f"{use.kind}@{use.variant}" if use.variant else use.kind: use
         for use in context.used
@@ -80,7 +71,7 @@ def stages_turn_layers_that_turn(context: RuleContext) -> Iterator[Problem]:
                 yield context.problem_at(
                     path,
                     "model.layers",
-                    rule=f"must be a kind of layer with rotary positions; this model has {', '.join(kinds) or 'none'}",
+                    rule=f"must be a kind with rotary positions, and this model has {', '.join(kinds) or 'none'}",
                     fix=nearest(name, kinds) or "remove it",
                 )
             for use in able.values():
@@ -95,7 +86,7 @@ def stages_turn_layers_that_turn(context: RuleContext) -> Iterator[Problem]:
 
 
 def each_stage_keeps_the_rules_of_layers(context: RuleContext) -> Iterator[Problem]:
-    """What kinds ask of lengths and rotary options holds in each stage."""
+    """Rules of kinds about lengths and rotary options hold in each stage."""
     if not context.config.training.sequence_schedule or any(samples_are_cut_into_equal_pieces(context)):
         return
     known = {problem.rule for use in context.used for problem in _problems(context, use)}
@@ -113,7 +104,7 @@ def _problems(context: RuleContext, use: KindUse[Any]) -> list[Problem]:
 
 
 def _path(key: str, number: int, kind: str, variant: str | None) -> tuple[str | int, ...]:
-    """Where the schedule has what a rule says of a key of the stage's own configuration."""
+    """The place in the schedule of a key of the stage's own configuration."""
     _, found, option = key.partition(".rotary.")
     name = f"{kind}@{variant}" if variant and key.startswith("model.variants.") else kind
     if found:
@@ -121,13 +112,15 @@ def _path(key: str, number: int, kind: str, variant: str | None) -> tuple[str | 
     return (*SCHEDULE, number, "sequence_length")
 
 
-def stages_cut_documents(context: RuleContext) -> Iterator[Problem]:
-    packing = context.config.data.packing
-    if context.config.training.sequence_schedule and packing != "continuous":
-        yield context.warning(
-            "data.packing",
-            "training.sequence_schedule",
-            rule=f"must be continuous for samples that are cut: {packing} packs whole documents into "
-            f"{context.config.training.sequence_length} tokens, and shorter stages cut some of these",
-            fix="use data.packing: continuous, or a run of its own for each length",
-        )
+CHECKS = (
+    Check(
+        "data.packing training.sequence_schedule",
+        lambda c: c.training.sequence_schedule and c.data.packing != "continuous",
+        lambda c: (
+            f"must be continuous for samples that are cut: {c.data.packing} packs whole documents into "
+            f"{c.training.sequence_length} tokens, and shorter stages cut some of these"
+        ),
+        "use data.packing: continuous, or a run of its own for each length",
+        fatal=False,
+    ),
+)

@@ -1,4 +1,4 @@
-"""A model that learns from another one: the teacher exists, reads the same tokens, and fits the layout."""
+"""Distillation: the teacher exists, reads the same tokens, and fits the layout."""
 
 from __future__ import annotations
 
@@ -16,30 +16,22 @@ from ..teacher import META, on_layout, same_tokens, teacher_config
 def there_is_a_teacher(context: RuleContext) -> Iterator[Problem]:
     kind, objective = objective_kind(context.config), context.config.objective
     if kind is not None and kind.teacher and objective.teacher is None:
-        yield context.problem(
-            "objective.teacher",
-            "objective.type",
-            rule=f"objective.type: {objective.type} must have a teacher",
-            fix="give objective.teacher, the folder of a checkpoint",
-        )
+        rule = f"objective.type: {objective.type} must have a teacher"
+        fix = "give objective.teacher, the folder of a checkpoint"
+        yield context.problem("objective.teacher objective.type", rule=rule, fix=fix)
 
 
-def teacher_is_on_one_stage(context: RuleContext) -> Iterator[Problem]:
+def teacher_computes_next_tokens_on_one_stage(context: RuleContext) -> Iterator[Problem]:
     if _teaches(context) and context.config.parallel.pipeline > 1:
         yield context.problem(
-            "parallel.pipeline",
-            "objective.teacher",
-            rule="must be 1 with a teacher: a pipeline hands on the stream of one model, not of two",
+            "parallel.pipeline objective.teacher",
+            rule="must be 1 with a teacher: a pipeline sends on the stream of one model, not of two",
             fix="use parallel.pipeline=1 (zero.stage=3 or parallel.tensor make room instead)",
         )
-
-
-def teacher_is_asked_for_the_next_token(context: RuleContext) -> Iterator[Problem]:
     if _teaches(context) and context.option("model.multi_token_prediction.depth"):
         yield context.problem(
-            "model.multi_token_prediction.depth",
-            "objective.teacher",
-            rule="must be 0 with a teacher, which says nothing of tokens further ahead",
+            "model.multi_token_prediction.depth objective.teacher",
+            rule="must be 0 with a teacher, which has no targets for tokens further ahead",
             fix="use depth: 0, or another objective",
         )
 
@@ -53,8 +45,7 @@ def teacher_exists(context: RuleContext) -> Iterator[Problem]:
 
 def teacher_reads_the_same(context: RuleContext) -> Iterator[Problem]:
     """Its logits are compared id by id, so ids must mean the same."""
-    config = context.config
-    teacher = _readable(context)
+    config, teacher = context.config, _readable(context)
     if teacher is None:
         return
     try:
@@ -67,22 +58,19 @@ def teacher_reads_the_same(context: RuleContext) -> Iterator[Problem]:
         return
     if other.model.vocab_size != config.model.vocab_size:
         yield context.problem(
-            "model.vocab_size",
-            "objective.teacher",
+            "model.vocab_size objective.teacher",
             rule=f"must be the teacher's, whose embedding has {other.model.vocab_size} rows",
             fix=f"use model.vocab_size={other.model.vocab_size}, or a teacher with the same vocabulary",
         )
+    key = "tokenizer.path" if config.tokenizer.type == other.tokenizer.type else "tokenizer.type"
+    rule = "must be the teacher's tokenizer, since ids are compared one by one"
     same = same_tokens(config.tokenizer, other.tokenizer)
-    if not same:
-        unknown = same is None
-        yield context.problem(
-            "tokenizer.path" if config.tokenizer.type == other.tokenizer.type else "tokenizer.type",
-            "objective.teacher",
-            rule="must be the teacher's tokenizer, for their ids are compared one by one"
-            + ("; nobody can tell here whether it is" if unknown else f": that is {_named(other.tokenizer)}"),
-            fix="make sure that both read the same ids" if unknown else "use the tokenizer that the teacher has",
-            fatal=not unknown,
-        )
+    if same is None:
+        rule, fix = f"{rule}. It cannot be checked here", "make sure that both read the same ids"
+        yield context.warning(key, "objective.teacher", rule=rule, fix=fix)
+    elif not same:
+        rule, fix = f"{rule}: {_named(other.tokenizer)}", "use the tokenizer that the teacher has"
+        yield context.problem(key, "objective.teacher", rule=rule, fix=fix)
 
 
 def teacher_fits_the_layout(context: RuleContext) -> Iterator[Problem]:
@@ -99,11 +87,9 @@ def teacher_fits_the_layout(context: RuleContext) -> Iterator[Problem]:
     except ConfigError as error:
         for each in error.problems:
             if each.fatal:
-                yield context.problem(
-                    "objective.teacher",
-                    rule=f"must fit the run's layout and sequences; of the teacher's {each.key}: {each.rule}",
-                    fix="choose a layout that both models fit, or another teacher",
-                )
+                rule = f"must fit the run's layout and sequences. Its own {each.key}: {each.rule}"
+                fix = "choose a layout that both models fit, or another teacher"
+                yield context.problem("objective.teacher", rule=rule, fix=fix)
 
 
 def _teaches(context: RuleContext) -> bool:
@@ -124,13 +110,13 @@ def _is_none(teacher: str) -> str:
 
 
 def _way(teacher: str) -> str:
-    """To a checkpoint from what the folder is."""
+    """How to get a checkpoint from the folder."""
     folder, quoted = File(teacher), shlex.quote(teacher)
     saved = sorted(folder.glob("checkpoints/step_*")) or sorted(folder.glob("step_*"))
-    if saved:  # not chosen for the user: a run that goes on has another newest one after each restart
+    if saved:  # not chosen for the user: the newest one of an active run changes
         return f"use objective.teacher={saved[-1]}"
     if (folder / "config.json").is_file():
-        return f"deepy checkpoint from-hf {quoted} OUT makes a checkpoint of it; then objective.teacher=OUT"
+        return f"deepy checkpoint from-hf {quoted} OUT makes a checkpoint of it. Then objective.teacher=OUT"
     if "://" not in teacher and (step := neox_checkpoint(teacher)) is not None:
         return advice(step, weights=True).replace("checkpoint.initialize_from", "objective.teacher")
     return "give the folder of a checkpoint of this program"

@@ -18,7 +18,7 @@ ASYNC_TENSOR = [
         "asynchronous products of compressed activations",
         "parallel: {tensor: 2, sequence: true, async_tensor: true, communication: {compress: {tensor: bf16}}}",
         "parallel.communication.compress.tensor = 'bf16' (a.yml:2)",
-        "must have activations that travel as they are",
+        "must have uncompressed activations",
     ),
     case(
         "asynchronous products of weights that move",

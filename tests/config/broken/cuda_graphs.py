@@ -57,7 +57,7 @@ CUDA_GRAPHS = [
     case(
         "CUDA graphs of dropout",
         ON + "precision: bf16\nmodel: {attention: {dropout: 0.1}}",
-        "must be false with attention: dropout is drawn anew",
+        "must be false with attention: dropout draws new",
         problems=2,
     ),
 ]

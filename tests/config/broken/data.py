@@ -112,7 +112,7 @@ DATA = [
         "corruption without a tokenizer",
         "data: {synthetic: none, train: whole, span_corruption: {rate: 0.5}}",
         "a.yml:2: data.span_corruption.rate = 0.5",
-        "must have a tokenizer with its sentinels",
+        "must have a tokenizer with its special tokens",
     ),
     case(
         "corruption without its sentinels",
@@ -157,7 +157,7 @@ DATA = [
         "data: {span_corruption: {rate: 0.5, sentinel: '<19{}>', sentinels: 10}}\n"
         "model: {vocab_size: 200}\ntokenizer: {path: tokenizer.json}",
         "a.yml:2: data.span_corruption.rate = 0.5",
-        "samples that are made have no documents",
+        "synthetic samples have no documents",
     ),
     case(
         "one file twice in a blend",
@@ -188,7 +188,7 @@ DATA = [
         "give one of the sources loss: true and a loss_weight above 0",
         "a.yml:6: data.validation.v.0.loss_weight = 0.5",
         "a.yml:6: data.validation.v.0.document_weights = 'whole.bin'",
-        "must be left out here: an evaluation weighs all labels alike",
+        "must be absent here: an evaluation weighs all labels alike",
         problems=6,
     ),
     case(

@@ -168,7 +168,7 @@ DEEPSPEED = [
         "quantised weights on CPUs",
         "deepspeed: {zero_optimization: {zero_quantized_weights: true}}\nlaunch: {device: cpu}\nzero: {stage: 3}",
         "a.yml:2: deepspeed.zero_optimization.zero_quantized_weights = true",
-        "quantises by operations of CUDA alone",
+        "quantises with CUDA operations",
         "use parallel.communication.compress.data",
     ),
     case(

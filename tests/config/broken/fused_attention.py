@@ -46,7 +46,7 @@ FUSED_ATTENTION = [
     case(
         "FlashAttention 3 where all layers have windows",
         "model: {fused_attention: {flash: fa3}, attention: {window: 8}}\nprecision: bf16",
-        "must be auto where no layer computes what FlashAttention does: attention has a window",
+        "must be auto where FlashAttention computes no layer: attention has a window",
         "use flash: auto",
         HERE,
         problems=2,
@@ -54,7 +54,7 @@ FUSED_ATTENTION = [
     case(
         "kernels of documents for changed logits",
         f"model: {{fused_attention: {{documents: varlen}}, attention: {{softcap: 30.0}}}}\n{APART}",
-        "must be auto where no layer computes what FlashAttention does: attention changes its logits",
+        "must be auto where FlashAttention computes no layer: attention changes its logits",
         "use documents: auto",
         HERE,
         problems=2,
@@ -81,6 +81,6 @@ WARNED_FUSED_ATTENTION = [
         "room for documents without the kernels that need it",
         "model: {fused_attention: {most_documents: 9}}",
         "a.yml:2: model.fused_attention.most_documents = 9",
-        "must go with documents: varlen; alone it has no effect",
+        "must go with documents: varlen, without which it has no effect",
     )
 ]

@@ -111,7 +111,7 @@ LAYOUT = [
         "model: {layers: mamba2/mlp x4}\nparallel: {context: 2, context_cut: zigzag}",
         "a.yml:3: parallel.context_cut",
         "must be contiguous with mamba2 layers",
-        "leave context_cut out",
+        "remove context_cut",
         ranks=2,
     ),
     case(
@@ -155,7 +155,7 @@ LAYOUT = [
         "parallel: {folded: 2, context: 4}",
         "a.yml:2: parallel.context = 4",
         "must be parallel.folded = 2: the ranks that share sequences share rows",
-        "leave context out",
+        "remove context",
         ranks=4,
     ),
     case(

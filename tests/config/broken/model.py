@@ -37,14 +37,14 @@ MODEL = [
         "CompleteP under SGD",
         "model: {parametrization: {type: completep, base_width: 32, base_depth: 2}}\noptimizer: {type: sgd}",
         "a.yml:2: model.parametrization.type",
-        "the rates of completep must be derived for the optimizer, and are so for adamw, lion, muon, normuon, ",
-        "they are not for sgd: its steps depend on the size of gradients",
+        "the rates of completep must be derived for the optimizer, as they are for adamw, lion, muon,",
+        "but not for sgd: its steps depend on the size of gradients",
     ),
     case(
         "muP for means over rows",
         "model: {parametrization: {type: mup, base_width: 32}}\noptimizer: {type: adam_mini}",
         "a.yml:2: model.parametrization.type",
-        "they are not for adam_mini: its steps depend on means over rows, blocks or eigenbases",
+        "but not for adam_mini: its steps depend on means over rows, blocks or eigenbases",
     ),
     case(
         "further tokens by two blocks, in chunks, of more tokens than there are",
@@ -99,7 +99,7 @@ MODEL = [
         "of kinds that can be repeated, and moe is none",
         "a.yml:2: model.dropout = 0.1",
         "must be 0 with a recurrent group, whose passes would all drop the same",
-        "completep must have a depth, and steps of a recurrent group draw theirs",
+        "completep must have a depth, and a recurrent group draws one in each step",
         problems=4,
     ),
     case(

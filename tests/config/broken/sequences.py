@@ -50,8 +50,8 @@ SEQUENCES = [
         "a.yml:3: parallel.context_cut = 'zigzag'",
         "relayed",
         "parallel: {context: 2, context_cut: zigzag}",
-        "must be contiguous with relayed layers, which go on from the token before",
-        "leave context_cut out",
+        "must be contiguous with relayed layers, which continue from the token before",
+        "remove context_cut",
     ),
     of_kind(
         "chunks of layers that need all tokens",
@@ -59,6 +59,6 @@ SEQUENCES = [
         "whole",
         "training: {sequence_chunks: 2}",
         "must be 1 with whole layers, which need all tokens at once",
-        "leave sequence_chunks out",
+        "remove sequence_chunks",
     ),
 ]

@@ -27,7 +27,7 @@ STAGES = [
         stages("{until: 50, sequence_length: 2}") + "\nparallel: {context: 2, context_method: ring}",
         "training.sequence_schedule.0.sequence_length = 2",
         "parallel.context = 2",
-        "a multiple of 4, since ranks have equal parts of it",
+        "be a multiple of 4: ranks have equal parts of it",
         "fix:  use 4 tokens",
     ),
     case(
@@ -55,7 +55,7 @@ STAGES = [
         "a stage that turns a kind that has no positions",
         stages("{until: 50, sequence_length: 8, rotary: {atention: {base: 100}}}"),
         "training.sequence_schedule.0.rotary.atention",
-        "must be a kind of layer with rotary positions; this model has attention",
+        "must be a kind with rotary positions, and this model has attention",
         "attention",
     ),
     case(

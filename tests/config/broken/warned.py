@@ -26,13 +26,13 @@ WARNED = [
         "recurrence without a recurrent group",
         "model: {recurrence: {mean: 4}}",
         "a.yml:2: model.recurrence.mean = 4",
-        "must go with a recurrent group in model.layers; it has no effect here",
+        "must go with a recurrent group in model.layers, and has no effect here",
     ),
     case(
         "base of a standard parametrization",
         "model: {parametrization: {base_width: 32}}",
         "a.yml:2: model.parametrization.base_width = 32",
-        "base_width must go with type: mup or completep; it has no effect here",
+        "base_width must go with type: mup or completep, and has no effect here",
     ),
     case(
         "gradients that are reduced once per step anyway",
@@ -92,12 +92,12 @@ WARNED = [
         "overlap of a sum after the last backward pass",
         "precision: bf16\nzero: {stage: 1, overlap: true}",
         "a.yml:3: zero.overlap = true",
-        "here it has no effect",
+        "and has no effect",
     ),
     case(
         "offload options of nothing",
         "zero: {offload_optimizer: {pin_memory: true}}",
-        "must go with device: cpu or nvme; nothing is offloaded",
+        "must go with device: cpu or nvme, since nothing is offloaded",
     ),
     case(
         "loss scale without fp16",

@@ -1,4 +1,4 @@
-"""What products that overlap with messages ask of a run (`parallel.async_tensor`)."""
+"""Products that overlap with messages (`parallel.async_tensor`)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ...rule_context import RuleContext
 
 KEY, OFF = "parallel.async_tensor", "parallel.async_tensor=false"
 
-# (another key, whether its value forbids it, what it must have of it, what it can be)
+# (another key, whether its value forbids overlap, the need of overlap, a value that it can have)
 FORBIDDEN = (
     ("parallel.sequence", lambda it: not it, "activations that tensor ranks share", "true"),
-    ("parallel.communication.compress.tensor", lambda it: it != "none", "activations that travel as they are", "none"),
+    ("parallel.communication.compress.tensor", lambda it: it != "none", "uncompressed activations", "none"),
     ("zero.stage", lambda it: it == 3, "weights that stay where they are", "2"),
     ("training.activation_checkpointing.mode", lambda it: it != "none", "each product once a step", "none"),
     ("training.sequence_chunks", lambda it: it > 1, "whole sequences in a pass", "1"),
@@ -25,7 +25,7 @@ def async_products_have_messages(context: RuleContext) -> Iterator[Problem]:
         return
     if parallel.tensor == 1:
         # As with `parallel.sequence`, no error: plans and evaluations read a run's file for other layouts too.
-        rule = "products that overlap with messages must go with tensor parallelism; alone they have no effect"
+        rule = "products that overlap with messages must go with tensor parallelism, without which they have no effect"
         yield context.warning(KEY, "parallel.tensor", rule=rule, fix=f"use {OFF}, or parallel.tensor of 2 or more")
         return
     for other, forbids, need, fix in FORBIDDEN:

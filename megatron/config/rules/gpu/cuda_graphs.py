@@ -1,4 +1,4 @@
-"""What CUDA graphs of blocks ask of a run: the same shapes and addresses in every step (`training.cuda_graphs`)."""
+"""CUDA graphs of blocks need the same shapes and addresses in every step (`training.cuda_graphs`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...rule_context import RuleContext
 
 KEY, OFF = "training.cuda_graphs", "training.cuda_graphs=false"
 
-# (another key, whether its value forbids graphs, what graphs must have of it, what it can be)
+# (another key, whether its value forbids graphs, the need of graphs, a value that it can have)
 FORBIDDEN = (
     ("launch.device", lambda it: it == "cpu", "a GPU", "cuda"),
     ("precision.compute", lambda it: it == "fp32", "16-bit gradients, which are summed elsewhere", "bf16"),
@@ -23,7 +23,7 @@ FORBIDDEN = (
     ("parallel.pipeline", lambda it: it > 1, "one micro-batch at a time", "1"),
     ("zero.stage", lambda it: it == 3, "weights that stay where they are", "2"),
     ("zero.offload_optimizer.device", lambda it: it != "none", "gradients that stay on the GPU", "none"),
-    ("model.dropout", lambda it: it > 0, "nothing that is drawn anew", "0"),
+    ("model.dropout", lambda it: it > 0, "no random numbers in a step", "0"),
     ("objective.teacher", lambda it: it is not None, "one model in a pass", "null"),
     ("model.multi_token_prediction.depth", lambda it: it > 0, "every block once in a pass", "0"),
 )
@@ -42,7 +42,9 @@ def graphs_find_the_same_in_every_step(context: RuleContext) -> Iterator[Problem
     recurrent = any(block.recurrent for block in context.blocks)
     if uses or drawing or recurrent:
         kinds = ", ".join(dict.fromkeys(use.kind for use in uses or drawing)) or "a recurrent group"
-        why = "dropout is drawn anew" if drawing and not uses else "it is not compiled as a whole, with fixed shapes"
+        why = (
+            "dropout draws new numbers" if drawing and not uses else "it is not compiled as a whole, with fixed shapes"
+        )
         why = why if uses or drawing else "it has the same weights in several passes"
         yield context.problem(
             KEY, "model.layers", rule=f"must be false with {kinds}: {why}", fix=f"use {OFF}, or attention/mlp blocks"

@@ -1,4 +1,4 @@
-"""Kernels of attention that are asked for by name are there, and have something to compute."""
+"""Kernels of attention that are asked for by name are installed, and have something to compute."""
 
 from __future__ import annotations
 
@@ -26,34 +26,27 @@ def kernels_of_attention_have_work(context: RuleContext) -> Iterator[Problem]:
     asked = _asked(context)
     if DOCUMENTS in asked and not apart:
         yield context.problem(
-            DOCUMENTS,
-            "data.reset_attention_at_eod",
+            f"{DOCUMENTS} data.reset_attention_at_eod",
             rule="varlen must have documents that attention keeps apart",
-            fix="use data.reset_attention_at_eod=true, or leave documents out",
+            fix="use data.reset_attention_at_eod=true, or remove documents",
         )
         return
     if FLASH in asked and apart and DOCUMENTS not in asked:
         yield context.problem(
-            FLASH,
-            DOCUMENTS,
-            "data.reset_attention_at_eod",
+            f"{FLASH} {DOCUMENTS} data.reset_attention_at_eod",
             rule="fa3 must go with documents: varlen where attention keeps documents apart, which masks do otherwise",
             fix="use documents: varlen, or flash: auto",
         )
         return
-    found = {use.kind: why_not(use.options, apart, config.training.sequence_length) for use in _attention(context)}
+    attention = [use for use in context.used if context.kinds[use.kind].attends]
+    found = {use.kind: why_not(use.options, apart, config.training.sequence_length) for use in attention}
     if asked and context.blocks and all(found.values()):
-        no = "; ".join(f"{kind} {reason}" for kind, reason in found.items()) or "model.layers has no attention"
+        no = ", ".join(f"{kind} {reason}" for kind, reason in found.items()) or "model.layers has no attention"
         yield context.problem(
-            asked[0],
-            "model.layers",
-            rule=f"must be auto where no layer computes what FlashAttention does: {no}",
+            f"{asked[0]} model.layers",
+            rule=f"must be auto where FlashAttention computes no layer: {no}",
             fix=f"use {asked[0].rpartition('.')[2]}: auto",
         )
-
-
-def _attention(context: RuleContext) -> list:
-    return [use for use in context.used if context.kinds[use.kind].attends]
 
 
 def kernels_of_attention_fit_the_run(context: RuleContext) -> Iterator[Problem]:
@@ -76,9 +69,8 @@ def documents_have_kernels(context: RuleContext) -> Iterator[Problem]:
     own = context.config.model.fused_attention.most_documents
     derived = max(8, context.config.training.sequence_length // SHORT)  # which a run's resolved file has
     if context.given(MOST) and own != derived and DOCUMENTS not in _asked(context):
-        yield context.warning(
-            MOST, DOCUMENTS, rule="must go with documents: varlen; alone it has no effect", fix="leave it out"
-        )
+        rule = "must go with documents: varlen, without which it has no effect"
+        yield context.warning(MOST, DOCUMENTS, rule=rule, fix="remove it")
 
 
 def kernels_of_attention_are_here(context: RuleContext) -> Iterator[Problem]:
