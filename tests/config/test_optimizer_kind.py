@@ -61,7 +61,7 @@ def test_momentum_has_an_effect_where_the_optimizer_reads_it(signum, tmp_path):
     file.write_text(f"model: {{extensions: [{signum}]}}\noptimizer: {{type: signum, momentum: 0.95, nesterov: true}}\n")
     found = load([str(ROOT / "configs/test/tiny_llama.yml"), str(file)], check_inputs=False)
     about = "\n".join(str(each) for each in found.warnings)
-    assert "nesterov must go with sgd; it has no effect here" in about
+    assert "nesterov must go with sgd, and has no effect here" in about
     assert "momentum must go with" not in about
 
 

@@ -125,7 +125,7 @@ def test_rows_and_the_split(tmp_path):
         ({"synthetic": "copy", "train": []}, {}, "must go with token files"),
         ({"packing": "until_overflow"}, {}, "must go with token files in data.train that are packed continuously"),
         ({}, {"global_batch_size": 4000}, "must make at least one step"),
-        ({}, {"steps": 9}, "must be what training.epochs gives, 6, where both are there"),
+        ({}, {"steps": 9}, "must be the 6 steps of training.epochs where both are given"),
         ({"train": [{"path": "nowhere"}]}, {}, "there is no such file"),
         ({}, {"epochs": None}, "training.steps is required"),
     ],

@@ -11,6 +11,7 @@ from tests.config.broken.layout import LAYOUT
 from tests.config.broken.model import MODEL
 from tests.config.broken.moe import MOE, WARNED_MOE
 from tests.config.broken.output import LAUNCH, OUTPUT
+from tests.config.broken.pairs import PAIRS, WARNED_PAIRS
 from tests.config.broken.recipe import RECIPE, SCHEDULE
 from tests.config.broken.rwkv import RWKV
 from tests.config.broken.sequences import SEQUENCES
@@ -41,7 +42,8 @@ BROKEN = [
     *MOE,
     *STAGES,
     *SEQUENCES,
+    *PAIRS,
 ]
-WARNED = [*WARNED_ELSEWHERE, *WARNED_FUSED_ATTENTION, *WARNED_MOE, *WARNED_STAGES]
+WARNED = [*WARNED_ELSEWHERE, *WARNED_FUSED_ATTENTION, *WARNED_MOE, *WARNED_PAIRS, *WARNED_STAGES]
 
 __all__ = ["BASE", "BROKEN", "WARNED", "Case"]
