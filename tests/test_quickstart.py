@@ -73,6 +73,7 @@ def test_quickstart(tmp_path):
     assert "data 2, ZeRO 1" in learned.stdout or "1 x " in learned.stdout
     assert "--- sample 4" in learned.stdout and "What next?" in learned.stdout
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert f"report            {run}/report.html" in learned.stdout and (run / "report.html").stat().st_size > 10**5
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     loss = [each["validation"]["validation"]["loss"] for each in records if "validation" in each][-1]
     entropy = min(independent_entropy(tmp_path / "data" / part) for part in ("train", "validation"))

@@ -26,6 +26,7 @@ import subprocess  # noqa: E402
 import time  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 from dataclasses import dataclass, field  # noqa: E402
+from importlib.util import find_spec  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -356,6 +357,8 @@ def verdict(settings: Settings, run: TrainingRun, seconds: float) -> bool:
     relation = "far below that: the model has learned" if good else f"NOT far below that (it should be under {bar:.4f})"
     print(f"the loss is       {loss / min(entropy.values()):.0%} of the entropy, {relation}")
     print(f"loss curve        {_name(run.folder / 'loss.png')}")
+    if find_spec("bokeh"):
+        print(f"report            {_name(run.folder / 'report.html')}")
     print(f"checkpoints       {_name(run.checkpoints)}")
     print(f"this took         {int(seconds) // 60} min {int(seconds) % 60:02d} s")
     return good
@@ -396,6 +399,8 @@ def main() -> int:
         prepare(settings)
         run = train(settings)
         samples(run)
+        if find_spec("bokeh"):
+            call(["tools/report.py", _name(run.folder)])
         good = verdict(settings, run, time.monotonic() - begin)
     except ConfigError as error:
         print(error, file=sys.stderr)

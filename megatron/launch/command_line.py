@@ -86,7 +86,7 @@ def main(argv: list[str], script: str | None = None) -> int:
 
         return serve(argv[1:])
     from megatron.config.source.arguments import ArgumentError
-    from megatron.worker.job import CONFIG_ERROR
+    from megatron.worker.job import CONFIG_ERROR, show_own_help
     from megatron.worker.place import LaunchError
 
     from ..config.problems import ConfigError, UserError
@@ -95,7 +95,7 @@ def main(argv: list[str], script: str | None = None) -> int:
     if script and argv in (["-h"], ["--help"]):
         parser(script).print_help()
         print()
-        _show_own_help(script)
+        show_own_help(script)
         return 0
     options = parser(script).parse_args(_options_first(argv) if script else argv)  # a wrong option ends with status 2
     try:
@@ -108,16 +108,6 @@ def main(argv: list[str], script: str | None = None) -> int:
     except (ArgumentError, HostError, LaunchError, UserError) as error:
         sys.stderr.write("".join(f"deepy: {visible(line)}\n" for line in str(error).splitlines()))
     return CONFIG_ERROR
-
-
-def _show_own_help(script: str) -> bool:
-    """Print what a script's own options mean. False: it has none."""
-    from megatron.config.registry import registry_of
-
-    registry, name = registry_of(()), Path(script).stem
-    if found := name in registry.names("options"):
-        registry.load("options", name)().print_help()
-    return found
 
 
 def _options_first(argv: list[str]) -> list[str]:
@@ -166,6 +156,7 @@ def _refuse_unread(options: argparse.Namespace) -> None:
 
 def _serve(options: argparse.Namespace) -> int:
     from megatron.config.source.arguments import ArgumentError
+    from megatron.worker.job import show_own_help
 
     if options.logs:
         from .report.logs import merged
@@ -183,7 +174,7 @@ def _serve(options: argparse.Namespace) -> int:
         raise ArgumentError(f"no script given; usage: {USAGE}")
     from .neox_style import translated
 
-    if options.words[1:] in (["-h"], ["--help"]) and _show_own_help(options.words[0]):
+    if options.words[1:] in (["-h"], ["--help"]) and show_own_help(options.words[0]):
         return 0
     folder = ["-d", options.conf_dir] if options.conf_dir else []
     options.words = translated([options.words[0], *folder, *options.words[1:]])

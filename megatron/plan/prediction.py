@@ -95,10 +95,11 @@ class Prediction:
         share = f" of {self.capacity / 2**30:,.0f}" if self.capacity else ""
         basis = f"corrected by {self.runs} runs on this device" if self.runs else "by formulas alone"
         close = self.capacity and need.memory > TIGHT * self.capacity
-        return (
-            f"plan: {need.memory / 2**30:,.1f}{share} GiB on the fullest device, {need.seconds:,.3g} s a step,\n"
-            f"      {span(need.seconds * steps)} for {steps:,} steps ({basis})"
-            + (f"\n{CLOSE if self.fits else TOO_LARGE}" if close else "")
+        time = f", {need.seconds:,.3g} s a step,\n      {span(need.seconds * steps)} for {steps:,} steps"
+        if self.entry.device == "cpu" and not self.runs:  # its rates are those of another machine
+            time = f"\n      time unknown until {ENOUGH} runs on this CPU have ended"
+        return f"plan: {need.memory / 2**30:,.1f}{share} GiB on the fullest device{time} ({basis})" + (
+            f"\n{CLOSE if self.fits else TOO_LARGE}" if close else ""
         )
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from megatron.config import Config, config_hash, load, read_resolved, to_yaml
 from megatron.config.problems import UserError
-from megatron.config.source.arguments import split
+from megatron.config.registry import registry_of
+from megatron.config.source.arguments import ArgumentError, split
 from megatron.pipes import visible
 
 from .place import LaunchError, WorkerEnvironment, worker_environment
@@ -53,11 +54,36 @@ def read_job(
             )
         resolved, text = read_resolved(path, own=True), path.read_text(encoding="utf-8")
     else:
+        _answer_without_files(given)
         taken = split(given)
         loaded, own = (load(taken.files, taken.overrides, ranks=place.world_size, check_inputs=check_inputs), taken.own)
         resolved, text = loaded.config, to_yaml(loaded)
     digest = config_hash(resolved)
     return resolved, WorkerEnvironment(**{**vars(place), "config_sha256": digest, "config_text": text, "own": own})
+
+
+def show_own_help(script: str) -> bool:
+    """Print the options of a script. False: it has none."""
+    registry, name = registry_of(()), Path(script).stem
+    if found := name in registry.names("options"):
+        registry.load("options", name)().print_help()
+    return found
+
+
+def _answer_without_files(given: Sequence[str]) -> None:
+    """End a script that is asked for help, or for nothing.
+
+    Raises:
+        ArgumentError: there are no words.
+    """
+    name = Path(sys.argv[0]).name
+    usage = f"usage: python {name} a.yml b.yml ... key.path=value ...    one process. For more: ./deepy.py --help"
+    if not given:
+        raise ArgumentError(f"no configuration file: {usage}")
+    if given in (["-h"], ["--help"]):
+        if not show_own_help(name):
+            print(usage)
+        raise SystemExit(0)
 
 
 def check_agreement(place: WorkerEnvironment, gather: Callable[[str], Sequence[str]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 
 import pytest
 import yaml
@@ -12,9 +13,11 @@ import yaml
 from megatron.command.main import main
 from megatron.config import ConfigError, load
 from megatron.config.catalog import lookup
+from megatron.config.problems import UserError
 from megatron.config.source.structure import ELSEWHERE
 from megatron.installation import configuration_names
 from megatron.launch import command_line, options
+from megatron.worker.job import read_job
 from tests.data.make import write_sizes
 from tests.paths import ROOT
 
@@ -76,6 +79,16 @@ def test_help_of_a_script_has_its_own_options(name, option, capsys):
     assert main([name, "--help"]) == 0
     shown = capsys.readouterr().out
     assert option in shown and "--hostfile" in shown
+
+
+@pytest.mark.parametrize("name, option", [("train.py", "usage: python train.py a.yml"), ("evaluate.py", "--tasks")])
+def test_help_of_a_script_that_is_a_rank_itself(name, option, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(ROOT / name), "--help"])
+    with pytest.raises(SystemExit) as end:
+        read_job(environment={})
+    assert end.value.code == 0 and option in capsys.readouterr().out
+    with pytest.raises(UserError, match=f"no configuration file: usage: python {name} a.yml"):
+        read_job([], {})
 
 
 def test_a_rehearsal_without_torch_says_so(capsys, monkeypatch):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from megatron.config import Config
 from megatron.data.errors import DataError
@@ -132,6 +134,9 @@ def _load(folder: Path) -> torch.nn.Module:
     Raises:
         CheckpointError: it does not; which error it raises depends on what is wrong with which of its files.
     """
+    for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which warns of libraries for GPUs
+        logging.getLogger(name).setLevel(logging.ERROR)
+    disable_progress_bar()
     try:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     except Exception as error:
