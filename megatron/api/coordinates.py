@@ -6,6 +6,7 @@ large models need is another learning rate (Yang et al. 2022, arXiv 2203.03466, 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,8 @@ class CoordinateCheck:
         place: embedding, a kind of layer (mean over its layers), stream (after the last block) or logits.
         step: updates done.
         value: mean absolute activation.
-        change: mean absolute difference to the activation before the first step.
+        change: mean absolute difference to the activation before the first step. Of logits: to the initial head's,
+            on the same stream. Its own part falls with the root of the width where a parametrization is right.
     """
 
     size: int
@@ -47,16 +49,24 @@ class CoordinateCheck:
 
 @dataclass(frozen=True)
 class Slope:
-    """The slope of log(change) over log(size) at one place after the last step, by least squares."""
+    """The slope of log(change) over log(size) at one place after the last step, by least squares.
+
+    Attributes:
+        end: the slope between the two largest sizes.
+    """
 
     place: str
     slope: float
+    end: float
 
     @property
     def verdict(self) -> str:
         if not math.isfinite(self.slope):
             return "diverges"
-        return "flat" if abs(self.slope) <= STEEP else "grows" if self.slope > 0 else "shrinks"
+        if self.slope > STEEP:
+            return "grows"
+        # Random parts of a change fall with the root of the size and die out: at large sizes the right part is left.
+        return "shrinks" if max(self.slope, self.end) < -STEEP else "flat"
 
 
 def check(
@@ -143,11 +153,12 @@ def _train(config: Config, steps: int) -> dict[tuple[str, int], tuple[float, flo
     optimizer = build_optimizer(config, parameters)
     set_learning_rate(optimizer, config.optimizer.lr)
     read = list(batches(config, 0, max(steps, 1)))
+    head = copy.deepcopy(opened.model.head)
     begun: dict[str, list[torch.Tensor]] = {}
     found: dict[tuple[str, int], tuple[float, float]] = {}
     for step in range(steps + 1):
         now = _activations(opened, read[0])
-        begun = begun or now
+        begun = {**(begun or now), "logits": [_logits(opened, head, read[0])]}
         for place, tensors in now.items():
             sizes = [each.abs().mean().item() for each in tensors]
             moved = [(each - first).abs().mean().item() for each, first in zip(tensors, begun[place])]
@@ -170,8 +181,16 @@ def _activations(opened: Any, batch: Any) -> dict[str, list[torch.Tensor]]:
     names["stream"] = [f"layers.{len(blocks) - 1}"]
     kept = opened.forward(batch, keep=[name for own in names.values() for name in own]).activations
     found = {place: [kept[name].float() for name in own] for place, own in names.items()}
-    found["logits"] = [opened.logits(batch.inputs.flatten(0, -2))]
+    found["logits"] = [_logits(opened, opened.model.head, batch)]
     return found
+
+
+def _logits(opened: Any, head: Any, batch: Any) -> torch.Tensor:
+    """The logits that a head makes of the model's stream."""
+    import torch
+
+    with torch.no_grad():
+        return head.logits(opened.model.stream(batch.inputs.flatten(0, -2)))
 
 
 def slopes(found: Sequence[CoordinateCheck]) -> list[Slope]:
@@ -180,7 +199,7 @@ def slopes(found: Sequence[CoordinateCheck]) -> list[Slope]:
     result = []
     for place in dict.fromkeys(each.place for each in found):
         points = [(each.size, each.change) for each in found if each.place == place and each.step == last]
-        result.append(Slope(place, _slope(points)))
+        result.append(Slope(place, _slope(points), _slope(sorted(points)[-2:])))
     return result
 
 
@@ -208,7 +227,7 @@ def verdict(found: Sequence[CoordinateCheck], axis: str) -> str:
     """One sentence on all places."""
     steep = [f"{each.place} {each.verdict}" for each in slopes(found) if each.verdict != "flat"]
     if not steep:
-        return f"flat: with the {axis}, no slope is beyond ±{STEEP:g}"
+        return f"flat: with the {axis}, no slope is above {STEEP:g}, or below -{STEEP:g} up to the largest"
     return f"not flat with the {axis}: {', '.join(steep)}"
 
 

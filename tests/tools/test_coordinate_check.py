@@ -49,6 +49,9 @@ def test_over_widths(file, tmp_path, capsys):
     standard = verdicts(capsys, *widths)
     assert {place for place, verdict in standard.items() if verdict == "grows"} >= {"attention", "mlp", "stream"}
     assert set(verdicts(capsys, *widths, *MUP, "-o", "a.png").values()) == {"flat"}
+    normal = "model.init.head=normal"  # logits shrink with the root of the width, and are right
+    assert set(verdicts(capsys, *widths, *MUP, normal).values()) == {"flat"}
+    assert verdicts(capsys, *widths, normal)["logits"] == "grows"
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
