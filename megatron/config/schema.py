@@ -25,24 +25,24 @@ from .sections.watch import WatchSection
 class Config(Section):
     """A run, completely. After resolution every derived key has its value and nothing changes it."""
 
-    run: RunSection = key(RunSection, "What the run is called and where it lives.")
-    model: ModelSection = key(..., "What the model computes.")
-    parallel: ParallelSection = key(ParallelSection, "How the run is cut over ranks.")
-    zero: ZeroSection = key(ZeroSection, "What data parallel ranks share.")
+    run: RunSection = key(RunSection, "Name and directory of the run.")
+    model: ModelSection = key(..., "The model.")
+    parallel: ParallelSection = key(ParallelSection, "Layout of the run over ranks.")
+    zero: ZeroSection = key(ZeroSection, "Tensors that data parallel ranks share.")
     precision: PrecisionSection = key(PrecisionSection, "Number formats.")
     optimizer: OptimizerSection = key(OptimizerSection, "How parameters are updated.")
     schedule: ScheduleSection = key(ScheduleSection, "How the learning rate changes.")
     training: TrainingSection = key(..., "Steps and batches.")
-    objective: ObjectiveSection = key(ObjectiveSection, "What the model is trained for.")
-    data: DataSection = key(DataSection, "What the run reads.")
+    objective: ObjectiveSection = key(ObjectiveSection, "The objective of training.")
+    data: DataSection = key(DataSection, "Data of the run.")
     tokenizer: TokenizerSection = key(TokenizerSection, "How text becomes tokens.")
-    checkpoint: CheckpointSection = key(CheckpointSection, "What the run keeps.")
-    evaluation: EvaluationSection = key(EvaluationSection, "How the run is judged while it trains.")
-    logging: LoggingSection = key(LoggingSection, "What the run tells.")
+    checkpoint: CheckpointSection = key(CheckpointSection, "Checkpoints of the run.")
+    evaluation: EvaluationSection = key(EvaluationSection, "Evaluation during training.")
+    logging: LoggingSection = key(LoggingSection, "Logs of the run.")
     launch: LaunchSection = key(LaunchSection, "Where the run's processes start.")
-    watch: WatchSection = key(WatchSection, "What is done about ranks that hang or are slow.")
+    watch: WatchSection = key(WatchSection, "Reaction to ranks that hang or are slow.")
     hooks: list[HookSection] = key(list, "Hooks from packages of yours: import paths, or {type, options}.")
-    deepspeed: dict[str, Any] = key(dict, "Raw DeepSpeed options, merged last into what the engine writes.")
+    deepspeed: dict[str, Any] = key(dict, "Raw DeepSpeed options, merged last into the engine's.")
 
 
 @cache

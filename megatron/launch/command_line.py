@@ -38,9 +38,8 @@ def parser(script: str | None = None) -> argparse.ArgumentParser:
         usage=f"deepy {verb} [options] a.yml b.yml ... key.path=value ..." if verb else USAGE,
         allow_abbrev=False,
         description="Start a script on as many ranks as the run has, here or on many hosts.",
-        epilog="Exit status: 0 only if all went well; 2 for mistakes in the configuration; 128 + n after signal n; "
-        "255 if a host was lost; "
-        "otherwise that of the rank that failed first.",
+        epilog="Exit status: 0 only if all went well; 2 for mistakes in the configuration; 128 + n after signal n; 255 "
+        "if a host was lost; otherwise that of the rank that failed first.",
     )
     for name, (what, meaning) in KEYS.items():
         made.add_argument(f"--{name}", metavar=what, help=meaning)

@@ -6,10 +6,9 @@ from __future__ import annotations
 REASONS = {
     "set by GPT-NeoX itself, which overwrites what a file says": (
         "config_files user_script git_hash local_rank rank world_size adlr_autoresume_object iteration do_train "
-        "do_valid do_test curriculum_seqlen padded_vocab_size tokenizer head_size ffn_dim is_pipe_parallel "
-        "zero_stage zero_reduce_scatter zero_contiguous_gradients zero_reduce_bucket_size "
-        "zero_allgather_bucket_size batch_size optimizer_type lr dynamic_loss_scale tensorboard_writer "
-        "comet_experiment"
+        "do_valid do_test curriculum_seqlen padded_vocab_size tokenizer head_size ffn_dim is_pipe_parallel zero_stage "
+        "zero_reduce_scatter zero_contiguous_gradients zero_reduce_bucket_size zero_allgather_bucket_size batch_size "
+        "optimizer_type lr dynamic_loss_scale tensorboard_writer comet_experiment"
     ),
     "GPT-NeoX never reads it": (
         "lazy_mpu_init onnx_safe short_seq_prob adlr_autoresume_interval deepscale deepscale_config "
@@ -73,9 +72,8 @@ REASONS = {
     "the base model's width is a native key, model.parametrization.base_width": "base_shapes_file mup_width_scale",
     "pos_emb is not rpe": "rpe_num_buckets rpe_max_distance mup_rp_embedding_mult",
     "train_impl is normal (z_loss is of reward models, not training.z_loss)": (
-        "dpo_fp32 dpo_reference_free dpo_beta kto_fp32 kto_beta kto_desirable_weight kto_undesirable_weight "
-        "z_loss fp32_reinforce kl_impl kl_div_beta reinforce_leave_one_out online_dataserver_ips "
-        "online_dataserver_ports"
+        "dpo_fp32 dpo_reference_free dpo_beta kto_fp32 kto_beta kto_desirable_weight kto_undesirable_weight z_loss "
+        "fp32_reinforce kl_impl kl_div_beta reinforce_leave_one_out online_dataserver_ips online_dataserver_ports"
     ),
 }
 

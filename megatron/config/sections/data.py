@@ -22,7 +22,7 @@ class SourceSection(Section):
     )
     loss: bool = key(True, "Whether tokens of this source count in the loss.")
     loss_weight: float = key(
-        1.0, "Weight in the loss of each label of this source, in training; the loss is the mean by weight.", ge=0
+        1.0, "Weight in the loss of each label of this source, in training. The loss is the mean by weight.", ge=0
     )
     document_weights: str | None = key(
         None,
@@ -48,27 +48,27 @@ class FillInTheMiddle(Section):
 
 
 class SpanCorruptionSection(Section):
-    rate: float = key(0.0, "Share of documents of which spans are taken out (Raffel et al., 2020).", ge=0, le=1)
-    noise_density: float = key(0.15, "Share of such a document's tokens that are taken out.", gt=0, lt=1)
+    rate: float = key(0.0, "Share of documents from which spans are taken (Raffel et al., 2020).", ge=0, le=1)
+    noise_density: float = key(0.15, "Share of the tokens of such a document that are taken.", gt=0, lt=1)
     mean_span_length: float = key(3.0, "Tokens of a span, on average.", unit="tokens", ge=1)
     sentinel: str = key(
-        "<extra_id_{}>", "Token of the tokenizer that stands for a span; {} is the number of the span, from 0."
+        "<extra_id_{}>", "Token of the tokenizer that stands for a span. {} is the number of the span, from 0."
     )
-    sentinels: int = key(100, "How many such tokens there are; a document has no more spans.", gt=0, le=10**5)
+    sentinels: int = key(100, "Number of such tokens, and largest number of spans of a document.", gt=0, le=10**5)
     loss: Literal["targets", "all"] = key(
         "targets", "Labels of such a document that count: the spans behind it (with its end-of-document token), or all."
     )
 
 
 class LeftOutSection(Section):
-    step: int = key(..., "From this step on the run reads further batches.", unit="steps", ge=0)
-    batches: int = key(..., "So many batches further than it would have.", unit="batches", gt=0)
+    step: int = key(..., "First step after the skipped batches.", unit="steps", ge=0)
+    batches: int = key(..., "Number of batches that are skipped there.", unit="batches", gt=0)
 
 
 class DataSection(Section):
     train: list[SourceSection] = key(list, "Training sources: a path, a list of paths, or a list of {path, weight}.")
     validation: dict[str, list[SourceSection]] = key(
-        dict, "Named validation sets; a bare path or list becomes the set `validation`."
+        dict, "Named validation sets. A bare path or list becomes the set `validation`."
     )
     test: dict[str, list[SourceSection]] = key(dict, "Named test sets.")
     split: list[float] | None = key(
@@ -77,8 +77,8 @@ class DataSection(Section):
     )
     order: Literal["pythia", "stream", "sequential"] = key(
         "pythia",
-        "Sample order: GPT-NeoX's shuffle; a keyed permutation without index files; or the file's own order "
-        "(pre-shuffled files).",
+        "Sample order. pythia: GPT-NeoX's shuffle. stream: a keyed permutation without index files. sequential: "
+        "the order of the file (pre-shuffled files).",
     )
     seed: Derivable[int] = key(
         None,
@@ -91,19 +91,19 @@ class DataSection(Section):
     )
     weighting: Literal["given", "documents", "tokens", "neox-documents"] = key(
         "given",
-        "What shares of a blend follow: the weights alone; weight * (the source's documents or tokens) ** data.alpha; "
-        "or GPT-NeoX's weight_by_num_documents: p ** data.alpha * (1 - p) of the share p of documents, whatever the "
-        "weights.",
+        "Shares of a blend. given: the weights. documents, tokens: weight * (documents or tokens of the source) "
+        "** data.alpha. neox-documents: GPT-NeoX's weight_by_num_documents, p ** data.alpha * (1 - p) of the "
+        "share p of documents, which ignores the weights.",
     )
-    alpha: float = key(1.0, "Exponent of data.weighting; below 1 small sources count for more.", ge=0)
+    alpha: float = key(1.0, "Exponent of data.weighting. Below 1 small sources count for more.", ge=0)
     packing: Literal["continuous", "best_fit", "until_overflow"] = key(
         "continuous",
-        "Documents back to back and cut; packed whole into samples with as little room left as possible; or GPT-NeoX's "
-        "pack_until_overflow: whole documents in shuffled order until the next one does not fit, the rest filled with "
-        "id 0, which counts in the loss.",
+        "continuous: documents back to back, and cut. best_fit: whole documents, with the least room left in "
+        "samples. until_overflow: GPT-NeoX's pack_until_overflow, whole documents in shuffled order until the "
+        "next one does not fit. It fills the rest with id 0, which counts in the loss.",
     )
     drop_long: bool = key(
-        False, "until_overflow: leave out documents of more than a sample's tokens instead of cutting them off."
+        False, "until_overflow: skip documents that are longer than a sample instead of cutting them off."
     )
     epoch_parts: int = key(
         1,
@@ -113,17 +113,17 @@ class DataSection(Section):
     )
     phases: list[Phase] = key(list, "Blends that replace data.train from given steps on.")
     left_out: list[LeftOutSection] = key(
-        list, "Batches that the run does not read, in the order in which they were left out (docs/reliability.md)."
+        list, "Batches that the run skips, in the order of the skips (docs/reliability.md)."
     )
     reset_attention_at_eod: bool = key(
-        False, "Documents packed into one sample do not attend to each other; positions restart at each."
+        False, "Documents packed into one sample do not attend to each other. Positions restart at each."
     )
     mask_loss_at_eod: bool = key(False, "The end-of-document token is not a target.")
     fim: FillInTheMiddle = key(
         FillInTheMiddle, "Fill-in-the-middle: documents reordered so that the model learns to infill."
     )
     span_corruption: SpanCorruptionSection = key(
-        SpanCorruptionSection, "Span corruption: spans of documents are taken out, and are to be written behind them."
+        SpanCorruptionSection, "Span corruption: the model writes spans that were taken from a document behind it."
     )
     cache: Derivable[str] = key(
         None,
@@ -146,6 +146,6 @@ class TokenizerSection(Section):
         "huggingface", "Kind of tokenizer."
     )
     path: str | None = key(None, "tokenizer.json, a model file, or a name on the hub.")
-    merges: str | None = key(None, "gpt2: the merges file beside the vocabulary.")
+    merges: str | None = key(None, "gpt2: the merges file of the vocabulary.")
     eod_token: str | None = key(None, "Text of the end-of-document token.", derived="the tokenizer's own end token")
     eod_id: int | None = key(None, "Id of the end-of-document token.", derived="from the tokenizer", ge=0)

@@ -11,17 +11,17 @@ from ..section import Derivable, Derived, Section, key
 class CompressOptions(Section):
     data: Literal["none", "bf16", "fp16", "int8_block", "top_k"] = key(
         "none",
-        "Form in which gradients travel between data parallel ranks (ZeRO 0 to 2): rounded to 16 bits, to 8 bits in "
-        "blocks of 256, or the largest of every 32 alone; the last two add what is left out to the next step's. Sums "
-        "are in fp32.",
+        "Form in which data parallel ranks send gradients (ZeRO 0 to 2): rounded to 16 bits, to 8 bits in blocks "
+        "of 256, or only the largest of every 32. The last two forms add the error to the gradients of the next "
+        "step. Sums are in fp32.",
     )
     tensor: Literal["none", "bf16", "fp16", "int8_block"] = key(
         "none",
-        "Form in which activations and their gradients travel between tensor parallel ranks, at the borders of each "
-        "layer. Sums are in fp32.",
+        "Form in which tensor parallel ranks send activations and their gradients, at the borders of each layer. "
+        "Sums are in fp32.",
     )
     pipeline: Literal["none", "bf16", "fp16", "int8_block"] = key(
-        "none", "Form in which activations and their gradients travel between pipeline stages."
+        "none", "Form in which pipeline stages send activations and their gradients."
     )
 
 
@@ -29,17 +29,18 @@ class CommunicationOptions(Section):
     table: str | None = key(
         None,
         "machine.yml with the algorithm of each collective by operation, hosts and size, as "
-        "`bench/communication.py --tune` writes it; none leaves all to the backend.",
+        "`bench/communication.py --tune` writes it. Without it the backend chooses.",
     )
     shared_memory: bool = key(
         True,
-        "On CPUs, ranks of one host sum and gather large tensors through memory that they share, and not over TCP. The "
-        "account is the same; where they cannot, a line says so.",
+        "On CPUs, ranks of one host sum and gather large tensors through memory that they share, and not over "
+        "TCP. The account is the same. A line reports hosts where they cannot.",
     )
     compress: CompressOptions = key(CompressOptions, "Collectives in fewer bytes, by axis.")
     island: int | None = key(
         None,
-        "Neighbouring ranks that share fast links, for algorithms in two levels and the account; none is a host.",
+        "Neighbouring ranks that share fast links, for algorithms in two levels and the account. The default is a "
+        "host.",
         unit="ranks",
         gt=0,
     )
@@ -72,33 +73,33 @@ class ParallelSection(Section):
     )
     context_method: Literal["auto", "ulysses", "ring", "nested", "gather"] = key(
         "auto",
-        "How attention works on a sequence that ranks share: ulysses gives each rank all tokens of some heads; ring "
-        "passes keys and values from rank to rank; nested is ulysses among neighbours and rings of these; gather gives "
-        "each rank all keys and values. auto is ulysses where the ranks divide the heads, else nested or ring.",
+        "How attention works on a sequence that ranks share: ulysses gives each rank all tokens of some heads. ring "
+        "passes keys and values from rank to rank. nested is ulysses among neighbours, in rings. gather gives each "
+        "rank all keys and values. auto is ulysses where the ranks divide the heads, else nested or ring.",
     )
     context_ulysses: int | None = key(
         None,
-        "nested: neighbours that exchange heads; none is the most that divide both the heads and the ranks.",
+        "nested: neighbours that exchange heads. The default is the largest number that divides both the heads and "
+        "the ranks.",
         unit="ranks",
         gt=0,
     )
     context_cut: Literal["auto", "contiguous", "zigzag"] = key(
         "auto",
-        "Which tokens a rank has: a run of neighbours, or (zigzag) the r-th of 2n runs from both ends, so that causal "
-        "attention is the same work for all; auto is zigzag where that balances something. Results are the same.",
+        "Tokens of a rank. contiguous: a run of neighbours. zigzag: the r-th of 2n runs from both ends, so that causal "
+        "attention is the same work for all. auto is zigzag where that balances the work. Results are the same.",
     )
     expert: int = key(
         1,
-        "Expert parallel size: data and context parallel ranks (with expert_tensor 1: tensor parallel ones too) that "
-        "share the experts of a layer; the rest of the model stays as it is.",
+        "Expert parallel size: data and context parallel ranks (with expert_tensor 1: tensor parallel ones too) "
+        "that share the experts of a layer. The rest of the model is not cut by it.",
         unit="ranks",
         gt=0,
     )
     expert_tensor: Derivable[int] = key(
         None,
-        "Tensor parallel size inside an expert: that of the model, or 1, where experts are folded over the tensor "
-        "axis: "
-        "each rank has whole experts and works on its share of the tokens.",
+        "Tensor parallel size inside an expert: that of the model, or 1. With 1, experts are folded over the "
+        "tensor axis: each rank has whole experts and works on its share of the tokens.",
         unit="ranks",
         derived=Derived("parallel.tensor", lambda own, at: own["tensor"], ("parallel.tensor",)),
         gt=0,
@@ -108,7 +109,7 @@ class ParallelSection(Section):
     )
     async_tensor: bool = key(
         False,
-        "Products of tensor parallel ranks that share sequences (parallel.sequence) overlap with what the ranks send "
+        "Products of tensor parallel ranks that share sequences (parallel.sequence) overlap with the messages "
         "around them, through the memory of NVIDIA GPUs of one host.",
     )
     pipeline_split: Literal["uniform", "parameters"] | list[int] = key(
@@ -128,8 +129,8 @@ class OffloadOptions(Section):
 class ZeroSection(Section):
     stage: Literal[0, 1, 2, 3] = key(
         1,
-        "ZeRO stage: what data parallel ranks share: 0 nothing, 1 optimizer state, 2 also gradients, 3 also "
-        "parameters.",
+        "ZeRO stage, with the tensors that data parallel ranks share: 0 nothing, 1 optimizer state, 2 also "
+        "gradients, 3 also parameters.",
     )
     offload_optimizer: OffloadOptions = key(OffloadOptions, "Keep optimizer state off the accelerator.")
     offload_parameters: OffloadOptions = key(OffloadOptions, "Keep parameters off the accelerator (stage 3).")
@@ -140,7 +141,8 @@ class ZeroSection(Section):
         "then. (Stages 0 and 1 always reduce once per step.)",
     )
     overlap: bool = key(
-        False, "Overlap gradient reduction with the backward pass (stage 1 but not in bf16, 2 and 3; without pipeline)."
+        False,
+        "Overlap gradient reduction with the backward pass (stage 1 but not in bf16, 2 and 3, without a pipeline).",
     )
     prefetch_size: int = key(50_000_000, "Stage 3: elements gathered ahead of their use.", unit="elements", ge=0)
     persistent_size: int = key(
@@ -153,16 +155,15 @@ class LossScaleOptions(Section):
     window: int = key(1000, "Steps without overflow after which the scale doubles.", unit="steps", gt=0)
     hysteresis: int = key(2, "Overflows tolerated before the scale is halved.", gt=0)
     minimum: float = key(1.0, "The scale never goes below this.", gt=0)
-    static: float = key(0.0, "A fixed loss scale; 0 means dynamic.", ge=0)
+    static: float = key(0.0, "A fixed loss scale. 0 means dynamic.", ge=0)
 
 
 class PrecisionSection(Section):
     compute: Literal["fp32", "bf16", "fp16"] = key(
-        "fp32", "Type of weights and activations; masters are fp32 always. `precision: bf16` is short for this."
+        "fp32", "Type of weights and activations. Masters are always fp32. `precision: bf16` is short for this."
     )
     products: Literal["compute", "fp8"] = key(
-        "compute",
-        "What matrix products of blocks multiply: numbers of `compute`, or 8-bit ones with a scale per tensor.",
+        "compute", "Factors of matrix products in blocks: numbers of `compute`, or 8-bit ones with a scale per tensor."
     )
     accumulate: Literal["fp32", "bf16", "fp16"] = key("fp32", "Type in which gradients of micro-batches are summed.")
     reduce: Literal["fp32", "bf16", "fp16"] = key(
@@ -173,8 +174,7 @@ class PrecisionSection(Section):
 
 class ActivationCheckpointing(Section):
     mode: Literal["none", "selective", "full"] = key(
-        "none",
-        "What is recomputed in the backward pass: nothing, all but matrix products and attention, or whole blocks.",
+        "none", "Recomputation in the backward pass: nothing, all but matrix products and attention, or whole blocks."
     )
     every: int = key(1, "full: checkpoint every n-th block.", unit="blocks", gt=0)
 
@@ -188,10 +188,10 @@ class BatchOptions(Section):
     partition: str | None = key(None, "Partition or queue.")
     qos: str | None = key(None, "Quality of service.")
     cores: int | None = key(
-        None, "Cores per host; none leaves it to the partition (exclusive hosts).", unit="cores", gt=0
+        None, "Cores per host. The default leaves it to the partition (exclusive hosts).", unit="cores", gt=0
     )
     memory: str | None = key(
-        None, "Memory per host (`200G`); none leaves it to the partition, or takes all of exclusive hosts."
+        None, "Memory per host (`200G`). The default leaves it to the partition, or takes all of exclusive hosts."
     )
     requeue: bool = key(True, "Let the scheduler start the job again after a host has failed or the time is up.")
     warning: int = key(
@@ -202,22 +202,23 @@ class BatchOptions(Section):
     image: str = key("megatron:latest", "Container image (Kubernetes).")
     gpus: Literal["nvidia", "amd"] = key("nvidia", "Whose GPUs a pod asks for (Kubernetes).")
     resources: dict[str, int] = key(
-        dict, "Further resources of a pod, by the names of the cluster's device plugins (`rdma/hca: 8`; Kubernetes)."
+        dict,
+        "Further resources of a pod, by the names of the cluster's device plugins (Kubernetes), such as `rdma/hca: 8`.",
     )
 
 
 class LaunchSection(Section):
     ranks: int | None = key(None, "Processes on each host.", derived="the number of GPUs, or 1 on CPU", gt=0)
-    runner: str = key("auto", "What starts the ranks.", role=RUNNER, words=("auto",))
+    runner: str = key("auto", "Program that starts the ranks.", role=RUNNER, words=("auto",))
     hostfile: str | None = key(None, "File of hosts, one `name slots=N` per line.")
     include: str | None = key(None, "Hosts and slots to use, in DeepSpeed's syntax.")
-    exclude: str | None = key(None, "Hosts and slots to leave out, in DeepSpeed's syntax.")
+    exclude: str | None = key(None, "Hosts and slots to exclude, in DeepSpeed's syntax.")
     master_address: str | None = key(None, "Address of rank 0 that all hosts reach.", derived="chosen by the runner")
     master_port: int | None = key(None, "Port of the rendezvous.", derived="a free port", gt=0, le=65535)
     interface: str | None = key(None, "Network interface for collectives.")
     environment: dict[str, str] = key(dict, "Environment variables set for every rank.")
     environment_file: str | None = key(
-        None, "File of `NAME=value` lines, set for every rank; values are taken as they stand."
+        None, "File of `NAME=value` lines, set for every rank. Values are taken literally."
     )
     forward: list[str] = key(
         list, "Names (or patterns such as NCCL_*) of environment variables passed on to every rank."
@@ -238,29 +239,29 @@ class LaunchSection(Section):
         0, "Start the run again after a failure, from the newest intact checkpoint, at most this often.", ge=0
     )
     restart_delay: float = key(
-        10.0, "Pause before the first restart; it doubles with each failure in a row, up to 600.", unit="seconds", ge=0
+        10.0, "Pause before the first restart. It doubles with each failure in a row, up to 600.", unit="seconds", ge=0
     )
     spares: int = key(
         0,
-        "Hosts kept back, the last ones that were chosen: where one is lost or computes wrong values, the run goes on "
-        "with one of them in its place, with the same ranks.",
+        "Hosts kept back, the last ones that were chosen. Where a host is lost or computes wrong values, the run "
+        "continues with a spare in its place, with the same ranks.",
         unit="hosts",
         ge=0,
     )
     compare: bool = key(
         False,
         "Before each start, restarts included, measure all hosts and spares as `deepy doctor --compare` does, and "
-        "name those that are slower than the others.",
+        "name the slow ones.",
     )
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "Accelerator; AMD GPUs are `cuda` to torch.")
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "Accelerator. AMD GPUs are `cuda` to torch.")
     bind: Literal["none", "numa", "cores"] = key(
         "numa", "Cores of a rank: all, those next to its GPU, or an equal share."
     )
     console: Literal["first", "all"] = key(
-        "first", "Whose output is shown: rank 0's, or everybody's. Each rank has a log file."
+        "first", "Output that is shown: of rank 0, or of all ranks. Each rank has a log file."
     )
     check_code: bool = key(True, "Refuse to start on hosts whose source code differs from the launcher's.")
-    python: str | None = key(None, "Python interpreter on the hosts; none is the path of the launcher's own.")
+    python: str | None = key(None, "Python interpreter on the hosts. The default is the path of the launcher's own.")
     container: str | None = key(
         None,
         "Container that agents and ranks run in, as TOOL:IMAGE: `apptainer:/images/deepy.sif`, `enroot:NAME`, or with "
@@ -272,4 +273,4 @@ class LaunchSection(Section):
     ssh_port: int | None = key(None, "Port of the ssh servers.", gt=0, le=65535)
     ssh_options: list[str] = key(list, "Options for every ssh, such as `-o` and `IdentityFile=...`.")
     working_directory: str | None = key(None, "Folder in which ranks start.", derived="the current folder")
-    batch: BatchOptions = key(BatchOptions, "What a job script asks the scheduler for.")
+    batch: BatchOptions = key(BatchOptions, "Requests of a job script to the scheduler.")

@@ -34,25 +34,25 @@ if TYPE_CHECKING:
 class ParametrizationOptions(Section):
     type: Literal["standard", "mup", "completep"] = key(
         "standard",
-        "standard: the same rates at every size. mup: those of a base model are right at every width. completep: at "
-        "every width and depth.",
+        "standard: the same rates at every size. mup: the rates of a base model are right at every width. "
+        "completep: at every width and depth.",
     )
     base_width: int | None = key(
         None, "model.hidden_size of the base model, whose rates and initial values these are.", unit="channels", gt=0
     )
     base_depth: int | None = key(
-        None, "completep: number of blocks of the base model; model.init means that model's.", unit="blocks", gt=0
+        None, "completep: number of blocks of the base model, to which model.init refers.", unit="blocks", gt=0
     )
     depth_exponent: float = key(
         1.0,
-        "completep: a branch is multiplied by (blocks / base_depth) ** -this; 1 is CompleteP, 0.5 has other rates.",
+        "completep: a branch is multiplied by (blocks / base_depth) ** -this. 1 is CompleteP, 0.5 has other rates.",
         ge=0.5,
         le=1.0,
     )
     base_head_dim: int | None = key(
         None,
-        "Channels per head of the base model: attention's scale is multiplied by sqrt(this / head_dim), so that it "
-        "falls with 1 / head_dim; without it, heads are taken to grow in number, not in size.",
+        "Channels per head of the base model: attention's scale is multiplied by sqrt(this / head_dim), so that "
+        "it falls with 1 / head_dim. Without it, heads grow in number and not in size.",
         unit="channels",
         gt=0,
     )
@@ -64,17 +64,17 @@ SHORT = 64  # tokens of a document: those of a micro-batch are taken to be as lo
 class FusedAttentionOptions(Section):
     flash: Literal["auto", "fa3"] = key(
         "auto",
-        "What torch computes plain causal attention with on a GPU: its own choice (cuDNN or FlashAttention 2), or the "
+        "Kernel of plain causal attention on a GPU: torch's own choice (cuDNN or FlashAttention 2), or the "
         "package of FlashAttention 3 (Hopper).",
     )
     documents: Literal["auto", "varlen"] = key(
         "auto",
-        "What keeps documents apart on a GPU (data.reset_attention_at_eod): FlexAttention, or FlashAttention of "
-        "documents one after another.",
+        "Kernel that keeps documents apart on a GPU (data.reset_attention_at_eod): FlexAttention, or "
+        "FlashAttention of documents one after another.",
     )
     most_documents: Derivable[int] = key(
         None,
-        "varlen: documents that a sample may have, on average over a micro-batch; more of them are an error.",
+        "varlen: documents that a sample may have, on average over a micro-batch. More are an error.",
         unit="documents",
         derived=Derived(
             "training.sequence_length / 64, at least 8",
@@ -126,17 +126,16 @@ class ResidualOptions(Section):
     shared_norm: bool = key(False, "parallel form: one norm feeds both branches (GPT-J) instead of two (NeoX).")
     fp32: bool = key(
         False,
-        "The stream is fp32 in every precision (Mamba, Mamba-2, ZAYA1): branches compute in precision.compute on "
-        "what their "
-        "norms read, and their outputs are added in fp32. Costs twice the memory of the stream in 16-bit training.",
+        "The stream is fp32 in every precision (Mamba, Mamba-2, ZAYA1): branches compute in precision.compute after "
+        "their norms, and their outputs are added in fp32. Costs twice the memory of the stream in 16-bit training.",
     )
     multiplier: float = key(
         1.0, "Each branch's output is multiplied by this before it is added (Granite, muP depth scaling)."
     )
     channel_scales: bool = key(
         False,
-        "sequential form: branch y and stream x are scaled and shifted by trained vectors where they are added, x <- "
-        "(y + b) * a + (x + d) * c, and so is the embedding (ZAYA1); all start at 1 and 0.",
+        "sequential form: branch y and stream x are scaled and shifted by trained vectors where they are added, x "
+        "<- (y + b) * a + (x + d) * c. So is the embedding (ZAYA1). All start at 1 and 0.",
     )
 
 
@@ -189,7 +188,7 @@ InitScheme = Literal[
 
 
 class InitOptions(Section):
-    std: float = key(0.02, "Standard deviation of normal; scaled_normal divides it by sqrt(2 * layers).", gt=0)
+    std: float = key(0.02, "Standard deviation of normal. scaled_normal divides it by sqrt(2 * layers).", gt=0)
     embedding: InitScheme = key("normal", "Scheme of the token and position embeddings.")
     hidden: InitScheme = key(
         "normal", "Scheme of matrices that read the residual stream (query, key, value, gate, up)."
@@ -204,7 +203,7 @@ class InitOptions(Section):
     )
     layers: Derivable[int] = key(
         None,
-        "Layer count in the depth-dependent schemes; the blocks of a recurrent group count recurrence.mean times.",
+        "Layer count in the depth-dependent schemes. The blocks of a recurrent group count recurrence.mean times.",
         derived=Derived("the number of blocks in model.layers", _block_count, ("model.layers",)),
         gt=0,
     )
@@ -213,14 +212,14 @@ class InitOptions(Section):
 class _Stack(Section):
     layers: str = key(
         ...,
-        "The stack as a pattern: kinds joined by '/', groups repeated by 'x N', variants named by '@', mixers that "
-        "read the same and are summed joined by '&', as in '(attention/mlp) x12'; 'recurrent(...)' is a group that "
-        "model.recurrence repeats.",
+        "The stack as a pattern, as in '(attention/mlp) x12': kinds joined by '/', groups repeated by 'x N', "
+        "variants named by '@'. '&' joins mixers of one input whose outputs are summed. 'recurrent(...)' is a "
+        "group that model.recurrence repeats.",
     )
     hidden_size: int = key(..., "Width of the residual stream.", unit="channels", gt=0, le=2**20)
     vocab_size: Derivable[int] = key(
         None,
-        "Rows of the embedding and of the head; never depends on the layout.",
+        "Rows of the embedding and of the head. They never depend on the layout.",
         unit="tokens",
         derived=Derived(
             "the tokenizer's size rounded up to a multiple of model.vocab_multiple",
@@ -284,7 +283,7 @@ class ModelSection(_Kinds):
     )
     kernels: str = key(
         "auto",
-        "What computes recurrent mixers: torch, or a package of GPU kernels that a kind names (mamba_ssm, fla); auto "
+        "Program of recurrent mixers: torch, or a package of GPU kernels that a kind names (mamba_ssm, fla). auto "
         "takes one that is installed.",
     )
     fused_attention: FusedAttentionOptions = key(
@@ -292,8 +291,8 @@ class ModelSection(_Kinds):
     )
     extensions: list[str] = key(
         list,
-        "Python modules of other packages that add kinds of layers, optimizers and more, as in '[my_lab.retnet]'; each "
-        "has a mapping EXTENSION of roles to names to import paths.",
+        "Python modules of other packages that add kinds of layers, optimizers and more, as in '[my_lab.retnet]'. "
+        "Each has a mapping EXTENSION of roles to names to import paths.",
     )
 
     @property

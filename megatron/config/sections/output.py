@@ -14,7 +14,7 @@ RUN_NAME = "{run.name}"  # what stands for it in the URL of a level
 class RunSection(Section):
     name: Derivable[str] = key(
         None,
-        "Name of the run; of a file in a folder with the folder's before it (configs/llama/7b.yml: llama-7b).",
+        "Name of the run. That of a file in a folder begins with the folder's name (configs/llama/7b.yml: llama-7b).",
         derived=Derived("the first configuration file's name", lambda own, at: at.name, ()),
     )
     dir: Derivable[str] = key(
@@ -28,23 +28,26 @@ class RunSection(Section):
 class LevelSection(Section):
     place: Literal["memory", "disk", "store"] = key(
         ...,
-        "memory: a file system in memory of each host (/dev/shm), for what its ranks own, which outlives ranks and "
-        "agents; disk: a folder of each host's own (path); store: an object store (url), for copies of finished "
-        "checkpoints.",
+        "memory: a file system in memory of each host (/dev/shm), which outlives ranks and agents. disk: a folder "
+        "of each host's own (path). store: an object store (url), for copies of finished checkpoints.",
     )
-    path: str | None = key(None, "Of a disk: folder on each host; {host} stands for the host's name.")
+    path: str | None = key(None, "Of a disk: folder on each host. {host} stands for the host's name.")
     url: str | None = key(
         None, f"Of a store: any fsspec URL (s3://, gs://, file://); {RUN_NAME} stands for the run's name."
     )
     every: int | Literal["auto"] = key(
         ...,
-        "Save every n steps. auto: as often as loses least time, by what a save here costs and by the failures after "
-        "which a run would begin from here (Young/Daly); in a store, which costs the steps nothing, each checkpoint.",
+        "Save every n steps. auto: the interval that loses the least time, by the cost of a save here and the "
+        "failures after which a run would begin from here (Young/Daly). A store, which costs the steps nothing, "
+        "then gets each checkpoint.",
         unit="steps",
     )
-    keep: int | Literal["all"] = key(2, "Keep the newest k saves; all is for a store.")
+    keep: int | Literal["all"] = key(2, "Keep the newest k saves. all is for a store.")
     neighbours: int = key(
-        0, "So many hosts after each have its files too: as many may be lost side by side.", unit="hosts", ge=0
+        0,
+        "Number of hosts after each host that have its files too, and of neighbours that may be lost together.",
+        unit="hosts",
+        ge=0,
     )
 
     @property
@@ -66,41 +69,39 @@ class CheckpointSection(Section):
     )
     auto: bool = key(
         False,
-        "Save as often as loses least time, by what a save has cost so far and by the failures that were seen "
-        "(Young/Daly).",
+        "Save at the interval that loses the least time, by the cost of earlier saves and the failures that were "
+        "seen (Young/Daly).",
     )
     steps: list[int] = key(list, "Save at these steps too.", unit="steps")
     log_spaced: bool = key(False, "Save at steps 0, 1, 2, 4, ..., 512 too (Pythia).")
     at_end: bool = key(True, "Save after the last step.")
-    keep_last: int | None = key(None, "Keep only the newest k checkpoints (and those of keep_every).", gt=0)
+    keep_last: int | None = key(None, "Keep only the newest k checkpoints, and the checkpoints of keep_every.", gt=0)
     keep_every: int | None = key(
         None, "Keep each checkpoint whose step is a multiple of this for ever.", unit="steps", gt=0
     )
     resume: str = key(
         "auto",
-        "auto: the newest intact checkpoint in checkpoint.dir if there is one; none: start anew; or the path or "
-        "fsspec URL "
-        "of one.",
+        "auto: the newest intact checkpoint in checkpoint.dir if there is one. none: start without one. Otherwise "
+        "the path or fsspec URL of one.",
     )
     allow_changes: list[str] = key(
         list,
-        "Keys, or sections, in which a resumed run may differ from its checkpoint although they make it another run: "
-        "training.seed, model, tokenizer; optimizer.options.weights for another file of that name.",
+        "Keys, or sections, in which a resumed run may differ from its checkpoint although they make it another "
+        "run: training.seed, model, tokenizer, or optimizer.options.weights for another file of that name.",
     )
     initialize_from: str | None = key(
         None, "Take only the weights from this checkpoint (path or fsspec URL) or Hugging Face folder."
     )
     initialize_map: dict[str, str] = key(
         dict,
-        "With initialize_from: tensors of this model that are made of others of the checkpoint, as in "
-        "'layers.*.moe.experts.down.weight: layers.*.mlp.down.weight', or that start anew "
-        "('layers.*.moe.router.weight: "
-        "new'); `*` is a word.",
+        "With initialize_from: tensors of this model that are made of other tensors of the checkpoint, as in "
+        "'layers.*.moe.experts.down.weight: layers.*.mlp.down.weight', or with their initial values "
+        "('layers.*.moe.router.weight: new'). `*` is a word.",
     )
     initialize_layers: list[int | Literal["identity"]] = key(
         list,
-        "With initialize_from: for each block of this model the number of the checkpoint's block that it starts as, as "
-        "in '[0, 1, 0, 1]' for a stack of twice the depth; identity: the block adds nothing at first.",
+        "With initialize_from: the number of the checkpoint's block that each block of this model starts as. '[0, "
+        "1, 0, 1]' is a stack of twice the depth. identity: the block adds nothing at first.",
     )
     initialize_vocabulary: Literal["same", "mean", "initial"] = key(
         "same",
@@ -109,15 +110,15 @@ class CheckpointSection(Section):
     )
     prove: bool = key(
         False,
-        "Save with each checkpoint the loss of its weights on the batch of the last step; a run that resumes computes "
-        "it again, and refuses to go on if it differs: on the same layout in any bit, on others beyond rounding.",
+        "Save with each checkpoint the loss of its weights on the batch of the last step. A resumed run computes "
+        "it again, and stops if it differs: on the same layout in any bit, on other layouts beyond rounding.",
     )
     optimizer_state: bool = key(True, "Save optimizer state, without which a checkpoint cannot be resumed.")
     asynchronous: bool = key(False, "Write in the background after a copy to host memory.")
     levels: list[LevelSection] = key(
         list,
-        "Further copies that a restart may begin from: nearer ones, on the hosts themselves, the nearest first, and "
-        "one in an object store, for where nothing nearer is left.",
+        "Further copies that a restart may begin from: copies on the hosts, the nearest first, and one in an "
+        "object store.",
     )
 
     @property
@@ -140,8 +141,8 @@ class SampleOptions(Section):
     every: int | None = key(None, "Generate samples every n steps.", unit="steps", gt=0)
     prompts: list[str] = key(list, "Texts to continue.")
     tokens: int = key(64, "Length of a sample.", unit="tokens", gt=0)
-    temperature: float = key(0.8, "Sampling temperature; 0 is greedy.", ge=0)
-    top_k: int = key(0, "Sample from the k likeliest tokens; 0 is all.", ge=0)
+    temperature: float = key(0.8, "Sampling temperature. 0 is greedy.", ge=0)
+    top_k: int = key(0, "Sample from the k likeliest tokens. 0 is all.", ge=0)
     top_p: float = key(1.0, "Sample from the smallest set of tokens with this probability.", gt=0, le=1)
 
 
@@ -149,20 +150,20 @@ class TaskOptions(Section):
     name: str = key("", "Name of a task, group or tag of the evaluation harness, a task file, or an own task.")
     every: int | None = key(
         None,
-        "Run it every n steps; none: after the last step; 0: not during training, only where evaluate.py is not given "
+        "Run it every n steps. null: after the last step. 0: not during training, only by evaluate.py without "
         "other tasks.",
         unit="steps",
         ge=0,
     )
-    few_shot: int | None = key(None, "Examples before each question; none: as the task says.", ge=0)
-    limit: float | None = key(None, "Only the first n documents; below 1, a share of them.", gt=0)
+    few_shot: int | None = key(None, "Examples before each question. null: as the task says.", ge=0)
+    limit: float | None = key(None, "Only the first n documents, or below 1 a share of them.", gt=0)
 
 
 class ProbeOptions(Section):
     name: str = key(..., "Name in records.", min_length=1)
     path: str = key(..., 'File of JSON lines: {"text": ...}, or {"context": ..., "continuation": ...}.')
     every: int | None = key(
-        None, "Score it every n steps, step 0 included; none: wherever a checkpoint is due.", unit="steps", gt=0
+        None, "Score it every n steps, step 0 included. null: with each checkpoint.", unit="steps", gt=0
     )
 
 
@@ -171,7 +172,7 @@ class EvaluationSection(Section):
     every: int | None = key(None, "Evaluate every n steps.", unit="steps", gt=0)
     batches: int = key(
         10,
-        "Global batches per validation set; 0 reads each set once, as far as it fills whole batches.",
+        "Global batches per validation set. 0 reads each set once, as far as it fills whole batches.",
         unit="batches",
         ge=0,
     )
@@ -190,7 +191,7 @@ class EvaluationSection(Section):
     task_folders: list[str] = key(list, "Folders with task files of your own, which are tasks under their names.")
     truncate: bool = key(
         False,
-        "Leave out the beginnings of tasks' contexts that are longer than the model reads, as lm_eval does; otherwise "
+        "Cut the beginnings of tasks' contexts that are longer than the model reads, as lm_eval does. Otherwise "
         "such tasks are refused.",
     )
 
@@ -204,14 +205,14 @@ class WandbOptions(Section):
 
 
 class ProfileOptions(Section):
-    start: int | None = key(None, "First profiled step; none profiles nothing.", unit="steps", gt=0)
+    start: int | None = key(None, "First profiled step. Without it nothing is profiled.", unit="steps", gt=0)
     steps: int = key(3, "Number of profiled steps.", unit="steps", gt=0)
     ranks: list[int] = key(lambda: [0], "Ranks that profile.")
     memory: bool = key(False, "Also write a memory snapshot (GPU).")
 
 
 class SinkSection(Addition):
-    type: str = key(..., "What takes the records.", role=METRIC)
+    type: str = key(..., "Class that takes the records.", role=METRIC)
 
 
 @extended("logging")
@@ -234,10 +235,11 @@ class LoggingSection(Section):
     curve: bool = key(True, "Draw loss.png at the end.")
     predictions: bool = key(
         True,
-        "Print what the run will need, and keep what it needed in a file of yours that corrects later predictions.",
+        "Print the time and memory that the run will need, and record the actual ones in a file of yours that "
+        "corrects later predictions.",
     )
     sinks: list[SinkSection] = key(list, "Further places where metrics go: import paths, or {type, options}.")
 
 
 class HookSection(Addition):
-    type: str = key(..., "What is called beside the steps.", role=HOOK)
+    type: str = key(..., "Class that is called between the steps.", role=HOOK)

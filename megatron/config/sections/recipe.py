@@ -43,12 +43,12 @@ class StageRotary(Section):
 class SequenceStage(Section):
     until: int = key(..., "Updates that are done when the stage ends.", unit="steps", gt=0)
     sequence_length: int = key(
-        ..., "Tokens per sample in the stage; divides training.sequence_length.", unit="tokens", gt=0, le=2**31 - 1
+        ..., "Tokens per sample in the stage. It divides training.sequence_length.", unit="tokens", gt=0, le=2**31 - 1
     )
     rotary: dict[str, StageRotary] = key(
         dict,
-        "Rotary options of the stage by kind of layer (`attention`), or kind and variant (`attention@far`); kinds that "
-        "are not named have those of the model.",
+        "Rotary options of the stage by kind of layer (`attention`), or kind and variant (`attention@far`). Other "
+        "kinds have the options of the model.",
     )
 
 
@@ -56,7 +56,7 @@ class SequenceStage(Section):
 class TrainingSection(Section):
     steps: Derivable[int] = key(
         None,
-        "Optimizer steps of the whole run; needed, or training.epochs.",
+        "Optimizer steps of the whole run. Required, unless training.epochs is given.",
         unit="steps",
         derived=Derived(
             "whole batches of training.epochs times the samples that the sources of data.train have",
@@ -70,8 +70,8 @@ class TrainingSection(Section):
     sequence_length: int = key(..., "Tokens per sample that the model reads.", unit="tokens", gt=0, le=2**31 - 1)
     sequence_schedule: list[SequenceStage] = key(
         list,
-        "Stages of shorter sequences before the steps with training.sequence_length; a batch has the same tokens in "
-        "all of them (docs/long_context.md).",
+        "Stages of shorter sequences before the steps with training.sequence_length. A batch has the same tokens "
+        "in all of them (docs/long_context.md).",
     )
     micro_batch_size: int = key(
         1, "Samples in one forward pass of one data parallel rank.", unit="samples", gt=0, le=2**20
@@ -101,7 +101,7 @@ class TrainingSection(Section):
     z_loss: float = key(0.0, "Coefficient of the mean squared log-partition (PaLM z-loss).", ge=0)
     loss_chunk: int = key(
         1024,
-        "Tokens whose logits exist at one time while the loss is computed; 0 computes all at once.",
+        "Tokens whose logits exist at one time while the loss is computed. 0 computes all at once.",
         unit="tokens",
         ge=0,
     )
@@ -110,16 +110,16 @@ class TrainingSection(Section):
     )
     sequence_chunks: int = key(
         1,
-        "Chunks of a sequence that a layer works on one after the other: each is recomputed in the backward pass, and "
-        "keys and values of earlier ones wait in the host's memory (docs/long_context.md).",
+        "Chunks of a sequence that a layer computes one after the other. Each is recomputed in the backward pass, "
+        "and keys and values of earlier ones are in the host's memory (docs/long_context.md).",
         unit="chunks",
         ge=1,
         le=2**16,
     )
     weight_average: float | None = key(
         None,
-        "Coefficient of an exponential moving average of the weights over steps, such as 0.999. It is evaluated beside "
-        "the weights, saved, and exported by to_hf.py --average.",
+        "Coefficient of an exponential moving average of the weights over steps, such as 0.999. It is evaluated "
+        "with the weights, saved, and exported by to_hf.py --average.",
         gt=0,
         lt=1,
     )
@@ -130,8 +130,8 @@ class TrainingSection(Section):
     )
     cuda_graphs: bool = key(
         False,
-        "Replay compiled blocks of attention and mlp as CUDA graphs; shapes and addresses must be the same in every "
-        "step (docs/performance.md).",
+        "Replay compiled blocks of attention and mlp as CUDA graphs. Shapes and addresses must be the same in "
+        "every step (docs/performance.md).",
     )
     deterministic: bool = key(False, "Use deterministic kernels where torch has them.")
     epochs: int | None = key(
@@ -144,7 +144,7 @@ class TrainingSection(Section):
     )
     stop_after: float | None = key(None, "Wall time after which the run saves and stops.", unit="minutes", gt=0)
     stop_at_step: int | None = key(
-        None, "Save and stop after this step although the schedule goes on to training.steps.", unit="steps", gt=0
+        None, "Save and stop after this step although the schedule ends at training.steps.", unit="steps", gt=0
     )
 
 
@@ -152,20 +152,18 @@ class TrainingSection(Section):
 class ObjectiveSection(Section):
     type: str = key("cross_entropy", "Which labels count, and what each costs (docs/data.md).", role=OBJECTIVE)
     k: int = key(4, "goldfish: mask one in k labels.", ge=2, le=10**6)
-    h: int = key(
-        13, "goldfish: whether a label is left out depends on the h tokens before it.", unit="tokens", ge=1, le=1024
-    )
+    h: int = key(13, "goldfish: the h tokens before a label decide whether it is masked.", unit="tokens", ge=1, le=1024)
     mask: Literal["hashed", "static", "reference"] = key(
         "hashed",
-        "goldfish: labels are left out by a hash of the h tokens before them in their document; every k-th one of a "
-        "sample; or as the authors' program has it (docs/memorisation.md).",
+        "goldfish: rule of masked labels. hashed: a hash of the h tokens before the label in its document. "
+        "static: every k-th one of a sample. reference: as in the authors' program (docs/memorisation.md).",
     )
     teacher: str | None = key(
-        None, "distillation: the checkpoint of the model to learn from; it is never changed (docs/distillation.md)."
+        None, "distillation: the checkpoint of the model to learn from. It is never changed (docs/distillation.md)."
     )
     alpha: float = key(
         0.5,
-        "distillation: share of the divergence from the teacher in the cost of a label; the rest is its cross-entropy.",
+        "distillation: share of the divergence from the teacher in the cost of a label. The rest is its cross-entropy.",
         gt=0,
         le=1,
     )
@@ -184,9 +182,9 @@ class ParameterGroup(Section):
         ge=0,
     )
     betas: tuple[float, float] | None = key(
-        None, "Averaging coefficients of this role; null: optimizer.betas.", strict=False
+        None, "Averaging coefficients of this role. null: optimizer.betas.", strict=False
     )
-    epsilon: float | None = key(None, "Epsilon of this role; null: optimizer.epsilon.", gt=0)
+    epsilon: float | None = key(None, "Epsilon of this role. null: optimizer.epsilon.", gt=0)
 
 
 ParameterRole = Literal[
@@ -198,7 +196,7 @@ ParameterRole = Literal[
 class OptimizerSection(Section):
     type: str = key(
         "adamw",
-        "Optimizer (docs/optimizers.md); muon and soap update hidden matrices and leave the rest to AdamW.",
+        "Optimizer (docs/optimizers.md). muon and soap update hidden matrices and leave the rest to AdamW.",
         role=OPTIMIZER,
     )
     lr: float = key(3e-4, "Peak learning rate.", ge=0, le=1000)
@@ -211,16 +209,16 @@ class OptimizerSection(Section):
     muon_momentum: float = key(0.95, "Momentum of muon's matrices.", ge=0, lt=1)
     muon_scale: Literal["original", "moonlight"] = key(
         "original",
-        "Size of muon's updates: original, sqrt(max(1, rows / columns)); moonlight, 0.2 sqrt(max(rows, columns)), the "
-        "size of AdamW's, so that muon_lr can be AdamW's rate.",
+        "Size of muon's updates. original: sqrt(max(1, rows / columns)). moonlight: 0.2 sqrt(max(rows, columns)), "
+        "the size of AdamW's, so that muon_lr can be AdamW's rate.",
     )
     gradient_clipping: float = key(
-        1.0, "Largest global gradient norm; larger gradients are scaled down; 0 is off.", ge=0
+        1.0, "Largest global gradient norm. Larger gradients are scaled down. 0 is off.", ge=0
     )
     fused: bool = key(True, "Use the fused implementation where the device has one.")
     groups: dict[ParameterRole, ParameterGroup] = key(
         lambda: {role: ParameterGroup(weight_decay=0.0) for role in ("norm", "bias", "state", "decay")},
-        "Settings by role of a parameter, merged with the default; roles not named use the optimizer's own.",
+        "Settings by role of a parameter, merged with the default. Other roles use the optimizer's own.",
     )
     options: dict[str, Any] = key(
         dict, "Further options of the optimizer (docs/optimizers.md), or of one from a package of yours."
@@ -259,7 +257,7 @@ class ScheduleSection(Section):
     constant_lr_ratio: float = key(0.5, "infinite: the constant rate as a share of the peak.", gt=0, le=1)
     compat: Literal["none", "neox", "neox-v1"] = key(
         "none",
-        "Reproduce GPT-NeoX's learning rates, step for step: neox, those of today's version; neox-v1, those of 1.0 "
-        "(Pythia, GPT-NeoX-20B).",
+        "Reproduce GPT-NeoX's learning rates, step for step. neox: of today's version. neox-v1: of 1.0 (Pythia, "
+        "GPT-NeoX-20B).",
     )
     options: dict[str, Any] = key(dict, "Further options, for a schedule from a package of yours.")

@@ -22,8 +22,8 @@ def _state_std(own: dict[str, Any], at: Any) -> float | None:
 class RecurrenceOptions(Section):
     sampling: Literal["lognormal_poisson", "fixed"] = key(
         "lognormal_poisson",
-        "How often a training step repeats the core. lognormal_poisson: a rate is drawn with mean `mean`, log-normal, "
-        "then Poisson(rate) + 1 passes; one draw per step, by its number. fixed: `mean` passes in every step.",
+        "Passes through the core in a training step. lognormal_poisson: a log-normal rate with mean `mean` is "
+        "drawn, then Poisson(rate) + 1 passes, once per step. fixed: `mean` passes in every step.",
     )
     mean: int = key(32, "Mean of the rate at which passes are drawn.", unit="passes", gt=0, le=1024)
     spread: float = key(0.5, "Standard deviation of the rate's logarithm.", ge=0, le=2)

@@ -14,15 +14,15 @@ class RotaryScaling(Section):
     )
     factor: float = key(1.0, "Ratio of the new context length to the original one.", gt=0)
     original_length: Needed[int] = key(
-        None, "Context length the frequencies were made for; llama3, yarn and dynamic need it.", unit="tokens", gt=0
+        None, "Context length the frequencies were made for. llama3, yarn and dynamic need it.", unit="tokens", gt=0
     )
     low_frequency_factor: float = key(
         1.0, "llama3: wavelengths longer than original_length over this are fully stretched.", gt=0
     )
     high_frequency_factor: float = key(
-        4.0, "llama3: wavelengths shorter than original_length over this are left alone.", gt=0
+        4.0, "llama3: wavelengths shorter than original_length over this are not stretched.", gt=0
     )
-    beta_fast: float = key(32.0, "yarn: number of rotations above which a frequency is left alone.", gt=0)
+    beta_fast: float = key(32.0, "yarn: number of rotations above which a frequency is not stretched.", gt=0)
     beta_slow: float = key(1.0, "yarn: number of rotations below which a frequency is fully stretched.", gt=0)
     truncate: bool = key(True, "yarn: round the two channels between which frequencies are stretched (not: GPT-OSS).")
     attention_factor: Derivable[float] = key(

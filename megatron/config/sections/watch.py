@@ -10,23 +10,23 @@ from ..section import Section, key
 class SlowOptions(Section):
     every: int | None = key(
         10,
-        "Compare the ranks' times over n steps each, sent with the numbers of the step behind them; none never does.",
+        "Compare the ranks' times over n steps each, sent with the numbers of the step after them. null: never.",
         unit="steps",
         gt=0,
     )
     factor: float = key(
-        1.5, "A rank is slow that needs this many times what the median of the others, or its own past, needs.", gt=1
+        1.5, "A rank is slow if its time is this multiple of the median of the others, or of its own past.", gt=1
     )
-    windows: int = key(3, "So many comparisons in a row must say so before a rank is named.", gt=0)
+    windows: int = key(3, "Number of comparisons in a row in which a rank must be slow before it is named.", gt=0)
 
 
 class WatchSection(Section):
     hang: Literal["auto", "report", "stop", "off"] = key(
         "auto",
-        "What happens when a run hangs: report says which rank is at fault and goes on waiting, stop also ends the run "
-        "(and starts it again with launch.restarts); auto is stop with launch.restarts, report without.",
+        "Reaction to a run that hangs. report: name the rank at fault and keep waiting. stop: also end the run, "
+        "and start it again with launch.restarts. auto: stop with launch.restarts, report without.",
     )
-    factor: float = key(5.0, "A phase may take this many times the longest it has taken in this run.", ge=1)
+    factor: float = key(5.0, "A phase may take this multiple of its longest time in this run.", ge=1)
     step: float = key(
         180.0, "But forward, backward, reduction and optimizer always at least this long.", unit="seconds", gt=0
     )

@@ -73,15 +73,13 @@ CAUSES = (
         r"Watchdog caught collective operation timeout|Timed out waiting \d+ms|"
         r"timed out.*(all_?reduce|broadcast|barrier|send|recv)|"
         r"wait timeout after|Socket Timeout",
-        "a collective waited for a rank that did not come: look for a rank that hangs or has failed "
-        "(its log is among the others), "
-        "or a network that is cut; launch.timeout sets how long to wait",
+        "a collective waited for a rank that did not come: look for a rank that hangs or has failed (its log is among "
+        "the others), or a network that is cut; launch.timeout sets how long to wait",
     ),
     (
         r"ncclSystemError|ncclInternalError|ncclRemoteError|NCCL error|RCCL error",
         "NCCL failed: run again with NCCL_DEBUG=INFO; a wrong network interface (launch.interface) and small "
-        "locked-memory limits "
-        "(`ulimit -l`) are the usual causes",
+        "locked-memory limits (`ulimit -l`) are the usual causes",
     ),
     (
         r"(Connection (refused|reset|closed)|Broken pipe).*|connectFullMesh|Connection closed by peer",
