@@ -31,6 +31,9 @@ def test_every_case_is_in_the_table():
 def test_every_layout_and_architecture_is_tested():
     assert {case.layout for case in cases()} == set(read()["layouts"])
     assert {case.architecture for case in cases()} == set(read()["architectures"])
+    assert {case.architecture for case in cases() if case.values.get("precision") == "bf16"} == set(
+        read()["architectures"]
+    )
 
 
 def test_every_case_is_run_by_some_file():
