@@ -1,7 +1,7 @@
 """What is this run? Typed sections, YAML files and overrides, the origin of each value, and rules.
 
-What is named here is imported when it is first asked for: the options of a kind of layer import `megatron.config.kind`,
-and the schema imports them.
+Each name is imported at its first use: the options of a kind of layer import `megatron.config.kind`, and the schema
+imports them.
 """
 
 from __future__ import annotations

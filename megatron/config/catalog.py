@@ -40,12 +40,12 @@ class Key:
     """One key of the schema.
 
     Attributes:
-        path: its path; `ANY` stands for names and indices that the user chooses.
+        path: its path. `ANY` stands for names and indices that the user chooses.
         annotation: the Python type.
         default: `PydanticUndefined` if the key is required.
-        derived, rule: the formula that fills it in, and what works it out (None where only a start can).
+        derived, rule: the formula that fills it in, and its function (None where only a start can).
         section: whether it is a group of keys.
-        limits: bounds, such as {"gt": 0}; for a name of the registry also its role and its other words.
+        limits: bounds, such as {"gt": 0}. For a name of the registry also its role and its other words.
     """
 
     path: tuple[str, ...]
@@ -111,7 +111,7 @@ def _limits(field: FieldInfo) -> dict[str, Any]:
 
 
 def _extra(field: FieldInfo) -> dict[str, Any]:
-    """What `sections.base.key` says of a key beside pydantic."""
+    """The facts of `section.key` that pydantic does not have."""
     extra = field.json_schema_extra
     return dict(extra) if isinstance(extra, dict) else {}
 
@@ -151,7 +151,7 @@ def catalog() -> dict[tuple[str, ...], Key]:
 
 
 def type_at(path: Path) -> Any | None:
-    """The annotation of what stands at a path (a key, or a member of a mapping or list); None if nothing can."""
+    """The annotation of what stands at a path (a key, or a member of a mapping or list), or None if nothing can."""
     return _walk(current_schema(), path)[1]
 
 
@@ -177,7 +177,7 @@ def _walk(schema: type[Config], path: Path) -> tuple[tuple[str, ...], Any | None
 
 
 def lookup(path: Path) -> Key | None:
-    """The key at a path, with user-chosen names in it; None if the schema has no such key."""
+    """The key at a path, with user-chosen names in it, or None if the schema has no such key."""
     return catalog().get(pattern_of(path))
 
 

@@ -1,8 +1,8 @@
-"""Keys that follow from other keys. Each has its formula and its function where it is declared
-(`sections.base.Derived`); here they are put in order and worked out.
+"""Keys that follow from other keys. Each has its formula and its function where it is declared (`section.Derived`).
+This file puts them in order and computes them.
 
-A function reads resolved values through a `View` and returns the value, or None where the key has no meaning or
-what it needs is not known (no tokenizer, an unknown number of ranks).
+A function reads resolved values through a `View` and returns the value, or None where the key has no meaning or an
+input is not known (no tokenizer, an unknown number of ranks).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .tree import expand, get, put
 
 @dataclass
 class View:
-    """The values so far, and what is known beside them.
+    """The values so far, with the run's name and ranks.
 
     Attributes:
         values: the nested values of the whole configuration.
-        name: what the first configuration file calls the run; see `files.run_name`.
+        name: the run's name by its first configuration file (`files.run_name`).
         ranks: processes of the whole run, if known.
     """
 
@@ -50,7 +50,7 @@ class View:
 
     @property
     def blocks(self) -> list:
-        """The blocks of the pattern; none if it cannot be read (a rule reports that)."""
+        """The blocks of the pattern, or none if it cannot be read, which a rule reports."""
         try:
             return list(blocks_of(self["model.layers"], tuple(self["model.extensions"])))
         except PatternError:
@@ -62,8 +62,8 @@ class Derivation:
     """How a key is filled in.
 
     Attributes:
-        key: its name; a `*` stands for each member.
-        keys: what the formula reads.
+        key: its name. A `*` stands for each member.
+        keys: the inputs of the formula.
     """
 
     key: str
@@ -75,13 +75,13 @@ class Derivation:
         return self.derived.formula
 
     def value(self, path: Path, view: View) -> Any:
-        """What it gives for the key at `path`."""
+        """Its value for the key at `path`."""
         return self.derived.function(get(view.values, path[:-1]), view)
 
 
 @cache
 def derivations(schema: type[Config]) -> tuple[Derivation, ...]:
-    """All derived keys, each behind those that it reads (where two read each other, in the schema's order)."""
+    """All derived keys, each after its inputs. Keys that read each other are in the schema's order."""
     rules = {}
     for key in catalog_of(schema).values():
         if key.rule is not None:

@@ -56,7 +56,7 @@ def read_plain(path: AnyPath, limit: int = 1 << 40) -> bytes:
 
 
 def unreadable(path: AnyPath) -> str | None:
-    """Why a plain file cannot be read, as the end of a sentence; None if it can be."""
+    """Why a plain file cannot be read, as the end of a sentence, or None if it can be."""
     try:
         if os.path.isdir(path):
             raise IsADirectoryError
@@ -98,7 +98,7 @@ def replacing(path: AnyPath, *, durable: bool = False) -> Iterator[BinaryIO]:
 
 
 def replace_file(path: AnyPath, content: str | bytes, *, durable: bool = False) -> None:
-    """Write a file, whole or not at all; arguments as of `replacing`."""
+    """Write a file, whole or not at all. Arguments as of `replacing`."""
     with replacing(path, durable=durable) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
@@ -128,7 +128,7 @@ def same_file(one: AnyPath, other: AnyPath) -> bool:
 
 
 def keep_inputs(outputs: Iterable[AnyPath], inputs: Iterable[AnyPath], option: str = "--output") -> None:
-    """Refuse to write over an input; every tool that writes calls it before it opens a file.
+    """Refuse to write over an input. Every tool that writes calls it before it opens a file.
 
     Args:
         outputs: all files that the tool may write or remove, existing or not.

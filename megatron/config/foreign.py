@@ -13,7 +13,7 @@ _FILES = ("mp_rank_*_model_states.pt", "layer_*-model_*.pt", "zero_pp_rank_*_opt
 
 def neox_checkpoint(path: str | Path) -> Path | None:
     """The `global_step...` folder of GPT-NeoX or DeepSpeed that `path` is or has: the one that its file `latest` names,
-    else the last one. None where there is none; a folder that cannot be read has none.
+    else the last one. None where there is none, or the folder cannot be read.
     """
     path = Path(path)
     try:
@@ -36,7 +36,7 @@ def _is_one(path: Path) -> bool:
 
 
 def advice(step: Path, files: Sequence[str] = (), weights: bool = False) -> str:
-    """What to do with such a folder.
+    """The advice about such a folder.
 
     Args:
         files: of the run's configuration, if they are known.

@@ -8,7 +8,7 @@ from typing import Any
 
 from .file_access import read_plain
 
-LARGEST = 2**28  # bytes of a file; the largest tokenizers have some 50 MiB
+LARGEST = 2**28  # bytes of a file (the largest tokenizers have some 50 MiB)
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -27,7 +27,7 @@ def read_json(path: Path) -> Any:
     """The value of a JSON file in UTF-8.
 
     Raises:
-        ValueError: as `parse_json`; or it is larger than any such file is.
+        ValueError: as `parse_json`, or it is larger than `LARGEST`.
         OSError: it cannot be read.
     """
     return parse_json(read_plain(path, LARGEST).decode("utf-8"))

@@ -15,7 +15,7 @@ FORMER: dict[Path, str] = {("checkpoint", name): _STORE for name in ("upload", "
 
 
 def set_apart(values: dict[str, Any]) -> dict[Path, Any]:
-    """Take the former keys out of the values of a resolved file, in place; they say nothing of what was trained.
+    """Remove the former keys from the values of a resolved file, in place. They had no effect on training.
 
     Returns:
         What they were.

@@ -1,4 +1,4 @@
-"""What a kind of layer says about itself without torch: its options, its rules, and where its module is.
+"""Descriptions of kinds of layers, without torch: options, rules, and the path of the module.
 
 The `options.py` of a kind ends with such a description, which `registry` names. Whatever else knows of kinds (the layer
 pattern, the sections of `model`, derivation, rules, the layer stack) reads it there.
@@ -27,12 +27,12 @@ O = TypeVar("O", bound=Section)
 
 @dataclass(frozen=True)
 class KindUse(Generic[O]):
-    """A kind as the layer pattern uses it, plain or with a variant: what its rules look at.
+    """A kind as the layer pattern uses it, plain or with a variant: the argument of its rules.
 
     Attributes:
         context: the whole configuration, and where its values came from.
         kind: its name in the pattern.
-        variant: the name of its variant; None without one.
+        variant: the name of its variant, or None.
         options: its options, the variant's on top.
     """
 
@@ -80,24 +80,24 @@ class LayerKind:
         options: the section of its options, `model.<kind>`.
         about: one sentence about that section.
         layer: import path of its module, "package.module:Class".
-        rules: each looks at one use of the kind in the pattern.
-        stack_rules: each looks at the whole configuration, whether the pattern has the kind or not.
-        packages: of fused kernels that the module can use: names, and how to get each.
-        untried: those of them that nobody has compared with torch on a GPU, which `model.kernels: auto` leaves alone.
+        rules: each checks one use of the kind in the pattern.
+        stack_rules: each checks the whole configuration, also where the pattern does not have the kind.
+        packages: names of packages of fused kernels that the module can use, and how to get each.
+        untried: packages that were not yet compared with torch on a GPU. `model.kernels: auto` skips them.
         keeps_fp32: whether some of its parameters stay in fp32 in every precision.
         attends: whether it is softmax attention, which `residual.norm: hybrid` treats apart.
-        experts: how many experts it has with these options; their load is counted (`model/expert_tally.py`).
-        weights: parameters in large matrices, those of routed experts apart, from its options and the hidden size: at
-            least so many. What no short formula gives is 0.
+        experts: how many experts it has with these options. Their load is counted (`model/expert_tally.py`).
+        weights: parameters in large matrices, those of routed experts apart, from its options and the hidden size. A
+            lower bound: a size without a short formula counts 0.
         compiles: whether torch.compile gains from a block of it: it has no loops or kernels of its own.
         mixes_samples: whether, with these options, a token's result depends on other samples of its batch.
         keeps_buffers: whether, with these options, checkpoints keep tensors of it that are no parameters.
         clips_logits: whether, with these options, its layers have a `logit_clip` (`model/logit_clip.py`).
-        exchange: how models with it are exchanged, where no architecture of transformers has it; "" for no way.
-        context: how its layers compute where several ranks share a sequence (`parallel.context`): each token "alone";
-            "attends" by `parallel.context_method`; "scans", all ranks at once, with what they need of the ranks before
-            (`kinds/common/recurrence/sequence_scan.py`); "states" that the ranks hand on one after the other
-            (`model/relay.py`), which its `new_state` makes; "" not at all.
+        exchange: how models with it are exchanged, where no architecture of transformers has it. "" for no way.
+        context: how its layers compute where several ranks share a sequence (`parallel.context`). "alone": each token
+            by itself. "attends": by `parallel.context_method`. "scans": all ranks at once, with the states of the ranks
+            before (`kinds/common/recurrence/sequence_scan.py`). "states": ranks wait for the state of the rank before
+            (`model/relay.py`), which its `new_state` makes. "": not at all.
         neighbours: whether, where it attends, it also needs the token before a rank's first one.
         draws: whether, with these options, a forward pass in training draws random numbers.
         repeats: whether its layers can be in a recurrent group, which runs them several times with the same weights:
@@ -130,13 +130,13 @@ class LayerKind:
 
     @property
     def module(self) -> Any:
-        """The class of its layers; this imports torch."""
+        """The class of its layers. This imports torch."""
         return load(self.layer)
 
 
 @cache
 def kinds_of(extensions: tuple[str, ...] = ()) -> Mapping[str, LayerKind]:
-    """All kinds of layers by name: those inside, and those of the extensions.
+    """All kinds of layers by name, with the kinds of the extensions.
 
     Raises:
         RegistryError: an extension, or what it says of a kind, cannot be used.

@@ -1,7 +1,7 @@
 """The facts of an optimizer that are needed before its class is imported. No torch here.
 
 An optimizer declares them in one `OptimizerKind`, in a module that needs no torch. Its name in the registry stands for
-that object; the object's name is in capitals (`my_lab.signum.options:OPTIMIZER`). A name may also stand for the class
+that object. The object's name is in capitals (`my_lab.signum.options:OPTIMIZER`). A name may also stand for the class
 itself (`my_lab.optim:Thing`). Nothing is then known of the optimizer before the ranks import it.
 """
 
@@ -51,7 +51,7 @@ class Option:
         return str(self.default).lower() if words else f"{self.default:g}"
 
     def problem(self, value: Any) -> str | None:
-        """What a value must be, if it is not."""
+        """The rule that a value breaks, or None."""
         if self.choices:
             return None if value in self.choices else f"must be one of {', '.join(self.choices)}"
         if self.switch:
@@ -87,7 +87,7 @@ class OptimizerKind:
 
     Attributes:
         update: import path of its class (`engine.optimizers.contract.Optimizer`).
-        state_bytes: of its states per parameter, at least, on disk and in memory; a function of the configuration.
+        state_bytes: of its states per parameter, at least, on disk and in memory: a function of the configuration.
         reads: keys of the section `optimizer` among `SHARED` that it reads.
         options: keys of `optimizer.options` that it reads.
         rates_for: parametrizations (`model.parametrization.type`) whose rates are derived for it.
@@ -120,7 +120,7 @@ class OptimizerKind:
 
 
 def optimizer_kind(config: Config) -> OptimizerKind | None:
-    """The kind of the run's optimizer; None if its name stands for a class, or for nothing that can be imported."""
+    """The kind of the run's optimizer, or None if its name stands for a class, or for nothing that can be imported."""
     return _kind(config.optimizer.type, tuple(config.model.extensions))
 
 

@@ -1,6 +1,6 @@
 """Names that come out of files, joined to folders.
 
-A checkpoint, an index or an archive may be anybody's. A name in it is joined to a folder by `inside` alone, which
+A checkpoint, an index or an archive may be anybody's. A name in it is joined to a folder only by `path_inside`, which
 refuses every name that would lead out of it.
 """
 
@@ -21,7 +21,7 @@ class UnsafeName(ValueError):
 
 
 def check_name(name: object) -> str:
-    """A relative name of plain parts, as it is; the disk is not looked at.
+    """A relative name of plain parts, unchanged. The disk is not read.
 
     Raises:
         UnsafeName: it is no text, empty, absolute, has `.` or `..` in it, control characters, or names a device.
@@ -48,10 +48,10 @@ def path_inside(folder: str | os.PathLike, name: object, *, root: str | os.PathL
     Args:
         folder: where the name belongs.
         name: as it was read.
-        root: a wider folder that links in `folder` may lead to; None is `folder` itself.
+        root: a wider folder that links in `folder` may lead to. None is `folder` itself.
 
     Raises:
-        UnsafeName: as of `check_name`; or links lead out of `root`; or it is a device, a socket or a pipe.
+        UnsafeName: as of `check_name`, or links lead out of `root`, or it is a device, a socket or a pipe.
     """
     path = Path(folder, check_name(name))
     real, limit = os.path.realpath(path), os.path.realpath(folder if root is None else root)

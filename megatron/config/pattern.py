@@ -28,7 +28,7 @@ RECURRENT = "recurrent"  # the word before the group that is repeated
 
 
 class HasRole(Protocol):
-    """What the pattern needs to know of a kind: "mixer" (before the slash), "ffn" (after it), "side" (after '+')."""
+    """The role of a kind in the pattern: "mixer" (before the slash), "ffn" (after it), "side" (after '+')."""
 
     @property
     def role(self) -> str: ...
@@ -40,7 +40,7 @@ class Kind:
 
     Attributes:
         side: the kinds whose output is added to what a mixer reads (`mamba2+shared_attention`).
-        others: the mixers that read the same as this one; all outputs are summed (`attention&mamba2`).
+        others: the mixers that read the same input as this one. All outputs are summed (`attention&mamba2`).
     """
 
     name: str
@@ -77,12 +77,12 @@ class BlockPattern:
 
     @property
     def side(self) -> tuple[Kind, ...]:
-        """The kinds beside its mixers."""
+        """The kinds that are added to its mixers."""
         return self.mixer.side if self.mixer else ()
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """Its kinds in order, those beside its mixers included."""
+        """All its kinds in order."""
         return (*self.mixers, *self.side, self.ffn) if self.ffn else (*self.mixers, *self.side)
 
     def __str__(self) -> str:
@@ -134,7 +134,7 @@ def _tokens(text: str) -> list[_Token]:
 
 
 class _Reader:
-    """A recursive descent over the tokens; one method per line of the grammar."""
+    """A recursive descent over the tokens, with one method per line of the grammar."""
 
     def __init__(self, text: str, kinds: Mapping[str, HasRole]):
         self.text, self.kinds = text, kinds
@@ -291,7 +291,7 @@ def parse(text: str, kinds: Mapping[str, HasRole] | None = None) -> list[BlockPa
 
     Args:
         text: such as "(attention/mlp) x12".
-        kinds: the known kinds by name; those inside if not given.
+        kinds: the known kinds by name. The default is all kinds of this package.
 
     Raises:
         PatternError: with the column, the rule and the fix.
@@ -320,7 +320,7 @@ def blocks_of(layers: str, extensions: tuple[str, ...] = ()) -> tuple[BlockPatte
 
 @lru_cache(maxsize=8)
 def call_numbers(blocks: tuple[BlockPattern, ...]) -> list[tuple[int, ...]]:
-    """For each block and each kind beside its mixer: how many blocks before have the same one."""
+    """For each block and each kind added to its mixer: number of earlier blocks with the same one."""
     seen: dict[Kind, int] = {}
     numbers = []
     for block in blocks:

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, said so that the user can mend it: place, key, value, rule, fix."""
+"""Mistakes in a configuration, with all that a user needs: place, key, value, rule, fix."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Problem:
         key: dotted key ("" for a file as a whole).
         rule: what must hold.
         fix: what to do.
-        value: what the key is now; ABSENT where there is none.
+        value: the key's present value, or ABSENT.
         where: where the value came from: "a.yml:12", "argument", "default", ...
         others: other keys that the rule looked at, as (key, value, where).
         fatal: False for a warning.
@@ -83,7 +83,7 @@ class Problem:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON can hold it; sections as mappings."""
+    """A value as JSON. Sections become mappings."""
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
     if isinstance(value, dict):
@@ -93,11 +93,11 @@ def _plain(value: Any) -> Any:
 
 
 class UserError(ValueError):
-    """A mistake of the user, told in a message of its own: no traceback, and starting again would not help."""
+    """A mistake of the user. It is reported without a traceback, and a restart would not help."""
 
 
 class ConfigError(UserError):
-    """A configuration that no run can start from. `problems` has every mistake; str() lists them for the user."""
+    """A configuration that no run can start from. `problems` has every mistake. str() lists them for the user."""
 
     def __init__(self, problems: Iterable[Problem]):
         self.problems = tuple(problems)

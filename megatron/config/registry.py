@@ -1,11 +1,11 @@
-"""What the names in a configuration stand for: a table of import paths, which extensions add to.
+"""The names in a configuration: a table of import paths, which extensions add to.
 
 An entry is "package.module:attribute". Nothing is imported before its name is used, so that this table can name what
 needs torch. An extension is a Python module or package with a mapping of the same form:
 
     EXTENSION = {"optimizer": {"sgdm": "my_lab.sgdm:SGDM"}, "kind": {"retention": "my_lab.retention.options:KIND"}}
 
-A configuration lists the extensions that it needs in `model.extensions`; `registry_of` gives the table with them. An
+A configuration lists the extensions that it needs in `model.extensions`. `registry_of` returns the table with them. An
 installed package can offer its names without being listed, by entry points: the group is `deepy.<role>` (`deepy.kind`,
 `deepy.optimizer`, `deepy.runner`, ...), the name is that of the thing, and the value is the extension's module. The
 module is then added to `model.extensions`. A name that has a colon is an import path by itself.
@@ -29,7 +29,7 @@ from .problems import UserError
 KIND, OPTIMIZER, SCHEDULE, HOOK, METRIC, RUNNER = "kind", "optimizer", "schedule", "hook", "metric", "runner"
 ARCHITECTURE, OBJECTIVE, SOURCE, FEATURE = "architecture", "objective", "source", "feature"
 
-# By role, then by name. What is added inside the tree is one line here.
+# By role, then by name. A new part of this package is one line here.
 INSIDE: dict[str, dict[str, str]] = {
     # Kinds of layers (`kind.LayerKind`), in the order of their sections in `model`.
     KIND: {
@@ -82,7 +82,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "copy": "megatron.data.synthetic:Copy",
         "pairs": "megatron.data.pairs:Pairs",
     },
-    HOOK: {  # in the order in which they act; see megatron.training.hook
+    HOOK: {  # in the order in which they act (megatron.training.hook)
         "goodput": "megatron.training.hooks.goodput:GoodputHook",  # comes last: ends go backwards
         "summary": "megatron.training.hooks.summary:SummaryHook",
         "ledger": "megatron.training.hooks.ledger:LedgerHook",
@@ -116,8 +116,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "tensorboard": "megatron.report.tensorboard:TensorBoard",
         "wandb": "megatron.report.weights_and_biases:WeightsAndBiases",
     },
-    # Of Hugging Face models, by model_type, in the order in which export tries them; see
-    # megatron.checkpoint.hf.architecture.
+    # Of Hugging Face models (megatron.checkpoint.hf.architecture), by model_type, in the order in which export tries them.
     ARCHITECTURE: {
         "gpt_neox": "megatron.checkpoint.hf.architectures.gpt:GPT_NEOX",
         "llama": "megatron.checkpoint.hf.architectures.llama:LLAMA",
@@ -176,7 +175,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "slurm": "megatron.launch.runners.slurm:RUNNER",
         "torchrun": "megatron.launch.runners.torchrun:RUNNER",
     },
-    # What looks at a script's own options before any rank starts: (words, config) -> a sentence for each mistake.
+    # Checks of a script's own options before any rank starts: (words, config) -> a sentence for each mistake.
     "check": {
         "evaluate": "megatron.evaluation.check:before_start",
         "extract": "megatron.evaluation.memorisation.check:before_start",
@@ -223,7 +222,7 @@ class Registry:
         return tuple(self.tables[role])
 
     def path(self, role: str, name: str) -> str:
-        """The import path behind a name; a name with a colon is its own.
+        """The import path behind a name. A name with a colon is an import path itself.
 
         Raises:
             RegistryError: nothing has this name.
@@ -319,7 +318,7 @@ def _declared(module: str, roles: tuple[str, ...]) -> Iterable[tuple[str, str, s
 
 @cache
 def registry_of(extensions: tuple[str, ...] = ()) -> Registry:
-    """The names inside, and those of the extensions (modules, in the order of `model.extensions`).
+    """All names, with the names of extensions (modules, in the order of `model.extensions`).
 
     Raises:
         RegistryError: of the first extension that cannot be used.
@@ -330,7 +329,7 @@ def registry_of(extensions: tuple[str, ...] = ()) -> Registry:
 
 
 def offered_by(role: str, name: str) -> str | None:
-    """The module of the installed extension that offers this name by an entry point; None if none does."""
+    """The module of the installed extension that offers this name by an entry point, or None if none does."""
     return next(iter(sorted(each.value for each in _entry_points(role, tuple(sys.path)) if each.name == name)), None)
 
 
@@ -341,5 +340,5 @@ def is_offered(module: str) -> bool:
 
 @cache
 def _entry_points(role: str, search: tuple[str, ...]) -> importlib.metadata.EntryPoints:
-    """What is installed offers for a role, looked up once for each search path: that takes some milliseconds."""
+    """The offers of installed packages for a role, read once for each search path, which takes some milliseconds."""
     return importlib.metadata.entry_points(group=f"deepy.{role}")

@@ -27,7 +27,7 @@ from .source.structure import check_structure
 from .tree import get, leaves, put
 from .variants import check_variants, complete_variants
 
-FEW = 2  # overridden values that a start tells in full
+FEW = 2  # overridden values that a start prints in full
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Resolved:
         overridden: values that lost to later ones.
         warnings: what is allowed but probably not meant.
         notes: what the translation of a GPT-NeoX file has to say.
-        ranks: the number of ranks it was resolved for; None if unknown.
+        ranks: the number of ranks it was resolved for, or None if unknown.
     """
 
     config: Config
@@ -51,8 +51,8 @@ class Resolved:
     ranks: int | None = None
 
     def summary(self, *, short: bool = False) -> str:
-        """What is worth saying at the start: which value won over which, notes of a translation, and warnings; with
-        `short` many overridden values are only named."""
+        """The text for a start: overridden values, notes of a translation, and warnings. With `short`, many overridden
+        values are only named."""
         parts = [f"note: {note}" for note in self.notes]
         if short and len(self.overridden) > FEW:
             names = list(dict.fromkeys(each.key for each in self.overridden))
@@ -70,9 +70,9 @@ def resolve(
 
     Args:
         values: nested dictionaries of keys.
-        ranks: processes of the whole run; None if unknown.
-        check_inputs: also check what only a start needs: that there are data, and that files exist.
-        whose: the checkpoint that the values come from; None if they are the user's own.
+        ranks: processes of the whole run, or None if unknown.
+        check_inputs: also check the inputs of a start: data and files that exist.
+        whose: the checkpoint that the values come from, or None if they are the user's own.
 
     Raises:
         ConfigError: with all problems.
@@ -92,13 +92,13 @@ def load(
     """The configuration of a run from its files and overrides.
 
     Args:
-        files: YAML files, merged left to right; native ones, or GPT-NeoX's flat ones.
+        files: YAML files, merged left to right, in the native form or GPT-NeoX's flat one.
         overrides: `key.path=value`, merged last.
-        ranks: processes of the whole run. None takes `launch.ranks`; if that is not set either, the number is not
-            known, and what depends on the data parallel size is neither derived nor checked.
-        check_inputs: also check what a start needs: data, tokenizer and checkpoint files, folders to write into.
-        here: False where the run will start later and elsewhere, in a scheduler's job: what this machine has (GPUs,
-            folders, programs) says nothing then.
+        ranks: processes of the whole run. None takes `launch.ranks`. If that is not set either, keys that depend on the
+            data parallel size are neither derived nor checked.
+        check_inputs: also check the inputs of a start: data, tokenizer and checkpoint files, folders to write into.
+        here: False where the run will start later and elsewhere, in a scheduler's job. This machine's GPUs, folders and
+            programs are then not checked.
         whose: as of `resolve`.
 
     Raises:
@@ -184,8 +184,8 @@ def _forget_defaults(source: ConfigSource) -> None:
 
 
 def _fill_in_the_name(view: View) -> bool:
-    """Checkpoints are called by their steps alone: with the run's name in the URL of a store one line serves all runs
-    of a suite. Returns whether it was in one."""
+    """Put the run's name into the URLs of stores, so that one line serves all runs of a suite. Returns whether a URL
+    had it."""
     named = False
     for number, level in enumerate(view["checkpoint.levels"]):
         url = level["url"]
@@ -221,7 +221,7 @@ def _origins(merged: ConfigSource, derived: dict[Path, Origin], values: dict[str
 
 
 def _touches(problem: Problem, unknown: frozenset[str]) -> bool:
-    """Whether a rule looked at a key whose real value is not known: its finding would mislead."""
+    """Whether a rule read a key whose real value is not known: its result would mislead."""
     return any(".".join(pattern_of(parse_path(key))) in unknown for key in problem.keys)
 
 

@@ -1,4 +1,4 @@
-"""What a rule looks at: the configuration, the ranks, and where each value came from."""
+"""The argument of rules: the configuration, the ranks, and the origin of each value."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from .variants import options_of
 
 @dataclass(frozen=True)
 class RuleContext:
-    """A derived configuration and what is known beside it.
+    """A derived configuration with its ranks and origins.
 
     Attributes:
         config: every derivable key filled in.
-        ranks: processes of the whole run; None if unknown (rules about the layout of data then say nothing).
+        ranks: processes of the whole run. None if unknown: rules about the layout of data are then skipped.
         origin: where the value at a path came from.
         files: the configuration files, as the user named them.
-        here: whether a start would be now and, if the configuration does not say otherwise, on this machine; not so
-            where a job script is made.
+        here: whether the run starts now and, by default, on this machine. False where a job script is made.
         resolve: `resolution.resolve`, for configurations that come with this one.
         named_store: whether the URL of a level had `{run.name}`, for which the name now stands.
     """
@@ -67,7 +66,7 @@ class RuleContext:
 
     @cached_property
     def blocks(self) -> list[BlockPattern]:
-        """The blocks of `model.layers`; none if it cannot be read."""
+        """The blocks of `model.layers`, or none if it cannot be read."""
         try:
             return list(self.config.model.blocks)
         except PatternError:
@@ -75,7 +74,7 @@ class RuleContext:
 
     @cached_property
     def further_block(self) -> BlockPattern | None:
-        """The block of each module that predicts a further token; None without such, or if it cannot be read."""
+        """The block of each module that predicts a further token, or None."""
         try:
             return next(iter(self.config.model.further_blocks), None)
         except PatternError:
@@ -87,7 +86,8 @@ class RuleContext:
         return kinds_of(tuple(self.config.model.extensions))
 
     def layers(self, kind: str | None = None) -> list[KindUse[Any]]:
-        """Every layer, or each of a kind, in order; none whose variant does not exist, which a rule reports."""
+        """Every layer, or each of a kind, in order. Layers whose variant does not exist are skipped, and a rule reports
+        them."""
         found = (each for block in self.blocks for each in block.kinds if kind in (None, each.name))
         return [self._use(each) for each in found if self._is_known(each)]
 
@@ -106,7 +106,7 @@ class RuleContext:
 
     @cached_property
     def zigzag(self) -> bool:
-        """Whether a rank has two runs of each sequence; not where the pattern cannot be read, which a rule reports."""
+        """Whether a rank has two runs of each sequence. False where the pattern cannot be read."""
         try:
             return self.config.parallel.context > 1 and choose_cut(self.config)[0] == "zigzag"
         except (PatternError, KeyError):  # of a layer, or of a variant
@@ -117,11 +117,11 @@ class RuleContext:
         return any(each.name == kind for block in self.blocks for each in block.kinds)
 
     def value(self, key: str) -> Any:
-        """The value of a dotted key; parts of digits are indices."""
+        """The value of a dotted key. Parts of digits are indices."""
         return self._at(parse_path(key))
 
     def option(self, key: str) -> Any:
-        """The value of a dotted key that a feature may have; None where no feature has it."""
+        """The value of a dotted key that a feature may have, or None where no feature has it."""
         return self.value(key) if lookup(parse_path(key)) else None
 
     def _at(self, path: Path) -> Any:

@@ -1,4 +1,4 @@
-"""What every section is made of: a frozen, closed pydantic model whose keys carry a sentence and a unit."""
+"""The base of all sections: a frozen, closed pydantic model whose keys carry a sentence and a unit."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ else:
 
     class Derivable:
         """`Derivable[int]` is the type of a key that resolution fills in: `int | None` to pydantic, since a user may
-        leave it out, and `int` to type checkers, since code reads resolved configurations. Rules and derivations,
-        which see what is not known yet, still ask for None.
+        omit it, and `int` to type checkers, since code reads resolved configurations. Rules and derivations must still
+        test for None.
         """
 
         def __class_getitem__(cls, item: Any) -> Any:
             return item | None
 
     class Needed(Derivable):
-        """Likewise, the type of a key without a default that a rule asks for wherever it is read: a resolved
-        configuration that has a layer of attention says how many heads that has."""
+        """Likewise, the type of a key without a default that a rule requires where it is read, such as the heads of
+        attention."""
 
 
 class Section(BaseModel):
@@ -40,7 +40,7 @@ class Section(BaseModel):
     )
 
     def model_post_init(self, context: Any) -> None:
-        """Freeze lists and dictionaries too: `frozen` alone only guards the attributes."""
+        """Freeze lists and dictionaries too: `frozen` only guards the attributes."""
         for name, value in self.__dict__.items():
             if isinstance(value, (list, dict, tuple)):
                 self.__dict__[name] = freeze(value)
@@ -52,9 +52,9 @@ class Derived:
 
     Attributes:
         formula: in words, in terms of other keys.
-        function: of the values of the key's own section (a nested dictionary) and of a `derive.View` on all values; it
-            gives None where the key has no meaning or what it needs is not known.
-        reads: the keys that the formula reads; one that begins with a dot is of the key's own section.
+        function: of the values of the key's own section (a nested dictionary) and of a `derive.View` on all values. It
+            gives None where the key has no meaning or an input is not known.
+        reads: the keys that the formula reads. One that begins with a dot is of the key's own section.
     """
 
     formula: str
@@ -75,12 +75,12 @@ def key(
     """Declare a key.
 
     Args:
-        default: the value when the user says nothing; `...` makes the key required. A callable is a factory.
+        default: the value where the user gives none. `...` makes the key required. A callable is a factory.
         sentence: one sentence that says what the key means.
         unit: the unit of the value ("tokens", "seconds", "bytes", ...), shown in the docs.
-        derived: for keys whose default is None: what fills them in; only text where a start or the machine does it.
+        derived: for keys whose default is None: the formula. Only text where a start or the machine fills it in.
         role: for keys whose value is a name in the registry, or an import path: the table that it is looked up in.
-        words: further values of such a key that mean something else.
+        words: further values of such a key.
         limits: pydantic constraints (`gt`, `ge`, `le`, `lt`, `min_length`, ...).
     """
     formula = derived.formula if isinstance(derived, Derived) else derived
@@ -97,6 +97,6 @@ def key(
 
 
 class Addition(Section):
-    """Something from a user's package that a run has beside what is inside, with its options."""
+    """A part of a run from a user's package, with its options."""
 
     options: dict[str, Any] = key(dict, "Keyword arguments that it is made with.")

@@ -19,8 +19,8 @@ class Method:
 
     Attributes:
         name: "ulysses", "ring", "nested" or "gather".
-        together: neighbours that exchange heads for tokens (ulysses); 1 where none do. Keys and values then pass around
-            rings of context / together ranks.
+        together: neighbours that exchange heads for tokens (ulysses), or 1. Keys and values then pass around rings of
+            context / together ranks.
         why: the reason for the choice.
     """
 
@@ -35,7 +35,7 @@ def choose_method(asked: str, heads: int, ranks: int, together: int | None = Non
     Args:
         asked: `parallel.context_method`.
         heads: query heads of a rank before they are exchanged.
-        together: `parallel.context_ulysses`; None is the most neighbours that divide the heads.
+        together: `parallel.context_ulysses`. None is the most neighbours that divide the heads.
     """
     common = together or math.gcd(heads, ranks)
     if asked == "nested":
@@ -100,8 +100,8 @@ def kinds_needing_neighbours(config: Any) -> list[str]:
 
 
 def longest_text(config: Any) -> int | None:
-    """Tokens of the longest text that can be read at once; None where any can. Learned positions end, and ranks that
-    share a sequence have equal parts of it."""
+    """Tokens of the longest text that can be read at once, or None without a limit. Learned positions end, and ranks
+    that share a sequence have equal parts of it."""
     embedding, parallel = config.model.embedding, config.parallel
     if embedding.position != "learned":
         return None

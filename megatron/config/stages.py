@@ -1,8 +1,8 @@
 """Stages of sequence length (`training.sequence_schedule`): what a run is at each of its steps. No torch.
 
 The configuration describes the last stage, and so the model that comes out: its sequences are the longest, and its
-rotary options are those that are exported. The schedule says what earlier steps have instead. In every stage a step
-reads the tokens that it would read without a schedule; a shorter stage cuts each sample into equal pieces.
+rotary options are exported. The schedule says what earlier steps have instead. In every stage a step reads the tokens
+that it would read without a schedule. A shorter stage cuts each sample into equal pieces.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ C = TypeVar("C", bound=Section)
 
 @dataclass(frozen=True)
 class Stage:
-    """Steps `begin` ... `end` - 1 of a run; the last stage has no end.
+    """Steps `begin` ... `end` - 1 of a run. The last stage has no end.
 
     Attributes:
-        number: its place in the schedule; the last stage, which no entry describes, has the next number.
+        number: its place in the schedule. The last stage, which no entry describes, has the next number.
         length: tokens of a sample.
         pieces: that a sample of `training.sequence_length` tokens is cut into.
     """
@@ -37,7 +37,7 @@ class Stage:
 
 
 def stages_of(config: Any) -> list[Stage]:
-    """The stages of a run, one after the other; a run without a schedule is one stage."""
+    """The stages of a run, in order. A run without a schedule is one stage."""
     longest, found, begin = config.training.sequence_length, list[Stage](), 0
     for number, entry in enumerate(config.training.sequence_schedule):
         length = entry.sequence_length
@@ -52,7 +52,7 @@ def stage_at(config: Any, step: int) -> Stage:
 
 
 def stage_of(config: Any, completed: int) -> Stage:
-    """The stage of what a run has made after so many updates: that of the last one."""
+    """The stage of the last of the completed updates."""
     return stage_at(config, max(completed - 1, 0))
 
 
@@ -74,7 +74,7 @@ def as_stage(config: C, stage: Stage) -> C:
 
 
 def as_of(config: C, completed: int) -> C:
-    """The configuration of what a run has made after so many updates, such as a checkpoint."""
+    """The configuration after a number of updates, such as that of a checkpoint."""
     return as_stage(config, stage_of(config, completed))
 
 
@@ -99,7 +99,7 @@ def stage_values(values: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _chunks(length: int, tokens: int) -> int:
-    """How many chunks a shorter sequence has: of as many tokens as the longest one's, or of a divisor of these."""
+    """Number of chunks of a shorter sequence: each has the tokens of the longest one's chunks, or a divisor of them."""
     return 1 if length <= tokens else length // math.gcd(length, tokens)
 
 

@@ -19,7 +19,7 @@ from .source.resolved_file import read_resolved_text
 from .stages import as_of
 from .variants import used_kinds
 
-META = "meta.json"  # what a checkpoint knows beside tensors
+META = "meta.json"  # facts of a checkpoint except tensors
 _LARGEST = 64 << 20  # bytes
 
 
@@ -70,7 +70,7 @@ def on_layout(config: Config) -> dict[str, Any]:
     }
     values["model"] = model = thaw(own.model_dump())["model"]
     model["extensions"] = list(dict.fromkeys([*model["extensions"], *student["model"]["extensions"]]))
-    if model["parametrization"]["type"] != "standard":  # its rates are of a kind of optimizer; nothing is updated
+    if model["parametrization"]["type"] != "standard":  # its rates are of a kind of optimizer, and nothing is updated
         module, colon, _ = own.optimizer.type.partition(":")
         refuse_strange([module] if colon else [], f"checkpoint {config.objective.teacher}")
         values |= {"optimizer": {"type": own.optimizer.type}, "schedule": {"type": "constant"}}
@@ -93,7 +93,7 @@ def _has_experts(config: Config) -> bool:
 
 
 def same_tokens(one: TokenizerSection, other: TokenizerSection) -> bool | None:
-    """Whether ids mean the same texts to both tokenizers; None if nobody can say."""
+    """Whether ids mean the same texts to both tokenizers, or None if that is not known."""
     if one.type == "none" or other.type == "none":
         return None
     if one.type != other.type:
@@ -109,7 +109,7 @@ def same_tokens(one: TokenizerSection, other: TokenizerSection) -> bool | None:
 
 
 def _content(path: Path) -> bytes | None:
-    """The digest of a tokenizer's file; None where there is none here."""
+    """The digest of a tokenizer's file, or None where there is none here."""
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
         return hashlib.sha256(file.read_bytes()).digest()

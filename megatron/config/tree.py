@@ -42,7 +42,7 @@ def drop(tree: Any, path: Path) -> None:
 
 
 def leaves(tree: Any, above: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """All (path, value) pairs where the value is no mapping and no list of mappings; empty ones count."""
+    """All (path, value) pairs where the value is no mapping and no list of mappings. Empty ones count."""
     if isinstance(tree, dict) and tree:
         for name, item in tree.items():
             yield from leaves(item, (*above, name))

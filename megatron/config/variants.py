@@ -22,7 +22,7 @@ from .tree import drop, get, put
 
 
 def overlay(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `over`, mapping by mapping, as files are merged; neither is changed.
+    """`base` with the values of `over`, mapping by mapping, as files are merged. Neither is changed.
 
     An empty mapping adds nothing to one that is there, and where the base has none a mapping is taken whole.
     """
@@ -46,7 +46,7 @@ def _below(origin: Callable[[Path], Origin], prefix: Path, path: Path) -> Origin
 
 
 def check_variants(values: dict[str, Any], origin: Callable[[Path], Origin]) -> list[Problem]:
-    """Unknown and wrong options of variants. What is wrong is taken out of `values`, so that the rest can be checked.
+    """Unknown and wrong options of variants. Wrong options are removed from `values`, so that the rest can be checked.
 
     Args:
         values: the values before derivation, all defaults present.
@@ -98,7 +98,7 @@ def complete_variants(view: View, given: dict[str, Any]) -> dict[Path, Origin]:
 
 
 def options_of(model: ModelSection, kind: Kind) -> Any:
-    """The options of a layer: those of its kind, with its variant's on top.
+    """The options of a layer: its kind's, with its variant's on top.
 
     Args:
         model: of a resolved configuration.

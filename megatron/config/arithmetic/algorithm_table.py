@@ -27,10 +27,10 @@ FACTS = ("ranks", "hosts", "backend", "device")
 
 
 def candidates(operation: str, hosts: int, pairs: bool = True) -> tuple[str, ...]:
-    """The algorithms for groups over so many hosts, the backend's own first.
+    """The algorithms for groups over a number of hosts, the backend's own first.
 
     Args:
-        pairs: whether ranks of a host are pairs, of which there are several.
+        pairs: whether a host has several pairs of ranks.
     """
     if hosts == 1:
         return (BACKEND,)
@@ -47,7 +47,7 @@ class AlgorithmTable:
     Attributes:
         facts: what it was made on: ranks and hosts of the job, backend, device.
         choices: (operation, hosts, ranks of a group) -> [(bytes, algorithm from that size on)], by rising size.
-        joins: the same -> bytes below which messages that are waited for later are joined.
+        joins: the same -> bytes below which asynchronous messages are joined.
     """
 
     facts: Mapping[str, Any]
@@ -84,7 +84,7 @@ class AlgorithmTable:
         """What `document` gave.
 
         Raises:
-            ValueError: it is none of these; the message has the rule.
+            ValueError: it is none of these. The message has the rule.
         """
         if not isinstance(document, dict) or not isinstance(document.get("table"), list):
             raise ValueError("algorithms must have a table, as bench/communication.py --tune writes it")
@@ -98,7 +98,7 @@ class AlgorithmTable:
         return cls(facts, rows, joins)
 
     def differs(self, facts: Mapping[str, Any]) -> list[str]:
-        """In what a job is not the one that the table was made on, as a sentence each; of the facts that are known."""
+        """The known facts in which a job differs from the job of the table, as sentences."""
         names = {"ranks": "ranks", "hosts": "hosts", "backend": "the backend", "device": "the device"}
         return [
             f"{names[name]}: {self.facts[name]} in the table, {facts[name]} in this job"
@@ -133,7 +133,7 @@ def _row(row: Any) -> tuple[tuple[str, int, int], tuple[tuple[int, str], ...]]:
 
 
 def _join(row: Mapping[str, Any]) -> int:
-    """The size below which messages are joined; 0 where none are."""
+    """Size below which messages are joined, or 0."""
     below = row.get("join_below", 0)
     if type(below) is not int or below < 0:
         raise ValueError(f"join_below must be a number of bytes, not {below!r}")
@@ -172,8 +172,8 @@ def table_of(text: str) -> AlgorithmTable:
 
 
 def best(points: Iterable[tuple[int, Mapping[str, float]]], margin: float = MARGIN) -> tuple[tuple[int, str], ...]:
-    """Choices from the seconds of each algorithm at each size: the fastest; the backend's own, unless another takes
-    less than it by the share `margin`. A choice holds from its size to the next one's; the first also below."""
+    """The fastest algorithm at each size, by measured seconds: the backend's own, unless another takes less by the
+    share `margin`. A choice holds from its size to the next one's, and the first also below."""
     steps: list[tuple[int, str]] = []
     for size, seconds in sorted(points, key=lambda point: point[0]):
         name = min(seconds, key=seconds.__getitem__)

@@ -15,7 +15,7 @@ def uniform_counts(blocks: int, stages: int) -> list[int]:
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, the least first; soon also of large numbers."""
+    """All divisors, in rising order. Fast for large numbers too."""
     small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
     return small + [number // each for each in reversed(small) if each * each != number]
 

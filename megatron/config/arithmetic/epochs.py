@@ -1,6 +1,6 @@
 """How many optimizer steps some epochs of the training data are, counted from the indices of the token files.
 
-An epoch is as many samples as the sources of `data.train` have together. Orders that repeat themselves end it with the
+An epoch has the samples of all sources of `data.train` together. Orders that repeat themselves end it with the
 last whole part of a batch (`data.epoch_parts`), as GPT-NeoX's data loader does.
 """
 
@@ -17,14 +17,14 @@ from .span_lengths import tokens_read
 
 HEADER = struct.Struct("<9sQBQQ")  # data/token_file.py has the format
 WIDTHS = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}  # code of a type of token ids -> bytes
-_CHUNK = 1 << 22  # bytes of sizes that are looked at together
+_CHUNK = 1 << 22  # bytes of sizes that are read together
 
 
 class Uncounted(Exception):
     """The steps are not known.
 
     Attributes:
-        key: what is to be mended.
+        key: the key to fix.
         rule, fix: of the message.
     """
 
@@ -57,7 +57,7 @@ def steps_of_epochs(at: Callable[[str], Any]) -> int:
     """`training.steps` of a configuration that has `training.epochs`.
 
     Args:
-        at: the value of a dotted key; sources are mappings or sections.
+        at: the value of a dotted key. Sources are mappings or sections.
 
     Raises:
         Uncounted: with the reason.
@@ -125,7 +125,7 @@ def training_tokens(path: str, shares: list[float] | None) -> int:
 
 @contextmanager
 def _index(path: str, shares: list[float] | None) -> Iterator[tuple[BinaryIO, int, int]]:
-    """The index of a token file, open; its documents for training, and their tokens."""
+    """The open index of a token file, its documents for training, and their tokens."""
     prefix = path[:-4] if path.endswith((".bin", ".idx")) else path
     index = prefix + ".idx"
     if reason := unreadable(index):

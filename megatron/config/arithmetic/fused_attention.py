@@ -1,4 +1,4 @@
-"""What FlashAttention's kernels can compute, of the options of layers; without torch."""
+"""Options of layers that FlashAttention's kernels can compute. No torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ WIDEST = 256  # channels of a head
 
 
 def why_not(options: Any, documents: bool, length: int) -> str | None:
-    """What of a layer's attention FlashAttention does not compute; None where it does.
+    """The part of a layer's attention that FlashAttention does not compute, or None.
 
     Args:
         options: of the layer's kind.
-        documents: whether it is to keep documents apart; without, a window is a mask too.
+        documents: whether it keeps documents apart. Otherwise a window is a mask too.
         length: tokens of a sequence.
     """
     given = {name: getattr(options, name, None) for name in ("dropout", "softcap", "sinks", "window")}

@@ -1,4 +1,4 @@
-"""Packages of fused kernels that layers can use instead of torch; a kind names its own. None is imported here."""
+"""Packages of fused kernels that layers can use instead of torch. Each kind names its own. None is imported here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def installed(package: str) -> bool:
-    """Whether it can be found; whether it loads is seen when it is first used."""
+    """Whether it can be found. It is loaded at its first use."""
     return importlib.util.find_spec(package) is not None
 
 

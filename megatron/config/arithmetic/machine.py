@@ -1,5 +1,5 @@
-"""What this machine has that a run needs: a GPU, folders that can be written, programs. Torch is not asked:
-importing it takes seconds."""
+"""Parts of this machine that a run needs: a GPU, folders that can be written, programs. Torch is not asked: importing
+it takes seconds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def existing(path: str | os.PathLike) -> Path:
 
 
 def why_not_writable(path: str | os.PathLike) -> str | None:
-    """Why no files can be made in a folder, which may not exist yet; None if they can."""
+    """Why no files can be made in a folder, which may not exist yet, or None."""
     longest = max((len(os.fsencode(part)) for part in Path(path).parts), default=0)
     if longest > NAME_BYTES:
         return f"a name in it has {longest:,} bytes, and file systems take {NAME_BYTES}"
@@ -42,7 +42,7 @@ def why_not_writable(path: str | os.PathLike) -> str | None:
 
 
 def free_bytes(path: str | os.PathLike) -> int | None:
-    """Free space where a folder is, or would be made; None if the system does not say."""
+    """Free space where a folder is, or would be made, or None if the system does not say."""
     try:
         return shutil.disk_usage(existing(path)).free
     except OSError:
@@ -55,7 +55,7 @@ def program(name: str, folder: str | os.PathLike) -> bool:
 
 
 def memory_bytes() -> int | None:
-    """Memory of this machine; None if the system does not say."""
+    """Memory of this machine, or None if the system does not say."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):

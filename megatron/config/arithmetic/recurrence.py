@@ -1,7 +1,7 @@
 """How often the recurrent core of a pattern runs: drawn by the number of the step, so that every layout draws the same.
 
 Geiping et al. 2025 (arXiv 2502.05171, section 3.3): rate ~ LogNormal(log(mean) - spread^2 / 2, spread), passes ~
-Poisson(rate) + 1, of which the last `backward` get gradients.
+Poisson(rate) + 1. The last `backward` passes get gradients.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class Passes:
 
 
 def core_of(blocks: Sequence[BlockPattern]) -> range:
-    """The indices of the blocks that are repeated; an empty range where there are none."""
+    """Indices of the repeated blocks, an empty range without a recurrent group."""
     inside = [index for index, block in enumerate(blocks) if block.recurrent]
     return range(inside[0], inside[-1] + 1) if inside else range(0)
 
 
 def split(total: int, options: RecurrenceOptions) -> Passes:
-    """So many passes, the last of them with gradients."""
+    """Number of passes, and of those with gradients, the last ones."""
     backward = min(total, options.backward)
     return Passes(total - backward, backward)
 
 
 @lru_cache(maxsize=4096)
 def passes_of_step(options: RecurrenceOptions, seed: int, step: int) -> Passes:
-    """The passes of a training step; a function of its arguments alone."""
+    """The passes of a training step, a function of its arguments only."""
     if options.sampling == "fixed":
         return split(options.mean, options)
     rate = _rate(options, _uniform(seed, step, "rate"))

@@ -9,7 +9,7 @@ SECTION = "data.span_corruption"
 
 
 def span_sizes(length: int, density: float, mean: float, most: int) -> tuple[int, int]:
-    """(tokens that are taken out of so many, spans that they make, at most `most`), as T5 counts them; zeros for less
+    """(tokens that are taken out of so many, spans that they make, at most `most`), as T5 counts them. Zeros for less
     than two tokens.
     """
     if length < 2 or most < 1:
@@ -19,7 +19,7 @@ def span_sizes(length: int, density: float, mean: float, most: int) -> tuple[int
 
 
 def grown(length: int, density: float, mean: float, most: int) -> int:
-    """Tokens of a document of so many, corrupted: each span has a sentinel in its place and one before it."""
+    """Tokens of a corrupted document of a given length: each span has a sentinel in its place and one before it."""
     return length + 2 * span_sizes(length, density, mean, most)[1]
 
 

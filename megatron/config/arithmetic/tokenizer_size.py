@@ -10,7 +10,7 @@ from ..foreign_json import read_json
 
 
 class SizeUnknown(Exception):
-    """The size cannot be read from local files; str() says why."""
+    """The size cannot be read from local files. str() has the reason."""
 
 
 def _huggingface(path: Path) -> int:
@@ -29,7 +29,7 @@ def _huggingface(path: Path) -> int:
 
 
 def local_tokens(tokenizer: Mapping[str, Any]) -> set[str] | None:
-    """The tokens of a local tokenizer.json, as it spells them, added ones included; None if there is none to read."""
+    """The tokens of a local tokenizer.json, as it spells them, added ones included, or None."""
     if tokenizer["type"] != "huggingface" or not tokenizer["path"]:
         return None
     path = Path(tokenizer["path"])
@@ -81,7 +81,7 @@ def tokenizer_size(tokenizer: Mapping[str, Any]) -> int:
     """The largest id plus one of the tokenizer that a `tokenizer` section describes.
 
     Raises:
-        SizeUnknown: there is none, it is not on this machine, or its kind does not tell without its library's own data.
+        SizeUnknown: there is none, it is not on this machine, or its kind needs its library's own data.
     """
     kind, path = tokenizer["type"], tokenizer["path"]
     if kind in _BUILT_IN and not path:

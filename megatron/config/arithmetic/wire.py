@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..sections.layout import ParallelSection
 
 WIRES = ("none", "bf16", "fp16", "int8_block", "top_k")
-FEEDS_BACK = ("int8_block", "top_k")  # what these leave out is added to the next gradients
+FEEDS_BACK = ("int8_block", "top_k")  # their errors are added to the next gradients
 BLOCK = 256  # elements with a scale of their own
 LEAST_BLOCK = 16  # elements of a block between pipeline stages
 SHARE = 32  # of so many elements one is sent
@@ -20,8 +20,8 @@ PIPELINE = "parallel.communication.compress.pipeline"
 
 
 def skips_late(config: Config) -> bool:
-    """Whether an update may be skipped when the gradients were summed already: what sums leave out is then kept twice,
-    as it is before and after the step."""
+    """Whether an update may be skipped when the gradients were summed already: the rounding errors of sums are then
+    kept twice, before and after the step."""
     features = wanted_features(config).values()
     return config.precision.compute == "fp16" or any(feature.skips_updates(config) for feature in features)
 

@@ -115,7 +115,7 @@ def features_of(extensions: tuple[str, ...] = ()) -> Mapping[str, Feature]:
 
 
 def wanted_features(config: Any) -> dict[str, Feature]:
-    """The features that a run of this `Config` has, by name, with those that they need."""
+    """The features that a run of this `Config` has, by name, with the features that they need."""
     features = features_of(tuple(config.model.extensions))
     wanted = {name for name, feature in features.items() if feature.wanted(config)}
     wanted |= {name for each in wanted for name in features[each].needs(config)}

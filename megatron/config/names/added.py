@@ -13,10 +13,10 @@ from ..section import Addition
 
 
 def resolve_import(config: Config, key: str, role: str, name: str) -> Any:
-    """What a name, or an import path, stands for in this run.
+    """The object behind a name, or an import path, in this run.
 
     Raises:
-        UserError: it cannot be imported; the message names the key.
+        UserError: it cannot be imported. The message names the key.
     """
     try:
         return registry_of(tuple(config.model.extensions)).load(role, name)
@@ -29,7 +29,7 @@ def build_added(config: Config, key: str, role: str, entries: Sequence[Any], *ar
 
     Args:
         key: where the entries stand in the configuration.
-        kind: what each must be an instance of; a protocol's methods must be there.
+        kind: the class of each instance. Methods of a protocol must be there.
 
     Raises:
         UserError: one cannot be imported, does not take its options, or is something else.

@@ -20,7 +20,7 @@ def check_importable(path: str) -> None:
     module, _, name = path.partition(":")
     file = _file_of(module)
     if file is None or file.suffix != ".py":
-        return  # built in, compiled, or without a file: only an import can tell
+        return  # built in, compiled, or without a file: only an import would show
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError, ValueError) as error:
@@ -46,7 +46,7 @@ def _file_of(module: str) -> Path | None:
 
 
 def _defined(tree: ast.Module) -> set[str]:
-    """All names that a module may give a value to; "*" where it takes all names of another."""
+    """All names that a module may define. "*" where it imports all names of another."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

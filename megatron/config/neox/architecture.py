@@ -314,7 +314,7 @@ def _mlp(flat: Flat, native: Native, hidden: int | None) -> None:
 
 
 def _stated_width(flat: Flat, hidden: int) -> int | None:
-    """intermediate_size, or expansion_factor times hidden_size; None if neither is given."""
+    """intermediate_size, or expansion_factor times hidden_size, or None if neither is given."""
     size, factor = flat.count("intermediate_size"), flat.number("expansion_factor")
     if size and factor:
         flat.problem(
@@ -339,10 +339,10 @@ def _plain_width(flat: Flat, hidden: int) -> int:
 def _gated_width(flat: Flat, native: Native, hidden: int, llama: bool) -> int:
     """The width of each of gate and up.
 
-    GPT-NeoX since 2024-09 takes two thirds of intermediate_size and then half of that; its older files, and people
-    who know Hugging Face's key, mean the width itself. The two lie a factor 3 apart, so the size tells them apart: no
-    model is as wide as 6 hidden_size or as narrow as 2 under the wrong reading of usual values. A note says what was
-    taken. Where nothing is stated, that release builds 4/3 hidden_size; every published model means 8/3.
+    GPT-NeoX since 2024-09 takes two thirds of intermediate_size and then half of that. Its older files, and people who
+    know Hugging Face's key, mean the width itself. The two differ by a factor of 3, so the size decides: under the
+    wrong reading, no usual model is as wide as 6 hidden_size or as narrow as 2. A note has the choice. Without a stated
+    width, that release builds 4/3 hidden_size. Every published model means 8/3.
     """
     multiple = 256 if llama and not flat.given("mlp_multiple_of") else flat.defaulted_count("mlp_multiple_of")
     stated = _stated_width(flat, hidden)

@@ -1,4 +1,4 @@
-"""What goes into a translation of GPT-NeoX files and what comes out: plain data."""
+"""Inputs and results of a translation of GPT-NeoX files, as plain data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class FlatDocument:
         path: the file, as messages name it.
         values: its keys as written, with dashes or underscores.
         lines: the line of each key that is known.
-        override: whether its values win over those of other documents (arguments) instead of clashing with them.
+        override: whether its values replace those of other documents, as arguments do.
     """
 
     path: str
@@ -52,8 +52,8 @@ class Translation:
 
     Attributes:
         values: native nested values. GPT-NeoX's defaults that bear on the numbers are written out.
-        origins: native dotted key -> where it came from; lists and raw dictionaries are one key.
-        notes: what a user should know; one of them lists all keys without effect.
+        origins: native dotted key -> where it came from. Lists and raw dictionaries are one key.
+        notes: what a user should know. One of them lists all keys without effect.
         problems: what stands in the way.
     """
 

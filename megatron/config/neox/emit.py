@@ -16,7 +16,7 @@ def to_native_yaml(translation: Translation) -> str:
     """The native YAML file that says the same as the GPT-NeoX files.
 
     Each value has a comment with the key, the file and the line it came from, or that it is GPT-NeoX's default. The
-    notes stand on top. What is read back is equal to `translation.values`.
+    notes stand on top. The values read back are equal to `translation.values`.
     """
     lines = ["# Translated from GPT-NeoX keys."]
     for note in translation.notes:

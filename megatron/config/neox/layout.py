@@ -38,7 +38,7 @@ KEYS: dict[str, Any] = {
 PARTITIONS = {"type:transformer|mlp": "uniform", "uniform": "uniform", "parameters": "parameters"}
 LAUNCHERS = {"pdsh": "pdsh", "openmpi": "openmpi", "mpich": "mpich", "mvapich": "mpich", "slurm": "slurm"}
 
-# Parts of zero_optimization: those with a native key, those that DeepSpeed gets as they are, and those without effect.
+# Parts of zero_optimization with a native key, parts that DeepSpeed gets unchanged, and parts without effect.
 ZERO_SIZES = {"stage3_prefetch_bucket_size": "prefetch_size", "stage3_param_persistence_threshold": "persistent_size"}
 ZERO_OWN = {
     "stage",
@@ -215,7 +215,7 @@ def _launch(flat: Flat, native: Native) -> None:
 
 
 def _deepspeed(flat: Flat, native: Native) -> None:
-    """What DeepSpeed gets as it is."""
+    """Options that DeepSpeed gets unchanged."""
     for name in ("flops_profiler", "tensorboard", "wandb", "csv_monitor"):
         if flat.mapping(name):
             native.put(f"deepspeed.{name}", flat.mapping(name), name)
@@ -240,7 +240,7 @@ def _deepspeed(flat: Flat, native: Native) -> None:
 
 
 def _comms_logger(options: Mapping[str, Any] | None, native: Native, source: str) -> None:
-    """DeepSpeed's logger waits for the device after every operation; the account does not, and counts all of them."""
+    """DeepSpeed's logger waits for the device after every operation. The account does not, and counts all of them."""
     if not options:
         return
     native.used.add(source.split(".")[0])

@@ -23,7 +23,7 @@ WIDTH_MULTIPLE = 256  # of experts without a stated width, whatever mlp_multiple
 
 
 def translate(flat: Flat, native: Native) -> None:
-    """Translate the keys, where there are experts; after the topics of the model and the layout."""
+    """Translate the keys, where there are experts, after the topics of the model and the layout."""
     experts = flat.defaulted_count("moe_num_experts") if flat.raw("moe_num_experts") != 0 else 1
     if experts == 1:
         native.unused("at a value that changes nothing", "moe_num_experts")

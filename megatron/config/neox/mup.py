@@ -1,7 +1,7 @@
 """GPT-NeoX's keys of muP.
 
-What GPT-NeoX means is translated, not what it does: its schedule overwrites the rates that muP gives, only one of its
-attention implementations divides by the head dimension, and the gradient of its embedding multiplier is missing.
+The translation follows GPT-NeoX's intent, not its computation. There the schedule overwrites the rates of muP, only one
+of the attention implementations divides by the head dimension, and the gradient of the embedding multiplier is missing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ KEYS: dict[str, Any] = {"use_mup": False, "mup_init_scale": 1.0, "mup_embedding_
 
 
 def translate(flat: Flat, native: Native) -> None:
-    """Translate the keys, where muP is on; after the topic of the model."""
+    """Translate the keys, where muP is on, after the topic of the model."""
     if not flat.boolean("use_mup"):
         native.unused("at a value that changes nothing", "use_mup")
         native.unused("use_mup is off", "mup_init_scale", "mup_embedding_mult")

@@ -119,7 +119,8 @@ def _where_to_save(flat: Flat, native: Native) -> None:
 
 
 def _load(flat: Flat, native: Native) -> None:
-    """`load` with `finetune` takes weights; without, it resumes. A load path that does not exist is an error here."""
+    """`load` with `finetune` takes weights. Without `finetune` it resumes. A load path that does not exist is an error
+    here."""
     load, save, finetune = flat.text("load"), flat.text("save"), flat.boolean("finetune")
     same = load is not None and save is not None and load.rstrip("/") == save.rstrip("/")
     if load is None:
@@ -150,7 +151,7 @@ def _evaluation(flat: Flat, native: Native) -> None:
 
 
 def _tasks(flat: Flat, native: Native) -> None:
-    """Tasks are eval.py's alone: GPT-NeoX's training does not run them."""
+    """Only eval.py runs tasks: GPT-NeoX's training does not."""
     tasks = flat.items("eval_tasks") or []
     if not all(isinstance(name, str) and name for name in tasks):
         flat.problem("eval_tasks", "eval_tasks must be a list of names", "write [lambada_openai, piqa]")

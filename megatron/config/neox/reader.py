@@ -16,7 +16,7 @@ NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 @dataclass(frozen=True)
 class FlatEntry:
-    """One flat key as a file gives it; `spelling` has the file's dashes."""
+    """One flat key as a file gives it. `spelling` has the file's dashes."""
 
     value: Any
     path: str
@@ -42,7 +42,7 @@ class Flat:
         self.entries, self.defaults, self.problems = entries, defaults, problems
 
     def given(self, name: str) -> bool:
-        """Whether a file says something other than null; a part of a dictionary has a dotted name."""
+        """Whether a file gives a value other than null. A part of a dictionary has a dotted name."""
         top, *parts = name.split(".")
         value = self.entries[top].value if top in self.entries else None
         for part in parts:
@@ -54,7 +54,7 @@ class Flat:
         return self.entries[name].value if self.given(name) else self.defaults[name]
 
     def problem(self, name: str, rule: str, fix: str, value: Any = None) -> None:
-        """Report a key; `value` replaces the whole value in the message, for a part of a dictionary."""
+        """Report a key. `value` replaces the whole value in the message, for a part of a dictionary."""
         entry = self.entries.get(name, FlatEntry(None, "", None, name))
         found = FlatProblem(entry.path, entry.line, entry.spelling, entry.value if value is None else value, rule, fix)
         if found not in self.problems:  # several topics read some keys
@@ -70,7 +70,7 @@ class Flat:
         return self._typed(name, as_number, "a number", "write a number, as in 0.1 or 1.0e-8")
 
     def integer(self, name: str) -> int | None:
-        """A whole number, or None; 1.0e6 is one."""
+        """A whole number, or None. 1.0e6 is one."""
         return self._typed(name, _whole, "a whole number", "write a whole number without quotes")
 
     def count(self, name: str) -> int | None:
@@ -118,7 +118,7 @@ class Flat:
         )
 
     def choice(self, name: str, choices: Mapping[str, Any], others: Mapping[str, str] | None = None) -> Any:
-        """What `choices` has for the value, in any letter case; `others` says what to do about known, refused ones.
+        """The entry of `choices` for the value, in any letter case. `others` has the fix for known, refused values.
 
         Returns None, with a problem, for a value that is in neither or is refused.
         """
@@ -162,7 +162,7 @@ class Native:
         self.idle: dict[str, str] = {}  # flat key -> why it has no effect
 
     def put(self, key: str, value: Any, *names: str) -> None:
-        """Set the native dotted `key`; `names` are the flat keys that it was made from, the main one first.
+        """Set the native dotted `key`. `names` are the flat keys that it was made from, the main one first.
 
         A part of a dictionary has a dotted name, as in optimizer.params.lr.
         """

@@ -95,7 +95,7 @@ def translate(flat: Flat, native: Native) -> None:
 
 
 def _epochs(flat: Flat, native: Native) -> None:
-    """`train_epochs`, with what GPT-NeoX refuses beside it."""
+    """`train_epochs`, and the keys that GPT-NeoX refuses with it."""
     if (epochs := flat.count("train_epochs")) is None:
         return
     native.put("training.epochs", epochs, "train_epochs")
@@ -117,7 +117,7 @@ def _epochs(flat: Flat, native: Native) -> None:
 
 
 def _passes(flat: Flat) -> int | None:
-    """Forward passes of a step; None if only the number of GPUs of the start would tell."""
+    """Forward passes of a step, or None if they depend on the number of GPUs of the start."""
     total, micro = flat.count("train_batch_size"), flat.count("train_micro_batch_size_per_gpu")
     if total is None or micro is None or flat.given("gradient_accumulation_steps"):
         return flat.count("gradient_accumulation_steps")
@@ -175,7 +175,7 @@ def _accumulation_alias(flat: Flat, native: Native) -> None:
 
 
 def _micro(flat: Flat, total: int, steps: int) -> int:
-    """GPT-NeoX's micro batch for a global batch, if the file says for how many GPUs; else 1."""
+    """GPT-NeoX's micro batch for a global batch, if the file has the number of GPUs, else 1."""
     gpus = flat.count("global_num_gpus")
     inner = flat.defaulted_count("model_parallel_size") * max(1, flat.defaulted_integer("pipe_parallel_size"))
     if gpus is None or gpus % inner or total % (gpus // inner * steps):
@@ -184,7 +184,7 @@ def _micro(flat: Flat, total: int, steps: int) -> int:
 
 
 def _optimizer(flat: Flat, native: Native) -> float | None:
-    """Translate `optimizer`; returns the peak learning rate."""
+    """Translate `optimizer`. Returns the peak learning rate."""
     flat.require("optimizer", "without it GPT-NeoX exits")
     optimizer = flat.mapping("optimizer")
     if optimizer is None:
@@ -244,7 +244,7 @@ def _in_8_bits(flat: Flat, native: Native, kind: str) -> str:
 
 
 def _parameter(flat: Flat, name: str, value: Any, default: Any, key: str = "optimizer") -> Any:
-    """`value` if it has the kind of `default`; else a problem and the default."""
+    """`value` if it has the kind of `default`, else a problem and the default."""
     owner = "optimizer.params" if key == "optimizer" else key
     if isinstance(default, bool) and isinstance(value, bool):
         return value
@@ -263,7 +263,7 @@ def _parameter(flat: Flat, name: str, value: Any, default: Any, key: str = "opti
 
 
 def _weight_decay(flat: Flat, native: Native, params: dict) -> float:
-    """Weight decay stands at the top level; GPT-NeoX fails where `params` has it too, here the two must agree."""
+    """Weight decay is a key of the top level. GPT-NeoX fails where `params` has it too. Here the two must agree."""
     inside = params.pop("weight_decay", None)
     if inside is None:
         value, name = flat.defaulted_number("weight_decay"), "weight_decay"
@@ -317,7 +317,7 @@ def _schedule(flat: Flat, native: Native, lr: float | None) -> None:
 
 
 def _compatibility(flat: Flat, native: Native) -> None:
-    """GPT-NeoX changed its learning rates in August 2023 without a word in the files; one native key chooses.
+    """GPT-NeoX changed its learning rates in August 2023, which its files do not show. One native key chooses.
 
     The default is what GPT-NeoX computes from the file today. A file does not say which version it was written for.
     """

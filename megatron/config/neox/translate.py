@@ -44,7 +44,7 @@ def _native_names() -> tuple[str, ...]:
 
 
 def nearest(name: str) -> str:
-    """What an unknown key may have meant, as a sentence."""
+    """The likely meaning of an unknown key, as a sentence."""
     flat = difflib.get_close_matches(name, sorted(NAMES), 1)
     last = {key.rsplit(".", 1)[-1]: key for key in reversed(_native_names())}
     native = difflib.get_close_matches(name, list(last), 1, 0.75 if flat else 0.4)
@@ -72,8 +72,8 @@ SECTIONS = frozenset({
 def is_flat(values: dict[str, Any]) -> bool:
     """Whether a document has GPT-NeoX's flat keys rather than native sections.
 
-    Names that both have (optimizer, precision, tokenizer, checkpoint, deepspeed) are told apart by their values. A
-    document with keys of both kinds is taken for what most of its keys are.
+    The values decide for names that both have (optimizer, precision, tokenizer, checkpoint, deepspeed). A document with
+    keys of both kinds is taken for what most of its keys are.
     """
     flat = sum(_looks_flat(str(name), value) for name, value in values.items())
     native = sum(str(name) in SECTIONS or "." in str(name) for name in values)
@@ -100,8 +100,8 @@ def _looks_flat(name: str, value: Any) -> bool:
 def translate(documents: Iterable[FlatDocument]) -> Translation:
     """The native configuration that the documents describe together.
 
-    The same key with different values in two documents, or twice in one, is a problem whatever its spelling; GPT-NeoX
-    notices it only where the spelling is the same. Documents marked as overrides win instead.
+    The same key with different values in two documents, or twice in one, is a problem in any spelling. GPT-NeoX detects
+    it only where the spelling is the same. Documents marked as overrides win instead.
     """
     result = Translation()
     flat = Flat(_merge(documents, result.problems), TRANSLATED | RETIRED_READ, result.problems)

@@ -1,8 +1,8 @@
 """Rules about keys together, by concern: functions of a `RuleContext` that yield a `Problem` for each breach.
 
 A file has them as functions with that signature and, where one expression is enough, as rows of `CHECKS`. `INPUT_RULES`
-has those that only a start needs: data, tokenizers and checkpoints exist. A tool that shows or counts a model skips
-them. Rules of a kind of layer are in its folder (`kind.LayerKind`)."""
+has rules of a start: data, tokenizers and checkpoints exist. A tool that shows or counts a model skips them. Rules of a
+kind of layer are in its folder (`kind.LayerKind`)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RULES: tuple[Rule, ...] = tuple(rule for module in MODULES for rule in _written(
 
 
 def broken(context: RuleContext, inputs: bool) -> list[Problem]:
-    """All problems that the rules find. `inputs`: with those of a start."""
+    """All problems that the rules find. `inputs`: with the rules of a start."""
     found = [problem for rule in (*RULES, *(INPUT_RULES if inputs else ())) for problem in rule(context)]
     for use in context.used:
         found += [problem for rule in context.kinds[use.kind].rules for problem in rule(use)]

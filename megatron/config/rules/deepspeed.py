@@ -1,4 +1,4 @@
-"""The raw `deepspeed:` section: options that DeepSpeed 0.19.8 no longer has, and those that the engine sets."""
+"""The raw `deepspeed:` section: options that DeepSpeed 0.19.8 no longer has, and options that the engine sets."""
 
 from __future__ import annotations
 

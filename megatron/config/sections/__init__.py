@@ -1,1 +1,1 @@
-"""The typed sections of a run's configuration. One file per question; see `megatron.config.schema.Config`."""
+"""The typed sections of a run's configuration. One file per topic, for `megatron.config.schema.Config`."""

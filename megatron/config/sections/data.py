@@ -1,4 +1,4 @@
-"""What the run reads: token files, their order and blend, and the tokenizer."""
+"""Data of the run: token files, their order and blend, and the tokenizer."""
 
 from __future__ import annotations
 

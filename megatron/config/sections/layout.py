@@ -180,7 +180,7 @@ class ActivationCheckpointing(Section):
 
 
 class BatchOptions(Section):
-    """What a job script asks the scheduler for (`deepy.py --sbatch`, `--print pbs|k8s`)."""
+    """Requests of a job script to the scheduler (`deepy.py --sbatch`, `--print pbs|k8s`)."""
 
     nodes: int = key(1, "Hosts.", unit="hosts", gt=0)
     time: str | None = key(None, "Time limit, in the scheduler's form (`12:00:00`).")

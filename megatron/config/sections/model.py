@@ -1,4 +1,4 @@
-"""What the model computes: the layer pattern, the options of each layer kind, initialisation."""
+"""The model: the layer pattern, the options of each layer kind, initialisation."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ParametrizationOptions(Section):
     )
 
 
-SHORT = 64  # tokens of a document: those of a micro-batch are taken to be as long, on average
+SHORT = 64  # tokens of a document, assumed as the mean of a micro-batch
 
 
 class FusedAttentionOptions(Section):
@@ -306,7 +306,7 @@ class ModelSection(_Kinds):
 
     @property
     def further_blocks(self) -> tuple[BlockPattern, ...]:
-        """The blocks of the modules of `multi_token_prediction`, numbered after those of the stack; none without.
+        """The blocks of the modules of `multi_token_prediction`, numbered after the blocks of the stack.
 
         Raises:
             PatternError: as for `blocks`.

@@ -1,4 +1,4 @@
-"""What the run keeps and tells: checkpoints, evaluation, logs, profiles."""
+"""Output of the run: checkpoints, evaluation, logs, profiles."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class LevelSection(Section):
 
     @property
     def title(self) -> str:
-        """What messages and folders call the level."""
+        """The level's name in messages and folders."""
         return f"{self.place} of {self.neighbours + 1} hosts" if self.neighbours else self.place
 
 
@@ -133,7 +133,7 @@ class CheckpointSection(Section):
 
     @property
     def store_every(self) -> int | None:
-        """Steps between the saves that the store asks for; None where it only copies what is saved anyway."""
+        """Steps between the saves of the store, or None where it copies every save."""
         return None if self.store is None or self.store.every == "auto" else self.store.every
 
 

@@ -18,7 +18,7 @@ def _steps(own: dict[str, Any], at: Any) -> int:
             return steps_of_epochs(at.__getitem__)
         except Uncounted:
             pass
-    return 1  # rules/recipe.py says what is missing; until then the rest can be checked
+    return 1  # rules/recipe.py reports the missing key, and the rest can be checked
 
 
 def _accumulation(own: dict[str, Any], at: Any) -> int | None:

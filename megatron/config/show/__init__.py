@@ -1,1 +1,1 @@
-"""Explaining and comparing configurations; the generated reference."""
+"""Explaining and comparing configurations, and the generated reference."""

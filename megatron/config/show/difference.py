@@ -30,7 +30,7 @@ class Described:
 
 @dataclass(frozen=True)
 class KeyDifference:
-    """A key with unlike values; ABSENT where one side does not have the key."""
+    """A key with unlike values. ABSENT where one side does not have the key."""
 
     key: str
     values: tuple[Any, Any]
@@ -85,7 +85,7 @@ def _is_resolved(file: File) -> bool:
 
 
 def differences(a: Described, b: Described) -> list[KeyDifference]:
-    """The keys in which two configurations differ, in order; patterns of the same layers are equal."""
+    """The keys in which two configurations differ, in order. Patterns of the same layers are equal."""
     values = [{dotted(path): value for path, value in leaves(thaw(each.config.model_dump()))} for each in (a, b)]
     same = list(map(str, a.config.model.blocks)) == list(map(str, b.config.model.blocks))
     return [

@@ -88,8 +88,8 @@ def explain(name: str, resolved: Resolved | None) -> list[Explanation]:
     """A key, or every key of a section.
 
     Args:
-        name: dotted key; names and indices of the run's own, such as data.train.0.weight, are allowed.
-        resolved: the run; None explains the schema alone.
+        name: dotted key. Names and indices of the run's own, such as data.train.0.weight, are allowed.
+        resolved: the run. None explains the schema alone.
 
     Raises:
         ConfigError: the schema has no such key.

@@ -10,12 +10,12 @@ from ...installation import configuration_file, near_names
 from ..problems import UserError
 
 FILES = (".yml", ".yaml", ".json")
-_PLACE = re.compile(r"--local[-_]rank=\d+")  # DeepSpeed's launcher puts it first; the environment says it too
+_PLACE = re.compile(r"--local[-_]rank=\d+")  # DeepSpeed's launcher puts it first. The environment has it too
 _OVERRIDE = re.compile(r"[A-Za-z_][\w-]*(\.[\w@*-]+)*=", re.ASCII)
 
 
 class ArgumentError(UserError):
-    """A word that nobody understands."""
+    """A word that is no file, name or override."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Arguments:
     Attributes:
         files: configuration files, in the order in which they are merged.
         overrides: `key.path=value` words.
-        own: the rest: everything from the first word that begins with a dash; a bare `--` is only the border.
+        own: the rest: everything from the first word that begins with a dash. A bare `--` is only the border.
     """
 
     files: tuple[str, ...]

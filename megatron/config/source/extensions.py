@@ -1,4 +1,4 @@
-"""Which extensions a configuration needs: those that `model.extensions` lists, and those that offer a name it has."""
+"""The extensions of a configuration: modules in `model.extensions`, and installed ones that offer its names."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _NAME = re.compile(r"(?<![@\w])(?!x\s*\d+(?!\w))[A-Za-z_]\w*")
 
 
 def extensions_of(sources: list[ConfigSource]) -> tuple[str, ...]:
-    """The modules to load, in order; what an installed package offers is added to the last source.
+    """The modules to load, in order. Modules that installed packages offer are added to the last source.
 
     Raises:
         ConfigError: with each that cannot be used.
@@ -94,7 +94,7 @@ def _listed(source: ConfigSource) -> list[str]:
 
 
 def _check(modules: list[str], source: ConfigSource) -> None:
-    """Each by itself first, so that all that is wrong is said at once; then all together, whose names may clash."""
+    """Check each module by itself, to report all mistakes at once, and then all together, whose names may clash."""
     problems = []
     for index, module in enumerate(modules):
         try:

@@ -17,8 +17,8 @@ MOST_FILES = 40  # of a run, each counted as often as it is extended: files that
 def gather(files: Sequence[str | os.PathLike], overrides: Sequence[str] = ()) -> list[ConfigSource]:
     """All sources, in the order in which they are merged.
 
-    A file's bases (`extends:`, one path or a list, seen from the file's folder) come before the file itself. What is
-    no file may be the name of a ready configuration, such as `pythia/70m`.
+    A file's bases (`extends:`, one path or a list, seen from the file's folder) come before the file itself. Other
+    words are names of ready configurations, such as `pythia/70m`.
     """
     sources: list[ConfigSource] = []
     for file in files:
@@ -28,9 +28,10 @@ def gather(files: Sequence[str | os.PathLike], overrides: Sequence[str] = ()) ->
 
 
 def run_name(file: str | os.PathLike) -> str:
-    """What a configuration file calls its run: `configs/mistral/7b.yml` mistral-7b, since many folders have a 7b.yml.
+    """The name of the run of a configuration file: mistral-7b for `configs/mistral/7b.yml`, since many folders have a
+    7b.yml.
 
-    A file of the working directory, or of a folder that is only called `configs`, has its own name alone.
+    A file of the working directory, or of a folder called `configs`, has only its own name.
     """
     typed = os.fspath(file)
     path = File(configuration_file(typed) or typed).absolute()
@@ -40,13 +41,13 @@ def run_name(file: str | os.PathLike) -> str:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What a user typed as (files, overrides): `key.path=value` is an override unless there is a file of that name."""
+    """A user's words as (files, overrides): `key.path=value` is an override unless there is a file of that name."""
     overrides = [each for each in arguments if "=" in each and not os.path.isfile(each)]
     return [each for each in arguments if each not in overrides], overrides
 
 
 def _with_bases(path: str, open_files: tuple[str, ...], left: list[int]) -> list[ConfigSource]:
-    """A file and those that it extends; `left` counts down the files that may still be read."""
+    """A file and its bases. `left` counts down the files that may still be read."""
     source = read_file(path)
     left[0] -= 1
     where = str(source.origin(("extends",)))

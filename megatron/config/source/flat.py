@@ -57,7 +57,7 @@ def translate_flat(sources: list[ConfigSource]) -> tuple[list[ConfigSource], tup
     return result, tuple(translation.notes)
 
 
-# Sections whose names GPT-NeoX has for keys of its own: such a file is looked at more closely.
+# Sections whose names GPT-NeoX has for keys of its own: such a file is inspected more closely.
 _AMBIGUOUS = {"optimizer", "precision", "tokenizer", "checkpoint", "deepspeed"}
 
 

@@ -18,7 +18,7 @@ class ConfigSource:
 
     Attributes:
         values: nested dictionaries, lists and scalars.
-        places: the origin of each path that has one; a path without one has its parent's.
+        places: the origin of each path that has one. Other paths have their parent's.
         fallback: the origin where there is none.
         problems: what was wrong in reading it.
         unread: whether it could not be read at all, so that what it says is not known.
@@ -50,8 +50,8 @@ class ConfigSource:
 
 
 def merge(sources: list[ConfigSource]) -> tuple[ConfigSource, list[Overridden]]:
-    """Merge sources left to right: mappings key by key, everything else replaced; null takes back what came before
-    (but is a value in a variant, whose options replace those of a kind).
+    """Merge sources left to right: mappings key by key, everything else replaced. null resets an earlier value. In a
+    variant, whose options replace those of a kind, it is a value.
 
     Returns:
         The merged source, and each value that lost to a different one.

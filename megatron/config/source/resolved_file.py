@@ -44,7 +44,7 @@ def _hash(values: dict[str, Any]) -> str:
 
 
 def _shared(values: Any, file: Any) -> Any:
-    """`values` without the keys that a file does not have: those that are younger than it."""
+    """`values` without the keys that a file does not have, since they are younger than it."""
     if isinstance(values, list) and isinstance(file, list):
         return [_shared(each, other) for each, other in zip(values, file, strict=True)]
     if not isinstance(values, dict) or not isinstance(file, dict):
@@ -139,7 +139,7 @@ def save_resolved(resolved: Resolved, path: str | os.PathLike) -> None:
 
 
 def read_resolved(path: str | os.PathLike, *, own: bool = False) -> Config:
-    """The configuration that `save_resolved` wrote, equal to the last digit; nothing is derived again. Keys that came
+    """The configuration that `save_resolved` wrote, equal to the last digit. Nothing is derived again. Keys that came
     after the file was written have their defaults, and keys that no longer exist are ignored.
 
     Args:

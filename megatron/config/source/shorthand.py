@@ -33,8 +33,8 @@ def normalise(source: ConfigSource) -> ConfigSource:
 
 
 def _comms_logger(source: ConfigSource) -> None:
-    """DeepSpeed's logger of communication, which waits for the device after every operation, as our account, which
-    waits for none; what the source says of the account holds."""
+    """Turn DeepSpeed's logger of communication, which waits for the device after every operation, into our account,
+    which does not wait. A key of the account in the source has precedence."""
     path, account = ("deepspeed", "comms_logger"), ("logging", "communication")
     asked, logging = get(source.values, path, None), source.values.get("logging", {})
     if not isinstance(asked, dict) or not isinstance(logging, dict):
@@ -71,7 +71,7 @@ def _sources(source: ConfigSource, path: Path) -> None:
 
 
 def _move(source: ConfigSource, path: Path, value: Any, inner: Path) -> None:
-    """Put `value` at `path`; what was known of places at `path` and below now holds for `inner` too."""
+    """Put `value` at `path`. The places of `path` and below now also hold for `inner`."""
     origin, below = source.origin(path), source.places_at(path)
     put(source.values, path, value)
     for rest, place in below.items():

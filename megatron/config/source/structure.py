@@ -59,7 +59,7 @@ def check_structure(
     problems: list[Problem] = []
     broken: set[str] = set()
     values, hints = thaw(values), HINTS
-    for _ in range(20):  # each round mends all that it finds; a mended value may uncover another below it
+    for _ in range(20):  # each round fixes all that it finds, and a fixed value may uncover another below it
         try:
             return current_schema().model_validate(values), problems, frozenset(broken)
         except ValidationError as error:
@@ -87,7 +87,7 @@ def _mend(path: Path, values: dict[str, Any]) -> None:
     drop(values, path)
     if key is None or not key.required:
         return
-    if isinstance(path[-2] if len(path) > 1 else None, int):  # an item of a list that cannot be read: leave it out
+    if isinstance(path[-2] if len(path) > 1 else None, int):  # drop an item of a list that cannot be read
         drop(values, path[:-1])
     elif key.section:
         put(values, path, {})
@@ -96,7 +96,7 @@ def _mend(path: Path, values: dict[str, Any]) -> None:
 
 
 def _problem(path: Path, values: dict[str, Any], origin: Callable[[Path], Origin], hint: bool = True) -> Problem:
-    """`hint`: look for names that the user may have meant."""
+    """`hint`: suggest names that the user may have meant."""
     value, name, annotation = get(values, path), dotted(path), type_at(path)
     where = "" if value is ABSENT else str(origin(path))
     choices = _names(path[:-1])
@@ -135,7 +135,7 @@ def _names(path: Path) -> tuple[str, ...]:
 
 
 def siblings(path: Path) -> list[str]:
-    """The names that the schema has beside this path."""
+    """The names that the schema has next to this path."""
     section = section_of(type_at(path[:-1]))
     return [] if section is None else list(section.model_fields)
 
@@ -147,7 +147,7 @@ def nearest(name: str, choices: Iterable[object]) -> str:
 
 
 def nearest_key(path: Path) -> str:
-    """Advice about an unknown key: the same name in another section, a near one beside it, a near one anywhere."""
+    """Advice about an unknown key: the same name in another section, or a similar one next to it or anywhere."""
     if "." in str(path[-1]):
         return f"nest it: `{str(path[-1]).replace('.', ': {')}: ...{'}' * str(path[-1]).count('.')}`"
     name = str(path[-1]).replace("-", "_")
@@ -176,7 +176,7 @@ def _spellings(name: str) -> list[str]:
 
 
 def type_fix(annotation: Any, limits: dict[str, Any], value: Any, path: Path) -> str:
-    """How to mend a value of the wrong type or out of range."""
+    """The fix for a value of the wrong type or out of range."""
     bare, key = without_none(annotation), lookup(path)
     if get_origin(bare) is Literal:
         return _from_choices(get_args(bare), value)

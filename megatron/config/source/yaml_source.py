@@ -31,9 +31,9 @@ _SCALARS = {
     ),
 }
 LARGEST = 8 << 20  # bytes of a document
-DEEPEST = 64  # mappings and lists inside each other; our deepest key has six
-DIGITS = 60  # of a whole number; Python refuses to print those of thousands
-MOST = 20_000  # values of a document, those that an alias repeats counted again
+DEEPEST = 64  # mappings and lists inside each other (our deepest key has six)
+DIGITS = 60  # of a whole number (Python refuses to print thousands of them)
+MOST = 20_000  # values of a document, with repeats by aliases
 _COMMENT = re.compile(r"[ \n]#[^\n\r\x85\u2028\u2029]*")
 _PYYAMLS = re.compile(r"[\t\r\x85\u2028\u2029]|(?:^|[\s\[{,:-])[?&*!%|>]|^(?:---|\.\.\.)", re.MULTILINE)
 _LEADING_ZERO = re.compile(r"^[-+]?0[0-9]+$")
@@ -70,7 +70,7 @@ if yaml.__with_libyaml__:
 
 
 class _TooMuch(Exception):
-    """A document beyond the limits; reading it further would only cost time."""
+    """A document beyond the limits. Reading it further would only cost time."""
 
     def __init__(self, rule_and_fix: tuple[str, str], line: int):
         self.rule_and_fix, self.line = rule_and_fix, line
@@ -233,8 +233,8 @@ def parse(text: str, origin: Callable[[int], Origin]) -> tuple[Any, dict[Path, O
 
 
 def _compose(text: str) -> yaml.Node | None:
-    """The tree of a document. What libyaml refuses, PyYAML reads again, whose messages are the same everywhere; what
-    the two read differently (tabs, keys after a '?', an alias inside its anchor, "|#") is not given to libyaml.
+    """The tree of a document. PyYAML, whose messages are the same everywhere, reads again what libyaml refuses. Texts
+    that the two read differently (tabs, keys after a '?', an alias inside its anchor, "|#") are not given to libyaml.
     """
     if yaml.__with_libyaml__ and not _PYYAMLS.search(_COMMENT.sub("", text)):
         with contextlib.suppress(yaml.YAMLError, UnicodeError):
@@ -277,7 +277,7 @@ def _syntax(error: yaml.YAMLError) -> tuple[str, str]:
 
 
 def read_file(path: str) -> ConfigSource:
-    """A YAML file as a source. An empty file is an empty mapping; what is wrong is in `problems`."""
+    """A YAML file as a source. An empty file is an empty mapping. Mistakes are in `problems`."""
 
     def origin(line: int) -> Origin:
         return Origin("file", file=path, line=line)
