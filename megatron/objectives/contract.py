@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -105,6 +106,13 @@ class Objective:
             labels: of a micro-batch (`parallel/layers/label_costs.py`).
         """
         raise NotImplementedError
+
+    def counted(self, weights: Tensor, columns: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Kinds of labels over which `cost_of_labels` takes means: by name, whether each label is one.
+
+        The mean is over the labels of all ranks in a step. `Labels.units` has what one such label weighs in it.
+        """
+        return {}
 
     @property
     def costs(self) -> bool:

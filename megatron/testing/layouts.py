@@ -93,6 +93,8 @@ def one_process(values: dict[str, Any], dtype: torch.dtype) -> tuple[float, dict
     given = drawn["loss_mask"]
     weights = torch.ones_like(drawn["tokens"][:, 1:], dtype=dtype) if given is None else given.to(dtype)
     weights /= weights.sum()
+    counted = objective.counted(weights, drawn["columns"]) if objective.reads_labels else {}
+    units = {name: 1 / float(each.sum()) for name, each in counted.items()}
     for begin in range(0, drawn["tokens"].shape[0], M):
         rows = slice(begin, begin + M)
         extras = {name: drawn[name][rows] for name in model.form.optional if drawn.get(name) is not None}
@@ -103,7 +105,8 @@ def one_process(values: dict[str, Any], dtype: torch.dtype) -> tuple[float, dict
         if objective.reads_labels:
             numbers = {name: each[rows].to(dtype) for name, each in drawn["columns"].items()}
             log_p = -ce.view_as(weights[rows])
-            costs = objective.cost_of_labels(Labels(log_p, weights[rows], numbers, objective.sequences)).flatten()
+            labels = Labels(log_p, weights[rows], numbers, objective.sequences, units=units)
+            costs = objective.cost_of_labels(labels).flatten()
         elif objective.reads_logits:
             costs = objective.cost_of_logits(ChunkLogits(logits.flatten(0, 1), targets.flatten(), logits.shape[-1]))
         else:

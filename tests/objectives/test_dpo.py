@@ -43,6 +43,8 @@ GOLDEN: list[tuple[dict[str, Any], float, float, float]] = [
         *(1.095801303895, -0.013149922477, 0.032874806192),
     ),
     ({"reference_free": True}, 0.703692671555, -0.016658898253, 0.016658898253),
+    ({"sft_weight": 1.0}, 2.079852179856, -0.099256907298, 0.015923573964),
+    ({"loss": "orpo"}, 1.260718533239, -0.084885448825, 0.002607013684),
 ]
 
 
@@ -64,9 +66,10 @@ def golden_pairs() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 @pytest.mark.parametrize("options, loss, of_chosen, of_rejected", GOLDEN)
 def test_golden_values(options, loss, of_chosen, of_rejected):
     log_p, weights, columns = golden_pairs()
-    signed, found = LabelsLoss(PreferencePairs(**options).cost_of_labels, 2, PreferencePairs.reports).weights(
-        -log_p, weights, columns, ALONE
-    )
+    objective = PreferencePairs(**options)
+    of_labels = LabelsLoss(objective.cost_of_labels, 2, PreferencePairs.reports)
+    of_labels.units = {name: 1 / float(each.sum()) for name, each in objective.counted(weights, columns).items()}
+    signed, found = of_labels.weights(-log_p, weights, columns, ALONE)
     assert float(found) == pytest.approx(loss, rel=1e-10, abs=1e-11)
     assert [-float(signed[0, 0]), -float(signed[0, 5])] == pytest.approx([of_chosen, of_rejected], rel=1e-9, abs=1e-11)
     assert not signed[weights == 0].any()
@@ -106,7 +109,9 @@ SHAPE = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"loss": "ipo", "average": True, "beta": 0.7, "pairs": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"loss": "ipo", "average": True, "beta": 0.7, "pairs": 2}, {"loss": "orpo", "beta": 0.5}]
+)
 def test_layouts_are_one_process(options):
     """Two passes with sums over ranks, against autograd through one pass of whole logits."""
     values = {**SHAPE, "objective": {"type": "dpo", "options": options}, "data": {"reset_attention_at_eod": True}}

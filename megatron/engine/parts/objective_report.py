@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron.data.batch import StepBatch
 from megatron.model.embedding_and_head import Head
 from megatron.objectives.named import objective_of
 from megatron.parallel.layers.collectives import all_reduce
@@ -24,9 +25,23 @@ class ObjectiveReport(EnginePart):
 
     def attach(self, engine: BaseEngine) -> None:
         self.mesh, self.device = engine.mesh, engine.device
-        self.names = (LabelsLoss.LOSS, *objective_of(engine.config).reports)
+        self.objective = objective_of(engine.config)
+        self.names = (LabelsLoss.LOSS, *self.objective.reports)
         heads = (each for each in engine.module.modules() if isinstance(each, Head))
         self.loss = next((each.of_labels for each in heads), None)
+
+    @torch.no_grad()
+    def check_batch(self, batch: StepBatch) -> None:
+        """Count the labels of kinds over which the objective takes means, over all data parallel ranks."""
+        weights = torch.ones_like(batch.labels) if batch.loss_mask is None else batch.loss_mask
+        counted = self.objective.counted(weights, batch.columns)
+        if counted:
+            sums = torch.stack([each.sum(dtype=torch.float64) for each in counted.values()]).to(self.device)
+            all_reduce(sums, self.mesh.data)
+            # DeepSpeed divides the sums of a step by this factor (`BaseEngine`).
+            factor = self.mesh.replicas.size * batch.tokens.shape[0]
+            if self.loss is not None:
+                self.loss.units = dict(zip(counted, (factor / sums.clamp(min=1.0)).float()))
 
     @torch.no_grad()
     def after_update(self, update: Update) -> Mapping[str, Any]:

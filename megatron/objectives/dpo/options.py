@@ -11,6 +11,7 @@ from megatron.config.rule_context import RuleContext
 
 SEQUENCE, REFERENCE = "sequence", "reference"  # columns
 PAIRS = 2  # sequences of a pair
+ORPO = "orpo"  # a word of `objective.options.loss`
 
 
 def smoothing_has_an_effect(context: RuleContext) -> Iterator[Problem]:
@@ -43,7 +44,11 @@ def pairs_have_what_is_read(context: RuleContext) -> Iterator[Problem]:
             rule="must be a source of preference pairs",
             fix="use data.synthetic=pairs, with data.options={chosen: ..., rejected: ...}",
         )
-    elif data.synthetic == "pairs" and not options["reference_free"] and "chosen_reference" not in data.options:
+    elif (
+        data.synthetic == "pairs"
+        and not (options["reference_free"] or options["loss"] == ORPO)
+        and "chosen_reference" not in data.options
+    ):
         yield context.problem(
             "data.options",
             "objective.options",
@@ -64,13 +69,14 @@ def pairs_have_what_is_read(context: RuleContext) -> Iterator[Problem]:
 OBJECTIVE = ObjectiveKind(
     objective="megatron.objectives.dpo.objective:PreferencePairs",
     options={
-        "loss": Option("sigmoid", 0, 0, "of a pair", choices=("sigmoid", "robust", "ipo", "hinge")),
+        "loss": Option("sigmoid", 0, 0, "of a pair", choices=("sigmoid", "robust", "ipo", "hinge", ORPO)),
         "beta": Option(0.1, 1e-6, 1e6, "factor of the difference of log-probabilities"),
         "label_smoothing": Option(0.0, 0, 0.5, "probability that a preference is the wrong way round", below=True),
         "margin": Option(0.0, 0, 1e6, "subtracted from beta * Delta"),
         "average": Option(False, 0, 1, "means over labels in place of sums", switch=True),
         "reference_free": Option(False, 0, 1, "without a reference", switch=True),
         "pairs": Option(1, 1, 4096, "pairs in a sample", whole=True),
+        "sft_weight": Option(None, 0, 1e6, "factor of the mean cross-entropy of chosen labels"),
     },
     labels=True,
     rules=(smoothing_has_an_effect, answers_do_not_see_each_other, pairs_have_what_is_read),

@@ -29,6 +29,8 @@ SEQUENCE = "sequence"  # the column that numbers the sequences of a sample from 
 class Labels:
     """The labels of a micro-batch that a rank has. Autograd sees all that is made of their log-probabilities.
 
+    `units` has for each kind of labels (`Objective.counted`) the weight of one label in a mean over the step.
+
     Attributes:
         log_p_BS: log-probability of each label in nats, in at least fp32.
         weights_BS: of each label in the loss. A label of weight 0 does not count.
@@ -43,6 +45,7 @@ class Labels:
     columns: Mapping[str, Tensor]
     sequences: int = 0
     axis: Axis = ALONE
+    units: Mapping[str, Tensor | float] = field(default_factory=dict)
     reported: dict[str, Tensor] = field(default_factory=dict)
 
     @cached_property
@@ -62,6 +65,16 @@ class Labels:
     def lengths_BK(self) -> Tensor:
         """Number of labels of each sequence that count."""
         return self.sum(torch.ones_like(self.log_p_BS).detach())
+
+    def mean(self, x_BS: Tensor, kind: str) -> Tensor:
+        """The cost [B, s] by which the labels of a kind add the mean of x over all of them to the loss of the step.
+
+        Args:
+            x_BS: 0 for labels of no such kind.
+        """
+        counts_BS = self.weights_BS != 0
+        unit = self.units[kind] / self.weights_BS.where(counts_BS, torch.ones_like(self.weights_BS))
+        return (x_BS * unit).masked_fill(~counts_BS, 0.0)
 
     def spread(self, x_BK: Tensor) -> Tensor:
         """The number of its sequence for each label, [B, s]. 0 for labels that do not count in one."""
@@ -87,6 +100,7 @@ class LabelsLoss:
     def __init__(self, cost: Callable[[Labels], Tensor], sequences: int, reports: tuple[str, ...] = ()) -> None:
         self.cost, self.sequences, self.names = cost, sequences, (self.LOSS, *reports)
         self.sums: Tensor | None = None  # of this step: float64, by name
+        self.units: Mapping[str, Tensor | float] = {}  # of this step
 
     def weights(
         self, ce_BS: Tensor, weights_BS: Tensor, columns: Mapping[str, Tensor], axis: Axis
@@ -101,7 +115,7 @@ class LabelsLoss:
         """
         with torch.enable_grad():
             log_p_BS = ce_BS.neg().requires_grad_()
-            labels = Labels(log_p_BS, weights_BS.to(ce_BS.dtype), columns, self.sequences, axis)
+            labels = Labels(log_p_BS, weights_BS.to(ce_BS.dtype), columns, self.sequences, axis, self.units)
             cost_BS = self.cost(labels)
             if cost_BS.shape != ce_BS.shape:
                 raise ValueError(f"the objective must give {list(ce_BS.shape)} labels a cost: {list(cost_BS.shape)}")
