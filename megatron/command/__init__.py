@@ -1,1 +1,1 @@
-"""The installed command `deepy`: the verbs of deepy.py, of the scripts beside it and of tools/, under one name."""
+"""The installed command `deepy`: the verbs of deepy.py, of the other scripts and of tools/, under one name."""

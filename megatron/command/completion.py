@@ -1,7 +1,7 @@
 """Completion of `deepy` in bash, zsh and fish, by argcomplete.
 
-The shell asks `deepy` itself for what may come next, so verbs, options, configurations and keys are those of the
-version that is installed.
+The shell asks `deepy` itself for what may come next, so verbs, options, configurations and keys match the installed
+version.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _answering() -> Iterator[None]:
 
 
 def candidates(prefix: str, **_: object) -> list[str]:
-    """What an argument without choices may be: a file, the name of a ready configuration, or a key with its `=`."""
+    """Completions of an argument without choices: a file, the name of a ready configuration, or a key with its `=`."""
     from argcomplete.completers import FilesCompleter
 
     files = list(FilesCompleter()(prefix))

@@ -9,10 +9,10 @@ from collections.abc import Collection
 def refuse_unread(
     parser: argparse.ArgumentParser, options: argparse.Namespace, read: Collection[str], what: str
 ) -> None:
-    """End with status 2 where an option was given that would be left out without a word.
+    """End with status 2 where an option was given that would be ignored.
 
     Args:
-        read: names of what is read, as attributes of `options`; positional ones too.
+        read: names of what is read, as attributes of `options`. Positional ones too.
         what: is asked of the command, for the message.
     """
     unread = [name for name, value in vars(options).items() if name not in read and value != parser.get_default(name)]

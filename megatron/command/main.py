@@ -19,7 +19,7 @@ USAGE = "deepy VERB [options] ...        deepy VERB --help shows a verb's option
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `deepy` with these words (default: the command line's); returns the exit status."""
+    """Run `deepy` with these words (default: the command line's) and return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if "_ARGCOMPLETE" in os.environ:
         from .completion import complete

@@ -45,8 +45,8 @@ class Verb:
     Attributes:
         words: how it is called, `("data", "tokenize")`.
         help: one line.
-        script: the file that does it, if it is one that is run as it is.
-        before: words that the script gets before those of the command line.
+        script: the file that does it, if it is run unchanged.
+        before: words that the script gets before the command line's.
         launch: the script that the launcher starts on every rank, or
         question: the launcher's option that answers.
     """
@@ -90,7 +90,7 @@ def find(words: Sequence[str]) -> Verb | None:
 
 
 def group(name: str) -> list[Verb]:
-    """The verbs of a group, such as `data`; empty if there is no such group."""
+    """The verbs of a group, such as `data`. Empty if there is no such group."""
     return [verb for verb in verbs() if len(verb.words) == 2 and verb.words[0] == name]
 
 

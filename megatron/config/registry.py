@@ -116,7 +116,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "tensorboard": "megatron.report.tensorboard:TensorBoard",
         "wandb": "megatron.report.weights_and_biases:WeightsAndBiases",
     },
-    # Of Hugging Face models (megatron.checkpoint.hf.architecture), by model_type, in the order in which export tries them.
+    # Of Hugging Face models (megatron.checkpoint.hf.architecture), in the order in which export tries them.
     ARCHITECTURE: {
         "gpt_neox": "megatron.checkpoint.hf.architectures.gpt:GPT_NEOX",
         "llama": "megatron.checkpoint.hf.architectures.llama:LLAMA",

@@ -18,7 +18,7 @@ from megatron.pipes import visible
 
 from .options import KEYS, meant
 
-REHEARSAL = ("--device", "--machine", "--rank", "--json")  # options that mean something with --rehearse alone
+REHEARSAL = ("--device", "--machine", "--rank", "--json")  # options that only --rehearse reads
 INQUIRIES = ("--logs", "--status", "--stacks")  # of a run
 ACTIONS = (*INQUIRIES, "--rehearse", "--dry-run", "--sbatch", "--print")  # each in the place of starting
 USAGE = "deepy.py [options] SCRIPT.py a.yml b.yml ... key.path=value ..."
@@ -74,7 +74,7 @@ def parser(script: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str], script: str | None = None) -> int:
-    """The whole launcher; returns its exit status.
+    """The whole launcher. Returns its exit status.
 
     Args:
         argv: options, script, and the script's arguments.
@@ -110,7 +110,7 @@ def main(argv: list[str], script: str | None = None) -> int:
 
 
 def _options_first(argv: list[str]) -> list[str]:
-    """The same words, the launcher's options before all others. What follows a bare `--` is the script's own."""
+    """The same words, the launcher's options before all others. Words after a bare `--` are the script's own."""
     known = dict(parser()._option_string_actions)
     if "--rehearse" not in argv:  # then these are the script's own
         for name in REHEARSAL:
@@ -129,7 +129,7 @@ def _options_first(argv: list[str]) -> list[str]:
 
 
 def _refuse_unread(options: argparse.Namespace) -> None:
-    """Options that would be left out without a word.
+    """Options that would be ignored.
 
     Raises:
         ArgumentError: there are some.
@@ -232,7 +232,7 @@ def _rehearse(options: argparse.Namespace) -> int:
 
 
 def _become_a_rank(options: argparse.Namespace) -> None:
-    """Where something else has started the ranks, go on as the script itself, and never return."""
+    """Where something else has started the ranks, become the script itself, and never return."""
     from .join import rank_command
     from .report.console import log
 

@@ -1,4 +1,4 @@
-"""What would run where, as text: every command, every rank, every variable; secrets are blotted out."""
+"""The commands, ranks and variables of a start, as text. Secrets are blotted out."""
 
 from __future__ import annotations
 

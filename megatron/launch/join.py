@@ -23,7 +23,7 @@ _NAMES = {
 def rank_command(
     script: str, words: Sequence[str], overrides: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[list[str], str] | None:
-    """The command that this process becomes, and what rank 0 says of it; None where the ranks are ours to start.
+    """The command that this process becomes, and rank 0's note about it, or None where the ranks are ours to start.
 
     Args:
         script, words, overrides: as in `make_plan`.

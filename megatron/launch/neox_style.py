@@ -35,7 +35,7 @@ ENDINGS = (".yml", ".yaml", ".json")
 
 
 def translated(words: Sequence[str]) -> list[str]:
-    """The same command line without GPT-NeoX's options; words that have none of them are returned as they are.
+    """The same command line without GPT-NeoX's options. Words that have none of them are returned unchanged.
 
     GPT-NeoX's eval.py is evaluate.py here.
 
@@ -72,7 +72,7 @@ def translated(words: Sequence[str]) -> list[str]:
 
 
 def _script(script: str) -> str:
-    """evaluate.py for GPT-NeoX's eval.py, unless that exists: the one beside it, or the project's."""
+    """evaluate.py for GPT-NeoX's eval.py, unless that exists: one in its folder, or the project's."""
     path = Path(script)
     if path.name != "eval.py" or path.exists():
         return script
@@ -81,7 +81,7 @@ def _script(script: str) -> str:
 
 
 def _evaluation(words: list[str]) -> list[str]:
-    """The options of evaluate.py that GPT-NeoX's stand for; these are taken out of `words`.
+    """The options of evaluate.py in place of GPT-NeoX's, which are removed from `words`.
 
     Raises:
         ArgumentError: one has no value.
@@ -125,7 +125,7 @@ def _text(value: str) -> str:
 
 
 def _check_script(script: str, words: list[str]) -> None:
-    """GPT-NeoX's generate.py takes a run's files; what does its work here takes a run or a checkpoint."""
+    """GPT-NeoX's generate.py takes a run's files. Our program takes a run or a checkpoint."""
     name = Path(script).name
     files = [word for word in words if word.endswith(ENDINGS)]
     if name == "generate.py" and (files or any(word.partition("=")[0] in FOLDER for word in words)):

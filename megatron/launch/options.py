@@ -19,7 +19,7 @@ KEYS = {
     "restarts": ("N", "launch.restarts: starts after failures"),
     "console": ("WHO", "launch.console: first (rank 0 speaks) or all"),
 }
-# What other launchers call an option.
+# Names of options in other launchers.
 ELSEWHERE = dict.fromkeys(
     ("gpus", "gpu", "num-gpus", "ngpus", "nproc", "nproc-per-node", "np", "rank", "num-processes", "world-size"),
     "ranks",

@@ -1,4 +1,4 @@
-"""What a runner is: a way of starting one agent on each host.
+"""Runners: ways of starting one agent on each host.
 
 A runner builds commands and starts nothing. One inside is a file of `runners/` that ends with `RUNNER = Runner(...)`,
 and a line in `megatron/config/registry.py`. One of a user's package is the same, named by its extension or by its
@@ -26,17 +26,17 @@ class Runner:
     """A way of starting agents.
 
     Attributes:
-        commands: what starts them, from the job and the launch section. Commands must be the same for every job on
-            the same hosts: what a job is, agents are told over their input. The order of the hosts is the job's, which
-            a restart may change: where a scheduler numbers agents in an order of its own, these must be told the name
-            of their host (`--host`) and not its index. None for a runner with `wrap`.
+        commands: what starts them, from the job and the launch section. Commands must be the same for every job on the
+            same hosts: agents get the job over their input. The order of the hosts is the job's, which a restart may
+            change: where a scheduler numbers agents in an order of its own, these must be told the name of their host
+            (`--host`) and not its index. None for a runner with `wrap`.
         wrap: the job with another program between the agents and the ranks. Such a runner stands on another one, which
             starts the agents.
         program: must be installed where the launcher runs.
         here: it starts ranks on this machine only, and takes no hostfile.
         needs_hostfile: it knows no hosts but those of a hostfile.
-        hosts: finds the hosts where there is no hostfile; None: this machine.
-        inside: why `auto` takes it in this environment; "" if it does not.
+        hosts: finds the hosts where there is no hostfile. None: this machine.
+        inside: why `auto` takes it in this environment. "" if it does not.
         restarts: it starts failed ranks again by itself.
     """
 

@@ -36,7 +36,7 @@ STEADY = 600.0  # a start that lived this long ends the row of failures
 
 
 def supervise(plan: JobPlan) -> int:
-    """Run a plan to its end; returns the exit status."""
+    """Run a plan to its end, and return the exit status."""
     _announce(plan)
     try:
         if held := _held_by(plan):
@@ -88,8 +88,8 @@ def _held_by(plan: JobPlan) -> str | None:
 
 
 def _compare_hosts(plan: JobPlan) -> int:
-    """Name hosts that are slower than the others, here and in the ledger; the exit status if a signal came meanwhile,
-    else 0. A host that does not answer is the next start's business."""
+    """Name slow hosts, here and in the ledger. Returns the exit status if a signal came meanwhile, else 0. A host that
+    does not answer is the next start's business."""
     choice = replace(plan.choice, hosts=(*plan.choice.hosts, *plan.choice.spares), spares=())
     log(f"comparing {len(choice.hosts)} hosts (launch.compare)")
     launch = plan.launch
@@ -110,8 +110,8 @@ def _compare_hosts(plan: JobPlan) -> int:
 
 
 def _on_hosts_that_are_left(plan: JobPlan, result: Result) -> JobPlan:
-    """The plan with spare hosts in the places of lost ones. Where there is no spare, without those that are lost, if
-    the layout allows it; otherwise all of them again."""
+    """The plan with spare hosts in the places of lost ones. Without spares, the hosts that are left, if the layout
+    allows it, otherwise all of them again."""
     lost = {each.host for each in result.failures if each.rank is None} or _faulty_hosts(plan, result)
     plan, taken = with_spares(plan, lost)
     for host, spare in taken.items():
@@ -143,7 +143,7 @@ def _elsewhere(plan: JobPlan) -> JobPlan:
 
 
 def _faulty_hosts(plan: JobPlan, result: Result) -> set[str]:
-    """Hosts of which the run has found that they compute wrong values."""
+    """Hosts that computed wrong values, as the run has found."""
     if result.status != CORRUPT:
         return set()
     try:
@@ -155,7 +155,7 @@ def _faulty_hosts(plan: JobPlan, result: Result) -> set[str]:
 
 
 def _into_the_ledger(plan: JobPlan, result: Result, attempt: int, event: str) -> None:
-    """Note the failure, and what follows from it, while nobody else writes there."""
+    """Record the failure and its consequence, while no other process writes there."""
     first, path = result.first, _ledger(plan)
     # A run whose directory is on other machines keeps its ledger there, and one that never began has none.
     if first is None or not path.parent.is_dir() or (event == "given_up" and not path.exists()):
@@ -182,7 +182,7 @@ def _ledger(plan: JobPlan) -> Path:
 
 
 def _close(plan: JobPlan) -> None:
-    """What has become of the wall time of a run that is given up, as far as its ledger can be read here."""
+    """The wall time of a run that is given up, as far as its ledger can be read here."""
     try:
         account = goodput(read_ledger(_ledger(plan)))
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,11 +1,11 @@
 """Where a rank is, kept in a piece of memory that its agent reads: also while the rank is stuck, stopped or dead.
 
 The agent makes the memory before it starts the rank, which inherits the descriptor (`JOB_BEACON`). It has no name in
-any file system and goes with the processes. A rank writes without locks and without system calls, about a
-microsecond per change; no other process ever waits for it, nor it for another.
+any file system and goes with the processes. A rank writes without locks and without system calls, about a microsecond
+per change. No other process ever waits for it, nor it for another.
 
 The place (step, phase, ...) is written to two slots in turn, between two copies of its number. A slot whose copies
-differ is being written; the other one then has the place before, also where the rank is stopped in the middle.
+differ is being written. The other one then has the place before, also where the rank is stopped in the middle.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAMES = (
     "reduce",  # of gradients over data parallel ranks
     "optimizer",
     "exchange",  # the numbers of a step
-    "hooks",  # what happens beside the steps and has no phase of its own
+    "hooks",  # outside of steps, without a phase of its own
     "evaluate",
     "save",
     "end",
@@ -43,14 +43,14 @@ BEACON, STACKS = "JOB_BEACON", "JOB_STACKS"  # variables with descriptors that a
 STACK_SIGNAL, ALL_STACKS_SIGNAL = signal.SIGRTMIN + 9, signal.SIGRTMIN + 10  # ask for the main thread's, for all stacks
 
 SIZE = 12288
-BRIEF = 0.05  # seconds of a micro-batch that is not told of by itself: telling may take a thousandth of it
+BRIEF = 0.05  # seconds of a micro-batch that is not reported by itself: a report may take a thousandth of it
 GROUPS = 40  # process groups that are followed, and in slot 0 messages between two ranks
 PEERS = 0
 _HEAD = struct.Struct("=4siq")  # mark, process, whether stacks can be asked for
 _MARK = b"dp01"
 _WORDS, _WORDS_AT = struct.Struct("=qq"), 32
-_INSIDE, _LAYER = 0, 1  # slot of the group in whose call the rank is; layer, see below
-_LAYERS = 1 << 20  # the number of the place times so many, and the layer's from 1 on
+_INSIDE, _LAYER = 0, 1  # slot of the group in whose call the rank is. For the layer, see below
+_LAYERS = 1 << 20  # the number of the place times this, and the layer's from 1 on
 _PLACE, _PLACE_AT = struct.Struct("=QdqqiiB96sQ"), (64, 256)
 _LONGEST, _LONGEST_AT = struct.Struct("=d"), 512
 _GROUP_NAME = struct.Struct("=24s40s96s")  # key, name, members
@@ -66,10 +66,10 @@ class GroupCall:
     Attributes:
         key: the same for all members of the group, and for no other group.
         name: of the group.
-        members: global ranks as text, see `ranks_of`; empty where they are too many to write down.
+        members: global ranks as text, see `ranks_of`. Empty where they are too many for the slot.
         operation, elements: what was called, on how many elements.
         number: how many calls there were in this group, this one included.
-        peer: the other rank of a message; -1 for a collective.
+        peer: the other rank of a message, or -1 for a collective.
         new: whether the call at this place of the step before was another one.
         at: when it was called (`time.monotonic`).
         inside: whether it has not returned.
@@ -96,12 +96,12 @@ class RankProgress:
     Attributes:
         pid: of the rank.
         stacks: whether it answers a signal with its stack.
-        step: number of the update, from 0; -1 before the first.
+        step: number of the update, from 0, or -1 before the first.
         done: steps since this start of the process.
         phase: one of `NAMES`.
-        part, parts: micro-batch, or instruction of a pipeline's schedule, from 1; 0 of 0 where there are none.
+        part, parts: micro-batch, or instruction of a pipeline's schedule, from 1, or 0 of 0 where there are none.
         detail: more, in words.
-        layer: of the model, from 0, that a forward or backward pass has come to; -1 where it is in none, or layers are
+        layer: of the model, from 0, that a forward or backward pass has come to. -1 where it is in none, or layers are
             brief.
         since: when the phase began (`time.monotonic`).
         longest: seconds of the longest stay in each phase so far, after the first two steps.
@@ -126,11 +126,11 @@ class Beacon:
     """The rank's side.
 
     Args:
-        memory: shared with the agent; without one, what is written is seen by nobody, but times are still kept.
+        memory: shared with the agent. Without one, no process reads the beacon, but times are still kept.
 
     Attributes:
         born: when it was made (`time.monotonic`).
-        brief: whether the micro-batches of this step are told of together; see `tells_of`.
+        brief: whether the micro-batches of this step are reported together. See `tells_of`.
         pace: seconds of the last step.
     """
 
@@ -148,7 +148,7 @@ class Beacon:
         self._spent = [0.0] * len(NAMES)  # seconds by phase, and those in collectives
         self._waited = [0.0] * len(NAMES)
         self._waiting_since = 0.0
-        self.told: Callable[[int], None] | None = None  # hears of each phase that begins, as a profiler does
+        self.told: Callable[[int], None] | None = None  # called at each phase that begins, as by a profiler
         self._number, self._phase, self._since = 0, START, monotonic()
         self.born = self._since
         self._longest = [0.0] * len(NAMES)
@@ -166,7 +166,7 @@ class Beacon:
 
     @classmethod
     def inherited(cls, environment: MutableMapping[str, str] = os.environ) -> Beacon:
-        """The one that the agent made for this rank, and answers to its questions for stacks; one of our own without an
+        """The beacon that the agent made for this rank, with answers to its questions for stacks, or our own without an
         agent. The descriptors are not passed on to this process's own children."""
         numbers = [environment.pop(name, "") for name in (BEACON, STACKS)]
         if not all(number.isdigit() for number in numbers):
@@ -215,15 +215,14 @@ class Beacon:
         self.at(DATA)
 
     def tells_of(self, parts: int) -> bool:
-        """Whether the rank tells of each of a step's micro-batches. Brief ones are told of together, as one forward
-        phase: to tell takes a microsecond, but ten or more where a model's own code has filled the processor's
-        caches."""
+        """Whether the rank reports each of a step's micro-batches. Brief ones are reported together, as one forward
+        phase: a report takes a microsecond, but ten or more where a model's code has filled the processor's caches."""
         self._parts = parts
         return not self.brief
 
     def in_layer(self, index: int) -> None:
-        """The rank's pass, forward or backward, has come to this layer of the model; -1 where it has left the last."""
-        self._words[_LAYER] = self._number * _LAYERS + index + 1  # of this phase alone
+        """The rank's pass, forward or backward, has come to this layer of the model, or -1 after the last."""
+        self._words[_LAYER] = self._number * _LAYERS + index + 1  # only of this phase
 
     def done(self) -> None:
         """A step has ended."""
@@ -236,7 +235,7 @@ class Beacon:
         return found
 
     def waits(self) -> list[float]:
-        """Seconds in collectives by phase so far. On gloo a rank waits there for the others; on NCCL it does not."""
+        """Seconds in collectives by phase so far. On gloo a rank waits there for the others. On NCCL it does not."""
         return list(self._waited)
 
     @property
@@ -255,7 +254,7 @@ class Beacon:
 
     @contextmanager
     def during(self, phase: int, detail: bytes = b"") -> Iterator[None]:
-        """A phase inside another one, which goes on afterwards."""
+        """A phase inside another one, which continues afterwards."""
         place = _PLACE.unpack_from(self._memory, _PLACE_AT[self._number & 1])
         before, (part, parts, _, words) = self._phase, place[4:8]
         self.at(phase, 0, 0, detail)
@@ -267,7 +266,7 @@ class Beacon:
     # ---- collectives
 
     def group(self, key: str, name: str, members: str) -> int:
-        """Follow a process group; returns its slot, -1 if there is no place left."""
+        """Follow a process group, and return its slot, or -1 if there is no place left."""
         if self._free == GROUPS:
             return -1
         slot, self._free = self._free, self._free + 1
@@ -283,7 +282,7 @@ class Beacon:
         """The rank calls an operation of a group and waits in it.
 
         Args:
-            sized: whether all members must bring as many elements.
+            sized: whether all members must bring the same number of elements.
             form: type and root, where there are any.
         """
         calls, before = self._now, self._before
@@ -307,9 +306,9 @@ class Beacon:
 
 
 def read(memory: mmap.mmap | bytes) -> RankProgress | None:
-    """The agent's side: where the rank is; None if it has not said anything yet.
+    """The agent's side: the rank's place, or None before the first.
 
-    What a rank writes is not trusted: any bytes give a place or None.
+    The bytes of a rank are not trusted: any bytes give a place or None.
     """
     mark, pid, stacks = _HEAD.unpack_from(memory)
     place = _whole(memory) if mark == _MARK else None
@@ -327,7 +326,7 @@ def read(memory: mmap.mmap | bytes) -> RankProgress | None:
 
 
 def _whole(memory: mmap.mmap | bytes) -> tuple | None:
-    """The newest place; read again where the rank has written both anew meanwhile."""
+    """The newest place, read again where the rank has written both meanwhile."""
     for _ in range(1000):
         places = [_PLACE.unpack_from(memory, at) for at in _PLACE_AT]
         whole = [place for place in places if place[0] == place[-1] > 0]
@@ -368,7 +367,7 @@ def ranks_text(ranks: list[int] | tuple[int, ...]) -> str:
 
 
 def ranks_of(text: str) -> list[int]:
-    """The ranks of a text that `ranks_text` made; nothing of a text that it did not make."""
+    """The ranks of a text that `ranks_text` made, or none of any other text."""
     found: list[int] = []
     for part in filter(None, text.split(",")):
         span, _, stride = part.partition(":")

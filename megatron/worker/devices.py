@@ -1,4 +1,4 @@
-"""The accelerators of this machine, found without torch; which of them a rank sees, and the cores near them."""
+"""The accelerators of this machine, found without torch: the devices that a rank sees, and the cores near them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def vendor() -> str | None:
 
 
 def visible(environment: Mapping[str, str]) -> list[str] | None:
-    """What the environment lets a process see, as it names the devices; None where it does not say."""
+    """The devices that the environment lets a process see, as it names them, or None."""
     return next(
         (_names(environment[name]) for name in VISIBLE.get(vendor() or "nvidia", ()) if name in environment), None
     )
@@ -61,7 +61,7 @@ def _installed(maker: str | None) -> int:
 
 
 def ranks_here(environment: Mapping[str, str] = os.environ, device: str = "auto") -> int:
-    """Ranks that this machine starts when nobody says how many: one per accelerator, or 1."""
+    """Default number of ranks of this machine: one per accelerator, or 1."""
     return 1 if device == "cpu" else max(count(environment), 1)
 
 
@@ -85,7 +85,7 @@ def visibility(slots: tuple[int, ...], environment: Mapping[str, str], device: s
         )
     name = next((each for each in VISIBLE[maker] if each in environment), VISIBLE[maker][0])
     order = {"CUDA_DEVICE_ORDER": environment.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")} if maker == "nvidia" else {}
-    return {name: ",".join(names[slot] for slot in slots), **order}  # the driver's order, in which we look for cores
+    return {name: ",".join(names[slot] for slot in slots), **order}  # the driver's order, in which cores are searched
 
 
 def nvidia_buses() -> list[str]:
@@ -106,8 +106,8 @@ def nvidia_buses() -> list[str]:
 
 
 def name_of_first(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The first device that a process with this environment sees, as its maker and torch call it; None where there is
-    none, or nobody can say without torch (AMD, slices of a device). Takes nothing of the device."""
+    """The first device that a process with this environment sees, as its maker and torch call it. None where there is
+    none, or only torch could say (AMD, slices of a device). Takes nothing of the device."""
     seen = physical(environment) if vendor() == "nvidia" else []
     if not seen or not seen[0].isdigit():
         return None
@@ -179,7 +179,7 @@ def parse_cores(text: str) -> list[int]:
 
 
 def cores_of(local_rank: int, local_ranks: int, environment: Mapping[str, str], bind: str) -> list[int] | None:
-    """Cores for a rank: None for all; with "numa" those next to its device; with "cores" an equal share of all.
+    """Cores for a rank: None for all. "numa": the ones next to its device. "cores": an equal share of all.
 
     Args:
         environment: of the rank, which sees the devices of all ranks of its host.

@@ -1,9 +1,8 @@
-"""What collectives on accelerators need to know of the network that is here. Whatever is set already is left alone.
+"""Settings of collectives on accelerators for the network of this host. Variables that are set already are kept.
 
 InfiniBand and plain Ethernet need nothing: NCCL and RCCL (which reads the same NCCL_* variables) find them. On
-Slingshot both go through libfabric's cxi provider, whose defaults are made for MPI; these are the values that HPE and
-the sites that have it (OLCF, LUMI, NERSC, CSCS) advise. The plugin that joins them (aws-ofi-nccl, aws-ofi-rccl) comes
-with the site.
+Slingshot both go through libfabric's cxi provider, whose defaults are made for MPI. HPE and sites with it (OLCF, LUMI,
+NERSC, CSCS) advise these values. The plugin that joins them (aws-ofi-nccl, aws-ofi-rccl) comes with the site.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Mapping
 from . import devices
 
 SLINGSHOT = {
-    "NCCL_SOCKET_IFNAME": "hsn",  # a prefix: hsn0, hsn1, ...; the management network is slow, or closed
+    "NCCL_SOCKET_IFNAME": "hsn",  # a prefix: hsn0, hsn1, ... (the management network is slow, or closed)
     "NCCL_NET_GDR_LEVEL": "PHB",  # the network card reads the memory of GPUs behind the same host bridge
     "NCCL_CROSS_NIC": "1",  # rings may leave by one card and return by another: all cards are in one network
     "FI_MR_CACHE_MONITOR": "userfaultfd",  # the default hooks into malloc, and deadlocks with torch's allocator

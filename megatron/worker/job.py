@@ -1,4 +1,4 @@
-"""What a worker is to do: the configuration that its arguments and its environment give it."""
+"""The configuration of a worker, from its arguments and its environment."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def read_job(
 
     Under deepy.py the configuration is the resolved file that JOB_CONFIG names, checked against JOB_CONFIG_SHA256.
     Otherwise (`python train.py a.yml`, `srun ... python train.py a.yml`, torchrun) it is resolved here, from the
-    script's arguments, for as many ranks as there are.
+    script's arguments, for the present number of ranks.
 
     Args:
-        argv: the script's arguments; `sys.argv[1:]` if None.
+        argv: the script's arguments. `sys.argv[1:]` if None.
         environment: `os.environ` if None.
         check_inputs: whether the training data must be there (train.py needs them, generate.py does not).
 
@@ -87,7 +87,7 @@ def _answer_without_files(given: Sequence[str]) -> None:
 
 
 def check_agreement(place: WorkerEnvironment, gather: Callable[[str], Sequence[str]]) -> None:
-    """See that all ranks have the same configuration and the same code; call it as the first collective.
+    """Check that all ranks have the same configuration and the same code. Call it as the first collective.
 
     Args:
         place: this worker's environment.

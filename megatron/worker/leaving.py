@@ -14,15 +14,15 @@ def leave_process(status: int) -> NoReturn:
 
     A thread of gloo may hold the tensors of the last collective for a moment after it has returned, on a busy machine
     until the process ends. If it lets go of them while the interpreter is being taken apart, it asks for Python's lock,
-    is ended for that, and takes the process with it: "terminate called without an active exception", SIGABRT, of a run
-    that had done everything. So threads of Python's own are waited for, what was registered for the end is called, and
-    then nothing else happens.
+    is ended for that, and ends the process: "terminate called without an active exception", SIGABRT, after a complete
+    run. So threads of Python's own are waited for, what was registered for the end is called, and then nothing else
+    happens.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter does first: executors, and other threads
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):  # nobody reads any more, or it is closed
+        except (OSError, ValueError):  # its reader is gone, or it is closed
             status = status or 1
     os._exit(status)

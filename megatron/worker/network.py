@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
-LOOKED_UP = 16  # hosts whose names are resolved: a name that nobody knows may take seconds
+LOOKED_UP = 16  # hosts whose names are resolved: an unknown name may take seconds
 _VIRTUAL = ("lo", "docker", "virbr", "veth", "br-", "cni", "flannel", "cali", "kube", "tunl")
 
 
@@ -106,7 +106,7 @@ def _bound(family: int, place: tuple) -> socket.socket:
 
 
 def interface_towards(host: str) -> str | None:
-    """The interface by which this machine reaches another; None where that is loopback, or nobody knows the name."""
+    """The interface by which this machine reaches another, or None where that is loopback, or the name is unknown."""
     mine = _own_address_towards(host)
     return next((each.interface for each in addresses() if each.address == mine and each.interface != "lo"), None)
 
@@ -115,7 +115,7 @@ def towards(hosts: list[str], interface: str | None = None) -> list[str]:
     """This machine's own addresses on its ways to some hosts, loopback last: where those hosts can call it.
 
     Args:
-        hosts: names or addresses; the first of them tell enough.
+        hosts: names or addresses, of which the first ones are tried.
         interface: the one to be reached by, if this machine has it.
 
     Returns:
@@ -146,8 +146,8 @@ def shared_network(
 
     Args:
         hosts: the addresses of each host.
-        interface: look at this interface only; the networks may then differ, because routers can join them.
-        preferred: an address of the first host; its network is taken if all hosts have it.
+        interface: use this interface only. The networks may then differ, because routers can join them.
+        preferred: an address of the first host. Its network is taken if all hosts have it.
 
     Returns:
         The address of each host, or None where they share no network. Loopback and the private networks of
@@ -161,7 +161,7 @@ def shared_network(
 
 
 def shared_networks(hosts: list[list[Address]]) -> list[list[Address]]:
-    """Every network that all hosts are in, as the address of each host in it; in the order of the first host's."""
+    """Every network that all hosts are in, as the address of each host in it, in the order of the first host's."""
     usable = [[each for each in host if not each.interface.startswith(_VIRTUAL)] for host in hosts]
     found = []
     for candidate in usable[0]:

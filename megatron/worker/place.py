@@ -18,7 +18,7 @@ class LaunchError(RuntimeError):
 
 
 class StartError(LaunchError):
-    """What a run should start from is missing, damaged or does not fit: starting it again would not help."""
+    """The checkpoint or weights of a start are missing, damaged or do not fit: a restart would not help."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class WorkerEnvironment:
         local_rank, local_world_size: among those of this host.
         master_address, master_port: where rank 0 listens.
         starter: "agent", "environment" (torchrun, deepspeed, ...), "slurm", "openmpi", "mpich" or "single".
-        config_sha256: digest of the values of the configuration that this rank has read; set by `read_job`.
-        config_text: the resolved configuration as a file, with the origin of each value; set by `read_job`.
+        config_sha256: digest of the values of the configuration that this rank has read. Set by `read_job`.
+        config_text: the resolved configuration as a file, with the origin of each value. Set by `read_job`.
         attempt: how often the run has been started again after a failure.
         own: the script's own arguments.
         interface: the network interface towards the other hosts, where it was found out. gloo would take the one
@@ -53,7 +53,7 @@ class WorkerEnvironment:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The place as the environment variables that torch.distributed and DeepSpeed read; set them before init."""
+        """The place as the environment variables that torch.distributed and DeepSpeed read. Set them before init."""
         network = {"GLOO_SOCKET_IFNAME": self.interface} if self.interface else {}
         return {
             **(fabric.defaults(os.environ) if self.starter != "agent" else {}),  # the agent has set them
@@ -68,16 +68,16 @@ class WorkerEnvironment:
 
     @property
     def one_host(self) -> bool:
-        """Whether all ranks are surely on this machine: nobody else then needs to reach any of them.
+        """Whether all ranks are surely on this machine: no other machine then needs to reach them.
 
-        RANK and WORLD_SIZE alone do not tell; an address of loopback does.
+        RANK and WORLD_SIZE do not show it, but an address of loopback does.
         """
         told = self.starter != "environment" or self.master_address in ("127.0.0.1", "localhost", "::1")
         return told and self.world_size == self.local_world_size
 
     @property
     def fingerprint(self) -> str:
-        """What all ranks must have in common: the configuration and the source code."""
+        """Digests that all ranks must have in common: of the configuration and of the source code."""
         return f"configuration {self.config_sha256[:16]}, code {code_version()[:16]}"
 
 
@@ -97,7 +97,7 @@ def _stable_port(*words: str) -> int:
 
 
 def worker_environment(environment: Mapping[str, str] | None = None) -> WorkerEnvironment:
-    """This process's place, from whatever started it; a single process if nothing did.
+    """This process's place, from its starter, or a single process without one.
 
     Raises:
         LaunchError: half of what is needed is missing, or the numbers contradict each other.

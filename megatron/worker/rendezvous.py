@@ -2,7 +2,7 @@
 
 torch's own `env://` opens it on every address of the machine, where any stranger can read and write it. Here rank 0
 listens on the address that the others call, and, where the launcher has bound a port for it, on the very socket that
-the launcher bound: between the choice of a port and its use nobody else can take it.
+the launcher bound: between the choice of a port and its use no other process can take it.
 
 Every user of the host can still connect to the port, and the store asks for no password. The launcher therefore gives
 the ranks of each start a secret, in their environment, which only the same user can read. Keys and values of our own
@@ -41,7 +41,7 @@ def open_store(
     one_host: bool = False,
     environment: MutableMapping[str, str] = os.environ,
 ) -> Store:
-    """Enter the store of a run; on every rank.
+    """Enter the store of a run, on every rank.
 
     Args:
         rank, ranks: this one, and how many.
@@ -133,7 +133,7 @@ def leave_store(store: Store, rank: int, ranks: int, timeout: timedelta) -> None
 
 
 def _inherited(port: int, environment: MutableMapping[str, str]) -> socket.socket | None:
-    """The socket that the launcher has bound; None if there is none, or the variable is of another job."""
+    """The socket that the launcher has bound, or None without one or with another job's variable."""
     number = environment.pop(SOCKET, "")
     if not number.isdigit():
         return None

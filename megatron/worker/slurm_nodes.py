@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 _BRACKETS = re.compile(r"\[([^\]]*)\]")
-MOST = 1_000_000  # hosts of a list; no cluster has that many
+MOST = 1_000_000  # hosts of a list. No cluster has more
 
 
 def expand(text: str) -> list[str]:

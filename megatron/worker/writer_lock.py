@@ -1,4 +1,4 @@
-"""The lock that one run holds on a folder of checkpoints: torch-free, since the launcher looks at it too."""
+"""The lock that one run holds on a folder of checkpoints: torch-free, since the launcher reads it too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOCK_NAME = ".writer"
 
 
 def holder(directory: Path) -> str | None:
-    """The process that holds a folder of checkpoints now; None where none does, or where that cannot be seen."""
+    """The process that holds a folder of checkpoints now, or None where none is known."""
     try:
         handle = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -29,7 +29,7 @@ def holder(directory: Path) -> str | None:
 
 
 def take(path: Path) -> tuple[int | None, str | None]:
-    """(the open lock, if it could be had; who has it, if somebody has)."""
+    """(the open lock if it is free, the process that has it otherwise)."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)

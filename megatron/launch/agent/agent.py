@@ -1,7 +1,7 @@
 """The agent: one per host, it starts the host's ranks, passes on what they say, and ends them.
 
-It is started by a command that is the same for every job; what to do comes over its input, which then stays open:
-its end means that the launcher is gone. One thread and one event loop, so that nothing can race.
+It is started by a command that is the same for every job. The job comes over its input, which then stays open: its end
+means that the launcher is gone. One thread and one event loop, so that nothing can race.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .rank_probe import Sight
 from .rank_snapshot import RankObserver
 from .ranks import TRACEBACK, OutputStream, RankProcess, become_subreaper, children, rank_environment
 
-OUTPUT_LIMIT = 16 << 20  # bytes kept for a launcher that does not read; what is over it is only in the log files
+OUTPUT_LIMIT = 16 << 20  # bytes kept for a launcher that does not read. Further ones are only in the log files
 HOLD = 3.0  # seconds that a traceback of the speaking rank waits for the rank's end before it is shown
 BEAT = 5.0  # seconds between signs of life
 COMPLAINTS = 600.0  # seconds between two complaints of one kind about log files
@@ -65,14 +65,14 @@ class Agent:
 
     @property
     def job(self) -> Specification:
-        """What the launcher has sent; ValueError before that."""
+        """The launcher's specification. ValueError before it has come."""
         if self._job is None:
             raise ValueError("the launcher has not said what to start")
         return self._job
 
     @property
     def seat(self) -> Seat:
-        """This host among those of the job; ValueError before the launcher has said it."""
+        """This host's index in the job. ValueError before it is known."""
         if self._seat is None:
             raise ValueError("the launcher has not said which host this is")
         return self._seat
@@ -80,7 +80,7 @@ class Agent:
     # ---- the loop
 
     def run(self) -> int:
-        """Serve until all ranks have ended; returns the agent's own exit status."""
+        """Serve until all ranks have ended, and return the agent's own exit status."""
         become_subreaper()
         wake = self._catch_signals()
         self.selector.register(self.link.source, selectors.EVENT_READ, self._from_launcher)
@@ -190,7 +190,7 @@ class Agent:
             self._give_up(f"{type(error).__name__}: {error}")
 
     def _prepare(self, message: dict[str, Any]) -> None:
-        """Take the job, and tell the launcher what it needs to know of this host."""
+        """Take the job, and send the launcher the facts of this host."""
         self._job = job = Specification.from_message(message)
         self._seat = seat_in(message, job, self.index, self.name)
         self.index = self._seat.index
@@ -221,7 +221,7 @@ class Agent:
         base |= fabric.defaults(base) if job.device != "cpu" else {}
         base.setdefault("OMP_NUM_THREADS", str(devices.threads_per_rank(len(host.slots))))
         base.setdefault("PYTHONUNBUFFERED", "1")
-        alone = ("lo" if seat.hosts == 1 else "", message["master_address"])  # nobody else needs to reach us
+        alone = ("lo" if seat.hosts == 1 else "", message["master_address"])  # no other host needs to reach us
         interface, address = message["places"].get(str(seat.index), alone)
         base |= {"JOB_SLOTS": str(len(host.slots)), "JOB_ADDRESS": address}
         if interface:
@@ -262,7 +262,7 @@ class Agent:
             self.meeting.close()
 
     def _log(self, folder: Path | None, name: str) -> AppendFile | None:
-        """A rank's log file; none where it cannot be opened, which is said and does not end the run."""
+        """A rank's log file, or None where it cannot be opened, which is reported and does not end the run."""
         if folder is None:
             return None
         try:
@@ -272,7 +272,7 @@ class Agent:
             return None
 
     def _complain(self, text: str) -> None:
-        """Tell the launcher of trouble with log files: of one kind once, however many files there are."""
+        """Report trouble with log files to the launcher, each kind once for all files."""
         now, words = time.monotonic(), text.partition(" ")[2]
         kind = words.split()[0] + words.split()[1]
         if now - self.complained.get(kind, -COMPLAINTS) >= COMPLAINTS:
@@ -280,7 +280,7 @@ class Agent:
             self._send({"type": "warning", "text": text})
 
     def _write_configuration(self) -> str:
-        """The resolved configuration as a file that only this user can read; returns its path.
+        """Write the resolved configuration to a file that only this user can read, and return its path.
 
         The file is in memory and goes with this process, however that ends: on a disk, a killed agent would leave it.
         """
@@ -291,7 +291,7 @@ class Agent:
         return f"/proc/{os.getpid()}/fd/{self.configuration}"
 
     def _launcher_lost(self) -> None:
-        """Nobody listens any more: let the ranks finish as after a stop signal, then end."""
+        """The launcher is gone: let the ranks finish as after a stop signal, then end."""
         if self.connected:
             self.connected = False
             self.link.outgoing.clear()
@@ -311,7 +311,7 @@ class Agent:
     # ---- the ranks' side
 
     def _from_rank(self, rank: RankProcess, stream: OutputStream) -> bool:
-        """Read once; returns whether there may be more."""
+        """Read once, and return whether there may be more."""
         data = stream.read()
         if data is None:
             if stream.source in self.selector.get_map():
@@ -407,7 +407,7 @@ class Agent:
         })
 
     def _pass_on(self, number: int) -> None:
-        """Send a signal to all ranks at once; but once only, though it may come from the launcher and from Slurm."""
+        """Send a signal to all ranks at once, and only once, though it may come from the launcher and from Slurm."""
         now = time.monotonic()
         if now - self.recent_signals.get(number, -10.0) < 0.5:
             return
@@ -456,7 +456,7 @@ class Agent:
         self._watch_target(bool(self.link.outgoing))
 
     def _watch_target(self, writing: bool) -> None:
-        """Ask to be told when the launcher can take more, while there is more."""
+        """Wait for the launcher to take more, while there is more."""
         source, target = self.link.source, self.link.target
         if target == source:
             if self.connected:

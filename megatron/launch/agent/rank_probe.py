@@ -1,4 +1,4 @@
-"""What an agent sees of a rank: its beacon, the state of its process, its stack."""
+"""An agent's view of a rank: its beacon, the state of its process, its stack."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FLOORS = {  # by phase, the key of `watch` that gives the least limit
 
 
 class Sight:
-    """The agent's end of what a rank tells. Both descriptors are memory: nothing is left when the processes are gone.
+    """The agent's end of a rank's beacon. Both descriptors are memory: nothing is left when the processes are gone.
 
     Attributes:
         descriptors: what the rank inherits.
@@ -44,7 +44,7 @@ class Sight:
         return dict(zip((BEACON, STACKS), map(str, self.descriptors)))
 
     def place(self) -> RankProgress | None:
-        """Where the rank says it is; None before it has said anything."""
+        """The rank's place by its beacon, or None before it has written one."""
         return read(self.memory)
 
     def early(self, limits: dict[str, float]) -> bool:
@@ -60,7 +60,7 @@ class Sight:
         return now - place.since > limit(place, limits)
 
     def tell(self, pid: int, alive: bool, limits: dict[str, float]) -> dict[str, Any]:
-        """Everything about the rank, as the launcher gets it; times are seconds before now, since clocks differ."""
+        """Everything about the rank, for the launcher. Times are seconds before now, since clocks differ."""
         now, place = time.monotonic(), self.place()
         told: dict[str, Any] = {"rank": self.rank, "pid": pid, "state": state(pid) if alive else "ended"}
         if place is None:
@@ -84,14 +84,14 @@ class Sight:
         }
 
     def last(self, pid: int) -> dict[str, Any]:
-        """As `tell`, of a rank that has ended: of its calls the last one alone, as if it were still inside of it. A
-        rank that fails within a call has left it."""
+        """As `tell`, of a rank that has ended: only its last call, as if it were still inside of it. A rank that fails
+        within a call has left it."""
         told = self.tell(pid, alive=False, limits={})
         latest = min(told["calls"], key=lambda call: call["age"], default=None)
         return {**told, "calls": [{**latest, "inside": True}] if latest else []}
 
     def ask(self, pid: int, *, everything: bool) -> bool:
-        """Have the rank write its stack; False where it has not yet said that it would (the signal would end it)."""
+        """Have the rank write its stack. False where its handler is not known to be set (the signal would end it)."""
         place = self.place()
         if place is None or not place.stacks or place.pid != pid:
             return False
@@ -104,7 +104,7 @@ class Sight:
         return True
 
     def stack(self) -> str:
-        """What the rank has written since it was asked."""
+        """The rank's output since it was asked."""
         return os.pread(self.descriptors[1], LONGEST_STACK, 0).decode("utf-8", "replace")
 
     def close(self) -> None:

@@ -12,11 +12,11 @@ from .ranks import RankProcess
 
 STACKS_TAKE = 0.5  # seconds that ranks have to write their stacks
 AT_ONCE = 16  # ranks in one message
-ENDED = 0  # the number of a question that nobody asks: what ranks called last that have failed
+ENDED = 0  # the number without a question: the last calls of failed ranks
 
 
 class RankObserver:
-    """Looks at an agent's ranks.
+    """Inspects an agent's ranks.
 
     Args:
         index: of the host.
@@ -64,7 +64,7 @@ class RankObserver:
         return [notes[at : at + AT_ONCE] for at in range(0, len(notes), AT_ONCE)]
 
     def farewell(self, rank: RankProcess) -> Iterator[bytes]:
-        """Lines about a rank that has ended, which nobody has asked for: its last call."""
+        """Lines about a rank that has ended, without a question: its last call."""
         if rank.sight is not None:
             message = {"type": "place", "host": self._index, "request": ENDED, "rank": rank.rank}
             yield from encode_text(message, json.dumps(rank.sight.last(rank.pid)))

@@ -25,7 +25,7 @@ from ..wire.protocol import Lines
 from .rank_probe import Sight
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-# What mpirun and srun tell the agent of its own place, which is not that of its ranks; DeepSpeed believes it.
+# The agent's own place by mpirun and srun. It is not that of its ranks, but DeepSpeed believes it.
 _THE_AGENTS_PLACE = (
     "OMPI_",
     "PMIX_",
@@ -70,7 +70,7 @@ class OutputStream:
     Attributes:
         number: 1 or 2.
         source: the descriptor that the agent reads.
-        held: text kept back because a traceback has begun; shown if the rank lives on.
+        held: text kept back because a traceback has begun. It is shown if the rank lives on.
     """
 
     def __init__(self, number: int, source: int) -> None:
@@ -81,7 +81,7 @@ class OutputStream:
         os.set_blocking(source, False)
 
     def read(self) -> bytes | None:
-        """What there is to read; empty if nothing for now, None at the end."""
+        """The data to read, empty if there is none now, None at the end."""
         try:
             return os.read(self.source, 65536) or None
         except BlockingIOError:
@@ -96,7 +96,7 @@ class RankProcess:
     Attributes:
         rank: global rank.
         status: wait status (negative for a signal) once it has ended.
-        sight: what it tells of where it is; None for a process that starts ranks itself.
+        sight: its beacon, or None for a process that starts ranks itself.
         failed_at: when it began to fail: its last traceback's first line, or its end.
     """
 
@@ -120,8 +120,8 @@ class RankProcess:
         terminal: Sequence[tuple[int, int] | None],
         inherited: Sequence[int] = (),
     ) -> None:
-        """Start the process. `terminal` asks for a terminal of that size in place of a pipe, per stream; the rank
-        gets the descriptors `inherited`."""
+        """Start the process. `terminal` asks for a terminal of that size in place of a pipe, per stream. The rank gets
+        the descriptors `inherited`."""
         sources, targets = zip(*(_channel(size) for size in terminal))
         agent = os.getpid()
         try:
@@ -146,7 +146,7 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        """The process; ValueError before it is started."""
+        """The process. ValueError before it is started."""
         return self._started().pid
 
     def poll(self) -> int | None:
@@ -164,18 +164,18 @@ class RankProcess:
 
     @property
     def step(self) -> int | None:
-        """The last step that it has begun; None where it does not tell."""
+        """The last step that it has begun, or None where it has no beacon."""
         place = self.sight.place() if self.sight else None
         return None if place is None else place.step
 
     def signal(self, number: int) -> None:
-        """Send a signal to the rank itself; to everything in its session if it is the kill."""
+        """Send a signal to the rank itself, or a kill to everything in its session."""
         if not self.alive:
             return
         try:
             os.killpg(self.pid, number) if number == signal.SIGKILL else os.kill(self.pid, number)
         except ProcessLookupError:
-            pass  # it has just ended; the wait that follows says how
+            pass  # it has just ended, and the wait that follows says how
 
     def resize(self, rows: int, columns: int) -> None:
         """Give the rank's terminals the size of the launcher's."""
@@ -184,7 +184,7 @@ class RankProcess:
                 ioctl(stream.source, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def keep(self, stream: OutputStream, data: bytes) -> list[bytes]:
-        """Put data into the log and the tail; returns the whole lines."""
+        """Put data into the log and the tail, and return the whole lines."""
         lines = [_clean(line) for line in stream.lines.feed(data)]
         if stream.number == 2 and any(TRACEBACK.match(line) for line in lines):
             self._traceback_at = time.time()

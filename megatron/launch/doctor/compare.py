@@ -3,9 +3,8 @@
 A host is an outlier whose rate is below that of the others, by their median, by more than a factor. Rates are the best
 of a few repetitions, since whatever else a host does makes it slower, never faster.
 
-In a pair either side may be to blame. Each host therefore meets others in up to three rounds, in all of which
-everybody is in one pair at most, and counts by its best pair: a healthy host is slow with a bad one alone, a bad one
-with all.
+In a pair either side may be to blame. Each host therefore meets others in up to three rounds, in which it is in one
+pair at most, and counts by its best pair. A healthy host is slow only with a bad one, a bad one with all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The doctor: looks at every host before a long run does, and says what is wrong in a table."""
+"""The doctor: checks every host before a long run, and reports faults in a table."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OK, WARN, FAIL = "ok", "warn", "FAIL"
 
 @dataclass(frozen=True)
 class HostFinding:
-    """One line of the table: how bad, what was looked at, what was found, on which hosts."""
+    """One line of the table: severity, check, finding, hosts."""
 
     grade: str
     check: str
@@ -85,8 +85,8 @@ class Doctor:
         start: builds the runner's commands for a job.
         python: interpreter on the hosts.
         timeout: seconds until every host must have answered.
-        compare: whether to measure how fast the hosts are, and to name those that are slower than the others.
-        run: whose folder and environment the probes have; None takes the current folder, and what is forwarded.
+        compare: whether to measure the hosts, and to name the slow ones.
+        run: whose folder and environment the probes have. None takes the current folder and the forwarded variables.
 
     Attributes:
         signals: that came meanwhile.
@@ -225,7 +225,7 @@ class Doctor:
         return findings + [each for way in ways for each in (self._pairs(*way) if self.compare and not single else ())]
 
     def _speeds(self) -> tuple[Launcher, list[HostFinding], int]:
-        """How fast each host is by itself, all at once; and how many devices each has at least."""
+        """The speed of each host by itself, all at once, and the least number of devices."""
         launcher, result, collector = self._run(("speeds",))
         answers = collector.answers()
         if result.first or len(answers) < len(self.names):
@@ -291,7 +291,7 @@ def judge_rates(measure: Measure, rates: list[float], names: list[str], where: s
 
 
 def judge(answers: list[dict[str, Any]], names: list[str]) -> list[HostFinding]:
-    """What the hosts' facts mean. Versions must be equal; limits must be large enough."""
+    """Findings from the hosts' facts. Versions must be equal, and limits large enough."""
     findings = []
     for check in ("python", "torch", "deepspeed", "transformers", "pydantic", "tokenizers", "driver", "code"):
         findings += _equal(check, [answer[check] for answer in answers], names)
@@ -329,7 +329,7 @@ def judge(answers: list[dict[str, Any]], names: list[str]) -> list[HostFinding]:
 
 
 def _accelerators(answers: list[dict[str, Any]], names: list[str]) -> list[HostFinding]:
-    """Equal counts; hosts without any are said to be that, and are wrong where there is a driver for some."""
+    """Equal counts. Hosts without devices are named, and are wrong where they have a driver."""
     counts = [answer["accelerators"] for answer in answers]
     blind = tuple(
         name for name, answer in zip(names, answers) if not answer["accelerators"] and answer["driver"] != "none"
@@ -349,7 +349,7 @@ def _limit(value: int) -> float:
 
 
 def _equal(check: str, values: list[Any], names: list[str], grade: str = FAIL) -> list[HostFinding]:
-    """One line if all are equal, one per value if not. What is missing is never all right."""
+    """One line if all are equal, one per value if not. Missing facts are faults."""
     groups: dict[Any, list[str]] = {}
     for value, name in zip(values, names):
         groups.setdefault(value, []).append(name)

@@ -1,5 +1,5 @@
-"""What a host is like and how fast it is, as JSON on standard output, and messages between hosts. Started on every host
-by the doctor."""
+"""Facts and speeds of a host, as JSON on standard output, and messages between hosts. Started on every host by the
+doctor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REPEAT = 5
 
 
 def facts(shared: str) -> dict[str, Any]:
-    """Everything the doctor looks at. `shared` is a folder that should be the same on all hosts."""
+    """All facts for the doctor. `shared` is a folder that should be the same on all hosts."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").exists() else None
     return {
@@ -89,7 +89,7 @@ def _shared(folder: Path) -> bool:
 
 def speeds() -> dict[str, float]:
     """Rates of this host, the best of a few: floating-point operations, bytes copied and bytes written per second. With
-    several devices those of the slowest; the disk is that of the current folder. Beside them the number of devices."""
+    several devices, the slowest one counts. The disk is that of the current folder. With the number of devices."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -127,7 +127,7 @@ def _write() -> None:
 
 
 def _waiter(device: Any) -> Callable[[], None]:
-    """What waits until a device has done what it was told."""
+    """The function that waits for a device."""
     import torch
 
     def wait() -> None:

@@ -26,7 +26,7 @@ JOB_SCRIPT = "slurm"  # what a job script is written for
 
 @dataclass(frozen=True)
 class RunnerChoice:
-    """What was chosen, and why, in words for the user. `carrier` brings agents to the hosts where `runner` does not;
+    """The choice and its reason, in words for the user. `carrier` brings agents to the hosts where `runner` does not.
     `spares` are hosts without ranks, which may take the place of others."""
 
     runner: str
@@ -56,7 +56,7 @@ class RunnerChoice:
         return sum(len(host.slots) for host in self.hosts)
 
     def commands(self, job: Specification, launch: LaunchSection) -> list[Command]:
-        """What starts the agents of a job."""
+        """The runner that starts the agents of a job."""
         start = self.starter.commands
         if start is None:
             raise ValueError(f"{self.transport} starts no agents: it stands on another runner")
@@ -68,10 +68,11 @@ def choose_runner(
 ) -> RunnerChoice:
     """The runner and the hosts.
 
-    `auto` takes, in this order: the hostfile, if one is named; the scheduler's allocation we are in; this machine.
+    `auto` takes, in this order: the hostfile, if one is named, then the scheduler's allocation around us, then this
+    machine.
 
     Args:
-        registry: has the runners; None takes those inside.
+        registry: has the runners. None takes the package's own.
 
     Raises:
         HostError: the hosts cannot be right, or the runner does not fit to where we are.
@@ -102,10 +103,10 @@ def choose_runner(
 
 
 def _kept_back(hosts: list[Host], spares: int) -> tuple[tuple[Host, ...], tuple[Host, ...]]:
-    """Those that ranks start on, and the spares.
+    """The hosts that ranks start on, and the spares.
 
     Raises:
-        HostError: no host would be left, or a spare could take nobody's place.
+        HostError: no host would be left, or a spare could take no place.
     """
     number = len(hosts) - spares
     if number < 1:
@@ -121,7 +122,7 @@ def some_hosts(launch: LaunchSection) -> RunnerChoice:
     """Hosts that a scheduler will give later.
 
     Raises:
-        HostError: nobody says how many ranks each of them has.
+        HostError: the number of ranks of a host is not known.
     """
     if launch.ranks is None:
         raise HostError("a job script needs the number of ranks on each host: --ranks N (launch.ranks)")

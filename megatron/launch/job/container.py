@@ -1,7 +1,7 @@
 """Agents, and with them the ranks, in a container: `launch.container`, the tool and the image as `apptainer:PATH`.
 
-The launcher itself stays outside: it needs no torch. The folder of the code and the one that the run starts in are at
-the same paths inside; further folders are named in `launch.container_mounts`.
+The launcher itself stays outside: it needs no torch. The folder of the code and the run's working directory have the
+same paths inside. Further folders are named in `launch.container_mounts`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def inside(agent: list[str], directory: str, launch: LaunchSection) -> list[str]
 
 
 def srun_options(directory: str, launch: LaunchSection) -> list[str]:
-    """What srun is told where pyxis makes the container."""
+    """Options of srun where pyxis makes the container."""
     tool, _, image = (launch.container or "").partition(":")
     if tool != "pyxis":
         return []

@@ -1,4 +1,4 @@
-"""The hosts of a run: a hostfile, and what is included or left out of it."""
+"""The hosts of a run: a hostfile, with hosts included or excluded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..wire.specification import Host
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")  # what ssh, pdsh and a log can all take as it is
 
-MOST_SLOTS = 4096  # ranks of one host; the largest have a few hundred processors
+MOST_SLOTS = 4096  # ranks of one host (the largest have a few hundred processors)
 
 
 class HostError(ValueError):
@@ -17,9 +17,9 @@ class HostError(ValueError):
 
 
 def read_hostfile(path: str | Path) -> list[Host]:
-    """The hosts of a file with one `name slots=N` per line; `#` starts a comment.
+    """The hosts of a file with one `name slots=N` per line. `#` starts a comment.
 
-    A missing file is an error: starting on this machine alone would not be what was asked for.
+    A missing file is an error: a start on only this machine was not asked for.
 
     Raises:
         HostError: no such file, or lines that are wrong: all of them at once, with their numbers.
@@ -68,7 +68,7 @@ def select(hosts: list[Host], include: str | None = None, exclude: str | None = 
     Args:
         hosts: all hosts.
         include: use these hosts or slots only, in their order in `hosts`.
-        exclude: leave these out.
+        exclude: without these.
 
     Raises:
         HostError: both are given, a name or slot is unknown, or nothing remains.

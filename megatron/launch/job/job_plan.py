@@ -1,4 +1,4 @@
-"""A run as it will start: the resolved configuration, the hosts, and what every agent is told."""
+"""A run as it will start: the resolved configuration, the hosts, and the job of every agent."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class JobPlan:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What follows the script on a command line that starts the same run."""
+        """The words after the script on a command line that starts the same run."""
         own = self.taken.own
         return (
             *self.taken.files,
@@ -130,7 +130,7 @@ def _plan(
     *,
     here: bool = True,
 ) -> JobPlan:
-    """The plan for hosts that are chosen. `extra` overrides do not belong to what the user asked for; `here` as in
+    """The plan for hosts that are chosen. `extra` overrides do not belong to what the user asked for. `here` as in
     `config.load`."""
     resolved = configuration.load(
         taken.files,
@@ -144,7 +144,7 @@ def _plan(
     resolved = replace(resolved, warnings=(*resolved.warnings, *_over_hosts(resolved, choice)))
     _check_options(script, taken.own, resolved.config)
     launch = resolved.config.launch
-    # An agent on this machine reads the same files; what is edited meanwhile is no difference between hosts.
+    # An agent on this machine reads the same files. An edit meanwhile is no difference between hosts.
     check_code = launch.check_code and not choice.starter.here
     settings = LauncherSettings(
         launch.master_address, launch.master_port, launch.interface, launch.start_timeout, check_code, _hang(resolved),
@@ -155,7 +155,7 @@ def _plan(
 
 
 def _hang(resolved: Resolved) -> str:
-    """What happens when the ranks hang."""
+    """The reaction to ranks that hang."""
     config = resolved.config
     return ("stop" if config.launch.restarts else "report") if config.watch.hang == "auto" else config.watch.hang
 
@@ -184,7 +184,7 @@ def _over_hosts(resolved: Resolved, choice: RunnerChoice) -> list[Problem]:
 def _pairs_over_hosts(resolved: Resolved, choice: RunnerChoice) -> list[Problem]:
     """A mistake where ranks that the configuration calls a pair would be on two hosts."""
     options, slots = resolved.config.parallel.communication, [len(host.slots) for host in choice.hosts]
-    # islands are in the place of hosts then, and a rule has looked at them
+    # islands then replace hosts, and a rule has checked them
     if options.pair is None or options.island is not None or len(slots) == 1:
         return []
     if not (wrong := [host for host in choice.hosts if len(host.slots) % options.pair]):
@@ -202,7 +202,7 @@ def _pairs_over_hosts(resolved: Resolved, choice: RunnerChoice) -> list[Problem]
 
 
 def _check_options(script: str, own: Sequence[str], config: Config) -> None:
-    """Have a script's own options looked at, where there is somebody who knows them.
+    """Check a script's own options, where the registry has a check.
 
     Raises:
         ArgumentError: they have mistakes.
@@ -253,7 +253,7 @@ def with_spares(plan: JobPlan, lost: set[str]) -> tuple[JobPlan, dict[str, str]]
 
 
 def script_arguments(script: str, words: Sequence[str]) -> Arguments:
-    """A script's arguments, taken apart and looked at.
+    """A script's arguments, parsed and checked.
 
     Raises:
         ArgumentError: no script, no configuration, or an option of deepy.py behind the script.
@@ -296,7 +296,7 @@ def _specification(
         plain=here,
         terminal=_terminal() if here else (None, None),
         grace=launch.grace,
-        heartbeat=0.0 if here else launch.heartbeat,  # here the end of a pipe tells that the launcher is gone
+        heartbeat=0.0 if here else launch.heartbeat,  # here the end of a pipe shows that the launcher is gone
         device=launch.device,
         bind=launch.bind,
         watch=_limits(script, config),
@@ -322,9 +322,7 @@ def _terminal() -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
 
 
 def restarted(plan: JobPlan, attempt: int) -> Specification:
-    """What the agents are told at a start: also how many there were before, in Slurm jobs that were queued
-    again too, and when it was.
-    """
+    """The job of the agents at a start, with the number of earlier starts (requeued Slurm jobs too) and the time."""
     before = os.environ.get("SLURM_RESTART_COUNT", "")
     number = attempt + (int(before) if before.isdigit() else 0)
     own = {"JOB_ATTEMPT": str(number), "JOB_SINCE": repr(time.time()), SECRET: secrets.token_hex(16)}
@@ -334,5 +332,5 @@ def restarted(plan: JobPlan, attempt: int) -> Specification:
 
 
 def commands(plan: JobPlan) -> list[Command]:
-    """What the chosen runner starts."""
+    """The commands of the chosen runner."""
     return plan.choice.commands(plan.job, plan.launch)

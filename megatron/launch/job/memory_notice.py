@@ -1,4 +1,4 @@
-"""What a run will need of its devices, said before any of them is taken.
+"""The devices' memory that a run will need, reported before any of them is taken.
 
 The formulas build layers, for which they need torch, so another process says it: one that sees no device. On a CPU
 rank 0 says it, which saves that process, and so it is where this machine is no host of the run. Rank 0 says it again
@@ -19,12 +19,12 @@ from megatron.worker import devices, network
 from ..report.console import YELLOW, log
 from .job_plan import JobPlan
 
-TOLD = "JOB_PLAN_TOLD"  # tells rank 0 for which device it was said
-PATIENCE = 20.0  # seconds: torch takes two to import, and nobody should wait long for a line
+TOLD = "JOB_PLAN_TOLD"  # has the device of the plan, for rank 0
+PATIENCE = 20.0  # seconds: torch takes two to import, and a line is not worth a long wait
 
 
 def tell_need(plan: JobPlan) -> JobPlan:
-    """Print the line of the plan, where the ranks' device is known here; gives the plan that says so to the ranks."""
+    """Print the line of the plan, where the ranks' device is known here, and give the ranks that plan."""
     config = plan.resolved.config
     if not config.logging.predictions or Path(plan.script).name != "train.py" or plan.launch.device == "cpu":
         return plan
@@ -49,7 +49,7 @@ def _among_hosts(plan: JobPlan) -> bool:
 
 
 def _said(plan: JobPlan, device: str) -> list[str]:
-    """Lines of another process; none where it fails: no plan is worth a run."""
+    """Lines of another process, none where it fails: a failed plan must not end a run."""
     top = Path(__file__).resolve().parents[3]
     path = os.pathsep.join(filter(None, (str(top), os.environ.get("PYTHONPATH"))))
     hidden = {name: "" for names in devices.VISIBLE.values() for name in names}

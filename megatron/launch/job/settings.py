@@ -1,7 +1,7 @@
-"""The launch section alone, before anything else of the configuration can be checked.
+"""Only the launch section, before anything else of the configuration can be checked.
 
-How many ranks a run has follows from its hosts, and the hosts from this section; the rest of the configuration is
-then resolved for that number of ranks.
+The number of ranks follows from the hosts, and the hosts from this section. The rest of the configuration is then
+resolved for that number.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def launch_section(files: Sequence[str], overrides: Sequence[str]) -> LaunchSect
     """The `launch` keys of some files and overrides.
 
     Raises:
-        ConfigError: these keys are wrong; the error tells of every mistake in the whole configuration.
+        ConfigError: these keys are wrong. The error has every mistake of the whole configuration.
     """
     sources, _ = translate_flat(gather(files, overrides))
     merged, _ = merge([normalise(source) for source in sources])
@@ -40,7 +40,7 @@ def registry_for(files: Sequence[str], overrides: Sequence[str]) -> Registry:
     """The registry with the extensions of these files and overrides.
 
     Raises:
-        ConfigError: one cannot be used, or the runner is none; the error tells of every mistake in the configuration.
+        ConfigError: one cannot be used, or the runner is none. The error has every mistake of the configuration.
     """
     sources, _ = translate_flat(gather(files, overrides))
     registry = registry_of(extensions_of(sources))

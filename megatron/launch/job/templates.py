@@ -57,7 +57,7 @@ def submit(plan: JobPlan, really: bool) -> int:
 
 
 def _deepy(plan: JobPlan, *options: str, hostfile: str = "") -> str:
-    """The command line that the job script runs; `hostfile` is an option in the shell's own words."""
+    """The command line that the job script runs. `hostfile` is an option in the shell's own words."""
     python = (not plan.launch.container and plan.launch.python) or sys.executable  # deepy.py stays outside
     words = [shlex.join([python, str(root() / "deepy.py"), *options]), hostfile, shlex.join([plan.script, *plan.words])]
     return " ".join(filter(None, words))
@@ -114,7 +114,7 @@ def sbatch(plan: JobPlan, folder: str) -> str:
 
 
 def pbs(plan: JobPlan) -> str:
-    """A PBS job; the hosts are reached by ssh."""
+    """A PBS job. The hosts are reached by ssh."""
     batch = plan.launch.batch
     ranks, gpus = len(plan.choice.hosts[0].slots), _gpus(plan)
     chunk = (
@@ -161,7 +161,7 @@ def kubernetes(plan: JobPlan) -> str:
         notes = f"# kubectl create secret generic {name}-environment --from-env-file={file}\n"
         secret = f"          envFrom: [{{secretRef: {{name: {name}-environment}}}}]\n"
     limits, security = _resources(plan)
-    # A lost pod makes its peers fail too. All come back, and go on from the newest checkpoint: that must be allowed.
+    # A lost pod makes its peers fail too. All come back, and continue from the newest checkpoint: that must be allowed.
     pods, failures = batch.nodes, max(config.launch.restarts, LOST_PODS) * batch.nodes
     notes = _volume(plan, name) + notes
     return f"""{notes}apiVersion: v1
@@ -211,7 +211,7 @@ spec:
 
 
 def _resources(plan: JobPlan) -> tuple[str, str]:
-    """What a pod's container asks for and what it may do, as the values of `resources` and `securityContext`."""
+    """The requests and rights of a pod's container, as the values of `resources` and `securityContext`."""
     batch = plan.launch.batch
     wanted = ({f"{batch.gpus}.com/gpu": _gpus(plan)} if _gpus(plan) else {}) | batch.resources
     limits = f"\n            limits: {json.dumps(wanted)}" if wanted else " {}"
@@ -221,7 +221,7 @@ def _resources(plan: JobPlan) -> tuple[str, str]:
 
 
 def _command_of_a_pod(plan: JobPlan, service: str) -> str:
-    """torchrun with this pod's ranks; pod 0 is where all meet."""
+    """torchrun with this pod's ranks. All meet at pod 0."""
     script, words = Path(plan.script), [_in_an_image(word) for word in plan.words]
     if script.resolve().parent == root():
         run = shlex.join(["deepy", script.stem, *words])
@@ -257,7 +257,7 @@ def _volume(plan: JobPlan, name: str) -> str:
 
 
 def _service_name(name: str) -> str:
-    """A name as a Service may have it: small letters of ASCII, digits and hyphens, a letter first, 63 at most; a pod
+    """A name as a Service may have it: small letters of ASCII, digits and hyphens, a letter first, 63 at most. A pod
     adds its number to it."""
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     return (plain if plain[:1].isalpha() else f"run-{plain}")[:50].strip("-")

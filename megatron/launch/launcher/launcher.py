@@ -46,11 +46,11 @@ class LauncherSettings:
 
     Attributes:
         master_address, master_port: None to choose.
-        interface: the network interface for collectives; None to choose.
+        interface: the network interface for collectives. None to choose.
         start_timeout: seconds until every host must have answered.
         check_code: whether every host must have the launcher's source code.
         hang: what happens when the ranks hang: "report", "stop" or "off".
-        heartbeat: seconds of an agent's silence after which its host is lost; 0 is never.
+        heartbeat: seconds of an agent's silence after which its host is lost. 0 is never.
     """
 
     master_address: str | None = None
@@ -64,7 +64,7 @@ class LauncherSettings:
 
 @dataclass
 class HostState:
-    """What the launcher knows of a host."""
+    """The launcher's state of a host."""
 
     name: str
     phase: str = "starting"  # then "ready", "running", "done" or "lost"
@@ -77,8 +77,8 @@ class HostState:
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended: its exit status, the failure to show, all failures, the stop signals that were passed on; when
-    it was started and when all had ended (seconds since the epoch)."""
+    """How a run ended: its exit status, the failure to show, all failures, the forwarded stop signals, and
+    the times of its start and of the last end (seconds since the epoch)."""
 
     status: int
     first: Failure | None
@@ -268,7 +268,7 @@ class Launcher:
         for host in self.hosts:
             host.phase = "running"
         places = self.meeting["places"]
-        for link in self._links():  # an agent hears of its own network only
+        for link in self._links():  # an agent knows only its own network
             own = {str(index): places[str(index)] for index in link.hosts if str(index) in places}
             link.send({"type": "start", **self.meeting, "places": own, "master_port": port})
 
@@ -324,7 +324,7 @@ class Launcher:
                     self._lost(index, "its agent ended without a word")
 
     def _chatter(self, line: bytes, connection: Connection | None) -> None:
-        """What ssh, srun or mpirun themselves say."""
+        """Lines of ssh, srun or mpirun themselves."""
         text = line.decode(errors="replace").rstrip()
         if connection is None or not text:
             return
@@ -409,7 +409,7 @@ class Launcher:
                     self._end_by(self.job.grace + AFTER_GRACE)
 
     def _reached(self, now: float) -> str:
-        """Whose ranks get a signal that is passed on, as far as their agents have been heard lately."""
+        """The hosts whose ranks get a forwarded signal: those with recent messages of their agents."""
         mute = [host.name for host in self.hosts if host.phase == "running" and now - host.heard > 2 * BEAT]
         return "all ranks" + (f" but those of {', '.join(mute[:8])}, whose agent does not answer" if mute else "")
 
@@ -440,7 +440,7 @@ class Launcher:
             link.send(message)
 
     def _links(self) -> list[MessagePipe]:
-        """To all agents; some have one in common."""
+        """Send to all agents. Some share a link."""
         return list({id(host.link): host.link for host in self.hosts if host.link}.values())
 
     def end_for(self, failure: Failure) -> None:
@@ -473,7 +473,7 @@ class Launcher:
             )
 
     def _close_all(self) -> None:
-        """Let the commands end by themselves, reading what they still say; then end them."""
+        """Let the commands end by themselves, reading their last lines, and then end them."""
         deadline = time.monotonic() + (0.5 if self.failures and not self.started else AFTER_GRACE)
         for connection in self.connections:
             if connection.process.stdin:

@@ -33,7 +33,7 @@ class Restarts:
     _repeated: bool = field(default=False, repr=False)
 
     def refusal(self, result: Result) -> str | None:
-        """Why a failed run is not started again, in words; "" where there is nothing to say; None if it is.
+        """Why a failed run is not started again, in words, "" without a reason to print, None if it is started again.
 
         It is not after a signal to the launcher, nor where the ranks were never started: hosts that never answered are
         a mistake, not a failure. Nor after a mistake in the configuration.
@@ -66,8 +66,8 @@ class Restarts:
 
 
 def _cause(failure: Failure | None) -> tuple[int, int, str] | None:
-    """What makes two failures the same: step, status, and the exception's own words. None of one that chance may have
-    brought: a killed process, a lost host, a hang, a peer that has gone."""
+    """The identity of a failure: step, status, and the exception's own words. None of one that chance may have brought:
+    a killed process, a lost host, a hang, a peer that has gone."""
     if failure is None or failure.step is None or failure.status in (HANG, RERUN):
         return None
     if failure.disagreement:

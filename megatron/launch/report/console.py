@@ -1,4 +1,4 @@
-"""What the launcher says: the ranks' output as it comes, and at the end the first failure, once, last."""
+"""The launcher's output: the ranks' output as it comes, and at the end the first failure, once, last."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class RankConsole:
 
 
 def last_traceback(text: str) -> str:
-    """The last traceback of a text with the ones it is chained to; without one, the last lines."""
+    """The last traceback of a text with the ones it is chained to, or the last lines without one."""
     lines = [_TORCH.sub("", line) for line in text.splitlines()]
     starts = [index for index, line in enumerate(lines) if line.startswith(_START)]
     if not starts:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-# What changes how libraries work, and nothing that belongs to one machine.
+# Variables that change how libraries work, and none that belongs to one machine.
 ALWAYS = (
     "NCCL_*",
     "RCCL_*",
@@ -55,7 +55,7 @@ def _any(name: str, patterns: Sequence[str]) -> bool:
 
 
 def forwarded(environment: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:
-    """The variables that go along: the usual ones, and those that `launch.forward` names."""
+    """The forwarded variables: the usual ones, and variables that `launch.forward` names."""
     return {
         name: value
         for name, value in sorted(environment.items())
@@ -64,7 +64,7 @@ def forwarded(environment: Mapping[str, str], patterns: Sequence[str]) -> dict[s
 
 
 def read_file(path: str | Path) -> dict[str, str]:
-    """Variables of a file of `NAME=value` lines. Blank lines and lines that start with # do not count; nothing is
+    """Variables of a file of `NAME=value` lines. Blank lines and lines that start with # do not count. Nothing is
     expanded, and quotes are part of the value.
 
     Raises:

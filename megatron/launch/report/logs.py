@@ -33,7 +33,7 @@ def merged(run: Path) -> Iterator[str]:
 
 
 def _stamped(path: Path, order: int) -> Iterator[tuple[str, tuple[int, int], str, str]]:
-    """(time, place, name, line) of each line; a line without a time belongs to the one before it."""
+    """(time, place, name, line) of each line. A line without a time belongs to the one before it."""
     name, stamp = path.stem.replace("rank_", ""), ""
     name = name.lstrip("0") or "0"
     with open(open_plain(path), encoding="utf-8", errors="replace") as file:

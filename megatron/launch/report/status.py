@@ -1,4 +1,4 @@
-"""Exit statuses, and which of many ends is the one to tell."""
+"""Exit statuses, and the choice of the failure to report."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Failure:
     Attributes:
         time: seconds since the epoch, by the launcher's clock, when it failed.
         host: name of the host.
-        rank: global rank; None where the host as a whole was lost or could not start.
+        rank: global rank, or None where the host as a whole was lost or could not start.
         status: exit status as `wait` gives it: negative for a signal.
         reason: why, where no rank says it.
         text: the end of what the rank said.
         since: when it stopped to get on, by the launcher's clock, where that was before it was ended for it (a hang).
-        step: the last one that the rank had begun, from 0; -1 before the first; None where it does not tell.
+        step: the last one that the rank had begun, from 0. -1 before the first, or None where it does not tell.
         shown: whether the console has shown all that the rank said.
         disagreement: what ranks called differently, where the run failed for that.
     """
@@ -62,7 +62,7 @@ def exit_status(status: int) -> int:
 
 
 def signal_of(status: int) -> signal.Signals | None:
-    """The signal that a status (-n or 128 + n) tells of."""
+    """The signal behind a status (-n or 128 + n)."""
     number = -status if status < 0 else status - 128
     try:
         return signal.Signals(number) if number > 0 else None
@@ -108,11 +108,11 @@ def outcome(failures: list[Failure], sent: Iterable[int]) -> tuple[int, Failure 
 
     Args:
         failures: every bad end.
-        sent: signals that the launcher was told to pass on.
+        sent: signals that the launcher had to forward.
 
     Returns:
-        (0, None) if all went well; (128 + n, None) if ranks ended by signal n that the launcher passed on, or at once
-        because it came twice, and nothing else went wrong; otherwise the first failure's status and that failure.
+        (0, None) if all went well. (128 + n, None) if ranks ended by signal n that the launcher passed on, or at once
+        because it came twice, and nothing else went wrong. Otherwise the first failure's status and that failure.
     """
     sent = tuple(sent)
     harmless = [

@@ -1,4 +1,4 @@
-"""Hosts reached by MPICH's mpiexec (hydra), one agent each; the agents call back."""
+"""Hosts reached by MPICH's mpiexec (hydra), one agent each. The agents call back."""
 
 from __future__ import annotations
 

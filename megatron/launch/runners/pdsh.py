@@ -1,6 +1,6 @@
 """Hosts reached by pdsh: one command for all. pdsh carries no input, so the agents call the launcher.
 
-What they need for that is in a file, which must be on a disk that all hosts share; the ssh runner needs none.
+The address and secret for that are in a file, which must be on a disk that all hosts share. The ssh runner needs none.
 """
 
 from __future__ import annotations

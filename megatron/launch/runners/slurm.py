@@ -51,7 +51,7 @@ def _inside(environment: Mapping[str, str]) -> str:
 
 
 def _allocation(launch: LaunchSection, environment: Mapping[str, str]) -> list[Host]:
-    """The hosts of the Slurm job we are in, each with as many ranks as it has GPUs (or tasks) for us."""
+    """The hosts of the Slurm job we are in, each with a rank for each of our GPUs (or tasks) there."""
     nodes = environment.get("SLURM_JOB_NODELIST")
     if not nodes:
         raise HostError(
@@ -73,7 +73,7 @@ def _allocation(launch: LaunchSection, environment: Mapping[str, str]) -> list[H
 
 
 def _last_number(text: str) -> int:
-    """The number of "8", "h100:8" or "gpu:h100:8"; 0 if there is none."""
+    """The number in "8", "h100:8" or "gpu:h100:8", or 0."""
     last = text.rpartition(":")[2]
     return int(last) if last.isdigit() else 0
 

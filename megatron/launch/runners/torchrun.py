@@ -12,8 +12,8 @@ from ..wire.specification import Specification
 if TYPE_CHECKING:
     from ...config.sections.layout import LaunchSection
 
-# Addresses and the number of slots are known when the agent starts it; everything else is an argument. torchrun would
-# guess from host names which host is the first and under which address it is known, and be wrong on many machines.
+# Addresses and the number of slots are known when the agent starts it. Everything else is an argument. torchrun would
+# guess the first host and its address from host names, and be wrong on many machines.
 _SHELL = (
     'case "$RANK" in 0) first=true;; *) first=false;; esac; '
     'exec "$0" -u -m torch.distributed.run --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" '

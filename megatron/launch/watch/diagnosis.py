@@ -1,8 +1,8 @@
 """Who waits for whom, and which rank is at fault: one sentence from where all ranks are.
 
-A rank inside a collective waits for those members of the group that have not called as many operations of the group.
-Following these arrows from rank to rank ends at one that waits for nobody (it computes, reads, or is stopped), or in a
-circle. If all have come and none gets on, they have not called the same thing, or the network between them is cut.
+A rank inside a collective waits for the members of the group with fewer calls in the group. Following these arrows from
+rank to rank ends at one that does not wait (it computes, reads, or is stopped), or in a circle. If all have come and
+none gets on, they have not called the same thing, or the network between them is cut.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FRAME = re.compile(r'^  File "([^"]+)", line (\d+) in (.+)$', re.MULTILINE)
 
 @dataclass(frozen=True)
 class Waiting:
-    """The call that a rank is inside of. `number` counts the calls of the group, this one included; it is `new` if the
+    """The call that a rank is inside of. `number` counts the calls of the group, this one included. It is `new` if the
     rank called something else at this place of the step before."""
 
     key: str
@@ -44,13 +44,13 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Rank:
-    """What is known of a rank.
+    """The known facts of a rank.
 
     Attributes:
         state: of its process: "running", "waiting", "stopped", "in the disk or the network", "ended", or "silent" where
             its host does not answer.
-        age: seconds in the phase; limit: how many it may take.
-        waiting: what it is inside of.
+        age: seconds in the phase. limit: seconds that it may take.
+        waiting: the call that it is inside of.
         calls: operations called so far by the key of their group.
         stack: of its main thread, where it was asked for.
     """
@@ -77,7 +77,7 @@ class Rank:
 
     @property
     def call(self) -> Waiting:
-        """What it waits in; ValueError where it does not wait."""
+        """The call that it waits in. ValueError where it does not wait."""
         if self.waiting is None:
             raise ValueError(f"rank {self.rank} waits in no call")
         return self.waiting
@@ -89,7 +89,7 @@ class Rank:
 
     @property
     def where(self) -> str:
-        """ "forward of layer 17 of step 12 (micro-batch 2 of 4)"; a pipeline's instruction is a detail behind it."""
+        """ "forward of layer 17 of step 12 (micro-batch 2 of 4)". A pipeline's instruction is a detail after it."""
         if not self.phase:
             return "imports"
         what = "micro-batch " * (self.phase in ("forward", "backward") and not self.detail)
@@ -117,7 +117,7 @@ class Diagnosis:
 
 
 def rank_of(told: dict[str, Any], host: str) -> Rank:
-    """What an agent told of a rank. Anything that makes no sense is left out."""
+    """A rank's sight from an agent's message. Invalid values are dropped."""
     calls = [each for each in told.get("calls", []) if isinstance(each, dict)]
     waiting = None
     for each in calls:
@@ -211,7 +211,7 @@ def _absent(rank: Rank, here: dict[int, Rank]) -> list[int]:
 
 
 def _culprits(here: dict[int, Rank], waits: dict[int, list[int]]) -> tuple[str, list[int]]:
-    """What kind of trouble it is, and the ranks that cause it."""
+    """The kind of trouble, and the ranks that cause it."""
     if not waits:
         return _without_waiting(here)
     ends = {target for each in waits.values() for target in each if target not in waits}
@@ -241,8 +241,8 @@ def _without_waiting(here: dict[int, Rank]) -> tuple[str, list[int]]:
 
 
 def _of_ends(ends: list[Rank]) -> tuple[str, list[int]]:
-    """Of the ranks that others wait for and that wait for nobody: those that cannot move, else those that are late,
-    else those that are the furthest behind."""
+    """Among ranks that others wait for and that do not wait: stopped ones, else late ones, else the ones furthest
+    behind."""
     for state in ("silent", "stopped", "ended"):
         found = [each.rank for each in ends if each.state == state]
         if found:
@@ -291,7 +291,7 @@ def _gone_past(here: dict[int, Rank], waits: dict[int, list[int]]) -> list[int]:
 
 
 def _new(ranks: list[Rank]) -> list[int]:
-    """Those that do not call what they called in the step before, where others do: up to half of them."""
+    """Ranks that do not repeat the calls of the step before, where others do: up to half of them."""
     new = sorted(each.rank for each in ranks if each.call.new)
     return new if len(new) * 2 <= len(ranks) else []
 
@@ -323,8 +323,8 @@ def _stuck(here: dict[int, Rank], waits: dict[int, list[int]]) -> list[int]:
 
 
 def _of_circle(circle: list[Rank]) -> tuple[str, list[int]]:
-    """Ranks that wait for each other in different calls. One that is further on in the program has left a call out; so
-    has one that stands against the majority. Otherwise the orders of their calls differ."""
+    """Ranks that wait for each other in different calls. A rank that is further on in the program has skipped a call.
+    So has one against the majority. Otherwise the orders of their calls differ."""
     if new := _new(circle):
         return "skipped", new
     ahead = max(each.progress for each in circle)
@@ -372,7 +372,7 @@ def _sentence(kind: str, guilty: list[Rank], others: list[Rank], ranks: Sequence
 
 
 def _standing(some: list[Rank]) -> str:
-    """Ranks that wait for nobody, in one place."""
+    """Ranks that do not wait, in one place."""
     first, since = some[0], _since([each.age for each in some])
     on = f" on {', '.join(sorted({each.host for each in some}))}" if first.state in ("silent", "stopped") else ""
     if first.state == "silent":

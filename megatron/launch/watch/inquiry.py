@@ -1,7 +1,7 @@
 """`deepy.py --status RUN` and `--stacks RUN`: a running job is asked, over a socket that only its own user can use.
 
 The launcher listens on a Unix socket without a file (Linux's abstract names), and notes its name in the run's folder,
-`launcher.json`. Who calls must be the same user; nothing listens on the network, so the question is asked on the
+`launcher.json`. The caller must be the same user. Nothing listens on the network, so the question is asked on the
 launcher's machine.
 """
 
@@ -42,9 +42,9 @@ class InquirySocket:
     """Where a running launcher can be asked.
 
     Args:
-        answer: is given a question, and what takes the answer, now or later.
+        answer: gets a question, and the function for the answer, now or later.
         selector: of the launcher's loop.
-        folder: the run's directory on this machine; without one nobody can ask.
+        folder: the run's directory on this machine. Without one no question can be asked.
     """
 
     def __init__(self, answer: Answer, selector: selectors.BaseSelector, folder: Path | None) -> None:
@@ -60,7 +60,7 @@ class InquirySocket:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             replace_file(self._file, self._note)
-        except OSError:  # a folder that is on other machines, or a full disk: the run goes on without
+        except OSError:  # a folder that is on other machines, or a full disk: the run continues without
             return
         self._socket = here = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         here.bind(f"\0{name}")
@@ -131,7 +131,7 @@ def instead_of_ranks(what: str) -> Answer:
 
 
 def pause(seconds: float, folder: Path, why: str) -> None:
-    """Do nothing for so long, but tell whoever asks why, and when it goes on."""
+    """Pause, and answer questions about the reason and the end of the pause."""
     end = time.monotonic() + seconds
 
     def answer(question: str, tell: Callable[[str], None]) -> None:
@@ -153,7 +153,7 @@ def _same_user(other: socket.socket) -> bool:
 
 
 def _send(caller: socket.socket, text: str) -> None:
-    """In a thread, so that a caller who does not read holds nobody up."""
+    """In a thread, so that a caller who does not read blocks no other."""
 
     def send() -> None:
         with caller:
@@ -176,7 +176,7 @@ def _there(note: dict[str, Any], run: Path, question: str) -> str:
 
 
 def ask(run: Path, question: str) -> str:
-    """What the launcher of a run answers.
+    """The answer of a run's launcher.
 
     Args:
         run: the run's directory.

@@ -36,11 +36,11 @@ class Inquiry:
 
 
 class RankWatch:
-    """Looks at the ranks of a launcher.
+    """Watches the ranks of a launcher.
 
     Args:
         launcher: whose hosts are asked, and which ends the run.
-        folder: where the report of a hang goes; None keeps none.
+        folder: where the report of a hang goes. None keeps none.
         hang: "report", "stop" or "off".
     """
 
@@ -57,10 +57,10 @@ class RankWatch:
     # ---- asking
 
     def ask(self, stacks: str, then: Answer) -> None:
-        """Have every agent tell where its ranks are, and call `then` with all ranks once they have, or patience ends.
+        """Ask every agent for the places of its ranks, and call `then` with all ranks once they have, or patience ends.
 
         Args:
-            stacks: "" for none, "main" for those of main threads, "all" for those of all threads.
+            stacks: "" for none, "main" for main threads, "all" for all threads.
         """
         self.number += 1
         hosts = {index for index, host in enumerate(self.launcher.hosts) if host.phase == "running" and host.link}
@@ -121,8 +121,8 @@ class RankWatch:
     # ---- a failure
 
     def explained(self, first: Failure) -> Failure:
-        """The failure to show. Where ranks did not call the same thing, gloo ends whichever of them finds it out: then
-        that of the rank at fault, if it has failed by itself, with what they called."""
+        """The failure to show. Where ranks did not call the same thing, gloo ends the rank that detects it. Then the
+        failure of the rank at fault, if it has failed itself, with all calls."""
         if first.rank is None or first.reason:
             return first
         ranks = []

@@ -15,12 +15,13 @@ class Command:
     """Something to start that brings agents up.
 
     Attributes:
-        arguments: the argument list; the same for every job on these hosts.
+        arguments: the argument list, the same for every job on these hosts.
         hosts: indices of the hosts whose agents it starts.
-        index: the host's index, told to its agent; None where one input goes to several agents, which know theirs.
+        index: the host's index, which its agent gets, or None where one input goes to several agents, which know
+            theirs.
         dials: whether the agents call back over a socket, with credentials, instead of using the command's input and
             output.
-        credentials_file: where the credentials go; by default in an environment variable of the command.
+        credentials_file: where the credentials go. By default in an environment variable of the command.
         environment: variables set for the command itself, over the launcher's.
     """
 
@@ -47,7 +48,7 @@ class Connection:
             start_new_session=True,
         )
         source, errors, target = self.process.stdout, self.process.stderr, self.process.stdin
-        assert source is not None and errors is not None  # they are pipes; so is the input, if it does not dial
+        assert source is not None and errors is not None  # they are pipes, and so is the input, if it does not dial
         self.errors = MessagePipe(errors.fileno(), os.open(os.devnull, os.O_WRONLY), ())
         output = os.open(os.devnull, os.O_WRONLY) if target is None else target.fileno()
         self.link = MessagePipe(source.fileno(), output, command.hosts)

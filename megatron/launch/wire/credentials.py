@@ -1,8 +1,8 @@
 """Agents that call the launcher, where the starting command cannot carry their input (pdsh, mpirun).
 
-The launcher listens (listener.py); the credentials say where, and hold a secret. Both sides prove that they know it
-without sending it. The credentials are in an environment variable, or in a file of mode 0600 on a shared disk, never
-in an argument.
+The launcher listens (listener.py). The credentials have its address and a secret. Both sides prove that they know it
+without sending it. The credentials are in an environment variable, or in a file of mode 0600 on a shared disk, never in
+an argument.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LONGEST_LINE = 256  # bytes
 
 
 def proof(secret: str, side: bytes, nonce: bytes) -> bytes:
-    """What only somebody who knows the secret can say."""
+    """The proof that a process knows the secret."""
     return hmac.new(secret.encode(), side + b":" + nonce, "sha256").hexdigest().encode()
 
 
@@ -38,7 +38,7 @@ def _read_line(link: socket.socket, until: float) -> bytes:
 
 
 def write_file(path: Path, credentials: str) -> Path:
-    """Write credentials for agents that share this disk; only this user can read it."""
+    """Write credentials for agents that share this disk. Only this user can read them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(credentials)
@@ -53,7 +53,7 @@ def connect(where: str, index: int, patience: float = 30.0) -> socket.socket:
         index: which host this is.
 
     Raises:
-        ConnectionError: nobody there, or somebody who does not know the secret.
+        ConnectionError: no process answers, or one that does not know the secret.
     """
     text = os.environ.get(where) or Path(where).read_text()
     credentials, end = json.loads(text), time.monotonic() + patience
@@ -70,7 +70,7 @@ def connect(where: str, index: int, patience: float = 30.0) -> socket.socket:
 
 
 def _introduce(link: socket.socket, secret: str, index: int) -> socket.socket:
-    """Prove ourselves, and hear the launcher's proof; closes the connection if that fails."""
+    """Send our proof, and check the launcher's. Closes the connection if that fails."""
     until, mine = time.monotonic() + PATIENCE, secrets.token_hex(16).encode()
     try:
         who = str(index).encode()

@@ -13,7 +13,7 @@ class MessagePipe:
     """Messages to and from the other side, over a pair of descriptors that never block.
 
     Args:
-        source, target: descriptors to read from and to write to; the same for a socket.
+        source, target: descriptors to read from and to write to, the same for a socket.
         hosts: on the launcher's side, indices of the hosts whose agents are there.
     """
 
@@ -24,7 +24,7 @@ class MessagePipe:
         os.set_blocking(target, False)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Queue a message, and write what can be written; `flush` writes the rest."""
+        """Queue a message, and write what can be written. `flush` writes the rest."""
         self.put(encode(message))
 
     def put(self, line: bytes) -> None:
@@ -40,11 +40,11 @@ class MessagePipe:
                 del self.outgoing[: os.write(self.target, self.outgoing[:65536])]
         except BlockingIOError:
             pass
-        except OSError:  # the other side is gone; the end of what it says tells so too
+        except OSError:  # the other side is gone, as the end of its output shows too
             self.outgoing.clear()
 
     def receive(self) -> Iterator[dict[str, Any] | bytes]:
-        """Messages that have come, and lines that are none; sets `open` to False at the end."""
+        """Messages that have come, and lines that are none. Sets `open` to False at the end."""
         try:
             data = os.read(self.source, 1 << 20)
         except BlockingIOError:

@@ -1,8 +1,8 @@
 """The launcher's listening side: agents call here, prove that they know the secret, and are let in.
 
-Anybody on the network can call, so nothing that a caller does may hold up or end the run: a thread of its own serves
-all callers, each has one short line and a few seconds for it, and only so many may be there at once. The sockets
-exist from the launcher's start until all agents are in, on the addresses that the hosts use, and on no others.
+Anybody on the network can call, so no caller may hold up or end the run. A thread of its own serves all callers. Each
+has one short line and a few seconds for it, and their number is limited. The sockets exist from the launcher's start
+until all agents are in, on the addresses that the hosts use, and on no others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from .credentials import LONGEST_LINE, PATIENCE, proof
 from .link import MessagePipe
 
-CALLERS = 64  # that have not proved anything yet; the one that has waited longest makes room for the next
+CALLERS = 64  # without a proof yet. The one that has waited longest makes room for the next
 
 
 @dataclass
@@ -60,7 +60,7 @@ class AgentListener:
         self._thread.start()
 
     def credentials(self) -> str:
-        """What an agent needs to call."""
+        """The data that an agent needs to call."""
         places = [list(listener.getsockname()[:2]) for listener in self._listeners]
         return json.dumps({"addresses": places, "secret": self.secret})
 
@@ -79,7 +79,7 @@ class AgentListener:
         return links
 
     def shut(self) -> None:
-        """Stop listening; who is inside stays."""
+        """Stop listening. Connected agents stay."""
         if self._thread.is_alive():
             self._stop.send(b"x")
             self._thread.join()
@@ -159,7 +159,7 @@ class AgentListener:
                     pass
 
     def _judge(self, caller: _Caller) -> int | None:
-        """Which host this is, with our own proof sent; None if it is nobody."""
+        """Which host this is, with our own proof sent, or None without a proof."""
         line, _, rest = caller.data.partition(b"\n")
         words = line.split(b" ")
         if rest or len(words) != 3 or not words[0].isdigit() or len(words[0]) > 9 or not words[2].isalnum():

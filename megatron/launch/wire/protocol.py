@@ -1,4 +1,4 @@
-"""What launcher and agents say to each other: one JSON object per line, over pipes or a socket.
+"""Messages between launcher and agents: one JSON object per line, over pipes or a socket.
 
 Launcher to agent: `specification` (first), `bind`, `start`, `look`, `signal`, `size`, `stop`, `kill`, `beat`. Agent to
 launcher: `address`, `ready`, `bound`, `output`, `exit`, `tail`, `signalled`, `place`, `seen`, `late`, `done`,
@@ -16,8 +16,8 @@ from typing import Any
 
 VERSION = 4
 LIMIT = 1000  # bytes of one line from an agent, its newline included
-LONGEST = 1 << 26  # bytes of any line; the specification of a job on many hosts is the longest one that is meant
-MARK = b"\x1e"  # starts each line of an agent, so that chatter of ssh, srun or mpirun is told apart
+LONGEST = 1 << 26  # bytes of any line. The longest one is the specification of a job on many hosts
+MARK = b"\x1e"  # starts each line of an agent, which separates it from lines of ssh, srun or mpirun
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -28,7 +28,7 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 def encode_text(message: dict[str, Any], text: str) -> Iterator[bytes]:
-    """A message with a `text` of any length, cut into as many lines as the limit asks for."""
+    """A message with a `text` of any length, cut into lines below the limit."""
     line = encode({**message, "text": text})
     if len(line) <= LIMIT or len(text) <= 1:
         yield line
@@ -53,7 +53,7 @@ class Lines:
     """Collects bytes as they come and gives them back as whole lines.
 
     Args:
-        longest: bytes of a line without an end that are kept; then they are given back as if it had ended.
+        longest: bytes of a line without an end that are kept. Longer ones are returned as if they had ended.
     """
 
     def __init__(self, longest: int = LONGEST) -> None:
@@ -72,7 +72,7 @@ class Lines:
         return [*lines, self.rest()] if self._size > self._longest else lines
 
     def rest(self) -> bytes:
-        """What is left without a newline; forgets it."""
+        """The rest without a newline, which is then dropped."""
         rest = b"".join(self._parts)
         self._parts, self._size = [], 0
         return rest

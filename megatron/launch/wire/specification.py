@@ -1,4 +1,4 @@
-"""What an agent must know to start its ranks. It travels as one JSON line, never as an argument."""
+"""The facts that an agent needs to start its ranks. It travels as one JSON line, never as an argument."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Seat:
-    """What a host must know of the job's hosts, whose names it does not need.
+    """A host's seat in the job, without the names of the other hosts.
 
     Attributes:
         index: which of them it is.
@@ -49,7 +49,7 @@ class Specification:
     """The whole job, the same for every host.
 
     Attributes:
-        hosts: all hosts; their order numbers the ranks. None in a host's message, which has its seat.
+        hosts: all hosts. Their order numbers the ranks. None in a host's message, which has its seat.
         command: the argument list that every rank executes.
         directory: folder in which ranks start.
         environment: variables set for every rank, over what the agent inherits.
@@ -58,9 +58,9 @@ class Specification:
         logs: folder of the ranks' log files, relative to `directory`.
         console: "first" (rank 0 speaks, the others write log files) or "all".
         plain: whether rank 0's output goes to the console as it is, without a prefix.
-        terminal: rows and columns of the launcher's terminal for (stdout, stderr); None where that is not one.
+        terminal: rows and columns of the launcher's terminal for (stdout, stderr), or None where that is not one.
         grace: seconds between a stop signal and the kill.
-        heartbeat: seconds of silence after which an agent takes the launcher for lost; 0 is never.
+        heartbeat: seconds of silence after which an agent takes the launcher for lost. 0 is never.
         device: "auto", "cpu" or "cuda".
         bind: "none", "numa" or "cores".
         wrapper: True where the command starts the host's ranks itself (torchrun): one process per host, and
@@ -129,8 +129,8 @@ class Specification:
         return Seat(index, self.hosts[index], len(self.hosts), self.first_rank(index), self.world_size)
 
     def to_message(self, index: int | None) -> dict[str, Any]:
-        """The message for host `index`, which has its seat; None where one message goes to all and each agent knows its
-        index or name: that one has all hosts.
+        """The message for host `index`, with its seat. None is one message for all, with all hosts: each agent knows
+        its index or name.
         """
         if index is None:
             told: dict[str, Any] = {"hosts": [dataclasses.asdict(host) for host in self.hosts]}
