@@ -5,16 +5,15 @@
 
 Ranks, agents and launchers are killed and stopped, checkpoints damaged, disks filled, gradients and weights spoilt, in
 an order drawn from the seed. At the end of each run its weights, optimizer states and losses must be equal to the last
-bit to those of a run that was left alone, each batch read once, and no process or private file left. Printed are the
-faults, in how many seconds each was detected and recovered from, and how many steps were lost.
+bit to those of an undisturbed run, each batch read once, and no process or private file left. Printed are the faults,
+the seconds until each was detected and recovered from, and the number of lost steps.
 
-The layout is that of the configuration and the overrides: zero.stage, parallel.tensor, parallel.pipeline, ...; --join
-makes one table of what several calls with --json have printed. `--faults` lists the kinds of faults, and `--only` takes
-some of them. Full and read-only disks need root. So do `--hosts N`: network namespaces, joined by links, with `--ranks`
-on each of them, and more of them as spares (launch.spares), which take the places of those that are lost.
+The layout is that of the configuration and the overrides: zero.stage, parallel.tensor, parallel.pipeline, ...
+`--faults` lists the kinds of faults, and `--only` takes some of them. Full disks, read-only disks and networks that are
+cut or slow need root.
 
-Exit status 1: something was not as it must be (its folder is kept); 2: the configuration has mistakes; 3: the run fails
-without any fault, or none is possible.
+Exit status 1: a difference was found (the run's folder is kept). 2: the configuration has mistakes. 3: the run fails
+without any fault, or no fault is possible.
 """
 
 from __future__ import annotations
@@ -24,44 +23,39 @@ import json
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
-MOST_HOSTS = 1000  # namespaces on one machine
 
+def main(arguments: list[str] | None = None, hosts: Any = None) -> int:
+    """Run. Returns the exit status.
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run; returns the exit status."""
-    with ExitStack() as stack:
-        return _main(_options(arguments), stack)
-
-
-def _main(options: argparse.Namespace, stack: ExitStack) -> int:
+    Args:
+        hosts: simulated hosts, as in `tests/chaos/hosts.py`, with `--ranks` on each.
+    """
     from megatron.config import ConfigError, load
     from megatron.trials.chaos import SPARES, Arena, Round, chaos, overrides
     from megatron.trials.faults import FAULTS
-    from megatron.trials.hosts import TrialHosts
     from megatron.trials.job import TrialError
     from megatron.trials.table import where
 
+    options, count = _options(arguments), 1 if hosts is None else len(hosts.names) - SPARES
     names = [each.name for each in FAULTS]
     if options.faults:
         print("\n".join(names))
         return 0
-    if options.join:
-        return _join(options.join)
     if unknown := [each for each in options.only or () if each not in names]:
         print(f"--only {unknown[0]!r}: must be one of {', '.join(names)}", file=sys.stderr)
         return 2
     words = [options.file, *options.overrides]
     try:
         own = [*options.overrides, *overrides(options.steps, options.every)]
-        config = load([options.file], own, ranks=options.ranks * options.hosts).config
+        config = load([options.file], own, ranks=options.ranks * count).config
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -81,11 +75,6 @@ def _main(options: argparse.Namespace, stack: ExitStack) -> int:
     def enough() -> bool:
         return time.monotonic() > end or (options.most is not None and len(happened) >= options.most)
 
-    try:
-        hosts = stack.enter_context(TrialHosts(options.hosts + SPARES)) if options.hosts > 1 else None
-    except OSError as error:
-        print(f"--hosts {options.hosts}: {error}", file=sys.stderr)
-        return 2
     arena = Arena(folder, words, config, options.ranks, options.steps, options.every, hear, hosts)
     try:
         for each in chaos(arena, seed=options.seed, until=enough, only=options.only or ()):
@@ -96,7 +85,7 @@ def _main(options: argparse.Namespace, stack: ExitStack) -> int:
     except TrialError as error:
         print(error, file=sys.stderr)
         return 3
-    _print(rounds, options, where(config, options.ranks, options.hosts))
+    _print(rounds, options, where(config, options.ranks, count))
     return 1 if any(each.problems for each in rounds) else 0
 
 
@@ -109,18 +98,6 @@ def _print(rounds: list, options: argparse.Namespace, where: str) -> None:
         print(table(rounds))
 
 
-def _join(files: list[Path]) -> int:
-    from megatron.trials.table import Played, published
-
-    try:
-        calls = [Played.read(json.loads(each.read_text(encoding="utf-8"))) for each in files]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        print(f"--join: must be files that --json has made: {error!r}", file=sys.stderr)
-        return 2
-    print(published(calls))
-    return 0
-
-
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="?", help="configuration")
@@ -128,30 +105,24 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=30.0, help="no fault after that time; the last run ends (30)")
     parser.add_argument("--most", type=int, metavar="N", help="stop injecting faults after N; the last run ends")
     parser.add_argument("--seed", type=int, default=1, help="of the order of faults (1)")
-    parser.add_argument("--ranks", type=int, metavar="N", help="processes (2), on each host if there are several (1)")
-    parser.add_argument("--hosts", type=int, default=1, metavar="N", help="hosts made of network namespaces (1: none)")
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes (2)")
     parser.add_argument("--steps", type=int, default=300, metavar="N", help="length of a run (300)")
     parser.add_argument("--every", type=int, default=10, metavar="N", help="steps between checkpoints (10)")
     parser.add_argument("--only", action="append", metavar="NAME", help="this kind of fault; may be given again")
     parser.add_argument("--faults", action="store_true", help="list the kinds of faults")
     parser.add_argument("--folder", type=Path, help="where the runs are; must not exist")
     parser.add_argument("--json", action="store_true", help="one JSON document")
-    parser.add_argument("--join", type=Path, nargs="+", metavar="FILE", help="one table of what --json has printed")
     options = parser.parse_intermixed_args(arguments)
-    if options.file is None and not options.faults and not options.join:
+    if options.file is None and not options.faults:
         parser.error("no configuration file")
     if options.folder is not None and options.folder.exists():
         parser.error(f"--folder {options.folder} exists: nothing is overwritten")
-    if options.ranks is None:
-        options.ranks = 2 if options.hosts == 1 else 1
     if not 0 < options.minutes < float("inf"):
         parser.error("--minutes must be a number above 0")
     if options.most is not None and options.most < 1:
         parser.error("--most must be at least 1")
-    if options.hosts > MOST_HOSTS:
-        parser.error(f"--hosts must be at most {MOST_HOSTS}")
-    if not 1 <= 3 * options.every <= options.steps or options.ranks < 1 or options.hosts < 1:
-        parser.error("--ranks and --hosts must be at least 1, and --steps at least three times --every")
+    if not 1 <= 3 * options.every <= options.steps or options.ranks < 1:
+        parser.error("--ranks must be at least 1, and --steps at least three times --every")
     return options
 
 

@@ -1,1 +1,1 @@
-"""Runs that are killed and damaged on purpose, and compared with one that was left alone."""
+"""Runs that are killed and damaged on purpose, and compared with an undisturbed one."""

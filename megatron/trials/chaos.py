@@ -1,4 +1,4 @@
-"""Faults drawn from a seed happen to a run until it is done; its end must be that of a run that was left alone."""
+"""Inject faults, drawn from a seed, into a run until it ends. Its end must equal that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from megatron.config import Config
 from megatron.report.ledger import batch_hashes
 from megatron.trials.resume import compare
 
 from .faults import AGAIN, FAULTS, GOES_ON, KEPT, Fault, mount, unmount_all
-from .hosts import TrialHosts
 from .job import OWN_NETWORK, SLOW_LINK, TrialError, TrialJob
 from .resume import complete, with_hook
 
-MISSED = "the run ended as if nothing had been"
-SPARES = 8  # hosts that may be lost until the launcher is started anew
-DISK = 24  # checkpoints that the small disk has room for
+MISSED = "the run ended without noticing it"
+SPARES = 8  # hosts that may be lost during one start of the launcher
+DISK = 24  # capacity of the small disk, in checkpoints
 
 
 @dataclass
 class Event:
-    """A fault and what came of it; times in seconds after it.
+    """One fault and its consequences. Times are seconds after the fault.
 
     Attributes:
-        fault, told: which, and on whom.
-        step: the last one that was logged before it.
-        detected: until the launcher had ended the start, or the ledger had the event; None where nothing need notice.
+        told: the rank, process, file or host that it hit.
+        step: last step logged before it.
+        detected: until the launcher ended the start, or the ledger had the event. None where nothing has to notice.
         recovered: until the next step was logged.
-        lost: steps that were done again.
+        lost: number of steps done again.
         status: of the failed start.
-        problem: what was not as it must be.
+        problem: the expectation that was not met.
     """
 
     fault: str
@@ -51,7 +51,7 @@ class Event:
 
 @dataclass
 class Round:
-    """One run from its beginning to its end, with what happened to it and what is wrong with its end."""
+    """One run from beginning to end: its faults, and the differences found at its end."""
 
     number: int
     events: list[Event] = field(default_factory=list)
@@ -60,16 +60,13 @@ class Round:
 
 @dataclass(frozen=True)
 class Arena:
-    """What all rounds share.
+    """Settings that all rounds share.
 
     Attributes:
-        folder: of everything.
         words: configuration file and overrides.
-        config: what they resolve to.
-        ranks: processes, on each host if there are several.
-        steps, every: length of a run, and steps between its checkpoints.
-        tell: hears of each fault.
-        hosts: made of namespaces, `SPARES` of which are kept back; None for this machine as it is.
+        ranks: number of processes, per host where there are several.
+        tell: called with a line about each fault.
+        hosts: hosts to try it on, `SPARES` of them spare, as in `tests/chaos/hosts.py`. None: this machine.
     """
 
     folder: Path
@@ -79,7 +76,7 @@ class Arena:
     steps: int
     every: int
     tell: Callable[[str], None]
-    hosts: TrialHosts | None = None
+    hosts: Any = None
 
     def job(self, name: str) -> TrialJob:
         words = [*self.words, *overrides(self.steps, self.every)]
@@ -87,7 +84,6 @@ class Arena:
         return TrialJob(self.folder / name, words, self.ranks, network, self.hosts, SPARES if self.hosts else 0)
 
     def possible(self, disk: bool) -> list[Fault]:
-        """Faults that can happen to this run."""
         zero, layout = self.config.zero.stage, self.config.parallel
         ranks = self.ranks * (len(self.hosts.names) - SPARES if self.hosts else 1)
         replicas = zero == 0 and ranks > layout.tensor * layout.pipeline * layout.context
@@ -99,14 +95,14 @@ class Arena:
 
 @cache
 def own_network() -> bool:
-    """Whether a job may have a network of its own here, and it can be made slow."""
+    """Whether a job can have a network namespace of its own here, and it can be made slow."""
     if not all(map(shutil.which, ("unshare", "nsenter", "ip", "tc"))):
         return False
     return subprocess.run((*OWN_NETWORK, *SLOW_LINK, "1mbit"), capture_output=True).returncode == 0
 
 
 def overrides(steps: int, every: int) -> list[str]:
-    """What a run needs to notice everything soon, and to go on by itself."""
+    """Settings with which a run notices faults soon, and resumes by itself."""
     return [
         f"training.steps={steps}",
         f"checkpoint.every={every}",
@@ -127,14 +123,14 @@ def overrides(steps: int, every: int) -> list[str]:
 
 
 def chaos(arena: Arena, *, seed: int, until: Callable[[], bool], only: Iterable[str] = ()) -> Iterator[Round]:
-    """Rounds, until nobody wants more; each is given when it is over.
+    """Yield rounds as they end, until `until` says so.
 
     Args:
-        until: asked before each fault; after it says yes the last run may finish.
-        only: names of faults; all that are possible where there are none.
+        until: asked before each fault. Once true, the last run may finish.
+        only: names of faults. All possible ones by default.
 
     Raises:
-        TrialError: no fault is possible, which is said before any run, or the run that is left alone fails.
+        TrialError: no fault is possible (raised before any run), or the undisturbed run fails.
     """
     trial = arena.folder / "mounted"
     disk = mount(trial, 1 << 20)
@@ -159,7 +155,7 @@ def chaos(arena: Arena, *, seed: int, until: Callable[[], bool], only: Iterable[
                 found.problems += problems_of(alone, job, arena.steps)
         finally:
             job.close()
-            if disk and found.problems:  # what is there goes with the disk
+            if disk and found.problems:  # unmounting would lose them
                 shutil.copytree(job.run / "checkpoints", job.folder / "checkpoints")
             if disk:
                 unmount_all(job.run / "checkpoints")
@@ -169,38 +165,33 @@ def chaos(arena: Arena, *, seed: int, until: Callable[[], bool], only: Iterable[
 
 
 def _drawn_from(arena: Arena, disk: bool, only: Iterable[str]) -> list[Fault]:
-    """The faults that are wanted and possible.
+    """Faults that are both wanted and possible.
 
     Raises:
-        TrialError: there is none; with what those that are wanted need.
+        TrialError: there is none. The message lists their needs.
     """
     wanted = [each for each in FAULTS if not only or each.name in only]
     possible = arena.possible(disk)
     if not any(each in possible for each in wanted):
         needs = "; ".join(f"{each.name}: {', '.join(each.needs)}" for each in wanted)
         raise TrialError(
-            f"none of these faults can happen to this run here; they need {needs} (disk and network need root, hosts "
-            "--hosts)"
+            f"none of these faults can happen to this run here. They need {needs} (disk and network need root)"
         )
     return [each for each in wanted if each in possible]
-
-
-def _has_come_to(job: TrialJob, step: int) -> bool:
-    return job.step() >= step
 
 
 def _round(
     arena: Arena, job: TrialJob, found: Round, faults: list[Fault], draw: random.Random, until: Callable[[], bool],
     bag: list[str],
 ) -> None:  # fmt: skip
-    """One run, to its end or to the first thing that is not as it must be."""
+    """One run, to its end or to the first problem."""
     hook = {"type": "megatron.trials.inject:Orders", "options": {"folder": str(job.orders)}}
     extra = with_hook(arena.config, hook)
     job.start(extra)
     furthest = 0
     while True:
         target = furthest + arena.every + draw.randrange(arena.every)
-        if not job.wait(partial(_has_come_to, job, target), f"step {target}"):
+        if not job.wait(lambda target=target: job.step() >= target, f"step {target}"):  # type: ignore[misc]
             break
         if until():
             job.finish()
@@ -225,7 +216,7 @@ def _round(
 
 
 def _happens(job: TrialJob, fault: Fault, draw: random.Random, extra: str, last: int) -> Event | None:
-    """Let a fault happen and see what follows; None if there was no occasion."""
+    """Inject a fault and follow its consequences. None: there was no occasion."""
     if fault.loses and job.hosts is not None and not job.left:
         return None
     step, known, began = job.step(), len(job.events("restart", "start", "resume")), len(job.events())
@@ -241,29 +232,25 @@ def _happens(job: TrialJob, fault: Fault, draw: random.Random, extra: str, last:
             _starts_again(job, fault, event, at, known, extra)
     except TrialError as error:
         event.problem = str(error)
-    for order in job.orders.iterdir():  # nothing of this fault may come with the next one
+    for order in job.orders.iterdir():  # an order that was not carried out must not add to the next fault
         order.unlink(missing_ok=True)
-    if event.problem == MISSED and step >= last - 2:  # it was at its end already
+    if event.problem == MISSED and step >= last - 2:  # the run was at its end already
         return None
     return event
 
 
 def _goes_on(job: TrialJob, fault: Fault, draw: random.Random, event: Event, at: float, began: int) -> None:
     def noticed() -> bool:
-        # A disk that refuses the very last save ends the start, which is told as a failure of the run.
+        # A disk that refuses the very last save ends the start, which the ledger has as a restart.
         return any(each["event"] in (fault.noticed, "restart") for each in job.events()[began:])
 
     if fault.noticed:
-        if not job.wait(noticed, f"the event {fault.noticed}"):
-            event.problem = f"the launcher ended with status {job.status}. {job.tail()}"
-            return
+        job.expect(noticed, f"the event {fault.noticed}")
         event.detected = time.monotonic() - at
     if fault.undo:
         fault.undo(job, draw)
     now = job.step()
-    if not job.wait(lambda: job.step() > now or job.status == 0, "the next step"):
-        event.problem = f"the launcher ended with status {job.status}. {job.tail()}"
-        return
+    job.expect(lambda: job.step() > now or job.status == 0, "the next step")
     event.recovered = time.monotonic() - at
 
 
@@ -275,13 +262,13 @@ def _starts_again(job: TrialJob, fault: Fault, event: Event, at: float, known: i
         job.finish()
         job.wait_until(lambda: not job.processes(), "the end of all its processes")
         event.detected, event.status = time.monotonic() - at, job.status
-        if job.status == 0:  # it was at its end already
+        if job.status == 0:  # the run was at its end already
             return
         job.start(extra)
     else:
-        if not job.wait(lambda: bool(news()), "a restart"):
-            event.problem = f"the launcher ended with status {job.status}. {job.tail()}" if job.status else MISSED
-            return
+        if not job.wait(lambda: bool(news()), "a restart") and not job.status:
+            raise TrialError(MISSED)
+        job.expect(lambda: bool(news()), "a restart")
         event.detected = time.monotonic() - at
         event.status = next((each["status"] for each in news() if each["event"] == "restart"), None)
         if fault.undo:
@@ -290,18 +277,15 @@ def _starts_again(job: TrialJob, fault: Fault, event: Event, at: float, known: i
     def resumed() -> list[dict]:
         return [each for each in news() if each["event"] != "restart"]
 
-    if not job.wait(lambda: bool(resumed()), "the next start"):
-        event.problem = f"the launcher ended with status {job.status}. {job.tail()}"
-        return
+    job.expect(lambda: bool(resumed()), "the next start")
     begun = resumed()[-1]["step"]
     event.lost = max(event.step + 1 - begun, 0)
-    if not job.wait(lambda: job.step() >= begun, f"step {begun}") and job.status:
-        event.problem = f"the launcher ended with status {job.status}. {job.tail()}"
+    job.expect(lambda: job.step() >= begun or job.status == 0, f"step {begun}")
     event.recovered = time.monotonic() - at
 
 
 def problems_of(alone: TrialJob, job: TrialJob, steps: int) -> list[str]:
-    """In what a run that has ended differs from the one that was left alone, and what it has left behind."""
+    """Differences between an ended run and the undisturbed one, and whatever it left behind."""
     found = []
     equality = compare(alone.checkpoint(steps), job.checkpoint(steps), alone.losses(), job.losses())
     if equality.different:
@@ -324,19 +308,9 @@ def problems_of(alone: TrialJob, job: TrialJob, steps: int) -> list[str]:
     return found
 
 
-HEAD = ("fault", "on", "after step", "detected in", "recovered in", "lost steps", "status")
-
-
-def cells(event: Event) -> tuple[str, ...]:
-    def seconds(value: float | None) -> str:
-        return "" if value is None else f"{value:.1f} s"
-
-    status = "" if event.status is None else str(event.status)
-    detected, recovered = seconds(event.detected), seconds(event.recovered)
-    return (event.fault, event.told, str(event.step), detected, recovered, str(event.lost), status)
-
-
 def row(event: Event) -> str:
-    """One line about an event."""
-    told = [f"{name} {cell}" for name, cell in zip(HEAD[2:], cells(event)[2:], strict=True) if cell]
-    return f"{event.fault} ({event.told}): {', '.join(told)}" + (f": {event.problem}" if event.problem else "")
+    seconds = {"detected in": event.detected, "recovered in": event.recovered}
+    parts = [f"after step {event.step}"]
+    parts += [f"{name} {value:.1f} s" for name, value in seconds.items() if value is not None]
+    parts += [f"lost steps {event.lost}", *([] if event.status is None else [f"status {event.status}"])]
+    return f"{event.fault} ({event.told}): {', '.join(parts)}" + (f": {event.problem}" if event.problem else "")

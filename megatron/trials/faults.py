@@ -1,4 +1,4 @@
-"""What can happen to a run, one function each: it lays hands on a `TrialJob` and says what it did."""
+"""Faults of a run, one function each: it damages a `TrialJob` and returns a description of its target."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from .inject import CLOCK, DIE_IN_SAVE, FLIP, FLIP_MASTER, FLIP_MOMENT, GRADIENT
 from .job import TrialJob, kill
 
 KEPT = 4  # checkpoints that a run keeps
-RESTART, AGAIN, GOES_ON = "started again by the launcher", "started again by hand", "goes on"
+RESTART, AGAIN, GOES_ON = "restarted by the launcher", "started again by hand", "continues"
 Act = Callable[[TrialJob, random.Random], str]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One kind of mishap.
+    """One kind of fault.
 
     Attributes:
         name: in tables.
-        act: does it, and says on whom.
-        then: what must follow: `RESTART`, `AGAIN` or `GOES_ON`.
-        noticed: the event of the ledger that must follow where the run goes on; None where it need not notice.
-        undo: what ends it once it was noticed, where it does not end by itself.
-        needs: what the run must have: "ranks", "replicas" (ranks that hold the same bits), "disk" (a file system of
-            its own for checkpoints), "network" (one of its own between the ranks), "masters" (weights that updates
-            begin from, beside those of the forward pass), "hosts".
+        act: injects it, and returns its target.
+        then: expected consequence: `RESTART`, `AGAIN` or `GOES_ON`.
+        noticed: the expected event in the ledger where the run continues. None: it need not notice.
+        undo: ends it once it was noticed, where it does not end by itself.
+        needs: requirements of the run. "ranks": several. "replicas": ranks with the same bits. "disk": a file system of
+        its own for checkpoints. "network": a network of its own. "masters": master weights. "hosts": several.
         loses: whether a host is lost with it.
     """
 
@@ -45,7 +44,7 @@ class Fault:
 
 
 def _rank(job: TrialJob, draw: random.Random) -> tuple[int, int]:
-    """(rank, process id) of a rank that lives."""
+    """(rank, process id) of a living rank."""
     members = job.members()
     rank = draw.choice(sorted(members)) if members else -1
     return rank, members.get(rank, -1)
@@ -73,7 +72,7 @@ def _signal_launcher(number: signal.Signals) -> Act:
 
 
 def _term_in_save(job: TrialJob, draw: random.Random) -> str:
-    """TERM when a checkpoint is being written, if one is seen soon."""
+    """Send TERM while a checkpoint is being written, if one is within a minute."""
     folder, limit = job.run / "checkpoints", time.monotonic() + 60
     while time.monotonic() < limit and job.status is None:
         if any(folder.glob("*.tmp-*")):
@@ -82,7 +81,7 @@ def _term_in_save(job: TrialJob, draw: random.Random) -> str:
 
 
 def _pause(who: Callable[[TrialJob, random.Random], tuple[str, int]]) -> Act:
-    """Stop a process, and let it go on."""
+    """Stop a process, and continue it later."""
 
     def act(job: TrialJob, draw: random.Random) -> str:
         name, pid = who(job, draw)
@@ -118,7 +117,7 @@ def _order(kind: str) -> Act:
     return act
 
 
-# ---- what happens to files
+# ---- files
 
 
 def _files(job: TrialJob, step: int) -> list[Path]:
@@ -126,7 +125,7 @@ def _files(job: TrialJob, step: int) -> list[Path]:
 
 
 def damage(file: Path, draw: random.Random, how: str) -> str:
-    """Flip a bit, cut the end off, or delete."""
+    """Flip a bit of a file, truncate it, or delete it."""
     size = file.stat().st_size
     if how == "delete":
         file.unlink()
@@ -144,14 +143,15 @@ def damage(file: Path, draw: random.Random, how: str) -> str:
 
 
 def _damaged(how: str, places: tuple[int, ...], then: Act | None) -> Act:
-    """Damage a file of checkpoints, by their places from the newest (-1) on; then something else, at once."""
+    """Damage a file of checkpoints, given by their places from the newest (-1) on. `then` is another fault at the
+    same time."""
 
     def act(job: TrialJob, draw: random.Random) -> str:
         steps = job.checkpoints()
         if len(steps) <= max(-place for place in places):  # one must be left
             return ""
         said = []
-        if then is not None:  # first, so that nothing is saved in between
+        if then is not None:  # first: no save may come between
             said.append(then(job, draw))
             if not said[0]:
                 return ""
@@ -169,22 +169,22 @@ def _both(*acts: Act) -> Act:
     return act
 
 
-# ---- what happens to the disk of checkpoints
+# ---- the disk of checkpoints
 
 
 def mount(folder: Path, size: int) -> bool:
-    """Give a folder a small file system of its own; False where that is not allowed."""
+    """Mount a small file system on a folder. False where that is not permitted."""
     folder.mkdir(parents=True, exist_ok=True)
     return _run("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder))
 
 
 def unmount(folder: Path) -> bool:
-    """Take the uppermost file system away; False where there is none."""
+    """Unmount the uppermost file system. False where there is none."""
     return _run("umount", "-l", str(folder))
 
 
 def unmount_all(folder: Path) -> None:
-    """Also what a fault that was not undone has left on top."""
+    """Unmount all, also what a fault that was not undone left on top."""
     while unmount(folder):
         pass
 
@@ -197,11 +197,11 @@ def _run(*command: str) -> bool:
 
 
 def _fill(job: TrialJob, draw: random.Random) -> str:
-    """Leave no room for a checkpoint: not while an older one is about to be deleted, whose room the next would have."""
+    """Leave no room for a checkpoint. Waits while an older one is being deleted, since the next could use its room."""
     folder, limit = job.run / "checkpoints", time.monotonic() + 60
     while time.monotonic() < limit and job.status is None:
         _take_all(folder / "filler", draw.randrange(4096))
-        if len(job.checkpoints()) <= KEPT and not any(folder.glob("*.t*-*")):  # no draft, and nothing being deleted
+        if len(job.checkpoints()) <= KEPT and not any(folder.glob("*.t*-*")):  # no draft, no deletion in progress
             return "no room"
         _empty(job, draw)
         time.sleep(0.05)
@@ -233,15 +233,7 @@ def _allow(job: TrialJob, draw: random.Random) -> str:
     return "writable" if unmount(job.run / "checkpoints") else ""
 
 
-# ---- what happens to the network between ranks, and to hosts
-
-
-def _cut(job: TrialJob, draw: random.Random) -> str:
-    return job.cut(draw)
-
-
-def _join(job: TrialJob, draw: random.Random) -> str:
-    return job.join()
+# ---- the network between ranks, and hosts
 
 
 def _cut_for_a_while(job: TrialJob, draw: random.Random) -> str:
@@ -261,7 +253,6 @@ def _slow_network(job: TrialJob, draw: random.Random) -> str:
 
 
 def _lose_host(job: TrialJob, draw: random.Random) -> str:
-    """All its processes end at once."""
     agents = sorted(job.agents())
     if not agents:
         return ""
@@ -298,7 +289,13 @@ FAULTS = (
     Fault("slow disk", _order(SLOW_DISK), GOES_ON),
     Fault("clock jumps", _order(CLOCK), GOES_ON),
     Fault("network cut for a while", _cut_for_a_while, GOES_ON, needs=("ranks", "network")),
-    Fault("network cut until it is noticed", _cut, RESTART, undo=_join, needs=("ranks", "network")),
+    Fault(
+        "network cut until it is noticed",
+        lambda job, draw: job.cut(draw),
+        RESTART,
+        undo=lambda job, draw: job.join(),
+        needs=("ranks", "network"),
+    ),
     Fault("slow network", _slow_network, GOES_ON, needs=("ranks", "network")),
     Fault("host lost", _lose_host, RESTART, needs=("hosts",), loses=True),
     Fault("two at once: slow disk, and rank killed", _both(_order(SLOW_DISK), KILL_RANK), RESTART),

@@ -1,4 +1,4 @@
-"""Hooks that hurt a run from inside, where and when a trial orders it."""
+"""Hooks that damage a run from inside, where and when a trial orders it."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 NAN, SPIKE, GRADIENT = "nan", "spike", "gradient"
 FLIP, FLIP_MASTER, FLIP_MOMENT = "flip", "flip_master", "flip_moment"
-HELD = {FLIP: ("weight", MASTER), FLIP_MASTER: (MASTER,), FLIP_MOMENT: ("exp_avg",)}  # states, the first that there is
+HELD = {FLIP: ("weight", MASTER), FLIP_MASTER: (MASTER,), FLIP_MOMENT: ("exp_avg",)}  # states: the first that exists
 DIE_IN_SAVE, SLOW_DISK, CLOCK = "die_in_save", "slow_disk", "clock"
 KINDS = (NAN, SPIKE, GRADIENT, *HELD, DIE_IN_SAVE, SLOW_DISK, CLOCK)
-HUGE = 1e6  # what a gradient is multiplied with
-SLOW = (0.5, 8.0)  # seconds that a disk takes longer for each file that is waited for, and for how long it is so slow
+HUGE = 1e6  # factor of a gradient
+SLOW = (0.5, 8.0)  # seconds added to each fsync, and seconds until the disk is normal again
 JUMP = 5400.0  # seconds by which a clock jumps, forwards on even ranks and backwards on odd ones
 
 
 class KillAt(Hook):
-    """The last rank ends itself with SIGKILL before a step, once there is a checkpoint of the step before.
+    """The last rank kills itself before a step, once the checkpoint of the step before exists.
 
     Args:
         step: completed updates of that checkpoint.
-        folder: of checkpoints.
+        folder: folder of checkpoints.
     """
 
     def __init__(self, step: int, folder: str) -> None:
@@ -49,8 +49,8 @@ class KillAt(Hook):
 
 
 class Nudge(Hook):
-    """Changes every weight by half a last digit of the type that is computed in, up or down, when a run goes on from a
-    step: what that makes of its losses is how far rounding alone may carry a run.
+    """Moves every weight by half a last digit of the compute type, up or down, when a run resumes at a step. The change
+    of its losses measures the effect of rounding.
 
     Args:
         step: completed updates of the checkpoint.
@@ -64,7 +64,7 @@ class Nudge(Hook):
             return
         types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
         half = torch.finfo(types[trainer.config.precision.compute]).eps / 2
-        state: Any = trainer.engine.state  # the engine's own: the protocol has no masters
+        state: Any = trainer.engine.state  # `RunState` has no masters
         for each in state.masters():
             shard = 0 if each.tensor.shard is None else each.tensor_rank
             draw = torch.Generator().manual_seed(zlib.crc32(f"{each.tensor.name} {shard}".encode()))
@@ -75,48 +75,13 @@ class Nudge(Hook):
         state.refresh()
 
 
-class Miscompute(Hook):
-    """In one step a rank computes a loss that is too large, or none at all (nan).
-
-    Args:
-        step: number of the update.
-        size: what the head's outputs are multiplied with.
-        cause: "transient": the first time alone; "data": whenever the step is computed; "host": whenever it is in
-            `place` (what the launcher says in JOB_PLACE).
-    """
-
-    def __init__(self, step: int, size: float, cause: str, place: str = "") -> None:
-        self._step, self._size, self._cause, self._place = step, size, cause, place
-        self._armed = False
-
-    def on_start(self, trainer: Trainer) -> None:
-        modules = reversed(list(getattr(trainer.engine, "deepspeed").module.modules()))  # noqa: B009
-        head = next((module for module in modules if type(module).__name__ == "Head"), None)
-        if head is not None:
-            head.register_forward_hook(self._spoil)
-
-    def before_step(self, trainer: Trainer, step: int) -> None:
-        last = trainer.mesh.rank == trainer.mesh.layout.world_size - 1
-        here = os.environ.get("JOB_PLACE") == self._place if self._cause == "host" else last
-        self._armed = step == self._step and here
-
-    def _spoil(self, module: torch.nn.Module, inputs: object, outputs: Any) -> Any:
-        if not self._armed:
-            return None
-        self._armed = self._cause != "transient"
-        return tuple(each * self._size for each in outputs)
-
-
 class Orders(Hook):
-    """Does once what a file of the name `<kind>.<rank>` asks for, and removes the file first.
+    """Carries out the order in a file `<kind>.<rank>` once, and removes the file first.
 
-    nan and spike spoil a gradient of this rank in the next step, gradient changes a bit of one after ranks have summed
-    it, flip a bit of a weight of the forward pass, flip_master one of a weight that an update begins from, flip_moment
-    one of a first moment, die_in_save ends the rank with SIGKILL some time after the next checkpoint has begun to
-    be written, slow_disk makes this rank's disk slow for some seconds, clock makes the clock of this process jump.
-
-    Args:
-        folder: of the files.
+    nan and spike spoil a gradient of this rank in the next step. gradient flips a bit of one after ranks have summed
+    it. flip, flip_master and flip_moment flip a bit of a weight, a master weight or a first moment. die_in_save kills
+    the rank some time after the next checkpoint has begun to be written. slow_disk slows this rank's disk down for some
+    seconds. clock makes the clock of this process jump.
     """
 
     def __init__(self, folder: str) -> None:
@@ -153,7 +118,7 @@ class Orders(Hook):
         return True
 
     def _spoil(self, trainer: Trainer, factor: float) -> None:
-        """Once: a step that is computed again finds the gradient in order."""
+        """Once: a step that is computed again gets the true gradient."""
         left = [factor]
 
         def spoil(gradient: torch.Tensor) -> torch.Tensor:
@@ -163,14 +128,14 @@ class Orders(Hook):
 
 
 def flip(tensor: torch.Tensor) -> None:
-    """Change the first element by about half: in fp32 and bf16 the highest bit of the mantissa. A lower one may vanish
-    in the rounding of the next update, and then there is nothing to be found."""
+    """Change the first element by about half: flips the highest bit of the mantissa in fp32 and bf16. The next
+    update might round a lower bit away."""
     with torch.no_grad():
         tensor.view(-1)[:1].view(torch.uint8)[tensor.element_size() - 2] ^= 1 << 6
 
 
 def held(state: EngineState, *states: str) -> torch.Tensor:
-    """The largest element, [1], of the first tensor that this rank holds in the first of these states that it has."""
+    """Largest element, [1], of the first tensor of this rank that has one of these states."""
     pieces = list(named_pieces(state))
     for each in states:
         found = next((values for name, _, values in pieces if name.endswith(f"({each})")), None)
@@ -181,7 +146,7 @@ def held(state: EngineState, *states: str) -> torch.Tensor:
 
 
 def corrupt_gradient(optimizer: torch.optim.Optimizer) -> None:
-    """In the next update of this rank alone, a bit of the largest element of the first gradient is another one."""
+    """Flip a bit of the largest element of the first gradient, in this rank's next update."""
     update = optimizer.step
 
     def step(*arguments: Any, **options: Any) -> Any:
@@ -195,7 +160,7 @@ def corrupt_gradient(optimizer: torch.optim.Optimizer) -> None:
 
 
 def slow_disk(more: float, seconds: float) -> None:
-    """For some seconds, whoever in this process waits until a disk has something waits longer."""
+    """Delay every fsync of this process, for some seconds."""
     real, end = os.fsync, time.monotonic() + seconds
 
     def slow(handle: int) -> None:
@@ -207,7 +172,7 @@ def slow_disk(more: float, seconds: float) -> None:
 
 
 def clock_jumps(seconds: float) -> None:
-    """From now on, the time of day is another one in this process."""
+    """Shift `time.time` in this process from now on."""
     real = time.time
     vars(time)["time"] = lambda: real() + seconds
 

@@ -1,7 +1,7 @@
-"""Does a run that is killed go on as if it had not been? On the same layout to the last bit, on others within rounding.
+"""Does a killed run resume as if undisturbed? To the last bit on the same layout, within rounding on others.
 
-Three runs of the same configuration: one that is left alone; one whose ranks are killed in the middle, and that is
-started again; and one that goes on from the same checkpoint on another layout.
+Three runs of the same configuration: an undisturbed one, one that is killed in the middle and started again, and one
+that resumes from the same checkpoint on another layout.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .job import TrialError, TrialJob
 
 @dataclass(frozen=True)
 class Equality:
-    """What a comparison has found.
+    """Result of a comparison.
 
     Attributes:
-        tensors: how many states of tensors were compared.
-        different: names of those that are not equal to the last bit.
-        losses: how many losses were compared.
-        loss: the largest relative difference of a loss.
-        weight: the largest relative difference (of norms) of a tensor's master weights.
+        tensors: number of states of tensors that were compared.
+        different: names of the states that are not equal to the last bit.
+        losses: number of losses that were compared.
+        loss: largest relative difference of a loss.
+        weight: largest relative difference (of norms) of a tensor's master weights.
     """
 
     tensors: int
@@ -45,7 +45,7 @@ class Equality:
 
 
 def compare(a: Path, b: Path, losses_a: Mapping[int, float], losses_b: Mapping[int, float]) -> Equality:
-    """Two checkpoints, and the losses of the steps that both runs have."""
+    """Compare two checkpoints, and the losses of the steps that both runs have."""
     found = list(compare_tensors(open_checkpoint(a, verify="checksums"), open_checkpoint(b, verify="checksums")))
     steps = losses_a.keys() & losses_b.keys()
     gaps = [abs(losses_a[step] - losses_b[step]) / max(abs(losses_a[step]), 1e-12) for step in steps]
@@ -54,15 +54,13 @@ def compare(a: Path, b: Path, losses_a: Mapping[int, float], losses_b: Mapping[i
     return Equality(len(found), names, len(steps), max(gaps, default=0.0), max(masters, default=0.0))
 
 
-# A layout rounds otherwise in every operation of every step, the run that it is measured by in its weights once.
+# Another layout rounds differently in every operation of every step. The nudged run is changed only once.
 MARGIN = 10.0
-LEAST = 8 * 2.0**-23  # losses are sums in fp32: a few of their last digits
+LEAST = 8 * 2.0**-23  # a few last digits of a loss, which is a sum in fp32
 
 
 @dataclass(frozen=True)
 class TrialLayout:
-    """Ranks, and the overrides that make the layout."""
-
     ranks: int
     overrides: tuple[str, ...] = ()
 
@@ -73,14 +71,12 @@ class TrialLayout:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one resumption has shown.
+    """Result of one resumption.
 
     Attributes:
-        where: on which layout.
-        resumed: the step it went on from.
-        found: the comparison with the run that was left alone.
-        bound: largest relative difference of a loss that is allowed; 0 asks for every bit. For another layout it is
-            `MARGIN` times the difference that half a last digit in the weights of the checkpoint makes.
+        found: the comparison with the undisturbed run.
+        bound: largest permitted relative difference of a loss. 0 asks for every bit. On another layout it is
+            `MARGIN` times the difference made by half a last digit in the checkpoint's weights.
     """
 
     where: str
@@ -106,7 +102,7 @@ class Verdict:
 
 
 def other_layout(words: Sequence[str], config: Config, ranks: int) -> TrialLayout | None:
-    """A layout that cuts the run in another way, on at most as many ranks or two; None if the model allows none."""
+    """Another layout on the same number of ranks or two, at most. None if the model permits none."""
     batch = (f"training.global_batch_size={config.training.global_batch_size}", "training.accumulation=null")
     stage = config.zero.stage
     candidates = [
@@ -141,13 +137,12 @@ def verify_resume(
 
     Args:
         words: configuration file and overrides.
-        config: what they resolve to.
-        steps: the length of the runs; at: the step of the checkpoint after which ranks are killed.
-        other: the other layout; None leaves it out.
-        tell: hears what is going on.
+        at: step of the checkpoint after which ranks are killed.
+        other: the other layout. None: only the same layout.
+        tell: called with a line about each stage.
 
     Raises:
-        TrialError: a run failed by itself, so nothing can be said.
+        TrialError: a run failed by itself, so there is no result.
     """
     common = [f"training.steps={steps}", "launch.restarts=0", "checkpoint.keep_last=null", "checkpoint.resume=auto"]
     common.append("logging.every=1")  # every loss is compared
@@ -155,9 +150,9 @@ def verify_resume(
     parts = TrialJob(folder / "parts", [*words, *common, f"checkpoint.every={at}"], ranks)
     jobs = [whole, parts]
     try:
-        tell(f"a run of {steps} steps that is left alone")
+        tell(f"an undisturbed run of {steps} steps")
         complete(whole, "checkpoint.every=null")
-        tell(f"one whose ranks are killed after step {at}")
+        tell(f"a run that is killed after step {at}")
         cut(parts, at, config)
         begun = [step for step in parts.checkpoints() if step <= at]
         if other is not None:
@@ -167,14 +162,15 @@ def verify_resume(
             jobs.append(nudged)
             for job, step in ((job, step) for job in (moved, nudged) for step in begun):
                 shutil.copytree(parts.checkpoint(step), job.checkpoint(step))
-        tell("it goes on")
+        tell("it resumes")
         complete(parts)
         found = [_verdict(whole, parts, f"the same layout ({counted(ranks, 'rank')})", steps, 0.0)]
         if other is not None:
-            tell(f"it goes on with {other.text}")
+            tell(f"it resumes with {other.text}")
             complete(moved, "checkpoint.every=null")
-            tell("it goes on with weights that differ by half a last digit, for the size of rounding")
-            complete(nudged, "checkpoint.every=null", _nudge(config, begun[-1]))
+            tell("it resumes from weights moved by half a last digit, which measures rounding")
+            nudge = {"type": "megatron.trials.inject:Nudge", "options": {"step": begun[-1]}}
+            complete(nudged, "checkpoint.every=null", with_hook(config, nudge))
             spread = _verdict(whole, nudged, "", steps, 0.0).found.loss
             found.append(_verdict(whole, moved, other.text, steps, max(MARGIN * spread, LEAST)))
         return found
@@ -196,7 +192,7 @@ def complete(job: TrialJob, *overrides: str) -> None:
 
 
 def cut(job: TrialJob, at: int, config: Config) -> None:
-    """Have a rank killed once a step after checkpoint `at` is done; the others cannot go on then.
+    """Kill a rank in the step after checkpoint `at`. The run then ends.
 
     Raises:
         TrialError: it ended otherwise.
@@ -208,12 +204,8 @@ def cut(job: TrialJob, at: int, config: Config) -> None:
         raise TrialError(f"the run in {job.run} was to be killed, and ended with status {status}. {job.tail()}")
 
 
-def _nudge(config: Config, step: int) -> str:
-    return with_hook(config, {"type": "megatron.trials.inject:Nudge", "options": {"step": step}})
-
-
 def with_hook(config: Config, hook: Mapping[str, object]) -> str:
-    """The override that gives a run one more hook."""
+    """The override that adds a hook to a run."""
     return f"hooks={json.dumps([*(each.model_dump() for each in config.hooks), hook])}"
 
 

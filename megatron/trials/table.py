@@ -1,11 +1,9 @@
-"""What happened in all rounds, as a table of text that is also Markdown."""
+"""The faults of all rounds, as a table in Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
 from megatron.config import Config
 from megatron.config.words import counted
@@ -14,29 +12,9 @@ from .chaos import Event, Round
 from .faults import FAULTS
 
 HEAD = ("fault", "times", "detected in", "recovered in", "lost steps", "status")
-WHERE = "where (seeds)"
-
-
-@dataclass(frozen=True)
-class Played:
-    """Rounds of one call of the tool: the layout or hosts, the seed, and what happened."""
-
-    where: str
-    seed: int
-    rounds: Sequence[Round]
-
-    @classmethod
-    def read(cls, document: Mapping[str, Any]) -> Played:
-        """From what `--json` prints."""
-        rounds = [
-            Round(each["number"], [Event(**event) for event in each["events"]], each["problems"])
-            for each in document["rounds"]
-        ]
-        return cls(document["where"], document["seed"], rounds)
 
 
 def where(config: Config, ranks: int, hosts: int) -> str:
-    """The layout in a few words."""
     parallel, words = config.parallel, [f"ZeRO {config.zero.stage}"]
     for name in ("tensor", "pipeline", "context", "expert"):
         if (size := getattr(parallel, name)) > 1:
@@ -45,46 +23,31 @@ def where(config: Config, ranks: int, hosts: int) -> str:
     return ", ".join([*words, *([counted(hosts, "host")] if hosts > 1 else [])])
 
 
-def published(calls: Sequence[Played]) -> str:
-    """A row per layout and kind of fault, of several calls of the tool."""
-    rows: list[tuple[str, ...]] = [(HEAD[0], WHERE, *HEAD[1:])]
-    told = []
-    for place in dict.fromkeys(each.where for each in calls):
-        here = [each for each in calls if each.where == place]
-        seeds = ", ".join(map(str, sorted({each.seed for each in here})))
-        rounds = [each for call in here for each in call.rounds]
-        rows += [(row[0], f"{place} ({seeds})", *row[1:]) for row in _rows(rounds)]
-        told.append(f"{place}: {_summary(rounds)}")
-    return "\n".join([*aligned(rows), "", *told])
-
-
 def table(rounds: Sequence[Round]) -> str:
-    """A row per kind of fault (seconds: median, and the greatest), and a sentence about all."""
+    """A row per kind of fault (seconds: median and maximum), and a sentence about all."""
     problems = [f"run {each.number}: {problem}" for each in rounds for problem in each.problems]
-    return "\n".join([*aligned([HEAD, *_rows(rounds)]), "", _summary(rounds), *problems])
+    return "\n".join([*aligned([HEAD, *rows(rounds)]), "", summary(rounds), *problems])
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table whose first row is its head."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in rows]
+def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table whose first row is its head."""
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in cells]
     return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
 
 
-def _rows(rounds: Sequence[Round]) -> list[tuple[str, ...]]:
+def rows(rounds: Sequence[Round]) -> list[tuple[str, ...]]:
     events = [event for each in rounds for event in each.events]
     by_name = {fault.name: [event for event in events if event.fault == fault.name] for fault in FAULTS}
     return [_row(name, found) for name, found in by_name.items() if found]
 
 
-def _summary(rounds: Sequence[Round]) -> str:
+def summary(rounds: Sequence[Round]) -> str:
     events = [event for each in rounds for event in each.events]
     good = sum(not each.problems for each in rounds)
-    lost = sum(event.lost for event in events)
-    said = f"{len(events)} faults in {len(rounds)} runs, {lost} steps done again; "
     return (
-        said
-        + f"{good} of {len(rounds)} runs ended equal in every bit, with every batch read once and nothing left behind"
+        f"{len(events)} faults in {len(rounds)} runs, {sum(event.lost for event in events)} steps done again. "
+        f"{good} of {len(rounds)} runs ended equal in every bit, with every batch read once and nothing left behind"
     )
 
 

@@ -23,9 +23,9 @@ from megatron.launch.report.status import Failure
 from megatron.launch.wire.specification import Host
 from megatron.report.ledger import Ledger, read_ledger
 from megatron.trials.chaos import own_network
-from megatron.trials.hosts import TrialHosts
 from megatron.trials.job import TrialJob
 from megatron.worker.network import Address
+from tests.chaos.hosts import TrialHosts
 from tests.paths import ROOT
 
 from .test_spares import plan_of

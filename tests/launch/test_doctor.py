@@ -17,8 +17,8 @@ from megatron.launch.job.choose import RunnerChoice
 from megatron.launch.runners import local
 from megatron.launch.wire.specification import Host
 from megatron.trials.chaos import own_network
-from megatron.trials.hosts import RUNNER, TrialHosts
 from megatron.worker import devices
+from tests.chaos.hosts import RUNNER, TrialHosts
 from tests.paths import ROOT
 from tools.doctor import main as examine
 

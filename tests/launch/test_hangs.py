@@ -19,7 +19,7 @@ import pytest
 from megatron.launch.command_line import main
 from megatron.launch.watch.inquiry import ask
 from megatron.trials.chaos import own_network
-from megatron.trials.hosts import WORD, TrialHosts
+from tests.chaos.hosts import WORD, TrialHosts
 from tests.paths import ROOT
 
 from .hanging import shares_memory

@@ -163,7 +163,7 @@ def test_a_host_that_computes_wrong_values_is_told_and_replaced(hosts_work, refe
         hostfile(tmp_path, 1, 1, 1)
         wrong = "{step: 9, size: .nan, cause: host, place: node2/0}"
         own = ["zero.stage=1", "checkpoint.every=4", "spikes.attribute=true", "spikes.non_finite=skip", "run.dir=run"]
-        own.append(f"hooks=[{{type: 'megatron.trials.inject:Miscompute', options: {wrong}}}]")
+        own.append(f"hooks=[{{type: 'tests.trials.miscompute:Miscompute', options: {wrong}}}]")
         job = jobs(cluster, tmp_path, [*DEEPY, *HOSTFILE, *TRAIN, *own, *SPARE])
         status, _, error = job.finish(800)
         assert status == 0, error

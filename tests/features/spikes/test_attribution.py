@@ -31,7 +31,7 @@ def start(folder: str, name: str, path: str, places: tuple[str, str], attempt: i
     options = f"{{step: {BAD if name in CASES else -1}, size: {size}, cause: {cause}, place: node2/0}}".replace(
         "nan", ".nan"
     )
-    hook = f"hooks=[{{type: 'megatron.trials.inject:Miscompute', options: {options}}}]"
+    hook = f"hooks=[{{type: 'tests.trials.miscompute:Miscompute', options: {options}}}]"
     words = (policy, "spikes.attribute=true", "launch.restarts=3", hook, f"data.train={path}", "zero.stage=1")
     os.environ["JOB_PLACE"] = places[torch.distributed.get_rank()]
     try:
