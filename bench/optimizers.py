@@ -104,7 +104,7 @@ def run(kind: str, rate: float, seed: int, data: tuple[Any, Any]) -> dict[str, A
     import torch.nn.functional as F
 
     from megatron.config import resolve
-    from megatron.engine.optimizers.build import build_optimizer, set_learning_rate
+    from megatron.engine.optimizers.groups import build_optimizer, set_learning_rate
     from megatron.model.stack import build_model
 
     config = resolve(settings(kind, rate, seed))

@@ -143,7 +143,7 @@ def _deeper(blocks: Sequence[BlockPattern], depth: int) -> str:
 def _train(config: Config, steps: int) -> dict[tuple[str, int], tuple[float, float]]:
     """(mean absolute activation, mean absolute change) of every place after every number of steps."""
     from megatron.api import batches
-    from megatron.engine.optimizers.build import build_optimizer, set_learning_rate
+    from megatron.engine.optimizers.groups import build_optimizer, set_learning_rate
     from megatron.parallel.layers.parameters import logical_of
 
     from .analysis import OpenModel

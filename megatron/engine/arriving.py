@@ -1,6 +1,9 @@
-"""Numbers of a device on their way to the host."""
+"""Numbers on their way from a device to the host."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,12 +11,12 @@ from torch._subclasses.fake_tensor import is_fake
 
 
 class Arriving:
-    """Values of a tensor, which the host reads later. To read them is to wait for this copy, and for no later work.
+    """Values of a tensor, copied to the host in the background. Reading them waits only for this copy.
 
-    A CPU's are read where they are.
+    Values on a CPU are not copied.
 
     Args:
-        values: may change after the call where they are on a GPU.
+        values: may change after the call if they are on a GPU.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -25,7 +28,6 @@ class Arriving:
             self._event.record()
 
     def read(self) -> Tensor:
-        """The values, on the host."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None
@@ -33,3 +35,22 @@ class Arriving:
 
     def __float__(self) -> float:
         return float(self.read())
+
+
+class ArrivingEntry(Mapping[str, Any]):
+    """A mapping with one entry, computed from a device's numbers when it is read."""
+
+    def __init__(self, name: str, values: Tensor, compute: Callable[[Tensor], Any]) -> None:
+        self.source, self._arriving = values, Arriving(values)
+        self._name, self._compute = name, compute
+
+    def __iter__(self) -> Iterator[str]:
+        yield self._name
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, key: str) -> Any:
+        if key != self._name:
+            raise KeyError(key)
+        return self._compute(self._arriving.read())

@@ -1,9 +1,10 @@
-"""What both engines share: how they start, and how a step begins and ends. The only call of `deepspeed.initialize`.
+"""Common base of both engines: their start, and the beginning and end of a step. The only call of
+`deepspeed.initialize`.
 
 The loss of a step is the mean over all labels of the global batch that count. Each label's weight is
-    weight * (replicas * accumulation) / (sum of weights in the global batch)
-because DeepSpeed divides by the accumulation and averages gradients over the replicas, the ranks of the data and
-context axes; so micro-batches and ranks with unequal numbers of labels still add up to the exact mean.
+    weight * (replicas * accumulation) / (sum of weights in the global batch).
+DeepSpeed divides by the accumulation and averages gradients over the replicas, the ranks of the data and context axes.
+Micro-batches and ranks with different numbers of labels thus still add up to the exact mean.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from .deepspeed.reduction import (
 from .deepspeed.step_on_device import decide_on_device
 from .deepspeed.zero_copies import norms_without_copies, update_in_place
 from .micro_batches import LossAccumulator, MicroBatch, micro_batches
-from .optimizers.build import build_optimizer, set_learning_rate
+from .optimizers.groups import build_optimizer, set_learning_rate
 from .optimizers.matrix import MatrixOptimizer
 from .part import EnginePart, Update
 from .parts import COMPRESSION, TEACHER, build_parts
@@ -55,7 +56,7 @@ NO_LABELS = StepResult(loss=0.0, tokens=0.0, grad_norm=None, unlabelled=True)
 
 
 class BaseEngine:
-    """What both engines share: the optimizer, clipping at stage 0, label weights, numbers of a step."""
+    """Optimizer, clipping at stage 0, label weights and numbers of a step."""
 
     config: Config
     mesh: Mesh
@@ -76,7 +77,7 @@ class BaseEngine:
         self.beacon = beacon or Beacon()
         self.plan = ModelPlan(config, mesh, device, values=values)
         self.form, self.context = self.plan.form, self.plan.context
-        self.batch_form = self.form  # of micro-batches, which may have more than the model reads
+        self.batch_form = self.form  # a part may add inputs that the model itself does not read
         self.accumulation = accumulation_steps(config, mesh.layout)
         self.options = deepspeed_options(config, mesh.layout)
         self.losses = LossAccumulator.zero(device)
@@ -88,7 +89,7 @@ class BaseEngine:
         raise NotImplementedError
 
     def use_parts(self, parts: dict[str, EnginePart]) -> None:
-        """Call these parts from now on, and no others."""
+        """Call only these parts from now on."""
         self.parts = parts
         self._points: dict[str, list[Callable[..., Any]]] = {
             point: [getattr(part, point) for part in parts.values() if point in part.points]
@@ -96,20 +97,20 @@ class BaseEngine:
         }
 
     def call_parts(self, point: str, *arguments: Any) -> list[Any]:
-        """Call a point of all parts that define it. Returns their answers, in order."""
+        """Call a point of all parts that define it. Returns their results, in order."""
         return [call(*arguments) for call in self._points[point]]
 
     def _start(self, module: nn.Module, mpu: ModelParallelUnit | None) -> None:
         parameters = list(module.parameters())
         self.optimizer = build_optimizer(self.config, parameters)
         stage = zero_stage(self.config, self.mesh.layout)
-        # ZeRO's norms are exact for its own ranks; DeepSpeed has none for stage 0 that counts each element once.
+        # ZeRO's norms are exact for its own ranks. DeepSpeed's norm at stage 0 counts some elements several times.
         self.clipping = GlobalClipping(parameters, self.mesh, global_limit(self.config)) if stage == 0 else None
         self.clips = self.clipping is not None  # a part may take clipping over
         self.call_parts("before_deepspeed", self)
         if self.clipping is not None and self.clips:
             self.clipping.attach(self.optimizer)
-        if self._points["before_update"]:  # inside of `step`, so after clipping and only where nothing prevented it
+        if self._points["before_update"]:  # inside `step`: after clipping, and only if the update was not prevented
             self.optimizer.register_step_pre_hook(lambda *_: self._before_update())
         self.deepspeed = self._initialize(module, mpu)
         self._replace_parts_of_deepspeed(stage)
@@ -119,12 +120,12 @@ class BaseEngine:
         )
         self.call_parts("attach", self)
         self.undo = Undo(self.state, self.parts)
-        if isinstance(self.optimizer, MatrixOptimizer):  # last: it looks up where each matrix lies in the state
+        if isinstance(self.optimizer, MatrixOptimizer):  # last: it finds each matrix in the state
             held = self.state.held(lambda group: group["matrix"])
             self.optimizer.attach(held, stage_axis(self.mesh), self.device)
 
     def _replace_parts_of_deepspeed(self, stage: int) -> None:
-        """Each replaces methods of DeepSpeed's engine or optimizer; a later one may replace an earlier one's."""
+        """Each call replaces methods of DeepSpeed's engine or optimizer. A later one may replace an earlier one's."""
         if self.mesh.replicas.size == self.mesh.expert_data.size == 1:
             reduce_nothing(self.deepspeed, stage)
         count_each_element_once(self.deepspeed.optimizer, self.mesh)
@@ -134,7 +135,7 @@ class BaseEngine:
         decide_on_device(self.deepspeed.optimizer, self.optimizer)
         norms_without_copies(self.deepspeed.optimizer)
         update_in_place(self.deepspeed.optimizer)
-        if COMPRESSION not in self.parts:  # which replaces the same methods
+        if COMPRESSION not in self.parts:  # its part replaces the same methods
             average_groups_in_place(self.deepspeed)
             average_gradients_in_place(self.deepspeed.optimizer)
             sum_buckets_in_place(self.deepspeed.optimizer)
@@ -143,7 +144,7 @@ class BaseEngine:
         self.call_parts("before_update")
 
     def start_at(self, step: int) -> None:
-        """The next update is number `step`: the run begins there, or evaluates what it had there."""
+        """The next update is number `step`: the run begins there, or evaluates its weights of that time."""
         self.call_parts("start_at", step)
 
     def _begin(self, step: int, micro_batches: int, lr: float) -> None:
@@ -151,14 +152,14 @@ class BaseEngine:
         set_learning_rate(self.optimizer, lr)
         self.losses = LossAccumulator.zero(self.device)
         self.call_parts("before_step", step, micro_batches)
-        self.undo.begin()  # which asks the parts whether this is a trial
+        self.undo.begin()  # asks the parts whether this is a trial
 
     def _initialize(self, module: nn.Module, mpu: ModelParallelUnit | None) -> Any:
         import deepspeed
 
         if self.options["zero_optimization"]["stage"] > 0 and hands_on_states(module):
-            # DeepSpeed would sum a full bucket in the midst of the backward pass, where the next rank waits for it and
-            # this one for the gradient of a state from there.
+            # DeepSpeed would sum a full bucket during the backward pass: the next rank would wait for it, and this rank
+            # for the gradient of a state from the next one.
             section = self.options["zero_optimization"]
             section["reduce_bucket_size"] = max(
                 section["reduce_bucket_size"], sum(p.numel() for p in module.parameters())
@@ -175,11 +176,10 @@ class BaseEngine:
 
     @property
     def module(self) -> nn.Module:
-        """This rank's layers."""
         return self.deepspeed.module
 
     def save_native(self, folder: Path, tag: str, step: int) -> dict[str, str]:
-        """Write a checkpoint in DeepSpeed's own format, `<folder>/<tag>`; every rank calls it.
+        """Write a checkpoint in DeepSpeed's own format, `<folder>/<tag>`. Every rank calls it.
 
         Returns:
             The name in that checkpoint of each parameter, by its logical name.
@@ -207,12 +207,11 @@ class BaseEngine:
         return self.mesh.at.tensor == 0 and self.mesh.at.pipeline == self.mesh.pipeline.size - 1
 
     def _losses_of(self, ce_BS: Tensor, weights_BS: Tensor, *more: Tensor) -> None:
-        """A micro-batch of a step was read."""
         self.losses.add(ce_BS, weights_BS)
         self.call_parts("after_micro_batch", ce_BS, weights_BS, *more)
 
     def _accumulator(self, groups: LabelGroups | None) -> LossAccumulator:
-        """Nothing so far, of labels in these groups."""
+        """An empty accumulator, also by groups if they are given."""
         made = LossAccumulator.zero(self.device)
         if groups is not None and self.reports:
             made.groups = iter(self.context.cut(groups.ids.to(self.device), 2))
@@ -220,9 +219,9 @@ class BaseEngine:
         return made
 
     def _scale(self, batch: StepBatch) -> float | Tensor | None:
-        """Replicas times accumulation over the weight of all labels of the global batch; None if that is 0.
+        """Replicas times accumulation over the weight of all labels of the global batch. None if that weight is 0.
 
-        To see that it is 0 the host waits for the sum, in runs alone whose labels have weights.
+        The host waits for the sum, but only in runs whose labels have weights.
         """
         factor = self.mesh.replicas.size * batch.tokens.shape[0]
         if batch.loss_mask is None:

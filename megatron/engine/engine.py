@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,14 +37,10 @@ class PlainEngine(BaseEngine):
 
     def _assemble(self) -> None:
         mpu = ModelParallelUnit(self.mesh)
-        self._start(self._build(mpu), mpu)
+        with cut_as_they_are_made(self.config, self.options, mpu) if self.config.zero.stage == 3 else nullcontext():
+            model = Model(self.plan)
+        self._start(model, mpu)
         self.model: Model = self.deepspeed.module
-
-    def _build(self, mpu: ModelParallelUnit) -> Model:
-        if self.config.zero.stage < 3:
-            return Model(self.plan)
-        with cut_as_they_are_made(self.config, self.options, mpu):
-            return Model(self.plan)
 
     @phase("exchange")
     def step(self, batch: StepBatch, lr: float, look: Look | None = None) -> StepResult:
@@ -58,19 +55,19 @@ class PlainEngine(BaseEngine):
         self.losses.scale = scale
         if not reduces_once(self.config, self.mesh.layout):
             for number in self._passes(batch, scale, look):
-                if number == count:  # before the last one DeepSpeed only counts
+                if number == count:  # before, DeepSpeed's step only counts micro-batches
                     self.beacon.at(OPTIMIZER, count, count)
                 self._update()
             return self._result()
         with reduced_once(self.deepspeed, self.beacon):
             passes = [*self._passes(batch, scale, look)]
         self.beacon.at(OPTIMIZER, count, count)
-        for _ in passes:  # DeepSpeed counts micro-batches by these
+        for _ in passes:  # DeepSpeed counts micro-batches by its calls
             self._update()
         return self._result()
 
     def _passes(self, batch: StepBatch, scale: Tensor | float, look: Look | None) -> Iterator[int]:
-        """Forward and backward of each micro-batch; gives its number, from 1."""
+        """Forward and backward of each micro-batch. Yields its number, from 1."""
         count, each = batch.tokens.shape[0], not self.beacon.brief
         for number, micro in enumerate(self._micro_batches(batch, scale, len(self.plan.further)), 1):
             if number > 1 and look is not None:
@@ -99,7 +96,6 @@ class PlainEngine(BaseEngine):
     @phase(EVALUATE)
     @torch.no_grad()
     def evaluate(self, batch: StepBatch, groups: LabelGroups | None = None) -> tuple[Tensor | float, Tensor | float]:
-        """Sum of the losses of the labels that this rank reports, and their weight; see `protocol.Engine`."""
         self.model.eval()
         self.state.for_evaluation()
         losses = self._accumulator(groups)
@@ -111,7 +107,6 @@ class PlainEngine(BaseEngine):
     @phase(EVALUATE)
     @torch.no_grad()
     def read(self, batch: StepBatch, readers: Sequence[Reader]) -> list[Any]:
-        """What each reader computes from its micro-batch; see `protocol.Engine`."""
         self.model.eval()
         self.state.for_evaluation()
         micros = zip(self._micro_batches(batch, 1.0), readers, strict=True)
@@ -121,13 +116,11 @@ class PlainEngine(BaseEngine):
         ]
 
     def new_state(self) -> list[Any]:
-        """See `protocol.ReadsOn`."""
         return self.model.new_state()
 
     @phase(EVALUATE)
     @torch.no_grad()
     def read_on(self, tokens_BS: Tensor, reader: Reader, state: list[Any], begin: int) -> Any:
-        """See `protocol.ReadsOn`."""
         self.model.eval()
         self.state.for_evaluation()
         return self.model(tokens_BS, tokens_BS, tokens_BS, reader=reader, state=state, begin=begin)
@@ -141,23 +134,19 @@ def build_engine(
     beacon: Beacon | None = None,
     teacher: EnginePart | None = None,
 ) -> PlainEngine | PipelinedEngine:
-    """The engine for the run's layout; torch.distributed must be initialised, on one process too.
+    """The engine for the run's layout. torch.distributed must be initialised, on one process too.
 
     Args:
-        values: False leaves parameters without initial values, because a checkpoint will fill all of them.
-        beacon: where steps tell what they are doing.
-        teacher: what steps learn from, where the objective has one; nothing else asks for it.
+        values: False leaves parameters without initial values: a checkpoint will fill all of them.
+        teacher: model that the student learns from, for an objective with a teacher.
     """
+    kind: type[PlainEngine] | type[PipelinedEngine] = PlainEngine
+    if mesh.pipeline.size > 1:
+        from .pipelined import PipelinedEngine
+
+        kind = PipelinedEngine
     with deepspeed_quietly():
-        engine = _kind(mesh)(config, mesh, torch.device(device), values, beacon, teacher)
+        engine = kind(config, mesh, torch.device(device), values, beacon, teacher)
     if mesh.timeout is not None:
-        limit_groups(mesh.timeout)  # DeepSpeed gives its groups none
+        limit_groups(mesh.timeout)  # DeepSpeed's groups have no time limit
     return engine
-
-
-def _kind(mesh: Mesh) -> type[PlainEngine] | type[PipelinedEngine]:
-    if mesh.pipeline.size == 1:
-        return PlainEngine
-    from .pipelined import PipelinedEngine
-
-    return PipelinedEngine

@@ -1,7 +1,7 @@
-"""The micro-batches of a step as a rank sees them, and the sums over the labels that it has seen.
+"""The micro-batches of a step on this rank, and sums over its labels.
 
-A batch has whole samples. Where ranks share the tokens of a sample, `micro_batches` is the one place that cuts them.
-Shapes: B samples, s positions of this rank, K groups of a label.
+A batch has whole samples. Where ranks share the tokens of a sample, only `micro_batches` cuts them. Shapes: B
+samples, s positions of this rank, K groups of a label.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megatron.parallel.layers.context import ContextGroup
 
 @dataclass
 class LossAccumulator:
-    """Sums over the labels that this rank has seen: weighted cross-entropy, and weight.
+    """Sums over this rank's labels: weighted cross-entropy, and weight.
 
     Attributes:
-        scale: what weights were multiplied with.
-        groups: of the labels of each micro-batch that is still to come, int64 [B, s, K].
-        sums: by group; see `protocol.LabelGroups`.
+        scale: factor of the weights.
+        groups: groups of the labels of each further micro-batch, int64 [B, s, K].
+        sums: by group, as `protocol.LabelGroups.sums`.
     """
 
     loss: Tensor
@@ -38,9 +38,8 @@ class LossAccumulator:
 
     @classmethod
     def zero(cls, device: torch.device) -> LossAccumulator:
-        return cls(
-            torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.float64, device=device)
-        )
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        return cls(zero, zero.clone())
 
     def add(self, ce_BS: Tensor, weights_BS: Tensor) -> None:
         for name in ("mean", "labels"):
@@ -59,15 +58,15 @@ class LossAccumulator:
 
     @cached_property
     def labels(self) -> Tensor:
-        """How many they were, or their own weights."""
+        """Number of labels, or the sum of their own weights."""
         return self.weight / self.scale
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass: tokens, labels int64 [B, s], weights fp32 [B, s], the form's extra inputs, and the labels of
-    further tokens if any are predicted, of the s positions that this rank has of each sample. `columns` has further
-    numbers of each label, [B, s], by name."""
+    """One forward pass, with the s positions that this rank has of each sample: tokens, labels int64 [B, s] and
+    weights fp32 [B, s]. `extras` are the form's further inputs, `further` labels of further tokens if any are
+    predicted, and `columns` further numbers per label, [B, s], by name."""
 
     tokens: Tensor
     labels: Tensor
@@ -78,12 +77,12 @@ class MicroBatch:
 
 
 def inputs_of(micro: MicroBatch, form: StreamForm) -> dict[str, Tensor]:
-    """The inputs of a micro-batch that a form has."""
+    """Inputs of a micro-batch that the form has."""
     return {name: micro.extras[name] for name in form.optional}
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device. To a GPU it goes from pinned memory, since from other memory the host would wait for it."""
+    """A copy on the device, through pinned memory to a GPU: from other memory the host would wait for the copy."""
     if device.type == "cuda" and tensor.device.type == "cpu" and not is_fake(tensor):
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -97,10 +96,10 @@ def micro_batches(
     context: ContextGroup,
     depth: int = 0,
 ) -> Iterator[MicroBatch]:
-    """The micro-batches of a step on `device`, this rank's part of every sample, every label's weight times `scale`.
+    """The micro-batches of a step on `device`: this rank's part of every sample, every label's weight times `scale`.
 
     Args:
-        depth: how many further tokens are predicted.
+        depth: number of further tokens that are predicted.
     """
 
     def own(whole: Tensor) -> Tensor:
@@ -110,7 +109,7 @@ def micro_batches(
     tokens, labels = own(both[..., :-1]), own(both[..., 1:])
     mask = None if batch.loss_mask is None else own(batch.loss_mask)
     positions = batch.positions
-    if form.positions and positions is None:  # a token's place in its sample, which its place here does not tell
+    if form.positions and positions is None:  # the place in the sample, not in this rank's part
         positions = torch.arange(batch.inputs.shape[-1], dtype=torch.int32).expand(batch.inputs.shape)
     named = {"positions": positions, "documents": batch.documents}
     wanted = {name: named[name] for name in form.optional if name != "samples"}
@@ -132,7 +131,7 @@ def micro_batches(
 def _further(
     batch: StepBatch, index: int, scale: Tensor | float, device: torch.device, context: ContextGroup, depth: int
 ) -> FurtherLabels:
-    """Labels of further tokens of a micro-batch: made of whole samples, then cut."""
+    """Labels of further tokens of a micro-batch: made from whole samples, then cut."""
 
     def there(whole: Tensor | None) -> Tensor | None:
         return None if whole is None else to_device(whole[index], device)

@@ -1,7 +1,7 @@
 """A part of the engine: one feature's share in a step, called at the points that it defines.
 
-A run builds the parts that it wants (`parts.py`). The module of any other part is not imported, and a point that no
-part defines costs a step nothing. In the order of a run:
+A run imports and builds only the parts that it wants (`parts/__init__.py`). A point that no part defines costs a step
+nothing. In the order of a run:
 
     before_deepspeed   the optimizer exists, DeepSpeed has not seen it
     attach             DeepSpeed's engine and the state exist
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Update:
-    """How a step ended, which parts may correct for those after them.
+    """End of a step. Parts may correct it for the parts after them.
 
     Attributes:
         applied: whether weights have changed.
-        weight: of the labels that this rank has seen, float64 0-d.
+        weight: of this rank's labels, float64 0-d.
         spike: for `StepResult.spike`.
     """
 
@@ -49,11 +49,17 @@ class Update:
     spike: Spike | None = None
 
 
+def defined_points(base: type, cls: type) -> frozenset[str]:
+    """Names of the methods of `base` that a subclass overrides."""
+    methods = {name: method for name, method in vars(base).items() if isfunction(method)}
+    return frozenset(name for name, method in methods.items() if getattr(cls, name) is not method)
+
+
 class EnginePart:
-    """Base of all parts; all ranks call every point, in the order of `parts.PARTS`.
+    """Base of all parts. All ranks call every point, in the order of `parts.PARTS`.
 
     Attributes:
-        points: the points that the class defines; the others are not called.
+        points: the points that the class defines. Only these are called.
     """
 
     points: ClassVar[frozenset[str]] = frozenset()
@@ -65,51 +71,50 @@ class EnginePart:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        usual = {name: method for name, method in vars(EnginePart).items() if isfunction(method)}
-        cls.points = frozenset(name for name, method in usual.items() if getattr(cls, name) is not method)
+        cls.points = defined_points(EnginePart, cls)
 
     def before_deepspeed(self, engine: BaseEngine) -> None:
-        """`engine.optimizer` and `engine.clipping` exist; `engine.deepspeed` does not."""
+        """`engine.optimizer` and `engine.clipping` exist, and `engine.deepspeed` does not."""
 
     def attach(self, engine: BaseEngine) -> None:
-        """All of the engine exists; DeepSpeed's methods may be replaced."""
+        """The whole engine exists. DeepSpeed's methods may be replaced."""
 
     def start_at(self, step: int) -> None:
         """The next update is number `step`, from 0, and evaluations before it are of the weights at this step."""
 
     def before_step(self, step: int, micro_batches: int) -> None:
-        """Update number `step` begins, on so many micro-batches."""
+        """Update number `step` begins, with this number of micro-batches."""
 
     def check_batch(self, batch: StepBatch) -> None:
         """A batch of a step or an evaluation is about to be read.
 
         Raises:
-            DataError: it cannot be.
+            DataError: the batch cannot be used.
         """
 
     def forward_inputs(self, micro: MicroBatch) -> Mapping[str, Any]:  # type: ignore[empty-body]
-        """Further arguments of the model's forward pass in training; the plain engine alone has this point."""
+        """Further arguments of the model's forward pass in training. Only the plain engine has this point."""
 
     def after_micro_batch(self, ce_BS: Tensor, weights_BS: Tensor, *more: Tensor) -> None:
-        """Cross-entropy and weights of a micro-batch's labels, and what else the model gave, each [B, S]."""
+        """Cross-entropy and weights of a micro-batch's labels, and further outputs of the model, each [B, S]."""
 
     def losses_known(self) -> None:
-        """The last forward pass of a step is done, its backward pass is not; the plain engine alone has this point."""
+        """The last forward pass of a step is done, its backward pass is not. Only the plain engine has this point."""
 
     def before_update(self) -> None:
-        """The optimizer is about to step: once, or once for each of its groups (ZeRO 1 to 3). Not called where a part
-        prevents the update."""
+        """The optimizer is about to step: once, or once per group (ZeRO 1 to 3). Not called if a part prevents the
+        update."""
 
     def after_update(self, update: Update) -> Mapping[str, Any]:  # type: ignore[empty-body]
-        """Close a step. Returns numbers for the record, equal on all ranks, which may be read from the device later."""
+        """Close a step. Returns numbers for the record, equal on all ranks. They may be read from the device later."""
 
     def state(self) -> Any:  # type: ignore[empty-body]
-        """What a checkpoint keeps, as JSON values, under the part's name."""
+        """JSON values that checkpoints keep under the part's name."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """From `state`; nothing of it is the beginning."""
+        """Restore a `state`. An empty one is that of a new run."""
 
 
 def part_of(engine: Any, name: str) -> Any:
-    """The part of this name; None where the engine has none, or is none of ours."""
+    """The part of this name. None where the engine has no such part, or no parts at all."""
     return getattr(engine, "parts", {}).get(name)

@@ -25,7 +25,7 @@ class PipelinedEngine(BaseEngine):
 
     def _assemble(self) -> None:
         if TEACHER in self.parts:
-            raise ValueError("a pipeline has no place for a teacher")
+            raise ValueError("a pipeline cannot have a teacher")
         self.pipeline = Pipeline(self.plan)
         self.head = self.pipeline.head_stage
         if self.head is not None:
@@ -57,7 +57,6 @@ class PipelinedEngine(BaseEngine):
     @phase(EVALUATE)
     @torch.no_grad()
     def evaluate(self, batch: StepBatch, groups: LabelGroups | None = None) -> tuple[Tensor | float, Tensor | float]:
-        """Sum of the losses of the labels that this rank reports, and their weight; see `protocol.Engine`."""
         self.state.for_evaluation()
         self.losses = self._accumulator(groups)
         self.deepspeed.eval_batch(
@@ -68,11 +67,10 @@ class PipelinedEngine(BaseEngine):
     @phase(EVALUATE)
     @torch.no_grad()
     def read(self, batch: StepBatch, readers: Sequence[Reader]) -> list[Any]:
-        """What each reader computes from its micro-batch; see `protocol.Engine`."""
         self.state.for_evaluation()
         if self.head is not None:
             self.head.readers.extend(readers)
-        self.deepspeed.reset_activation_shape()  # the stages agree on the shape of what they send anew
+        self.deepspeed.reset_activation_shape()  # the stages exchange shapes again
         try:
             self.deepspeed.eval_batch(
                 self._feed(batch, 1.0), reduce_output=None, bcast_loss=False, num_micro_batches=batch.tokens.shape[0]

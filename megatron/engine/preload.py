@@ -1,4 +1,4 @@
-"""All that most engines import, for a process from which ranks are forked (`megatron.testing.ranks`, rehearsals)."""
+"""Imports of most engines, for a process from which ranks are forked (`megatron.testing.ranks`, rehearsals)."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ for kind in kinds_of().values():
     _ = kind.module
 catalog()  # of all keys, made at the first use
 gc.collect()
-gc.freeze()  # shared with the workers, and not looked at by their collections
+gc.freeze()  # shared with the workers, whose collections skip it

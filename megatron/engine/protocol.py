@@ -1,4 +1,4 @@
-"""What the trainer asks of an engine. Nothing here knows DeepSpeed, and the trainer knows nothing else of an engine."""
+"""The trainer's view of an engine. Nothing here knows DeepSpeed."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an engine says about one optimizer step. Numbers may be 0-d tensors on the device: nobody waits for them.
+    """Result of one optimizer step. Numbers may be 0-d tensors on the device, so that nothing waits for them.
 
     Attributes:
-        loss: mean loss over the labels that this rank reports, in nats; anything where it reports none.
-        tokens: weight of the labels that this rank reports. Each label of the global batch is reported by one rank, so
+        loss: mean loss over the labels that this rank reports, in nats. Undefined where it reports none.
+        tokens: weight of the labels that this rank reports. Exactly one rank reports each label of the global batch, so
             this is 0 on all but the last pipeline stage and on tensor parallel ranks above 0.
-        grad_norm: norm of the whole gradient before clipping, equal on all ranks; None if it was not computed.
-        skipped: the update was left out (overflow of fp16 gradients).
-        spike: what was found wrong with the step's numbers and what was done, equal on all ranks; see `engine.spike`.
-        unlabelled: no label of the global batch counts, on any rank: nothing was computed and nothing changed, neither
-            weights nor the optimizer's states.
+        grad_norm: norm of the whole gradient before clipping, equal on all ranks. None if not computed.
+        skipped: whether the update was skipped (overflow of fp16 gradients).
+        spike: a bad number of the step and the action taken, equal on all ranks. See `engine.spike`.
+        unlabelled: whether no label of the global batch counts. Nothing was computed, and nothing changed, not even the
+            optimizer's states.
         extras: further numbers for the record, equal on all ranks.
     """
 
@@ -41,15 +41,19 @@ class StepResult:
     spike: Spike | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def updated(self) -> bool:
+        return not (self.skipped or self.unlabelled or (self.spike is not None and self.spike.leaves_out))
+
 
 @dataclass(frozen=True)
 class LabelGroups:
-    """Groups whose losses are wanted apart.
+    """Groups of labels whose losses are added up separately.
 
     Attributes:
         ids: int64 [A, M, S, K], the K groups of each label of a batch.
-        sums: float64 [2, G] on the engine's device: each group's sum of losses and of weights, which is added to on
-            ranks that report labels.
+        sums: float64 [2, G] on the engine's device: each group's sum of losses and of weights. Ranks that report
+            labels add to it.
     """
 
     ids: torch.Tensor
@@ -57,10 +61,10 @@ class LabelGroups:
 
 
 class StepDropped(Exception):
-    """A step is given up between two of its micro-batches, on all ranks: no weight and no optimizer state has changed.
+    """A step was dropped between two of its micro-batches, on all ranks. No weight or optimizer state has changed.
 
     Attributes:
-        requests: why.
+        requests: the reasons.
         done: share of its work that is lost.
         left: seconds that the rest would have taken.
     """
@@ -71,14 +75,14 @@ class StepDropped(Exception):
 
 
 class RunState(Protocol):
-    """What an engine keeps of a run: masters, optimizer states, buffers."""
+    """The run's state in an engine: masters, optimizer states, buffers."""
 
     def fragments(self) -> Iterator[Fragment]:
-        """What this rank saves of it: each element is in the fragments of one rank alone."""
+        """Fragments that this rank saves. Each element is saved by exactly one rank."""
 
 
 class Engine(Protocol):
-    """Runs the model on this rank's part of a batch; every method is called by all ranks together."""
+    """Runs the model on this rank's part of a batch. All ranks call every method together."""
 
     @property
     def module(self) -> torch.nn.Module:
@@ -86,14 +90,14 @@ class Engine(Protocol):
 
     @property
     def state(self) -> RunState:
-        """This rank's part of what checkpoints keep."""
+        """This rank's part of the state in checkpoints."""
 
     def step(self, batch: StepBatch, lr: float, look: Callable[[int, int], None] | None = None) -> StepResult:
         """Forward, backward and update on a `StepBatch`, with `lr` as the rate of `optimizer.lr`.
 
         Args:
-            look: called on all ranks with (parts done, parts in all) where the step can be given up, which it does by
-                raising `StepDropped`. The engine is then good for saving, and for no further step.
+            look: called on all ranks with (parts done, parts in all) where the step can be dropped. It drops the
+                step by raising `StepDropped`. The engine is then good for saving, and for no further step.
         """
 
     def evaluate(
@@ -102,32 +106,32 @@ class Engine(Protocol):
         """The sum of the losses of the labels that this rank reports, and their weight (see `StepResult.tokens`).
 
         Args:
-            groups: add them up by groups too.
+            groups: add the losses up by groups too.
         """
 
     def read(self, batch: StepBatch, readers: Sequence[Reader]) -> list[Any]:
-        """What each reader computes from the head's input of its micro-batch; an empty list on ranks without the head.
+        """Result of each reader, from the head's input of its micro-batch. An empty list on ranks without the head.
 
         No gradient is computed and no dropout applied. Batches may have any size and length that the layout can cut.
         """
 
     def begin_average(self) -> None:
-        """The average of the weights (`training.weight_average`) becomes what the weights are."""
+        """Set the average of the weights (`training.weight_average`) to the weights."""
 
     def advance_average(self, coefficient: float) -> None:
         """average = coefficient * average + (1 - coefficient) * weights, in fp32."""
 
     def averaged(self) -> AbstractContextManager[None]:
-        """While this is open, the engine evaluates with the average; afterwards the weights are back, bit for bit."""
+        """Evaluate with the average inside this context. Restores the weights afterwards, bit for bit."""
 
 
 @runtime_checkable
 class ReadsOn(Protocol):
-    """An engine that can read a text in pieces, from the state that the pieces before it have left."""
+    """An engine that can read a text in pieces, from the state after the earlier pieces."""
 
     def new_state(self) -> list[Any]:
         """The empty state, one entry per block."""
 
     def read_on(self, tokens_BS: torch.Tensor, reader: Reader, state: list[Any], begin: int) -> Any:
-        """What the reader computes from the head's input of tokens that follow the `begin` tokens of `state`, which
+        """Result of the reader, from the head's input of tokens that follow the `begin` tokens of `state`. The state
         grows by them. No gradient is computed and no dropout applied."""

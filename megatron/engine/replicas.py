@@ -1,7 +1,7 @@
-"""Cheap hashes of what several ranks hold: they must be equal to the last bit, and are compared by `training.hashes`.
+"""Cheap hashes of state that several ranks hold. `training.hashes` compares them: they must be equal to the last bit.
 
-A hash is a weighted sum of the tensor's bits, read as integers, modulo 2**64. The weights are odd, so a change of one
-value always changes it; it is made in one pass over the tensor, on its device.
+A hash is a weighted sum of the tensor's bits, read as integers, modulo 2**64. The weights are odd, so a change of
+one value always changes it. It takes one pass over the tensor, on its device.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from megatron.parallel.layers.parameters import logical_of, shard_index, shard_s
 
 from .state import EngineState
 
-_CHUNK = 4096  # words of 64 bits that have one weight; tensors of fewer values have one in all
-_COPY = 1 << 22  # values that are copied at once, where they are not where words begin
+_CHUNK = 4096  # words of 64 bits with the same weight. Tensors of fewer values have a single weight
+_COPY = 1 << 22  # values that are copied at once, where the tensor is not aligned to words
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def hash_bits(values: Tensor) -> Tensor:
-    """int64, 0-d, on the tensor's device. Large tensors are read as words of 64 bits, which torch adds several times as
-    fast as narrower integers; the result does not depend on where in memory they are."""
+    """int64, 0-d, on the tensor's device. Independent of the tensor's place in memory.
+
+    Large tensors are read as words of 64 bits, which torch adds several times as fast as narrower integers.
+    """
     flat = values.detach().reshape(-1)
     if flat.numel() < _CHUNK:
         return flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int64)
@@ -44,11 +46,11 @@ def _chunk_sums(words: Tensor) -> Tensor:
 
 
 def named_pieces(state: EngineState) -> Iterator[tuple[str, str, Tensor]]:
-    """(name for people, exact name, values) of everything that this rank holds; pieces with the same exact name are
-    the same piece of the run's state.
+    """(readable name, exact name, values) of everything that this rank holds. Pieces with the same exact name are the
+    same piece of the run's state.
 
-    From ZeRO 1 on the weights of the forward pass are further pieces, beside the masters that they are made of: under
-    ZeRO 3 this rank's share of them.
+    From ZeRO 1 on, the weights of the forward pass are further pieces, next to their masters: under ZeRO 3 this
+    rank's share of them.
     """
     for each in state.targets():
         place = f"{each.tensor_rank}/{each.tensor_ranks} {each.start}+{each.data.numel()}"
@@ -65,7 +67,7 @@ def named_pieces(state: EngineState) -> Iterator[tuple[str, str, Tensor]]:
 
 
 class Piece(NamedTuple):
-    """A part of the state that this rank holds: its name for people, what stands for its exact name, its values."""
+    """A part of the state that this rank holds: its readable name, a hash of its exact name, its values."""
 
     name: str
     code: int
@@ -73,16 +75,12 @@ class Piece(NamedTuple):
 
 
 class _SmallPieces:
-    """Pieces of fewer than `_CHUNK` values of one width, hashed together: one by one each is a handful of calls.
-
-    Args:
-        pieces: contiguous, on one device.
-    """
+    """Pieces of fewer than `_CHUNK` values of one width, hashed together: one by one, each takes several calls."""
 
     def __init__(self, pieces: Sequence[Tensor]) -> None:
         self._words = [each.detach().view(-1).view(_BITS[each.element_size()]) for each in pieces]
         counts = torch.tensor([0, *map(len, self._words)], device=pieces[0].device)
-        self._ends = counts.cumsum(0)  # in the sums so far, of which the first is of nothing
+        self._ends = counts.cumsum(0)  # in the running sums, which begin with 0
         self._words.insert(0, self._words[0].new_zeros(1))
 
     def hashes(self) -> Tensor:
@@ -91,38 +89,37 @@ class _SmallPieces:
 
 
 class PieceHashes:
-    """Hashes of what this rank holds. Where its pieces lie is found once, and anew where a tensor lies elsewhere: to
-    find them takes several times as long as to hash them, where they are small.
-    """
+    """Hashes of everything that this rank holds. The places of its pieces are found once, and again when a tensor
+    has moved: for small pieces, finding takes several times as long as hashing."""
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
         self._addresses: list[int] = []
         self._pieces: list[Piece] = []
-        self._arranged: tuple[list[Piece], Collection[int]] | None = None  # all pieces, and what was left out of them
+        self._arranged: tuple[list[Piece], Collection[int]] | None = None  # all pieces, and the excluded ones
         self._wanted: list[Piece] = []  # the others
         self._codes = torch.zeros(0, dtype=torch.int64)
         self._small: list[tuple[Tensor, _SmallPieces]] = []  # numbers of pieces, and these
         self._others: list[int] = []  # numbers of the rest
 
     def find(self) -> list[Piece]:
-        """All pieces; the same list as before where they have not moved."""
+        """All pieces. The same list as before while they have not moved."""
         addresses = self._state.addresses()
         if addresses != self._addresses:
             self._pieces = [Piece(name, _code(exact), values) for name, exact, values in named_pieces(self._state)]
-            self._addresses = self._state.addresses()  # of states too that were only made now
+            self._addresses = self._state.addresses()  # now with states that `named_pieces` has created
         return self._pieces
 
-    def take(self, device: torch.device, alone: Collection[int] = ()) -> tuple[Tensor, list[str]]:
-        """int64 [pieces, 2] on `device`: 63 bits that stand for the exact name of each piece, and its hash; and their
-        names for people.
+    def take(self, device: torch.device, excluded: Collection[int] = ()) -> tuple[Tensor, list[str]]:
+        """int64 [pieces, 2] on `device`: 63 bits of a hash of each piece's exact name, and the hash of its values. Also
+        their readable names.
 
         Args:
-            alone: codes of pieces to leave out, since no other rank holds them.
+            excluded: codes of pieces that only this rank holds.
         """
         pieces = self.find()
-        if self._arranged is None or self._arranged[0] is not pieces or self._arranged[1] != alone:
-            self._arrange(pieces, device, alone)
+        if self._arranged is None or self._arranged[0] is not pieces or self._arranged[1] != excluded:
+            self._arrange(pieces, device, excluded)
         found = torch.zeros(len(self._wanted), 2, dtype=torch.int64, device=device)
         found[:, 0] = self._codes
         for numbers, small in self._small:
@@ -132,10 +129,9 @@ class PieceHashes:
             found[self._others, 1] = torch.stack(hashes).to(device)
         return found, [each.name for each in self._wanted]
 
-    def _arrange(self, pieces: list[Piece], device: torch.device, alone: Collection[int]) -> None:
-        """See which pieces are hashed together."""
-        self._arranged = pieces, alone
-        self._wanted = [each for each in pieces if each.code not in alone]
+    def _arrange(self, pieces: list[Piece], device: torch.device, excluded: Collection[int]) -> None:
+        self._arranged = pieces, excluded
+        self._wanted = [each for each in pieces if each.code not in excluded]
         self._codes = torch.tensor([each.code for each in self._wanted], dtype=torch.int64, device=device)
         alike: dict[tuple, list[int]] = {}
         self._others = []

@@ -11,13 +11,13 @@ REPORT, SKIP, CLIP, ROLLBACK, STOP = "report", "skip", "clip", "rollback", "stop
 
 @dataclass(frozen=True)
 class Spike:
-    """What was found, and what is done.
+    """A bad number, and the action taken.
 
     Attributes:
         name: LOSS or NORM.
         value: of the step.
-        limit: what it should not have exceeded; None where the value is no number.
-        action: one of the words above. All but `report` and `clip` leave the update out.
+        limit: upper bound of normal values. None where the value is no number.
+        action: one of the constants above. Only `report` and `clip` apply the update.
     """
 
     name: str
@@ -31,5 +31,4 @@ class Spike:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether the update is not applied."""
         return self.action in (SKIP, ROLLBACK, STOP)

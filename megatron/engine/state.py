@@ -1,9 +1,9 @@
-"""What this rank owns of the run's state, as fragments of logical tensors, under every ZeRO stage.
+"""This rank's part of the run's state, as fragments of logical tensors, under every ZeRO stage.
 
-DeepSpeed keeps fp32 masters and optimizer states in flat tensors: at stage 0 each parameter is its own; at stages 1
-and 2 (and in its bf16 optimizer) one per parameter group, of which a data parallel rank has an equal share; at
-stage 3 one per sub-group, with an equal share of every parameter. Here all three are a list of `Owned`: a range of a
-parameter's shard, and where it lies in which flat tensor. Checkpoints read and write those in place.
+DeepSpeed keeps fp32 masters and optimizer states in flat tensors. At stage 0 each parameter is its own. At stages 1
+and 2 (and in its bf16 optimizer) there is one per parameter group, shared equally by the data parallel ranks. At
+stage 3 there is one per sub-group, with an equal share of every parameter. Here all three are a list of `Owned`: a
+range of a parameter's shard, and its place in a flat tensor. Checkpoints read and write these in place.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ FINGERPRINTS = "fingerprints"  # among the counters
 
 @dataclass(frozen=True)
 class Owned:
-    """Elements [start, start + length) of the flattened shard `cut` (rank, ranks), which lie in `flat` from
-    `place` on.
-    """
+    """Elements [start, start + length) of the flattened shard `cut` (rank, ranks), which lie in `flat` from `place`
+    on."""
 
     tensor: LogicalTensor
     cut: tuple[int, int]
@@ -52,10 +51,9 @@ class EngineState:
     """Masters and optimizer states of one engine.
 
     Args:
-        engine: DeepSpeed's engine.
         optimizer: the torch optimizer that it was given.
         parameters: this rank's parameters, each once.
-        buffers: tensors that are saved and no optimizer sees (`ParameterFactory.buffer`).
+        buffers: tensors that are saved, but not optimized (`ParameterFactory.buffer`).
         average: whether an average of the weights is kept too.
     """
 
@@ -71,21 +69,21 @@ class EngineState:
     ):
         self._averages: dict[Tensor, Tensor] = {}  # by flat tensor, of its shape
         self._evaluates: Any = getattr(optimizer, "evaluation_weights", None)
-        self._trained: dict[Tensor, Tensor] = {}  # by flat tensor: what it goes on with after an evaluation
+        self._trained: dict[Tensor, Tensor] = {}  # by flat tensor: weights to restore after an evaluation
         self._averaging = average
         self.engine, self.optimizer, self.mesh, self.stage = engine, optimizer, mesh, stage
         self.parameters, self.buffers = list(dict.fromkeys(parameters)), buffers
-        self.before_change: Callable[[], None] = lambda: None  # called before somebody changes masters
+        self.before_change: Callable[[], None] = lambda: None  # called before masters are changed from outside
         self._first_scaler = self.loss_scaler()
 
     def fragments(self) -> Iterator[Fragment]:
-        """What this rank saves: each element of the run's state is saved by exactly one rank."""
+        """Fragments that this rank saves. Exactly one rank saves each element of the run's state."""
         yield from self._fragments(replicas=False)
         if self.mesh.tensor.rank == self.mesh.replicas.rank == 0:
             yield from self._buffer_fragments()
 
     def weights(self, dtype: torch.dtype) -> Iterator[Fragment]:
-        """What this rank saves of the weights alone, made of the masters, and of their average."""
+        """Fragments that this rank saves of the weights, made from the masters, and of their average."""
         for fragment in self.fragments():
             if fragment.state == MASTER:
                 data = fragment.data if fragment.tensor.keep_fp32 else fragment.data.to(dtype)
@@ -94,13 +92,13 @@ class EngineState:
                 yield fragment
 
     def targets(self) -> list[Fragment]:
-        """Everything that this rank must fill to resume, replicas included; the data are the engine's own tensors."""
+        """All fragments that this rank must fill to resume, replicas included. Their data are the engine's own
+        tensors."""
         return [*self._fragments(replicas=True), *self._buffer_fragments()]
 
     def addresses(self) -> list[int]:
-        """Where the tensors lie that `targets` gives parts of, and the weights of the forward pass. While these are the
-        same, so are the targets.
-        """
+        """Addresses of the tensors behind `targets`, and of the weights of the forward pass. The targets are the
+        same while these are."""
         self.for_training()
         flats = [flat for _, flat in self._flats()]
         states = [value for flat in flats for value in self.optimizer.state.get(flat, {}).values()]
@@ -110,12 +108,11 @@ class EngineState:
         return [each.data_ptr() for each in (*flats, *states, *others) if isinstance(each, Tensor)]
 
     def masters(self) -> list[Fragment]:
-        """The engine's own fp32 masters, for a start from weights alone."""
-        found = [replace(each, state=MASTER) for each in self.targets() if each.state in (MASTER, TRAINED)]
-        return found
+        """The engine's own fp32 masters, for a start from weights only."""
+        return [replace(each, state=MASTER) for each in self.targets() if each.state in (MASTER, TRAINED)]
 
     def refresh(self) -> None:
-        """Make the weights of the forward pass from the masters; call after the targets were filled, or changed."""
+        """Update the weights of the forward pass from the masters. Call it after filling or changing masters."""
         self.before_change()
         self._refresh()
 
@@ -126,7 +123,7 @@ class EngineState:
             self.engine.optimizer.update_lp_params()
 
     def for_evaluation(self) -> None:
-        """Put the weights that the optimizer evaluates in the place of those that it trains, where they are others."""
+        """Replace the weights by the optimizer's evaluation weights, if it has such."""
         if self._evaluates is None or self._trained:
             return
         self._create_states()
@@ -146,7 +143,6 @@ class EngineState:
         self._refresh()
 
     def begin_average(self) -> None:
-        """The average is what the weights are."""
         for _, flat in self._flats():
             self._average_of(flat).copy_(flat.detach())
 
@@ -157,7 +153,7 @@ class EngineState:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """While this is open, the engine computes with the average; afterwards all is as it was, to the last bit."""
+        """Compute with the average inside this context. Restores everything afterwards, to the last bit."""
         self._swap()
         try:
             yield
@@ -178,9 +174,9 @@ class EngineState:
         return self._averages[flat]
 
     def counters(self) -> dict[str, Any]:
-        """What the optimizer keeps besides tensors: updates done, and other numbers that all parameters share; and
-        what tells whether files that it reads are the same."""
-        self._create_states()  # before the first update the counts are 0, not unknown
+        """Numbers that the optimizer keeps in addition to tensors: updates done, other numbers shared by all
+        parameters, and fingerprints of the files that it reads."""
+        self._create_states()  # before the first update the counts are 0, not missing
         names, states = number_names(self.optimizer), self.optimizer.state.values()
         found: dict[str, Any] = {
             name: float(state[name]) for state in reversed(states) for name in names if name in state
@@ -189,12 +185,12 @@ class EngineState:
         return {**found, FINGERPRINTS: read} if read else found
 
     def other_files(self, counters: Mapping[str, Any]) -> list[str]:
-        """Keys that name files of which the optimizer has read others than the one that counted."""
+        """Keys whose files have changed since the optimizer wrote `counters`."""
         kept, own = counters.get(FINGERPRINTS, {}), fingerprints(self.optimizer)
         return sorted(key for key in kept.keys() & own.keys() if kept[key] != own[key])
 
     def restore_counters(self, counters: Mapping[str, Any]) -> None:
-        """Set the counts, those that are not given to 0: a checkpoint without counts is of before the first update."""
+        """Set the counts. Missing ones become 0: a checkpoint without counts is from before the first update."""
         self._create_states()
         for state in self.optimizer.state.values():
             for name in number_names(self.optimizer):
@@ -202,26 +198,25 @@ class EngineState:
                     state[name].fill_(counters.get(name, 0.0))
 
     def loss_scaler(self) -> dict[str, Any]:
-        """State of the dynamic loss scaler; empty without fp16."""
+        """State of the dynamic loss scaler. Empty without fp16."""
         scaler = self._dynamic_scaler()
         names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
         return {name: getattr(scaler, name) for name in names if hasattr(scaler, name)}
 
     def restore_loss_scaler(self, values: Mapping[str, Any]) -> None:
-        """Set the scaler; what is not given is as at the beginning."""
+        """Set the scaler. Missing values are reset."""
         scaler = self._dynamic_scaler()
         for name, value in {**self._first_scaler, **values}.items() if scaler else ():
             setattr(scaler, name, value)
 
     def _dynamic_scaler(self) -> Any:
-        """ZeRO has a scaler in fp32 too, a constant 1, which another layout (one data parallel rank) does not have."""
+        """The scaler of fp16. ZeRO has a constant scaler of 1 in fp32 too, which other layouts do not have."""
         scaler = getattr(getattr(self.engine, "optimizer", None), "loss_scaler", None)
         return scaler if hasattr(scaler, "cur_iter") else None
 
     def held(self, chosen: Callable[[Mapping[str, Any]], bool]) -> list[tuple[list[Tensor], list[Held]]]:
-        """What this rank has of the parameters of chosen optimizer groups, replicas too: the flat tensors that a group
-        has during a step of the optimizer, and what lies where in them. ZeRO 3 steps once for each of its flat tensors.
-        """
+        """This rank's parts of the parameters of chosen optimizer groups, replicas included: the flat tensors that a
+        group has during a step of the optimizer, and their contents. ZeRO 3 steps once for each of its flat tensors."""
         steps: dict[Any, list[Tensor]] = {}
         for number, (group, flat) in enumerate(self._flats()):
             if chosen(group):
@@ -229,20 +224,18 @@ class EngineState:
         lying: dict[Tensor, list[Owned]] = {}
         for owned in self.owned():
             lying.setdefault(owned.flat, []).append(owned)
-        return [
-            (
-                flats,
-                [
-                    Held(each.tensor, each.cut, each.start, each.length, number, each.place)
-                    for number, flat in enumerate(flats)
-                    for each in lying.get(flat, ())
-                ],
-            )
-            for flats in steps.values()
-        ]
+
+        def within(flats: list[Tensor]) -> list[Held]:
+            return [
+                Held(each.tensor, each.cut, each.start, each.length, number, each.place)
+                for number, flat in enumerate(flats)
+                for each in lying.get(flat, ())
+            ]
+
+        return [(flats, within(flats)) for flats in steps.values()]
 
     def scale_rows(self, factors: Mapping[str, Tensor]) -> None:
-        """Multiply rows of masters; `refresh` makes the weights of it.
+        """Multiply rows of masters. Call `refresh` afterwards.
 
         Args:
             factors: by name of a parameter, one for each row of this rank's shard.
@@ -258,10 +251,11 @@ class EngineState:
             yield Fragment(logical_of(tensor), MASTER, 0, 1, 0, tensor.view(-1))
 
     def _fragments(self, replicas: bool) -> Iterator[Fragment]:
-        """Masters and states of what this rank owns, with or without what others save too.
+        """Masters and states that this rank owns, with or without replicas.
 
-        Where the optimizer evaluates other weights than it trains, the masters are those, made for the purpose, and the
-        others are saved beside them. The former follow from the rest, so that no rank is to be filled with them.
+        An optimizer may evaluate other weights than it trains. The masters are then the evaluated weights, computed
+        here, and the trained ones are saved next to them. The evaluated weights follow from the rest, so they are no
+        target of a read.
         """
         self.for_training()
         self._create_states()
@@ -292,56 +286,38 @@ class EngineState:
         return self._evaluates(group, owned.view(owned.flat), {**kept, **own})
 
     def owned(self) -> Iterator[Owned]:
-        """Where what this rank has of each tensor lies, replicas included."""
+        """All that this rank has of each tensor, replicas included."""
         find = {0: self._whole, 3: self._partitioned}.get(self.stage, self._flattened)
         for parameter in self.parameters:
-            tensor = logical_of(parameter)
-            replica = (tensor.shard is None and self.mesh.tensor.rank > 0) or getattr(
-                parameter, "ds_pipe_replicated", False
-            )
-            yield from find(parameter, tensor, replica)
+            tensor, copy = logical_of(parameter), getattr(parameter, "ds_pipe_replicated", False)
+            yield from find(parameter, tensor, copy or (tensor.shard is None and self.mesh.tensor.rank > 0))
 
     def _whole(self, parameter: nn.Parameter, tensor: LogicalTensor, replica: bool) -> Iterator[Owned]:
         same = self.mesh.expert_data if is_spread(parameter) else self.mesh.replicas
-        yield Owned(
-            tensor,
-            shard_index(parameter),
-            shard_start(parameter),
-            parameter.numel(),
-            parameter,
-            0,
-            replica or same.rank > 0,
-        )
+        cut, start = shard_index(parameter), shard_start(parameter)
+        yield Owned(tensor, cut, start, parameter.numel(), parameter, 0, replica or same.rank > 0)
 
     def _flattened(self, parameter: nn.Parameter, tensor: LogicalTensor, replica: bool) -> Iterator[Owned]:
-        flattened: Any = parameter  # with an attribute of DeepSpeed
-        mapping = flattened._hp_mapping
+        mapping = parameter._hp_mapping  # type: ignore[attr-defined]  # an attribute of DeepSpeed
         if mapping is None:
             return
         (flat,) = self.optimizer.param_groups[mapping.param_group_index]["params"]
-        yield Owned(
-            tensor,
-            shard_index(parameter),
-            shard_start(parameter) + mapping.lp_fragment_address.start,
-            mapping.lp_fragment_address.numel,
-            flat,
-            mapping.hp_fragment_address.start,
-            replica,
-        )
+        here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
+        start = shard_start(parameter) + here.start
+        yield Owned(tensor, shard_index(parameter), start, here.numel, flat, there.start, replica)
 
     def _partitioned(self, parameter: nn.Parameter, tensor: LogicalTensor, replica: bool) -> Iterator[Owned]:
         zero = self.engine.optimizer
         group, place, share = zero.grad_position[zero.get_param_id(parameter)]
         start = self.mesh.replicas.rank * share
-        partitioned: Any = parameter  # with an attribute of DeepSpeed
-        length = min(share, partitioned.ds_numel - start)  # the last share is padded
+        # An attribute of DeepSpeed. The last share is padded.
+        length = min(share, parameter.ds_numel - start)  # type: ignore[attr-defined]
         if length > 0:
-            yield Owned(
-                tensor, shard_index(parameter), start, length, zero.fp32_partitioned_groups_flat[group], place, replica
-            )
+            flat = zero.fp32_partitioned_groups_flat[group]
+            yield Owned(tensor, shard_index(parameter), start, length, flat, place, replica)
 
     def partitions(self) -> Iterator[tuple[Owned, Tensor]]:
-        """At ZeRO 3, this rank's share of the weights of the forward pass: they lie as their masters do."""
+        """At ZeRO 3, this rank's share of the weights of the forward pass. They lie as their masters do."""
         zero = self.engine.optimizer
         flats = dict(zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True))
         for owned in self.owned():
@@ -349,7 +325,7 @@ class EngineState:
                 yield owned, owned.view(flats[owned.flat])
 
     def _create_states(self) -> None:
-        """Give the optimizer its states before its first step, as it would make them itself."""
+        """Create the optimizer's states before its first step, as that would."""
         for group, flat in self._flats():
             initialize_state(self.optimizer, group, [flat])
 
@@ -365,14 +341,14 @@ class EngineState:
 
     def _refresh_partitioned(self) -> None:
         zero = self.engine.optimizer
-        # An evaluation leaves parameters gathered that a backward pass would read again: they would stay what they are.
+        # After an evaluation some parameters are still gathered. They would keep their old values.
         zero.parameter_offload.partition_all_parameters()
         for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
             zero.fp16_partitioned_groups_flat[index].data.copy_(flat.data)
             parts = zero.unflatten(zero.fp16_partitioned_groups_flat[index], zero.fp16_partitioned_groups[index])
             for partition, values in zip(zero.fp16_partitioned_groups[index], parts):
                 partition.data = values.data
-        zero.invalidate_secondary_tensor()  # hpZ's second copy, which DeepSpeed makes again of the new weights
+        zero.invalidate_secondary_tensor()  # hpZ's second copy, which DeepSpeed makes again from the new weights
         if zero.persistent_parameters:  # small parameters that are never released: gather their new values
             zero.persistent_parameters[0].partition(zero.persistent_parameters)
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)

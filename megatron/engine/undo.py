@@ -1,7 +1,7 @@
-"""What a step changes besides the tensors that checkpoints have: one list, for whatever undoes a step.
+"""State that a step changes outside the tensors of checkpoints, in one list for everything that undoes a step.
 
-An update that is skipped, or computed as a trial (audits, the noise scale), leaves all of it as it was before the step.
-A run that returns to a checkpoint sets all of it, to values of the checkpoint or else to those of a new run.
+An update that is skipped, or computed as a trial (audits, the noise scale), leaves all of it unchanged. A run that
+returns to a checkpoint sets all of it, to the checkpoint's values or a new run's.
 """
 
 from __future__ import annotations
@@ -20,14 +20,11 @@ OPTIMIZER, SCALER = "optimizer", "loss_scaler"
 
 
 class Undo:
-    """The optimizer's counts, the loss scaler of fp16, the error feedback of gradients, and what parts of the engine
-    keep, as that which judges spikes does.
+    """The optimizer's counts, the loss scaler of fp16, the error feedback of compressed gradients, and the state of
+    parts, such as the statistics of spikes.
 
     Weights, optimizer states, routers' corrections and the average of the weights are tensors of checkpoints
-    (`EngineState.targets`); a step without an update does not touch them.
-
-    Args:
-        parts: of the engine, attached.
+    (`EngineState.targets`). A step without an update does not change them.
     """
 
     def __init__(self, state: EngineState, parts: Mapping[str, EnginePart]) -> None:
@@ -37,27 +34,26 @@ class Undo:
         self._scaler: Mapping[str, Any] | None = None  # before a trial
 
     def begin(self) -> None:
-        """A step begins."""
         trial, scaler = any(part.trial for part in self._parts.values()), self._state.loss_scaler()
         self._scaler = scaler if trial else None
         if self._feedback is not None:
             self._feedback.begin(keep=trial, scale=scaler.get("cur_scale", 1.0))
 
     def end(self, applied: bool) -> None:
-        """The step has ended, and its update was applied or not. What judges spikes remembers skipped steps too, and
-        the loss scaler an overflow: those steps were part of the run."""
+        """The step has ended. Trials restore the loss scaler. Other skipped steps are part of the run, so the
+        statistics of spikes and the loss scaler keep them."""
         if self._feedback is not None:
             self._feedback.end(applied)
         if self._scaler is not None:
             self._state.restore_loss_scaler(self._scaler)
 
     def kept(self) -> dict[str, dict[str, Any]]:
-        """What checkpoints keep of it, as JSON values; all ranks call it."""
+        """The state for a checkpoint, as JSON values. All ranks call it."""
         found = {OPTIMIZER: self._state.counters(), SCALER: self._state.loss_scaler()}
         return {**found, **{name: part.state() for name, part in self._parts.items() if "state" in part.points}}
 
     def restore(self, kept: Mapping[str, Mapping[str, Any]]) -> None:
-        """From `kept`; what is missing is as in a new run."""
+        """Restore the result of `kept`. Missing values are reset, as in a new run."""
         self._state.restore_counters(kept.get(OPTIMIZER, {}))
         self._state.restore_loss_scaler(kept.get(SCALER, {}))
         for name, part in self._parts.items():

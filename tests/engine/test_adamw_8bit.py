@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torchao.optim import AdamW8bit
 
-from megatron.engine.optimizers.build import build_optimizer, set_learning_rate
+from megatron.engine.optimizers.groups import build_optimizer, set_learning_rate
 from megatron.parallel.layout.shard import Role
 from tests.engine.test_optimizers import RATES, gradients, parameter
 from tests.training.settings import settings

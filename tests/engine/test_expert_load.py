@@ -78,7 +78,7 @@ def test_a_stage_without_experts_sums_on_the_device():
     config = resolve(values())
     load = ExpertLoad()
     load.use(torch.nn.Linear(2, 2), config, Mesh.single(), torch.device("meta"))
-    assert load.after_update(Update(True, torch.zeros(()))).table.device.type == "meta"
+    assert load.after_update(Update(True, torch.zeros(()))).source.device.type == "meta"
 
 
 def test_numbers_by_hand():

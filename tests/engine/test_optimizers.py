@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.engine.optimizers.build import build_optimizer, set_learning_rate
 from megatron.engine.optimizers.contract import initialize_state
-from megatron.engine.optimizers.groups import parameter_groups
+from megatron.engine.optimizers.groups import build_optimizer, parameter_groups, set_learning_rate
 from megatron.engine.optimizers.lion.update import Lion
 from megatron.engine.optimizers.muon.update import Muon, muon_direction
 from megatron.engine.optimizers.sgd.update import SGD

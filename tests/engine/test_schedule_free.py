@@ -6,7 +6,7 @@ import pytest
 import schedulefree
 import torch
 
-from megatron.engine.optimizers.build import build_optimizer, set_learning_rate
+from megatron.engine.optimizers.groups import build_optimizer, set_learning_rate
 from tests.engine.test_optimizers import gradients, model
 from tests.training.settings import settings
 

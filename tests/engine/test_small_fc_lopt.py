@@ -17,7 +17,7 @@ from torch import nn
 
 from megatron.config import resolve
 from megatron.config.problems import UserError
-from megatron.engine.optimizers.build import build_optimizer, set_learning_rate
+from megatron.engine.optimizers.groups import build_optimizer, set_learning_rate
 from megatron.model.stack import build_model
 from megatron.parallel.layout.mesh import Axis
 from megatron.parallel.layout.shard import Role

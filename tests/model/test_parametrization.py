@@ -9,7 +9,7 @@ import torch
 
 from megatron.checkpoint.hf.config import hf_config
 from megatron.config import Config, resolve
-from megatron.engine.optimizers.build import build_optimizer, set_learning_rate
+from megatron.engine.optimizers.groups import build_optimizer, set_learning_rate
 from megatron.model.parametrization import folded
 from megatron.model.stack import Model, build_model
 from tests.float64 import DOUBLE, EXACT

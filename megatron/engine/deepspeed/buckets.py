@@ -8,10 +8,10 @@ from torch import nn
 
 
 def finished(layers: nn.Module) -> list[nn.Parameter]:
-    """The parameters in the order in which the backward pass finishes their gradients: from the last used to the first.
+    """Parameters in the order in which the backward pass finishes their gradients: last used first.
 
-    That is the order of `parameters()` reversed, but for modules that have parameters of their own and of modules
-    inside them: these say in `uses`, by their names or first parts of these, in which order they use them.
+    That is the reverse of `parameters()`, except for modules with parameters of their own and further modules
+    inside. Their `uses` lists names, or first parts of names, in the order of use.
     """
     found: list[nn.Parameter] = []
 
@@ -31,12 +31,13 @@ def finished(layers: nn.Module) -> list[nn.Parameter]:
 
 
 def _place(name: str, uses: tuple[str, ...]) -> int:
-    """That of a parameter's name among those that are used; what is not named comes first."""
+    """Place of a parameter's name in `uses`. Other names come first."""
     return max((at for at, each in enumerate(uses) if f"{name}.".startswith(f"{each}.")), default=-1)
 
 
 def buckets_after(sizes: Iterable[int], limit: int) -> list[int]:
-    """Elements of messages where a bucket is sent as soon as it has more than `limit`, and larger tensors alone."""
+    """Elements per message, if a bucket is sent as soon as it has more than `limit`. Larger tensors are sent
+    separately."""
     sizes = list(sizes)
     messages, filled = [size for size in sizes if size > limit], 0
     for size in (each for each in sizes if each <= limit):
@@ -48,7 +49,7 @@ def buckets_after(sizes: Iterable[int], limit: int) -> list[int]:
 
 
 def buckets_before(order: Iterable[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
-    """Messages where a bucket is sent when the next parameter would make it larger than `limit` elements."""
+    """Messages, if a bucket is sent before the next parameter would make it larger than `limit` elements."""
     messages: list[list[nn.Parameter]] = [[]]
     filled = 0
     for each in order:

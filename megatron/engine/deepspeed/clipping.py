@@ -1,4 +1,4 @@
-"""The gradient norm over all axes and clipping by it, for stage 0, where DeepSpeed's own is per pipeline stage."""
+"""Gradient norm over all axes and clipping by it, for stage 0. DeepSpeed's own is per pipeline stage there."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .sum_of_squares import sum_of_squares
 
 
 def global_limit(config: Config) -> float:
-    """The largest gradient norm over all tensors; 0 where each tensor has a bound of its own."""
+    """Largest gradient norm over all tensors. 0 where each tensor has its own bound."""
     clipped = any(feature.clips(config) for feature in wanted_features(config).values())
     return 0.0 if clipped else config.optimizer.gradient_clipping
 
 
 class GlobalClipping:
-    """Scales gradients so that their global norm is at most `limit`; runs just before the optimizer's step.
+    """Scales gradients so that their global norm is at most `limit`, just before the optimizer's step.
 
     Attributes:
-        norm: of the last step, before clipping; a 0-d tensor.
+        norm: of the last step, before clipping, 0-d.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], mesh: Mesh, limit: float):
@@ -43,12 +43,12 @@ class GlobalClipping:
         if self.limit <= 0 or not grads:
             return
         factor = (self.limit / (self.norm + 1e-6)).clamp(max=1.0)
-        if factor.device.type != "cpu" or factor < 1.0:  # on an accelerator to ask would be to wait
+        if factor.device.type != "cpu" or factor < 1.0:  # reading it from an accelerator would wait
             torch._foreach_mul_(grads, factor)
 
     def _norm(self) -> Tensor:
-        """Each logical element counts once: shards are summed over the tensor axis and experts over the expert axis
-        (and over the ranks that have slices of them), replicas and tied copies are not."""
+        """Counts each logical element once. Shards are summed over the tensor axis, experts over the expert axis
+        (and over the ranks with slices of them). Replicas and tied copies are not counted."""
         counted = [
             (p, p.grad) for p in self.parameters if p.grad is not None and not getattr(p, "ds_pipe_replicated", False)
         ]

@@ -1,18 +1,15 @@
-"""Experts that are spread over the data axis, or over the data and tensor axes, in the words of DeepSpeed.
+"""Experts that are spread over the data axis, or over the data and tensor axes, for DeepSpeed.
 
-DeepSpeed 0.19.8 knows parameters that other ranks share than those of the data axis: those with `allreduce = False`, in
-optimizer groups with `moe`, which name a process group. It sums their gradients over that group, divides by the whole
-data parallel size (so that a label weighs the same wherever its tokens were sent), and gives their masters and states
-to the ranks of that group. Folded experts need no more than a group across the tensor axis: each of its ranks sends
-other tokens, so each label's part of a gradient is in exactly one of the terms. Here DeepSpeed is told the groups, and
-two
-things are changed:
+In DeepSpeed 0.19.8, parameters with `allreduce = False` may be shared by other ranks than the data axis. They are in
+optimizer groups with `moe`, which name a process group. It sums their gradients over that group, and gives their
+masters and states to its ranks. It divides by the whole data parallel size, so that a label weighs the same wherever
+its tokens were sent. Folded experts only need a group across the tensor axis: each rank sends other tokens, so each
+label's part of a gradient is in exactly one term. This module sets the groups and changes two things:
 
-* It expects such parameters only in layers of a class of its own.
-* Norms. The bf16 optimizer adds experts up over the expert axis, but not over tensor parallel ranks, which have slices
-  of
-  them here, nor over stages where some have no experts. ZeRO 1 and 2 take the norm of one optimizer group after the
-  other, each a sum over all stages: stages whose numbers of groups differ would wait for each other for ever.
+* DeepSpeed expects such parameters only in layers of its own class.
+* Norms. The bf16 optimizer adds experts up over the expert axis, but not over tensor parallel ranks, which have
+slices of them here, nor over stages where some have no experts. ZeRO 1 and 2 take the norm of each optimizer group
+in turn, as a sum over all stages. Stages with different numbers of groups would wait for each other forever.
 """
 
 from __future__ import annotations
@@ -34,14 +31,14 @@ from .sum_of_squares import sum_of_squares
 
 @contextlib.contextmanager
 def spread_experts(optimizer: torch.optim.Optimizer, mesh: Mesh) -> Iterator[None]:
-    """While this is open, an engine that takes over this optimizer learns which of its groups are spread experts'."""
+    """Mark the groups of spread experts for an engine that is built inside this context."""
     if not mesh.layout.spreads_experts:
         yield
         return
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.utils import groups
 
-    same = with_group(mesh.expert_data, mesh).group  # on every rank, those of stages without experts too
+    same = with_group(mesh.expert_data, mesh).group  # on every rank, also of stages without experts
     spread = [group for group in optimizer.param_groups if group["moe"]]
     sharing = with_group(mesh.expert, mesh).group
     for group in spread:
@@ -81,8 +78,8 @@ def count_each_element_once(optimizer: Any, mesh: Mesh) -> None:
 
 
 def _ordinary(gradients: list[Tensor], experts: dict[str, list[Tensor]], mesh: Mesh) -> tuple[list[Tensor], dict]:
-    """The experts' gradients as one number that DeepSpeed adds up like any cut parameter: their norm over the expert
-    axis, which has all of them where they are folded, so that one tensor parallel rank tells it."""
+    """The experts' gradients as one number that DeepSpeed adds up like any sharded parameter: their norm over the
+    expert axis. Where experts are folded, that axis has all of them, so only tensor parallel rank 0 adds it."""
     found = [gradient for each in experts.values() for gradient in each]
     if not found:
         return gradients, {}
@@ -93,7 +90,7 @@ def _ordinary(gradients: list[Tensor], experts: dict[str, list[Tensor]], mesh: M
 
 
 def _norm(optimizer: Any) -> Tensor:
-    """One sum over all groups, and over the data, tensor and pipeline axes; inf where it is not finite."""
+    """One sum over all groups, and over the data, tensor and pipeline axes. inf where it is not finite."""
     pairs = [
         (gradient, parameter)
         for index, parameters in enumerate(optimizer.params_in_partition)

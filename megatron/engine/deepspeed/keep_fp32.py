@@ -1,9 +1,8 @@
-"""Parameters that stay in fp32 inside an engine of bf16 or fp16.
+"""Parameters that stay in fp32 in an engine of bf16 or fp16.
 
-DeepSpeed 0.19.8 casts every parameter of a module when it takes it over (its `keep_in_fp32_modules` is for buffers
-alone), and under ZeRO 3 lays all of them out in one buffer of one type. Its optimizers themselves treat each
-parameter group in its own type, and `parameter_groups` puts types into groups of their own. So two steps of its
-start are changed here, while an engine is built and at no other time.
+DeepSpeed 0.19.8 casts every parameter of a module (its `keep_in_fp32_modules` is only for buffers), and under ZeRO 3
+puts them into one buffer of one type. Its optimizers treat each parameter group in its own type, and
+`parameter_groups` separates types. So only two steps of its start are changed, while an engine is built.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from megatron.parallel.layers.parameters import logical_of
 
 
 class TypedBuffers:
-    """What DeepSpeed takes for one flat buffer of all partitions: one buffer per type.
+    """One buffer per type, in the place of DeepSpeed's flat buffer of all partitions.
 
     Args:
         make: makes a contiguous buffer of tensors of one type and lets them point into it.
@@ -39,14 +38,14 @@ class TypedBuffers:
             begin, used[dtype] = begin + size, used[dtype] + size
 
     def narrow(self, dim: int, start: int, length: int) -> Tensor:
-        """A run of elements that begins with a tensor and stays within one type, as that of a parameter group does."""
+        """A run of elements of one type that begins with a tensor, such as a parameter group."""
         dtype, begin = self.place[start]
         return self.buffers[dtype].narrow(dim, begin, length)
 
 
 @contextlib.contextmanager
 def keeping_fp32(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """While this is open, an engine that takes these parameters leaves those in fp32 that say `keep_fp32`."""
+    """An engine that is built inside this context keeps parameters with `keep_fp32` in fp32."""
     kept = [parameter for parameter in parameters if logical_of(parameter).keep_fp32]
     if not kept:
         yield

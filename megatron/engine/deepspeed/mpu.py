@@ -1,4 +1,4 @@
-"""This rank's axes in the words DeepSpeed asks for (its "model parallel unit")."""
+"""This rank's axes as DeepSpeed's "model parallel unit"."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megatron.parallel.layout.mesh import Axis, Mesh, new_group
 class ModelParallelUnit:
     """Tensor parallelism is DeepSpeed's model parallelism, and all ranks with the same parameters are its data axis.
 
-    It is told nothing of context parallelism: its own sequence parallelism scales gradients by another factor at ZeRO 3
-    than below, and a loss whose labels are weighted needs none.
+    It does not know context parallelism. DeepSpeed's own sequence parallelism scales gradients differently at ZeRO 3
+    than below, and a loss with weighted labels needs no scaling.
     """
 
     def __init__(self, mesh: Mesh):
@@ -45,7 +45,7 @@ class ModelParallelUnit:
 
 
 def with_group(axis: Axis, mesh: Mesh) -> Axis:
-    """The axis with a group even where it has one rank, since DeepSpeed communicates on it all the same."""
+    """The axis with a group, even for one rank: DeepSpeed communicates on it all the same."""
     if axis.group is not None:
         return axis
     own = new_group([axis.ranks[0]], mesh.timeout)
@@ -54,10 +54,10 @@ def with_group(axis: Axis, mesh: Mesh) -> Axis:
 
 @contextmanager
 def groups_of_mesh(mesh: Mesh) -> Iterator[None]:
-    """DeepSpeed's grid of a pipeline takes this rank's groups from the mesh, and makes none of other ranks.
+    """DeepSpeed's pipeline grid uses the groups of the mesh, and makes none for other ranks.
 
-    It would make every group of every rank, and a second one of all ranks. With NCCL each of them is a collective of
-    the whole job: 2,241 calls, one after another, at the start of 8,192 ranks.
+    It would make every group of every rank, and a second group of all ranks. With NCCL each is a collective of the
+    whole job: 2,241 calls, one after another, at the start of 8,192 ranks.
     """
     import deepspeed
 

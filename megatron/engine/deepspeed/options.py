@@ -1,16 +1,15 @@
-"""The DeepSpeed configuration of a run, written out completely: no DeepSpeed default decides a number.
+"""The complete DeepSpeed configuration of a run: no DeepSpeed default decides a number.
 
-What is said here and why (DeepSpeed 0.19.8):
-* `gradient_clipping` defaults to 1.0 there; it is always written. At stage 0 it is 0, because DeepSpeed clips each
-  pipeline stage by its own norm; `engine.clipping` does it exactly instead.
-* `grad_accum_dtype` decides the type in which micro-batches are summed, `communication_data_type` the one in which
-  ranks are; both default to the compute type there and to fp32 here.
-* in bf16 on one replica each gradient is added to its fp32 sum, and freed, as soon as it is there
-  (`immediate_grad_update`); else all of them exist twice at the end of a backward pass, and are filled with zeros
-  before the next.
-* its throughput timer, which nobody reads, would have the host wait for the device before each forward pass.
-* activations and gradients between pipeline stages travel whole (`pipe_partitioned`, `grad_partitioned`): the
-  partitioned form carries a single tensor with a gradient.
+Values with a reason (DeepSpeed 0.19.8):
+* `gradient_clipping` is always written, since DeepSpeed's default is 1.0. At stage 0 it is 0, because DeepSpeed clips
+each pipeline stage by its own norm. `clipping.py` does it exactly.
+* `grad_accum_dtype` is the type in which micro-batches are summed, `communication_data_type` that of sums over ranks.
+DeepSpeed's default is the compute type, ours is fp32.
+* `immediate_grad_update`, in bf16 on one replica: each gradient is added to its fp32 sum and freed as soon as it
+exists. Otherwise all of them exist twice at the end of a backward pass, and are filled with zeros before the next.
+* The throughput timer is off: the host would wait for the device before each forward pass.
+* `pipe_partitioned` and `grad_partitioned` are off: activations and gradients travel whole between pipeline stages.
+The partitioned form carries a single tensor with a gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from .clipping import global_limit
 
 
 def deepspeed_options(config: Config, layout: Layout) -> dict[str, Any]:
-    """What `deepspeed.initialize` gets, `config.deepspeed` merged over it."""
+    """Arguments of `deepspeed.initialize`, with `config.deepspeed` merged over them."""
     training, precision = config.training, config.precision
     accumulation = accumulation_steps(config, layout)
     options: dict[str, Any] = {
@@ -71,10 +70,10 @@ def reduces_once(config: Config, layout: Layout) -> bool:
 
 
 def zero_stage(config: Config, layout: Layout) -> int:
-    """The stage that DeepSpeed runs, which is `zero.stage` where that makes a difference.
+    """The stage that DeepSpeed runs: `zero.stage`, unless 0 has the same effect.
 
-    Where no other rank has the same parameters, stage 1 shares nothing. In fp32 it would only add a flat copy of all
-    parameters and one of all gradients to those that exist; stage 0 makes the same updates without them.
+    Where no other rank has the same parameters, stage 1 shares nothing. In fp32 it would only add flat copies of all
+    parameters and all gradients. Stage 0 makes the same updates without them.
     """
     zero = config.zero
     alone = layout.replicas == 1 and config.precision.compute == "fp32"

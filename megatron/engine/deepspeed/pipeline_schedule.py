@@ -1,4 +1,4 @@
-"""A pipeline's schedule, told to the beacon and looked into between its steps."""
+"""A pipeline's schedule that reports to the beacon and can be interrupted between its steps."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ _PHASES = {
     "ReduceTiedGrads": REDUCE,
     "OptimizerStep": OPTIMIZER,
 }
+_ACCOUNTED = {FORWARD: "forward", BACKWARD: "backward", REDUCE: "backward", OPTIMIZER: "update"}
 
 
 class _Schedule:
-    """A pipeline's schedule with looks between its steps, and each instruction told to the beacon. Stages send and
-    receive within the same of these steps, so where all have done as many, nothing is on its way."""
+    """A pipeline's schedule with a call of `look` between its steps. Each instruction is reported to the beacon.
+    Stages send and receive within the same steps, so no message is in flight where all have done the same number of
+    steps."""
 
     def __init__(self, schedule: Any, look: Look | None, beacon: Beacon) -> None:
         self._schedule, self._look, self._beacon = schedule, look, beacon
@@ -44,15 +46,13 @@ class _Schedule:
 
 
 def with_phases(instructions: dict[type, Callable[..., Any]]) -> dict[type, Callable[..., Any]]:
-    """The instructions of a pipeline's schedule, each in the phase of a step that it is part of."""
-    backward = ("BackwardPass", "SendGrad", "RecvGrad", "ReduceGrads", "ReduceTiedGrads")
-    phases = dict.fromkeys(backward, "backward") | {"OptimizerStep": "update"}
-    return {each: phase(phases.get(each.__name__, "forward"))(run) for each, run in instructions.items()}
+    """The instructions of a pipeline's schedule, each accounted to its phase of a step."""
+    return {each: phase(_ACCOUNTED[_PHASES.get(each.__name__, FORWARD)])(run) for each, run in instructions.items()}
 
 
 @contextlib.contextmanager
 def looked_into(engine: Any, look: Look | None, beacon: Beacon) -> Iterator[None]:
-    """DeepSpeed's pipeline engine with looks between the steps of its schedule."""
+    """Call `look` between the steps of the schedule of DeepSpeed's pipeline engine."""
     execute = engine._exec_schedule
     engine._exec_schedule = lambda schedule: execute(_Schedule(schedule, look, beacon))
     try:

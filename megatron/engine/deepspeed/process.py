@@ -1,4 +1,4 @@
-"""DeepSpeed in a process: imported so that it neither compiles nor talks, and on the process group that there is."""
+"""DeepSpeed in a process: imported without compiling or printing, on the existing process group."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import torch.distributed as dist
 
 
 def prepare_deepspeed(device: torch.device) -> None:
-    """Import DeepSpeed so that it neither compiles nor talks; call once per process, before the process group exists.
+    """Import DeepSpeed without compiling or printing. Call once per process, before the process group exists.
 
-    On CPUs DeepSpeed would build an extension inside init_distributed that only inference uses; a rank killed
-    meanwhile leaves a lock that hangs every later run. Its ZeRO imports its Muon, which no run here uses, and whose
-    decorators would import torch's compiler: seconds of every rank's start.
+    On CPUs, its init_distributed would build an extension that only inference uses. A rank killed meanwhile leaves a
+    lock that hangs every later run. Its ZeRO imports its Muon, unused here, whose decorators would import torch's
+    compiler: seconds of every rank's start.
     """
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("DS_IGNORE_CUDA_DETECTION", "1")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 has renamed, once per step.
+    # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 has deprecated, once per step.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     import deepspeed.ops
     from deepspeed.runtime import compiler
@@ -39,7 +39,7 @@ def prepare_deepspeed(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def deepspeed_quietly() -> Iterator[None]:
-    """DeepSpeed on the process group that exists; what it prints while it builds is not for users."""
+    """DeepSpeed on the existing process group, without its output while it builds."""
     import deepspeed
 
     with contextlib.redirect_stdout(io.StringIO()):

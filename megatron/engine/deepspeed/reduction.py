@@ -1,4 +1,4 @@
-"""How DeepSpeed sums gradients, where it does more than is needed."""
+"""Faster and smaller forms of DeepSpeed's gradient sums."""
 
 from __future__ import annotations
 
@@ -21,12 +21,9 @@ from .sum_of_squares import norm
 
 
 def tell_of_reductions(engine: Any, beacon: Beacon) -> None:
-    """DeepSpeed reduces gradients at the end of a backward pass: with ZeRO 0 and 1 of the last one of a step. Where
-    micro-batches are brief, only that one is told: what follows the others is told as the forward phase of them all.
-
-    Args:
-        engine: DeepSpeed's.
-    """
+    """Report reductions of gradients to the beacon. DeepSpeed reduces at the end of a backward pass, with ZeRO 0 and 1
+    only of the last one of a step. Where micro-batches are brief, only the last one is reported, and everything else
+    counts as forward."""
     reduce, each = engine.allreduce_gradients, engine.zero_optimization_stage() > 1
 
     def told(*arguments: Any, **options: Any) -> None:
@@ -38,14 +35,11 @@ def tell_of_reductions(engine: Any, beacon: Beacon) -> None:
 
 
 def sum_large_gradients_in_place(engine: Any) -> None:
-    """Gradients of more elements than a bucket has are sent as they are, and not packed with what came before them.
+    """Send gradients with more elements than a bucket as they are, not packed with those before them.
 
-    DeepSpeed packs all. Its bf16 optimizer keeps the gradients of a group in one fp32 tensor, so that at the end of
-    every step of a large model there was a second copy of nearly all of a rank's gradients: 8.4 GiB for 70 billion
-    parameters over 8 tensor parallel ranks and 4 stages.
-
-    Args:
-        engine: DeepSpeed's.
+    DeepSpeed packs all. Its bf16 optimizer keeps the gradients of a group in one fp32 tensor. So every step of a large
+    model ended with a second copy of nearly all gradients: 8.4 GiB for 70 billion parameters over 8 tensor parallel
+    ranks and 4 stages.
     """
     pack = engine.allreduce_no_retain
 
@@ -61,13 +55,9 @@ def sum_large_gradients_in_place(engine: Any) -> None:
 
 
 def average_groups_in_place(engine: Any) -> None:
-    """Where ranks share memory, a bucket of DeepSpeed's bf16 optimizer is averaged where its tensors are: one message
-    as before, but without a copy into new memory and one back. That cost more than the sum, since the kernel clears new
-    memory page by page in each step.
-
-    Args:
-        engine: DeepSpeed's.
-    """
+    """Where ranks share memory, average a bucket of DeepSpeed's bf16 optimizer in place: still one message, but without
+    a copy to new memory and back. That cost more than the sum, since the kernel clears new memory page by page in each
+    step."""
     pack = engine.allreduce_and_copy
     if not hasattr(engine.optimizer, "get_grads_for_reduction"):  # the gradients of each group are one tensor
         return
@@ -92,13 +82,9 @@ def average_groups_in_place(engine: Any) -> None:
 
 
 def average_gradients_in_place(optimizer: Any) -> None:
-    """On CPUs, gradients of ZeRO 1 stay where the backward pass has left them, and are averaged there where ranks share
-    memory. DeepSpeed would copy them into a bucket, and those that a rank updates out of it: memory that is new in each
-    step, which costs more than the sum. Experts' gradients have another group, which this path of it does not know.
-
-    Args:
-        optimizer: DeepSpeed's.
-    """
+    """On CPUs, average gradients of ZeRO 1 in place where ranks share memory. DeepSpeed would copy them to a bucket,
+    and the rank's own part from there: new memory in each step, which costs more than the sum. Experts' gradients have
+    another group, which this path does not know."""
     if not _keeps_gradients_whole(optimizer):
         return
     optimizer.contiguous_gradients = False
@@ -117,7 +103,7 @@ def average_gradients_in_place(optimizer: Any) -> None:
 
 
 def _keeps_gradients_whole(optimizer: Any) -> bool:
-    """Whether this is ZeRO 1 on a CPU as most runs have it."""
+    """Whether this is the usual ZeRO 1 on a CPU."""
     if not hasattr(optimizer, "ipg_buckets") or not hasattr(optimizer, "buffered_reduce_fallback"):
         return False
     parameters = [each for group in optimizer.bit16_groups for each in group]
@@ -126,19 +112,15 @@ def _keeps_gradients_whole(optimizer: Any) -> bool:
 
 
 def _all_average(tensors: Sequence[Tensor], group: Any) -> None:
-    """One message; each tensor becomes its average over the ranks."""
+    """Replace tensors by their averages over the ranks, in one message."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch wants to rename it
         dist.all_reduce_coalesced(list(tensors), op=dist.ReduceOp.AVG, group=group)
 
 
 def sum_buckets_in_place(optimizer: Any) -> None:
-    """On CPUs, buckets of ZeRO 1 and 2 are summed as they are, where the parts for all ranks lie one behind the other;
-    DeepSpeed copies these into another one. Other ranks' parts are then sums here too; nobody reads them.
-
-    Args:
-        optimizer: DeepSpeed's.
-    """
+    """On CPUs, sum buckets of ZeRO 1 and 2 in place, if the parts for all ranks are adjacent. DeepSpeed copies them to
+    another bucket. Other ranks' parts become sums here too, which are not used."""
     if not hasattr(optimizer, "allreduce_and_scatter"):
         return
     scatter = optimizer.allreduce_and_scatter
@@ -158,7 +140,7 @@ def sum_buckets_in_place(optimizer: Any) -> None:
 
 
 def one_behind_the_other(parts: Sequence[Tensor]) -> Tensor | None:
-    """[sum of n] what such flat tensors [n] are parts of; None where they are not next to each other."""
+    """[sum of n] the tensor that adjacent flat tensors [n] are parts of. None where they are not adjacent."""
     first, end = parts[0], parts[0].storage_offset()
     for part in parts:
         same = part.untyped_storage()._cdata == first.untyped_storage()._cdata and part.dtype == first.dtype
@@ -169,12 +151,12 @@ def one_behind_the_other(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def compress_gradients(engine: Any, wire: str, undoable: bool) -> CompressedSum:
-    """Have DeepSpeed average gradients in another form: at ZeRO 0 and in its bf16 optimizer the engine does it, at
-    ZeRO 1 and 2 their optimizer. Both are given the buckets that they would have all-reduced.
+    """Average gradients in a compressed form. At ZeRO 0 and in DeepSpeed's bf16 optimizer the engine reduces, at ZeRO 1
+    and 2 the optimizer. Both pass their usual buckets.
 
     Args:
         engine: DeepSpeed's.
-        wire: of `megatron.config.arithmetic.wire`.
+        wire: form, see `megatron.config.arithmetic.wire`.
         undoable: whether a step's update may be skipped after its gradients were summed.
     """
     sums = CompressedSum(wire, undoable=undoable)
@@ -207,13 +189,11 @@ def compress_gradients(engine: Any, wire: str, undoable: bool) -> CompressedSum:
 
 @contextlib.contextmanager
 def reduced_once(engine: Any, beacon: Beacon) -> Iterator[None]:
-    """Backward passes inside leave their gradients whole, and at the end their sums are reduced together: at ZeRO 2 and
-    3, where DeepSpeed would reduce and cut each micro-batch's.
+    """At ZeRO 2 and 3, keep the gradients of backward passes inside this context whole, and reduce their sums at its
+    end. DeepSpeed would reduce and partition each micro-batch's.
 
-    DeepSpeed's own `coalesce_grad_reduction` does the same, but after an error too, where other ranks do not come.
-
-    Args:
-        engine: DeepSpeed's.
+    DeepSpeed's own `coalesce_grad_reduction` does the same, but after an error too, when the other ranks do not take
+    part.
     """
     optimizer, boundary = engine.optimizer, engine._is_gradient_accumulation_boundary
     engine.inside_no_sync_ctxt = optimizer._coalesce_grad_reduction = True
@@ -233,10 +213,10 @@ def reduced_once(engine: Any, beacon: Beacon) -> Iterator[None]:
 
 
 def reduce_nothing(engine: Any, stage: int) -> None:
-    """Tell DeepSpeed not to reduce gradients, on a rank whose parameters no other rank has.
+    """Disable the reduction of gradients, on a rank whose parameters no other rank has.
 
-    It would copy them all into buckets and back: in fp32 on CPU at 160m a tenth of the step's time and as much memory
-    as all gradients. ZeRO's own optimizers take their gradients in the reduction, so there it has to stay.
+    DeepSpeed would copy them all into buckets and back: in fp32 on CPU at 160m a tenth of the step's time and as
+    much memory as all gradients. ZeRO's own optimizers take their gradients in the reduction, so they keep it.
     """
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
@@ -245,11 +225,11 @@ def reduce_nothing(engine: Any, stage: int) -> None:
 
 
 def begin_sums_with_copies(optimizer: Any) -> None:
-    """Gradients in 16 bits go straight to their fp32 sums: the first of a step is copied there, later ones are added.
+    """Add gradients in 16 bits directly to their fp32 sums: the first of a step is copied, later ones are added.
 
-    DeepSpeed's bf16 optimizer makes an fp32 copy of each gradient, adds that, and fills the sums with zeros after each
-    update, twice: 26 bytes per parameter and step, where a copy moves 6. And it clips parameter by parameter, each a
-    kernel too short for a GPU. All sums of a group are one tensor, which is clipped at once; its padding is 0.
+    DeepSpeed's bf16 optimizer makes an fp32 copy of each gradient, adds that, and fills the sums with zeros twice after
+    each update. That moves 26 bytes per parameter and step, a copy only 6. It clips parameter by parameter, each with a
+    kernel too short for a GPU. Here all sums of a group are one tensor, which is clipped at once. Its padding is 0.
     """
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
@@ -273,7 +253,7 @@ def begin_sums_with_copies(optimizer: Any) -> None:
         for group, sums in enumerate(optimizer.fp32_groups_gradients):
             optimizer.fp32_groups_has_gradients[group] = [False] * len(sums)
 
-    def fill() -> None:  # what no gradient came to has that of an earlier step
+    def fill() -> None:  # sums without a gradient in this step still have an earlier step's
         nonlocal filled
         if filled:  # since then other ranks' gradients may have been added
             return
@@ -293,7 +273,8 @@ def begin_sums_with_copies(optimizer: Any) -> None:
         ordinary, experts = to_norm()
         if optimizer.fp32_groups_gradients_flat[0].device.type != "cpu":
             return ordinary, experts
-        # DeepSpeed takes norms again, of what are norms already: torch's of large tensors are wrong on CPUs
+        # DeepSpeed then takes norms of these norms: torch's norms of large tensors are wrong on CPUs
+
         return [norm(each) for each in ordinary], {name: [norm(each) for each in own] for name, own in experts.items()}
 
     def update(*arguments: Any, **options: Any) -> Any:

@@ -1,6 +1,4 @@
-"""The model as DeepSpeed's pipeline engine wants it: a list of layers that map tuples of tensors to tuples of
-tensors.
-"""
+"""The model for DeepSpeed's pipeline engine: a list of layers that map tuples of tensors to tuples of tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ FINAL_NORM = "final_norm"  # logical name of the norm before the head, which a r
 
 
 class EmbeddingStage(nn.Module):
-    """(tokens, then the side channels that the form has) to a packed stream."""
+    """(tokens, then the form's side channels) to a packed stream."""
 
     def __init__(self, plan: ModelPlan):
         super().__init__()
@@ -72,9 +70,9 @@ class CoreStage(nn.Module):
 class HeadStage(nn.Module):
     """The last layer: a packed stream to the loss.
 
-    The loss is computed here, inside the module, and not in DeepSpeed's `loss_fn`: its backward pass clears bf16
-    gradients when it reaches the module's output, and would lose those of anything that ran after it. So the labels
-    come in by `targets`, which the engine fills in the order of the micro-batches.
+    The loss is computed inside the module, not in DeepSpeed's `loss_fn`. Its backward pass clears bf16 gradients when
+    it reaches the module's output, also gradients of later computation. Labels arrive in `targets`, which the engine
+    fills in the order of the micro-batches.
     """
 
     def __init__(self, plan: ModelPlan, shared: dict[str, nn.Module]):
@@ -83,7 +81,7 @@ class HeadStage(nn.Module):
         norm = cast("Norm | None", shared.get(FINAL_NORM))
         self.head, self.form = plan.head(tokens, norm), plan.form_at(len(plan.blocks))
         self.targets: deque[tuple[Tensor, Tensor, FurtherLabels | None, dict[str, Tensor]]] = deque()
-        self.readers: deque[Reader] = deque()  # where there are some, they compute `found`, and there is no loss
+        self.readers: deque[Reader] = deque()  # if any, they compute `found`, and there is no loss
         self.found: list[Any] = []
         self.observe: Callable[[Tensor, Tensor], None] = lambda ce_BS, weights_BS: None
 
@@ -101,9 +99,9 @@ class HeadStage(nn.Module):
 class Pipeline(PipelineModule):
     """This rank's stage.
 
-    What several stages use (a tied embedding, weights that layers share), each of them has a copy of, with the same
-    name and so the same initial values; the gradients are summed over the copies once per step, and the norm counts the
-    first alone.
+    Stages that use the same parameters (a tied embedding, shared layers) have a copy each, with the same name and
+    thus the same initial values. Gradients are summed over the copies once per step, and the norm only counts the
+    first copy.
     """
 
     def __init__(self, plan: ModelPlan):
@@ -125,7 +123,7 @@ class Pipeline(PipelineModule):
             super().__init__(specs, partition_method="uniform", activation_checkpoint_interval=0, topology=topology)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:
-        """The stage's layers; between stages all floats of the stream are one tensor."""
+        """The stage's layers. Between stages all floats of the stream are one tensor."""
         stage, layout = self.plan.mesh.pipeline.rank, self.plan.mesh.layout
         config, cut = self.plan.config, layout.tensor if layout.sequence else 1
         wire, hidden = config.parallel.communication.compress.pipeline, config.model.hidden_size
@@ -151,8 +149,8 @@ class Pipeline(PipelineModule):
         axis, held = self.plan.mesh.pipeline, copies(self.plan.config)
         groups = {}
         for stages in sorted(set(held.values())):
-            # Stages without a copy make a group of their own: torch names a group after how many its members have
-            # joined, so a rank that has joined fewer than its peers would wait for them under another name for ever.
+            # Stages without a copy make a group of their own: torch names a group by the number that its members have
+            # joined. A rank with fewer groups than its peers would wait for them forever, under another name.
             members = [axis.ranks[stage] for stage in (stages if axis.rank in stages else (axis.rank,))]
             groups[stages] = new_group(members, self.plan.mesh.timeout)
         for weight in sorted(self.parameters(), key=lambda p: logical_of(p).name):
@@ -163,7 +161,7 @@ class Pipeline(PipelineModule):
         return {}
 
     def get_tied_weights_and_groups(self) -> list[tuple[Tensor, dist.ProcessGroup]]:
-        """Each pair is one sum, in the order of names: the same for all members of a group."""
+        """(weight, group) of each sum, in the order of names: the same for all members of a group."""
         return self.tied
 
     @property
@@ -172,5 +170,5 @@ class Pipeline(PipelineModule):
 
 
 def stream_inputs(form: StreamForm, tokens: Tensor, extras: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """What `EmbeddingStage` takes: tokens and the side channels in the form's order."""
+    """Inputs of `EmbeddingStage`: tokens, and the side channels in the form's order."""
     return (tokens, *(extras[name] for name in form.optional))

@@ -14,16 +14,16 @@ from torch import Tensor
 
 
 def decide_on_device(optimizer: Any, inner: torch.optim.Optimizer) -> None:
-    """Norm, clipping, and the choice to skip an update whose norm is not finite stay on the GPU.
+    """Keep norm, clipping, and the decision to skip an update with a non-finite norm on the GPU.
 
     DeepSpeed reads the norm several times in a step, and the GPU is idle each time. Here torch's fused AdamW skips the
-    update where the norm is not finite, and in the bf16 optimizer divides by what clips the gradients. The step then
-    counts as applied, with an infinite norm, at which the guard ends the run when it arrives. Other optimizers, fp16
-    and offloaded states keep DeepSpeed's way.
+    update where the norm is not finite, and in the bf16 optimizer divides by the clipping factor. The step then counts
+    as applied, with an infinite norm, at which the guard ends the run. Other optimizers, fp16 and offloaded states keep
+    DeepSpeed's way.
 
     Args:
         optimizer: DeepSpeed's.
-        inner: the one of torch's form that it calls.
+        inner: the torch optimizer that it calls.
     """
     if not (skips_on_device(inner) and _on_gpu(optimizer)):
         return
@@ -55,11 +55,11 @@ def decide_on_device(optimizer: Any, inner: torch.optim.Optimizer) -> None:
 
 @contextlib.contextmanager
 def _decided_by(fused: Any, home: ModuleType) -> Iterator[None]:
-    """While this is open, a module of DeepSpeed hands its questions about a norm to torch's optimizer."""
+    """A module of DeepSpeed passes its decisions about a norm to torch's optimizer, inside this context."""
     from deepspeed.runtime import utils
 
     def valid(norm: Tensor) -> bool:
-        """In the place of DeepSpeed's question whether the norm is invalid."""
+        """Replaces DeepSpeed's check whether the norm is invalid."""
         bad, found = (~torch.isfinite(norm)).to(torch.float32), fused.found_inf
         fused.found_inf = bad if found is None else torch.maximum(bad, found)
         return False
@@ -69,7 +69,7 @@ def _decided_by(fused: Any, home: ModuleType) -> Iterator[None]:
         return global_norm
 
     def unmasked(*_: Any, **__: Any) -> None:
-        """DeepSpeed would write -1 over a norm that is not finite."""
+        """DeepSpeed would overwrite a non-finite norm with -1."""
 
     with contextlib.ExitStack() as stack:
         new = {"is_invalid_grad_norm": valid, "clip_tensors_by_global_norm": clip}
@@ -81,7 +81,7 @@ def _decided_by(fused: Any, home: ModuleType) -> Iterator[None]:
 
 
 def _overflow_stays(optimizer: Any, fused: Any) -> Any:
-    """`has_overflow` of ZeRO 1 and 2 with the same message, whose result stays on the device."""
+    """`has_overflow` of ZeRO 1 and 2 with the same message. Its result stays on the device."""
 
     def has_overflow(partition_gradients: bool = True) -> bool:
         found = optimizer.has_overflow_partitioned_grads_serial().byte()
@@ -94,7 +94,7 @@ def _overflow_stays(optimizer: Any, fused: Any) -> Any:
 
 
 class _OrderedStream(torch.cuda.Stream):
-    """A stream that later work on the current stream waits for, where DeepSpeed has the host wait."""
+    """A stream that the current stream waits for, where DeepSpeed has the host wait."""
 
     def synchronize(self) -> None:
         here = torch.cuda.current_stream(self.device)
@@ -103,8 +103,8 @@ class _OrderedStream(torch.cuda.Stream):
 
 
 def _order_on_device(optimizer: Any) -> None:
-    """At the end of each backward pass of ZeRO 3 the host waits for the stream that reduces gradients. All that reads
-    them comes later on the current stream."""
+    """At the end of each backward pass of ZeRO 3 the host waits for the stream that reduces gradients. Everything
+    that reads them comes later on the current stream, so only that has to wait."""
     stream = optimizer.reduce_and_partition_stream
     optimizer.reduce_and_partition_stream = _OrderedStream(
         stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
@@ -112,7 +112,7 @@ def _order_on_device(optimizer: Any) -> None:
 
 
 def _on_gpu(optimizer: Any) -> bool:
-    """Whether masters and gradients are on a GPU, and no loss scale depends on what overflows."""
+    """Whether masters and gradients are on a GPU, and no loss scale depends on overflows."""
     masters = [getattr(optimizer, name, ()) for name in _MASTERS]
     kept = [each for group in masters for each in group if isinstance(each, Tensor)]
     offloaded = getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)
@@ -124,6 +124,6 @@ _MASTERS = ("fp32_groups_flat_partition", "single_partition_of_fp32_groups", "fp
 
 
 def skips_on_device(inner: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer takes `found_inf` and `grad_scale`, and nothing stands before its step."""
+    """Whether an optimizer takes `found_inf` and `grad_scale`, and its step is not wrapped."""
     plain = isinstance(inner, torch.optim.AdamW) and "step" not in vars(inner)
     return plain and bool(inner.defaults.get("fused"))

@@ -11,22 +11,22 @@ ROW = 4096  # elements whose squares one fp32 sum takes
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Of all elements of one or more tensors of a device; 0-d, fp32. Contiguous tensors are not copied.
+    """Sum over all elements of some tensors of one device, 0-d, fp32. Contiguous tensors are not copied.
 
-    On CPUs torch's norm adds up a whole tensor in as many fp32 sums as a vector register holds. A sum that has grown
-    large takes no small squares any more: of 26 million gradients the norm comes out 0.1 to 0.5 % too small. Here the
-    norm of each row of 4096 elements is taken in this way, as fast, and squares of these are added up in fp64.
+    On CPUs torch's norm adds a whole tensor up in a few fp32 sums, one per lane of a vector register. A large sum
+    absorbs no small squares: for 26 million gradients the norm is 0.1 to 0.5 % too small. Here the norm of each row
+    of 4096 elements is taken that way, as fast, and their squares are added up in fp64.
     """
     return _squares(tensors).float()
 
 
 def norm(tensor: Tensor) -> Tensor:
-    """Of all elements of a tensor; one element, fp32."""
+    """Norm of a tensor, [1], fp32."""
     return _squares([tensor]).sqrt().float().view(1)
 
 
 def _squares(tensors: Sequence[Tensor]) -> Tensor:
-    """On a CPU fp64, so that the root of one norm's square is that norm."""
+    """fp64 on a CPU, so that the root of one norm's square is that norm."""
     if tensors[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float32)).square().sum()
     parts: list[Tensor] = []

@@ -1,8 +1,8 @@
 """DeepSpeed on tensors without values, in a process group that sends nothing.
 
-torch's fake tensors have shapes, types and devices only, and its fake process group takes every message and delivers
-none. Where DeepSpeed reads a value or waits for one that another rank has sent, what it would read is put in place:
-no gradient overflows, all ranks agree, and the stage before sends a stream of the form that this stage expects.
+torch's fake tensors only have shapes, types and devices. Its fake process group takes every message and delivers
+none. This module provides the values and messages that DeepSpeed reads: no gradient overflows, all ranks agree, and the
+stage before sends a stream of the form that this stage expects.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.config.arithmetic.wire import between_stages
 from megatron.parallel.layout.precision import COMPUTE_TYPES
 
-# Other forms of one tensor. ZeRO 3 cuts each weight into parts for all ranks, whenever it gathers or reduces it.
+# Views. ZeRO 3 cuts each weight into parts for all ranks, whenever it gathers or reduces it.
 _aten = torch.ops.aten
 VIEWS = frozenset((
     _aten.as_strided.default,
@@ -35,9 +36,9 @@ VIEWS = frozenset((
 
 
 class Values(TorchDispatchMode):
-    """Gives 0 to whoever reads a value that a tensor does not have, and grouped products in the types that CPUs have
-    them in: the form without values is that of GPUs, which know bf16 alone. Makes views and flat buffers itself:
-    torch would look up each in a cache of operations, by the forms of all parts."""
+    """Returns 0 for values that a tensor does not have. Computes shapes of grouped products as on GPUs in all types
+    (torch's version without values only takes bf16). Makes views and flat buffers itself: torch would look up each
+    in a cache of operations, by the forms of all parts."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in VIEWS and type(args[0]) is FakeTensor and args[0].constant is None:
@@ -54,14 +55,14 @@ class Values(TorchDispatchMode):
 
 
 def _view(base: FakeTensor, func: Any, args: Any, kwargs: Any) -> FakeTensor:
-    """As `FakeTensorMode` makes it: by the operation on shapes alone, in the same storage."""
+    """A view as `FakeTensorMode` makes it: by the operation on shapes, in the same storage."""
     with in_kernel_invocation_manager(base.fake_mode):
         shape = func(*args, **kwargs)
     return FakeTensor(base.fake_mode, shape, base.fake_device)
 
 
 def _are_flat(parts: Sequence[Tensor]) -> bool:
-    """Whether they are vectors of one type, without values that are known."""
+    """Whether they are vectors of one type without known values."""
     dtype = parts[0].dtype
     return all(
         type(each) is FakeTensor and each.dim() == 1 and each.dtype is dtype and each.constant is None for each in parts
@@ -69,8 +70,8 @@ def _are_flat(parts: Sequence[Tensor]) -> bool:
 
 
 def _grouped_product(a: Tensor, b: Tensor, ends: Tensor | None) -> Tensor:
-    """What `aten._grouped_mm` gives: rows that begin at multiples of 16 bytes. The groups are parts of the dimension
-    that only one of the factors has as such; of two matrices, each group has a product of its own."""
+    """Result of `aten._grouped_mm`: its rows begin at multiples of 16 bytes. Groups are parts of the dimension that
+    only one factor has. For two matrices, each group has its own product."""
     unit = 16 // a.element_size()
     rows, columns = a.shape[-2], b.shape[-1]
     padded = -(-columns // unit) * unit
@@ -82,11 +83,11 @@ def _grouped_product(a: Tensor, b: Tensor, ends: Tensor | None) -> Tensor:
 
 @contextlib.contextmanager
 def without_values() -> Iterator[None]:
-    """Tensors that are made inside have no values, and DeepSpeed accepts it.
+    """Tensors made inside this context have no values, and DeepSpeed accepts them.
 
     `torch.distributed` must have been initialised with the backend "fake".
     """
-    import torch.distributed._tools.fake_collectives  # noqa: F401  what collectives give, as shapes
+    import torch.distributed._tools.fake_collectives  # noqa: F401  shapes of collectives' results
     from deepspeed.runtime.pipe.engine import PipelineEngine
     from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3, utils
 
@@ -101,25 +102,15 @@ def without_values() -> Iterator[None]:
         replaced.append((module, "assert_ints_same_as_other_ranks", agreed))
     with contextlib.ExitStack() as stack:
         for where, name, stand_in in replaced:
-            stack.enter_context(_replaced(where, name, stand_in))
+            stack.enter_context(mock.patch.object(where, name, stand_in))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(Values())
         yield
 
 
-@contextlib.contextmanager
-def _replaced(where: Any, name: str, stand_in: Any) -> Iterator[None]:
-    before = getattr(where, name)
-    setattr(where, name, stand_in)
-    try:
-        yield
-    finally:
-        setattr(where, name, before)
-
-
 def _apply(self: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """`nn.Module._apply` as it is for tensors with values: parameters stay, their data change. For those without it
-    swaps tensors, which parameters that somebody refers to refuse."""
+    """`nn.Module._apply` as for tensors with values: parameters stay, their data change. For tensors without values
+    it would swap tensors, which fails for parameters that are referred to elsewhere."""
     for child in self.children():
         child._apply(change)
     with torch.no_grad():
@@ -135,7 +126,7 @@ def _apply(self: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = 
 
 
 def _expected_stream(self: Any, stage: int) -> tuple[Tensor, ...]:
-    """Buffers for what the stage before sends: its shapes are those of the stream at this stage's border."""
+    """Buffers for the stream from the stage before, in its form at this stage's border."""
     plan = self.module.plan
     border = self.module.parts[plan.mesh.pipeline.rank]
     form, config, layout = plan.form_at(border - 1), plan.config, plan.mesh.layout
@@ -145,7 +136,7 @@ def _expected_stream(self: Any, stage: int) -> tuple[Tensor, ...]:
     compute = "fp32" if config.model.residual.fp32 else config.precision.compute
     elements = positions // cut * form.sample_width(hidden, cut)
     dtype, elements = between_stages(wire, elements, form.common_width(hidden, cut), compute)
-    # all floats of a sample are one row where there are channels, or another form of them travels
+    # all floats of a sample are one row if there are channels, or if the stream is compressed
     shape = [samples, elements] if form.channels or wire != "none" else [samples, positions // cut, hidden]
     shapes = [(shape, COMPUTE_TYPES[dtype])]
     for name in form.optional:

@@ -1,4 +1,4 @@
-"""What DeepSpeed's ZeRO optimizers copy in each step on CPUs though nobody needs the copy.
+"""Removes copies that DeepSpeed's ZeRO optimizers make in each step on CPUs without need.
 
 New memory is the most expensive part of such a copy: the kernel clears it page by page, in each step again.
 """
@@ -16,18 +16,14 @@ from .sum_of_squares import norm
 
 
 def norms_without_copies(optimizer: Any) -> None:
-    """On CPUs, norms of gradients at ZeRO 1 and 2 are taken as those of other stages (`squares`). DeepSpeed copies each
-    gradient to fp64 for its norm.
-
-    Args:
-        optimizer: DeepSpeed's.
-    """
+    """On CPUs, take norms of gradients at ZeRO 1 and 2 as at other stages (`sum_of_squares`). DeepSpeed copies each
+    gradient to fp64 for its norm."""
     if not hasattr(optimizer, "get_grad_norm_direct") or not _on_cpu(optimizer):
         return
     direct = optimizer.get_grad_norm_direct
 
     def of_norms(gradients: Sequence[Tensor], params: Sequence[Tensor], norm_type: float = 2) -> Tensor:
-        if norm_type == 2:  # DeepSpeed takes norms again, of what are norms already
+        if norm_type == 2:  # DeepSpeed then takes norms of these norms
             gradients = [norm(each) for each in gradients if not getattr(each, "_zero_padding", False)]
         return direct(gradients, params, norm_type)
 
@@ -35,14 +31,11 @@ def norms_without_copies(optimizer: Any) -> None:
 
 
 def update_in_place(optimizer: Any) -> None:
-    """On CPUs in fp32, ZeRO 1 updates a rank's part of the weights where it is, from gradients in memory that stays.
+    """On CPUs in fp32, ZeRO 1 updates a rank's part of the weights in place, from gradients in memory that is kept.
 
-    DeepSpeed keeps a second copy of that part as its masters, which it copies to the weights after each update; and it
-    gathers the part's gradients in memory that is new in each step, and multiplies them by 1 where nothing is clipped.
-    Both memories are of the same size: what the masters took, the gradients have now.
-
-    Args:
-        optimizer: DeepSpeed's, before its first step.
+    DeepSpeed keeps a second copy of that part as its masters, which it copies to the weights after each update. It
+    gathers the part's gradients in new memory in each step, and multiplies them by 1 where nothing is clipped. Memory
+    use stays the same: the gradients take the place of the masters.
     """
     if not _plain_fp32(optimizer):
         return
@@ -52,11 +45,11 @@ def update_in_place(optimizer: Any) -> None:
     optimizer._link_all_hp_params()
     _save_masters_alone(optimizer)
     _keep_flat_gradients(optimizer)
-    _clip_what_is_too_long(optimizer)
+    _clip_if_above_limit(optimizer)
 
 
 def _plain_fp32(optimizer: Any) -> bool:
-    """Whether this is ZeRO 1 with fp32 masters of fp32 weights, which nothing else keeps elsewhere."""
+    """Whether this is ZeRO 1 with fp32 masters of fp32 weights, without offloading."""
     masters = getattr(optimizer, "single_partition_of_fp32_groups", None)
     if masters is None or not hasattr(optimizer, "parallel_partitioned_bit16_groups") or not _on_cpu(optimizer):
         return False
@@ -71,7 +64,7 @@ def _on_cpu(optimizer: Any) -> bool:
 
 
 def _save_masters_alone(optimizer: Any) -> None:
-    """A file of DeepSpeed's would have the weights of all ranks, of which the masters are views now."""
+    """The masters are views of all ranks' weights now, which DeepSpeed would save whole."""
     masters = optimizer._get_groups_without_padding
 
     optimizer._get_groups_without_padding = lambda groups: [each.detach().clone() for each in masters(groups)]
@@ -81,7 +74,7 @@ def _keep_flat_gradients(optimizer: Any) -> None:
     kept: dict[int, Tensor] = {}
 
     def gathered(group: int) -> Tensor:
-        """[partition] the gradients of what this rank updates, one behind the other, and zeros for what pads it."""
+        """[partition] gradients of this rank's part, one after the other, padded with zeros."""
         if group not in kept:
             kept[group] = torch.empty(int(optimizer.partition_size[group]))
         flat = kept[group]
@@ -94,7 +87,7 @@ def _keep_flat_gradients(optimizer: Any) -> None:
     optimizer._get_preflattened_grad_partition = gathered
 
 
-def _clip_what_is_too_long(optimizer: Any) -> None:
+def _clip_if_above_limit(optimizer: Any) -> None:
     scale = optimizer.unscale_and_clip_grads
 
     def clip(groups: Sequence[Tensor], total: Any) -> None:

@@ -1,4 +1,4 @@
-"""Modules whose parameters are cut by ZeRO 3 as soon as they exist."""
+"""Modules whose parameters ZeRO 3 partitions as soon as they exist."""
 
 from __future__ import annotations
 
@@ -16,17 +16,14 @@ from .mpu import ModelParallelUnit
 
 @contextlib.contextmanager
 def cut_as_they_are_made(config: Config, options: dict[str, Any], mpu: ModelParallelUnit) -> Iterator[None]:
-    """Have each parameter cut when its module has been made, so that no rank ever holds the whole model.
+    """Partition each parameter when its module has been made, so that no rank ever holds the whole model.
 
-    It keeps the type that it was made with: DeepSpeed's override of types would be one for all.
-
-    Args:
-        options: of DeepSpeed.
+    Parameters keep their types. DeepSpeed's override of types would be one for all.
     """
     import deepspeed
 
     for _, kind, _ in used_kinds(config.model):
-        kind.module  # noqa: B018  (imported before classes of modules are made otherwise)
+        kind.module  # noqa: B018  (imported before zero.Init changes how modules are made)
     overrides = [deepspeed.runtime.zero.partition_parameters.DeepSpeedTensorOverride.device]
     with (
         _classes_as_they_were(),
@@ -42,8 +39,8 @@ def cut_as_they_are_made(config: Config, options: dict[str, Any], mpu: ModelPara
 
 @contextlib.contextmanager
 def _classes_as_they_were() -> Iterator[None]:
-    """Takes from `nn.Module` the `__init_subclass__` that zero.Init gives it, and leaves there: with it, no generic
-    class of modules can be made."""
+    """Removes the `__init_subclass__` that zero.Init adds to `nn.Module` and leaves there. With it, no generic class
+    of modules can be made."""
     own = "__init_subclass__" in vars(nn.Module)
     try:
         yield

@@ -1,9 +1,9 @@
 """Optimizers and their parameter groups.
 
-`build.build_optimizer` makes one torch optimizer for the parameters of this rank; `build.set_learning_rate` gives each
-of its groups the scheduled rate. AdamW, Lion and SGD work element by element, so ZeRO may flatten and cut their
-parameters as it likes. Muon needs whole matrices: a `MatrixOptimizer` gets them on every layout.
+`groups.build_optimizer` makes one torch optimizer for the parameters of this rank. AdamW, Lion and SGD work element by
+element, so ZeRO may flatten and cut their parameters. Muon needs whole matrices: a `MatrixOptimizer` gets them on every
+layout.
 
-Each optimizer is a folder: `options.py`, its facts without torch (`megatron.config.optimizer_kind.OptimizerKind`), and
-`update.py`, its class.
+Each optimizer is a folder: `options.py`, its facts without torch (`megatron.config.optimizer_kind.OptimizerKind`),
+and `update.py`, its class.
 """

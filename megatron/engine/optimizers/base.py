@@ -1,8 +1,8 @@
-"""What the optimizers of this folder have instead of `torch.optim.Optimizer`: the same, without torch's compiler.
+"""Base of our optimizers: `torch.optim.Optimizer` without torch's compiler.
 
-Several methods of torch's base class, and `step` of its Adam, import torch._dynamo when they are first called, so that
-torch.compile leaves them alone. That import costs each rank 2 to 4 seconds of its start and 100 MiB, also in runs that
-compile nothing. torch's decorators keep the method that they wrap, and this class has those.
+Several methods of torch's base class, and `step` of its Adam, import torch._dynamo at their first call, to exclude
+themselves from torch.compile. That import costs each rank 2 to 4 seconds of its start and 100 MiB, also in runs that
+compile nothing. This class has the methods inside of torch's decorators.
 """
 
 from __future__ import annotations
@@ -22,9 +22,23 @@ class EagerOptimizer(torch.optim.Optimizer):
     state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
     load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
 
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self.step_group(group)
+        return loss
+
+    def step_group(self, group: dict[str, Any]) -> None:
+        """Update the parameters of a group."""
+        raise NotImplementedError
+
 
 class EagerAdamW(EagerOptimizer, torch.optim.AdamW):
-    """torch's AdamW in the same way."""
+    """torch's AdamW without torch's compiler."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

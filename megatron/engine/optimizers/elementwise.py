@@ -1,12 +1,11 @@
-"""What optimizers have in common that update each parameter, or part of one, by itself."""
+"""Base of optimizers that update each element of a parameter by itself."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .base import EagerOptimizer
@@ -14,7 +13,7 @@ from .contract import initialize_state
 
 
 class ElementwiseOptimizer(EagerOptimizer):
-    """An optimizer that says how one parameter is updated; its states are those that `state_names` declares."""
+    """A subclass defines the update of one parameter. Its states are those in `state_names`."""
 
     @abstractmethod
     def update(self, group: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> None:
@@ -24,15 +23,8 @@ class ElementwiseOptimizer(EagerOptimizer):
             gradient: of the parameter's type.
         """
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            initialize_state(self, group, parameters)
-            for parameter in parameters:
-                self.update(group, parameter, parameter.grad.to(parameter.dtype))
-        return loss
+    def step_group(self, group: dict[str, Any]) -> None:
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        initialize_state(self, group, parameters)
+        for parameter in parameters:
+            self.update(group, parameter, parameter.grad.to(parameter.dtype))

@@ -1,10 +1,11 @@
-"""Which settings each parameter is trained with: groups made from the roles of the parameters."""
+"""The optimizer of a configuration and its parameter groups: the settings of each parameter, from its role."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import nn
 
 from megatron.config import Config
@@ -12,26 +13,22 @@ from megatron.config.sections.recipe import OptimizerSection
 from megatron.parallel.layers.parameters import is_spread
 from megatron.parallel.layout.shard import Role
 
-from .contract import group_settings
-from .named import optimizer_class
+from .contract import group_settings, optimizer_class
 
 
 def parameter_groups(config: Config, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
     """Put each trainable parameter of this rank into exactly one group.
 
     Parameters with the same settings (multiplier of the learning rate, weight decay, betas, algorithm), the same type
-    and the same ranks share a group, in the order in which they come: ZeRO lays a group out as one flat buffer, so
-    fewer are better.
+    and the same ranks share a group, in their order. ZeRO makes one flat buffer per group, so fewer are better.
 
     Args:
-        config: a resolved `Config`.
-        parameters: parameters that carry `.logical`; a parameter that occurs twice (a tied one) counts once.
+        parameters: parameters with `.logical`. One that occurs twice (tied) counts once.
 
     Returns:
-        Groups for a torch optimizer with the extra keys `name`, `roles`, `lr_scale` (the group's learning rate is
-        this times the scheduled one), `moe` (experts, different ones on different data parallel ranks), and what the
-        optimizer adds (`group_settings`); `eps` where a parametrization changes it. `lr` is 0 until the schedule sets
-        it.
+        Groups for a torch optimizer with the extra keys `name`, `roles`, `lr_scale` (multiple of the scheduled rate),
+            `moe` (experts that differ between data parallel ranks), and the result of `group_settings`. They have `eps`
+            where a parametrization changes it. `lr` is 0 until the schedule sets it.
 
     Raises:
         ValueError: a parameter has no `.logical`, or the optimizer cannot train it.
@@ -63,7 +60,7 @@ def parameter_groups(config: Config, parameters: Iterable[nn.Parameter]) -> list
 
 
 def _settings(optimizer: OptimizerSection, role: Role) -> tuple[float, float]:
-    """The multiplier of the learning rate and the weight decay of a role."""
+    """Multiplier of the learning rate, and weight decay, of a role."""
     options = optimizer.groups.get(role.value)
     if options is None:
         return 1.0, optimizer.weight_decay
@@ -71,7 +68,7 @@ def _settings(optimizer: OptimizerSection, role: Role) -> tuple[float, float]:
 
 
 def _averaging(optimizer: OptimizerSection, role: Role) -> dict[str, Any]:
-    """The betas and the epsilon that a role has of its own, by the names that torch's optimizers give them."""
+    """Betas and epsilon of a role that differ from the optimizer's, as torch names them."""
     options = optimizer.groups.get(role.value)
     own = {} if options is None else {"betas": options.betas, "eps": options.epsilon}
     return {name: value for name, value in own.items() if value is not None}
@@ -83,3 +80,23 @@ def use_fused(config: Config, groups: list[dict[str, Any]]) -> bool:
     kinds = {(parameter.device.type, parameter.is_floating_point()) for parameter in parameters}
     available = bool(kinds) and all(device in ("cuda", "cpu") and floating for device, floating in kinds)
     return config.optimizer.fused and available
+
+
+def build_optimizer(config: Config, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of a resolved `Config` for the parameters of this rank.
+
+    The rates of its groups are 0 until `set_learning_rate` is called, so an engine's trial step at its start changes no
+    weight.
+
+    Raises:
+        ValueError: a parameter has no role, or the options contradict each other.
+    """
+    made = optimizer_class(config).build(config, parameter_groups(config, parameters))
+    return cast(torch.optim.Optimizer, made)  # as its contract says
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the scheduled rate (that of `optimizer.lr`) as `scheduled_lr` of each group, and the group's multiple of
+    it as `lr`."""
+    for group in optimizer.param_groups:
+        group["lr"], group["scheduled_lr"] = lr * group["lr_scale"], lr

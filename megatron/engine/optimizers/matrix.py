@@ -1,15 +1,17 @@
-"""The form of optimizers that treat whole matrices, such as Muon: matrices in their own groups, AdamW for the rest.
+"""Base of optimizers of whole matrices, such as Muon: matrices in their own groups, AdamW for the rest.
 
-A subclass says what becomes of one whole matrix (`direction`). Which rank has it whole, and how its parts get there
-and back, is `whole.WholeTensors`'s concern: the engine tells each rank's holdings once (`attach`); without an engine
-each parameter is whole. A state may be kept per element by whoever holds the element (`matrix_states`), or by the owner
-for the whole matrix (`owner_states`), in any size; both are saved as parts of logical tensors, so no layout shows.
+A subclass defines the step of one whole matrix (`direction`). `whole.WholeTensors` chooses the rank that has it
+whole, and moves its parts there and back. The engine gives each rank's holdings once (`attach`). Without an engine
+each parameter is whole. A state is kept per element by the element's holder (`matrix_states`), or by the owner for
+the whole matrix (`owner_states`), in any size. Both are saved as parts of logical tensors, independent of the
+layout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -22,39 +24,36 @@ from megatron.parallel.layout.mesh import ALONE, Axis
 from megatron.parallel.layout.shard import LogicalTensor, Role
 
 from .base import EagerOptimizer, decay_cautiously
-from .contract import STEP, initialize_state
-from .named import optimizer_class
+from .contract import STEP, initialize_state, optimizer_class
+from .groups import use_fused
 from .whole import Held, OwnedUnit, WholeTensors
 
-WEIGHT = "weight"  # beside the states of a matrix, where the optimizer reads it
-
-# Matrices inside the blocks; embeddings, the head and everything else stay with AdamW.
-MATRIX_ROLES = (Role.HIDDEN, Role.OUTPUT)
+WEIGHT = "weight"  # among the states of a matrix, if the optimizer reads it
 
 
-def is_matrix(logical: LogicalTensor) -> bool:
-    """Whether a tensor is a matrix inside a block, several of them fused, or a stack of experts' matrices."""
-    return logical.role in MATRIX_ROLES and (len(logical.shape) == 2 or logical.stacked)
+def has_matrices(logical: LogicalTensor) -> bool:
+    """Whether a tensor is a matrix, several of them fused, or a stack of experts' matrices."""
+    return len(logical.shape) == 2 or logical.stacked
 
 
 def sizes(logical: LogicalTensor) -> list[tuple[int, int]]:
-    """(rows, columns) of the matrices that are fused in a tensor; of each of its experts, where it has some."""
+    """(rows, columns) of the matrices that are fused in a tensor, or in each of its experts."""
     rows, columns = logical.shape[-2:]
     return [(each, columns) for each in logical.matrices or (rows,)]
 
 
 def blocks(unit: OwnedUnit, whole: Tensor) -> list[Tensor]:
-    """Views [experts or 1, rows, columns] of the matrices that are fused in a whole of the unit's shape."""
+    """Views [experts or 1, rows, columns] of the matrices that are fused in a whole tensor."""
     stack = whole.view(-1, *unit.shape[-2:])
     return list(stack.split([rows for rows, _ in sizes(unit.tensor)], dim=1))
 
 
 class MatrixOptimizer(EagerOptimizer):
-    """One optimizer for groups whose `matrix` is true; AdamW for the others.
+    """One optimizer for groups whose `matrix` is true, AdamW for the others.
 
     Args:
-        groups: made by `parameter_groups`; parameters of matrix groups have `.logical`, and are matrices or stacks
-            [E, rows, columns] of experts' matrices.
+        groups: from `parameter_groups`. Parameters of matrix groups have `.logical`, and are matrices or stacks [E,
+            rows, columns] of experts' matrices.
         defaults: of the matrix groups.
         lr, betas, eps, fused: as in `torch.optim.AdamW`.
         cautious: see `base.decay_cautiously`.
@@ -64,14 +63,14 @@ class MatrixOptimizer(EagerOptimizer):
     """
 
     _device = torch.device("cpu")
-    travels: torch.dtype | None = None  # the type in which values are sent to owners; their own where it is None
+    travels: torch.dtype | None = None  # type in which values are sent to owners. None: their own
     reads_weights = False  # owners get the whole parameter too, as the state `weight`
-    matrices_alone = True  # else a parameter of a matrix group may have any shape
+    matrices_alone = True  # False: a parameter of a matrix group may have any shape
 
     def __init__(
         self,
         groups: Iterable[dict[str, Any]],
-        defaults: Mapping[str, Any],
+        defaults: Mapping[str, Any] = MappingProxyType({}),
         *,
         lr: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -85,37 +84,49 @@ class MatrixOptimizer(EagerOptimizer):
         for group in self.param_groups:
             for parameter in group["params"] if group["matrix"] else ():
                 logical = logical_of(parameter)
-                if self.matrices_alone and len(logical.shape) != 2 and not logical.stacked:
+                if self.matrices_alone and not has_matrices(logical):
                     raise ValueError(f"{type(self).__name__}: {logical.name} {logical.shape} is not a matrix")
         self._wholes: dict[Tensor, WholeTensors] = {}  # by the first of the flat tensors of a step
         self._owned: dict[OwnedUnit, dict[str, Tensor]] = {}
 
     @classmethod
+    def build(cls, config: Config, groups: list[dict[str, Any]]) -> Self:
+        common, fused = config.optimizer, use_fused(config, groups)
+        return cls(groups, **cls.settings(config), betas=common.betas, eps=common.epsilon, fused=fused)
+
+    @classmethod
+    def settings(cls, config: Config) -> dict[str, Any]:
+        """Further arguments of the class."""
+        return {}
+
+    @classmethod
+    def treats(cls, config: Config, logical: LogicalTensor) -> bool:
+        """Whether a tensor is in a matrix group: by default matrices inside the blocks, without embeddings and head."""
+        return logical.role in (Role.HIDDEN, Role.OUTPUT) and has_matrices(logical)
+
+    @classmethod
     def group_settings(cls, config: Config, logical: LogicalTensor) -> dict[str, Any]:
-        """Matrices have groups of their own."""
-        if is_matrix(logical):
-            return {"matrix": True, "algorithm": config.optimizer.type}
-        return {"matrix": False, "algorithm": "adamw"}
+        matrix = cls.treats(config, logical)
+        return {"matrix": matrix, "algorithm": config.optimizer.type if matrix else "adamw"}
 
     def state_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return self.matrix_states(group) if group["matrix"] else ("exp_avg", "exp_avg_sq", "step")
 
     def matrix_states(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """The states that holders keep of their own elements, as in `contract.Optimizer.state_names`."""
-        raise NotImplementedError
+        return (STEP,)
 
     def owner_states(self, logical: LogicalTensor) -> dict[str, int | None]:
-        """The states that a matrix's owner keeps, zero at first: None is one number per element, a number how
-        many there are for the tensor (for each expert of a stack).
-        """
+        """The states that a matrix's owner keeps, zero at first. None is one number per element, else a number per
+        tensor (per expert of a stack)."""
         return {}
 
     def owner_type(self, name: str) -> torch.dtype:
-        """Of such a state."""
+        """Type of an owner's state."""
         return torch.float32
 
     def values(self, group: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> Tensor:
-        """What the owner needs of a holder's elements, of the parameter's shape; the gradient by default."""
+        """Input of the owner for a holder's elements, of the parameter's shape. The gradient by default."""
         return gradient
 
     def direction(
@@ -124,19 +135,19 @@ class MatrixOptimizer(EagerOptimizer):
         """On the owner, from the whole of `values` to the step, of the same shape: parameter -= lr * step.
 
         Args:
-            states: what `owner_states` says, to be updated in place: of the unit's shape, or [experts, numbers]. With
+            states: the `owner_states`, to be updated in place: of the unit's shape, or [experts, numbers]. With
                 `reads_weights` also `weight`, a copy of the whole parameter.
-            done: steps before this one; counted where "step" is among `matrix_states`.
+            done: steps before this one, counted where "step" is among `matrix_states`.
         """
         raise NotImplementedError
 
     def attach(
         self, flats: Sequence[tuple[Sequence[Tensor], Sequence[Held]]], axis: Axis, device: torch.device
     ) -> None:
-        """Learn what each rank of the pipeline stage holds of the matrices; all of them call it together.
+        """Exchange the ranks' holdings of matrices. All ranks of the pipeline stage call it together.
 
         Args:
-            flats: the tensors that a group has during a step, and what lies in them (numbered in this order).
+            flats: the tensors of each group during a step, and their contents (numbered in this order).
 
         Raises:
             ValueError: the ranks hold parts of different matrices together.
@@ -148,7 +159,7 @@ class MatrixOptimizer(EagerOptimizer):
             dist.all_gather_object(everyone, mine, group=axis.group)
         if len({len(row) for row in everyone}) > 1:
             raise ValueError(
-                "DeepSpeed has cut the ranks' matrices into different numbers of pieces; "
+                "DeepSpeed has cut the ranks' matrices into different numbers of pieces: "
                 "use a larger deepspeed.zero_optimization.sub_group_size"
             )
         self._device = device
@@ -156,9 +167,8 @@ class MatrixOptimizer(EagerOptimizer):
             self._wholes[tensors[0]] = WholeTensors([row[number] for row in everyone], axis, device)
 
     def owned_states(self) -> Iterator[tuple[LogicalTensor, str, int, Tensor]]:
-        """What this rank keeps as an owner: (tensor, state, first element, values 1-D). A state with numbers of its own
-        is a logical tensor of its own, named after the matrix.
-        """
+        """This rank's states as an owner: (tensor, state, first element, values 1-D). A state with numbers per
+        tensor is a logical tensor of its own, named after the matrix."""
         for unit in (unit for wholes in self._wholes.values() for unit in wholes.owned):
             stacked = unit.tensor.stacked
             for name, numbers in self.owner_states(unit.tensor).items():
@@ -188,19 +198,12 @@ class MatrixOptimizer(EagerOptimizer):
             self._wholes[parameters[0]] = WholeTensors([held], ALONE)
         return self._wholes[parameters[0]]
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            if group["params"]:  # ZeRO 3 shows one of its flat tensors at a time
-                (self._matrices if group["matrix"] else self._adamw)(group)
-        return loss
+    def step_group(self, group: dict[str, Any]) -> None:
+        if group["params"]:  # under ZeRO 3 only one group has a tensor at a time
+            (self._matrices if group["matrix"] else self._adamw)(group)
 
     def _matrices(self, group: dict[str, Any]) -> None:
-        """A parameter without a gradient has one of zeros, as it has in ZeRO's flat tensors."""
+        """A missing gradient counts as zeros, as in ZeRO's flat tensors."""
         parameters, values = group["params"], []
         for parameter in parameters:
             gradient = parameter.grad
@@ -226,7 +229,7 @@ class MatrixOptimizer(EagerOptimizer):
             parameter.mul_(1 - amount)
 
     def _count(self, group: Mapping[str, Any], parameters: Sequence[Tensor]) -> int:
-        """The number of steps before this one, which it counts."""
+        """Count this step. Returns the number of steps before it."""
         if STEP not in self.matrix_states(group):
             return 0
         initialize_state(self, group, parameters)
@@ -239,13 +242,7 @@ class MatrixOptimizer(EagerOptimizer):
         parameters = [p for p in group["params"] if p.grad is not None]
         if not parameters:
             return
-        for parameter in parameters:
-            state = self.state[parameter]
-            if "step" not in state:
-                place = parameter.device if group["fused"] else "cpu"
-                state["step"] = torch.zeros((), dtype=torch.float32, device=place)
-                state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        initialize_state(self, group, parameters)
         states = [self.state[parameter] for parameter in parameters]
         for parameter, state in zip(parameters, states) if self.cautious else ():
             step = state["exp_avg"].lerp(parameter.grad.to(parameter.dtype), 1 - group["betas"][0])
@@ -270,6 +267,6 @@ class MatrixOptimizer(EagerOptimizer):
 
 
 def keeps_owner_states(config: Config) -> bool:
-    """Whether the run's optimizer keeps states of whole matrices, which formats of DeepSpeed do not know."""
+    """Whether the run's optimizer keeps states of whole matrices, which formats of DeepSpeed do not have."""
     kind: Any = optimizer_class(config)
     return issubclass(kind, MatrixOptimizer) and kind.owner_states is not MatrixOptimizer.owner_states

@@ -1,12 +1,11 @@
-"""Whole logical tensors for optimizers that need them, spread by owner over the ranks that hold parts of them.
+"""Whole logical tensors for optimizers that need them, distributed by owner over the ranks that hold parts of them.
 
-Whatever the layout, a rank holds runs of flattened shards: tensor parallelism cuts a tensor into shards, ZeRO a shard
-into runs, expert parallelism gives a rank some of the experts. One rank of the pipeline stage *owns* each tensor: it
-receives the parts that it lacks, computes on the whole, and sends each holder its part of the result. Both ways are
-one all-to-all, so a part travels to one rank and back and nothing is gathered everywhere. The owner is a rank that
-holds the most of the tensor already, of those the one with the least work: under ZeRO 1 and 2, where most tensors lie
-whole on one rank, only those on a cut travel; where all ranks hold the same, the work is shared out and the results
-are sent.
+On any layout, a rank holds runs of flattened shards. Tensor parallelism cuts a tensor into shards, and ZeRO a shard
+into runs. Expert parallelism gives a rank some of the experts. One rank of the pipeline stage *owns* each tensor. It
+receives the missing parts, computes on the whole, and sends each holder its part of the result. Each direction is
+one all-to-all, so a part travels to one rank and back. The owner is one of the ranks that hold the most of the
+tensor, the one with the least work. Under ZeRO 1 and 2, where most tensors lie whole on one rank, only those on a
+cut travel. Where all ranks hold the same, the work is shared and the results are sent.
 """
 
 from __future__ import annotations
@@ -25,14 +24,13 @@ from torch import Tensor
 from megatron.parallel.layout.mesh import ALONE, Axis
 from megatron.parallel.layout.shard import LogicalTensor, Span
 
-ROUND = 2**27  # elements of whole tensors that travel at one time, over all ranks: what buffers may grow to
+ROUND = 2**27  # elements of whole tensors that travel at one time, over all ranks. Bounds the buffers
 
 
 @dataclass(frozen=True)
 class Held:
-    """Elements [start, start + count) of the flattened shard `cut` (rank, ranks) of a logical tensor: this rank has
-    them at `place` of its flat tensor number `flat`.
-    """
+    """Elements [start, start + count) of the flattened shard `cut` (rank, ranks) of a logical tensor. This rank has
+    them at `place` of its flat tensor number `flat`."""
 
     tensor: LogicalTensor
     cut: tuple[int, int]
@@ -44,7 +42,7 @@ class Held:
 
 @dataclass(frozen=True)
 class OwnedUnit:
-    """What has one owner: a logical tensor, or `count` of its experts from number `first` on."""
+    """A tensor with one owner: a logical tensor, or `count` of its experts from number `first` on."""
 
     tensor: LogicalTensor
     first: int = 0
@@ -56,7 +54,7 @@ class OwnedUnit:
 
     @property
     def work(self) -> int:
-        """Multiplications of one product of the matrix with itself, about what orthogonalising or rooting costs."""
+        """Multiplications of one product of the matrix with itself: about the cost of orthogonalising it."""
         rows, columns = (1, 1, *self.shape)[-2:]
         return prod(self.shape) * min(rows, columns)
 
@@ -65,7 +63,7 @@ class OwnedUnit:
         return Span(0, self.count, 0) if self.tensor.stacked else None
 
     def segment(self, cut: tuple[int, int]) -> tuple[int, int]:
-        """Where its elements begin and end in the flattened shard."""
+        """Begin and end of its elements in the flattened shard."""
         size = prod(self.tensor.local_shape(*cut))
         if not self.tensor.stacked:
             return 0, size
@@ -73,7 +71,7 @@ class OwnedUnit:
         return self.first * each, (self.first + self.count) * each
 
     def paste(self, whole: Tensor, cut: tuple[int, int], segment: Tensor) -> None:
-        """Put the elements of a shard (1-D) where they belong in the whole."""
+        """Put the elements of a shard (1-D) into the whole."""
         for there, here in self._places(cut):
             whole[there] = segment.view(self.tensor.local_shape(*cut, self._experts))[here]
 
@@ -111,12 +109,12 @@ Work = Callable[..., Tensor]
 
 
 class WholeTensors:
-    """The units of some flat tensors, and how their parts travel.
+    """The units of some flat tensors, and the exchange of their parts.
 
     Args:
         held: what each rank of the axis holds, in the order of its ranks.
         axis: ranks of the pipeline stage.
-        device: where tensors travel and wholes are computed on; None is where the values are.
+        device: of messages and whole tensors. None: that of the values.
     """
 
     def __init__(self, held: Sequence[Sequence[Held]], axis: Axis = ALONE, device: torch.device | None = None) -> None:
@@ -129,12 +127,11 @@ class WholeTensors:
 
     @property
     def owned(self) -> list[OwnedUnit]:
-        """The units that this rank owns."""
         return [unit for unit, owner in zip(self.units, self.owners) if owner == self.axis.rank]
 
     @cached_property
     def rounds(self) -> list[list[int]]:
-        """Numbers of the units that travel together, so that buffers stay small."""
+        """Numbers of the units that travel together. Rounds bound the size of buffers."""
         found: list[list[int]] = []
         filled = ROUND
         for number, unit in enumerate(self.units):
@@ -150,20 +147,21 @@ class WholeTensors:
         values: Sequence[Tensor],
         work: Work,
         dtype: torch.dtype | None = None,
-        beside: Sequence[Tensor] | None = None,
+        further: Sequence[Tensor] | None = None,
     ) -> list[Tensor]:
-        """What `work` makes of each whole tensor, in the form of the values; every rank of the axis calls it.
+        """Apply `work` to each whole tensor. Returns the results in the form of the values. Every rank of the axis
+        calls it.
 
         Args:
-            values: one per flat tensor, of its shape; what lies in no unit (padding) becomes 0.
-            work: from a unit and its whole tensor (and that of `beside`) to a result of the same shape; called on the
+            values: one per flat tensor, of its shape. Elements in no unit (padding) become 0.
+            work: from a unit and its whole tensor (and that of `further`) to a result of the same shape. Called on the
                 unit's owner.
-            dtype: in which the values travel to the owner; their own by default.
-            beside: further values of the same form, of which `work` gets the whole as a third argument.
+            dtype: in which the values travel to the owner. Their own by default.
+            further: values of the same form. `work` gets their whole tensor as a third argument.
         """
         results = [torch.zeros_like(value) for value in values]
         flats, found = [value.reshape(-1) for value in values], [result.view(-1) for result in results]
-        others = [value.reshape(-1) for value in beside or ()]
+        others = [value.reshape(-1) for value in further or ()]
         for numbers in self.rounds:
             wholes = self._gather(flats, numbers, dtype)
             more = self._gather(others, numbers, None) if others else {}
@@ -175,7 +173,7 @@ class WholeTensors:
         return results
 
     def _gather(self, flats: list[Tensor], numbers: list[int], dtype: torch.dtype | None) -> dict[int, Tensor]:
-        """The units of these that this rank owns, made whole."""
+        """Whole tensors of those units that this rank owns."""
         me, kind = self.axis.rank, dtype or flats[0].dtype
         parts = [part for number in numbers for part in self.sources[number]]
 
@@ -201,7 +199,7 @@ class WholeTensors:
         return wholes
 
     def _scatter(self, done: dict[int, Tensor], numbers: list[int], results: list[Tensor]) -> None:
-        """Each holder's parts of the results, put into its flat tensors."""
+        """Send each holder its parts of the results, and put them into its flat tensors."""
         me, kind = self.axis.rank, results[0].dtype
         parts = [part for number in numbers for part in self.parts[number]]
         cuts: dict[tuple[int, tuple[int, int]], Tensor] = {}
@@ -225,7 +223,8 @@ class WholeTensors:
         like: Tensor,
         dtype: torch.dtype,
     ) -> dict[UnitPart, Tensor]:
-        """Send and receive parts, (sender, receiver, part) in an order that all ranks know; what came, by part."""
+        """Send and receive parts, (sender, receiver, part) in the same order on all ranks. Returns the received
+        values by part."""
         me, ranks = self.axis.rank, range(self.axis.size)
         messages = [each for each in messages if each[0] != each[1]]
         if not messages:
@@ -246,7 +245,7 @@ class WholeTensors:
 
 
 def units_of(tensor: LogicalTensor, ranks: int) -> list[OwnedUnit]:
-    """A tensor as one unit; a stack of experts in runs, as many as there are ranks, that no expert axis cuts."""
+    """A tensor as one unit. A stack of experts as one run per rank, so that no expert axis cuts a run."""
     if not tensor.stacked:
         return [OwnedUnit(tensor)]
     experts = tensor.shape[0]
@@ -256,7 +255,7 @@ def units_of(tensor: LogicalTensor, ranks: int) -> list[OwnedUnit]:
 
 
 def _parts(units: Sequence[OwnedUnit], held: Sequence[Sequence[Held]]) -> list[list[UnitPart]]:
-    """For each unit its parts on all ranks, replicas too."""
+    """For each unit its parts on all ranks, replicas included."""
     by_tensor: dict[str, list[tuple[int, Held]]] = {}
     for rank, row in enumerate(held):
         for each in row:
@@ -275,7 +274,7 @@ def _parts(units: Sequence[OwnedUnit], held: Sequence[Sequence[Held]]) -> list[l
 
 
 def _owners(units: Sequence[OwnedUnit], parts: Sequence[Sequence[UnitPart]], ranks: int) -> list[int]:
-    """The large ones first: of the ranks that hold the most of a unit, the one that has the least to do."""
+    """Owners of units, large units first: among the ranks that hold the most of a unit, the one with the least work."""
     load, owners = [0] * ranks, [0] * len(units)
     for number in sorted(range(len(units)), key=lambda number: -units[number].work):
         held: Counter[int] = Counter()
@@ -288,10 +287,10 @@ def _owners(units: Sequence[OwnedUnit], parts: Sequence[Sequence[UnitPart]], ran
 
 
 def _cover(parts: Sequence[UnitPart], owner: int) -> list[UnitPart]:
-    """Of replicas of the same elements one: the owner's own, or else another's, in turn.
+    """One of several replicas of the same elements: the owner's own, or else another's, in turn.
 
     Raises:
-        ValueError: they leave out elements of the unit, or overlap in part.
+        ValueError: elements of the unit are missing, or parts overlap.
     """
     same: dict[tuple[tuple[int, int], int, int], list[UnitPart]] = {}
     for part in parts:

@@ -1,4 +1,4 @@
-"""Which parts an engine has, in the order in which they attach and are called."""
+"""The parts of an engine, in the order in which they attach and are called."""
 
 from __future__ import annotations
 
@@ -41,12 +41,8 @@ def _any_kind(engine: BaseEngine, has: Callable[[LayerKind], Callable[..., int]]
     return any(has(kind)(options) for _, kind, options in used_kinds(engine.config.model))
 
 
-def _has_two_passes(engine: BaseEngine) -> bool:
-    return objective_of(engine.config).reads_labels
-
-
 PARTS = (
-    # Takes the place of DeepSpeed's sums: before parts that look at summed gradients replace what follows them.
+    # Replaces DeepSpeed's sums: before parts that read summed gradients replace later methods.
     PartEntry(COMPRESSION, "megatron.engine.parts.compressed_sums:CompressedSums", _compresses),
     # Sets the rotary tables of a step: before a part reads its batch.
     PartEntry(
@@ -55,18 +51,22 @@ PARTS = (
         lambda engine: bool(engine.config.training.sequence_schedule),
     ),
     PartEntry("documents", "megatron.engine.parts.document_limit:DocumentLimit", _counts_documents),
-    # Replaces the forward of blocks while layers are slow; only an agent reads what it writes.
-    PartEntry("layer_progress", "megatron.engine.parts.layer_progress:ToldLayers", lambda engine: engine.beacon.shared),
+    # Replaces the forward of blocks while layers are slow. Only an agent reads its reports.
+    PartEntry(
+        "layer_progress", "megatron.engine.parts.layer_progress:LayerProgress", lambda engine: engine.beacon.shared
+    ),
     # From here on, the order is that of the messages after an update. The last one shrinks masters: after all readers.
     PartEntry(
         "experts",
         "megatron.engine.parts.expert_load:ExpertLoad",
         lambda engine: _any_kind(engine, lambda kind: kind.experts),
     ),
+    PartEntry(TEACHER, "megatron.engine.parts.teacher:Teacher", lambda engine: False),  # made before the engine
     PartEntry(
-        TEACHER, "megatron.engine.parts.teacher:Teacher", lambda engine: False
-    ),  # given by those who load its weights
-    PartEntry("objective", "megatron.engine.parts.objective_report:ObjectiveReport", _has_two_passes),
+        "objective",
+        "megatron.engine.parts.objective_report:ObjectiveReport",
+        lambda engine: objective_of(engine.config).reads_labels,
+    ),
     PartEntry(
         "recurrent_depth",
         "megatron.engine.parts.recurrent_depth:RecurrentDepth",
@@ -84,7 +84,6 @@ def build_parts(engine: BaseEngine, given: Mapping[str, EnginePart | None]) -> d
     """The parts that an engine wants, by name, in order.
 
     Args:
-        engine: not yet started.
         given: parts that were made before it.
     """
     inside, features = {entry.name: entry for entry in PARTS}, wanted_features(engine.config)

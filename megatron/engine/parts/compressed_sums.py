@@ -1,4 +1,4 @@
-"""Gradients that are summed over replicas in a compressed form (`parallel.communication.compress.data`)."""
+"""Compressed sums of gradients over replicas (`parallel.communication.compress.data`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CompressedSums(EnginePart):
     """Has DeepSpeed average its buckets through a `CompressedSum`.
 
     Attributes:
-        sums: whose error feedback `Undo` begins, ends and forgets.
+        sums: `Undo` begins, ends and forgets its error feedback.
     """
 
     def __init__(self) -> None:

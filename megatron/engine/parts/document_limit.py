@@ -1,4 +1,4 @@
-"""The number of documents that a micro-batch may have, if a kernel limits it (`kinds/common/attention/varlen.py`)."""
+"""Limit of documents per micro-batch, for kernels that need one (`kinds/common/attention/varlen.py`)."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ MOST = "model.fused_attention.most_documents"
 
 
 def document_limit(config: Config, device: torch.device) -> int | None:
-    """Documents a sample, on average over a micro-batch; None where there is no limit."""
+    """Documents per sample, on average over a micro-batch. None: no limit."""
     options = config.model.fused_attention
     return options.most_documents if options.documents == "varlen" and device.type == "cuda" else None
 
 
 def refuse_more_documents(batch: StepBatch, most: int) -> None:
-    """Count them where the host still has them: kernels would take those beyond the limit for one.
+    """Count documents on the host. Kernels would merge those beyond the limit.
 
     Raises:
-        DataError: some micro-batch has more.
+        DataError: a micro-batch has too many.
     """
     if batch.documents is None:
         return
-    found = batch.documents[..., -1].long().sum(-1) + batch.documents.shape[1]  # [A]; they are counted from 0
+    found = batch.documents[..., -1].long().sum(-1) + batch.documents.shape[1]  # [A], numbered from 0
     largest = int(found.max())
     if largest > most * batch.documents.shape[1]:
         needed = -(-largest // batch.documents.shape[1])
@@ -45,8 +45,6 @@ def refuse_more_documents(batch: StepBatch, most: int) -> None:
 
 
 class DocumentLimit(EnginePart):
-    """Counts the documents of every batch."""
-
     def attach(self, engine: BaseEngine) -> None:
         self._most = document_limit(engine.config, engine.device)
 

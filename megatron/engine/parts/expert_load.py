@@ -1,8 +1,8 @@
-"""The load of the experts in a step, over all ranks: it moves the routers' corrections, and it is reported."""
+"""The load of the experts in a step, over all ranks. It moves the routers' corrections, and is reported."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from megatron.model.expert_tally import LOSSES, ExpertTally
 from megatron.parallel.layers.collectives import all_reduce
 from megatron.parallel.layout.mesh import Mesh
 
-from ..arriving import Arriving
+from ..arriving import ArrivingEntry
 from ..part import EnginePart, Update
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ExpertLoad(EnginePart):
-    """Sums up what the layers with experts of all ranks have tallied."""
+    """Sums up the tallies of the layers with experts of all ranks."""
 
     def attach(self, engine: BaseEngine) -> None:
         self.use(engine.module, engine.config, engine.mesh, engine.device)
@@ -31,9 +31,8 @@ class ExpertLoad(EnginePart):
         """Count in these layers.
 
         Args:
-            module: this rank's layers.
             config: names the layers of the whole model.
-            device: where ranks sum up, on stages without experts too.
+            device: of the sums, on stages without experts too.
         """
         self.mesh, self.device = mesh, device
         self.experts = {  # by the number of the layer
@@ -43,11 +42,14 @@ class ExpertLoad(EnginePart):
         self.widest = max(self.experts.values(), default=0)
 
     @torch.no_grad()
-    def after_update(self, update: Update) -> LoadReport:
-        """Close a step: every rank calls it. Moves the corrections if the update was applied.
+    def after_update(self, update: Update) -> Mapping[str, Any]:
+        """Close a step. Moves the corrections if the update was applied.
 
         Returns:
-            The numbers of all layers, on every rank.
+            One entry, `moe`: layer -> numbers of the step, on every rank. Of each layer: max_over_mean (1 is even),
+            entropy (of the load, over its largest possible value), dead (number of experts without a token), dropped
+            (choices without a place, or of no expert, over the others), the auxiliary losses without their coefficients
+            (means over micro-batches), load (share of each expert), correction (after the step).
         """
         width = self.widest + ExpertTally.EXTRA
         table = torch.zeros(len(self.experts), width + self.widest, device=self.device)
@@ -64,40 +66,19 @@ class ExpertLoad(EnginePart):
                     own.finish(row[: own.experts])
                 if own.correction is not None:
                     row[width : width + own.experts] = own.correction[: own.experts]
-        return LoadReport(all_reduce(table, self.mesh.pipeline), self.experts, width)
+        return ArrivingEntry("moe", all_reduce(table, self.mesh.pipeline), self._report)
 
-
-class LoadReport(Mapping):
-    """One entry, `moe`: layer -> numbers of the step; read from the device when somebody asks.
-
-    Of each layer: max_over_mean (1 is even), entropy (of the load, over its largest possible value), dead (experts
-    without a token), dropped (choices without a place, or of no
-    expert, over the others), the auxiliary losses without their coefficients (means
-    over micro-batches), load (share of each expert), correction (after the step).
-    """
-
-    def __init__(self, table: Tensor, experts: dict[int, int], width: int):
-        self.table, self.experts, self.width = table, experts, width
-        self._arriving = Arriving(table)
-
-    def __iter__(self) -> Iterator[str]:
-        yield "moe"
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, key: str) -> dict[str, dict[str, Any]]:
-        if key != "moe":
-            raise KeyError(key)
-        rows = self._arriving.read().double()
-        return {str(layer): self._numbers(row, count) for row, (layer, count) in zip(rows, self.experts.items())}
+    def _report(self, table: Tensor) -> dict[str, dict[str, Any]]:
+        rows = zip(table.double(), self.experts.items())
+        return {str(layer): self._numbers(row, count) for row, (layer, count) in rows}
 
     def _numbers(self, row: Tensor, count: int) -> dict[str, Any]:
+        width = self.widest + ExpertTally.EXTRA
         tokens, (dropped, *losses, micro_batches) = row[:count], row[count : count + ExpertTally.EXTRA].tolist()
         total = tokens.sum().clamp(min=1)
         share = tokens / total
         entropy = -(share * share.clamp(min=1e-30).log()).sum() / max(torch.tensor(float(count)).log().item(), 1e-30)
-        correction = row[self.width : self.width + count]
+        correction = row[width : width + count]
         found = {
             "max_over_mean": (share.max() * count).item(),
             "entropy": entropy.item(),

@@ -1,14 +1,13 @@
-"""Has a rank tell in which layer it is, where a layer takes long: in forward and backward passes, and in the repetition
-of a forward pass, which is part of the layer's backward pass.
+"""Reports the layer that a rank works on, where a layer takes long: in forward and backward passes, and in
+recomputation, which belongs to the layer's backward pass.
 
-The forward pass of a block is replaced while this is on: outside of what is compiled and of what is computed again, so
-no graph is cut. That a backward pass has come to a block is heard where the gradient of the block's output is known.
+The forward pass of a block is replaced while this is on, outside of compiled and recomputed code, so no graph is
+cut. A backward pass reaches a block when the gradient of its output is known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -21,11 +20,11 @@ from ..part import EnginePart
 if TYPE_CHECKING:
     from ..base import BaseEngine
 
-LONG = 0.01  # seconds of a layer, forward and backward, of which telling takes less than a thousandth
+LONG = 0.01  # seconds of a layer, forward and backward. Reporting takes less than a thousandth of them
 
 
-class ToldLayers(EnginePart):
-    """Switched on and off between steps, by how long the step before took."""
+class LayerProgress(EnginePart):
+    """Switched on and off between steps, by the time of the step before."""
 
     def attach(self, engine: BaseEngine) -> None:
         self._blocks = [each for each in engine.module.modules() if isinstance(each, Block)]
@@ -42,23 +41,21 @@ class ToldLayers(EnginePart):
             self._plain = [block.forward for block in self._blocks]
             last = len(self._blocks) - 1
             for number, (block, plain) in enumerate(zip(self._blocks, self._plain)):
-                block.__dict__["forward"] = self._told(block.index, plain, ends=number == last)
+                block.__dict__["forward"] = self._reporting(block.index, plain, ends=number == last)
 
-    def _told(self, index: int, plain: Callable[..., Stream], *, ends: bool) -> Callable[..., Stream]:
-        tell = self._beacon.in_layer
-        back = partial(_backward, tell, index)
+    def _reporting(self, index: int, plain: Callable[..., Stream], *, ends: bool) -> Callable[..., Stream]:
+        report = self._beacon.in_layer
+
+        def backward(_: Tensor) -> None:
+            report(index)
 
         def forward(*inputs: Any, **options: Any) -> Stream:
-            tell(index)
+            report(index)
             stream = plain(*inputs, **options)
             if stream.hidden.requires_grad:
-                stream.hidden.register_hook(back)
-            if ends:  # what follows is no layer
-                tell(-1)
+                stream.hidden.register_hook(backward)
+            if ends:  # no layer follows
+                report(-1)
             return stream
 
         return forward
-
-
-def _backward(tell: Callable[[int], None], index: int, _: Tensor) -> None:
-    tell(index)

@@ -1,4 +1,4 @@
-"""Stages of sequence length in the engine: layers turn queries and keys as the stage of an update has it."""
+"""Stages of sequence length in the engine: layers rotate queries and keys as in the stage of an update."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class SequenceStages(EnginePart):
-    """Follows the stages of a run. Layers are made as the last stage has them."""
+    """Follows the stages of a run. Layers are built as in the last stage."""
 
     def attach(self, engine: BaseEngine) -> None:
         self._config, self._module = engine.config, engine.module
-        # Stages of a pipeline, and no other engine, remember the shape of what they send.
+        # Only a pipeline engine keeps the shapes of its messages.
         self._changed: Callable[[], None] = getattr(engine.deepspeed, "reset_activation_shape", lambda: None)
         self._now: Stage = stages_of(engine.config)[-1]
 

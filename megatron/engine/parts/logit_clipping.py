@@ -1,4 +1,4 @@
-"""QK-clip over all ranks: after an update, rows of the masters shrink by what the step's largest logits say."""
+"""QK-clip over all ranks: after an update, rows of the masters shrink according to the step's largest logits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LogitClipping(EnginePart):
-    """The layers of this rank that clip their logits; ranks of all stages reduce together."""
+    """This rank's layers that clip their logits. Ranks of all stages reduce together."""
 
     def attach(self, engine: BaseEngine) -> None:
         found = (getattr(each, "logit_clip", None) for each in engine.module.modules())
@@ -29,10 +29,10 @@ class LogitClipping(EnginePart):
 
     @torch.no_grad()
     def after_update(self, update: Update) -> Mapping[str, Any]:
-        """Close a step: every rank calls it. Shrinks what must be, if the update was applied.
+        """Close a step. Shrinks rows if the update was applied.
 
         Returns:
-            For the record: the largest logit of all heads of the step, and how many heads were clipped.
+            For the record: the largest logit of all heads of the step, and the number of clipped heads.
         """
         largest = torch.full((1,), -torch.inf, device=self.device)
         if self.layers:

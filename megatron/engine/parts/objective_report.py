@@ -1,4 +1,4 @@
-"""The loss of an objective that is computed in two passes, and the numbers that it reports, over all ranks."""
+"""Loss and reported numbers of an objective that is computed in two passes, over all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ObjectiveReport(EnginePart):
-    """Sums up what the heads of all ranks have reported. Ranks of stages without a head take part."""
+    """Sums up the reports of all ranks' heads. Ranks of stages without a head take part."""
 
     def attach(self, engine: BaseEngine) -> None:
         self.mesh, self.device = engine.mesh, engine.device

@@ -1,4 +1,4 @@
-"""How often a step runs the core of a model with recurrent depth."""
+"""Number of passes through the core of a model with recurrent depth."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PASSES, PASSES_BACKWARD = "core_passes", "core_passes_backward"
 
 
 class RecurrentDepth(EnginePart):
-    """Draws are keyed by the step, which the model hears here."""
+    """Passes the step to the model, which keys its draws by it."""
 
     def __init__(self) -> None:
         self._depth: Depth

@@ -1,7 +1,7 @@
-"""The teacher of a run: a frozen model on the layout of the student, in the student's precision.
+"""The teacher of a run: a frozen model on the student's layout, in the student's precision.
 
 Tensor and context parallel ranks share it as they share the student, and each has its own part of the same tokens.
-Replicas hold it whole under every ZeRO stage: nothing of it is updated, so there is no optimizer state to share.
+Replicas hold it whole under every ZeRO stage: it has no optimizer state to share.
 """
 
 from __future__ import annotations
@@ -37,12 +37,7 @@ DIVERGENCE = "teacher_divergence"
 
 
 class Teacher(EnginePart):
-    """The model that a run learns from. It has memory for its weights, and `load` fills it.
-
-    Args:
-        config: of the run; its objective has a teacher.
-        mesh: of the run.
-    """
+    """The model that a run learns from. It has memory for its weights, and `load` fills it."""
 
     def __init__(self, config: Config, mesh: Mesh, device: torch.device | str = "cpu"):
         assert config.objective.teacher is not None
@@ -51,11 +46,11 @@ class Teacher(EnginePart):
         self.model = Model(ModelPlan(self.config, mesh, device, values=False)).eval().requires_grad_(False)
         self.form = self.model.form
         self.ready, self._replicas = False, mesh.replicas
-        self._divergence: Tensor | None = None  # weighted, of the labels of this rank; None before the first
+        self._divergence: Tensor | None = None  # weighted, of this rank's labels. None before the first
 
     @classmethod
     def of(cls, config: Config, mesh: Mesh, device: torch.device | str = "cpu") -> Teacher | None:
-        """The teacher of a run, without its weights; None where the objective has none.
+        """The teacher of a run, without its weights. None where the objective has none.
 
         Raises:
             UserError: its checkpoint cannot be read, or its model does not fit the run.
@@ -69,7 +64,7 @@ class Teacher(EnginePart):
         return cls(config, mesh, device)
 
     def load(self, communicator: Communicator = SOLO) -> Checkpoint:
-        """Read the weights from its checkpoint, whatever layout wrote it; every rank calls it.
+        """Read the weights from its checkpoint, of any layout. Every rank calls it.
 
         Returns:
             The checkpoint.
@@ -98,13 +93,13 @@ class Teacher(EnginePart):
         self._divergence = own if self._divergence is None else self._divergence + own
 
     def after_update(self, update: Update) -> Mapping[str, Any]:
-        """The mean divergence over the labels that count, by weight; of all ranks."""
+        """The mean divergence over the labels of all ranks, by weight."""
         assert self._divergence is not None
         both = all_reduce(torch.stack([self._divergence, update.weight]), self._replicas)
         return {DIVERGENCE: Arriving(both[0] / both[1])}
 
     def _widened(self, form: StreamForm) -> StreamForm:
-        """A form of micro-batches with what the teacher reads too."""
+        """A form of micro-batches with the teacher's inputs added."""
         own = self.form
         return replace(
             form,
@@ -115,7 +110,7 @@ class Teacher(EnginePart):
 
     @torch.no_grad()
     def teach(self, micro: MicroBatch) -> Taught:
-        """What it makes of a micro-batch.
+        """The teacher's result for a micro-batch.
 
         Raises:
             RuntimeError: its weights were not loaded.
@@ -127,12 +122,11 @@ class Teacher(EnginePart):
 
 
 def _fragment(tensor: Tensor) -> Fragment:
-    """All that this rank has of a tensor."""
     return Fragment(logical_of(tensor), WEIGHT, *_place(tensor), tensor.detach().view(-1))
 
 
 def _place(tensor: Tensor) -> tuple[int, int, int]:
-    """(shard, shards, first element); buffers are whole on every rank."""
+    """(shard, shards, first element). Buffers are whole on every rank."""
     if not isinstance(tensor, torch.nn.Parameter):
         return 0, 1, 0
     return *shard_index(tensor), shard_start(tensor)

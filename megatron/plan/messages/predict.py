@@ -39,10 +39,9 @@ from megatron.plan.messages.routed import RoutedTraffic
 
 from ...engine.deepspeed.buckets import buckets_after, buckets_before, finished
 from ...engine.deepspeed.options import accumulation_steps, reduces_once, zero_stage
-from ...engine.optimizers.build import build_optimizer
-from ...engine.optimizers.groups import parameter_groups
+from ...engine.optimizers.contract import optimizer_class
+from ...engine.optimizers.groups import build_optimizer, parameter_groups
 from ...engine.optimizers.matrix import MatrixOptimizer
-from ...engine.optimizers.named import optimizer_class
 from .matrices import matrix_messages, padded
 from .rows import row_traffic
 

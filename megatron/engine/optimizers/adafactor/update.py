@@ -1,7 +1,7 @@
-"""Adafactor (Shazeer & Stern 2018, arXiv 1804.04235): squares of gradients by row and column; no momentum.
+"""Adafactor (Shazeer & Stern 2018, arXiv 1804.04235): squares of gradients by row and column, no momentum.
 
-With the rate of the schedule and without the multiplication by the weights' own size, as most use it for language
-models. All matrices are its own, embeddings and the head too; vectors are AdamW's.
+It uses the schedule's rate and does not multiply by the weights' own size, as usual for language models. It treats
+all matrices, embeddings and head included. AdamW treats vectors.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from torch import Tensor
 from megatron.config import Config
 from megatron.parallel.layout.shard import LogicalTensor
 
-from ..groups import use_fused
-from ..matrix import MatrixOptimizer, blocks, sizes
+from ..matrix import MatrixOptimizer, blocks, has_matrices, sizes
 from ..whole import OwnedUnit
 from .options import OPTIMIZER
 
-EPSILON = 1e-30  # the paper's, added to squares; a larger one would decide over the small gradients of a large model
+EPSILON = 1e-30  # the paper's, added to squares. A larger one would outweigh the small gradients of a large model
 
 
 class Adafactor(MatrixOptimizer):
@@ -36,18 +35,12 @@ class Adafactor(MatrixOptimizer):
         super().__init__(groups, {"decay": decay, "clip": clip}, **adamw)
 
     @classmethod
-    def build(cls, config: Config, groups: list[dict[str, Any]]) -> Adafactor:
-        common, own = config.optimizer, OPTIMIZER.options_of(config)
-        return cls(groups, **{k: own[k] for k in ("decay", "clip")}, betas=common.betas, eps=common.epsilon,
-                   fused=use_fused(config, groups))  # fmt: skip
+    def settings(cls, config: Config) -> dict[str, Any]:
+        return OPTIMIZER.options_of(config)
 
     @classmethod
-    def group_settings(cls, config: Config, logical: LogicalTensor) -> dict[str, Any]:
-        matrix = len(logical.shape) == 2 or logical.stacked
-        return {"matrix": matrix, "algorithm": "adafactor" if matrix else "adamw"}
-
-    def matrix_states(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return ("step",)
+    def treats(cls, config: Config, logical: LogicalTensor) -> bool:
+        return has_matrices(logical)
 
     def owner_states(self, logical: LogicalTensor) -> dict[str, int | None]:
         return {"row": sum(rows for rows, _ in sizes(logical)), "column": sum(columns for _, columns in sizes(logical))}

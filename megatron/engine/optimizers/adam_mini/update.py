@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,41 +11,29 @@ from torch import Tensor
 from megatron.config import Config
 from megatron.parallel.layout.shard import LogicalTensor
 
-from ..groups import use_fused
-from ..matrix import MatrixOptimizer, blocks, sizes
+from ..matrix import MatrixOptimizer, blocks, has_matrices, sizes
 from ..whole import OwnedUnit
 
 BY_HEAD = ("query", "key")
 
 
 def block_rows(logical: LogicalTensor) -> list[tuple[int, int]]:
-    """(rows, rows of a block) of each matrix that is fused in a tensor: a head of queries and keys, else one row."""
+    """(rows, rows of a block) of each matrix that is fused in a tensor. A block is a head of queries or keys, else
+    one row."""
     heads = logical.heads or (("", 1),) * len(sizes(logical))
     return [(rows, each if what in BY_HEAD else 1) for (rows, _), (what, each) in zip(sizes(logical), heads)]
 
 
 class AdamMini(MatrixOptimizer):
-    """Of matrices [rows, columns]: AdamW with the mean of a block's squares for each of its squares; a block is a head
+    """Of matrices [rows, columns]: AdamW with the mean of a block's squares for each of its squares. A block is a head
     of queries or keys, or else a row. Vectors are AdamW's.
 
     State, at the owner of a matrix: `exp_avg`, and `exp_avg_sq` of a number per block.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], **adamw: Any) -> None:
-        super().__init__(groups, {}, **adamw)
-
     @classmethod
-    def build(cls, config: Config, groups: list[dict[str, Any]]) -> AdamMini:
-        common = config.optimizer
-        return cls(groups, betas=common.betas, eps=common.epsilon, fused=use_fused(config, groups))
-
-    @classmethod
-    def group_settings(cls, config: Config, logical: LogicalTensor) -> dict[str, Any]:
-        matrix = len(logical.shape) == 2 or logical.stacked
-        return {"matrix": matrix, "algorithm": "adam_mini" if matrix else "adamw"}
-
-    def matrix_states(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return ("step",)
+    def treats(cls, config: Config, logical: LogicalTensor) -> bool:
+        return has_matrices(logical)
 
     def owner_states(self, logical: LogicalTensor) -> dict[str, int | None]:
         return {"exp_avg": None, "exp_avg_sq": sum(rows // each for rows, each in block_rows(logical))}

@@ -11,7 +11,7 @@ OPTIMIZER = OptimizerKind(
     options={
         "slow": Option(0.9999, 0, 1, "coefficient of the slow average", below=True),
         "alpha": Option(5.0, 0, 1000, "weight of the slow average"),
-        "warmup": Option(None, 0, 10**12, "steps until both are reached; training.steps by default", whole=True),
+        "warmup": Option(None, 0, 10**12, "steps until both are reached (default: training.steps)", whole=True),
     },
     # An element's step follows from the history of its own gradient and does not depend on its size: Adam's exponents
     # hold (Yang & Littwin 2023, arXiv 2308.01814).

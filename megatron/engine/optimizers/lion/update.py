@@ -14,10 +14,9 @@ from ..elementwise import ElementwiseOptimizer
 
 
 class Lion(ElementwiseOptimizer):
-    """With gradient g and momentum m: p -= lr * (sign(b1 m + (1 - b1) g) + decay p); m = b2 m + (1 - b2) g.
+    """With gradient g and momentum m: p -= lr * (sign(b1 m + (1 - b1) g) + decay p), then m = b2 m + (1 - b2) g.
 
-    One state tensor per parameter, `exp_avg`, of its shape and type. Usual rates are 3 to 10 times smaller than
-    AdamW's, with a weight decay larger by as much.
+    State: `exp_avg`. Usual rates are 3 to 10 times smaller than AdamW's, and weight decays larger by the same factor.
 
     Raises:
         ValueError: a coefficient is outside [0, 1), or a rate or decay is negative.

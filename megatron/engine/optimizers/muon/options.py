@@ -23,8 +23,8 @@ def muon_has_a_rate(context: RuleContext) -> Iterator[Problem]:
         )
 
 
-def heads_are_not_orthogonalised_alone(context: RuleContext) -> Iterator[Problem]:
-    """A stack of orthogonal heads has a norm that grows with their number."""
+def per_head_has_standard_rates(context: RuleContext) -> Iterator[Problem]:
+    """The norm of a stack of orthogonal heads grows with their number."""
     own, optimizer = context.config.model.parametrization, context.config.optimizer
     if own.type != "standard" and optimizer.options.get("per_head") is True:
         yield context.problem(
@@ -47,5 +47,5 @@ OPTIMIZER = OptimizerKind(
     },
     rates_for=("mup", "completep"),  # its updates have a size of their own
     whole_matrices=True,
-    rules=(muon_has_a_rate, heads_are_not_orthogonalised_alone),
+    rules=(muon_has_a_rate, per_head_has_standard_rates),
 )

@@ -1,8 +1,8 @@
-"""Muon (Jordan et al. 2024): momentum, orthogonalised by a Newton-Schulz iteration, for matrices; AdamW for the rest.
+"""Muon (Jordan et al. 2024): momentum, orthogonalised by a Newton-Schulz iteration, for matrices. AdamW for the rest.
 
-The iteration needs whole matrices, which `whole` brings together on one rank each. A parameter may hold several, fused
-along a dimension (query, key and value; gate and up), or one per expert: each is orthogonalised alone. The momentum is
-an average per element, kept by whoever holds the element.
+The iteration needs whole matrices, which `whole` brings together on one rank each. A parameter may hold several,
+fused along a dimension (query, key and value, or gate and up), or one per expert. Each is orthogonalised separately.
+The momentum is an average per element, kept by the element's holder.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron.config import Config
 from megatron.parallel.layout.shard import LogicalTensor, Scales
 
-from ..groups import use_fused
+from ..contract import initialize_state
 from ..matrix import MatrixOptimizer
 from ..whole import OwnedUnit
 from .options import OPTIMIZER
@@ -56,7 +56,7 @@ ITERATIONS = {
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype, polynomials: str = "jordan") -> Tensor:
-    """Roughly U V^T of the singular value decomposition U S V^T of each of `matrices` [..., rows, columns].
+    """Approximately U V^T of the singular value decomposition U S V^T of each of `matrices` [..., rows, columns].
 
     The singular values end near 1, which is as good for training as 1 and much cheaper.
 
@@ -78,10 +78,10 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype, polynomials: str = "jord
 
 
 def factor(rows: int, columns: int, scale: str) -> float:
-    """What an orthogonal matrix is multiplied by.
+    """Factor of an orthogonal matrix.
 
-    "original": sqrt(max(1, rows / columns)), which keeps the change of a layer's output independent of its shape.
-    "moonlight": 0.2 sqrt(max(rows, columns)), which gives the update the size of AdamW's, so that AdamW's rates suit
+    "original": sqrt(max(1, rows / columns)). The change of a layer's output then does not depend on its shape.
+    "moonlight": 0.2 sqrt(max(rows, columns)). The update then has the size of AdamW's, so that AdamW's rates suit
     (Liu et al. 2025, arXiv 2502.16982).
     """
     return 0.2 * max(rows, columns) ** 0.5 if scale == "moonlight" else max(1.0, rows / columns) ** 0.5
@@ -96,10 +96,13 @@ def muon_direction(
     polynomials: str = "jordan",
     normalized: Callable[[list[Tensor]], list[Tensor]] | None = None,
 ) -> Tensor:
-    """The orthogonalised `update` [rows, columns] in fp32 or wider, each fused matrix alone, times its `factor`.
+    """The orthogonalised `update` [rows, columns] in fp32 or wider, times its `factor`. Fused matrices and experts [E,
+    rows, columns] are treated separately.
 
-    Of experts [E, rows, columns] each is treated alone. `matrices` are the rows of each fused matrix, and `heads` the
-    rows of each of its heads, if these are matrices of their own. `normalized` is applied to the orthogonal matrices.
+    Args:
+        matrices: rows of each fused matrix.
+        heads: rows of each of its heads, if these are matrices of their own.
+        normalized: applied to the orthogonal matrices.
     """
     wide = torch.promote_types(update.dtype, torch.float32)
     parts = update.split(list(matrices or (update.size(-2),)), dim=-2)
@@ -115,16 +118,16 @@ def muon_direction(
 class Muon(MatrixOptimizer):
     """Muon for groups whose `matrix` is true, AdamW for the others, in one optimizer.
 
-    State: `momentum_buffer` of the matrices; `step`, `exp_avg`, `exp_avg_sq` of the rest.
+    State: `momentum_buffer` of the matrices. `step`, `exp_avg`, `exp_avg_sq` of the rest.
 
     Args:
         groups, lr, betas, eps, fused: see `MatrixOptimizer`.
         momentum: averaging coefficient of the matrices' gradients (Nesterov form).
         scale: see `factor`.
-        per_head: each head of queries, keys and values is a matrix of its own, where a layer says what they are.
+        per_head: treat each head of queries, keys and values as a matrix of its own, where a layer declares heads.
         polynomials: see `orthogonalize`.
-        dtype: of the Newton-Schulz iteration. bf16 is enough for training and the fastest, but a last digit of a
-            gradient may tip a rounding in it, so that two layouts of a run differ by more than fp32 does.
+        dtype: of the Newton-Schulz iteration. bf16 suffices for training and is fastest, but a last digit of a gradient
+            may tip a rounding in it: two layouts of a run then differ by more than fp32 does.
 
     Raises:
         ValueError: a parameter of a matrix group is not a matrix.
@@ -148,18 +151,13 @@ class Muon(MatrixOptimizer):
         self.travels = dtype  # the iteration begins by rounding to it
 
     @classmethod
-    def build(cls, config: Config, groups: list[dict[str, Any]]) -> Muon:
-        options = config.optimizer
-        return cls(
-            groups,
-            momentum=options.muon_momentum,
-            scale=options.muon_scale,
+    def settings(cls, config: Config) -> dict[str, Any]:
+        return {
             **cls.kind.options_of(config),
-            dtype=torch.float32 if config.precision.compute == "fp32" else torch.bfloat16,
-            betas=options.betas,
-            eps=options.epsilon,
-            fused=use_fused(config, groups),
-        )
+            "momentum": config.optimizer.muon_momentum,
+            "scale": config.optimizer.muon_scale,
+            "dtype": torch.float32 if config.precision.compute == "fp32" else torch.bfloat16,
+        }
 
     @classmethod
     def group_settings(cls, config: Config, logical: LogicalTensor) -> dict[str, Any]:
@@ -173,8 +171,8 @@ class Muon(MatrixOptimizer):
             raise ValueError("optimizer.lr: muon's matrices follow the schedule of optimizer.lr, which must be above 0")
         if not settings["matrix"]:
             return settings
-        # An orthogonalised step changes what a layer gives by as much at every width; moonlight's factor grows with the
-        # root of the width, and Adam's steps, which the tensor's scales are for, with the width.
+        # An orthogonalised step changes a layer's output equally at every width. Moonlight's factor grows with the root
+        # of the width. Adam's steps, which the tensor's scales are for, grow with the width.
         width = logical.scales.weight_decay ** (0.5 if options.muon_scale == "moonlight" else 0.0)
         scales = Scales(logical.scales.lr * logical.scales.weight_decay / width, width)
         return settings | {"lr_scale": options.muon_lr / options.lr, "scales": scales}
@@ -183,11 +181,9 @@ class Muon(MatrixOptimizer):
         return ("momentum_buffer",)
 
     def values(self, group: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> Tensor:
-        """Advance the momentum; what is to be orthogonalised."""
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        average = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        """Advance the momentum. Returns the matrix to orthogonalise."""
+        initialize_state(self, group, [parameter])
+        average = self.state[parameter]["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
         return gradient.lerp(average, group["momentum"])
 
     def direction(

@@ -39,8 +39,7 @@ def schedule_free_has_no_schedule(context: RuleContext) -> Iterator[Problem]:
             yield context.problem(
                 key,
                 "optimizer.type",
-                rule=f"the first must be above 0 with {kind}: gradients would be taken at z alone, which does not tell "
-                "the average",
+                rule=f"the first must be above 0 with {kind}: its average does not follow from the weights otherwise",
                 fix="use [0.9, 0.95]",
             )
 

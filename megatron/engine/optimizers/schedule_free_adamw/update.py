@@ -17,11 +17,13 @@ Z = "z"
 
 
 class ScheduleFreeAdamW(ElementwiseOptimizer):
-    """Gradients are taken at y = (1 - b1) z + b1 x, of which a parameter has the values. With direction d = g / (sqrt(v
-    / (1 - b2^t)) + eps) + decay y, v an average of g^2: z -= lr d, and x = (1 - c) x + c z, the share c that of this
-    step's weight t^power largest^rate_power in the sum of all weights; `largest` is the largest scheduled rate so far.
+    """A parameter has the values y = (1 - b1) z + b1 x, where gradients are taken.
 
-    x is what is evaluated, saved as the weights and exported. It follows from y and z and is not kept.
+    With direction d = g / (sqrt(v / (1 - b2^t)) + eps) + decay y, v an average of g^2: z -= lr d, and x = (1 - c) x + c
+    z. The share c is this step's weight t^power largest^rate_power over the sum of all weights. `largest` is the
+    largest scheduled rate so far.
+
+    x is evaluated, saved as the weights and exported. It follows from y and z and is not kept.
 
     State: `step`, `weight_sum`, `largest_rate`, `z`, `exp_avg_sq`.
 
@@ -75,7 +77,7 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
         state[Z].add_(direction, alpha=-lr)
 
     def _share(self, group: Mapping[str, Any], state: dict[str, Tensor], step: int) -> float:
-        """c, which all groups have in common: their multiples of the scheduled rate do not change it."""
+        """c, the same for all groups: their multiples of the scheduled rate do not change it."""
         rate = group.get("scheduled_lr", group["lr"])
         largest = max(float(state["largest_rate"]), rate)
         weight = float(step) ** group["power"] * largest ** group["rate_power"]

@@ -1,7 +1,6 @@
-"""Stochastic gradient descent with decoupled weight decay.
+"""Stochastic gradient descent with decoupled weight decay (Loshchilov & Hutter 2019).
 
-torch's SGD adds the decay to the gradient, where momentum accumulates it. The configuration's weight decay is
-decoupled for every optimizer (Loshchilov & Hutter 2019), hence this class.
+torch's SGD adds the decay to the gradient, where momentum accumulates it.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from ..elementwise import ElementwiseOptimizer
 
 
 class SGD(ElementwiseOptimizer):
-    """With gradient g: m = momentum m + g; p -= lr * (m, or g + momentum m with Nesterov, + decay p).
+    """With gradient g: m = momentum m + g, then p -= lr * (m, or g + momentum m with Nesterov, + decay p).
 
-    One state tensor per parameter, `momentum_buffer`, none where momentum is 0.
+    State: `momentum_buffer`, unless momentum is 0.
 
     Raises:
         ValueError: momentum is outside [0, 1), or a rate or decay is negative, or Nesterov has no momentum.

@@ -10,8 +10,8 @@ OPTIMIZER = OptimizerKind(
     reads=("betas", "epsilon"),
     options={
         "frequency": Option(10, 1, 10**9, "steps between two refreshes of the eigenbases", whole=True),
-        "largest": Option(10_000, 0, 10**9, "a side that is longer is left in its own basis", whole=True),
-        "beta": Option(None, 0, 1, "average of the factors; the second of optimizer.betas by default", below=True),
+        "largest": Option(10_000, 0, 10**9, "a longer side stays in its own basis", whole=True),
+        "beta": Option(None, 0, 1, "average of the factors (default: the second of optimizer.betas)", below=True),
     },
     whole_matrices=True,
 )

@@ -1,9 +1,9 @@
 """SOAP (Vyas et al. 2024, arXiv 2409.11321): AdamW in the eigenbases of Shampoo's factors, for matrices.
 
-Of a matrix [rows, columns] the averages L of G G^T and R of G^T G are kept, and orthogonal matrices near their
-eigenvectors. As in the authors' program the first step only makes these and changes no weight, and a refresh is one
-step of orthogonal iteration. Two things are different, so that a rounding does not choose the basis where the factors
-leave it open: directions in which the first gradient is zero get a fixed basis, and the iteration is shifted a little.
+For a matrix [rows, columns] it keeps the averages L of G G^T and R of G^T G, and orthogonal matrices near their
+eigenvectors. As in the authors' program, the first step only makes these and changes no weight, and a refresh is one
+step of orthogonal iteration. Where the factors leave the basis open, it must not depend on rounding. So directions in
+which the first gradient is zero get a fixed basis, and the iteration is shifted a little.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from torch import Tensor
 from megatron.config import Config
 from megatron.parallel.layout.shard import LogicalTensor
 
-from ..groups import use_fused
 from ..matrix import MatrixOptimizer, blocks, sizes
 from ..whole import OwnedUnit
 from .options import OPTIMIZER
 
 ZERO = 1e-5  # of the largest singular value: below it a gradient's direction is rounding
-SHIFT = 1e-6  # of the mean eigenvalue times the number of them
+SHIFT = 1e-6  # of the sum of all eigenvalues
 
 
 class SOAP(MatrixOptimizer):
@@ -33,9 +32,9 @@ class SOAP(MatrixOptimizer):
     `right` (the factors), `left_basis`, `right_basis`.
 
     Args:
-        groups, lr, betas, eps, fused: see `MatrixOptimizer`; the matrices have the same betas and epsilon.
+        groups, lr, betas, eps, fused: see `MatrixOptimizer`. The matrices have the same betas and epsilon.
         frequency: steps between two refreshes of the bases.
-        largest: a side with more rows or columns is left as it is.
+        largest: a side with more rows or columns stays in its own basis.
         beta: averaging coefficient of the factors.
     """
 
@@ -52,20 +51,9 @@ class SOAP(MatrixOptimizer):
         self.largest = largest
 
     @classmethod
-    def build(cls, config: Config, groups: list[dict[str, Any]]) -> SOAP:
-        common, own = config.optimizer, OPTIMIZER.options_of(config)
-        return cls(
-            groups,
-            frequency=own["frequency"],
-            largest=own["largest"],
-            beta=common.betas[1] if own["beta"] is None else own["beta"],
-            betas=common.betas,
-            eps=common.epsilon,
-            fused=use_fused(config, groups),
-        )
-
-    def matrix_states(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return ("step",)
+    def settings(cls, config: Config) -> dict[str, Any]:
+        own = OPTIMIZER.options_of(config)
+        return {**own, "beta": config.optimizer.betas[1] if own["beta"] is None else own["beta"]}
 
     def owner_states(self, logical: LogicalTensor) -> dict[str, int | None]:
         left = sum(rows**2 for rows, _ in sizes(logical) if rows <= self.largest)
@@ -100,7 +88,7 @@ class SOAP(MatrixOptimizer):
         factors: Mapping[str, tuple[Tensor, Tensor]],
         done: int,
     ) -> Tensor:
-        """The step of matrices [n, rows, columns]; all states are changed in place."""
+        """The step of matrices [n, rows, columns]. All states are changed in place."""
         bases = {side: basis for side, (_, basis) in factors.items()}
         if done == 0:
             for side, (factor, basis) in factors.items():
@@ -133,9 +121,8 @@ def turn(matrices: Tensor, bases: Mapping[str, Tensor], back: bool = False) -> T
 
 
 def first_basis(matrix: Tensor) -> Tensor:
-    """Orthogonal [rows, rows]: the left singular vectors of a float64 matrix, the largest first; where it has none, or
-    they are rounding, a basis that depends on the space alone and not on how a library fills it.
-    """
+    """Orthogonal [rows, rows]: the left singular vectors of a float64 matrix, largest first. Where they are missing
+    or rounding, a basis that depends only on the space, not on a library."""
     rows = matrix.size(0)
     vectors, values, _ = torch.linalg.svd(matrix, full_matrices=False)
     known = vectors[:, values > ZERO * values.max()] if values.max() > 0 else vectors[:, :0]
@@ -148,9 +135,8 @@ def first_basis(matrix: Tensor) -> Tensor:
 
 
 def refresh(factor: Tensor, basis: Tensor, square: Tensor) -> None:
-    """One orthogonal iteration of `basis` [n, m, m] towards eigenvectors of `factor`, the largest eigenvalue first; the
-    rows of `square` [n, m, k] follow their vectors. All in place.
-    """
+    """One orthogonal iteration of `basis` [n, m, m] towards eigenvectors of `factor`, the largest eigenvalue first.
+    The rows of `square` [n, m, k] follow their vectors. All in place."""
     product = factor @ basis
     order = (basis * product).sum(1).argsort(dim=-1, descending=True, stable=True)
     square.copy_(square.gather(1, order.unsqueeze(-1).expand_as(square)))
