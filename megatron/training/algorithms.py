@@ -1,4 +1,4 @@
-"""How a run's collectives go: through memory of the host, and by a table that is checked against the job."""
+"""Algorithms of a run's collectives: sums in shared memory of a host, and a table that is checked against the job."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def pairs_of(config: Config, hosts: Sequence[Hashable]) -> list[Hashable]:
         if len(own) > 1:
             raise StartError(
                 f"parallel.communication.pair must lie within a host: with {pair}, ranks {first} to "
-                f"{min(first + pair, len(hosts)) - 1} are one pair, on {', '.join(map(str, own))}; give a number that "
-                "divides the ranks of each host, or remove the key"
+                f"{min(first + pair, len(hosts)) - 1} are one pair, on {', '.join(map(str, own))}. Fix: give a number "
+                "that divides the ranks of each host, or remove the key"
             )
     return [rank // pair for rank in range(len(hosts))]
 
@@ -58,7 +58,6 @@ def device_words(device: torch.device) -> str:
 
 
 def processor() -> str:
-    """The processor of this host, as it calls itself."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
@@ -68,7 +67,7 @@ def processor() -> str:
 
 
 def job_facts(world: World, hosts: list[Hashable]) -> dict[str, Any]:
-    """What a table is made for."""
+    """The job that a table is made for."""
     return {
         "ranks": world.mesh.layout.world_size,
         "hosts": len(set(hosts)),
@@ -78,17 +77,17 @@ def job_facts(world: World, hosts: list[Hashable]) -> dict[str, Any]:
 
 
 def memory_of_hosts(config: Config, log: Callable[[str], Any]) -> AbstractContextManager[Any]:
-    """Ranks of a host sum through memory that they share, until the end of the block; nothing where a key forbids it.
+    """Sum gradients of a host's ranks in their shared memory, in this context. Does nothing where a key forbids it.
 
     Args:
-        log: gets a line where they cannot.
+        log: gets a line if that is impossible.
     """
     return SharedSums(log).installed() if config.parallel.communication.shared_memory else nullcontext()
 
 
 @contextmanager
 def chosen_algorithms(config: Config, world: World, log: Callable[[str], Any]) -> Iterator[None]:
-    """Collectives go as the table says, until the end of the block. All ranks call it.
+    """Route collectives by the table, in this context. All ranks call it.
 
     Raises:
         StartError: there is no such table, or it is for another job.
@@ -103,8 +102,8 @@ def chosen_algorithms(config: Config, world: World, log: Callable[[str], Any]) -
     key = f"parallel.communication.table: {path}"
     if wrong := table.differs(facts):
         raise StartError(
-            f"{key} must have been made on such a job ({'; '.join(wrong)}); "
-            "make one with bench/communication.py --tune, or remove the key"
+            f"{key} must have been made on such a job ({'; '.join(wrong)}). "
+            "Fix: make one with bench/communication.py --tune, or remove the key"
         )
     names = {name for steps in table.choices.values() for _, name in steps if name.startswith(OTHER)}
     missing = sorted(name for name in names if not dist.is_backend_available(name.removeprefix(OTHER)))
@@ -112,7 +111,7 @@ def chosen_algorithms(config: Config, world: World, log: Callable[[str], Any]) -
         where = [str(rank) for rank, each in enumerate(lacking) if each]
         raise StartError(
             f"{key} must name backends that torch has, and has {', '.join(sorted(set(sum(lacking, []))))}, which "
-            f"ranks {', '.join(where)} lack; make the table again on this installation"
+            f"ranks {', '.join(where)} lack. Fix: make the table again on this installation"
         )
     if table.facts["device"] != device:
         log(f"warning: {key} was measured on {table.facts['device']}, and this is {device}: its choices may be slow")
@@ -125,7 +124,7 @@ def chosen_algorithms(config: Config, world: World, log: Callable[[str], Any]) -
 
 
 def _read(path: str, world: World) -> AlgorithmTable:
-    """Rank 0 reads, so that all ranks have the same."""
+    """Read by rank 0, so that all ranks have the same table."""
     found: dict[str, str] = {}
     if world.is_main:
         try:
@@ -136,14 +135,14 @@ def _read(path: str, world: World) -> AlgorithmTable:
     found = world.communicator.broadcast(found)
     if "error" in found:
         raise StartError(
-            f"parallel.communication.table: {path} must be a machine.yml with algorithms ({found['error']}); "
-            "make one with bench/communication.py --tune"
+            f"parallel.communication.table: {path} must be a machine.yml with algorithms ({found['error']}). "
+            "Fix: make one with bench/communication.py --tune"
         )
     return table_of(found["text"])
 
 
 def described(table: AlgorithmTable, router: Router) -> Iterator[str]:
-    """What the table chooses in the groups of this rank, a line for each operation and form of group."""
+    """The table's choices in the groups of this rank, a line for each operation and form of group."""
     forms = {(way.hosts, way.ranks) for way in router.ways.values()}
     for (operation, hosts, ranks), steps in sorted(table.choices.items()):
         if (hosts, ranks) in forms:

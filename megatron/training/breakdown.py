@@ -1,7 +1,7 @@
-"""Validation losses by parts: by source, by how much text stands before a token, by how often a token occurs.
+"""Validation losses by parts: by source, by position of a token, by frequency of a token.
 
-Which group a label belongs to is a function of the batch, so groups are the same on every layout. The engine adds up
-each label's loss in its groups.
+The group of a label is a function of the batch, so groups are the same on every layout. The engine adds up each
+label's loss in its groups.
 """
 
 from __future__ import annotations
@@ -21,16 +21,12 @@ from megatron.data.tokenizer import build_tokenizer
 from megatron.engine.protocol import LabelGroups
 
 DECADES = ("1e-2", "1e-3", "1e-4", "1e-5", "1e-6", "0")  # the least share of tokens of each group by frequency
-PIECES, PIECE = 64, 1 << 18  # of a source: so many pieces of so many tokens say how often each id occurs
-DRAWN = 256  # samples that say it where a run makes its data
+PIECES, PIECE = 64, 1 << 18  # number and tokens of the pieces of a source that frequencies are counted in
+DRAWN = 256  # the same in samples, where a run makes its data
 
 
 class Grouping(Protocol):
-    """One way to sort labels.
-
-    Attributes:
-        names: of its groups.
-    """
+    """Groups of labels, by name."""
 
     names: Sequence[str]
 
@@ -61,8 +57,8 @@ class BySource:
 
 
 class ByPosition:
-    """By how many tokens the model has read: 1, 2 to 3, 4 to 7, ... of the sample, or of the document where documents
-    are apart."""
+    """By the number of tokens that the model has read: 1, 2 to 3, 4 to 7, ... of the sample, or of the document
+    where documents are separate."""
 
     def __init__(self, sequence_length: int) -> None:
         self.names: Sequence[str] = [
@@ -92,8 +88,8 @@ class ByFrequency:
 
 
 def token_shares(plan: SampleSet, vocabulary: int) -> np.ndarray:
-    """How often each id is read, float64 [vocabulary]: counted in evenly spaced pieces of each source (all of it if it
-    is small), times what the run reads of the source."""
+    """How often each id is read, float64 [vocabulary]. It is counted in evenly spaced pieces of each source (the
+    whole source if small), times the tokens that the run reads of the source."""
     total = np.zeros(vocabulary)
     if not isinstance(plan, SamplePlan):
         for number in range(DRAWN):
@@ -109,8 +105,8 @@ def token_shares(plan: SampleSet, vocabulary: int) -> np.ndarray:
 
 
 def bytes_of_tokens(section: TokenizerSection, vocabulary: int) -> torch.Tensor | None:
-    """UTF-8 bytes of each id's text, float64 [vocabulary]; the end of a document has none. None where they are not
-    known: the tokenizer is not on this machine, or its ids are no bytes."""
+    """UTF-8 bytes of each id's text, float64 [vocabulary]. The end of a document has none. None if unknown: the
+    tokenizer is not on this machine, or its ids are no bytes."""
     if not is_local(section):
         return None
     tokenizer = build_tokenizer(section)
@@ -126,7 +122,7 @@ def bytes_of_tokens(section: TokenizerSection, vocabulary: int) -> torch.Tensor 
 
 
 class Breakdown:
-    """What is asked for of one validation set.
+    """The breakdown of one validation set.
 
     Args:
         groupings: by their names in the record, such as `by_source`.
@@ -137,7 +133,7 @@ class Breakdown:
         self.size = sum(len(each.names) for each in groupings.values())
 
     def labels(self, batch: StepBatch, sums: torch.Tensor) -> LabelGroups:
-        """The groups of a batch's labels, whose losses are to be added to `sums`, float64 [2, size]."""
+        """The groups of a batch's labels, with the sums that their losses are added to, float64 [2, size]."""
         first, found = 0, []
         for each in self.groupings.values():
             found.append(each.of(batch) + first)

@@ -1,7 +1,7 @@
-"""A run that diverges again at the same step begins further back, and at last not at all.
+"""A run that diverges again at the same step resumes further back, and finally stops.
 
-The newest checkpoint may be whole and yet be of a run that was already lost: finite weights far from where they
-should be. Beginning from it again would fail alike for as long as the launcher restarts.
+The newest checkpoint may be intact, but of a run that was already lost: finite weights far from their range.
+Resuming from it would fail again with each restart.
 """
 
 from __future__ import annotations
@@ -15,17 +15,15 @@ from megatron.report.ledger import read_ledger
 
 from .hooks.guard import NonFinite
 
-MOST = 3  # starts that diverge at one step; with the same data and the same program a fourth would too
+MOST = 3  # starts that diverge at one step. With the same data and program a fourth would too
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The latest starts, all of which diverged at one step.
+    """The latest starts, which all diverged at one step.
 
     Attributes:
-        step: number of the update.
         starts: completed updates that each began from, the latest last.
-        error: what the last one said.
     """
 
     step: int
@@ -34,7 +32,7 @@ class Divergence:
 
 
 def divergence(entries: Iterable[Mapping[str, Any]], attempts: int) -> Divergence | None:
-    """What the last `attempts` starts in a ledger have in common, if it is that they diverged at one step."""
+    """The common divergence of the last `attempts` starts in a ledger, if they diverged at one step."""
     ends: list[tuple[int, int, str] | None] = []
     start = None
     for entry in entries:
@@ -59,7 +57,7 @@ def divergence(entries: Iterable[Mapping[str, Any]], attempts: int) -> Divergenc
 
 
 def of_run(folder: Path, attempts: int) -> list[Any] | None:
-    """The `Divergence` of a run's ledger as JSON values, from its second time on; None if there is nothing to mend."""
+    """The `Divergence` of a run's ledger as JSON values, if it happened at least twice."""
     ledger = folder / "ledger.jsonl"
     found = divergence(read_ledger(ledger), attempts) if attempts > 1 and ledger.exists() else None
     return None if found is None or len(found.starts) < 2 else [found.step, list(found.starts), found.error]

@@ -1,8 +1,8 @@
-"""Stopping within a slow step. A signal must not wait for 32 micro-batches on a CPU until somebody loses patience.
+"""Stopping within a slow step. A signal must not wait for 32 micro-batches on a CPU until the user loses patience.
 
-Between micro-batches all ranks ask each other whether anyone was told to stop, but never more often than every few
-seconds: a step that is faster than that is not looked into and costs nothing. How often is the same on all ranks,
-because it follows from the time of the step before, which they have exchanged.
+Between micro-batches all ranks ask each other whether one of them has to stop, at most every few seconds. Faster
+steps are not interrupted and cost nothing. The frequency is the same on all ranks: it follows from the exchanged
+time of the step before.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ from .exchange import STOPS
 if TYPE_CHECKING:
     from .trainer import Trainer
 
-EVERY = 5.0  # seconds between two looks, at least
-SHARE_OF_GRACE = 0.25  # of the time between signal and kill that finishing a step may take; the rest is for saving
+EVERY = 5.0  # least seconds between two exchanges
+SHARE_OF_GRACE = 0.25  # of the time between signal and kill, to finish a step. The rest is for saving
 
 
 class Looks:
     """Called by the engine between the micro-batches of one step, at the same ones on all ranks.
 
     Args:
-        trainer: whose hooks say whether they want to stop.
-        step: the update that is at work.
-        pace: seconds of a step, equal on all ranks; None if nobody knows yet.
+        pace: seconds of a step, equal on all ranks. None if unknown.
     """
 
     def __init__(self, trainer: Trainer, step: int, pace: float | None) -> None:
@@ -39,8 +37,8 @@ class Looks:
         """`done` of `total` equal parts of the step's work are over.
 
         Raises:
-            StepDropped: on all ranks, if somebody was told to stop and the work done is less than what is left, or
-                what is left takes too long.
+            StepDropped: on all ranks, if one of them has to stop and the work done is less than the rest, or the
+                rest takes too long.
         """
         looks = total - 1 if self._pace is None else min(total - 1, int(self._pace / EVERY))
         parts = looks + 1

@@ -1,11 +1,11 @@
 """The one small message of every step: all ranks add up their losses, batch hashes and requests in a single all-reduce.
 
-Where updates are looked at before they are applied, that is when the message is sent: the decision is by its sums.
-Where each rank knows the gradient norm by itself, it is sent before the last backward pass, and its sums are read at
-the update: by then the ranks have met in the sum of their gradients, and none waits once more.
+If updates are checked before they are applied, the message is sent then, since the decision depends on its sums. If
+each rank knows the gradient norm by itself, it is sent before the last backward pass, and its sums are read at the
+update. By then the ranks have met in the sum of their gradients, so none waits again.
 
-A request is a word that one rank has for all, such as "SIGTERM arrived here". Since every rank reads the same sums, all
-decide alike. The sums stay on the device until somebody reads them.
+A request is a word that one rank sends to all, such as "SIGTERM arrived here". Since every rank reads the same sums,
+all decide alike. The sums stay on the device until they are read.
 """
 
 from __future__ import annotations
@@ -29,23 +29,21 @@ from megatron.parallel.messages.account import group_name, phase
 from megatron.parallel.messages.traffic import Call, Messages
 
 REQUESTS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "wall time", "save")
-STOPS = REQUESTS[:-1]  # those that end the run
+STOPS = REQUESTS[:-1]  # these end the run
 Number = torch.Tensor | float
-_LIMBS = 4  # a 64-bit hash travels as four 16-bit numbers, whose sums a float64 holds exactly
-_NORM = 2 + _LIMBS + len(REQUESTS) + 1  # numbers of every step; the gradient norm is behind them
+_LIMBS = 4  # a 64-bit hash is sent as four 16-bit numbers, whose sums a float64 holds exactly
+_NORM = 2 + _LIMBS + len(REQUESTS) + 1  # numbers of every step. The gradient norm follows them
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What all ranks know about a step. Its numbers are on their way from the device; the first to ask waits for them.
+    """Numbers of a step that all ranks know. They are on their way from the device, and the first read waits for them.
 
     Attributes:
         step: number of the update, from 0.
-        lr: the scheduled learning rate.
-        result: what this rank's engine said.
-        sums: float64 sums over ranks: loss times tokens, tokens, limbs of the batch hash, one count per request,
-            rank 0's seconds, and its gradient norm where that has to be told.
-        shared: float64 [ranks, n], what each rank had told with `Trainer.share`; None where nobody had.
+        sums: float64 sums over ranks: loss times tokens, tokens, limbs of the batch hash, one count per request, rank
+            0's seconds, and its gradient norm if that is exchanged.
+        shared: float64 [ranks, n], the numbers of each rank's `Trainer.share`. None without any.
     """
 
     step: int
@@ -70,7 +68,7 @@ class StepReport:
 
     @property
     def loss(self) -> float:
-        """Mean loss over all labels of the global batch, in nats; nan if there were none."""
+        """Mean loss over all labels of the global batch, in nats. nan without labels."""
         return mean_loss(self._values)
 
     @cached_property
@@ -86,17 +84,17 @@ class StepReport:
 
     @property
     def requests(self) -> set[str]:
-        """Requests that at least one rank has."""
+        """Requests of at least one rank."""
         return {request for request, count in zip(REQUESTS, self._values[2 + _LIMBS :], strict=False) if count}
 
     @property
     def seconds(self) -> float:
-        """How long the step took, by rank 0's clock; 0 if it was not measured."""
+        """Duration of the step, by rank 0's clock. 0 if not measured."""
         return self._values[2 + _LIMBS + len(REQUESTS)]
 
 
 def report_traffic(config: Config, layout: Layout, rank: int, shared: int = 0) -> Messages:
-    """What a rank sends for the report of a step, with so many numbers that ranks share beside."""
+    """A rank's messages for the report of a step, with `shared` further numbers."""
     features = wanted_features(config).values()
     numbers = _NORM + sum(feature.shares(config, layout) for feature in features) + shared
     call = ("exchange", "")
@@ -112,9 +110,9 @@ class Meeting:
     """A message with a step's numbers, which may still be on its way.
 
     Attributes:
-        vector: float64, what a `StepReport` has as its sums once all ranks have come, and behind it what ranks share.
-        shares: how many numbers each rank shares.
-        work: to wait for; None where nobody has to.
+        vector: float64, the sums of a `StepReport`, followed by the shared numbers of all ranks.
+        shares: number of shared numbers per rank.
+        work: handle to wait for, if any.
     """
 
     vector: torch.Tensor
@@ -122,14 +120,13 @@ class Meeting:
     work: Any = None
 
     def sums(self) -> torch.Tensor:
-        """Of all ranks."""
         if self.work is not None:
             self.work.wait()
             self.work = None
         return self.vector
 
     def shared(self, ranks: int) -> torch.Tensor | None:
-        """What each rank told beside, [ranks, shares]."""
+        """The shared numbers of each rank, [ranks, shares]."""
         return self.vector[-ranks * self.shares :].view(ranks, -1) if self.shares else None
 
     def mean_loss(self) -> float:
@@ -144,9 +141,9 @@ class Exchange:
     """Adds numbers over all ranks.
 
     Args:
-        mesh: this rank's place; one rank of each data parallel index reports the hash of its batch, which has whole
+        mesh: this rank's place. One rank of each data parallel index reports the hash of its batch, which has whole
             samples.
-        device: where the engine's numbers are; "cpu" for gloo.
+        device: of the engine's numbers, "cpu" for gloo.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device | str = "cpu") -> None:
@@ -155,20 +152,15 @@ class Exchange:
         self._reports_hash = mesh.at.tensor == mesh.at.context == mesh.at.pipeline == 0
 
     def sum(self, values: Sequence[Number]) -> torch.Tensor:
-        """Sums over all ranks, float64 [len(values)], on the device; every rank calls it."""
+        """Sums over all ranks, float64 [len(values)], on the device. Every rank calls it."""
         vector = self._vector(values)
         if self._ranks > 1:
             dist.all_reduce(vector)
         return vector
 
     def _vector(self, values: Sequence[Number]) -> torch.Tensor:
-        return self._on_device(values) if self.device.type != "cpu" else self._on_host(values)
-
-    @staticmethod
-    def _on_host(values: Sequence[Number]) -> torch.Tensor:
-        return torch.tensor([_read(value) for value in values], dtype=torch.float64)
-
-    def _on_device(self, values: Sequence[Number]) -> torch.Tensor:
+        if self.device.type == "cpu":
+            return torch.tensor([_read(value) for value in values], dtype=torch.float64)
         # From pinned memory the copy does not wait for the device, which may still be busy with the step.
         numbers = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in values]
         host = torch.tensor(numbers, dtype=torch.float64, pin_memory=self.device.type == "cuda")
@@ -179,12 +171,12 @@ class Exchange:
         return vector
 
     def limbs(self, batch_hash: int) -> list[float]:
-        """What this rank adds to the sum that `joined` makes the hash of the global batch of."""
+        """This rank's part of the sum from which `joined` gets the hash of the global batch."""
         code = batch_hash % 2**64 if self._reports_hash else 0
         return [float(code >> (16 * index) & 0xFFFF) for index in range(_LIMBS)]
 
     def look(self, requests: Collection[str], elapsed: float) -> tuple[set[str], float]:
-        """Requests that some rank has within a step, and rank 0's `elapsed`; every rank calls it, and waits."""
+        """Requests of all ranks within a step, and rank 0's `elapsed`. Every rank calls it, and waits."""
         with phase("look"):
             sums = self.sum([*(request in requests for request in REQUESTS), elapsed * (self._rank == 0)])
         *counts, seconds = sums.tolist()
@@ -194,7 +186,7 @@ class Exchange:
     def report(
         self, step: int, lr: float, result: StepResult, batch_hash: int, requests: Collection[str], seconds: float = 0.0
     ) -> StepReport:
-        """Exchange a step's numbers; every rank calls it once per step."""
+        """Exchange a step's numbers. Every rank calls it once per step."""
         met = self.meet(result.loss, result.tokens, batch_hash, requests, seconds)
         return StepReport(step, lr, result, met.sums())
 
@@ -209,10 +201,10 @@ class Exchange:
         share: Sequence[float] = (),
         early: bool = False,
     ) -> Meeting:
-        """Send the numbers of a `StepReport`; every rank calls it.
+        """Send the numbers of a `StepReport`. Every rank calls it.
 
         Args:
-            share: numbers of this rank that all are to hear of, as many from each.
+            share: numbers of this rank for all others, the same number on each rank.
             early: do not wait for the others.
         """
         first = self._rank == 0
@@ -231,7 +223,7 @@ class Exchange:
 
 
 def mean_loss(sums: Sequence[float]) -> float:
-    """From the sums of a `StepReport`; nan if there were no labels."""
+    """Mean loss from the sums of a `StepReport`. nan without labels."""
     total, tokens = sums[:2]
     return total / tokens if tokens else math.nan
 
@@ -242,7 +234,7 @@ def joined(limbs: Sequence[float]) -> int:
 
 
 def weighted(loss: Number, tokens: Number) -> tuple[Number, Number]:
-    """Loss times tokens, and tokens, as float64; a rank that reports no tokens adds nothing, whatever its loss is."""
+    """Loss times tokens, and tokens, as float64. A rank that reports no tokens adds nothing, whatever its loss is."""
     if isinstance(tokens, torch.Tensor) and tokens.device.type != "cpu":
         labels = tokens.detach().double()
         product = torch.as_tensor(loss, device=labels.device).detach().double() * labels

@@ -1,6 +1,6 @@
-"""How long a step's messages took on this rank: taken in the step, read after it, and split with the other ranks' help.
+"""Durations of a step's messages on this rank: taken in the step, read after it, and split with the other ranks' help.
 
-The step itself waits for nothing. What the ranks tell each other about it is sent between steps.
+The step itself waits for nothing. Ranks exchange their times between steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.parallel.messages.timing import Clock, DeviceClock, HostClock, Mes
 
 KEPT = 4  # steps whose single messages are kept for a trace
 MOST = 100_000  # messages that are kept
-AGAIN = 100  # timed steps after which clocks are compared anew
+AGAIN = 100  # timed steps between two comparisons of clocks
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,6 @@ class StepMessages:
     spans: list[tuple[str, int, int]]
 
     def durations(self) -> Durations:
-        """Sums over layers."""
         found = Durations()
         for each in self.messages:
             if each.end is not None:
@@ -57,8 +56,8 @@ class StepMessages:
         return found
 
     def record(self, offset: Offset) -> dict[str, Any]:
-        """For a file: each message as [phase, layer, group, members, operation, dtype, bytes, start, end, latest,
-        stalls]."""
+        """Record of a file: each message as [phase, layer, group, members, operation, dtype, bytes, start, end,
+        latest, stalls]."""
         rows = []
         for each in self.messages:
             call, members = each.message.call, members_text(each.message.ranks)
@@ -70,17 +69,12 @@ class StepMessages:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """What marks are on a device."""
+    """The clock for marks on a device."""
     return HostClock() if device.type == "cpu" else DeviceClock(torch.get_device_module(device))
 
 
 class MessageTimes:
-    """Between the beginning and the end of timed steps the recorder's messages are timed.
-
-    Args:
-        recorder: made with a clock.
-        device: where the messages of these ranks travel.
-    """
+    """Times the recorder's messages between the beginning and the end of timed steps."""
 
     def __init__(self, recorder: Recorder, device: torch.device) -> None:
         assert recorder.timer is not None
@@ -90,7 +84,7 @@ class MessageTimes:
         self.kept: deque[tuple[StepMessages, Offset]] = deque()
 
     def begin(self) -> None:
-        """The next step is timed. All ranks call it."""
+        """Time the next step. All ranks call it."""
         if self._steps % AGAIN == 0:
             with phase("times"):
                 self._offset = measure_offset(self.timer.clock.now, self._device)
@@ -104,8 +98,8 @@ class MessageTimes:
         self._unread.append((step, self._offset, *self.timer.take()))
 
     def read(self, step: int) -> tuple[int, Durations] | None:
-        """The last timed step up to `step`, which the device must have done, and its sums; None without one. All ranks
-        call it."""
+        """The last timed step up to `step`, and its sums. None without one. The device must have done that step. All
+        ranks call it."""
         found = None
         while self._unread and self._unread[0][0] <= step:
             at, offset, messages, spans = self._unread.popleft()
@@ -118,7 +112,8 @@ class MessageTimes:
             read = [(name, clock.read(a) - back, clock.read(b) - back) for name, a, b in spans]
             found = StepMessages(at, timed, read)
             for each in messages:
-                each.group = None  # nobody needs it any more
+                each.group = None  # no longer needed
+
             self._keep(found, offset)
         return None if found is None else (found.step, found.durations())
 

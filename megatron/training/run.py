@@ -1,4 +1,4 @@
-"""A training run from its configuration to its end: what train.py does."""
+"""A training run from its configuration to its end, for train.py."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from megatron.parallel.layout.precision import COMPUTE_TYPES
 from megatron.parallel.messages.watched import watched_collectives
 from megatron.parallel.transport.compression import describe_wire
 from megatron.plan.prediction import Prediction, predict, steps_after
-from megatron.report.run import open_run, put_damage_aside
+from megatron.report.sinks import open_run, put_damage_aside
 from megatron.report.terminal import say
 from megatron.worker.beacon import SETUP
 from megatron.worker.job import read_job
@@ -68,7 +68,7 @@ def train() -> int:
 
 
 def status(outcome: Outcome) -> int:
-    """The exit status: 128 + n where signal n ended the run before its last step (it has saved), else 0."""
+    """The exit status: 128 + n if signal n ended the run before its last step (after saving), else 0."""
     stopped = not outcome.finished and outcome.reason.startswith("signal ")
     return 128 + signal.Signals[outcome.reason.removeprefix("signal ")] if stopped else 0
 
@@ -104,10 +104,11 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     changed = data_changes(source.checkpoint.meta, config, loader.plan, source.left_out) if source.checkpoint else []
     for line in changed:
         log(line)
-    # a map, new layers and rows of new tokens may leave tensors their initial values
+    # with a map, new layers or rows of new tokens, tensors may keep their initial values
     values = source.new or bool(own.initialize_map or own.initialize_layers) or own.initialize_vocabulary == INITIAL
     prediction = predicted(config, place, world)
-    if prediction is not None and not told_by_launcher(place, device_name(world.device)):
+    printed = place.attempt == 0 and os.environ.get("JOB_PLAN_TOLD") == device_name(world.device)  # by the launcher
+    if prediction is not None and not printed:
         log(prediction.text(steps_after(config, source.checkpoint.step if source.checkpoint else 0)))
     tell(detail=b"building the model and the engine")
     teacher = Teacher.of(config, world.mesh, world.device)
@@ -139,13 +140,8 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
             each.close()
 
 
-def told_by_launcher(place: WorkerEnvironment, device: str) -> bool:
-    """Whether the launcher has said what the run will need of such a device."""
-    return place.attempt == 0 and os.environ.get("JOB_PLAN_TOLD") == device
-
-
 def predicted(config: Config, place: WorkerEnvironment, world: World) -> Prediction | None:
-    """On rank 0, what the run will need of its devices; None where nobody can say, or nobody asks."""
+    """On rank 0, the predicted needs of the run on its devices. None if the formulas fail, or predictions are off."""
     if not world.is_main or not config.logging.predictions:
         return None
     local = place.local_world_size
@@ -156,13 +152,13 @@ def predicted(config: Config, place: WorkerEnvironment, world: World) -> Predict
     )
     try:
         return predict(config, place.world_size, device_name(world.device), local, capacity)
-    except Exception as error:  # no plan is worth a run; a kind of a user's own may not let itself be counted
+    except Exception as error:  # a failed plan must not end the run. Counts of a user's own kind may raise anything
         print(f"plan: none, since the formulas fail: {type(error).__name__}: {error}")
         return None
 
 
 def _describe_model(config: Config, world: World, log: Callable[[str], Any]) -> None:
-    """What is trained, on what and by which kernels."""
+    """Log the model, its layout and its kernels."""
     layout = world.mesh.layout
     context = f"{'folded' if layout.shares_rows else 'context'} {layout.context}, " if layout.context > 1 else ""
     log(
@@ -207,7 +203,7 @@ def _train(
     prediction: Prediction | None,
     levels: Levels | None,
 ) -> Outcome:
-    """From where a run starts, or has gone back to, on."""
+    """Train from the start of a run, or from the point that it has returned to."""
     first = source.checkpoint.step if source.checkpoint else 0
     sinks, ledger = open_run(config, rank=world.mesh.rank, start=first, settings=config.model_dump(mode="json"))
     copies = copies_of(Path(config.run.dir) / "ledger.jsonl", ledger) if ledger is not None else Copies()
@@ -259,7 +255,7 @@ def _train(
 
 @contextmanager
 def _mistakes(place: WorkerEnvironment) -> Iterator[None]:
-    """A checkpoint that a first start cannot use is the user's business. A later one may find the disk back again."""
+    """A checkpoint that a first start cannot use is the user's mistake. A later start may find the disk back again."""
     try:
         yield
     except CheckpointError as error:
@@ -273,7 +269,7 @@ def _prepare_torch(config: Config) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         deterministic: Any = torch.utils.deterministic
-        deterministic.fill_uninitialized_memory = False  # or each new tensor is filled by a kernel, for nobody
+        deterministic.fill_uninitialized_memory = False  # else a kernel fills each new tensor, without use
     torch.set_float32_matmul_precision("high" if config.precision.compute != "fp32" else "highest")
 
 
@@ -296,7 +292,7 @@ def _validation_sets(config: Config, world: World) -> list[ValidationSet]:
 
 
 def _describe_data(loader: Loader, log: Callable[[str], Any]) -> None:
-    """What the run will read of each source."""
+    """Log what the run will read of each source."""
     for use in loader.plan.uses():
         log(f"data: {use.name}: {use.tokens:,} tokens, {use.epochs:.3g} epochs of {use.available:,} ({use.order})")
     for source in getattr(loader.plan, "sources", ()):

@@ -1,4 +1,4 @@
-"""Samples of the model while it trains."""
+"""Samples of the model during training."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megatron.model.generate import Sampling, complete
 def sampler(
     config: Config, engine: Engine, log: Callable[[str], object]
 ) -> Callable[[list[str], SampleOptions, int], list[str]] | None:
-    """What the samples hook calls, or None where this layout cannot sample or nothing asks for it."""
+    """The generator of the samples hook. None where this layout cannot sample, or no samples are asked for."""
     options = config.evaluation.samples
     if options.every is None or not options.prompts:
         return None
     if not isinstance(engine, PlainEngine) or config.zero.stage == 3:
         log(
-            "no samples during training: with a pipeline or ZeRO 3 no rank has the whole model; use generate.py on a "
+            "no samples during training: with a pipeline or ZeRO 3 no rank has the whole model. Use generate.py on a "
             "checkpoint"
         )
         return None

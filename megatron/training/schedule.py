@@ -1,11 +1,11 @@
-"""Learning rate schedules in closed form: the rate of a step is a function of the configuration and the step alone.
+"""Learning rate schedules in closed form: the rate of a step is a function of the configuration and the step.
 
 `lr(step)` is the rate of the update that starts from `step` completed updates (the first update is step 0). A warmup
-from nothing therefore gives the first update a rate of `initial_lr_ratio` times the peak, as GPT-NeoX, Megatron and
-transformers do. After the end the last rate stays. No torch here, so that tools draw schedules without it.
+from nothing therefore gives the first update a rate of `initial_lr_ratio` times the peak, as in GPT-NeoX, Megatron and
+transformers. After the end the last rate stays. Without torch, so that tools draw schedules fast.
 
-Sources: cosine and linear, Loshchilov & Hutter 2017; inverse square root, Vaswani et al. 2017; wsd (warmup, stable,
-decay), Hu et al. 2024; infinite (warmup, cooldown, constant, annealing), Ibrahim et al. 2024, arXiv 2403.08763.
+Sources: cosine and linear, Loshchilov & Hutter 2017. Inverse square root, Vaswani et al. 2017. wsd (warmup, stable,
+decay), Hu et al. 2024. infinite (warmup, cooldown, constant, annealing), Ibrahim et al. 2024, arXiv 2403.08763.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.config.problems import UserError
 from megatron.config.registry import INSIDE, SCHEDULE
 from megatron.config.sections.recipe import ScheduleSection
 
-# Share of the way from the peak (1) to the floor (0) that is left after a share r of a decay; all go from 1 to 0.
+# Remaining share of the way from the peak to the floor after a share r of a decay: from 1 to 0.
 DECAYS = {
     "linear": lambda r: 1 - r,
     "sqrt": lambda r: 1 - math.sqrt(r),
@@ -31,7 +31,7 @@ DECAYS = {
 
 @dataclass(frozen=True)
 class SchedulePeriods:
-    """The lengths of a schedule, in steps; the warmup may end between two steps (a share, or a number of tokens)."""
+    """The lengths of a schedule, in steps. The warmup may end between two steps (a share, or a number of tokens)."""
 
     start: int
     length: int
@@ -41,7 +41,7 @@ class SchedulePeriods:
 
     @classmethod
     def of(cls, config: Config) -> SchedulePeriods:
-        """Raises ValueError where the configuration was not resolved and has no end or no decay length."""
+        """Raises ValueError for an unresolved configuration without an end or a decay length."""
         schedule = config.schedule
         if schedule.steps is None:
             raise ValueError("schedule.steps has no value: resolve the configuration first")
@@ -63,10 +63,10 @@ def _warmup(config: Config, length: int) -> float:
 
 
 class Shape(Protocol):
-    """A function that `schedule.type` names: one of this file, or one from a user's package.
+    """A function named by `schedule.type`: one of this file, or of a user's package.
 
-    The warmup comes before it and the last rate stays after it; both are the schedule's business. It must be a function
-    of its arguments alone, so that a resumed run goes on as if it had never stopped.
+    The schedule itself handles the warmup before it and the last rate after it. It must be a function of its
+    arguments only, so that a resumed run continues as if never stopped.
     """
 
     def __call__(self, n: int, peak: float, span: SchedulePeriods, options: ScheduleSection) -> float:
@@ -74,14 +74,14 @@ class Shape(Protocol):
 
         Args:
             n: from `span.warmup` to `span.length`.
-            peak: the rate at the end of the warmup; the result must be proportional to it.
+            peak: the rate at the end of the warmup. The result must be proportional to it.
             span: the lengths of the schedule.
-            options: the section `schedule`; `options.options` has what a user's own schedule needs.
+            options: the section `schedule`. Its `options` belong to a user's own schedule.
         """
 
 
 class Schedule:
-    """The learning rate of each step of a resolved `Config`, whose rules made sure that the schedule's parts fit."""
+    """The learning rate of each step of a resolved `Config`. Its rules have checked that the schedule's parts fit."""
 
     def __init__(self, config: Config) -> None:
         self.options = config.schedule
@@ -92,9 +92,7 @@ class Schedule:
             self._try()
 
     def _try(self) -> None:
-        """Ask a schedule of the user's own for its last rate: what is wrong with its options is told at the start, and
-        not after the warmup.
-        """
+        """Compute the last rate of a user's own schedule, so that mistakes in its options are found at the start."""
         rate = self._shape(self.span.length, 1.0, self.span, self.options)
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not math.isfinite(rate) or rate < 0:
             raise UserError(f"schedule.type = {self.options.type!r} must give rates of at least 0, not {rate!r}")
@@ -115,8 +113,8 @@ class Schedule:
         n = step - self.span.start
         if n < 0:
             raise ValueError(
-                f"schedule.start: the schedule begins at step {self.span.start} and has no rate for step {step}; "
-                "start the run from a checkpoint of that step or later, or lower schedule.start"
+                f"schedule.start: the schedule begins at step {self.span.start} and has no rate for step {step}. "
+                "Start the run from a checkpoint of that step or later, or lower schedule.start"
             )
         if self.options.compat == "neox-v1":
             return self._neox_v1(n, peak)
@@ -129,10 +127,10 @@ class Schedule:
         return self._shape(n, peak, self.span, self.options)
 
     def _neox(self, n: int, peak: float) -> float:
-        """GPT-NeoX since August 2023, and its first update since May 2026: that of step 1 instead of 0.
+        """GPT-NeoX since August 2023, and its first update since May 2026: the rate of step 1 instead of 0.
 
-        The linear decay goes to 0 and the floor cuts it off. After the end the last rate stays; GPT-NeoX's own cosine
-        rises again there.
+        The linear decay goes to 0 and the floor cuts it off. After the end the last rate stays. GPT-NeoX's own
+        cosine rises again there.
         """
         warmup, floor = self.span.warmup, self.options.min_lr_ratio * peak
         if 0 < warmup and n <= warmup:
@@ -148,8 +146,8 @@ class Schedule:
     def _neox_v1(self, n: int, peak: float) -> float:
         """GPT-NeoX 1.0, with which Pythia was trained.
 
-        The decay is stretched over all steps instead of those after the warmup, the count of steps stops one warmup
-        before the end, and the floor is a clamp: Pythia's cosine meets it near step 115,140 and stays there.
+        The decay is stretched over all steps instead of those after the warmup, and the count of steps stops one warmup
+        before the end. The floor is a clamp: Pythia's cosine meets it near step 115,140 and stays there.
         """
         end, warmup = self.span.length, self.span.warmup
         counted = min(n, end - warmup)
@@ -170,7 +168,7 @@ def _fall(shape: str, share: float, peak: float, options: ScheduleSection) -> fl
 
 
 def _share(n: float, span: SchedulePeriods) -> float:
-    """How much of the time after the warmup has passed."""
+    """Share of the time after the warmup that has passed."""
     return (n - span.warmup) / max(span.length - span.warmup, 1e-9)
 
 
@@ -207,14 +205,14 @@ def infinite(n: int, peak: float, span: SchedulePeriods, options: ScheduleSectio
     x = (n - span.warmup) / span.cooldown
     if options.cooldown_shape == "cosine":
         return low + (peak - low) * DECAYS["cosine"](x)
-    # The paper's inverse square root has a free steepness; with this one it is 1 / sqrt(1 + a x), unscaled.
+    # The paper's inverse square root has a free steepness. With this one it is 1 / sqrt(1 + a x), unscaled.
     return peak / math.sqrt(1 + (1 / options.constant_lr_ratio**2 - 1) * x)
 
 
 def curve(config: Config, points: int = 2000) -> list[tuple[int, float]]:
-    """About `points` pairs (step, learning rate) that show the schedule from its start to the last step.
+    """About `points` pairs (step, learning rate) from the schedule's start to the last step.
 
-    The steps around every corner (end of the warmup, of the cooldown, start of the decay) are always among them.
+    The steps around every corner (end of the warmup, of the cooldown, start of the decay) are always included.
     """
     schedule = Schedule(config)
     span = schedule.span

@@ -1,4 +1,4 @@
-"""Which ranks are slow: from how long each takes for its own work, without waiting for others."""
+"""Finds slow ranks, from the time that each takes for its own work, without waiting for others."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from statistics import median
 
 from megatron.worker.beacon import BACKWARD, DATA, EXCHANGE, FORWARD, OPTIMIZER, REDUCE
 
-# What all ranks of a stage do alike, and the phases that it is told as. Forward and backward are one: a rank with brief
-# micro-batches tells both as forward, and of ranks near that limit some may, others not.
+# Work that all ranks of a stage share, and its phases. Forward and backward are one: a rank with brief micro-batches
+# reports both as forward, and near that limit ranks may differ.
 PARTS = {
     "data": (DATA,),
     "forward and backward": (FORWARD, BACKWARD),
@@ -20,7 +20,7 @@ PARTS = {
 
 
 def parts_of(seconds: Sequence[float]) -> list[float]:
-    """Seconds in each of `PARTS`, of those by phase."""
+    """Seconds in each of `PARTS`, from seconds by phase."""
     return [sum(seconds[phase] for phase in phases) for phases in PARTS.values()]
 
 
@@ -29,10 +29,10 @@ class Slow:
     """A rank that is slow, or was.
 
     Attributes:
-        since, until: steps between which it was; `until` is None while it is.
-        others: how many times the median of the others of its pipeline stage it took, at most.
-        past: how many times its own best, at most.
-        part: the one of `PARTS` in which it lost most.
+        since, until: steps between which it was slow. `until` is None while it is.
+        others: largest ratio to the median of the others of its pipeline stage.
+        past: largest ratio to its own best.
+        part: the one of `PARTS` with the largest loss.
     """
 
     rank: int
@@ -47,10 +47,10 @@ class Comparison:
     """Compares ranks window by window.
 
     Args:
-        stages: of each rank; those of a stage have the same work.
-        factor: a rank is slow that takes this many times the median of its stage's others; its own best, where there
-            are none.
-        windows: in so many windows in a row.
+        stages: stage of each rank. Ranks of a stage have the same work.
+        factor: a rank is slow at this ratio to the median of its stage's others, or to its own best if it has no
+            others.
+        windows: number of consecutive windows in which it must be.
     """
 
     def __init__(self, stages: Sequence[int], factor: float, windows: int) -> None:
@@ -71,7 +71,7 @@ class Comparison:
             seconds: for each rank, its own seconds in each of `PARTS`.
 
         Returns:
-            ranks that have become slow, and those that are so no longer.
+            ranks that have become slow, and ranks that are no longer slow.
         """
         sums = [sum(each) for each in seconds]
         usual, begun, over, ratios = self._usual(sums), [], [], []
@@ -97,7 +97,6 @@ class Comparison:
         return begun, over
 
     def _usual(self, sums: Sequence[float]) -> list[float]:
-        """What each rank is compared with."""
         usual = list(self._best)
         for ranks in self._alike:
             order = sorted(ranks, key=sums.__getitem__) if len(ranks) > 1 else []
@@ -107,7 +106,6 @@ class Comparison:
         return usual
 
     def _part(self, rank: int, seconds: Sequence[Sequence[float]]) -> str:
-        """In which part the rank lost most."""
         ranks = next(ranks for ranks in self._alike if rank in ranks)
         others = [seconds[each] for each in ranks if each != rank]
         lost = [own - median(each[index] for each in others) if others else own
@@ -116,7 +114,7 @@ class Comparison:
 
 
 def median_of_others(ordered: Sequence[float], place: int) -> float:
-    """The median of sorted values without the one at this place; sorted once, they do for thousands of ranks."""
+    """The median of sorted values without the one at this place. Sorting once suffices for thousands of ranks."""
     rest = len(ordered) - 1
     low, high = (rest - 1) // 2, rest // 2
     return (ordered[low + (low >= place)] + ordered[high + (high >= place)]) / 2

@@ -1,5 +1,5 @@
-"""What generate.py does: open a checkpoint of any layout and continue texts, in one process or in several that share
-the keys of a long one."""
+"""Open a checkpoint of any layout and continue texts, for generate.py. Several processes can share the keys of a
+long text."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _target(tensor: torch.Tensor) -> Fragment:
 
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
-    # Ranks of torchrun share a text. What a scheduler says of a host that somebody works on is no such thing.
+    # Ranks of torchrun share a text. Variables of a scheduler, in an interactive session, do not mean that.
     place = worker_environment() if "WORLD_SIZE" in os.environ else WorkerEnvironment()
     if place.world_size > 1 and options.prompt is None and options.file is None:
         sys.stderr.write("several ranks must have --prompt or --file: only one of them could be asked\n")
@@ -74,7 +74,6 @@ def main(arguments: Sequence[str]) -> int:
 def _continue(
     model: Model, config: Config, options: argparse.Namespace, device: torch.device, path: Path, axis: Axis
 ) -> None:
-    """Continue each prompt; rank 0 writes."""
     tokenizer = build_tokenizer(config.tokenizer)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     if not options.json and not axis.rank:
@@ -133,9 +132,9 @@ def _sharing(place: WorkerEnvironment, device: torch.device) -> Iterator[Axis]:
 
 
 def pieces(made: Iterable[int], tokenizer: Tokenizer, stops: Sequence[str] = ()) -> Iterator[str]:
-    """The text of tokens as it grows, up to the one of some strings that is complete first, which is left out.
+    """The text of tokens as it grows, up to the first complete stop string, which is excluded.
 
-    A character of several tokens comes when it is whole, and what may turn out to begin a stop string when that is
+    A character of several tokens comes when it is whole. A possible beginning of a stop string comes when that is
     decided.
     """
     ids: list[int] = []
@@ -156,7 +155,7 @@ def pieces(made: Iterable[int], tokenizer: Tokenizer, stops: Sequence[str] = ())
 
 
 def _begun(text: str, stop: str) -> int:
-    """Of how many characters at the end of a text a stop string may have begun."""
+    """Number of characters at the end of a text with which a stop string may have begun."""
     return next((length for length in range(len(stop) - 1, 0, -1) if text.endswith(stop[:length])), 0)
 
 
@@ -175,48 +174,33 @@ def _prompts(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="generate.py", description="Continue texts with a model of any run or checkpoint."
-    )
-    parser.add_argument("path", type=Path, help="a run's directory, a folder of checkpoints, or a checkpoint")
+    about = "Continue texts with a model of any run or checkpoint."
+    parser = argparse.ArgumentParser(prog="generate.py", description=about)
+    add = parser.add_argument
+    add("path", type=Path, help="a run's directory, a folder of checkpoints, or a checkpoint")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--prompt", action="append", help="a text to continue; may be given several times (default: ask)"
-    )
+    source.add_argument("--prompt", action="append", help="a text to continue, may be repeated (default: ask)")
     source.add_argument("--file", type=Path, help="a file with one prompt per line")
-    parser.add_argument("--tokens", type=int, default=128, help="length of the continuation (default 128)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
-    parser.add_argument("--top-k", type=int, default=0, help="choose among the k likeliest tokens (default: all)")
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, help="choose among the likeliest tokens of this probability together"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="same seed, same text (default 0)")
-    parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
-    parser.add_argument(
-        "--no-cache", action="store_true", help="compute without the key/value cache (slower, same text)"
-    )
-    parser.add_argument("--depth", type=int, help="passes through a recurrent core (default: as in evaluation)")
-    parser.add_argument(
-        "--tolerance",
-        type=float,
-        metavar="SHARE",
-        help="fewer passes where one changes the newest token's state by at most this share, such as 0.03",
-    )
-    parser.add_argument("--ignore-end", action="store_true", help="go on after the end-of-document token")
-    parser.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="end before this text; may be given several times (default: none)",
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object per prompt on standard output")
+    add("--tokens", type=int, default=128, help="length of the continuation (default 128)")
+    add("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
+    add("--top-k", type=int, default=0, help="choose among the k likeliest tokens (default: all)")
+    add("--top-p", type=float, default=1.0, help="choose among the likeliest tokens of this probability together")
+    add("--seed", type=int, default=0, help="same seed, same text (default 0)")
+    add("--device", help="cpu or cuda (default: a GPU if there is one)")
+    add("--no-cache", action="store_true", help="compute without the key/value cache (slower, same text)")
+    add("--depth", type=int, help="passes through a recurrent core (default: as in evaluation)")
+    fewer = "fewer passes where one changes the newest token's state by at most this share, such as 0.03"
+    add("--tolerance", type=float, metavar="SHARE", help=fewer)
+    add("--ignore-end", action="store_true", help="continue after the end-of-document token")
+    stop = "end before this text, may be repeated (default: none)"
+    add("--stop", action="append", default=[], metavar="TEXT", help=stop)
+    add("--json", action="store_true", help="one JSON object per prompt on standard output")
     add_flag(parser)
     options = parser.parse_args(arguments)
     for name, sound, rule in (
         ("tokens", options.tokens >= 1, "at least 1"),
         ("temperature", options.temperature >= 0, "at least 0"),
-        ("top-k", options.top_k >= 0, "at least 0; 0 is all"),
+        ("top-k", options.top_k >= 0, "at least 0 (0 is all)"),
         ("top-p", 0 < options.top_p <= 1, "above 0 and at most 1"),
         ("depth", options.depth is None or options.depth >= 1, "at least 1"),
         ("tolerance", options.tolerance is None or options.tolerance >= 0, "at least 0"),

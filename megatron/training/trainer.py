@@ -1,4 +1,4 @@
-"""The training loop. What happens beside the steps is in the hooks, called at the lines one sees here."""
+"""The training loop. Everything outside the steps is in hooks, called at the lines shown here."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from megatron.config import Config
 from megatron.data.batch import StepBatch
-from megatron.data.plan import SampleSet
+from megatron.data.loader import Loader
 from megatron.engine.protocol import Engine, StepDropped
 from megatron.parallel.layout.mesh import Mesh
 from megatron.parallel.messages.account import phase
@@ -29,7 +29,7 @@ from .wall_time import WallTime
 
 
 class Clock:
-    """Measures laps of steps. It never waits for a device: who reads a lap has just read the step's numbers from it."""
+    """Measures laps of steps. It never waits for a device: a lap is read just after the step's numbers."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
@@ -53,7 +53,7 @@ class Clock:
 
     @contextmanager
     def data(self) -> Iterator[None]:
-        """Time inside is time spent waiting for data; it counts in the lap and is also given on its own."""
+        """Time inside is waiting for data. It counts in the lap and is also returned separately."""
         begin = self._now()
         try:
             yield
@@ -61,7 +61,7 @@ class Clock:
             self._data += self._now() - begin
 
     def lap(self) -> tuple[float, float]:
-        """Seconds of training since the last lap, and how many of them went to waiting for data."""
+        """Seconds of training since the last lap, and the part of them spent waiting for data."""
         now = self._now()
         seconds, data = now - self._lap - self._paused, self._data
         self._lap, self._paused, self._data = now, 0.0, 0.0
@@ -70,8 +70,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: completed updates, why, whether all of `training.steps` are done, and whether it wants to go
-    back."""
+    """End of a run: completed updates, reason, whether all of `training.steps` are done, and a requested rollback."""
 
     step: int
     reason: str
@@ -79,35 +78,18 @@ class Outcome:
     back: RollBack | None = None
 
 
-class Batches(Protocol):
-    """What the trainer and its hooks need of a loader."""
-
-    @property
-    def plan(self) -> SampleSet:
-        """Which samples the batches are made of."""
-
-    def step(self, step: int) -> StepBatch:
-        """This rank's part of the batch of an update."""
-
-    def close(self) -> None:
-        """Stop reading ahead."""
-
-
 class Trainer:
     """Runs an engine over the steps of a resolved `Config`.
 
     Args:
-        config: the resolved configuration.
-        engine: see `megatron.engine.protocol.Engine`.
         loader: `loader.step(n)` gives this rank's `StepBatch` of update n.
-        mesh: this rank's place.
         hooks: called in this order at each hook point.
-        sinks: where metrics and messages go (silent on ranks above 0).
-        tokens: how many the run has read after so many updates.
+        sinks: receive metrics and messages (silent on ranks above 0).
+        tokens: number of tokens read after a number of updates.
         ledger: the run's ledger on rank 0, None elsewhere.
-        start: completed updates, those of the checkpoint that was resumed.
-        device: where the engine's numbers are.
-        beacon: where this rank tells what it is doing.
+        start: completed updates of the resumed checkpoint.
+        device: of the engine's numbers.
+        beacon: reports this rank's phase.
         wall_time: the account of this start's time.
     """
 
@@ -116,7 +98,7 @@ class Trainer:
         config: Config,
         *,
         engine: Engine,
-        loader: Batches,
+        loader: Loader,
         mesh: Mesh,
         hooks: Sequence[Hook],
         sinks: Sinks,
@@ -134,7 +116,7 @@ class Trainer:
         self.schedule, self.exchange, self.clock = Schedule(config), Exchange(mesh, device), Clock()
         self.steps = config.training.steps
         self.start, self.end = start, min(self.steps, config.training.stop_at_step or self.steps)
-        self.completed = self.at = start  # updates done; the update that is at work, as messages and metrics number it
+        self.completed = self.at = start  # updates done, and number of the current update in messages and metrics
         self.tokens = tokens
         self._run_step: RunStep = lambda batch, lr, look: self.engine.step(batch, lr, look)
         for hook in self.hooks:
@@ -145,19 +127,19 @@ class Trainer:
         self.error: BaseException | None = None
         self.back: RollBack | None = None
         self._requests: set[str] = set()
-        self._told: set[str] = set()  # those that were exchanged in the step at work
-        self.batch: StepBatch  # of the step at work, or of the last one
-        self._begun = self._met_at = self._after = 0.0  # of the step at work; seconds from its exchange to its end
+        self._told: set[str] = set()  # requests that were exchanged in the current step
+        self.batch: StepBatch  # of the current or last step
+        self._begun = self._met_at = self._after = 0.0  # of the current step. `_after`: seconds from exchange to end
         self._met: Meeting | None = None
         self._share: list[float] = []
         self._unread: StepReport | None = None
         self._pace: float | None = None  # seconds of the last step whose numbers were read, the same on all ranks
 
     def run(self) -> Outcome:
-        """Train until the last step or until somebody stops the run. All ranks call it.
+        """Train until the last step or an earlier stop. All ranks call it.
 
         Raises:
-            whatever the engine, the loader or a hook raises, after the ledger has it and the hooks were told.
+            whatever the engine, the loader or a hook raises, after it is in the ledger and the hooks have ended.
         """
         try:
             self.beacon.at(SETUP)
@@ -183,7 +165,7 @@ class Trainer:
             self.settle()
         except BaseException as error:
             self.error = error
-            step = getattr(error, "step", self.at)  # one that is seen late knows its step
+            step = getattr(error, "step", self.at)  # an error found later knows its step
             self.record(
                 "error",
                 step=step,
@@ -205,7 +187,7 @@ class Trainer:
             self.beacon.at(EXCHANGE)
             self.meet(result.loss, result.tokens)
         met = self._met
-        assert met is not None  # that was told of in the optimizer's phase or before, or just now
+        assert met is not None  # made in the optimizer's phase or before, or just now
         report = StepReport(step, lr, result, met.sums(), met.shared(self.mesh.layout.world_size))
         self._after = time.monotonic() - self._met_at
         self._requests -= self._told
@@ -220,9 +202,9 @@ class Trainer:
 
     @phase("exchange")
     def meet(self, loss: Number, tokens: Number, *norm: Number, early: bool = False) -> Meeting:
-        """Exchange the numbers of the step: once, before the update where that depends on them, or else after it."""
+        """Exchange the numbers of the step once: before the update if that depends on them, else after it."""
         self._told, self._met_at = set(self._requests), time.monotonic()
-        seconds = self._met_at - self._begun  # what follows takes as long as it did in the step before
+        seconds = self._met_at - self._begun  # the rest takes as long as in the step before
         seconds += self._after if norm or early else 0.0
         share, self._share = self._share, []
         self._met = self.exchange.meet(
@@ -232,10 +214,10 @@ class Trainer:
 
     def _drop(self, step: int, dropped: StepDropped) -> None:
         left = f"the rest would have taken {dropped.left:.0f} s"
-        self.log(f"step {step} dropped after {dropped.done:.0%} of its work: {left}; nothing else is lost")
+        self.log(f"step {step} dropped after {dropped.done:.0%} of its work: {left}. Nothing else is lost")
         self.record("dropped", step=step, done=dropped.done, seconds_left=dropped.left)
         self._call("on_drop", step, dropped.requests)
-        self.stop("told to stop within a step")
+        self.stop("stop requested within a step")
 
     def settle(self) -> None:
         """Read the numbers of the last step now. All ranks call it at the same step."""
@@ -252,28 +234,27 @@ class Trainer:
         self._call("on_numbers", report)
 
     def check_state(self) -> None:
-        """Have the hooks look at the state before it is saved. All ranks call it at the same step."""
+        """Have the hooks check the state before it is saved. All ranks call it at the same step."""
         self._call("before_save")
 
     def ask(self, step: int) -> None:
-        """Have the hooks say within a step whether they request something; see `requests`."""
+        """Have the hooks make their requests within a step. See `requests`."""
         self._call("during_step", step)
 
     @property
     def requests(self) -> set[str]:
-        """What this rank requests and has not told the others."""
+        """Requests of this rank that were not exchanged yet."""
         return set(self._requests)
 
     def request(self, request: str) -> None:
-        """Ask all ranks for something; they hear of it with the numbers of a step."""
+        """Send a request to all ranks, with the numbers of a step."""
         if request not in REQUESTS:
-            raise ValueError(f"unknown request {request!r}; choose from {', '.join(REQUESTS)}")
+            raise ValueError(f"unknown request {request!r}: must be one of {', '.join(REQUESTS)}")
         self._requests.add(request)
 
     def share(self, numbers: Sequence[float]) -> None:
-        """Tell all ranks these numbers of this one, in the message with the numbers of the step that begins, which the
-        report of the step then has (`StepReport.shared`). All ranks call it before the same step, at most once, with as
-        many numbers."""
+        """Send numbers of this rank to all ranks, with the numbers of the step that begins (`StepReport.shared`).
+        All ranks call it before the same step, at most once, with the same number of numbers."""
         self._share = list(numbers)
 
     def stop(self, reason: str) -> None:
@@ -281,12 +262,12 @@ class Trainer:
         self.stop_reason = self.stop_reason or reason
 
     def go_back(self, back: RollBack) -> None:
-        """End after the current step, to go on from a checkpoint of before. All ranks call it at the same step."""
+        """End after the current step, to resume from an earlier checkpoint. All ranks call it at the same step."""
         self.back = self.back or back
 
     @contextmanager
     def aside(self, phase: int, detail: str = "") -> Iterator[None]:
-        """Time inside is not part of a step: the clock stands, and the rank says that it is in another phase."""
+        """Time inside is not part of a step: the clock stands, and the beacon reports another phase."""
         with self.clock.pause(), self.beacon.during(phase, detail.encode()):
             yield
 
@@ -297,21 +278,19 @@ class Trainer:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes for all."""
         return self.mesh.rank == 0
 
     def log(self, text: str) -> None:
-        """A message to the person who watches; only that of rank 0 is shown."""
+        """A message to the user. Only rank 0's is shown."""
         if self.is_main:
             self.sinks.log(text)
 
     def record(self, event: str, **facts: Any) -> None:
-        """An entry in the ledger, on rank 0."""
         if self.ledger is not None:
             self.ledger.write(event, **facts)
 
     def spent(self) -> dict[str, Any]:
-        """Where the time of this start has gone, for an entry of the ledger."""
+        """Where the time of this start went, for an entry of the ledger."""
         return self.wall_time.spent(self.completed)
 
     def _call(self, point: str, *arguments: Any, reverse: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Where the wall time of this process has gone since it was launched."""
+"""Where the wall time of this process went since its launch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class WallTime:
     """The account of one start of a run.
 
     Attributes:
-        beacon: which measures the phases of this process.
-        since: when it was launched, in seconds since the epoch.
+        beacon: measures the phases of this process.
+        since: time of launch, in seconds since the epoch.
         before: seconds from then until the beacon was made.
-        attempt: how many starts there were before, each of which failed.
+        attempt: number of earlier starts, which failed.
     """
 
     beacon: Beacon
@@ -33,7 +33,7 @@ class WallTime:
 
     @classmethod
     def of(cls, beacon: Beacon, attempt: int, environment: Mapping[str, str] = os.environ) -> WallTime:
-        """From when the launcher says that it started this process; without one, from when the process began."""
+        """From the launcher's start of this process. Without a launcher, from the start of the process."""
         now, age = time.time(), time.monotonic() - beacon.born
         try:
             since = float(environment[SINCE])
@@ -42,7 +42,7 @@ class WallTime:
         return cls(beacon, since, max(now - age - since, 0.0), attempt)
 
     def spent(self, completed: int) -> dict[str, Any]:
-        """A mark for the ledger after so many updates; see `megatron.report.goodput`."""
+        """A mark for the ledger after this number of updates. See `megatron.report.goodput`."""
         kinds = {"start": self.before, "steps": 0.0, "evaluation": 0.0, "save": 0.0, "end": 0.0}
         within = {"waiting": 0.0}
         for phase, (seconds, waited) in enumerate(zip(self.beacon.spent(), self.beacon.waits())):
@@ -56,7 +56,7 @@ class WallTime:
 
 
 def _process_age(least: float) -> float:
-    """Seconds since this process began, where the system tells; `least` elsewhere."""
+    """Seconds since this process began, or `least` if the system does not provide it."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return max(time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"), least)

@@ -1,4 +1,4 @@
-"""This process among the others: device, process group, mesh, and what checkpoints use to talk."""
+"""This process among the others: device, process group, mesh, and communicators for checkpoints."""
 
 from __future__ import annotations
 
@@ -29,16 +29,14 @@ from .wall_time import WallTime
 
 @dataclass(frozen=True)
 class World:
-    """Where this process stands.
+    """This process's place.
 
     Attributes:
-        device: its own.
-        mesh: its axes.
         communicator: over all ranks, for the main thread.
         background: over all ranks, for the thread that writes checkpoints.
-        beacon: where this process tells what it is doing.
+        beacon: reports the phase of this process.
         wall_time: the account of this start's time.
-        store: where the ranks met; None with one rank.
+        store: of the rendezvous. None with one rank.
     """
 
     device: torch.device
@@ -58,7 +56,7 @@ def choose_device(config: Config, local_rank: int) -> torch.device:
     """The accelerator of this rank, or the CPU.
 
     Raises:
-        RuntimeError: launch.device asks for an accelerator that is not there, or torch cannot use the one that is.
+        RuntimeError: launch.device asks for a missing accelerator, or torch cannot use the existing one.
     """
     wanted = config.launch.device
     if wanted == "cpu":
@@ -72,17 +70,17 @@ def choose_device(config: Config, local_rank: int) -> torch.device:
 
 
 def _check_that_cpu_is_meant(wanted: str, local_rank: int) -> None:
-    """torch sees no GPU. Where this machine shows one to a torch that is built for it, its driver is at fault."""
+    """torch sees no GPU. If this machine has one that torch is built for, its driver is at fault."""
     built = {"nvidia": torch.version.cuda, "amd": torch.version.hip}
     here = devices.count() > 0
     if here and built.get(devices.vendor() or ""):
         raise RuntimeError(
-            f"this machine has a GPU, but torch {torch.__version__} cannot use it: {_why_without_gpu()}; mend that, "
+            f"this machine has a GPU, but torch {torch.__version__} cannot use it: {_why_without_gpu()}. Fix that, "
             "install a torch built for this driver, or train on the CPU with launch.device=cpu"
         )
     if wanted != "auto":
         raise RuntimeError(
-            "launch.device: cuda, but torch sees no GPU here; use launch.device=cpu, or a torch built for this machine"
+            "launch.device: cuda, but torch sees no GPU here. Use launch.device=cpu, or a torch built for this machine"
         )
     if here and local_rank == 0:
         warnings.warn(
@@ -92,17 +90,17 @@ def _check_that_cpu_is_meant(wanted: str, local_rank: int) -> None:
 
 
 def _why_without_gpu() -> str:
-    """What torch says when it is made to use a GPU."""
+    """torch's error when it has to use a GPU."""
     try:
         torch.cuda.init()
-    except Exception as error:  # whatever the driver makes of it
+    except Exception as error:  # the driver's errors vary
         return " ".join(str(error).split()) or type(error).__name__
     return "it sees no device"
 
 
 @contextmanager
 def joined(config: Config, place: WorkerEnvironment) -> Iterator[World]:
-    """The process group of all ranks, for a block. After a block without an error rank 0 leaves last."""
+    """The process group of all ranks, in this context. After a block without an error rank 0 leaves last."""
     world = join(config, place)
     try:
         yield world
@@ -115,10 +113,10 @@ def joined(config: Config, place: WorkerEnvironment) -> Iterator[World]:
 
 
 def join(config: Config, place: WorkerEnvironment) -> World:
-    """Enter the process group, see that all ranks run the same thing, and build the mesh.
+    """Enter the process group, check that all ranks run the same thing, and build the mesh.
 
-    The thread that writes checkpoints talks over the rendezvous store: a second process group for it would mean, at
-    10,000 ranks, a connection between every two of them.
+    The thread that writes checkpoints communicates over the rendezvous store: at 10,000 ranks, a second process
+    group would mean a connection between every two of them.
     """
     beacon = Beacon.inherited()
     beacon.at(SETUP, detail=b"meeting the other ranks")
@@ -126,8 +124,8 @@ def join(config: Config, place: WorkerEnvironment) -> World:
     os.environ.update(place.variables)
     device = choose_device(config, place.local_rank)
     if device.type == "cpu":
-        # torch records the last 2,000 calls of gloo, 4 KB each. These lie between the tensors of a step in the heap, so
-        # that their memory is not used again: 0.13 MB a step. Hangs are diagnosed by the beacon.
+        # torch records the last 2,000 calls of gloo, 4 KB each. They fragment the heap between the tensors of a step,
+        # which costs 0.13 MB a step. Hangs are diagnosed by the beacon.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     prepare_deepspeed(device)
     timeout = timedelta(seconds=config.launch.timeout)
@@ -135,7 +133,7 @@ def join(config: Config, place: WorkerEnvironment) -> World:
         dist.init_process_group(_backend(device), rank=0, world_size=1, store=dist.HashStore(), timeout=timeout)
         return World(device, Mesh.single(), SOLO, SOLO, beacon, wall_time)
     rank, size = place.rank, place.world_size
-    # torch asks the name service about numeric addresses too: one that does not answer holds up even a local start
+    # torch queries the name service about numeric addresses too. One that does not answer delays even a local start.
     beacon.at(SETUP, detail=b"opening the store of the ranks, which needs an answer of the name service (DNS)")
     store = open_store(rank, size, place.master_address, place.master_port, timeout, one_host=place.one_host)
     beacon.at(SETUP, detail=b"meeting the other ranks")
@@ -155,7 +153,7 @@ def join(config: Config, place: WorkerEnvironment) -> World:
 
 
 def agree(place: WorkerEnvironment, communicator: Communicator) -> None:
-    """See that all ranks run what rank 0 runs. Only if any does not, all hear of all, to say who differs.
+    """Check that all ranks run what rank 0 runs. Only if one does not, gather all to report who differs.
 
     Raises:
         LaunchError: on every rank.

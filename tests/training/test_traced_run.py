@@ -104,9 +104,9 @@ def test_a_resumed_run_says_where_it_leaves_the_data_of_its_checkpoint(tmp_path:
 
     assert said() == said("training.micro_batch_size=4", "training.steps=8") == []
     (line,) = said("training.global_batch_size=16")
-    assert "go on at sample 32 " in line and "has read 16: those between are left out" in line
+    assert "continue at sample 32 " in line and "has read 16: the samples between are skipped" in line
     (line,) = said("training.global_batch_size=4", "training.micro_batch_size=1")
-    assert "go on at sample 8 " in line and "read again" in line
+    assert "continue at sample 8 " in line and "read again" in line
     for other in ("training.steps=600", "data.seed=5", "data.order=stream", "training.sequence_length=41"):
         (line,) = said(other)  # 600 steps need more epochs, and all epochs are shuffled together
         assert "the data order differs from the checkpoint's" in line

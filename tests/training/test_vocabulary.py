@@ -80,5 +80,5 @@ def test_a_tokenizer_with_other_ids_is_refused(tmp_path: Path) -> None:
     train(tmp_path / "before", 1, tokenizer(tmp_path / "old.json", OLD))
     source = tmp_path / "before" / "run" / "checkpoints" / "step_00000002"
     words = [f"checkpoint.initialize_from={source}", "checkpoint.initialize_vocabulary=mean", "model.vocab_size=51"]
-    with pytest.raises(RuntimeError, match="26 tokens of its tokenizer have another id .* the first is 'a'"):
+    with pytest.raises(RuntimeError, match="26 tokens of its tokenizer have another id .* The first is 'a'"):
         train(tmp_path / "moved", 1, tokenizer(tmp_path / "new.json", NEW, shift=1), *words)

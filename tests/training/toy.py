@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from megatron.checkpoint.save.saver import Saved
-from megatron.engine.optimizers.build import build_optimizer, set_learning_rate
+from megatron.engine.optimizers.groups import build_optimizer, set_learning_rate
 from megatron.engine.protocol import StepResult
 from megatron.parallel.layout.mesh import Mesh
 from megatron.parallel.layout.shard import LogicalTensor, Role
-from megatron.report.run import open_run
+from megatron.report.sinks import open_run
 from megatron.training.hook import HookContext, ValidationSet
 from megatron.training.hooks import hooks_of
 from megatron.training.trainer import Outcome, Trainer

@@ -1,4 +1,4 @@
-"""Hooks: one file per concern of a run beside its steps."""
+"""Hooks: one file per concern of a run in addition to its steps."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from megatron.config.registry import HOOK, INSIDE, load
 
 from ..hook import Hook, HookContext
 
-LAST = "levels"  # from here on the state is saved, after all others have seen and said what they have to
+LAST = "levels"  # this hook and later ones save the state
 
 
 def hooks_of(parts: HookContext) -> list[Hook]:
     """The hooks that a run asks for, in the order in which they act after a step.
 
-    First who may end the run, then who reports, then the user's own, then who saves: so a bad loss is never saved, a
-    stopped run is, and the records about a checkpoint's weights are written before it.
+    Hooks that may end the run come first, then reports, then the user's own, then hooks that save. So a bad loss is
+    never saved, a stopped run is, and the records about a checkpoint's weights are written before it.
 
     Raises:
         UserError: a hook of the user's cannot be made.

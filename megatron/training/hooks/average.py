@@ -10,10 +10,10 @@ from ..trainer import Trainer
 class AverageHook(Hook):
     """After each update: average = c average + (1 - c) weights, in fp32, element by element.
 
-    It begins with the weights that the run begins with. Checkpoints have it as the state "average" of each parameter.
+    It begins with the initial weights. Checkpoints have it as the state "average" of each parameter.
 
     Args:
-        coefficient: c; None is no average.
+        coefficient: c. None: no average.
     """
 
     def __init__(self, coefficient: float | None) -> None:
@@ -28,7 +28,5 @@ class AverageHook(Hook):
             trainer.engine.begin_average()
 
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
-        result = report.result
-        nothing = result.skipped or result.unlabelled or (result.spike is not None and result.spike.leaves_out)
-        if self._coefficient is not None and not nothing:
+        if self._coefficient is not None and report.result.updated:
             trainer.engine.advance_average(self._coefficient)

@@ -1,4 +1,4 @@
-"""Saves checkpoints when the policy, the clock or the end of the run says so."""
+"""Saves checkpoints by the policy, the clock, or at the end of the run."""
 
 from __future__ import annotations
 
@@ -9,39 +9,32 @@ from collections.abc import Callable, Iterable
 from megatron.checkpoint import Fragment, Meta
 from megatron.checkpoint.save.finite import non_finite
 from megatron.checkpoint.save.policy import SavePolicy
-from megatron.checkpoint.save.saver import Saved
+from megatron.checkpoint.save.saver import Saved, Saver
 from megatron.worker.beacon import SAVE
 
 from ..exchange import StepReport
-from ..hook import Hook, HookContext, SaverProtocol
+from ..hook import Hook, HookContext
 from ..interval import Interval
 from ..trainer import Trainer
 from .guard import NonFinite
 
-AGAIN = 60.0  # seconds after which a save that a disk has refused is tried again
+AGAIN = 60.0  # seconds until a failed save is tried again
 
 
 class CheckpointHook(Hook):
-    """Decides when to save; how is the saver's business.
+    """Decides when to save.
 
-    Weights are saved once per step at most, only after the numbers of their last step were seen to be finite, and only
-    if they are finite themselves: an update may diverge although its loss and gradients did not. A run that is stopped
-    early always saves.
-
-    Args:
-        policy: when to save.
-        saver: saves, now or in the background.
-        contents: (completed updates) -> the fragments that this rank owns, and what else belongs to the state.
-        inspect: what is wrong with the values of fragments; see `megatron.checkpoint.save.finite`.
+    Weights are saved at most once per step, and only if they and the numbers of their last step are finite. An update
+    may diverge although its loss and gradients did not. A run that is stopped early always saves.
 
     Raises:
-        NonFinite: on every rank, in place of saving what is broken on any.
+        NonFinite: on every rank, if the state is broken on any.
     """
 
     def __init__(
         self,
         policy: SavePolicy,
-        saver: SaverProtocol,
+        saver: Saver,
         contents: Callable[[int], tuple[Iterable[Fragment], Meta]],
         inspect: Callable[[list[Fragment]], list[str]] = non_finite,
     ) -> None:
@@ -78,18 +71,18 @@ class CheckpointHook(Hook):
         self._time_is_up = self._time_is_up or "save" in report.requests
 
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
-        self._tell(trainer, self._saver.poll())
+        self._report(trainer, self._saver.poll())
         self._save_if_due(trainer)
 
     def on_drop(self, trainer: Trainer, step: int, requests: set[str]) -> None:
-        self._tell(trainer, self._saver.poll())
+        self._report(trainer, self._saver.poll())
         self._save_if_due(trainer)
 
     def on_end(self, trainer: Trainer) -> None:
         if trainer.error is None:
             with trainer.beacon.during(SAVE):
-                self._tell(trainer, self._saver.wait(), goes_on=False)  # all of it, though `close` may raise the last
-                self._tell(trainer, self._saver.close())
+                self._report(trainer, self._saver.wait(), ends=True)  # all of them, though `close` may raise the last
+                self._report(trainer, self._saver.close())
 
     def _save_if_due(self, trainer: Trainer) -> None:
         if trainer.back is not None:
@@ -107,7 +100,7 @@ class CheckpointHook(Hook):
         if reason is None or self._saved_step == trainer.completed:
             return
         trainer.settle()
-        if trainer.back is not None:  # which the numbers of the last step ask for
+        if trainer.back is not None:  # requested by the numbers of the last step
             return
         trainer.check_state()
         with trainer.aside(SAVE):
@@ -124,8 +117,8 @@ class CheckpointHook(Hook):
         facts = {"reason": reason, "stall_seconds": stall, "spent": trainer.spent()}
         trainer.record("checkpoint", step=trainer.completed, **facts)
 
-    def _tell(self, trainer: Trainer, ended: list[Saved], goes_on: bool = True) -> None:
-        again = f"\nthe run goes on, and tries again within {AGAIN:.0f} s of training" if goes_on else ""
+    def _report(self, trainer: Trainer, ended: list[Saved], ends: bool = False) -> None:
+        again = "" if ends else f"\nthe run continues, and tries again within {AGAIN:.0f} s of training"
         for saved in ended:
             if saved.failure:
                 trainer.record("checkpoint_failed", path=str(saved.path), problem=saved.failure)
@@ -146,24 +139,20 @@ class CheckpointHook(Hook):
 
 
 def refuse_broken(trainer: Trainer, fragments: list[Fragment], inspect: Callable[[list[Fragment]], list[str]]) -> None:
-    """Look at what is about to be saved; all ranks call it.
+    """Inspect fragments before they are saved. All ranks call it.
 
     Raises:
-        NonFinite: on every rank, if it is broken on any.
+        NonFinite: on every rank, if they are broken on any.
     """
     found = inspect(fragments)
     ranks = int(trainer.exchange.sum([float(bool(found))])[0])
     if not ranks:
         return
-    here = "; ".join(found) or "those of this rank are in order"
-    before = (
-        "the values that the run started from"
-        if not trainer.completed
-        else (f"update {trainer.completed - 1}, the last one of them")
-    )
+    here = "; ".join(found) or "this rank's part is in order"
+    before = f"update {trainer.completed - 1}" if trainer.completed else "the values that the run started from"
     raise NonFinite(
         f"the state after {trainer.completed} updates is broken on {ranks} of {trainer.mesh.layout.world_size} "
-        f"rank(s) and was not saved: {here}. What was saved before is in order. Look at {before}: its learning "
+        f"rank(s) and was not saved: {here}. Earlier checkpoints are in order. Check {before}: its learning "
         "rate (optimizer.lr and its groups), and grad_norm in metrics.jsonl",
         step=max(trainer.completed - 1, 0),
     )

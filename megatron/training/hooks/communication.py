@@ -1,4 +1,4 @@
-"""The account of every step's communication: in the metrics, in a file per rank, and as a table at the end."""
+"""Accounts of every step's communication: in the metrics, in a file per rank, and as a table at the end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def label_layers(recorder: Recorder, module: nn.Module, *, inside: bool = True) 
     """Have the recorder name the layers of a model (or a stage): `embedding`, `layers.3`, `layers.3.mlp`, `head`.
 
     Args:
-        inside: whether to tell the parts of blocks apart. Compiled blocks are left alone: hooks would be traced.
+        inside: name the parts of blocks too. False for compiled blocks, where hooks would be traced.
     """
     for each in module.modules():
         if isinstance(each, Embedding):
@@ -55,18 +55,15 @@ def label_layers(recorder: Recorder, module: nn.Module, *, inside: bool = True) 
                 recorder.label(layer, f"{place}.{kind.name}")
 
 
-Expected = Callable[[int, Tensor | None, int], Tally]  # step, its documents, numbers that ranks share beside its own
+Expected = Callable[[int, Tensor | None, int], Tally]  # step, its documents, shared numbers of ranks
 
 
 class CommunicationHook(Hook):
-    """Counts between the beginning and the end of each step; what comes between steps is kept apart.
+    """Counts between the beginning and the end of each step. Messages between steps are counted separately.
 
     Args:
-        folder: the run's directory.
-        every: steps between records.
-        inside: see `label_layers`.
-        timed: whether messages of the logged steps are timed, too.
-        hosts: of all ranks; asked once, by all ranks together.
+        timed: time messages of the logged steps, too.
+        hosts: of all ranks. Called once, by all ranks together.
     """
 
     def __init__(
@@ -151,7 +148,7 @@ class CommunicationHook(Hook):
             trainer.extra_metrics["communication"] = by_group(self._last, self._durations, crossing)
 
     def _read(self, step: int, times: MessageTimes) -> None:
-        """Durations of the timed steps whose numbers have arrived: their messages are done on every rank."""
+        """Durations of the timed steps whose numbers have arrived. Their messages are done on every rank."""
         if times.timer.active:
             times.end(step)
         self._take(times.read(self._heard))
@@ -178,8 +175,8 @@ class CommunicationHook(Hook):
 
 
 def _expected(trainer: Trainer) -> tuple[dict[str, Any], bool, Expected | None]:
-    """What this rank's steps should send, as rows of an account, or why nobody knows; whether they vary with the step
-    or its documents; and what a step should."""
+    """Predicted messages of this rank's steps, as rows of an account, or the reason why there is no prediction. Also
+    whether they vary with the step or its documents, and a function that predicts a step's messages."""
     layout, rank = trainer.mesh.layout, trainer.mesh.rank
     plan = getattr(trainer.loader, "plan", None)
     weighted, routes = bool(plan and plan.masked), installed_routes()

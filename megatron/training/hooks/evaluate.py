@@ -40,10 +40,10 @@ def _double(number: torch.Tensor | float) -> torch.Tensor | float:
 
 @dataclass(frozen=True)
 class Measures:
-    """What is told of a set beside its loss.
+    """Measures of a set in addition to its loss.
 
     Attributes:
-        sizes: bytes of each id's text, float64 [V]; None if they are not known.
+        sizes: bytes of each id's text, float64 [V]. None if unknown.
         counts_bytes: whether this rank counts them: one rank of each data parallel index.
         breakdown: losses by parts.
     """
@@ -53,7 +53,7 @@ class Measures:
     breakdown: Breakdown | None = None
 
     def size(self, batch: StepBatch) -> float:
-        """Bytes of this rank's labels, each as often as it counts."""
+        """Bytes of this rank's labels, times their weights."""
         if self.sizes is None or not self.counts_bytes:
             return 0.0
         sizes = self.sizes[batch.labels]
@@ -66,11 +66,11 @@ def evaluate(
     """Loss of a set: the mean over its labels, however they fall into batches and ranks. All ranks call it.
 
     Args:
-        length: tokens of the samples that the set's own are cut into; None leaves them whole.
+        length: cut the set's samples into samples of this length. None leaves them whole.
 
     Returns:
-        loss in nats per token, perplexity, and the number (weight) of tokens; loss nan where there were no labels.
-        Bits per byte, where bytes are known, and the losses of the breakdown's groups.
+        loss in nats per token (nan without labels), perplexity, and the number (weight) of tokens. Bits per byte,
+            where bytes are known, and the losses of the breakdown's groups.
     """
     loss_sum: torch.Tensor | float = 0.0
     tokens: torch.Tensor | float = 0.0
@@ -102,10 +102,7 @@ class EvaluateHook(Hook):
     """Evaluates every set every n steps, and before the first and after the last step if asked to.
 
     Args:
-        sets: what to evaluate.
-        every: n, None for never.
         average: evaluate them with the average of the weights too, as "<set> (average)".
-        breakdown: what losses are broken down by.
     """
 
     def __init__(
@@ -157,11 +154,12 @@ class EvaluateHook(Hook):
             if not math.isfinite(values["loss"]):
                 trainer.log(
                     f"the validation loss of {name} after {trainer.completed} steps is {values['loss']}: "
-                    f"the set has {values['tokens']:g} labels; look at evaluation.batches and the data"
+                    f"the set has {values['tokens']:g} labels. Check evaluation.batches and the data"
                 )
 
     def _losses(self, trainer: Trainer, note: str) -> dict[str, dict[str, Any]]:
-        """Of each set, named with the note. In a stage of shorter sequences the sets' samples are cut as its own."""
+        """Losses of each set, named with the note. In a stage of shorter sequences the sets' samples are cut to its
+        length."""
         found: dict[str, dict[str, Any]] = {}
         staged = bool(trainer.config.training.sequence_schedule)
         length = stage_of(trainer.config, trainer.completed).length if staged else None
@@ -174,7 +172,7 @@ class EvaluateHook(Hook):
         return found
 
     def _of(self, trainer: Trainer, which: ValidationSet) -> Measures:
-        """What is told of a set; what that needs is computed once."""
+        """Measures of a set, computed once."""
         if which.name not in self._measures:
             config, at = trainer.config, trainer.mesh.at
             vocabulary = config.model.vocab_size

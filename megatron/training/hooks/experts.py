@@ -1,4 +1,4 @@
-"""Says when experts of a mixture die: a loss falls nicely while most of a model's parameters do nothing."""
+"""Reports experts of a mixture that get no tokens: the loss may fall while most of a model's parameters do nothing."""
 
 from __future__ import annotations
 
@@ -10,17 +10,13 @@ from ..hook import Hook, HookContext
 from ..trainer import Trainer
 
 IDLE = 0.01  # of an even share of the tokens
-FEWEST = 20  # tokens of an even share; with fewer, an expert may have none by chance
+FEWEST = 20  # least tokens of an even share: below, an expert may have none by chance
 PATIENCE = 3  # records in a row
 
 
 class DeadExpertsHook(Hook):
-    """A line where experts have had less than a hundredth of an even share in three records, and when they are back.
-
-    Args:
-        every: steps between looks; those that are logged.
-        tokens: of a step.
-    """
+    """Logs when experts have had less than a hundredth of an even share in three records, and when they have tokens
+    again."""
 
     def __init__(self, every: int, tokens: int) -> None:
         self._every, self._tokens = every, tokens
@@ -41,7 +37,7 @@ class DeadExpertsHook(Hook):
             trainer.log(f"step {report.step}: {text}")
 
     def look(self, layers: Mapping[str, Mapping[str, Any]]) -> str | None:
-        """What there is to say of one record: layer -> numbers, `load` among them (see `LoadReport`)."""
+        """Message about one record, if any: layer -> numbers, `load` among them (see `ExpertLoad`)."""
         total, dead = 0, set()
         for layer, numbers in layers.items():
             load = numbers["load"]
@@ -62,6 +58,6 @@ class DeadExpertsHook(Hook):
             if any(layer == own for own, _ in dead)
         )
         return (
-            f"warning: {len(dead)} of {total} experts get next to no tokens ({where}) and learn nothing; even their "
+            f"warning: {len(dead)} of {total} experts get almost no tokens ({where}) and learn nothing. Even their "
             "load with a larger model.moe.losses.balance or model.moe.router.correction: sign (docs/experts.md)"
         )

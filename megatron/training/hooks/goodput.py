@@ -1,4 +1,4 @@
-"""Keeps account of the wall time of a run and of all its starts, and closes with it."""
+"""Account of the wall time of a run and of all its starts."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ from megatron.worker.beacon import EVALUATE
 from ..hook import Hook, HookContext
 from ..trainer import Trainer
 
-EVERY = 300.0  # seconds between marks: so much of a killed start is accounted for by the launcher alone
+EVERY = 300.0  # seconds between marks. After the last mark of a killed start only the launcher has an account
 
 
 class GoodputHook(Hook):
-    """Marks in the ledger, now and then and after evaluations; at the end the account of this start and of all.
-
-    Args:
-        folder: the run's directory.
-    """
+    """Writes marks to the ledger from time to time and after evaluations, and logs the accounts at the end."""
 
     def __init__(self, folder: str | Path) -> None:
         self._ledger = Path(folder) / "ledger.jsonl"
@@ -37,7 +33,7 @@ class GoodputHook(Hook):
             trainer.record("mark", step=trainer.completed, spent=trainer.spent())
 
     def on_end(self, trainer: Trainer) -> None:
-        """After the last mark, which the ledger's own hook has written, and below the summary."""
+        """After the last mark, which the ledger's own hook writes, and below the summary."""
         if not trainer.is_main or trainer.back is not None or not self._ledger.exists():
             return
         entries = read_ledger(self._ledger)

@@ -1,4 +1,4 @@
-"""Stops a run whose numbers are no longer numbers, and says where to look."""
+"""Stops a run whose numbers are not finite, with advice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class NonFinite(RuntimeError):
     """A loss, a gradient norm or the state is infinite or not a number.
 
     Attributes:
-        step: number of the update in which it was seen.
+        step: number of the update in which it was found.
     """
 
     def __init__(self, text: str, step: int) -> None:
@@ -31,10 +31,10 @@ class GuardHook(Hook):
     """Raises on every rank at the first step whose loss or gradient norm is not finite.
 
     Steps that the engine skipped (fp16 overflow) are part of dynamic loss scaling and pass, up to 50 in a row. A step
-    without a label that counts is told and passes: it has no loss, and changed nothing.
+    without a label that counts is logged and passes: it has no loss, and changed nothing.
 
     Raises:
-        NonFinite: naming the step, its batch and samples, and the last good values.
+        NonFinite: with the step, its batch and samples, and the last good values.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class GuardHook(Hook):
         if report.result.unlabelled:
             trainer.log(
                 f"step {report.step}: no label of its batch counts ({_samples(trainer, report.step)}), so nothing was "
-                "updated; the schedule and the data go on as ever"
+                "updated. The schedule and the data continue as usual"
             )
             return
         if report.result.skipped:
@@ -57,13 +57,13 @@ class GuardHook(Hook):
             if self._skipped == SKIPS_IN_A_ROW:
                 raise NonFinite(
                     f"the gradients of {SKIPS_IN_A_ROW} steps in a row overflowed fp16, the last at step "
-                    f"{report.step}; use precision: bf16, or lower optimizer.lr or precision.loss_scale.initial_power",
+                    f"{report.step}. Use precision: bf16, or lower optimizer.lr or precision.loss_scale.initial_power",
                     report.step,
                 )
             return
         self._skipped = 0
         if report.result.spike is not None and report.result.spike.action != STOP:
-            return  # the hook for spikes tells of it
+            return  # the hook for spikes reports it
         values = {"loss": report.loss, "gradient norm": report.grad_norm}
         bad = [f"{name} is {value}" for name, value in values.items() if value is not None and not math.isfinite(value)]
         if bad:
@@ -75,9 +75,9 @@ class GuardHook(Hook):
         return (
             f"the {what} at step {report.step} (learning rate {report.lr:.4g}, batch {hash_text(report.batch_hash)}, "
             f"{_samples(trainer, report.step)}). Last good step: {self._good}. "
-            f"Nothing was saved after it, and what was saved before was finite. Look at the text of the batch with "
-            f"`deepy data batch {trainer.config.run.dir} --step {report.step} --text`, and at grad_norm "
-            "before it in metrics.jsonl: a norm that climbed for some steps points at optimizer.lr, a sudden one at "
+            f"Nothing was saved after it, and earlier checkpoints are finite. Check the text of the batch with "
+            f"`deepy data batch {trainer.config.run.dir} --step {report.step} --text`, and grad_norm "
+            "before it in metrics.jsonl. A norm that climbed for some steps points at optimizer.lr, a sudden one at "
             "the data"
         )
 

@@ -1,4 +1,4 @@
-"""Keeps the run's ledger: how it started, the hash of every batch, how it ended."""
+"""The run's ledger: its start, the hash of every batch, its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LedgerHook(Hook):
     """Writes the ledger on rank 0.
 
     Args:
-        facts: what else to keep of the start: versions, layout, the checkpoint that was resumed, hash of the data.
+        facts: further facts of the start: versions, layout, the resumed checkpoint, hash of the data.
     """
 
     def __init__(self, facts: Mapping[str, Any] | None = None) -> None:

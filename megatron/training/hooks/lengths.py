@@ -1,4 +1,4 @@
-"""Stages of sequence length: each record says how long sequences are, the ledger when that changes."""
+"""Stages of sequence length in the records and the ledger."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ..trainer import Trainer
 
 
 class LengthsHook(Hook):
-    """Tells of `training.sequence_schedule`; the loader and the engine follow it by themselves."""
+    """Reports `training.sequence_schedule`. The loader and the engine follow it by themselves."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._told: int | None = None  # the number of the stage that the run was last said to be in
+        self._told: int | None = None  # number of the last reported stage
 
     @classmethod
     def of(cls, parts: HookContext) -> LengthsHook | None:

@@ -18,18 +18,15 @@ from ..interval import Interval, failures_answered
 from ..trainer import Trainer
 from .checkpoint import refuse_broken
 
-FIRST = 10  # steps until a level of `every: auto` is saved for the first time, which tells what that costs
-GROWTH = 4  # an interval is at most so many times the one before: the first steps are slower than the rest
+FIRST = 10  # steps until a level of `every: auto` is saved for the first time, which measures the cost
+GROWTH = 4  # largest ratio of two consecutive intervals: the first steps are slower than the rest
 
 
 class LevelsHook(Hook):
-    """Decides when to save to which level. Like a checkpoint, a copy is made of a state that was looked at alone.
+    """Decides when to save to which level. As with a checkpoint, only an inspected state is copied.
 
     Args:
-        sections: those of `checkpoint.levels` that are on the hosts.
-        levels: they themselves.
-        store: the run's folder of checkpoints.
-        contents, inspect: as of the hook that saves checkpoints.
+        contents, inspect: as in `CheckpointHook`.
     """
 
     def __init__(
@@ -88,7 +85,7 @@ class LevelsHook(Hook):
         if trainer.exchange.sum([float(saved)])[0]:
             self._levels.remove()
         else:
-            trainer.log("checkpoint.levels: what is there stays, since the end of the run was not saved")
+            trainer.log("checkpoint.levels: the copies stay, since the end of the run was not saved")
 
     def _has(self, step: int) -> bool:
         """Whether the folder of checkpoints has a step, as far as it can be read."""
@@ -107,8 +104,8 @@ class LevelsHook(Hook):
         stall = time.monotonic() - begin
         if problem is not None:
             trainer.record("checkpoint_failed", path=name, problem=problem)
-            trainer.log(f"warning: {problem}\nthe run goes on, and tries again when it is due again")
-        elif number not in self._told:  # once for each start: the others are like it
+            trainer.log(f"warning: {problem}\ncontinuing without this level. Next attempt: its next save")
+        elif number not in self._told:  # only once per start
             self._told.add(number)
             trainer.record("level_written", level=name, step=trainer.completed, stall_seconds=stall)
             trainer.log(f"saved step {trainer.completed} in the {name} in {stall:.2f} s")
@@ -116,7 +113,7 @@ class LevelsHook(Hook):
             self._schedule(trainer, number, stall)
 
     def _schedule(self, trainer: Trainer, number: int, stall: float) -> None:
-        """When the level is due again: rank 0, whose clock it is, says after how many steps."""
+        """Choose the level's next save. Rank 0, by whose clock, sends the number of steps."""
         steps = 0.0
         if trainer.is_main:
             interval = self._intervals[number]

@@ -23,34 +23,32 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Most memory that this process has had: of tensors on the device, or resident on a CPU."""
+    """Peak memory of this process: of tensors on the device, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _read(value: Any) -> Any:
-    """A number that may still be on the device."""
+    """The value of a number that may still be on the device."""
     return float(value) if isinstance(value, (torch.Tensor, Arriving)) else value
 
 
 class LogHook(Hook):
-    """Writes a training record to the sinks at steps 0, n, 2n, ... and at the last; on an accelerator when its numbers
-    have arrived, while the next step runs.
+    """Writes a training record to the sinks at steps 0, n, 2n, ... and at the last. On an accelerator it does so when
+    the numbers have arrived, while the next step runs.
 
-    A record has: step, loss (nats per token), lr, grad_norm (before clipping), tokens (read so far, this step's
-    included), tokens_per_second, step_seconds, data_seconds (of them, waiting for data), batch_hash, memory_bytes,
-    eta_seconds; where known tflops, mfu and peak_tflops; skipped where fp16 overflowed; unlabelled where no label
-    counted, without loss and grad_norm; the engine's extras and what other hooks put beside them.
+    A record has: step, loss (nats per token), lr, grad_norm (before clipping), tokens (read so far, with this step),
+    tokens_per_second, step_seconds, data_seconds (waiting for data, included in step_seconds), batch_hash,
+    memory_bytes, eta_seconds. If known: tflops, mfu and peak_tflops. If fp16 overflowed: skipped. If no label counted:
+    unlabelled, without loss and grad_norm. It also has the engine's extras and further numbers of other hooks.
 
-    Speeds are those of the steps since the last record, without evaluation and checkpoints. TFLOP/s and MFU count the
+    Speeds are means of the steps since the last record, without evaluation and checkpoints. TFLOP/s and MFU count the
     model's own operations (nothing recomputed) and are per device.
 
     Args:
-        every: n.
-        flops_per_token: of forward and backward, over the whole model, in an update; None shows no TFLOP/s.
-        compute: fp32, bf16 or fp16, the type whose peak MFU is a share of.
-        peak_tflops: `logging.peak_tflops`, if given.
+        flops_per_token: of forward and backward, over the whole model, in an update. None shows no TFLOP/s.
+        compute: fp32, bf16 or fp16, the type of MFU's peak.
     """
 
     def __init__(
@@ -63,7 +61,7 @@ class LogHook(Hook):
     ) -> None:
         self._every, self._flops = every, flops_per_token
         self._compute, self._given = compute, peak_tflops
-        self._steps, self._operations = 0, 0.0  # since the last record; the latter per token, summed over steps
+        self._steps, self._operations = 0, 0.0  # since the last record. Operations per token, summed over steps
         self._pace: float | None = None
         self._peak: Peak | None = None
         self._due: tuple[StepReport, dict[str, Any]] | None = None  # a record that waits for its numbers
@@ -80,7 +78,7 @@ class LogHook(Hook):
 
     def on_start(self, trainer: Trainer) -> None:
         self._peak = peak = device_peak(device_name(trainer.exchange.device), self._compute, self._given)
-        if peak.tflops is None and trainer.exchange.device.type != "cpu":  # no one looks for the peak of a CPU
+        if peak.tflops is None and trainer.exchange.device.type != "cpu":  # a CPU has no known peak
             trainer.log(f"MFU is not shown: {peak.source}")
         trainer.clock.lap()
 

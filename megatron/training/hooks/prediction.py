@@ -1,4 +1,4 @@
-"""Writes what was predicted of a run and what was measured to the user's history."""
+"""Adds predicted and measured needs of a run to the user's history."""
 
 from __future__ import annotations
 
@@ -13,15 +13,11 @@ from ..trainer import Trainer
 from .log import memory_bytes
 
 FIRST = 3  # steps that warm up or compile
-LEAST = 10  # steps after them that tell a run's pace
+LEAST = 10  # steps after them that are needed for a pace
 
 
 class PredictionHook(Hook):
-    """On rank 0, at the end of a start without an error that was long enough to have a pace.
-
-    Args:
-        folder: the run's directory.
-    """
+    """On rank 0, at the end of a start without an error that was long enough to have a pace."""
 
     def __init__(self, folder: str | Path, prediction: Prediction) -> None:
         self._metrics, self._entry = Path(folder) / "metrics.jsonl", prediction.entry
@@ -46,7 +42,7 @@ class PredictionHook(Hook):
             trainer.log(f"the history of predictions cannot be written: {error}")
 
     def _paces(self, first: int) -> list[float]:
-        """Seconds of a step, of each record of this start from a step on."""
+        """Seconds per step in each record of this start, from a step on."""
         with self._metrics.open("rb") as file:
             file.seek(self._begin)
             records = [record for *_, record in lines_of(file.read(), sound_metrics) if record is not None]

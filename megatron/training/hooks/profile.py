@@ -1,4 +1,4 @@
-"""A window of steps under torch's profiler, and a picture of the accelerator's memory."""
+"""A window of steps under torch's profiler, and a snapshot of the accelerator's memory."""
 
 from __future__ import annotations
 
@@ -22,17 +22,13 @@ class ProfileHook(Hook):
 
     Writes `<folder>/profile/trace_rank<r>.json` (chrome://tracing, Perfetto, `deepy profile`) and, with `memory` on
     a GPU, `memory_rank<r>.pickle` (pytorch.org/memory_viz).
-
-    Args:
-        options: `logging.profile`.
-        folder: the run's directory.
     """
 
     def __init__(self, options: ProfileOptions, folder: str | Path) -> None:
         self._options, self._folder = options, Path(folder) / FOLDER
         self._profiler: torch.profiler.profile | None = None
         self._marks: PhaseMarks | None = None
-        self._first = self._last = 0  # steps of what is recorded
+        self._first = self._last = 0  # recorded steps
 
     @classmethod
     def of(cls, parts: HookContext) -> ProfileHook:
@@ -82,10 +78,10 @@ class ProfileHook(Hook):
 
 
 class PhaseMarks:
-    """Marks the phases of a rank in the profiler's trace, the one that it is in now first.
+    """Marks the phases of a rank in the profiler's trace, beginning with the current one.
 
     Args:
-        beacon: of the rank, which tells of every phase.
+        beacon: of the rank, which reports every phase.
     """
 
     def __init__(self, beacon: Beacon) -> None:
@@ -100,7 +96,7 @@ class PhaseMarks:
         self._mark.__enter__()
 
     def end(self) -> float:
-        """No more marks; returns the seconds in collectives since the first."""
+        """End the marks. Returns the seconds in collectives since the first."""
         self._beacon.told = None
         self._mark.__exit__(None, None, None)
         return self._beacon.waited - self._waited

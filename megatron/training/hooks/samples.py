@@ -1,4 +1,4 @@
-"""Text that the model writes while it learns."""
+"""Text that the model writes during training."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..trainer import Trainer
 
 
 class SamplesHook(Hook):
-    """Continues the prompts of `evaluation.samples` every n steps; rank 0 prints them and keeps them in samples.jsonl.
+    """Continues the prompts of `evaluation.samples` every n steps. Rank 0 prints them and appends them to
+    samples.jsonl.
 
     Args:
-        options: `evaluation.samples`.
-        generate: (prompts, options, step) -> one continuation per prompt; all ranks call it together, rank 0's count.
-        folder: the run's directory.
+        generate: (prompts, options, step) -> one continuation per prompt. All ranks call it together, rank 0's
+            count.
     """
 
     def __init__(self, options: SampleOptions, generate: Generate, folder: str | Path) -> None:

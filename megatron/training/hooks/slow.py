@@ -1,4 +1,4 @@
-"""Names ranks that are slower than the others, while the run goes on and at its end."""
+"""Names ranks that are slower than the others, during the run and at its end."""
 
 from __future__ import annotations
 
@@ -19,18 +19,14 @@ from ..trainer import Trainer
 class SlowRanksHook(Hook):
     """Takes each rank's own time in the phases of a step over windows of n steps, and compares the ranks of a stage.
 
-    A rank's own time leaves out what it waits in collectives. On an accelerator these are the times of the host. Those
-    of a window go to the other ranks with the numbers of the step behind it, so that nobody waits for them.
-
-    Args:
-        options: `watch.slow`.
-        hosts: of each rank.
+    A rank's own time excludes waiting in collectives. On an accelerator these are times of the host. The times of a
+    window travel with the numbers of the following step, so that no rank waits for them.
     """
 
     def __init__(self, options: SlowOptions, hosts: Sequence[str]) -> None:
         self._options, self._hosts, self._every = options, list(hosts), options.every or sys.maxsize
         self._first, self._before = 0, [0.0] * len(PARTS)
-        self._windows = deque[range]()  # steps of those that ranks have shared and not heard of
+        self._windows = deque[range]()  # steps of the windows that are on their way
         self._comparison: Comparison | None = None
         self._record: dict[str, float | str] = {}
 
@@ -59,7 +55,7 @@ class SlowRanksHook(Hook):
             self._compare(trainer, report.shared.tolist())
 
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
-        """Behind the last step there is none whose numbers a window could travel with."""
+        """After the last step there is no further message that a window could travel with."""
         if not trainer.last or (step + 1) % self._every or step < self._first:
             return
         trainer.settle()
@@ -69,7 +65,7 @@ class SlowRanksHook(Hook):
         self._compare(trainer, everyone.view(ranks, -1).tolist())
 
     def _window(self, trainer: Trainer, end: int) -> list[float]:
-        """This rank's own seconds of a step, on average over the window that ends before a step."""
+        """This rank's own seconds per step, averaged over the window that ends before a step."""
         own, steps = parts_of(trainer.beacon.own), end - self._first
         seconds = [(now - before) / steps for now, before in zip(own, self._before)]
         self._windows.append(range(self._first, end))

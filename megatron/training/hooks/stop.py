@@ -14,12 +14,12 @@ SIGNALS = tuple(number.name for number in STOP_SIGNALS)
 
 
 class StopHook(Hook):
-    """A signal on any rank, or rank 0's clock, ends the run after the step in which all ranks have heard of it.
+    """A signal on any rank, or rank 0's clock, ends the run after the step in which all ranks have received it.
 
-    The checkpoint hook, which comes later in the list, then saves. A second signal acts as without us.
+    The checkpoint hook, which comes later in the list, then saves. A second signal has its default effect.
 
     Args:
-        minutes: wall time after which the run stops; None never does.
+        minutes: wall time after which the run stops. None: no limit.
     """
 
     def __init__(self, minutes: float | None = None) -> None:
@@ -31,7 +31,7 @@ class StopHook(Hook):
         return cls(parts.config.training.stop_after)
 
     def on_start(self, trainer: Trainer) -> None:
-        # Python gives signals to the main thread only; whoever runs us in another has its own way to stop.
+        # Python delivers signals only to the main thread. A caller in another thread has its own way to stop.
         if threading.current_thread() is threading.main_thread():
             self._signals = StopSignals()
             self._signals.__enter__()

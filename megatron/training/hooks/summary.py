@@ -1,4 +1,4 @@
-"""What a run leaves to look at: loss.png, the curve in the terminal, a summary."""
+"""Results of a run for its user: loss.png, the curve in the terminal, a summary."""
 
 from __future__ import annotations
 
@@ -12,13 +12,7 @@ from ..trainer import Trainer
 
 
 class SummaryHook(Hook):
-    """Draws the loss curve and prints the summary on rank 0, also of a run that ended early or in an error.
-
-    Args:
-        folder: the run's directory.
-        name: title of the picture.
-        curve: whether to draw.
-    """
+    """Draws the loss curve and prints the summary on rank 0, also of a run that ended early or in an error."""
 
     def __init__(self, folder: str | Path, name: str, *, curve: bool = True) -> None:
         self._folder, self._name, self._curve = Path(folder), name, curve

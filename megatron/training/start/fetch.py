@@ -1,4 +1,4 @@
-"""Checkpoints that are not in a folder of ours yet: behind a URL, or in Hugging Face's format."""
+"""Checkpoints outside our folders: behind a URL, or in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from megatron.checkpoint.format.names import MANIFEST_NAME, META_NAME
 from megatron.checkpoint.save.transfer import download, fetch_file, newest, remote_manifest
 from megatron.report.ledger import read_ledger
 
-FOLDER = "fetched"  # beside the run's own checkpoints
+FOLDER = "fetched"  # next to the run's own checkpoints
 LEDGER, RUN_LEDGER = "ledger.jsonl", "run_ledger.jsonl"  # the second: of a run's folder, next to a fetched copy
 
 
 def local_path(where: str, checkpoints: Path, communicator: Communicator) -> str:
     """The checkpoint that `where` names, as a path that all ranks can read.
 
-    A URL is downloaded, and the weights of a Hugging Face folder are written as a checkpoint, by rank 0, into
-    `<checkpoints>/fetched`. What is there from an earlier start is verified and used again.
+    Rank 0 downloads a URL, or writes the weights of a Hugging Face folder as a checkpoint, into
+    `<checkpoints>/fetched`. A copy of an earlier start is verified and used again.
 
     Args:
-        where: path or fsspec URL of a checkpoint, URL of a folder of checkpoints (its newest whole one is meant), or
+        where: path or fsspec URL of a checkpoint, URL of a folder of checkpoints (its newest whole one is used), or
             path of a folder with a Hugging Face model.
 
     Raises:
-        CheckpointError: on every rank, if it is not there, is damaged or cannot be converted.
+        CheckpointError: on every rank, if it is missing, is damaged or cannot be converted.
     """
     if "://" not in where and not _is_hugging_face(Path(where)):
         return where
@@ -49,14 +49,14 @@ def _is_hugging_face(path: Path) -> bool:
 
 
 def fetched(where: str, folder: Path) -> Path:
-    """The local copy. Copies are told apart by what they are of, not by their names: `step_00001000` is many things."""
+    """The local copy. Its folder is named by a checksum of its source: names such as `step_00001000` are not unique."""
     for left in folder.glob("*/*.tmp-*"):  # of starts that were killed
         shutil.rmtree(left)
     if "://" in where:
         where = newest(where)
         target = folder / checksum(remote_manifest(where))[:16] / where.rsplit("/", 1)[-1]
         path = target if _intact(target) else download(where, target.parent)
-        for level, name in ((2, RUN_LEDGER), (1, LEDGER)):  # the checkpoint is in a run's folder, or in a store
+        for level, name in ((2, RUN_LEDGER), (1, LEDGER)):  # of a run's folder, or of a store
             fetch_file(f"{where.rsplit('/', level)[0]}/{LEDGER}", path.parent / name)
         return path
     from megatron.checkpoint.hf.importer import import_model  # transformers is slow to import
@@ -70,10 +70,10 @@ def fetched(where: str, folder: Path) -> Path:
 
 
 def ledger_of(path: Path) -> Path | None:
-    """Ledger of the run that has saved a checkpoint of another folder, or None.
+    """Ledger of the run that saved a checkpoint of another folder, or None.
 
-    A run's folder has it above the checkpoints. A store has it next to them, and several runs may share a store: it
-    counts if it lists this checkpoint.
+    A run's folder has it above the checkpoints. A store has it next to them. Several runs may share a store, so
+    there it must list this checkpoint.
     """
     for of_run in (path.parent.parent / LEDGER, path.parent / RUN_LEDGER):
         if of_run.exists():
@@ -92,7 +92,7 @@ def _state(source: Path) -> str:
 
 
 def _intact(path: Path) -> bool:
-    """Whether a whole copy is there; what is left of a damaged one is removed."""
+    """Whether a whole copy exists. A damaged one is removed."""
     if not path.exists():
         return False
     try:

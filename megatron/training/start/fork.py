@@ -1,8 +1,8 @@
-"""A branch of a run: another run that goes on from one of its checkpoints, mostly to let the learning rate decay.
+"""A branch of a run: another run from one of its checkpoints, mostly for the decay of the learning rate.
 
-The branch is a run of its own: its folder has the checkpoint (as hard links where the file system has them, so that it
-needs no room and outlives the trunk's retention) and a YAML file with the values that the trunk was given, and its own
-in their place. It reads the batches that the trunk would have read next.
+The branch is a run of its own. Its folder has the checkpoint, as hard links where possible, so that it needs no
+space and outlives the trunk's retention. Its YAML file has the values that the trunk was given, replaced by its own.
+It reads the batches that the trunk would have read next.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def fork(trunk: Path, at: int, steps: int, folder: Path, changes: Mapping[str, A
         trunk: a run's directory.
         at: the step of the checkpoint where the branch begins.
         steps: the length of the branch, all of it decay.
-        folder: of the branch; must not exist.
-        changes: dotted keys that have other values in the branch.
+        folder: of the branch. Must not exist.
+        changes: dotted keys with other values in the branch.
 
     Returns:
         The file to start the branch with.
@@ -80,7 +80,7 @@ def fork(trunk: Path, at: int, steps: int, folder: Path, changes: Mapping[str, A
 def branch_values(
     trunk: Described, at: int, steps: int, folder: Path, changes: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What the branch's file says: the values that the trunk was given, those of `changes`, and the branch's own.
+    """Values of the branch's file: the trunk's given values, then `changes` and the branch's own.
 
     Raises:
         UserError: the trunk's learning rate is not constant from `at` on.
@@ -95,7 +95,7 @@ def branch_values(
         put(values, ("checkpoint", "levels"), levels)
     end = at + steps
     put(values, ("run",), {"name": folder.name, "dir": str(folder)})
-    # The order of the data depends on training.steps where texts are read several times, so the trunk's stays.
+    # The order of the data depends on training.steps if texts are read several times, so the trunk's stays.
     if end < config.training.steps:
         put(values, ("training", "stop_at_step"), end)
     else:
@@ -115,7 +115,7 @@ def branch_values(
 
 
 def given(run: Described) -> dict[str, Any]:
-    """The values of a resolved configuration that somebody gave, as a tree; lists are kept whole."""
+    """The given values of a resolved configuration, as a tree. Lists are kept whole."""
     everything = thaw(run.config.model_dump())
     values: dict[str, Any] = {}
     for path, value in leaves(everything):
@@ -147,7 +147,7 @@ def _checkpoint(folder: Path, at: int) -> Path:
     if at in paths:
         return paths[at]
     steps = ", ".join(map(str, paths)) or "none"
-    raise UserError(f"there is no checkpoint of step {at} in {folder}; there are: {steps}")
+    raise UserError(f"there is no checkpoint of step {at} in {folder}. There are: {steps}")
 
 
 def _facts(trunk: Path, folder: Path, checkpoint: Path, steps: int) -> Mapping[str, dict[str, Any]]:
@@ -156,7 +156,7 @@ def _facts(trunk: Path, folder: Path, checkpoint: Path, steps: int) -> Mapping[s
 
 
 def _link(source: Path, target: Path) -> None:
-    """A checkpoint's files under another name; copies where the file system has no links."""
+    """Link a checkpoint's files under another name, or copy them where the file system has no links."""
 
     def one(file: str, other: str) -> None:
         try:

@@ -1,9 +1,9 @@
-"""A checkpoint in the format that DeepSpeed's own engine saves, for exchange with programs that are built on it."""
+"""A checkpoint in the format of DeepSpeed's own engine, for exchange with programs built on it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron.checkpoint import CheckpointError
@@ -11,8 +11,9 @@ from megatron.checkpoint.save.store import Store
 from megatron.config import Config
 from megatron.config.variants import used_kinds
 from megatron.engine.engine import build_engine
+from megatron.engine.optimizers.contract import optimizer_class
 from megatron.engine.optimizers.matrix import keeps_owner_states
-from megatron.engine.optimizers.named import optimizer_class
+from megatron.parallel.layout.layout import Layout
 
 from ..world import World
 from .fetch import local_path
@@ -21,54 +22,48 @@ from .resume import resume
 NAMES = "names.yml"
 
 
-def write_native(config: Config, world: World, log: Callable[[str], None]) -> Path:
-    """Build the run's engine, fill it from the checkpoint that `checkpoint.resume` means, and let it save itself.
+def _limits(config: Config, layout: Layout) -> Iterator[tuple[bool, str]]:
+    """(whether it applies, limit of the format and fix)"""
+    optimizer = config.optimizer.type
+    yield (
+        layout.tensor > 1 or layout.pipeline > 1 or layout.zero_stage == 0,
+        f"of layout {layout} do not say how tensors are cut, or have no fp32 masters. Use parallel.tensor=1 "
+        "parallel.pipeline=1 zero.stage=1, or to_deepspeed.py",
+    )
+    yield (
+        keeps_owner_states(config),
+        f"cannot have the states that {optimizer} keeps of whole matrices. Take the weights by to_hf.py",
+    )
+    yield (
+        hasattr(optimizer_class(config), "evaluation_weights"),
+        f"would have the weights at which {optimizer} takes gradients, not its evaluation weights. Use "
+        "to_deepspeed.py, or take the weights by to_hf.py",
+    )
+    rows = "do not say whose rows of a matrix they have. Use parallel.folded=1, or to_deepspeed.py"
+    yield layout.shares_rows, rows
+    experts = "have experts that are spread in modules of its own. Use parallel.expert=1, or to_deepspeed.py"
+    yield layout.spreads_experts, experts
+    yield (
+        any(kind.keeps_buffers(options) for _, kind, options in used_kinds(config.model)),
+        "only have tensors of its optimizer and module, without the routers' corrections. Use to_deepspeed.py, which "
+        "keeps them",
+    )
 
-    Writes `<run.dir>/deepspeed/global_step<n>` and beside it `names.yml`, the tensors' names here and there, which
+
+def write_native(config: Config, world: World, log: Callable[[str], None]) -> Path:
+    """Build the run's engine, fill it from the checkpoint of `checkpoint.resume`, and have DeepSpeed save it.
+
+    Writes `<run.dir>/deepspeed/global_step<n>` and next to it `names.yml`, the tensors' names here and there, which
     `deepy checkpoint from-deepspeed --names` reads.
 
     Raises:
-        CheckpointError: there is no checkpoint, one of that step is there already, or the layout or the model is none
-            of
-            which native files tell enough.
+        CheckpointError: there is no checkpoint, one of that step exists already, or native files cannot represent
+            the layout or the model.
     """
-    layout, target = world.mesh.layout, Path(config.run.dir) / "deepspeed"
-    if layout.tensor > 1 or layout.pipeline > 1 or layout.zero_stage == 0:
-        raise CheckpointError(
-            target,
-            f"native files of layout {layout} do not say how tensors are cut, or have no fp32 "
-            "masters; use parallel.tensor=1 parallel.pipeline=1 zero.stage=1, or to_deepspeed.py",
-        )
-    if keeps_owner_states(config):
-        raise CheckpointError(
-            target,
-            f"native files of DeepSpeed have no place for the states that {config.optimizer.type} keeps of whole "
-            "matrices; take the weights by to_hf.py",
-        )
-    if hasattr(optimizer_class(config), "evaluation_weights"):
-        raise CheckpointError(
-            target,
-            f"native files of DeepSpeed would have the weights at which {config.optimizer.type} takes gradients, not "
-            "those that it evaluates; use to_deepspeed.py, or take the weights by to_hf.py",
-        )
-    if layout.shares_rows:
-        raise CheckpointError(
-            target,
-            "native files of DeepSpeed do not say whose rows of a matrix they have; use parallel.folded=1, or "
-            "to_deepspeed.py",
-        )
-    if layout.spreads_experts:
-        raise CheckpointError(
-            target,
-            "native files of DeepSpeed have experts that are spread in modules of its own; use "
-            "parallel.expert=1, or to_deepspeed.py",
-        )
-    if any(kind.keeps_buffers(options) for _, kind, options in used_kinds(config.model)):
-        raise CheckpointError(
-            target,
-            "native files have what DeepSpeed's optimizer and module know, and the routers' corrections "
-            "are neither; use to_deepspeed.py, which keeps them",
-        )
+    target = Path(config.run.dir) / "deepspeed"
+    for impossible, text in _limits(config, world.mesh.layout):
+        if impossible:
+            raise CheckpointError(target, f"native files of DeepSpeed {text}")
     store, how = Store(config.checkpoint.dir, world.communicator), config.checkpoint.resume
     found = store.resume(how if how in ("auto", "none") else local_path(how, store.directory, world.communicator))
     if found.checkpoint is None:

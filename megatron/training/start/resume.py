@@ -1,4 +1,4 @@
-"""Where a run starts: anew, from its newest checkpoint, from one that was named, or from weights alone."""
+"""Start of a run: a new one, its newest checkpoint, a named checkpoint, or only weights."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from .vocabulary import MEAN, extend, extended
 
 @dataclass(frozen=True)
 class StartPoint:
-    """What a run starts from; both None for a new one.
+    """Start of a run. Both checkpoints are None for a new run.
 
     Attributes:
         checkpoint: to be resumed, opened and verified.
-        weights: one of which only the weights are taken, likewise.
+        weights: a checkpoint for its weights only, likewise.
         facts: for the ledger.
-        left_out: batches that the run does not read.
+        left_out: batches that the run skips.
     """
 
     checkpoint: Checkpoint | None = None
@@ -59,7 +59,7 @@ class StartPoint:
 
     @property
     def imported(self) -> dict[str, Any]:
-        """For the meta data of each checkpoint: what the model that the run began from has besides weights."""
+        """For the meta data of each checkpoint: data of an imported model in addition to weights."""
         found = self.checkpoint or self.weights
         return {name: value for name, value in found.meta.extra.items() if name == IMPORTED} if found else {}
 
@@ -67,17 +67,17 @@ class StartPoint:
 def find(
     config: Config, world: World, log: Callable[[str], None], attempt: int = 0, levels: Levels | None = None
 ) -> StartPoint:
-    """What `checkpoint.resume` and `checkpoint.initialize_from` ask for, before anything is built.
+    """Find the checkpoint of `checkpoint.resume` and `checkpoint.initialize_from`, before anything is built.
 
-    A run that goes back, to a checkpoint that was named or to its beginning, puts later checkpoints of its folder
-    aside: `auto` would otherwise take them one day for its own.
+    A run that returns to a named checkpoint, or to its beginning, puts later checkpoints of its folder aside: `auto`
+    would otherwise resume from them later.
 
     Args:
-        attempt: how often this run was started again after a failure. It then goes on from its own newest checkpoint,
-            whatever the first start was told.
+        attempt: number of restarts after failures. A restart continues from the run's own newest checkpoint, whatever
+            the first start was given.
 
     Raises:
-        CheckpointError: it is missing or damaged; on every rank.
+        CheckpointError: on every rank, if it is missing or damaged.
     """
     store = Store(config.checkpoint.dir, world.communicator)
     for line in store.clean():
@@ -112,7 +112,7 @@ def _continued(
     world: World,
     log: Callable[[str], None],
 ) -> StartPoint:
-    """The run goes on from its own checkpoint, or from a copy of it that it has uploaded."""
+    """The run resumes from its own checkpoint, or from a copy that it has uploaded."""
     changed = changes(checkpoint.meta.config, config, checkpoint.step)
     for line in changed:
         log(f"changed since the checkpoint: {line}")
@@ -136,7 +136,7 @@ def _initialised(config: Config, found: Resume, log: Callable[[str], None]) -> S
     """A new run takes the weights of another one."""
     weights = found.checkpoint
     assert weights is not None  # one was named
-    log(f"{found.reason}; optimizer, schedule and data start anew")
+    log(f"{found.reason}. Optimizer, schedule and data start from the beginning")
     changed = changes(weights.meta.config, config, weights.step, start=0)
     # Many models come without their tokenizer.
     known = not any(line.startswith("tokenizer.type: 'none'") for line in changed)
@@ -148,26 +148,25 @@ def _initialised(config: Config, found: Resume, log: Callable[[str], None]) -> S
 
 
 def _fact(left_out: LeftOut) -> dict[str, Any]:
-    """For the ledger; a run that leaves out nothing says nothing."""
     return {"left_out": [list(pair) for pair in left_out.pairs]} if left_out else {}
 
 
 def _left_out(checkpoint: Checkpoint, config: Config) -> LeftOut:
-    """What the run has left out so far. The ledger of the run that has saved the checkpoint knows best: that run may
-    have gone back to it since. Without one the checkpoint says it."""
+    """Batches that the run has skipped so far, from the ledger of the run that saved the checkpoint: that run may
+    have returned to it since. Without a ledger, from the checkpoint."""
     folder, path = Path(config.checkpoint.dir).resolve(), checkpoint.path.resolve()
     named = {Path(config.checkpoint.resume).resolve(), folder / FOLDER} & {path, *path.parents}
     own = config.checkpoint.resume == "auto" or path.parent == folder or not named
     ledger = Path(config.run.dir) / LEDGER if own else ledger_of(path)
     since = checkpoint.meta.ledger.get("bytes", 0)
     told = left_out_of(ledger, since, checkpoint.step) if ledger else None
-    if told is None:  # nothing since it was saved; the ledger from before may be damaged
+    if told is None:  # no entry since it was saved. Earlier parts of the ledger may be damaged
         told = checkpoint.meta.data.get("left_out", [] if own and since else None)
     return LeftOut.of(told) if told or (own and told is not None) else LeftOut.given(config)
 
 
 def _chosen(store: Store, how: str, attempt: int, levels: Levels | None = None) -> Resume:
-    """What the first start was told, or on a later one the newest checkpoint that was saved since."""
+    """The given start, or on a restart the newest checkpoint that was saved since."""
     if how == "auto":
         return _nearest(store, levels)
     if not attempt:
@@ -178,11 +177,15 @@ def _chosen(store: Store, how: str, attempt: int, levels: Levels | None = None) 
     return own
 
 
+def _note(skipped: Sequence[tuple[Any, str]]) -> str:
+    return "".join(f". Skipped {bad}: {why}" for bad, why in skipped)
+
+
 def _nearest(store: Store, levels: Levels | None) -> Resume:
-    """The newest state that is whole and undamaged: of the nearest level that has it, else of the run's folder.
+    """The newest whole and undamaged state, from the nearest level that has it, else from the run's folder.
 
     Raises:
-        CheckpointError: there is something, but nothing that can be used.
+        CheckpointError: there are checkpoints, but none can be used.
     """
     if levels is None:
         return store.resume("auto")
@@ -202,10 +205,8 @@ def _nearest(store: Store, levels: Levels | None) -> Resume:
         if near is None and failure is not None:
             raise failure
         if near is None:
-            note = "".join(f"; passed over: {bad}: {why}" for bad, why in skipped)
-            return replace(own, skipped=[*skipped, *own.skipped], reason=f"{own.reason}{note}")
-    note = "".join(f"; passed over: {bad}: {why}" for bad, why in skipped)
-    return Resume(near, skipped, f"resumed from the {near.title}, the newest whole one{note}")
+            return replace(own, skipped=[*skipped, *own.skipped], reason=f"{own.reason}{_note(skipped)}")
+    return Resume(near, skipped, f"resumed from the {near.title}, the newest whole one{_note(skipped)}")
 
 
 def _further_back(store: Store, step: int, starts: list[int], error: str) -> Resume:
@@ -231,7 +232,7 @@ def load(source: StartPoint, world: World, engine: BaseEngine) -> int:
     """Fill the engine from the source. Returns the number of completed updates.
 
     Raises:
-        CheckpointError: the checkpoint does not fit the run; on every rank.
+        CheckpointError: on every rank, if the checkpoint does not fit the run.
     """
     if source.checkpoint is not None:
         resume(source.checkpoint, world, engine)
@@ -244,9 +245,9 @@ def load(source: StartPoint, world: World, engine: BaseEngine) -> int:
 
 
 def made_in(checkpoint: Checkpoint, config: Config) -> int:
-    """An update of the stage of sequence length that a checkpoint was made in.
+    """An update of the checkpoint's stage of sequence length.
 
-    One of another run, such as an imported model, is taken for what the configuration says that the model becomes.
+    For a checkpoint of another run, such as an imported model, the stage that the configuration ends with.
     """
     values, _, _ = parse(checkpoint.meta.config, lambda _line: Origin("values"))
     own = values["training"].get("sequence_schedule") or []
@@ -255,7 +256,7 @@ def made_in(checkpoint: Checkpoint, config: Config) -> int:
 
 
 def resume(checkpoint: Checkpoint, world: World, engine: BaseEngine) -> None:
-    """Everything: masters, optimizer states, counters, loss scale; then the weights are made of the masters.
+    """Restore everything: masters, optimizer states, counters, loss scale. Then update the weights from the masters.
 
     Raises:
         CheckpointError: it does not fit the run, or its optimizer had read another file.
@@ -277,9 +278,8 @@ def initialize(
     mapping: Mapping[str, str] = MappingProxyType({}),
     config: Config | None = None,
 ) -> None:
-    """Weights alone, in whatever type they were saved, some of them made of others as `mapping` says (see `upcycle`),
-    and tables of tokens with new rows as the configuration says (see `vocabulary`).
-    """
+    """Take only weights, of any saved type. Some may be made from others by `mapping` (see `upcycle`), and tables of
+    tokens may get new rows (see `vocabulary`)."""
     layers = config.checkpoint.initialize_layers if config is not None else ()
     masters, made = mapped(checkpoint, engine.state.masters(), mapping, layers)
     tables: list[tuple[Fragment, LogicalTensor]] = []
@@ -298,9 +298,7 @@ def initialize(
 
 
 def tokens_read(source: StartPoint, config: Config) -> Callable[[int], int]:
-    """Tokens that the run has read after so many steps; those before a resume may have come in batches of
-    another size.
-    """
+    """Tokens that the run has read after n steps. Steps before a resume may have had batches of another size."""
     per_step = config.training.global_batch_size * config.training.sequence_length
     start = source.checkpoint.step if source.checkpoint else 0
     before = source.checkpoint.meta.data.get("tokens", start * per_step) if source.checkpoint else 0
@@ -318,8 +316,13 @@ def contents(
     left_out: LeftOut | None = None,
     imported: Mapping[str, Any] = MappingProxyType({}),
 ) -> Callable[[int], tuple[Any, Meta]]:
-    """What the checkpoint hook saves after a step. `plan`: of the training data; `tokens`: see `tokens_read`; `ledger`:
-    the run's, on rank 0, whose meta data are kept."""
+    """A function from a step to the contents of its checkpoint.
+
+    Args:
+        plan: of the training data.
+        tokens: see `tokens_read`.
+        ledger: the run's, on rank 0, whose meta data are kept.
+    """
     layout, state = world.mesh.layout, engine.state
     whole, left_out = config.checkpoint.optimizer_state, left_out or LeftOut()
 

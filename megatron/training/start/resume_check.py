@@ -1,8 +1,8 @@
-"""A checkpoint that can prove that it was read as it was written: `checkpoint.prove`.
+"""A checkpoint with a proof that it was read as it was written: `checkpoint.prove`.
 
-With each checkpoint goes the loss that its weights have on the batch of the last step before it, as the engine computed
-it when it saved. Whoever resumes computes it again, from the weights that it has read and the data that it finds.
-Checksums see a bit that has changed in a file; this sees everything between the file and the forward pass.
+Each checkpoint has the loss of its weights on the batch of the last step before it, as the engine computed it when
+saving. A resuming run computes it again, from the weights and the data that it has read. Checksums detect a changed
+bit in a file. This detects everything between the file and the forward pass.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from megatron.worker.place import StartError
 from ..exchange import Exchange, joined
 from ..world import World
 
-# Largest relative difference of a loss between layouts or machines, by the type that is computed in: ten times what the
-# tests of resumes on other layouts allow fp32 after two steps, and twice what they allow bf16.
+# Largest relative difference of a loss between layouts or machines, by compute type. Tests of resumes on other layouts
+# allow a tenth of it in fp32 after two steps, and half of it in bf16.
 BOUNDS = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
 KEY = "proof"
 Contents = Callable[[int], tuple[Any, Meta]]
 
 
 def measure(config: Config, world: World, engine: Engine, loader: Loader, completed: int) -> dict[str, Any]:
-    """What a checkpoint after so many updates says of itself; all ranks call it.
+    """The proof of a checkpoint after this number of updates. All ranks call it.
 
     Returns:
-        step of the batch, its hash and its loss in nats; and what must be equal for the loss to be equal to the last
-        bit.
+        step of the batch, its hash and its loss in nats, and the conditions under which the loss is equal to the
+            last bit.
     """
     step, exchange = completed - 1, Exchange(world.mesh, world.device)
     batch = loader.read(step)
     loss, weight = engine.evaluate(batch)
-    sums = exchange.sum([_double(loss), _double(weight), *exchange.limbs(batch.hash)]).tolist()
+    sums = exchange.sum([loss, weight, *exchange.limbs(batch.hash)]).tolist()
     return {
         "step": step,
         "batch_hash": hash_text(joined(sums[2:])),
@@ -58,7 +58,7 @@ def measure(config: Config, world: World, engine: Engine, loader: Loader, comple
 
 
 def with_proof(contents: Contents, config: Config, world: World, engine: Engine, loader: Loader) -> Contents:
-    """What the checkpoint hook saves, with the proof."""
+    """Contents of the checkpoint hook, with the proof added."""
 
     def at(step: int) -> tuple[Any, Meta]:
         proof = measure(config, world, engine, loader, step) if step else None
@@ -71,13 +71,13 @@ def with_proof(contents: Contents, config: Config, world: World, engine: Engine,
 def check_loss(
     checkpoint: Checkpoint, config: Config, world: World, engine: Engine, loader: Loader, log: Callable[[str], Any]
 ) -> dict[str, Any]:
-    """Compute the loss again, after the checkpoint was read and batches were left out; all ranks call it.
+    """Compute the loss again, after the checkpoint was read and skipped batches are known. All ranks call it.
 
     Returns:
-        facts for the ledger; nothing where the checkpoint has no proof.
+        facts for the ledger, empty for a checkpoint without a proof.
 
     Raises:
-        StartError: on every rank: the loss, or the batch, is another one.
+        StartError: on every rank, if the loss or the batch differs.
     """
     told = checkpoint.meta.extra.get(KEY)
     if told is None or told["loss"] is None:
@@ -104,7 +104,3 @@ def check_loss(
     how = "equal to the last bit" if exact else f"equal within {gap:.1e}"
     log(f"checkpoint.prove: the loss on batch {told['step']} is {how}")
     return {KEY: {"step": told["step"], "loss": now["loss"], "exact": exact, "difference": gap}}
-
-
-def _double(number: torch.Tensor | float) -> torch.Tensor | float:
-    return number.detach().double() if isinstance(number, torch.Tensor) else number

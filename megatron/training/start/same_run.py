@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of the run that would go on with it: what has changed since, and what of that is refused."""
+"""Checks whether a checkpoint belongs to the run that resumes it: changes since, and refused changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.data.skipped_batches import LeftOut
 from megatron.engine.base import BaseEngine
 from megatron.report.ledger import hash_text
 
-# Differences between a checkpoint's configuration and the run's that say nothing about what is trained.
+# Keys that do not change what is trained.
 _UNREMARKABLE = (
     "run",
     "launch",
@@ -39,10 +39,10 @@ _UNREMARKABLE = (
 def last_sample(
     plan: SampleSet, samples: int, left_out: LeftOut | None = None, length: int | None = None
 ) -> str | None:
-    """Hash of the last of the first `samples` samples of a run, by which another order of the data is seen.
+    """Hash of the last of the first `samples` samples of a run, to detect another order of the data.
 
     Args:
-        length: of the last so many tokens of it; None takes all.
+        length: of its last n tokens. None: of all.
     """
     if not samples:
         return None
@@ -53,43 +53,41 @@ def last_sample(
 
 
 def data_changes(meta: Meta, config: Config, plan: SampleSet, left_out: LeftOut | None = None) -> list[str]:
-    """What a resumed run should know where it does not go on in the checkpoint's data: they are a function of the
-    configuration and the step alone, so other batch sizes, files or lengths of the run may move them."""
+    """Warnings where a resumed run does not continue in the checkpoint's data. These are a function of the
+    configuration and the step, so another batch size, other files or another length of the run may move them."""
     before, now = meta.data.get("samples"), meta.step * config.training.global_batch_size
     if before is None:
         return []
     length, longest = meta.data.get("sequence_length", config.training.sequence_length), config.training.sequence_length
-    if length != longest and before * length == now * longest:  # as many tokens, in samples of another length
+    if length != longest and before * length == now * longest:  # the same tokens, in samples of another length
         before = now
     if before != now:
         return [
-            f"warning: the data go on at sample {now:,} (step * training.global_batch_size), and the checkpoint has "
-            "read "
-            f"{before:,}: " + ("those between are left out" if now > before else "those between are read again")
+            f"warning: the data continue at sample {now:,} (step * training.global_batch_size), and the checkpoint has "
+            f"read {before:,}: the samples between are " + ("skipped" if now > before else "read again")
         ]
     found = []
     if meta.data.get("document_weights", {}) != plan.document_weights():
-        found.append("warning: the weights of documents (document_weights) differ from those of the checkpoint's run")
+        found.append("warning: the weights of documents (document_weights) differ from the checkpoint's")
     told = meta.data.get("last_sample")
     if told is None or meta.step > plan.steps or told == last_sample(plan, now, left_out, length):
         return found
     return [
         *found,
         "warning: the data order differs from the checkpoint's (data.*, training.steps, training.sequence_length or "
-        "the files have changed); some samples may be repeated or skipped",
+        "the files have changed). Some samples may be repeated or skipped",
     ]
 
 
 def changes(before: str, config: Config, completed: int = 0, start: int | None = None) -> list[str]:
-    """`key: old -> new` for each key that matters to what is trained and differs from the checkpoint's
-    configuration.
+    """`key: old -> new` for each key that matters to what is trained and differs from the checkpoint's configuration.
 
-    Lengths and rotary options are those of the stage of sequence length that the checkpoint was made in: a run may get
-    further stages, and goes on with what it was.
+    Lengths and rotary options are compared in the checkpoint's stage of sequence length: a run may get further stages,
+    and continues as it was.
 
     Args:
         completed: updates of the checkpoint.
-        start: updates after which this run takes it up; by default as many.
+        start: updates after which this run uses it, by default the same number.
     """
     values, _, _ = parse(before, lambda _line: Origin("values"))
     now = config.model_dump(mode="json")
@@ -105,16 +103,16 @@ def changes(before: str, config: Config, completed: int = 0, start: int | None =
     return [f"{key}: {old[key]!r} -> {new[key]!r}" for key in keys if old[key] != new[key]]
 
 
-# What makes a run another one: where it starts, and what its tokens and tensors mean.
+# Keys that identify a run: its start, and the meaning of its tokens and tensors.
 _IDENTITY = ("training.seed", "tokenizer", "model")
-# Of the model's keys, those that say how it is trained or computed, not what it is.
+# Keys of the model that change its training or computation, not its identity.
 _RECIPE = re.compile(
     r"model\.(kernels|fused_attention|dropout|.*\blosses|.*\bjitter|.*\bcorrection_rate|.*capacity.*)(\.|$)"
 )
 
 
 def refuse_other_runs(subject: object, changed: list[str], config: Config) -> None:
-    """A checkpoint whose run had another seed, model or tokenizer is not this run's to go on from.
+    """Refuse to resume from a checkpoint of a run with another seed, model or tokenizer.
 
     Args:
         changed: see `changes`.
@@ -137,14 +135,14 @@ def refuse_other_runs(subject: object, changed: list[str], config: Config) -> No
             [
                 "it is of another run: what decides over its weights has changed",
                 *(line for _, line in keys),
-                "undo the change, or give this run its own run.dir (or run.name); "
-                f"or, if it is meant to go on with it, checkpoint.allow_changes=[{names}]",
+                "undo the change, or give this run its own run.dir (or run.name). "
+                f"To continue with the change, use checkpoint.allow_changes=[{names}]",
             ],
         )
 
 
 def refuse_other_files(checkpoint: Checkpoint, engine: BaseEngine) -> None:
-    """An optimizer that follows from a file goes on with that of the checkpoint: a path says nothing of what is there.
+    """Refuse to resume an optimizer that depends on a file with another file: a path does not identify its contents.
 
     Raises:
         CheckpointError: with each key that `checkpoint.allow_changes` does not name.
@@ -160,20 +158,20 @@ def refuse_other_files(checkpoint: Checkpoint, engine: BaseEngine) -> None:
             checkpoint.title,
             [
                 *(f"the file of {key} must have the values that the checkpoint's steps were made with" for key in keys),
-                "give that file again, or give this run its own run.dir (or run.name); or, if it is meant to go on "
-                f"with another one, checkpoint.allow_changes=[{', '.join(keys)}]",
+                "give that file again, or give this run its own run.dir (or run.name). To continue with another file, "
+                f"use checkpoint.allow_changes=[{', '.join(keys)}]",
             ],
         )
 
 
 def _same_name(line: str) -> bool:
-    """Whether a tokenizer's file has only moved, as from one cluster to another: same name, two places."""
+    """Whether a tokenizer's file has only moved, for example to another cluster: same name, other folder."""
     before, _, after = line.partition(": ")[2].partition(" -> ")
     return Path(before.strip("'\"")).name == Path(after.strip("'\"")).name
 
 
 def _as_of(values: dict[str, Any], completed: int) -> dict[str, Any]:
-    """Plain values as of the stage that the last of these updates was in."""
+    """Plain values in the stage of the last of these updates."""
     ends = [each["until"] for each in values["training"].get("sequence_schedule") or []]
     number = sum(end <= max(completed - 1, 0) for end in ends)
     return stage_values(values, number)

@@ -1,17 +1,17 @@
 """Weights of one architecture for another, tensor by tensor: a dense model's MLP as each of a mixture's experts.
 
-`checkpoint.initialize_map` says for tensors that the checkpoint does not have which of its tensors they are made of
-("sparse upcycling", Komatsuzaki et al. 2023):
-* of the same shape: it is taken as it is;
-* [E, ...] of one without the experts' dimension: every expert starts as the same;
-* [E, ...] of one that is g times as wide: expert e starts as the slice e mod g of its width, so that g experts in a row
-  are together the dense layer;
+`checkpoint.initialize_map` names the checkpoint's tensor for tensors that the checkpoint does not have ("sparse
+upcycling", Komatsuzaki et al. 2023):
+* of the same shape: it is copied.
+* [E, ...] from one without the experts' dimension: every expert starts equal.
+* [E, ...] from one that is g times as wide: expert e starts as the slice e mod g of its width. So g consecutive experts
+are together the dense layer.
 * `new`: the tensor keeps its initial values.
 
-`checkpoint.initialize_layers` says which of the checkpoint's blocks each of ours starts as, for models that are deeper
-(stacked: Gong et al. 2019; Du et al. 2024, arXiv 2405.15319). A block that starts as `identity` keeps its initial
-values, but the matrices that write to the stream are 0, so that the model computes what it did without the block, and
-learns from there (Shen et al. 2022, arXiv 2203.06211).
+`checkpoint.initialize_layers` names the checkpoint's block that each of ours starts as, for deeper models (stacked:
+Gong et al. 2019 and Du et al. 2024, arXiv 2405.15319). A block that starts as `identity` keeps its initial values,
+but the matrices that write to the stream are 0. The model then computes the same as without the block, and learns
+from there (Shen et al. 2022, arXiv 2203.06211).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ NEW, IDENTITY = "new", "identity"
 
 
 def origin_of(name: str, mapping: Mapping[str, str]) -> str | None:
-    """The stored tensor that one of ours is made of, `new`, or None where the map has nothing to say.
+    """The stored tensor that one of ours is made from, `new`, or None where the map has no entry.
 
     Args:
-        mapping: patterns of our names -> patterns of stored ones; the n-th `*` of both (a word between dots) is the
-        same.
+        mapping: patterns of our names -> patterns of stored ones. The n-th `*` of both (a word between dots) is the
+            same.
     """
     for ours, theirs in mapping.items():
         match = re.fullmatch(re.escape(ours).replace(r"\*", r"([^.]+)"), name)
@@ -47,8 +47,7 @@ def origin_of(name: str, mapping: Mapping[str, str]) -> str | None:
 
 
 def of_layer(tensor: LogicalTensor, layers: Sequence[int | str]) -> str | None:
-    """The stored tensor that one of a block starts as by `initialize_layers`, `identity`, or None where the list says
-    nothing of it."""
+    """The stored tensor that one of a block starts as by `initialize_layers`, `identity`, or None without an entry."""
     found = re.fullmatch(r"layers\.(\d+)(\..*)", tensor.name)
     if not layers or not found:
         return None
@@ -59,8 +58,8 @@ def of_layer(tensor: LogicalTensor, layers: Sequence[int | str]) -> str | None:
 def mapped(
     checkpoint: Checkpoint, targets: Iterable[Fragment], mapping: Mapping[str, str], layers: Sequence[int | str] = ()
 ) -> tuple[list[Fragment], list[tuple[Fragment, LogicalTensor]]]:
-    """(the targets that map and list say nothing of, those that are made of a stored tensor, with it); new ones and
-    those of blocks that are the identity are neither.
+    """(targets without an entry in map and list, targets that are made from a stored tensor, with it). New ones and
+    blocks that start as the identity are neither.
 
     Raises:
         CheckpointError: a stored tensor that the map or the list names is missing.
@@ -87,7 +86,7 @@ def upcycle(checkpoint: Checkpoint, made: Iterable[tuple[Fragment, LogicalTensor
     """Fill the targets that `mapped` found. One stored tensor is in memory at a time.
 
     Raises:
-        CheckpointError: a target cannot be made of its tensor.
+        CheckpointError: a target cannot be made from its tensor.
     """
     last: tuple[str, Tensor] | None = None
     for target, origin in made:
@@ -98,7 +97,7 @@ def upcycle(checkpoint: Checkpoint, made: Iterable[tuple[Fragment, LogicalTensor
 
 
 def fill(target: Fragment, dense: Tensor, source: object) -> None:
-    """Write this range of a shard of the target's tensor, made of the stored tensor `dense`."""
+    """Write this range of a shard of the target's tensor, made from the stored tensor `dense`."""
     tensor = target.tensor
     if tuple(dense.shape) == tensor.shape:
         flat = shard_of(dense, tensor, 0, target).reshape(-1)
@@ -113,7 +112,7 @@ def fill(target: Fragment, dense: Tensor, source: object) -> None:
 
 
 def _expert(dense: Tensor, tensor: LogicalTensor, expert: int, source: object) -> Tensor:
-    """What one expert of `tensor` starts as, of the shape [...] without the experts' dimension."""
+    """Start of one expert of `tensor`, of the shape [...] without the experts' dimension."""
     shape = tensor.shape[1:]
     if tuple(dense.shape) == shape:
         return dense

@@ -1,4 +1,4 @@
-"""A run whose nearer checkpoints are lost goes on from those in its store: its own, and no other run's."""
+"""A run that has lost its nearer checkpoints resumes from its own copies in its store, never another run's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from megatron.checkpoint import CheckpointError
 from megatron.checkpoint.format.errors import Unreachable, brief
 from megatron.checkpoint.format.index import checksum
-from megatron.checkpoint.format.names import step_of
 from megatron.checkpoint.save.copies import Copies, Copy
 from megatron.checkpoint.save.store import Resume, Store
 from megatron.checkpoint.save.transfer import manifest_at, put_file
@@ -24,15 +23,15 @@ UPLOADED, LEFT = "uploaded", "copies_left"  # events of the ledger
 
 
 def copies_of(path: Path, ledger: Ledger | None = None) -> Copies:
-    """What a run has uploaded, as its ledger says: each event `uploaded`, but for what the run went back from later.
+    """The run's uploads by its ledger: each event `uploaded`, except of steps that the run later returned from.
 
     Args:
-        path: of the ledger; it need not exist.
-        ledger: the same, open, which takes what is uploaded from now on.
+        path: of the ledger, which need not exist.
+        ledger: the same, open, which records further uploads.
     """
 
     def record(step: int, copy: Copy) -> None:
-        with suppress(ValueError):  # closed, since the run has failed meanwhile: its next start finds the copy there
+        with suppress(ValueError):  # closed, since the run has failed: its next start finds the copy in the store
             if ledger is not None:
                 ledger.write(UPLOADED, step=step, url=copy.url, manifest=copy.manifest)
                 put_file(ledger.path, f"{copy.url.rpartition('/')[0]}/{LEDGER}")
@@ -42,8 +41,6 @@ def copies_of(path: Path, ledger: Ledger | None = None) -> Copies:
         event = entry["event"]
         if event == UPLOADED:
             told.add(entry["step"], Copy(entry["url"], entry["manifest"]))
-        elif event == "checkpoint_written" and isinstance(entry.get("uploaded"), str):
-            _add_unsigned(told, entry["uploaded"])
         elif event in ("rollback", LEFT):
             told.go_back(entry["to"])
         elif event in ("start", "resume"):
@@ -53,8 +50,8 @@ def copies_of(path: Path, ledger: Ledger | None = None) -> Copies:
 
 
 def leave_later(config: Config, after: int) -> None:
-    """The run goes back, and may be killed before it has begun there: its next start must not take copies of later
-    steps. Rank 0 calls it when it has put local checkpoints aside."""
+    """Record that the run goes back: if it is killed before it begins there, its next start must not use copies of
+    later steps. Rank 0 calls it when it has put local checkpoints aside."""
     path = Path(config.run.dir) / "ledger.jsonl"
     later = [step for step in copies_of(path).own if step > after]
     if later:
@@ -63,23 +60,15 @@ def leave_later(config: Config, after: int) -> None:
         ledger.close()
 
 
-def _add_unsigned(copies: Copies, url: str) -> None:
-    """A copy of which an older ledger has the name alone: it is known to have been made, and cannot be recognised."""
-    step = step_of(Path(url))
-    if step is not None and step not in copies.own:
-        copies.add(step, Copy(url, ""))
-
-
 def or_uploaded(choose: Callable[[], Resume], store: Store, config: Config, world: World) -> tuple[Resume, bool]:
-    """What is chosen of all that is nearer; or where that is older, or nothing is left, the newest copy that this run
-    has in its store. Where the chosen one is the newest that the run knows of, nobody asks the store.
+    """The nearest choice, or if that is older or missing, the newest copy that this run has in its store. If the choice
+    is the newest known step, the store is not queried.
 
     Returns:
-        The same with whether it is such a copy.
+        The choice, and whether it is such a copy.
 
     Raises:
-        CheckpointError: there is something, but nothing that can be used; or the run has uploaded copies, and none of
-            them is there any more, or nobody can say so.
+        CheckpointError: nothing can be used, or the run's uploaded copies are gone or cannot be reached.
     """
     level, failure, found = config.checkpoint.store, None, Resume(None)
     try:
@@ -90,15 +79,15 @@ def or_uploaded(choose: Callable[[], Resume], store: Store, config: Config, worl
         least = -1 if found.checkpoint is None else found.checkpoint.step
         copied = world.communicator.broadcast(_newest_own(config, store, least) if world.is_main else None)
         where, path, passed, problem = copied
-        note = "".join(f"; passed over: {each}" for each in passed)
+        note = "".join(f". Skipped {each}" for each in passed)
         why = found.reason if found.checkpoint else str(failure) if failure else f"nothing is in {store.directory}"
         if where is not None:
-            reason = f"resumed from {path}, which was fetched from {where}{note}; nearer: {why}"
+            reason = f"resumed from {path}, which was fetched from {where}{note}. Nearer: {why}"
             if found.checkpoint is not None:
                 found.checkpoint.release()
             return replace(store.resume(path), skipped=found.skipped, reason=reason), True
         if found.checkpoint is not None:
-            note += f"; {problem}" if problem else ""
+            note += f". {problem}" if problem else ""
             return replace(found, reason=f"{found.reason}{note}"), False
         if problem:
             raise CheckpointError(level.url, f"{problem}, and {why}")
@@ -108,12 +97,12 @@ def or_uploaded(choose: Callable[[], Resume], store: Store, config: Config, worl
 
 
 def _newest_own(config: Config, store: Store, least: int) -> tuple[str | None, str, list[str], str | None]:
-    """On rank 0: (the URL of the newest copy after more than `least` updates that is whole and this run's, where it
-    was fetched to, newer ones with the reason, what is wrong)."""
+    """On rank 0: (URL of this run's newest whole copy after more than `least` updates, its local path, newer copies
+    with the reason for skipping them, the problem if any)."""
     path, passed = Path(config.run.dir) / "ledger.jsonl", list[str]()
     try:
         copies = copies_of(path)
-    except (OSError, ValueError, KeyError, TypeError) as error:  # the other ranks wait for an answer
+    except (OSError, ValueError, KeyError, TypeError) as error:  # raising here would leave the other ranks waiting
         problem = f"{path} cannot be read ({type(error).__name__}: {error}), which names what was uploaded"
         return None, "", passed, problem
     try:
@@ -135,5 +124,5 @@ def _newest_own(config: Config, store: Store, least: int) -> tuple[str | None, s
         return None, "", passed, str(error)
     if not passed:
         return None, "", [], None
-    advice = "name a checkpoint in checkpoint.resume, or set it to none to start anew"
+    advice = "name a checkpoint in checkpoint.resume, or set it to none for a new start"
     return None, "", passed, f"of the copies that this run has uploaded none can be used ({brief(passed)}): {advice}"

@@ -1,8 +1,7 @@
 """Weights for a larger vocabulary: known rows are kept, new ones start as their mean or as the run's initial values.
 
-`checkpoint.initialize_vocabulary` says which. A row means a token, so the two tokenizers are compared: each token of
-the old one must have the same id in the new one. Rows behind the old tokenizer's last token, which only fill the table
-up, count as new.
+`checkpoint.initialize_vocabulary` chooses. A row means a token, so each token of the old tokenizer must have the
+same id in the new one. Rows after the old tokenizer's last token, which only pad the table, count as new.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ SAME, MEAN, INITIAL = "same", "mean", "initial"
 def extended(
     checkpoint: Checkpoint, targets: Iterable[Fragment], config: Config, log: Callable[[str], None]
 ) -> tuple[list[Fragment], list[tuple[Fragment, LogicalTensor]], int]:
-    """(the targets that are read as they are, those with new rows and the stored tensor of each, the known rows).
+    """(targets that are read as they are, targets with new rows and the stored tensor of each, number of known rows).
 
     Raises:
-        CheckpointError: a token has another id than where the weights come from, or the vocabulary is a smaller one.
+        CheckpointError: a token has another id than in the weights' tokenizer, or the vocabulary is smaller.
     """
     rest: list[Fragment] = []
     made: list[tuple[Fragment, LogicalTensor]] = []
@@ -54,7 +53,7 @@ def extended(
         else:
             rest.append(target)
     how = "the mean of the others" if config.checkpoint.initialize_vocabulary == MEAN else "this run's initial values"
-    log(f"{known} rows of the vocabulary are kept; the other {config.model.vocab_size - known} start as {how}")
+    log(f"{known} rows of the vocabulary are kept, and the other {config.model.vocab_size - known} start as {how}")
     return rest, made, known
 
 
@@ -79,24 +78,23 @@ def extend(checkpoint: Checkpoint, made: Iterable[tuple[Fragment, LogicalTensor]
 
 
 def _ids(section: TokenizerSection) -> dict[str, int]:
-    """The ids of the tokens of a tokenizer of type huggingface."""
     return cast(HuggingFaceTokenizer, build_tokenizer(section)).backend.get_vocab()
 
 
 def _known_tokens(checkpoint: Checkpoint, config: Config, log: Callable[[str], None]) -> int | None:
-    """How many rows of the checkpoint have a token; None where its tokenizer cannot be read."""
+    """Number of the checkpoint's rows with a token. None if its tokenizer cannot be read."""
     before = config_of(checkpoint).tokenizer
     now = config.tokenizer
     if (before.type, before.path) == (now.type, now.path) and before.type != "huggingface":
         return None
     if before.type != "huggingface" or now.type != "huggingface":
         types = f"{before.type} and {now.type}"
-        log(f"warning: the tokenizers ({types}) cannot be compared; every row of the checkpoint is kept")
+        log(f"warning: the tokenizers ({types}) cannot be compared, so every row of the checkpoint is kept")
         return None
     try:
         old = _ids(before)
     except (DataError, OSError, ValueError) as error:
-        log(f"warning: the checkpoint's tokenizer cannot be read ({error}); every row of the checkpoint is kept")
+        log(f"warning: the checkpoint's tokenizer cannot be read ({error}), so every row of the checkpoint is kept")
         return None
     new = _ids(now)
     moved = sorted((number, token) for token, number in old.items() if new.get(token) != number)
@@ -105,6 +103,6 @@ def _known_tokens(checkpoint: Checkpoint, config: Config, log: Callable[[str], N
         raise CheckpointError(
             checkpoint.path,
             f"its rows would mean other tokens: {len(moved)} tokens of its tokenizer have another id or none in "
-            f"{now.path}, the first is {token!r} ({number}, now {new.get(token)}); extend the tokenizer that it has",
+            f"{now.path}. The first is {token!r} ({number}, now {new.get(token)}). Extend the checkpoint's tokenizer",
         )
     return max(old.values()) + 1
