@@ -1,4 +1,4 @@
-"""Every n-th step is computed twice, and the two must agree to the last bit."""
+"""Every n-th step is computed twice, and both results must agree to the last bit."""
 
 from __future__ import annotations
 
@@ -23,11 +23,6 @@ if TYPE_CHECKING:
 
 class AuditHook(Hook):
     """Runs steps, some of them twice.
-
-    Args:
-        every: `training.audit`.
-        action: `training.audit_action`.
-        replay: computes them.
 
     Raises:
         Corruption: on every rank.

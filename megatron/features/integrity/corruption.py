@@ -1,4 +1,4 @@
-"""Bits that have changed by themselves: which ranks hold others than those that must hold the same, and what then."""
+"""Bits that have changed by themselves: the ranks that differ from others, and the consequences."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from megatron.worker.job import CORRUPT
 if TYPE_CHECKING:
     from megatron.training.trainer import Trainer
 
-Piece = tuple[int, int]  # what stands for its name, and its hash
+Piece = tuple[int, int]  # a hash of its name, and of its values
 SHOWN = 3  # names of tensors in a message
 ADVICE = (
-    "Memory or a device of that host may be bad (deepy doctor); the run can be started again from its newest checkpoint"
+    "Memory or a device of that host may be bad (deepy doctor). The run can be started again from its newest checkpoint"
 )
 
 
 class Corruption(RuntimeError):
-    """A rank holds wrong bits, or has computed some; raised on all ranks.
+    """A rank holds or has computed wrong bits. Raised on all ranks.
 
     Attributes:
         step: number of the update after which it was found.
-        status: the exit status of the process.
     """
 
     status = CORRUPT
@@ -36,14 +35,14 @@ class Corruption(RuntimeError):
 
 @dataclass(frozen=True)
 class Suspects:
-    """Who is at fault.
+    """Ranks that may be at fault.
 
     Attributes:
         ranks: one of them, or all.
-        hosts: of each.
-        certain: whether it is all of them.
-        found: by what: "comparison" of ranks, "rest" of one rank's own state, or "audit".
-        tensors: in which.
+        hosts: of each rank.
+        certain: whether all of them are at fault.
+        found: the check: "comparison" of ranks, "rest" of one rank's own state, or "audit".
+        tensors: affected tensors.
     """
 
     ranks: Sequence[int]
@@ -53,18 +52,18 @@ class Suspects:
     tensors: Sequence[str] = ()
 
     def text(self, one: str, more: str, unclear: str) -> str:
-        """`rank 3 on node2 {one}`, and its like for several, or for one of several."""
+        """`rank 3 on node2 {one}`, and the like for several ranks, or for one of several."""
         who = ", ".join(f"{rank} on {host}" for rank, host in zip(self.ranks, self.hosts, strict=True))
         if not self.certain:
             return f"one of ranks {who} {unclear}"
         return f"rank {who} {one}" if len(self.ranks) == 1 else f"ranks {who} {more}"
 
     def give_up(self, trainer: Trainer, step: int, good: int | None, text: str) -> None:
-        """Tell the ledger, and end the run; the launcher goes on from before.
+        """Record it in the ledger and end the run. The launcher restarts from an earlier checkpoint.
 
         Args:
             step: of the last update that was done.
-            good: updates after which all was equal, where that is known.
+            good: updates after which all was equal, if known.
 
         Raises:
             Corruption: always.
@@ -78,12 +77,11 @@ class Suspects:
 
 @dataclass(frozen=True)
 class StateDifference:
-    """A piece of the state that is not equal on all ranks that hold it.
+    """A piece of the state that differs between the ranks that hold it.
 
     Attributes:
-        code: what stands for its name.
-        holders: ranks that have it.
-        odd: those of them that differ from the majority; all, where there is none.
+        code: hash of its name.
+        odd: holders that differ from the majority. All, without a majority.
     """
 
     code: int
@@ -92,7 +90,7 @@ class StateDifference:
 
     @property
     def certain(self) -> bool:
-        """Whether a majority tells who is wrong."""
+        """Whether a majority identifies the wrong ranks."""
         return len(self.odd) < len(self.holders)
 
 
@@ -115,7 +113,7 @@ def differences(ranks: Sequence[Sequence[Piece]]) -> list[StateDifference]:
 
 
 def guilty(found: Sequence[StateDifference]) -> tuple[list[int], bool]:
-    """The ranks at fault, and whether it is surely they: a majority somewhere tells more than a pair elsewhere."""
+    """The ranks at fault, and whether that is certain. One certain piece outweighs all uncertain ones."""
     certain = [each for each in found if each.certain]
     ranks = {rank for each in certain or found for rank in each.odd}
     return sorted(ranks), bool(certain)

@@ -1,6 +1,5 @@
-"""Looks for bits that have changed by themselves: ranks that must hold the same compare hashes of it, and each rank
-compares those of its own state after an update with those before the next.
-"""
+"""Finds bits that have changed by themselves. Ranks that must hold equal state compare hashes of it, and each rank
+compares hashes of its own state after an update and before the next."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from .part import StateAtRest
 
 HASHES = "hashes"  # the engine's part
 
-REST = 0  # in the place of a piece's code: how many pieces a rank has found changed at rest
+REST = 0  # a code for the number of pieces that a rank has found changed at rest
 
 
 class HashesHook(Hook):
@@ -30,10 +29,7 @@ class HashesHook(Hook):
 
     Args:
         every: n.
-        at_rest: before which updates a rank's own state is looked at: "due" are those that a comparison follows.
-        rest: of the engine.
-        communicator: of all ranks.
-        hosts: of each rank.
+        at_rest: updates before which a rank's own state is checked. "due": only before a comparison.
 
     Raises:
         Corruption: on every rank.
@@ -46,8 +42,8 @@ class HashesHook(Hook):
         assert rest.pieces is not None
         self._rest, self._pieces = rest, rest.pieces
         self._good: int | None = None  # updates after which all was equal
-        self._alone: frozenset[int] | None = None  # pieces that no other rank holds, once that is known
-        self._rows: int | None = None  # pieces that a rank compares, at most
+        self._alone: frozenset[int] | None = None  # pieces that only this rank holds, once known
+        self._rows: int | None = None  # largest number of pieces that a rank compares
 
     @classmethod
     def of(cls, parts: HookContext) -> HashesHook | None:
@@ -74,15 +70,15 @@ class HashesHook(Hook):
                 self._rest.begin(None if self._at_rest == "always" else self._alone)
 
     def before_save(self, trainer: Trainer) -> None:
-        # What comes before a save, an evaluation say, takes its time: another look, where one can be had.
+        # Work before a save, such as an evaluation, takes time: check again, if possible.
         if self._good != trainer.completed or self._rests(trainer.completed):
             with trainer.clock.pause():
-                self._pieces.find()  # an evaluation may have put other weights in the place of those that are trained
+                self._pieces.find()  # an evaluation may have replaced the trained weights
                 self._rest.look()
             self._compare(trainer)
 
     def _rests(self, completed: int) -> bool:
-        """Whether the state is watched from after this update on."""
+        """Whether the state is watched after this update."""
         return self._at_rest == "always" or (self._at_rest == "due" and (completed + 1) % self._every == 0)
 
     def _compare(self, trainer: Trainer) -> None:
@@ -99,20 +95,19 @@ class HashesHook(Hook):
         self._good = trainer.completed
 
     def _judge_rest(self, trainer: Trainer, everyone: list[list[tuple[int, int]]]) -> None:
-        """A rank whose own state has changed while nobody changed it is the one at fault."""
+        """A rank whose own state has changed at rest is at fault."""
         ranks = [rank for rank, rows in enumerate(everyone) if (REST, 0) not in rows]
         if not ranks:
             return
         suspects = Suspects(ranks, self._of(ranks), True, "rest", self._told(self._rest.changed()))
-        who = suspects.text(*["held other bits before an update than after the one before it"] * 3)
+        who = suspects.text(*["held other bits before an update than after the previous one"] * 3)
         where = f"{who}, in {self._shown(suspects.tensors)}. Nothing was saved since. {ADVICE}"
         text = f"until {trainer.completed} updates were done {where}"
         suspects.give_up(trainer, trainer.completed - 1, self._good, text)
 
     def _gathered(self, own: torch.Tensor) -> list[list[tuple[int, int]]]:
-        """The rows of all ranks, which may have different numbers of them; nothing where all is well, as is the rule:
-        ten thousand ranks have millions of rows.
-        """
+        """The rows of all ranks, which may have different numbers of them. Empty if all agree, since ten thousand
+        ranks have millions of rows."""
         if len(self._hosts) == 1:
             self._alone = self._alone or frozenset(own[own[:, 0] != REST, 0].tolist())
             return [[(code, value) for code, value in own.tolist()]]
@@ -124,7 +119,7 @@ class HashesHook(Hook):
         everyone = torch.empty(len(self._hosts), *padded.shape, dtype=torch.int64, device=own.device)
         dist.all_gather_into_tensor(everyone, padded[None])
         codes, values = everyone.flatten(0, 1).unbind(1)
-        if first:  # who holds what does not change: from now on, what cannot be compared is not hashed
+        if first:  # holders do not change: from now on, pieces without another holder are not hashed
             known, holders = codes[codes >= 0].unique(return_counts=True)
             shared = known[holders > 1]
             self._alone = frozenset(own[:, 0][~torch.isin(own[:, 0], shared)].tolist())
@@ -143,7 +138,7 @@ class HashesHook(Hook):
         return int(most)
 
     def _told(self, names: list[str]) -> list[str]:
-        """Those of all ranks."""
+        """Names of all ranks."""
         return sorted({name for each in self._communicator.gather(names[:SHOWN]) for name in each})
 
     def _of(self, ranks: Sequence[int]) -> list[str]:
@@ -158,7 +153,7 @@ class HashesHook(Hook):
         who = suspects.text(
             "holds other bits than the others",
             "hold other bits than the others",
-            "holds wrong bits; so few cannot tell which",
+            "holds wrong bits, without a majority to say which",
         )
         since = "the start" if self._good is None else f"{self._good} updates"
         text = f"after {trainer.completed} updates {who}, in {self._shown(names)}. All was equal after {since}, and "

@@ -1,4 +1,4 @@
-"""Keys and rules of checks that the machine computes and keeps what it should, without torch."""
+"""Keys and rules of checks for hardware errors, without torch."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ class AuditKeys(Section):
         gt=0,
     )
     audit_action: Literal["report", "restart"] = key(
-        "report",
-        "What follows where the two do not agree: a message, or status 17 and a restart from the newest checkpoint.",
+        "report", "Consequence of a difference: a message, or status 17 and a restart from the newest checkpoint."
     )
 
 
@@ -38,8 +37,8 @@ class HashesKeys(Section):
     )
     hashes_at_rest: AtRest = key(
         "due",
-        "With training.hashes, each rank also hashes its own state after an update and again before the next: what no "
-        "other rank holds, before updates that a comparison follows (due); everything, before all of them (always).",
+        "With training.hashes, each rank also hashes its own state after an update and again before the next. due: "
+        "state that only it holds, before updates that a comparison follows. always: everything, before all updates.",
     )
 
 
@@ -54,8 +53,8 @@ def hashes_see_the_state(context: RuleContext) -> Iterator[Problem]:
             yield context.problem(
                 "training.hashes_at_rest",
                 "training.hashes",
-                rule="must go with training.hashes, the steps after which ranks tell what they have found",
-                fix="add training.hashes=100, or leave it out",
+                rule="must go with training.hashes, the steps after which ranks report differences",
+                fix="add training.hashes=100, or remove it",
             )
         return
     for name in ("offload_optimizer", "offload_parameters"):
@@ -63,8 +62,8 @@ def hashes_see_the_state(context: RuleContext) -> Iterator[Problem]:
             yield context.problem(
                 "training.hashes",
                 f"zero.{name}.device",
-                rule="must be off with offloading: what is compared would have to come back to the device each time",
-                fix="leave training.hashes out",
+                rule="must be off with offloading: the state would have to return to the device for each comparison",
+                fix="remove training.hashes",
             )
 
 
@@ -75,7 +74,7 @@ def audits_can_act(context: RuleContext) -> Iterator[Problem]:
             "training.audit_action",
             "training.audit",
             rule="must go with training.audit, which computes steps twice",
-            fix="add training.audit=100, or leave it out",
+            fix="add training.audit=100, or remove it",
         )
 
 

@@ -1,7 +1,8 @@
-"""State at rest: from the end of an update to the next one nobody changes masters, moments and weights. So their hashes
-must stay as they are, also of what no other rank holds. Where they do not, this rank's memory has changed by itself.
+"""State at rest: masters, moments and weights do not change between the end of an update and the next one, so their
+hashes must not either. This includes state that only one rank holds. A change shows that this rank's memory is at
+fault.
 
-Hashes are compared where they are, so that nobody waits for a device: somebody asks later.
+Hashes are compared on the device, and the result is read later, so that nothing waits for a device.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ if TYPE_CHECKING:
 
 
 class StateAtRest(EnginePart):
-    """Hashes what this rank holds after an update, and again before the next.
+    """Hashes this rank's state after an update, and again before the next.
 
     Attributes:
-        pieces: what it holds; None until the engine has its state.
+        pieces: of the state. None until the engine has its state.
     """
 
     def __init__(self) -> None:
         self.pieces: PieceHashes | None = None
-        self._source: tuple[list[Piece], Collection[int] | None] = [], None  # what is watched was chosen from this
+        self._source: tuple[list[Piece], Collection[int] | None] = [], None  # the watched pieces were chosen from this
         self._watched: list[Piece] = []
         self._before: Tensor | None = None  # while the state rests: hashes, int64 [watched]
         self._changed: Tensor | None = None  # bool [watched]
@@ -42,38 +43,37 @@ class StateAtRest(EnginePart):
             self.look()
             self.forget()
 
-    def begin(self, alone: Collection[int] | None = None) -> None:
-        """The state rests from now on. While it does already, since an update was left out, it goes on doing so.
+    def begin(self, watched: Collection[int] | None = None) -> None:
+        """The state rests from now on. If it does already, since an update was skipped, it continues to rest.
 
         Args:
-            alone: codes of the pieces to watch; None for all.
+            watched: codes of the pieces to watch. None: all.
         """
         if self._before is not None or self.pieces is None:
             return
         found = self.pieces.find()
-        if found is not self._source[0] or alone is not self._source[1]:
-            self._source, self._changed = (found, alone), None
+        if found is not self._source[0] or watched is not self._source[1]:
+            self._source, self._changed = (found, watched), None
             # The average of the weights moves on its own, after the update.
             still = [each for each in found if not each.name.endswith(f"({AVERAGE})")]
-            self._watched = [each for each in still if alone is None or each.code in alone]
+            self._watched = [each for each in still if watched is None or each.code in watched]
         self._before = _hashes(self._watched)
 
     def look(self) -> None:
-        """Compare with how it was when the rest began."""
+        """Compare with the hashes at the beginning of the rest."""
         if self._before is not None:
             changed = _hashes(self._watched) != self._before
             self._changed = changed if self._changed is None else self._changed | changed
 
     def forget(self) -> None:
-        """The rest is over: somebody changes the state."""
+        """The rest is over: the state changes."""
         self._before = None
 
     def count(self, device: torch.device) -> Tensor:
-        """int64, 0-d: how many pieces were found changed so far."""
+        """int64, 0-d: number of pieces found changed so far."""
         return torch.zeros((), dtype=torch.int64, device=device) if self._changed is None else self._changed.sum()
 
     def changed(self) -> list[str]:
-        """Their names."""
         changed = [] if self._changed is None else self._changed.tolist()
         return sorted({each.name for each, bad in zip(self._watched, changed) if bad})
 

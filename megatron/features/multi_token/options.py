@@ -1,7 +1,7 @@
 """Prediction of tokens further ahead than the next one (DeepSeek-V3, arXiv 2412.19437, section 2.2): keys and rules.
 
-Each module is one block, of layers that need nothing of the layers before them. The modules are built by
-`megatron/model/multi_token.py`, which the stack imports.
+Each module is one block, of layers that need no other layers' results. `megatron/model/multi_token.py` builds the
+modules, and the stack imports it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def _block(own: dict[str, Any], at: Any) -> str | None:
 class MultiTokenOptions(Section):
     depth: int = key(
         0,
-        "Modules behind the stack, each of which predicts one token further ahead than the one before it; 0: the next "
-        "token alone is predicted. They are trained and saved, and evaluation and generation leave them out.",
+        "Number of modules after the stack. Each predicts one token further ahead than the one before it. 0 predicts "
+        "only the next token. The modules are trained and saved, and skipped in evaluation and generation.",
         unit="tokens",
         ge=0,
         le=16,
@@ -64,13 +64,13 @@ def block_is_one(context: RuleContext) -> Iterator[Problem]:
     if len(blocks) > 1 or blocks[0].recurrent or blocks[0].side:
         yield context.problem(
             BLOCK,
-            rule="must be one block, without layers beside it and not repeated: each module has one",
+            rule="must be one block, without side layers and not repeated: each module has one",
             fix="use a mixer and a feed-forward, as in attention/mlp",
         )
 
 
 def block_can_stand_alone(context: RuleContext) -> Iterator[Problem]:
-    """Its options are those of the stack's layers, and the stream that it reads has no channels of theirs."""
+    """It has the options of the stack's layers, and its stream has none of their channels."""
     block = context.further_block
     if block is None or not context.blocks:
         return
@@ -81,7 +81,7 @@ def block_can_stand_alone(context: RuleContext) -> Iterator[Problem]:
             yield context.problem(
                 BLOCK,
                 "model.layers",
-                rule=f"must be made of layers that model.layers has too, and {name} is none of them",
+                rule=f"must only have layers that model.layers has too, unlike {name}",
                 fix="use the kinds and variants of the stack",
             )
             continue
@@ -91,8 +91,8 @@ def block_can_stand_alone(context: RuleContext) -> Iterator[Problem]:
             yield context.problem(
                 BLOCK,
                 "model.layers",
-                rule=f"must be of layers that take nothing from others but the stream, and {each.name} does, or it "
-                "depends on its place in the stack",
+                rule=f"must have layers that only read the stream, and {each.name} reads more, or depends on its place "
+                "in the stack",
                 fix=f"use one of {able} and moe, and have such a layer in model.layers",
             )
 
@@ -111,7 +111,7 @@ def there_are_tokens_to_predict(context: RuleContext) -> Iterator[Problem]:
             DEPTH,
             "training.sequence_chunks",
             rule="must be 0 with training.sequence_chunks: a module reads tokens of the chunk behind its own",
-            fix="leave sequence_chunks out, and use training.activation_checkpointing.mode: full",
+            fix="remove sequence_chunks, and use training.activation_checkpointing.mode: full",
         )
 
 

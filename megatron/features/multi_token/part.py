@@ -1,14 +1,14 @@
-"""The losses of modules that predict further tokens, over all ranks, for the record."""
+"""Losses of the modules that predict further tokens, over all ranks, for the record."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from megatron.engine.arriving import Arriving
+from megatron.engine.arriving import ArrivingEntry
 from megatron.engine.part import EnginePart, Update
 from megatron.model.multi_token import MultiTokenPrediction
 from megatron.parallel.layers.collectives import all_reduce
@@ -28,29 +28,14 @@ class FurtherLosses(EnginePart):
         self.modules = next(found, None)
 
     @torch.no_grad()
-    def after_update(self, update: Update) -> FurtherReport:
+    def after_update(self, update: Update) -> Mapping[str, Any]:
+        """Mean cross-entropy of each module's labels in nats, None where no label counts."""
         sums = torch.zeros(2, self.depth, dtype=torch.float64, device=self.device)
         if self.modules is not None:
             sums += self.modules.sums
             self.modules.sums.zero_()
-        return FurtherReport(all_reduce(all_reduce(sums, self.mesh.replicas), self.mesh.pipeline))
+        return ArrivingEntry(NAME, all_reduce(all_reduce(sums, self.mesh.replicas), self.mesh.pipeline), _means)
 
 
-class FurtherReport(Mapping):
-    """One entry: the mean cross-entropy of each module's labels in nats, None where none counts; read from the device
-    when somebody asks."""
-
-    def __init__(self, sums: Tensor):
-        self.sums = Arriving(sums)
-
-    def __iter__(self) -> Iterator[str]:
-        yield NAME
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, key: str) -> list[float | None]:
-        if key != NAME:
-            raise KeyError(key)
-        losses, weights = self.sums.read().tolist()
-        return [loss / weight if weight else None for loss, weight in zip(losses, weights)]
+def _means(sums: Tensor) -> list[float | None]:
+    return [loss / weight if weight else None for loss, weight in zip(*sums.tolist())]

@@ -2,10 +2,10 @@
 
 With G the true gradient and S the trace of the covariance of one label's gradient, the gradient of b labels has the
 expected square norm |G|^2 + S / b. Two batch sizes give both (arXiv 1812.06162, appendix A.1). Here they are the whole
-batch and its first samples, both by their numbers in the run's order, so that no layout changes them.
+batch and its first samples, by their numbers in the run's order, independent of the layout.
 
-The gradient is a mean by weight. Where labels weigh w, it is as noisy as that of (sum w)^2 / sum w^2 labels that weigh
-alike, so b counts labels in that way; where all that count weigh alike, it is their number.
+The gradient is a mean by weight. With weights w, it is as noisy as that of (sum w)^2 / sum w^2 labels of equal
+weight, so b counts labels in that way. With equal weights it is their number.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ SHARE = 8  # the small batch is the first 1/8 of the samples: noise outweighs th
 
 
 def small_batch(batch: StepBatch, global_batch_size: int) -> StepBatch:
-    """The same batch, of which the labels of the first samples alone count.
+    """The same batch, in which only the labels of the first samples count.
 
-    Any batch begins at a multiple of its size, whichever of the plan's a step reads (`data.left_out`).
+    Any batch begins at a multiple of its size, also after skipped batches (`data.left_out`).
     """
     chosen = batch.sample_ids % global_batch_size < max(1, global_batch_size // SHARE)
     mask = torch.ones(batch.labels.shape) if batch.loss_mask is None else batch.loss_mask
@@ -31,7 +31,7 @@ def small_batch(batch: StepBatch, global_batch_size: int) -> StepBatch:
 
 
 def label_weights(batch: StepBatch) -> tuple[float, float]:
-    """The weights of this rank's labels: their sum, and that of their squares."""
+    """Sum of the weights of this rank's labels, and sum of their squares."""
     if batch.loss_mask is None:
         return float(batch.labels.numel()), float(batch.labels.numel())
     weights = batch.loss_mask.double()
@@ -39,15 +39,10 @@ def label_weights(batch: StepBatch) -> tuple[float, float]:
 
 
 def noise_scale(small: float, b: float, large: float, B: float) -> dict[str, Any]:
-    """What the norms of the gradients of b and B labels say.
-
-    Args:
-        small, large: the norms.
-        b, B: labels, b < B.
+    """The noise scale from the norms `small` and `large` of the gradients of b and B labels, b < B.
 
     Returns:
-        noise: S; signal: |G|^2; either may be below 0, as estimates from one step can. tokens: S / |G|^2, where both
-        are above 0.
+        noise: S. signal: |G|^2. Estimates from one step may be below 0. tokens: S / |G|^2, if both are above 0.
     """
     noise = (small**2 - large**2) / (1 / b - 1 / B)
     signal = (B * large**2 - b * small**2) / (B - b)

@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 
 class NoiseScaleHook(Hook):
-    """Adds `noise_scale` to the record of every n-th step.
-
-    Args:
-        every: n.
-        gate: of the engine, which computes steps without their update.
-    """
+    """Adds `noise_scale` to the record of every n-th step."""
 
     def __init__(self, every: int, gate: StepGate) -> None:
         self._every, self._gate = every, gate
@@ -48,9 +43,9 @@ class NoiseScaleHook(Hook):
 
 
 def _compare(trainer: Trainer, part: StepBatch, small: StepResult, batch: StepBatch, large: StepResult) -> None:
-    """Put the noise scale into the record: the gradient of the batch and that of a part."""
+    """Put the noise scale into the record, from the gradients of the batch and of its part."""
     at = trainer.mesh.at
-    counts = at.tensor == at.context == at.pipeline == 0  # its batch, which other ranks have too
+    counts = at.tensor == at.context == at.pipeline == 0  # other ranks have the same batch
     own = [*label_weights(part), *label_weights(batch)] if counts else [0.0] * 4
     b, b_squares, B, B_squares = trainer.exchange.sum(own).tolist()
     if small.grad_norm is None or large.grad_norm is None or small.skipped or large.skipped or not b:

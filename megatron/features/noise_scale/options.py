@@ -29,13 +29,13 @@ class NoiseScaleKeys(Section):
 LOGGING = Keys("logging", NoiseScaleKeys, after="statistics")
 
 
-def noise_is_told_from_the_gradient(context: RuleContext) -> Iterator[Problem]:
+def batch_has_two_samples(context: RuleContext) -> Iterator[Problem]:
     config = context.config
     if LOGGING.of(config).noise_scale is not None and config.training.global_batch_size < 2:
         yield context.problem(
             "logging.noise_scale",
             "training.global_batch_size",
-            rule="must have at least two samples in a batch, of which it compares a part with the whole",
+            rule="must have at least two samples in a batch: it compares a part of the batch with the whole",
             fix="remove it, or use a larger training.global_batch_size",
         )
 
@@ -47,7 +47,7 @@ def gradients_travel_whole(context: RuleContext) -> Iterator[Problem]:
         yield context.warning(
             KEY,
             compress,
-            rule=f"must go with gradients that travel whole: it is made of norms of what is sent, here by {wire}",
+            rule=f"must go with gradients that travel whole: it measures the sent gradients, here by {wire}",
             fix="measure it in a run with compress.data=none, or remove the key",
         )
 
@@ -56,7 +56,7 @@ FEATURE = Feature(
     about="The gradient noise scale.",
     wanted=lambda config: LOGGING.of(config).noise_scale is not None,
     keys=(LOGGING,),
-    rules=(logged(KEY), noise_is_told_from_the_gradient, gradients_travel_whole),
+    rules=(logged(KEY), batch_has_two_samples, gradients_travel_whole),
     hook="megatron.features.noise_scale.hook:NoiseScaleHook",
     hook_before=("stop",),
     needs=lambda config: ("spikes",),

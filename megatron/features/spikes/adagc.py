@@ -1,15 +1,15 @@
-"""AdaGC (arXiv 2502.11034, algorithm 1): each tensor's gradient is clipped by what its own norm has been.
+"""AdaGC (arXiv 2502.11034, algorithm 1): each tensor's gradient is clipped by the history of its own norm.
 
 For the gradient g_i of tensor i, with its moving norm c_i (from infinity on):
 
     the first T steps:  h_i = min(limit / |g|, 1) with the norm over all tensors;  c_i = min(c_i, |h_i g_i|)
     then:               h_i = min(threshold c_i / |g_i|, 1);                       c_i = b c_i + (1 - b) |h_i g_i|
 
-and the optimizer gets h_i g_i. A gradient of 0 says nothing of a tensor's size, and leaves c_i as it is: with the
-minimum above, a tensor that has no gradient in one of the first steps would never get one again.
+and the optimizer gets h_i g_i. A gradient of 0 has no information about a tensor's size, and does not change c_i. Else
+a tensor without a gradient in one of the first steps would never get one again, by the minimum above.
 
-A tensor is a logical tensor. What a rank has of one is a part (ZeRO, tensor parallelism), so that the ranks of a stage
-add up the squares of all tensors in one small collective for each call of the optimizer.
+A tensor is a logical tensor. A rank has a part of it (ZeRO, tensor parallelism). So the ranks of a stage add up the
+squares of all tensors in one small collective per call of the optimizer.
 """
 
 from __future__ import annotations
@@ -32,14 +32,13 @@ class AdaGC:
     """Clips the gradients that an optimizer is about to use.
 
     Args:
-        options: `spikes.adagc`.
-        limit: of the global norm in the first steps; 0 is none.
-        state: where this rank's parts of tensors lie.
+        limit: of the global norm in the first steps. 0: none.
+        state: has this rank's parts of tensors.
 
     Attributes:
-        updates: steps that were clipped so far.
-        norms: the moving norms of all tensors of the model, float64 [tensors]; infinite where there is none yet, and on
-            ranks that have nothing of the tensor.
+        updates: number of clipped steps.
+        norms: the moving norms of all tensors of the model, float64 [tensors]. Infinite before the first, and on
+            ranks without a part of the tensor.
     """
 
     def __init__(
@@ -54,22 +53,18 @@ class AdaGC:
         self.norms = torch.full((len(self._names),), torch.inf, dtype=torch.float64, device=device)
 
     def begin(self) -> None:
-        """A step begins; within the optimizer's own step DeepSpeed hides where things lie."""
+        """A step begins. Within the optimizer's own step DeepSpeed hides the places of tensors."""
         if not self._owned:
             for owned in self._state.owned():
                 self._owned.setdefault(id(owned.flat), []).append(owned)
 
     def finish(self, applied: bool) -> None:
-        """A step has ended."""
         self.updates += applied
 
     @torch.no_grad()
     def __call__(self, optimizer: torch.optim.Optimizer, norm: float) -> None:
-        """Clip what the optimizer has now: everything, or (ZeRO 1 to 3) one group. All ranks of a stage call it.
-
-        Args:
-            norm: of the whole gradient.
-        """
+        """Clip the optimizer's current gradients: everything, or (ZeRO 1 to 3) one group. All ranks of a stage call
+        it with the norm of the whole gradient."""
         found = [
             (self._place[owned.tensor.name], owned, flat.grad)
             for group in optimizer.param_groups
@@ -86,7 +81,7 @@ class AdaGC:
             owned.view(grad).mul_(factors[place])
 
     def _factors(self, norms: Tensor, norm: float) -> Tensor:
-        """h of each tensor; takes its clipped norm in where this call has a gradient of it."""
+        """h of each tensor. Updates the moving norms of tensors with a gradient in this call."""
         options = self._options
         if self.updates < options.warmup:
             factor = min(self._limit / norm, 1.0) if self._limit > 0 and norm > 0 else 1.0
@@ -101,7 +96,7 @@ class AdaGC:
         return factors
 
     def state(self) -> dict[str, Any]:
-        """JSON values, of all tensors on every rank; all ranks call it."""
+        """JSON values of all tensors, on every rank. All ranks call it."""
         norms = self.norms.clone()
         if self._world > 1:
             dist.all_reduce(norms, op=dist.ReduceOp.MIN)
@@ -109,14 +104,13 @@ class AdaGC:
         return {"updates": self.updates, "norms": told}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """From `state`; nothing of it leaves the rule new."""
+        """Restore a `state`. An empty one resets the rule."""
         norms = state.get("norms", {})
         self.updates = int(state.get("updates", 0))
         values = [float(norms.get(name, torch.inf)) for name in self._names]
         self.norms = torch.tensor(values, dtype=torch.float64, device=self._device)
 
     def _all_names(self) -> list[str]:
-        """Of all tensors of the model, alike on all ranks."""
         own = sorted({owned.tensor.name for owned in self._state.owned()})
         everything: list[list[str]] = [own]
         if self._world > 1:

@@ -1,10 +1,10 @@
-"""Whose fault a bad value is, found out as Megatron-LM's rerun machine does it.
+"""Finds the cause of a bad value, as Megatron-LM's rerun machine does.
 
-A step whose loss or gradient norm is bad is computed again in place (`replay`). If that gives something else, the fault
-was transient. If it gives the same to the last bit, the run ends with status 16, and the launcher starts it again with
-every rank in another place: it comes to the same step from its newest checkpoint, with the same weights and the same
-batch. A value that is bad there too is of the data or the model, and the policy for spikes follows; one that is good
-was made by the place where the rank had been.
+A step with a bad loss or gradient norm is computed again in place (`replay`). If the result differs, the fault was
+transient. If it is the same to the last bit, the run ends with status 16, and the launcher starts it again with
+every rank in another place. It comes to the same step from its newest checkpoint, with the same weights and the same
+batch. If the value is bad there too, the data or the model cause it, and the policy for spikes applies. If it is
+good, the rank's former place is at fault.
 """
 
 from __future__ import annotations
@@ -32,11 +32,7 @@ PLACE = "JOB_PLACE"  # variable of a rank: its host and its slot there
 
 
 class Elsewhere(RuntimeError):
-    """A value must be computed in another place.
-
-    Attributes:
-        step: number of the update.
-    """
+    """A value must be computed in another place."""
 
     status = RERUN
 
@@ -52,7 +48,7 @@ class FaultyHost(Elsewhere):
 
 
 def pending(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The value that was to be computed elsewhere, if nothing has come of it yet."""
+    """The value that was to be computed elsewhere, if that has not happened yet."""
     found: dict[str, Any] | None = None
     for entry in entries:
         if entry["event"] == SUSPECT:
@@ -66,9 +62,7 @@ class Attribution:
     """The bad values of a run, across its starts. All ranks call every method.
 
     Args:
-        suspect: the entry of the ledger of a value that was sent here to be computed again.
-        communicator: of all ranks.
-        place: where this rank is.
+        suspect: the ledger's entry of a value that is to be computed again here.
     """
 
     def __init__(self, suspect: Mapping[str, Any] | None, communicator: Communicator, place: str) -> None:
@@ -76,7 +70,6 @@ class Attribution:
 
     @classmethod
     def of(cls, config: Config, world: World) -> Attribution | None:
-        """For a run that asks for it."""
         if not spikes_of(config).attribute:
             return None
         file = Path(config.run.dir) / "ledger.jsonl"
@@ -85,7 +78,7 @@ class Attribution:
         return cls(world.communicator.broadcast(found), world.communicator, place)
 
     def expects(self, step: int) -> bool:
-        """Whether the step is one that was to be computed elsewhere."""
+        """Whether the step was to be computed elsewhere."""
         return self._suspect is not None and self._suspect["step"] == step
 
     def stays(self, trainer: Trainer, step: int, spike: Spike, loss: float) -> None:
@@ -95,7 +88,7 @@ class Attribution:
             loss: this rank's own sum.
 
         Raises:
-            Elsewhere: on every rank, where it was not computed in another place yet.
+            Elsewhere: on every rank, if it was not computed in another place yet.
         """
         losses, places = self._everybody(loss)
         suspect = self._suspect if self.expects(step) else None
@@ -103,15 +96,15 @@ class Attribution:
             facts = {"name": spike.name, "value": repr(spike.value), "losses": losses, "places": places}
             trainer.record(SUSPECT, step=step, **facts)
             raise Elsewhere(
-                f"step {step}: the {spike.name} is {spike.value:.4g}, twice and to the last bit (spikes.attribute): it "
-                "is computed again with every rank in another place, from the newest checkpoint",
+                f"step {step}: the {spike.name} is {spike.value:.4g}, twice and to the last bit (spikes.attribute): "
+                "computing it again with every rank in another place, from the newest checkpoint",
                 step,
             )
         name = f"the {spike.name} of {spike.value:.4g}"
         if places == suspect["places"]:
-            self._tell(trainer, step, UNCLEAR, f"{name} is as it was, and so is the place of every rank")
+            self._report(trainer, step, UNCLEAR, f"{name} is unchanged, and so is the place of every rank")
         elif losses == suspect["losses"]:
-            self._tell(trainer, step, DATA, f"{name} is of the data or the model: it is there in other places, too")
+            self._report(trainer, step, DATA, f"{name} is of the data or the model: it is there in other places, too")
         else:
             self._blame(trainer, step, losses, places)
 
@@ -119,17 +112,17 @@ class Attribution:
         """A step that was bad elsewhere is good here.
 
         Raises:
-            FaultyHost: on every rank, where it is known which of several hosts it was.
+            FaultyHost: on every rank, if the host is known and others remain.
         """
         assert self._suspect is not None
         losses, places = self._everybody(loss)
         if places == self._suspect["places"]:
-            self._tell(trainer, step, TRANSIENT, f"the {self._suspect['name']} is good now, in the same place")
+            self._report(trainer, step, TRANSIENT, f"the {self._suspect['name']} is good now, in the same place")
         else:
             self._blame(trainer, step, losses, places)
 
     def _blame(self, trainer: Trainer, step: int, losses: list[str], places: list[str]) -> None:
-        """Ranks have other losses in other places: the place where a loss was the worse one is at fault."""
+        """Ranks have other losses in other places: the place with the worse loss is at fault."""
         suspect = self._suspect or {}
         moved = zip(suspect["losses"], suspect["places"], losses, places, strict=True)
         wrong = {
@@ -138,17 +131,17 @@ class Attribution:
             if before != now and there != here
         }
         who = f"{', '.join(sorted(wrong))} computed it wrongly" if wrong else "a gradient was wrong, no loss says where"
-        self._tell(trainer, step, HOST, f"the {suspect['name']} is another one in another place: {who}", wrong)
+        self._report(trainer, step, HOST, f"the {suspect['name']} differs in another place: {who}", wrong)
         hosts = {place.rpartition("/")[0] for place in wrong}
         if hosts and hosts < {place.rpartition("/")[0] for place in places}:
             raise FaultyHost(f"step {step}: {who} (spikes.attribute)", step)
 
     def _everybody(self, loss: float) -> tuple[list[str], list[str]]:
-        """What each rank's own loss is, in all its digits, and where it is."""
+        """Each rank's own loss, in all its digits, and its place."""
         found = self._communicator.gather([repr(loss), self._place])
         return [each[0] for each in found], [each[1] for each in found]
 
-    def _tell(self, trainer: Trainer, step: int, cause: str, said: str, places: Iterable[str] = ()) -> None:
+    def _report(self, trainer: Trainer, step: int, cause: str, said: str, places: Iterable[str] = ()) -> None:
         trainer.record(ATTRIBUTION, step=step, cause=cause, places=sorted(places))
         trainer.log(f"step {step}: {said}")
         self._suspect = None

@@ -1,12 +1,12 @@
-"""Decides just before an update whether it is applied: the last moment at which it costs nothing to leave it out.
+"""Decides just before an update whether it is applied: the last moment at which skipping it costs nothing.
 
-Under every ZeRO stage and in the pipeline DeepSpeed computes the gradient norm, clips, and then calls the `step` of the
-torch optimizer, once or (ZeRO 1 to 3) once for each of its parameter groups. The gate stands there. At the first call
-of a step all ranks add up their losses in one small collective, so that all decide by the same bits; in a run that is
-the message in which they exchange the step's numbers anyway. Where each rank knows the norm to the last bit, that
-message is on its way since before the last backward pass (`begin_to_meet`). Where the update is left out, the calls do
-nothing. Weights, moments and the optimizer's count of updates are then those of before the step; what DeepSpeed does
-after it, making the weights of the forward pass from the masters, gives the same weights.
+Under every ZeRO stage and in the pipeline, DeepSpeed computes the gradient norm, clips, and calls the `step` of the
+torch optimizer. ZeRO 1 to 3 call it once per parameter group. The gate wraps that method. At the first call of a step
+all ranks add up their losses in one small collective, so that all decide by the same bits. In a run, this is the
+exchange of the step's numbers. Where each rank knows the norm to the last bit, the message is sent before the last
+backward pass (`begin_to_meet`). For a skipped update the calls do nothing. Weights, moments and the optimizer's count
+of updates stay unchanged. DeepSpeed then updates the weights of the forward pass from the same masters, which gives the
+same weights.
 """
 
 from __future__ import annotations
@@ -38,12 +38,7 @@ Meet = Callable[[Number, Number, Number], tuple[float, float]]
 
 
 class OwnGradients:
-    """A hash of the gradients of a step as a rank computes them: of every micro-batch, before any is added to another.
-
-    Args:
-        parameters: whose.
-        device: where the hash is.
-    """
+    """A hash of the gradients of a step as a rank computes them: of every micro-batch, before any sum."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
         self._total = torch.zeros((), dtype=torch.int64, device=device)
@@ -57,30 +52,27 @@ class OwnGradients:
         self._total += factor * hash_bits(gradient.contiguous())
 
     def take(self) -> int:
-        """The hash; no more gradients are added."""
+        """The hash. Ends the hashing."""
         for each in self._handles:
             each.remove()
         return int(self._total)
 
 
 class StepGate(EnginePart):
-    """Stands before the `step` of an optimizer.
+    """Wraps the `step` of an optimizer.
 
     Attributes:
-        rule: decides.
-        found: the spike of the current step.
-        meet: (this rank's mean loss, its labels, the gradient norm) -> those of the step, the same on all ranks, which
-            all call it; the norm is that of rank 0. A trainer puts its own here, which tells further numbers of the
-            step by the same message.
-        begin_to_meet: (this rank's mean loss, its labels) -> what waits for the mean loss of the step; a trainer puts
-            it here where ranks need not exchange the norm.
-        adagc: clips each tensor, where the run asks for that.
+        meet: (this rank's mean loss, its labels, the gradient norm) -> the step's mean loss and norm, the same on all
+        ranks. All ranks call it. The norm is that of rank 0. A trainer sets its own, which exchanges further numbers.
+        begin_to_meet: (this rank's mean loss, its labels) -> a function that waits for the step's mean loss. A trainer
+            sets it where ranks need not exchange the norm.
+        adagc: clips each tensor, if the run asks for it.
     """
 
     def __init__(self) -> None:
         self.meet: Meet = self._meet
         self.begin_to_meet: Callable[[Number, Number], Callable[[], float]] | None = None
-        self._mean: Callable[[], float] | None = None  # of the step at work, where it is on its way
+        self._mean: Callable[[], float] | None = None  # of the current step, if it is on its way
         self.found: Spike | None = None
         self.adagc: AdaGC | None = None
         self._size = 0.0  # the gradient norm, as all ranks know it
@@ -88,12 +80,12 @@ class StepGate(EnginePart):
         self._factor: float | None = None
         self._trial = self._next = self._prepared = False
         self._prints: list[Tensor] | None = None
-        self._reduced = False  # whether prints are taken as soon as gradients were reduced
+        self._reduced = False  # whether prints are taken as soon as gradients are reduced
         self._own: OwnGradients | None = None
 
     def before_deepspeed(self, engine: BaseEngine) -> None:
-        """Take the place of the optimizer's `step`. At ZeRO 0 our clipping then runs here: the gate needs the gradients
-        from before it, and the norm that it computes."""
+        """Wrap the optimizer's `step`. At ZeRO 0 our clipping then runs here: the gate needs the gradients from
+        before it, and its norm."""
         config, self._engine = engine.config, engine
         self._options = spikes_of(config)
         self.rule, self._judges = SpikeRule(self._options), self._options.judges
@@ -120,12 +112,12 @@ class StepGate(EnginePart):
                 torch._foreach_mul_(grads, self._factor)
             return update(closure)
 
-        gated: Any = optimizer  # this one alone, not its class
+        gated: Any = optimizer  # this object, not its class
         gated.step = step
 
     def attach(self, engine: BaseEngine) -> None:
-        """Take prints of ZeRO's gradients before they are clipped: by a norm that is of all ranks, one wrong bit
-        changes them all."""
+        """Take prints of ZeRO's gradients before they are clipped: one wrong bit changes the norm of all ranks, and
+        by it all gradients."""
         if self._options.action == ADAGC:
             from .adagc import AdaGC
 
@@ -152,23 +144,23 @@ class StepGate(EnginePart):
             update, zero.step = zero.step, step
 
     def prepare(self, *, trial: bool, own: Sequence[nn.Parameter] = (), hashes: bool = True) -> None:
-        """Keep a hash of the gradients of the next step, and with `trial` skip its update, whatever they are.
+        """Keep a hash of the gradients of the next step, and with `trial` skip its update.
 
         Args:
-            own: parameters whose gradients are hashed too, as this rank computes them.
+            own: parameters whose gradients are also hashed as this rank computes them.
             hashes: False keeps none.
         """
         self._prepared, self._next, self._prints = True, trial, [] if hashes else None
         self._own = OwnGradients(own, self._device) if own else None
 
     def own_gradients(self) -> int:
-        """A hash of what this rank has computed of the gradients in the last step that was prepared for so."""
+        """A hash of this rank's own gradients in the last step that was prepared for it."""
         found, self._own = self._own, None
         return 0 if found is None else found.take()
 
     def gradients(self) -> int:
-        """A hash of the gradients that this rank's optimizer got in the last step that was prepared for, after they
-        were reduced and before they were clipped."""
+        """A hash of the optimizer's gradients in the last prepared step, after they were reduced and before they
+        were clipped."""
         total = 0
         for number, each in enumerate(self._prints or []):
             total += (2 * number + 1) * int(each)
@@ -177,17 +169,16 @@ class StepGate(EnginePart):
 
     @property
     def prepared(self) -> bool:
-        """Whether `prepare` was called for the next step."""
         return self._prepared
 
     @property
     def trial(self) -> bool:
-        """Whether the current step is computed without its update, whatever it is."""
+        """Whether the current step is computed without its update."""
         return self._trial
 
     @property
     def applies(self) -> bool:
-        """Whether the current step's update is applied, as far as the gate is concerned."""
+        """Whether the gate applies the current step's update."""
         return not self._trial and not (self.found is not None and self.found.leaves_out)
 
     def before_step(self, step: int, micro_batches: int) -> None:
@@ -201,7 +192,7 @@ class StepGate(EnginePart):
             self._mean = self.begin_to_meet(*self._own_loss())
 
     def after_update(self, update: Update) -> Mapping[str, Any]:
-        """Without an overflow of fp16, DeepSpeed skips updates for one reason only."""
+        """Without an overflow of fp16, DeepSpeed skips updates only for a non-finite norm."""
         if not update.applied and not self._decided and not self._trial and self._config.precision.compute != "fp16":
             self.found = Spike(NORM, float("inf"), None, self._options.non_finite)
         self._decided = True
@@ -211,11 +202,9 @@ class StepGate(EnginePart):
         return {}
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON values; all ranks call it."""
         return {**self.rule.state(), **({} if self.adagc is None else {ADAGC: self.adagc.state()})}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """From `state`."""
         self.rule.restore(state)
         if self.adagc is not None:
             self.adagc.restore(state.get(ADAGC, {}))

@@ -1,4 +1,4 @@
-"""Tells of spikes, counts what was done about them, and asks for a rollback."""
+"""Reports spikes, counts the actions, and asks for a rollback."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from megatron.training.trainer import Trainer
 
 _DONE = {
-    REPORT: "it was applied as ever",
-    SKIP: "its update was left out",
+    REPORT: "it was applied as usual",
+    SKIP: "its update was skipped",
     CLIP: "its gradient was clipped to that",
-    ROLLBACK: "its update was left out, and the run goes back",
+    ROLLBACK: "its update was skipped, and the run goes back",
 }
 
 
 class TooManySpikes(RuntimeError):
-    """A policy has acted as often as `spikes.limit` allows.
+    """A policy has acted more often than `spikes.limit` allows.
 
     Attributes:
-        step: number of the update that came on top.
+        step: number of the update beyond the limit.
     """
 
     def __init__(self, text: str, step: int) -> None:
@@ -42,12 +42,10 @@ class TooManySpikes(RuntimeError):
 
 
 class SpikesHook(Hook):
-    """Gives the gate the trainer's message, repeats steps, and reports what the gate has decided.
+    """Gives the gate the trainer's message, repeats steps, and reports the gate's decisions.
 
     Args:
-        gate: of the engine. Its rule keeps in checkpoints when updates were skipped.
-        replay: repeats its steps.
-        attribution: finds out whose fault a bad value is, in runs that ask for it.
+        gate: of the engine. Checkpoints have the steps of skipped updates, in its rule.
 
     Raises:
         TooManySpikes: on every rank.
@@ -89,14 +87,13 @@ class SpikesHook(Hook):
 
     @staticmethod
     def _loss(trainer: Trainer) -> float:
-        """This rank's own sum."""
         engine: Any = trainer.engine
         return float(engine.losses.loss)
 
     def _again(
         self, trainer: Trainer, batch: StepBatch, lr: float, before: dict[str, Any], first: StepResult
     ) -> StepResult:
-        """The step of a spike once more: what it says now counts."""
+        """Compute the step of a spike again. The second result counts."""
         step, was = trainer.at, self._replay.fingerprint()
         self._rule.restore(before)
         result = self._replay.run(batch, lr)
@@ -126,7 +123,7 @@ class SpikesHook(Hook):
         if spike is None or spike.action not in _DONE:
             return
         told = _sentence(spike, report.step)
-        trainer.log(f"{told}; {_DONE[spike.action]}")
+        trainer.log(f"{told}: {_DONE[spike.action]}")
         trainer.record(
             "spike",
             step=report.step,
@@ -146,8 +143,8 @@ class SpikesHook(Hook):
         rule.acted = [each for each in rule.acted if each > step - options.within] + [step]
         if len(rule.acted) > options.limit:
             raise TooManySpikes(
-                f"{told}, and {len(rule.acted)} updates were left out within {options.within} steps, more than "
-                f"spikes.limit = {options.limit}: the run does not get over it. Lower optimizer.lr, look at the data "
+                f"{told}, and {len(rule.acted)} updates were skipped within {options.within} steps, more than "
+                f"spikes.limit = {options.limit}: the run does not recover. Lower optimizer.lr, check the data "
                 f"(deepy data batch {trainer.config.run.dir} --step {step} --text), or raise the limit",
                 step,
             )

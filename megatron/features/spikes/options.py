@@ -1,4 +1,4 @@
-"""Keys and rules about losses and gradients that jump or are no numbers, without torch."""
+"""Keys and rules about losses and gradients that jump or are not finite, without torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class AdaGCSection(Section):
     """AdaGC (arXiv 2502.11034)."""
 
     threshold: float = key(
-        1.05, "action adagc: a tensor's gradient is clipped to so many times its own moving norm.", gt=0
+        1.05, "action adagc: ratio of a gradient's norm to its moving norm from which a tensor is clipped.", gt=0
     )
     decay: float = key(0.98, "Decay of the moving norms.", gt=0, lt=1)
     warmup: int = key(
@@ -47,54 +47,50 @@ class AdaGCSection(Section):
 class SpikesSection(Section):
     action: Literal["off", "report", "skip", "clip", "adagc", "rollback"] = key(
         "off",
-        "What happens at a spike. report: log it. skip: skip the update. clip: clip its gradient "
-        "harder (ZClip). adagc: clip each tensor's gradient by its own past (AdaGC). rollback: return to a checkpoint "
-        "and skip some batches (PaLM).",
+        "Action at a spike. report: log it. skip: skip the update. clip: clip its gradient harder (ZClip). adagc: clip "
+        "each tensor by its own history (AdaGC). rollback: return to a checkpoint and skip batches (PaLM).",
     )
     non_finite: Literal["stop", "skip", "rollback"] = key(
-        "stop", "The same for a loss or gradient norm that is infinite or no number; fp16 overflows are no spikes."
+        "stop", "The same for a loss or gradient norm that is infinite or no number. fp16 overflows are no spikes."
     )
     watch: Literal["both", "loss", "grad_norm"] = key("both", "The numbers that are checked.")
     window: int = key(128, "Steps that the mean and the standard deviation are taken over.", unit="steps", ge=4)
     sigma: float = key(6.0, "Number of standard deviations above the mean that counts as a spike.", gt=0)
-    limit: int = key(10, "Most actions within `within` steps, or most rollbacks of a run; then the run stops.", gt=0)
+    limit: int = key(10, "Most actions within `within` steps, or most rollbacks of a run. Then the run stops.", gt=0)
     within: int = key(1000, "See limit.", unit="steps", gt=0)
     back: int = key(100, "rollback: skip batches from this number of steps before the spike.", unit="steps", ge=0)
     leave_out: int = key(200, "rollback: number of batches to skip.", unit="batches", gt=0)
-    confirm: bool = key(
-        False, "skip and rollback: compute the step of a spike again; what the second time says counts."
-    )
+    confirm: bool = key(False, "skip and rollback: compute the step of a spike again. The second result counts.")
     attribute: bool = key(
         False,
-        "A bad value that stays when its step is computed again (confirm, which this includes) is computed once more "
-        "after a restart with every rank in another place: then it is of the data, or of the place.",
+        "Includes confirm. If the second result is bad too, compute it once more after a restart with every rank in "
+        "another place. Then the cause is either the data or the place.",
     )
     clip: SpikeClipSection = key(SpikeClipSection, "action clip.")
     adagc: AdaGCSection = key(AdaGCSection, "action adagc.")
 
     @property
     def judges(self) -> bool:
-        """Whether a run looks at its updates before it applies them."""
+        """Whether a run checks its updates before it applies them."""
         return self.action != "off" or self.non_finite != "stop" or self.attribute
 
 
 class SpikesKeys(Section):
-    spikes: SpikesSection = key(SpikesSection, "What is done about losses and gradients that jump.")
+    spikes: SpikesSection = key(SpikesSection, "Actions at losses and gradients that jump.")
 
 
 TOP = Keys("", SpikesKeys, after="watch")
 
 
 def spikes_of(config: Any) -> SpikesSection:
-    """The section of a `Config`."""
     return TOP.of(config).spikes
 
 
 def meets_early(config: Any, layout: Layout) -> bool:
     """Whether ranks exchange the numbers of a step while its gradients are computed, without their norm.
 
-    They can where they differ in their part of the batch alone: their sums of gradients have the same bits, and so has
-    what is made of them. Where steps are computed twice, what is exchanged is that of the second time.
+    They can if they only differ in their part of the batch: their sums of gradients then have the same bits, and so
+    has everything computed from them. Steps that are computed twice exchange the second result.
     """
     spikes, alike = spikes_of(config), layout.tensor == layout.pipeline == layout.expert == 1
     again = any(NAME in feature.needs(config) for feature in wanted_features(config).values())
@@ -117,7 +113,6 @@ def _traffic(config: Any) -> tuple[()] | str:
 
 
 def _rolling(context: RuleContext) -> str | None:
-    """The key that asks for rollbacks."""
     spikes = spikes_of(context.config)
     named = {"spikes.action": spikes.action, "spikes.non_finite": spikes.non_finite}
     return next((name for name, value in named.items() if value == "rollback"), None)
@@ -145,7 +140,7 @@ def rollback_has_checkpoints(context: RuleContext) -> Iterator[Problem]:
 
 
 def rollback_keeps_old_checkpoints(context: RuleContext) -> Iterator[Problem]:
-    """One from `back` steps before is there whenever the spike comes."""
+    """A checkpoint from `back` steps before a spike always exists."""
     rolling, checkpoint, back = _rolling(context), context.config.checkpoint, spikes_of(context.config).back
     if rolling is None or not checkpoint.keep_last or not checkpoint.every or checkpoint.keep_every:
         return
@@ -160,7 +155,7 @@ def rollback_keeps_old_checkpoints(context: RuleContext) -> Iterator[Problem]:
         )
 
 
-def what_is_left_out_covers_the_spike(context: RuleContext) -> Iterator[Problem]:
+def skipped_batches_reach_the_spike(context: RuleContext) -> Iterator[Problem]:
     spikes = spikes_of(context.config)
     if _rolling(context) is not None and spikes.leave_out <= spikes.back:
         yield context.problem(
@@ -177,7 +172,7 @@ def clipping_looks_at_the_norm(context: RuleContext) -> Iterator[Problem]:
         yield context.problem(
             "spikes.watch",
             "spikes.action",
-            rule="clip must watch the gradient norm: that is what it clips",
+            rule="clip must watch the gradient norm, since it clips the gradient",
             fix="use spikes.watch=grad_norm, or action: skip",
         )
 
@@ -246,19 +241,19 @@ def attribution_can_restart(context: RuleContext) -> Iterator[Problem]:
     if context.ranks == 1:
         yield context.warning(
             "spikes.attribute",
-            rule="must have several places; with one rank no cause but the data shows",
+            rule="must have several places: with one rank only the data can be found as a cause",
             fix="use confirm",
         )
 
 
 def attribution_compares_losses(context: RuleContext) -> Iterator[Problem]:
-    """What compressed gradients leave out is in no checkpoint, and so the same step after a restart is another one."""
+    """The error feedback of compressed gradients is not in checkpoints, so the same step differs after a restart."""
     key = "parallel.communication.compress.data"
     if context.value(key) in FEEDS_BACK and context.replicas != 1 and spikes_of(context.config).attribute:
         yield context.problem(
             key,
             "spikes.attribute",
-            rule=f"must not be {' or '.join(FEEDS_BACK)} where losses of before and after a restart are compared",
+            rule=f"must not be {' or '.join(FEEDS_BACK)} where losses before and after a restart are compared",
             fix="use compress.data=bf16, or spikes.attribute=false",
         )
 
@@ -273,13 +268,13 @@ FEATURE = Feature(
         confirmation_has_an_action,
         rollback_has_checkpoints,
         rollback_keeps_old_checkpoints,
-        what_is_left_out_covers_the_spike,
+        skipped_batches_reach_the_spike,
         clipping_looks_at_the_norm,
         tensors_are_clipped_alike,
         window_fits_the_run,
     ),
-    # The gate replaces the optimizer's `step`, so that it comes before DeepSpeed takes the optimizer. In `after_update`
-    # it says whether there was an update, so that it comes before all parts that act only after one.
+    # The gate replaces the optimizer's `step`, so it comes before DeepSpeed takes the optimizer. In `after_update` it
+    # decides whether there was an update, so it comes before all parts that only act after one.
     engine="megatron.features.spikes.gate:StepGate",
     before=("lengths", "documents", "layer_progress", "experts"),
     hook="megatron.features.spikes.hook:SpikesHook",

@@ -1,7 +1,7 @@
-"""Steps that are computed again, to see whether the machine repeats itself.
+"""Steps that are computed again, to check whether the machine repeats itself.
 
-The first time the update is skipped, so that the second one begins from the same weights, with the same batch and the
-same draws. Where two results differ in a bit, hardware has failed for a moment, or a kernel does not repeat itself.
+The first time the update is skipped, so the second one begins from the same weights, with the same batch and the
+same draws. If two results differ in a bit, hardware has failed for a moment, or a kernel is not deterministic.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ SHOWN = 8  # ranks in a message
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a step was on this rank: the sum of its labels' losses, and hashes of the gradients that it has computed,
-    before they were summed, and of those that its optimizer was given.
+    """A step on this rank: the sum of its labels' losses, and hashes of the gradients that it computed, before they
+    were summed, and of its optimizer's gradients.
 
-    The first two nobody else's numbers have gone into, but for ranks that compute a sample together."""
+    The first two do not depend on other ranks, except for ranks that compute a sample together.
+    """
 
     loss: float
     own: int
@@ -35,7 +36,7 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Ranks whose fingerprints of two computations of a step are not the same, by part."""
+    """Ranks whose fingerprints of two computations of a step differ, by part."""
 
     losses: list[int]
     own: list[int]
@@ -46,7 +47,7 @@ class Disagreement:
 
     @property
     def ranks(self) -> list[int]:
-        """Those at fault, or some that one of them has misled: the others have only heard of it."""
+        """Ranks at fault, or some that one of them has misled: the others only received its results."""
         return self.losses or self.own or self.gradients
 
     @property
@@ -59,11 +60,7 @@ class Disagreement:
 
 
 class Replay:
-    """Computes steps with a hash of their gradients.
-
-    Args:
-        engine: has the gate.
-    """
+    """Computes steps with a hash of their gradients."""
 
     def __init__(self, engine: Any, gate: StepGate) -> None:
         self._engine, self._gate = engine, gate
@@ -71,20 +68,18 @@ class Replay:
     def run(
         self, batch: StepBatch, lr: float, look: Look | None = None, trial: bool = False, own: bool = False
     ) -> StepResult:
-        """A step of the engine."""
         self.prepare(trial, own)
         return self._engine.step(batch, lr, look)
 
     def prepare(self, trial: bool = False, own: bool = False) -> None:
-        """Have the next step hashed; with `own` also the gradients that this rank computes."""
+        """Hash the next step. With `own` also the gradients that this rank computes."""
         self._gate.prepare(trial=trial, own=self._engine.state.parameters if own else ())
 
     def fingerprint(self) -> Fingerprint:
-        """Of the last step."""
         return Fingerprint(float(self._engine.losses.loss), self._gate.own_gradients(), self._gate.gradients())
 
     def different(self, trainer: Trainer, first: Fingerprint) -> Disagreement:
-        """Ranks whose fingerprint differs from what it was."""
+        """Ranks whose fingerprint has changed."""
         now, ranks, own = self.fingerprint(), trainer.mesh.layout.world_size, trainer.mesh.rank
         flags = [0.0] * (3 * ranks)
         # A nan is equal to itself here.

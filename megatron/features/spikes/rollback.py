@@ -1,4 +1,4 @@
-"""Back to a checkpoint from before a spike, and on without some of the batches around it (PaLM, arXiv 2204.02311)."""
+"""Return to a checkpoint from before a spike, and skip some of the batches around it (PaLM, arXiv 2204.02311)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ from .options import spikes_of
 
 
 class CannotRollBack(RuntimeError):
-    """There is no way back; the message says why, and what to do.
-
-    Attributes:
-        step: of the spike.
-    """
+    """A rollback is impossible. The message has the reason and a fix."""
 
     def __init__(self, text: str, step: int) -> None:
         super().__init__(text)
@@ -37,21 +33,21 @@ def roll_back(
     log: Callable[[str], None],
     levels: Levels | None = None,
 ) -> StartPoint:
-    """Where the run goes on; all ranks call it. Later checkpoints are put aside, then the ledger has an entry.
+    """Find where the run continues. All ranks call it. Later checkpoints are put aside, then the ledger has an entry.
 
-    In this order a kill between the two loses nothing: the run begins from the same checkpoint, comes to the same spike
-    and goes back again.
+    In this order a kill between the two loses nothing: the run resumes from the same checkpoint, comes to the same
+    spike and goes back again.
 
     Args:
-        left_out: batches that the run has left out so far.
+        left_out: batches that the run has skipped so far.
 
     Raises:
-        CannotRollBack: no checkpoint is old enough to be of before the spike, or `spikes.limit` is reached.
+        CannotRollBack: no checkpoint is old enough, or `spikes.limit` is reached.
     """
     options, done = spikes_of(config), len(left_out.pairs) - len(config.data.left_out)
     if done >= options.limit:
         raise CannotRollBack(
-            f"{back.told}, and the run has gone back {done} times already (spikes.limit). Look at the data and at "
+            f"{back.told}, and the run has gone back {done} times already (spikes.limit). Check the data and "
             "optimizer.lr",
             back.step,
         )
@@ -74,7 +70,7 @@ def roll_back(
         ledger.write("rollback", step=back.step, to=found.step, reason=back.told, **facts)
         ledger.close()
     log(
-        f"{back.told}: going back to {found.path}; from step {pair[0]} on the data go on {pair[1]} batches later "
+        f"{back.told}: going back to {found.path}. From step {pair[0]} on {pair[1]} batches are skipped "
         f"(rollback {done + 1} of at most {options.limit})"
     )
     return StartPoint(found, None, {**facts, "ledger": found.meta.ledger}, left_out)

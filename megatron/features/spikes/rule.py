@@ -1,8 +1,8 @@
-"""Whether a step's loss or gradient norm is a spike, from those before it: numbers in, a decision out.
+"""Decides whether a step's loss or gradient norm is a spike, from those before it.
 
-The mean and the standard deviation are those of the last `window` values, without the one that is judged and without
-values that are no numbers, as OLMo-core does it (`SkipStepOptimizer`); nothing is judged before half a window of them
-is there. ZClip (arXiv 2504.02507) has moving averages of its own, of the norms after clipping.
+Mean and standard deviation are taken over the last `window` values, without the judged one and without non-finite
+values, as in OLMo-core (`SkipStepOptimizer`). Nothing is judged before half a window is full. ZClip (arXiv 2504.02507)
+has its own moving averages, of the norms after clipping.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from megatron.engine.spike import CLIP, LOSS, NORM, Spike
 
 from .options import ADAGC, SpikeClipSection, SpikesSection
 
-_UNIT, _LARGEST = 2.0**-200, 2.0**300  # every fp32 number is so many units; squares of the largest are still floats
+_UNIT, _LARGEST = 2.0**-200, 2.0**300  # every fp32 number is a multiple of _UNIT. Squares of _LARGEST are floats
 
 
 class RunningWindow:
-    """The last values of a number. To judge one takes no longer for a long window: their sum and that of their squares
-    are kept, as whole numbers of `_UNIT`. Those are exact, so that nothing drifts as values come and go, and a run that
-    was resumed has the same as one that never ended.
-    """
+    """The last values of a number. Judging one takes the same time for any length: the sums of values and of squares
+    are kept, as whole multiples of `_UNIT`. These are exact, so nothing drifts, and a resumed run has the same sums
+    as one that never ended."""
 
     def __init__(self, length: int, sigma: float) -> None:
         self._length, self._least, self._sigma = length, max(2, length // 2), sigma
@@ -37,12 +36,12 @@ class RunningWindow:
         return [units * _UNIT for units in self._units]
 
     def exceeded(self, value: float) -> float | None:
-        """The largest value that is no spike, if this one is above it; None where it is not, or too few are there."""
+        """The limit that this value exceeds. None if it does not, or if there are too few values."""
         count = len(self._units)
         if count < self._least:
             return None
         mean = self._sum / count * _UNIT
-        if value <= mean:  # as half of them are: no deviation is needed
+        if value <= mean:  # half of all values: no deviation is needed
             return None
         variance = (count * self._squares - self._sum**2) / (count * (count - 1))
         limit = mean + self._sigma * math.sqrt(variance) * _UNIT
@@ -59,8 +58,8 @@ class RunningWindow:
 class ZClip:
     """Bounds the gradient norm by its moving mean and variance.
 
-    With mean m and deviation s of the norms so far and z = (g - m) / s, a norm g with z > z0 is clipped to
-    m + z0 s z0 / z; then m' = d m + (1 - d) g and s'^2 = d s^2 + (1 - d) (g - m')^2 with g after clipping.
+    With mean m and deviation s of the norms so far and z = (g - m) / s, a norm g with z > z0 is clipped to m + z0 s
+    z0 / z. Then m' = d m + (1 - d) g and s'^2 = d s^2 + (1 - d) (g - m')^2 with g after clipping.
     """
 
     def __init__(self, options: SpikeClipSection) -> None:
@@ -69,7 +68,7 @@ class ZClip:
         self.mean = self.variance = 0.0
 
     def bound(self, norm: float) -> float:
-        """What the norm is clipped to: itself where it is no spike."""
+        """The bound of the norm: the norm itself if it is no spike."""
         options = self._options
         if len(self.first) < options.warmup:
             self.first.append(norm)
@@ -86,19 +85,19 @@ class ZClip:
 
 
 class SpikeRule:
-    """Judges one step after another; its state is that of the run."""
+    """Judges one step after another. Its state is the run's."""
 
     def __init__(self, options: SpikesSection) -> None:
         self._options = options
         self.windows = self._new_windows()
         self.clip = ZClip(options.clip)
-        self.acted: list[int] = []  # steps whose update was left out, as far back as `within` reaches
+        self.acted: list[int] = []  # steps of skipped updates, as far back as `within` reaches
 
     def _new_windows(self) -> dict[str, RunningWindow]:
         return {name: RunningWindow(self._options.window, self._options.sigma) for name in (LOSS, NORM)}
 
     def judge(self, loss: float, norm: float | None) -> tuple[Spike | None, float | None]:
-        """What a step is, and what its gradient norm is to be clipped to (None: not by this rule)."""
+        """The spike of a step, if any, and the bound of its gradient norm (None: not bounded by this rule)."""
         options = self._options
         for name, value in ((LOSS, loss), (NORM, norm)):
             if value is not None and not math.isfinite(value):
@@ -107,7 +106,7 @@ class SpikeRule:
             assert norm is not None
             bound = self.clip.bound(norm)
             return (Spike(NORM, norm, bound, CLIP), bound) if bound < norm else (None, None)
-        if options.action == ADAGC:  # which has no spikes, but a bound for each tensor
+        if options.action == ADAGC:  # has a bound for each tensor, but no spikes
             return None, None
         found = None
         for name, value in ((LOSS, loss), (NORM, norm)):
@@ -121,7 +120,6 @@ class SpikeRule:
         return found, None
 
     def state(self) -> dict[str, Any]:
-        """JSON values."""
         return {
             LOSS: self.windows[LOSS].values,
             NORM: self.windows[NORM].values,
@@ -130,7 +128,7 @@ class SpikeRule:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """From `state`; nothing of it leaves the rule new. A window that has become shorter keeps the newest."""
+        """Restore a `state`. An empty one resets the rule. A window that has become shorter keeps the newest values."""
         self.windows = self._new_windows()
         for name, window in self.windows.items():
             for value in state.get(name, ()):

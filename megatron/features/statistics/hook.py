@@ -1,4 +1,4 @@
-"""Numbers layer by layer: norms of weights, gradients and updates, the size of outputs, the entropy of attention."""
+"""Numbers by layer: norms of weights, gradients and updates, the size of outputs, the entropy of attention."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ ACTIVATION, ENTROPY = "activation", "attention_entropy"
 class StatisticsHook(Hook):
     """Adds `statistics` to the record of every n-th step: layer -> numbers.
 
-    weight and update are norms over the layer's tensors after and of the step's update, gradient is that of the mean
-    over the global batch before clipping, and activation the root mean square of the layer's output (the residual
-    stream after it) over the tokens of the batch. attention_entropy, of layers with softmax attention, is the mean over
-    tokens and heads, in nats. All are sums over the elements of logical tensors and tokens, so no layout changes them.
-    A step without an update has the last two alone. Nothing that is computed is touched.
+    weight and update are norms over the layer's tensors after and of the step's update. gradient is that of the mean
+    over the global batch before clipping. activation is the root mean square of the layer's output (the residual stream
+    after it) over the tokens of the batch. attention_entropy, of layers with softmax attention, is the mean over tokens
+    and heads, in nats. All are sums over the elements of logical tensors and tokens, independent of the layout. A step
+    without an update has only the last two. The computation itself is not changed.
 
     Args:
         every: n.
@@ -82,11 +82,9 @@ class StatisticsHook(Hook):
         values += [number for layer in self._layers for number in outputs.get(layer, (0.0, 0.0))]
         values += self._entropy_sums()
         sums = trainer.exchange.sum(values).tolist()
-        result = report.result
-        left_out = result.skipped or result.unlabelled or (result.spike is not None and result.spike.leaves_out)
         count = len(KINDS) * len(self._layers)
         found: dict[str, dict[str, float]] = {layer: {} for layer in self._layers}
-        if not left_out:
+        if report.result.updated:
             _put_norms(found, sums[:count], report.grad_norm)
         for number, layer in enumerate(self._layers):
             square, elements = sums[count + 2 * number : count + 2 * number + 2]
@@ -118,8 +116,8 @@ class StatisticsHook(Hook):
 
 
 def _put_norms(found: dict[str, dict[str, float]], squares: list[float], grad_norm: float | None) -> None:
-    """Norms from sums of squares. What the optimizer got of the gradient may have been clipped: all of it by one
-    factor, so the norm before clipping gives the layers' norms before it."""
+    """Norms from sums of squares. The optimizer's gradient may have been clipped, all of it by one factor, so the
+    norm before clipping gives the layers' norms before it."""
     table = {
         (layer, kind): math.sqrt(squares[len(KINDS) * number + place])
         for number, layer in enumerate(found)

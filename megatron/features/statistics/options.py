@@ -34,7 +34,7 @@ def gradients_are_clipped_by_one_factor(context: RuleContext) -> Iterator[Proble
             KEY,
             "spikes.action",
             rule="must be off with adagc: the norms of gradients before clipping do not follow from those after it",
-            fix="leave logging.statistics out",
+            fix="remove logging.statistics",
         )
 
 

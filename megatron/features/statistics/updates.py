@@ -1,11 +1,11 @@
-"""Norms of what an update does, layer by layer: the weights after it, the gradient, and the change.
+"""Norms of an update by layer: the weights after it, the gradient, and the change.
 
-They are taken around the `step` of the torch optimizer, which DeepSpeed calls once or (ZeRO 1 to 3) once for each of
-its parameter groups, from the ranges of logical tensors that a rank owns there. An element that several ranks have is
-counted by one of them, the one that saves it, so the sums over all ranks are those of one process.
+They are taken around the `step` of the torch optimizer, from the ranges of logical tensors that a rank owns there.
+DeepSpeed calls it once, or once per parameter group (ZeRO 1 to 3). An element on several ranks is counted by the rank
+that saves it, so the sums over all ranks equal one process's.
 
-Where an optimizer evaluates other weights than it trains (schedule-free), weights and update are of those that are
-evaluated and saved, and the gradient is where it is taken, at the others.
+If an optimizer evaluates other weights than it trains (schedule-free), weights and update are of the evaluated and
+saved ones. The gradient is that at the trained ones.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def layer_of(name: str) -> str:
 
 
 class UpdateStatistics:
-    """Squares of an update's norms, of what this rank counts.
+    """Squares of an update's norms, of this rank's elements.
 
     Args:
         optimizer: the torch optimizer that DeepSpeed steps.
 
     Attributes:
-        layers: of the tensors that this rank has, in their order.
+        layers: of this rank's tensors, in their order.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, state: EngineState) -> None:
@@ -48,7 +48,6 @@ class UpdateStatistics:
         optimizer.register_step_post_hook(self._post)
 
     def begin(self) -> None:
-        """The next update is measured."""
         self._squares = {}
         self._own = {}
         for owned in self._state.owned():
@@ -96,7 +95,7 @@ def _flats(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Mapping[str, Any]
 
 
 def _evaluated(optimizer: Any, group: Mapping[str, Any], flat: Tensor) -> Tensor | None:
-    """The weights that are evaluated, where they are others than those that are trained: not before the first step."""
+    """The evaluation weights, if they differ from the trained ones: not before the first step."""
     if not hasattr(optimizer, "evaluation_weights") or not optimizer.state.get(flat):
         return None
     return optimizer.evaluation_weights(group, flat, optimizer.state[flat])

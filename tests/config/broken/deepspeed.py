@@ -90,7 +90,7 @@ COMMUNICATION = [
         "parallel: {communication: {compress: {data: top_k}}}\nspikes: {action: skip, attribute: true}\n"
         "checkpoint: {every: 2}\nlaunch: {restarts: 3}",
         "a.yml:2: parallel.communication.compress.data = 'top_k'",
-        "must not be int8_block or top_k where losses of before and after a restart are compared",
+        "must not be int8_block or top_k where losses before and after a restart are compared",
         "spikes.attribute=false",
     ),
     case(

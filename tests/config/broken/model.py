@@ -51,7 +51,7 @@ MODEL = [
         "model: {layers: attention/mlp x2, multi_token_prediction: {depth: 8, block: attention mlp}}\n"
         "training: {sequence_length: 8, sequence_chunks: 2}",
         "a.yml:2: model.multi_token_prediction.block = 'attention mlp'",
-        "must be one block, without layers beside it and not repeated",
+        "must be one block, without side layers and not repeated",
         "model.multi_token_prediction.depth = 8",
         "must be less than training.sequence_length: the last module would have no token to predict",
         "must be 0 with training.sequence_chunks: a module reads tokens of the chunk behind its own",
@@ -62,7 +62,7 @@ MODEL = [
         "model: {layers: attention/mlp (rwkv7/moe), rwkv7: {head_dim: 8}, moe: {experts: 4, router: {network: mlp}},\n"
         "  multi_token_prediction: {depth: 1}}",
         "model.multi_token_prediction.block",
-        "must be of layers that take nothing from others but the stream, and rwkv7 does",
+        "must have layers that only read the stream, and rwkv7 reads more",
         "must have a linear router: an MLP router averages its state with those of layers before it",
         "the first MoE layer with an MLP router must not average",
         problems=3,
@@ -71,7 +71,7 @@ MODEL = [
         "further tokens by layers that the stack has not",
         "model: {multi_token_prediction: {depth: 1, block: mla/mlp}}",
         "a.yml:2: model.multi_token_prediction.block = 'mla/mlp'",
-        "must be made of layers that model.layers has too, and mla is none of them",
+        "must only have layers that model.layers has too, unlike mla",
     ),
     case(
         "further tokens by a block that cannot be read",
