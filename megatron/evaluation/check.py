@@ -1,4 +1,4 @@
-"""What is wrong with an evaluation, found by the launcher before any rank starts. Nothing here imports torch."""
+"""Mistakes of an evaluation, found by the launcher before any rank starts. Without torch."""
 
 from __future__ import annotations
 
@@ -20,19 +20,14 @@ from .select import Request, did_you_mean, problems
 
 
 def before_start(words: Sequence[str], config: Config) -> list[str]:
-    """A sentence for each mistake in evaluate.py's options.
-
-    Args:
-        words: the script's own.
-        config: of the model.
-    """
+    """A sentence for each mistake in evaluate.py's options."""
     try:
         options = parse(words, config.evaluation.tasks, config.evaluation.task_folders)
     except OptionError as error:
         return [str(error)]
     found = []
     if config.tokenizer.type == "none":
-        found.append("tokenizer.type is none, so no task can be read; set tokenizer.type and tokenizer.path")
+        found.append("tokenizer.type is none, so no task can be read: set tokenizer.type and tokenizer.path")
     missing = checkpoint_problems(options.checkpoint, config, "a step, a checkpoint or a Hugging Face folder")
     found += missing or tokenizer_problems(config, _place(options.checkpoint, config))
     found += _too_long(options, config)
@@ -48,17 +43,17 @@ def _too_long(options: Options, config: Config) -> list[str]:
         return []
     have = f"the model {there} positions"
     if longest < there:
-        have = f"the model {there} positions, of which ranks that share sequences can have {longest}"
+        have = f"ranks that share sequences can have {longest} of the model's {there} positions"
     asked = {"--needles": max(options.needles, default=0), "--max-length": options.max_length or 0}
     return [
-        f"{option} has {tokens} tokens, and {have}; use at most these"
+        f"{option} has {tokens} tokens, and {have}: use at most these"
         for option, tokens in asked.items()
         if tokens > longest
     ]
 
 
 def _place(named: str | None, config: Config) -> Path | None:
-    """Where the checkpoint is, as far as that is known before it is opened; a URL's is not."""
+    """The path of the checkpoint, as far as it is known before it is opened. None for a URL."""
     if named is None or named.isdigit():
         return Path(config.checkpoint.dir)
     return None if "://" in named else Path(named)
@@ -67,11 +62,11 @@ def _place(named: str | None, config: Config) -> Path | None:
 def _readable(
     requests: Sequence[Request], folders: tuple[str, ...], config: Config, longest: int | None = None
 ) -> list[str]:
-    """What is wrong with tasks: their names, and if these are right their data and the lengths of their texts."""
+    """Mistakes of tasks: their names, and if these are right their data and the lengths of their texts."""
     if found := problems(requests, folders):
         return found
     if config.tokenizer.type == "none":
-        return []  # said already
+        return []  # reported already
     try:
         tokenizer = build_tokenizer(config.tokenizer)
     except DataError as error:
@@ -81,18 +76,18 @@ def _readable(
 
 
 def checkpoint_problems(named: str | None, config: Config, kinds: str) -> list[str]:
-    """What is wrong with `--checkpoint`, which may name one of `kinds`, or with what stands in for it."""
+    """Mistakes of `--checkpoint`, which may name one of `kinds`, or of its default."""
     if named is not None and "://" in named:
         from megatron.config.rules.output import protocol_problem
 
         wrong = protocol_problem(named)
-        return [f"--checkpoint {named}: {wrong[0]}; {wrong[1]}"] if wrong else []
+        return [f"--checkpoint {named}: {wrong[0]}. Fix: {wrong[1]}"] if wrong else []
     if named is not None and not named.isdigit() and not Path(named).exists():
-        return [f"--checkpoint {named} does not exist; give {kinds}{did_you_mean(named)}"]
+        return [f"--checkpoint {named} does not exist: give {kinds}{did_you_mean(named)}"]
     if named is not None and named.isdigit():
         return _step_problems(int(named), Path(config.checkpoint.dir))
     if named is None and not Path(config.checkpoint.dir).is_dir():
-        return [f"there is no folder {config.checkpoint.dir}; train the run first, or give --checkpoint"]
+        return [f"there is no folder {config.checkpoint.dir}: train the run first, or give --checkpoint"]
     return []
 
 
@@ -101,8 +96,8 @@ def _step_problems(step: int, folder: Path) -> list[str]:
     if step in there:
         return []
     closest = sorted(sorted(there, key=lambda each: abs(each - step))[:5])
-    known = f"the closest are those of {', '.join(map(str, closest))}" if there else "there are none"
-    return [f"--checkpoint {step}: {folder} has no checkpoint of step {step}; {known}"]
+    known = f"the closest steps are {', '.join(map(str, closest))}" if there else "there are none"
+    return [f"--checkpoint {step}: {folder} has no checkpoint of step {step}: {known}"]
 
 
 def before_training(words: Sequence[str], config: Config) -> list[str]:
@@ -111,7 +106,7 @@ def before_training(words: Sequence[str], config: Config) -> list[str]:
 
 
 def during_training(config: Config) -> list[TaskOptions]:
-    """The tasks of `evaluation.tasks` that a run runs; those with `every: 0` are evaluate.py's alone."""
+    """The entries of `evaluation.tasks` for training. Those with `every: 0` are only for evaluate.py."""
     return [task for task in config.evaluation.tasks if task.every != 0]
 
 
@@ -120,14 +115,13 @@ def _tasks(config: Config) -> list[str]:
     if not tasks:
         return []
     steps = config.training.steps
-    first = min(min(task.every or steps, steps) for task in tasks)  # what the model reads grows by stages
+    first = min(min(task.every or steps, steps) for task in tasks)  # lengths grow by stages
     longest = stage_of(config, first).length
     found = []
     if config.tokenizer.type == "none":
-        found.append("evaluation.tasks needs a tokenizer, and tokenizer.type is none; set tokenizer.type and .path")
-    requests = [Request(task.name, task.few_shot, task.limit) for task in tasks]
-    folders = tuple(config.evaluation.task_folders)
-    return [*found, *(f"evaluation.tasks: {line}" for line in _readable(requests, folders, config, longest))]
+        found.append("evaluation.tasks needs a tokenizer, and tokenizer.type is none: set tokenizer.type and .path")
+    lines = _readable([*map(Request.of, tasks)], tuple(config.evaluation.task_folders), config, longest)
+    return [*found, *(f"evaluation.tasks: {line}" for line in lines)]
 
 
 def _probes(config: Config) -> list[str]:

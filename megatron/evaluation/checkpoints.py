@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are meant, found by rank 0 and told to all."""
+"""Chooses checkpoints of a run, on rank 0 for all ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron.training.world import World
 
 
 def named_checkpoints(config: Config, world: World, named: str | None, every: bool, folder: Path) -> list[Path]:
-    """The checkpoints to look at, as rank 0 sees them. All ranks call it.
+    """The checkpoints to evaluate, as rank 0 finds them. All ranks call it.
 
     Args:
-        named: a step of the run; the path or URL of a checkpoint, a run or a Hugging Face folder; None for the newest.
-        every: all checkpoints of the run instead, the oldest first.
-        folder: where what has to be fetched or converted goes.
+        named: a step of the run, or the path or URL of a checkpoint, a run or a Hugging Face folder. None: the newest.
+        every: all checkpoints of the run instead, oldest first.
+        folder: for fetched or converted checkpoints.
 
     Raises:
         CheckpointError: there is none.
@@ -48,9 +48,7 @@ def _found(config: Config, named: str | None, every: bool) -> Sequence[Path | st
         path = folder / f"step_{int(named):08d}"
         if not path.is_dir():
             steps = ", ".join(str(int(each.name.removeprefix("step_"))) for each in sorted(Store(folder).paths()))
-            raise CheckpointError(
-                folder, f"there is no checkpoint of step {named}; there are those of {steps or 'none'}"
-            )
+            raise CheckpointError(folder, f"there is no checkpoint of step {named}. Steps with one: {steps or 'none'}")
         return [path]
     whole = "://" in named or (Path(named) / "config.json").is_file()
     return [named if whole else find_checkpoint(Path(named))]

@@ -1,4 +1,4 @@
-"""The texts of the harness's tasks: what a model would have to have read to know an answer."""
+"""The texts of the harness's tasks: a model that has read them could know the answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .select import Request, manager_for
 
 
 def texts(requests: Sequence[Request], folders: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
-    """Names and texts of the documents that tasks are scored on: the prompt without examples, and the right answer."""
+    """Names and texts of the scored documents of tasks: the prompt without examples, and the right answer."""
     with undisturbed():
         index = manager_for(requests, folders)
         tasks = {name: task for each in named_tasks(requests, index) for name, task in load(each, index).items()}
@@ -21,10 +21,10 @@ def texts(requests: Sequence[Request], folders: tuple[str, ...] = ()) -> Iterato
 
 
 def text_of(task: Any, document: dict[str, Any]) -> str:
-    """A document of a task as one text; of several right answers the first."""
+    """A document of a task as one text, with the first right answer."""
     context, target = task.doc_to_text(document), task.doc_to_target(document)
     choices = task.doc_to_choice(document) if task.OUTPUT_TYPE == "multiple_choice" else None
-    if choices and isinstance(context, int):  # the choices are beginnings, and what follows is given
+    if choices and isinstance(context, int):  # the choices are beginnings of one given text
         context = choices[context]
     elif choices and isinstance(target, int):
         target = choices[target]

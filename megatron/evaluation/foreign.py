@@ -1,4 +1,4 @@
-"""Whether a configuration's tokenizer is the one that a checkpoint was trained with. Nothing here imports torch."""
+"""Checks that a configuration's tokenizer is the one that a checkpoint was trained with. Without torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megatron.data.errors import DataError
 from megatron.data.manifest import read_manifest
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 
-META = "meta.json"  # of a checkpoint; megatron.checkpoint, which has the name, imports torch
-KEY = "tokenizer"  # in checkpoint.allow_changes: the user knows
+META = "meta.json"  # of a checkpoint. megatron.checkpoint has this name, but imports torch
+KEY = "tokenizer"  # in checkpoint.allow_changes: the user accepts the difference
 SAMPLE = (
     "The year 2024 cost 1,234.50 dollars, didn't it?  Two  spaces, a\ttab.\n\ndef f(x_1):\n    return x_1 ** 2  # sum\n"
     "Zürich, naïve café, Ελληνικά, русский, 中文, 日本語, 한국어, עברית, \N{GRINNING FACE} e\N{COMBINING ACUTE ACCENT}"
@@ -25,13 +25,14 @@ SAMPLE = (
 
 
 def tokenizer_problems(config: Config, checkpoint: Path | None) -> list[str]:
-    """A sentence where the tokenizer of the configuration gives other ids than that of the checkpoint's training.
+    """A sentence if the configuration's tokenizer gives other ids than that of the checkpoint's training.
 
-    What the checkpoint was trained with is known from a Hugging Face folder's own tokenizer, from the tokenizer of the
-    configuration in a checkpoint of ours, where it is on this machine, and from the manifests of the token files in it.
+    The checkpoint's tokenizer is known from a Hugging Face folder, or from the configuration in a checkpoint of ours,
+    if it is on this machine. The manifests of the run's token files name it too.
 
     Args:
-        checkpoint: a checkpoint, a Hugging Face folder, a folder of checkpoints or a run's directory; None if unknown.
+        checkpoint: a checkpoint, a Hugging Face folder, a folder of checkpoints or a run's directory. None if
+            unknown.
     """
     if checkpoint is None or KEY in config.checkpoint.allow_changes or config.tokenizer.type == "none":
         return []
@@ -43,7 +44,7 @@ def tokenizer_problems(config: Config, checkpoint: Path | None) -> list[str]:
     if found is None:
         return []
     return [
-        f"tokenizer.path: the tokenizer must be the one that {checkpoint} was trained with; {found}; fix: give that "
+        f"tokenizer.path: the tokenizer must be the one that {checkpoint} was trained with: {found}. Fix: give that "
         f"one, or checkpoint.allow_changes=[{KEY}] if you know that ids mean the same"
     ]
 
@@ -73,19 +74,20 @@ def _sources(data: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _recorded(checkpoint: Path) -> dict[str, Any]:
-    """The configuration in a checkpoint, or in the newest of a folder or a run; {} where there is none to be read."""
+    """The configuration in a checkpoint, or in the newest of a folder or a run. {} if none can be read."""
     newest = [sorted(folder.glob("step_*"))[-1:] for folder in (checkpoint, checkpoint / "checkpoints")]
     for each in (checkpoint, *newest[0], *newest[1]):
         try:
             values = yaml.safe_load(read_json(each / META)["config"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
-            continue  # the ranks say what is wrong with a damaged checkpoint
+            continue  # the ranks report a damaged checkpoint
         return values if isinstance(values, dict) else {}
     return {}
 
 
 def _difference(own: Tokenizer, other: Tokenizer, name: str) -> Iterator[str]:
-    """What ids of `other` mean in `own`. Tokens that `own` has besides, and how a file is written, change nothing."""
+    """Differences in the meaning of `other`'s ids. Additional tokens of `own`, and the form of its file, do not
+    matter."""
     if own.hash == other.hash and own.eod_id == other.eod_id:
         return
     if own.size < other.size:
@@ -97,4 +99,4 @@ def _difference(own: Tokenizer, other: Tokenizer, name: str) -> Iterator[str]:
     elif own.encode(SAMPLE) != other.encode(SAMPLE):
         yield f"it splits words in another way than {name}"
     elif other.eod_id is not None and own.eod_id != other.eod_id:
-        yield f"its documents end with id {own.eod_id}, those of {name} with {other.eod_id}"
+        yield f"its documents end with id {own.eod_id}, and with {other.eod_id} in {name}"

@@ -1,4 +1,4 @@
-"""Running the harness on a model that all ranks hold together, without leaving a trace in this process."""
+"""Runs the harness on a model that all ranks hold together, without changing this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import torch
 from torch.utils import collect_env
 
 from megatron.checkpoint.format.communicator import Communicator
-from megatron.config import Config
 from megatron.data.tokenizer import Tokenizer
 from megatron.evaluation.scoring import Scorer
 
@@ -28,17 +27,10 @@ from .select import Request, manager_for
 if TYPE_CHECKING:
     from .adapter import HarnessModel
 
-BOOTSTRAPS = (
-    1000  # resamples for the standard error of metrics that are no means; the harness's own 100,000 take minutes
-)
-
+# Resamples for the standard error of metrics that are no means. The harness's own 100,000 take minutes.
+BOOTSTRAPS = 1000
 # The harness forks processes for its bootstraps, which a process with a GPU and process groups must not do.
 NO_FORKS = "DISABLE_MULTIPROC"
-
-
-def longest(config: Config) -> int:
-    """Tokens that the model reads at once: as in training."""
-    return config.training.sequence_length
 
 
 def run_tasks(
@@ -53,17 +45,16 @@ def run_tasks(
     facts: Mapping[str, Any] | None = None,
     progress: bool = True,
 ) -> dict[str, Any] | None:
-    """The harness's results, on rank 0; None elsewhere. All ranks call it.
+    """The harness's results, on rank 0. None elsewhere. All ranks call it.
 
     Args:
-        max_length: tokens that the model reads at once; by default as in training.
-        folders: with task files of the user's.
+        max_length: tokens that the model reads at once, by default as in training.
         samples: keep every document with its prompt and answers.
         facts: of the model, for the results (`config.model_args`).
-        progress: whether the harness shows bars on standard error.
+        progress: show the harness's bars on standard error.
 
     Raises:
-        TaskError: a task asks for what this model cannot do.
+        TaskError: a task asks for something that this model cannot do.
     """
     if communicator.rank:
         follow(scorer, communicator, tokenizer)
@@ -77,7 +68,7 @@ def run_tasks(
             model = HarnessModel(
                 leader,
                 tokenizer,
-                max_length or longest(config),
+                max_length or config.training.sequence_length,
                 seed=config.training.seed,
                 truncate=config.evaluation.truncate,
             )
@@ -87,10 +78,10 @@ def run_tasks(
 
 
 def load_tasks(requests: Sequence[Request], folders: tuple[str, ...] = ()) -> None:
-    """Load the tasks and their data, so that what is missing is known before anything is computed.
+    """Load the tasks and their data, so that missing data are found before any computation.
 
     Raises:
-        TaskError: data cannot be had.
+        TaskError: data are missing.
     """
     with undisturbed():
         for request in requests:
@@ -124,7 +115,7 @@ def _evaluate(
 
 
 def _commit() -> str | None:
-    """The commit of the working directory, as the harness notes it, without git's complaint where there is none."""
+    """The commit of the working directory, as the harness notes it, without git's error message."""
     try:
         done = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True, check=False)
     except OSError:
@@ -142,27 +133,20 @@ def _merge(whole: dict[str, Any], results: Mapping[str, Any]) -> None:
 
 @functools.cache
 def _environment(describe: Callable[[], str] = collect_env.get_pretty_env_info) -> str:
-    """What the harness writes of this machine, asked once: it starts pip and more, seconds for each group of tasks."""
+    """The harness's description of this machine, made once: it starts pip and more, seconds for each group of tasks."""
     return describe()
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """The harness seeds every generator of the process, and talks. Afterwards all is as before."""
+    """The harness seeds every generator of the process, and prints. Restores all of that afterwards."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    forks = os.environ.get(NO_FORKS)
-    os.environ[NO_FORKS] = "1"
-    describe, collect_env.get_pretty_env_info = collect_env.get_pretty_env_info, _environment
+    described = mock.patch.object(collect_env, "get_pretty_env_info", _environment)
     try:
-        with loading.quiet():
+        with mock.patch.dict(os.environ, {NO_FORKS: "1"}), described, loading.quiet():
             yield
     finally:
-        collect_env.get_pretty_env_info = describe
-        if forks is None:
-            del os.environ[NO_FORKS]
-        else:
-            os.environ[NO_FORKS] = forks
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])

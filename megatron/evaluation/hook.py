@@ -1,8 +1,6 @@
-"""Benchmark tasks during training, on the weights where they lie. Training goes on bitwise as it would have without."""
+"""Benchmark tasks during training, on the current weights. Training continues bitwise as without them."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from megatron.config import Config
 from megatron.config.sections.output import TaskOptions
@@ -18,14 +16,13 @@ from megatron.worker.beacon import EVALUATE
 from megatron.worker.place import StartError
 
 from .check import during_training
-from .errors import TaskError
 from .harness import load_tasks, run_tasks
 from .results import numbers
-from .select import Request
+from .select import Request, TaskError
 
 
 class TasksHook(Hook):
-    """Runs `evaluation.tasks`, each every so many steps, and after the last step where it has no interval."""
+    """Runs `evaluation.tasks` at their intervals, and after the last step if they have none."""
 
     def __init__(self, config: Config, engine: Engine, world: World) -> None:
         self._tasks, self._communicator = during_training(config), world.communicator
@@ -41,11 +38,11 @@ class TasksHook(Hook):
         return cls(parts.config, parts.engine, parts.world)
 
     def on_start(self, trainer: Trainer) -> None:
-        """Have rank 0 load all tasks, so that a run ends here and not at the first step that has some."""
+        """Have rank 0 load all tasks, so that a run with mistakes ends here and not at the first evaluation."""
         failure = None
         if self._communicator.rank == 0:
             try:
-                load_tasks(self._requests(self._tasks), self._folders)
+                load_tasks([*map(Request.of, self._tasks)], self._folders)
             except TaskError as error:
                 failure = str(error)
         if failure := self._communicator.broadcast(failure):
@@ -58,7 +55,7 @@ class TasksHook(Hook):
         trainer.settle()
         with trainer.aside(EVALUATE, "tasks"):
             results = run_tasks(
-                self._requests(due),
+                [*map(Request.of, due)],
                 self._scorer,
                 self._communicator,
                 self._tokenizer,
@@ -68,10 +65,6 @@ class TasksHook(Hook):
             )
         if results is not None:
             self._record(trainer, report, numbers(results))
-
-    @staticmethod
-    def _requests(tasks: Sequence[TaskOptions]) -> list[Request]:
-        return [Request(task.name, task.few_shot, task.limit) for task in tasks]
 
     @staticmethod
     def _due(task: TaskOptions, trainer: Trainer) -> bool:

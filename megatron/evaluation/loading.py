@@ -1,4 +1,4 @@
-"""The harness's tasks with their data, and which of their texts a model cannot read. Nothing here imports torch."""
+"""The harness's tasks with their data, and texts that are too long for a model. Without torch."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from megatron.data.hub import unreachable
 from megatron.data.tokenizer import Tokenizer
 
-from .errors import TaskError
-from .select import Request, did_you_mean, manager_for, tasks_of_request
+from .select import Request, TaskError, did_you_mean, manager_for, tasks_of_request
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
     from lm_eval.tasks import TaskManager
 
-GENERATED = 256  # tokens of a generation whose task does not say how many, as the harness has it
-EXAMPLE_SEED = 1234  # by which the harness draws examples
+GENERATED = 256  # tokens of a generation, if the task has no number. The harness's default
+EXAMPLE_SEED = 1234  # the harness's, for examples
 
 
 def alike(requests: Sequence[Request]) -> list[list[Request]]:
@@ -32,51 +33,47 @@ def alike(requests: Sequence[Request]) -> list[list[Request]]:
 
 
 def named_tasks(requests: Sequence[Request], index: TaskManager) -> list[str]:
-    """The tasks and groups that requests stand for, each once."""
+    """The tasks and groups of requests, each once."""
     return list(dict.fromkeys(name for request in requests for name in tasks_of_request(request, index)))
 
 
 @contextlib.contextmanager
 def data_of(what: str) -> Iterator[None]:
-    """Say what to do where the library that loads tasks' data raises."""
+    """Add a fix to errors of the library that loads tasks' data."""
     try:
         yield
     except (ConnectionError, FileNotFoundError) as error:
         raise TaskError(
             f"the data of {what} cannot be loaded: {error}\nfix: check the network and the task's data files"
-            f"{_near(error)}; without a network, benchmarks.py unpacks real benchmarks, and the tasks deepy_* "
+            f"{_near(error)}. Without a network, benchmarks.py unpacks real benchmarks, and the tasks deepy_* "
             "need nothing"
         ) from error
 
 
 def _near(error: Exception) -> str:
-    """For the path in quotes that the library's message ends with."""
+    """A suggestion for the path in quotes at the end of the library's message."""
     words = [word for word in str(error).split("'") if "/" in word and "://" not in word]
     return did_you_mean(words[-1]) if words else ""
 
 
 @contextlib.contextmanager
 def _offline() -> Iterator[None]:
-    """The libraries look at files and at their caches alone."""
     import datasets
     from huggingface_hub import constants
 
-    before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
-    try:
+    switch = partial(mock.patch.object, attribute="HF_HUB_OFFLINE", new=True)
+    with switch(datasets.config), switch(constants):
         yield
-    finally:
-        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
 
 
 def load(name: str, index: TaskManager) -> dict[str, Task]:
-    """A task, or those of a group or tag, with their data: by name.
+    """A task, or all tasks of a group or tag, with their data: by name.
 
-    What is on this machine is taken as it is. Where the hub is needed and does not answer, that is said at once: its
+    Data on this machine are used as they are. If the hub is needed and does not answer, that is reported at once: its
     library would try for half a minute.
 
     Raises:
-        TaskError: the data cannot be had, or the task's file or code is wrong.
+        TaskError: the data are missing, or the task's file or code is wrong.
     """
     from huggingface_hub import constants
 
@@ -95,9 +92,9 @@ def load(name: str, index: TaskManager) -> dict[str, Task]:
 
 
 def _useless(name: str, error: Exception) -> TaskError:
-    """A task is somebody's file and code, which may raise anything."""
+    """A task is a user's file and code, which may raise anything."""
     return TaskError(
-        f"the task {name} cannot be used: {type(error).__name__}: {error}; fix: mend its file, its code or its data"
+        f"the task {name} cannot be used: {type(error).__name__}: {error}. Fix its file, its code or its data"
     )
 
 
@@ -110,7 +107,6 @@ def _of_the_hub(name: str, index: TaskManager) -> bool:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the harness's remarks."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -123,10 +119,9 @@ def quiet() -> Iterator[None]:
 def data_problems(
     requests: Sequence[Request], folders: tuple[str, ...], tokenizer: Tokenizer, longest: int, truncate: bool
 ) -> list[str]:
-    """What is wrong with the tasks' data, a sentence each with its fix: missing, or too long for the model.
+    """Problems of the tasks' data, a sentence each with its fix: missing, or too long for the model.
 
     Args:
-        folders: with task files of the user's.
         longest: tokens that the model reads at once.
         truncate: whether contexts may lose their beginnings.
     """
@@ -151,7 +146,7 @@ def data_problems(
 
 
 def _requests(task: Task, request: Request) -> list[Any]:
-    """What the harness will ask of the model for a task, as `lm_eval.simple_evaluate` makes it."""
+    """The harness's requests to the model for a task, as `lm_eval.simple_evaluate` makes them."""
     given = task.get_config("num_fewshot")
     if given != 0 and request.few_shot is not None:
         task.set_config(key="num_fewshot", value=request.few_shot)
@@ -169,7 +164,7 @@ class Lengths:
     """Finds requests that do not fit a model.
 
     Args:
-        longest: tokens that the model reads at once; a label more than that can be predicted.
+        longest: tokens that the model reads at once. It can predict one label more.
         truncate: whether contexts may lose their beginnings.
     """
 
@@ -186,7 +181,7 @@ class Lengths:
         room = {_generated(settings): self._longest - _generated(settings) for _, settings in asked}
         found += [
             f"{task} generates {tokens} tokens, and the model reads {self._longest}, so nothing is left for the "
-            f"prompt; fix: a smaller max_gen_toks in the task, or --max-length above {tokens}"
+            f"prompt. Fix: a smaller max_gen_toks in the task, or --max-length above {tokens}"
             for tokens, left in room.items()
             if left < 1
         ]
@@ -198,33 +193,33 @@ class Lengths:
         if long and not found and not self._truncate:
             found.append(
                 f"{task}: {len(long)} of {len(needed)} texts must fit the {self._longest} tokens that the model reads, "
-                f"and the longest has {max(long)}; fix: fewer examples (few_shot), a longer training.sequence_length "
-                "or --max-length, or evaluation.truncate=true, which leaves beginnings out as lm_eval does"
+                f"and the longest has {max(long)}. Fix: fewer examples (few_shot), a longer training.sequence_length "
+                "or --max-length, or evaluation.truncate=true, which cuts beginnings off as lm_eval does"
             )
         return found
 
     def _continuations(self, task: str, scored: Sequence[tuple[str, str]]) -> list[str]:
-        """Of what is predicted every token must fit."""
+        """Every predicted token must fit."""
         most = max((self._continuation(context, rest) for context, rest in scored), default=0)
         if most <= self._longest:
             return []
         return [
-            f"{task}: what is predicted must fit the {self._longest} tokens that the model reads, and the longest "
-            f"continuation has {most}; fix: --max-length {most} or more, or a longer training.sequence_length"
+            f"{task}: continuations must fit the {self._longest} tokens that the model reads, and the longest "
+            f"has {most}. Fix: --max-length {most} or more, or a longer training.sequence_length"
         ]
 
     def _continuation(self, context: str, rest: str) -> int:
-        """Its tokens, by the harness's rule: what a context ends with in spaces belongs to it."""
+        """Its tokens, by the harness's rule: spaces at the end of a context belong to it."""
         if len(rest.encode()) + len(context) - len(context.rstrip()) <= self._longest:
             return 0  # a token is a byte at least
         return self._exact(context + rest) - (self._exact(context.rstrip()) if context.rstrip() else 0)
 
     def _count(self, text: str, fits: int) -> int:
-        """The tokens of a text; 0 where its bytes are few enough."""
+        """The tokens of a text. 0 if its bytes are few enough."""
         return 0 if len(text.encode()) < fits else self._exact(text)
 
     def _learn(self, texts: Sequence[str]) -> None:
-        """Count the tokens of those that may be too long, many at a time."""
+        """Count the tokens of texts that may be too long, many at a time."""
         long = [text for text in dict.fromkeys(texts) if len(text.encode()) >= self._longest]
         self._known |= {text: len(ids) for text, ids in zip(long, self._tokenizer.encode_batch(long))}
 
@@ -235,7 +230,7 @@ class Lengths:
 
 
 def _generated(settings: dict[str, Any]) -> int:
-    """How many tokens a request may generate, under the names that the harness takes."""
+    """Number of tokens that a request may generate, under the harness's names."""
     for name in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"):
         if settings.get(name) is not None:
             return int(settings[name])

@@ -1,6 +1,6 @@
-"""What evaluate.py does: open a run's checkpoints on any layout, run tasks on them, and write down what they score.
+"""Open a run's checkpoints on any layout, run tasks on them, and write down their scores, for evaluate.py.
 
-The run itself is only read: its checkpoints, ledger and metrics stay as they are.
+The run itself is only read: its checkpoints, ledger and metrics stay unchanged.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from . import results
 from .arguments import OptionError, Options, parse
 from .check import before_start
 from .checkpoints import named_checkpoints
-from .errors import TaskError
 from .foreign import tokenizer_problems
 from .harness import run_tasks
 from .needles import needles, table, write
+from .select import TaskError
 
 FOLDER = "evaluations"  # in the run's directory: a file for each checkpoint, and their picture
 PICTURE = "curves.png"
-NEEDLES = ".needles.json"  # the ending of what `needles` found, beside the other results
+NEEDLES = ".needles.json"  # ending of the results of `needles`
 
 
 def evaluate() -> int:
@@ -44,7 +44,7 @@ def evaluate() -> int:
     except OptionError as error:
         raise StartError(str(error)) from error
     if place.rank == 0 and place.starter != "agent" and (wrong := before_start(place.own, config)):
-        raise StartError("\n".join(wrong))  # deepy.py has looked before it started anything
+        raise StartError("\n".join(wrong))  # with agents, deepy.py has checked before it started anything
     try:
         with joined(config, place) as world:
             run(config, options, world)
@@ -54,7 +54,7 @@ def evaluate() -> int:
 
 
 def run(config: Config, options: Options, world: World) -> None:
-    """Evaluate all checkpoints that are asked for. All ranks call it.
+    """Evaluate all requested checkpoints. All ranks call it.
 
     Raises:
         CheckpointError: one is missing or damaged, or is not of this model.
@@ -74,7 +74,7 @@ def run(config: Config, options: Options, world: World) -> None:
             and "://" in options.checkpoint
             and (wrong := tokenizer_problems(config, path))
         ):
-            raise TaskError(wrong[0])  # of others the launcher has looked
+            raise TaskError(wrong[0])  # the launcher has checked the others
         log(f"evaluating {path}")
         if engine is None:  # one for all
             engine = build_engine(config, world.mesh, world.device, values=False)
@@ -121,14 +121,14 @@ def _find_needles(
     if not world.is_main:
         return
     file = _file(config, checkpoint.path).with_suffix(NEEDLES)
-    told = {"step": checkpoint.meta.step, "checkpoint": str(checkpoint.path), "texts": options.needle_texts}
-    picture = write(file, cells, told)
+    own = {"step": checkpoint.meta.step, "checkpoint": str(checkpoint.path), "texts": options.needle_texts}
+    picture = write(file, cells, own)
     print(file.read_text() if options.as_json and not options.requests else f"{table(cells)}\n", flush=True)
     log(f"results: {file}, {picture}")
 
 
 def facts(config: Config, checkpoint: Checkpoint, options: Options) -> dict[str, Any]:
-    """What results depend on: the checkpoint and the options. Results with the same facts are not made again."""
+    """Facts that results depend on: the checkpoint and the options. Results with the same facts are not made again."""
     return {
         "step": checkpoint.meta.step,
         "checkpoint": str(checkpoint.path),

@@ -1,7 +1,7 @@
 """Needles in haystacks: whether a model finds one sentence in a long text, by the text's length and its depth there.
 
-A text has exactly so many tokens of the model's own tokenizer: plain sentences, among which one says a number, and at
-the end a question for that number. Sentences, numbers and places follow from a seed, so nothing is loaded.
+A text has exactly the given number of tokens of the model's own tokenizer. It has plain sentences, one with a number,
+and at the end a question for that number. Sentences, numbers and places follow from a seed, so nothing is loaded.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from megatron.data.tokenizer import Tokenizer
 from megatron.evaluation.scoring import Scorer, Text
 from megatron.report.figures import HeatMap, save_heat_maps
 
-from .errors import TaskError
+from .select import TaskError
 
 THINGS = (
     "anchor basket bridge button camera candle cloud dragon engine feather forest garden island ladder mirror mountain "
     "paper pencil river rocket saddle silver stone ticket violin wagon window yellow zebra"
 ).split()
 PLACES = ("above", "behind", "below", "beside", "near", "under")
-CHOICES = 4  # numbers among which the right one may be the likeliest
+CHOICES = 4  # numbers to choose the right one from
 DIGITS = 5
 
 
@@ -35,7 +35,7 @@ class Haystack:
 
     Attributes:
         prompt: all tokens up to the answer.
-        choices: tokens of the answers, the right one first; only that number stands in the prompt.
+        choices: tokens of the answers, the right one first. Only that number is in the prompt.
     """
 
     prompt: tuple[int, ...]
@@ -44,12 +44,12 @@ class Haystack:
 
 @dataclass(frozen=True)
 class Cell:
-    """What a model made of all texts of one length with the needle in one depth.
+    """Results for all texts of one length with the needle in one depth.
 
     Attributes:
-        depth: per cent of the haystack that stand before the needle.
-        found: share of texts whose answer is, token by token, what the model finds likeliest.
-        chosen: share whose answer is the likeliest of `CHOICES`; a guess is right in 1 / `CHOICES`.
+        depth: per cent of the haystack before the needle.
+        found: share of texts in which each token of the answer is the likeliest.
+        chosen: share of texts whose answer is the likeliest of `CHOICES`. A guess is right in 1 / `CHOICES`.
         loss: of the answer's tokens, in nats per token.
     """
 
@@ -62,14 +62,14 @@ class Cell:
 
 
 def haystack(tokenizer: Tokenizer, length: int, depth: float, number: int, seed: int = 0) -> Haystack:
-    """A text of which the model reads `length` tokens: all but the last token of the longest answer.
+    """A text from which the model reads `length` tokens: all but the last token of the longest answer.
 
     Args:
-        depth: per cent of the sentences that stand before the needle; at least the first one, which may be cut, does.
-        number: which one; each has other sentences and another answer, the same ones at every depth.
+        depth: per cent of the sentences before the needle. The first one, which may be cut, always comes before it.
+        number: of the text. Each has other sentences and another answer, the same ones at every depth.
 
     Raises:
-        TaskError: the tokens do not hold the needle and the question.
+        TaskError: needle and question need more tokens.
     """
     draw = random.Random(f"{seed} {length} {number}")
     thing = draw.choice(THINGS)
@@ -111,7 +111,7 @@ def needles(
 
 
 def table(cells: Sequence[Cell]) -> str:
-    """Lines of lengths, columns of depths: the shares that were found and chosen, and the answer's loss."""
+    """Lines of lengths, columns of depths: the shares found and chosen, and the answer's loss."""
     depths = list(dict.fromkeys(cell.depth for cell in cells))
     head = "tokens".rjust(8) + "".join(f"{depth:>14g} %" for depth in depths)
     lines = [f"needle found / chosen of {CHOICES} / loss per token of the answer, by depth", head]
@@ -123,7 +123,7 @@ def table(cells: Sequence[Cell]) -> str:
 
 
 def write(file: Path, cells: Sequence[Cell], facts: dict[str, Any]) -> Path:
-    """The cells as JSON, and beside it a picture, whose path is returned."""
+    """Write the cells as JSON, and next to it a picture. Returns the picture's path."""
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_file(file, json.dumps({"facts": facts, "needles": [vars(cell) for cell in cells]}, indent=1) + "\n")
     lengths = list(dict.fromkeys(cell.length for cell in cells))

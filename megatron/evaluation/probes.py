@@ -1,4 +1,4 @@
-"""Probe sets: texts whose losses are wanted one by one. Reading them needs no torch, so that a start can check them."""
+"""Probe sets: texts whose losses are recorded one by one. Without torch, so that a start can check them."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from megatron.config.sections.output import ProbeOptions
 from megatron.config.stages import shortest
 from megatron.data.tokenizer import Tokenizer
 
-LARGEST = 10_000  # examples of a set: each has its number in every record
+LARGEST = 10_000  # most examples of a set: each has a number in every record
 
 
 class ProbeError(ValueError):
-    """A file of probes that cannot be used; the text has the rule."""
+    """A file of probes that cannot be used. The text has the rule."""
 
 
 class Probe(NamedTuple):
-    """Tokens, of which the last `scored` ones are predicted."""
+    """Tokens, with the number of predicted ones at their end."""
 
     tokens: tuple[int, ...]
     scored: int
 
 
 def longest_of(config: Config, options: ProbeOptions) -> int:
-    """Tokens that the model reads at once wherever a set is scored: of the shortest stage from its first time on."""
+    """Tokens that the model reads at once whenever a set is scored: in the shortest stage since its first time."""
     saved, steps = config.checkpoint, config.training.steps
     first = min(saved.every or steps, *saved.steps, 0 if saved.log_spaced else steps, steps)
     return shortest(config, max(first - 1, 0) if options.every is None else 0)
@@ -35,8 +35,8 @@ def longest_of(config: Config, options: ProbeOptions) -> int:
 def read_probes(path: str | Path, tokenizer: Tokenizer, longest: int) -> list[Probe]:
     """The examples of a file, one JSON object per line: {"text": ...}, or {"context": ..., "continuation": ...}.
 
-    Of a text every token counts, the first one after the end-of-document token if the tokenizer has one. Of the other
-    form the continuation counts; a context's trailing spaces belong to it, as in the evaluation harness.
+    Every token of a text counts, the first one after the end-of-document token if the tokenizer has one. In the other
+    form the continuation counts. A context's trailing spaces belong to it, as in the evaluation harness.
 
     Args:
         longest: tokens that the model reads at once.
@@ -51,7 +51,7 @@ def read_probes(path: str | Path, tokenizer: Tokenizer, longest: int) -> list[Pr
                 if line.strip():
                     found.append(_probe(line, f"{path}:{number}", tokenizer, longest))
                 if len(found) > LARGEST:
-                    raise ProbeError(f"{path} must have at most {LARGEST} examples; take a part of them")
+                    raise ProbeError(f"{path} must have at most {LARGEST} examples: take a part of them")
     except (OSError, UnicodeDecodeError) as error:
         raise ProbeError(f"{path} must be a file of JSON lines: {error}") from error
     if not found:
@@ -82,5 +82,5 @@ def _probe(line: str, where: str, tokenizer: Tokenizer, longest: int) -> Probe:
     if not 0 < made.scored < len(made.tokens):
         raise ProbeError(f"{where} must have a token to predict, and one before it")
     if len(made.tokens) > longest + 1:
-        raise ProbeError(f"{where} has {len(made.tokens)} tokens; it must have at most {longest + 1}: shorten it")
+        raise ProbeError(f"{where} has {len(made.tokens)} tokens. It must have at most {longest + 1}: shorten it")
     return made

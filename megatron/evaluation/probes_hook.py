@@ -1,4 +1,4 @@
-"""Probe sets during training: the loss of each example, on the weights where they lie."""
+"""Probe sets during training: the loss of each example, on the current weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .probes import longest_of, read_probes
 
 
 class ProbesHook(Hook):
-    """Scores `evaluation.probes`, each every so many steps, or wherever a checkpoint is due by its step."""
+    """Scores `evaluation.probes` at their intervals, or whenever a checkpoint is due by its step."""
 
     def __init__(self, config: Config, engine: Engine, world: World) -> None:
         tokenizer = build_tokenizer(config.tokenizer)

@@ -1,6 +1,6 @@
-"""One rank asks, all ranks compute: the harness runs on rank 0 alone, and the others follow it.
+"""One rank asks, all ranks compute: the harness only runs on rank 0, and the others follow it.
 
-So tasks are loaded, texts tokenised and results kept once, and nothing of the harness has to know of a layout.
+So tasks are loaded, texts tokenised and results kept once, and the harness need not know any layout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Row = Sequence[int]
 
 
 class Leader:
-    """Rank 0's side: each call is made on all ranks. `dismiss` ends what the others do; they wait until then."""
+    """Rank 0's side: each call is made on all ranks. `dismiss` ends the other ranks' loops."""
 
     def __init__(self, scorer: Scorer, communicator: Communicator, tokenizer: Tokenizer) -> None:
         self._scorer, self._communicator, self._tokenizer = scorer, communicator, tokenizer
@@ -29,7 +29,8 @@ class Leader:
     def generate(
         self, prompts: Sequence[Row], tokens: int, sampling: Sampling, stops: Sequence[str]
     ) -> list[list[int]]:
-        """Up to `tokens` tokens after each prompt, the end-of-document token or the end of one of `stops` the last."""
+        """Up to `tokens` tokens after each prompt. The last one is the end-of-document token or the end of one of
+        `stops`."""
         self._call("generate", [[list(prompt) for prompt in prompts], tokens, vars(sampling), list(stops)])
         return _generate(self._scorer, self._tokenizer, prompts, tokens, sampling, stops)
 
@@ -41,7 +42,7 @@ class Leader:
 
 
 def follow(scorer: Scorer, communicator: Communicator, tokenizer: Tokenizer) -> None:
-    """What the other ranks do until the leader dismisses them."""
+    """The loop of the other ranks, until the leader dismisses them."""
     while True:
         verb, what = communicator.broadcast(None)
         if verb == "dismiss":
@@ -67,7 +68,7 @@ def ending(tokenizer: Tokenizer, stops: Sequence[str]) -> Callable[[list[int]], 
     def ended(tokens: list[int]) -> bool:
         if tokens[-1] == tokenizer.eod_id:
             return True
-        # A stop has no more tokens than bytes; some more, so that no character is cut at the front.
+        # A stop has no more tokens than bytes. A few more, so that no character is cut at the front.
         tail = tokenizer.decode(tokens[-(longest + 4) :]) if longest else ""
         return any(stop in tail for stop in stops)
 

@@ -1,4 +1,4 @@
-"""Results of an evaluation: as numbers for logs, as a table for people, as the harness's JSON for its tools."""
+"""Results of an evaluation: as numbers for logs, as a table, and as the harness's JSON."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from megatron.config.file_access import replace_file
 from megatron.config.foreign_json import read_json
 
-Results = Mapping[str, Any]  # what `lm_eval.simple_evaluate` returns
+Results = Mapping[str, Any]  # of `lm_eval.simple_evaluate`
 NOT_METRICS = ("alias", "name", "sample_len", "sample_count")
 
 
 def numbers(results: Results) -> dict[str, dict[str, float]]:
-    """task -> metric -> value, standard errors among them (`acc_stderr`); groups too.
+    """task -> metric -> value, with standard errors (`acc_stderr`) and groups.
 
-    The harness writes `acc,none`, where `none` is the filter; other filters' metrics keep their name.
+    The harness writes `acc,none`, where `none` is the filter. Metrics of other filters keep their names.
     """
     found: dict[str, dict[str, float]] = {}
     for task, values in {**results["results"], **results.get("groups", {})}.items():
@@ -61,7 +61,6 @@ def table(results: Results) -> str:
 
 
 def text(results: Results) -> str:
-    """The harness's JSON."""
     from lm_eval.utils import handle_non_serializable
 
     return json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False) + "\n"
@@ -74,7 +73,7 @@ def write(path: Path, results: Results) -> None:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """The results in a file that `write` wrote; None where there is none or it is damaged."""
+    """The results in a file. None if it is missing or damaged."""
     try:
         found = read_json(path)
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""Log-likelihoods and continuations of texts by a model that lies on any layout.
+"""Log-likelihoods and continuations of texts by a model on any layout.
 
-Every rank calls the methods of `Scorer` with the same texts and gets the same results. Which data parallel rank
-computes a text follows from the texts alone. In a batch, texts are padded on the right, where causal layers do not
-look.
+Every rank calls the methods of `Scorer` with the same texts and gets the same results. The data parallel rank that
+computes a text follows only from the texts. In a batch, texts are padded on the right, which causal layers do not
+see.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from megatron.model.generate import Sampling, choose_token
 from megatron.parallel.layout.mesh import Mesh
 
 from ..engine.protocol import Engine, ReadsOn
-from .shared_contexts import SharedContexts, depends_on_batch, reads_on, split
-from .texts import PAD, Row, Text, states_at
+from .shared_contexts import PAD, Row, SharedContexts, Text, depends_on_batch, reads_on, split, states_at
 
 LENGTHS = 32  # lengths of batches are multiples of this, so that few shapes occur
 
@@ -41,10 +40,10 @@ class Scorer:
     """Scores and continues texts. All ranks call its methods together, with the same arguments.
 
     Args:
-        texts: in a micro-batch. Models in which the texts of a batch see each other get one.
+        texts: in a micro-batch. Models in which the texts of a batch interact get one.
 
     Attributes:
-        tokens: that this rank has read, padding included.
+        tokens: number of tokens that this rank has read, padding included.
     """
 
     def __init__(self, config: Config, engine: Engine, mesh: Mesh, device: torch.device, *, texts: int = 16):
@@ -57,8 +56,8 @@ class Scorer:
         self.reports = mesh.at.tensor == mesh.at.context == 0 and mesh.at.pipeline == mesh.pipeline.size - 1
 
     def score(self, texts: Sequence[Text]) -> list[Score]:
-        """The score of each text. What several texts have in common up to their last token is computed once, and so is
-        a context with several endings where the layout allows it (see `reads_on`)."""
+        """The score of each text. Texts that are equal up to their last token are computed once, and so is a context
+        with several endings where the layout permits it (see `reads_on`)."""
         found = torch.zeros(len(texts), 2, dtype=torch.float64)
         groups, others = split(texts) if self.endings is not None else ([], list(range(len(texts))))
         if self.endings is not None:
@@ -95,13 +94,13 @@ class Scorer:
         finished: Callable[[list[int]], bool],
         vocabulary: int | None = None,
     ) -> list[list[int]]:
-        """What follows each prompt: up to `tokens` tokens, or fewer once `finished` holds of those that were made.
+        """Continuation of each prompt: up to `tokens` tokens, or fewer once `finished` holds for the generated ones.
 
         Draws are keyed by the number of the prompt and the position, so they depend on neither batch nor layout. The
         whole text is read for each token, which works on every layout.
 
         Args:
-            vocabulary: only ids below it are chosen; the embedding may have more rows than the tokenizer has ids.
+            vocabulary: only ids below it are chosen. The embedding may have more rows than the tokenizer has ids.
         """
         made: list[list[int]] = [[] for _ in prompts]
         together = self.texts * self.mesh.data.size * self.mesh.pipeline.size
@@ -118,7 +117,7 @@ class Scorer:
         return made
 
     def _next(self, texts: list[tuple[int, Row]], sampling: Sampling, vocabulary: int | None) -> list[int]:
-        """The token that follows each (number of a prompt, text)."""
+        """The token after each (number of a prompt, text)."""
         places = {row: [place for place, (_, other) in enumerate(texts) if other == row] for _, row in texts}
         found = torch.zeros(len(texts), dtype=torch.float64)
         for step in self._steps(sorted(places, key=lambda row: (-len(row), row))):
@@ -133,8 +132,9 @@ class Scorer:
         return [int(token) for token in self._sum(found).tolist()]
 
     def _steps(self, rows: Sequence[Row]) -> Iterator[list[list[Row]]]:
-        """This rank's micro-batches of each step, as many on all ranks and of as many rows; () where none is left."""
-        data, micros = self.mesh.data, self.mesh.pipeline.size  # as many micro-batches as stages keep all of them busy
+        """This rank's micro-batches of each step. All ranks have the same number of micro-batches and rows, with ()
+        as padding."""
+        data, micros = self.mesh.data, self.mesh.pipeline.size  # a micro-batch per stage keeps all stages busy
         for begin in range(0, len(rows), self.texts * data.size * micros):
             whole = list(rows[begin : begin + self.texts * data.size * micros])
             micros_here = min(micros, -(-len(whole) // data.size))
@@ -143,7 +143,7 @@ class Scorer:
             yield [own[micro::micros_here] for micro in range(micros_here)]
 
     def _read(self, step: list[list[Row]], readers: list[Reader]) -> list[Any]:
-        """What the readers find in a step's micro-batches; nothing on ranks that do not report."""
+        """Results of the readers for a step's micro-batches. Empty on ranks that do not report."""
         longest = torch.tensor([max((len(row) for rows in step for row in rows), default=1)], device=self.device)
         if self.mesh.data.size > 1:
             dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.mesh.data.group)
@@ -153,10 +153,10 @@ class Scorer:
         return found if self.reports else []
 
     def _length(self, longest: int) -> int:
-        """The length of a batch: every tensor and context parallel rank can have an equal part of it.
+        """The length of a batch, equally divisible by tensor and context parallel ranks.
 
-        A context parallel rank looks back at the last tokens of the one before, so none has just a few, nor of the last
-        chunk of a sequence in chunks.
+        A context parallel rank reads the last tokens of the rank before. So no rank may have just a few tokens, or just
+        a few of the last chunk of a sequence.
         """
         ranks = self.mesh.context.size * (self.mesh.tensor.size if self.mesh.layout.sequence else 1)
         unit = math.lcm(LENGTHS, ranks)
@@ -190,13 +190,13 @@ class Scorer:
 
     @staticmethod
     def _last_logits(rows: list[Row]) -> Reader:
-        """Logits [rows, V] of what follows the first rows of the batch."""
+        """Logits [rows, V] of the token after the first rows of the batch."""
         return lambda head, x_BSH: head.logits_at(
             states_at(x_BSH, list(range(len(rows))), [len(row) - 1 for row in rows])
         )
 
     def _sum(self, found: torch.Tensor) -> torch.Tensor:
-        """Results of all ranks: each is known to one of them and zero elsewhere, so nothing is rounded."""
+        """Results of all ranks. Each is known to one of them and zero elsewhere, so nothing is rounded."""
         if self.mesh.layout.world_size == 1:
             return found
         found = found.to(self.device)

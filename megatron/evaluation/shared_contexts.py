@@ -1,7 +1,7 @@
-"""Endings of one context: the context is read once, and each ending from the state that it leaves.
+"""Several endings of one context: the context is read once, and each ending from the state after it.
 
-In multiple-choice tasks several endings follow the same text. A layer's decoding state after that text (keys and
-values, or a recurrent state) is all that a later token needs of it, so each ending can begin from a copy.
+In multiple-choice tasks several endings follow the same text. Later tokens only need the layers' decoding state
+after that text (keys and values, or a recurrent state), so each ending can begin from a copy.
 """
 
 from __future__ import annotations
@@ -20,18 +20,49 @@ from megatron.config.variants import used_kinds
 from megatron.model.embedding_and_head import Head, Reader
 
 from ..engine.protocol import Engine, ReadsOn
-from .texts import PAD, Row, Text, states_at
 
-WORTH = 4  # a group is read this way where at least 1 of 4 tokens is saved
+WORTH = 4  # a group is read this way if at least 1 of 4 tokens is saved
+PAD = 0  # the id after the end of a text. No result depends on it
+Row = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text whose last `scored` tokens are predicted, each from all tokens before it.
+
+    Raises:
+        ValueError: no token is scored, or none is before the first scored one.
+    """
+
+    tokens: Row
+    scored: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.scored < len(self.tokens):
+            raise ValueError(f"{self.scored} of {len(self.tokens)} tokens cannot be scored: one must stand before them")
+
+    @property
+    def inputs(self) -> Row:
+        return self.tokens[:-1]
+
+    @property
+    def targets(self) -> Row:
+        """The scored tokens. The first of them is predicted at position `len(inputs) - scored`."""
+        return self.tokens[-self.scored :]
+
+
+def states_at(x_BSH: Tensor, rows: list[int], places: list[int]) -> Tensor:
+    """[N, H], the states at these places of these rows."""
+    return x_BSH[torch.tensor(rows, dtype=torch.int64), torch.tensor(places, dtype=torch.int64)]
 
 
 @dataclass(frozen=True)
 class Group:
-    """Texts that begin alike.
+    """Texts with the same beginning.
 
     Attributes:
-        context: what all of them begin with: everything before their scored tokens.
-        endings: what is read after it, the last token left out -> the numbers of the texts.
+        context: the common beginning: everything before their scored tokens.
+        endings: tokens read after it, without the last one -> the numbers of the texts.
     """
 
     context: Row
@@ -55,14 +86,15 @@ def split(texts: Sequence[Text]) -> tuple[list[Group], list[int]]:
 
 
 def depends_on_batch(config: Config) -> bool:
-    """Whether a token's result depends on other texts of its batch: experts with a capacity, or that choose tokens."""
+    """Whether a token's result depends on other texts of its batch: experts with a capacity, or experts that choose
+    tokens."""
     return any(kind.mixes_samples(options) for _, kind, options in used_kinds(config.model))
 
 
 def reads_on(config: Config, engine: Engine) -> bool:
-    """Whether this engine can go on from a state: not over pipeline stages and ranks that share the tokens of a text,
-    not through a recurrent core, whose passes have states of their own, not where a token's result depends on which
-    others are read with it, and not with states that cannot be copied."""
+    """Whether this engine can continue from a state. It cannot over pipeline stages or ranks that share the tokens
+    of a text, nor through a recurrent core, whose passes have their own states. It cannot either if a token's result
+    depends on other texts of the batch, or if states cannot be copied."""
     parallel = config.parallel
     if (
         depends_on_batch(config)
@@ -77,7 +109,7 @@ def reads_on(config: Config, engine: Engine) -> bool:
 
 @dataclass
 class _Found:
-    """Of one text: log-probabilities of its scored tokens, and whether each is the likeliest."""
+    """Results of one text: log-probabilities of its scored tokens, and whether each is the likeliest."""
 
     logs: list[float] = field(default_factory=list)
     greedy: bool = True
@@ -91,11 +123,10 @@ class SharedContexts:
     """Reads groups. All ranks call `read` together with the same groups.
 
     Args:
-        rows: texts that are read at once.
-        data: (rank, size) of the data axis. Its ranks make equally many passes, as ZeRO 3 and experts need.
+        data: (rank, size) of the data axis. Its ranks make the same number of passes, as ZeRO 3 and experts need.
 
     Attributes:
-        tokens: that this rank has read, padding included.
+        tokens: number of tokens that this rank has read, padding included.
     """
 
     def __init__(self, engine: ReadsOn, rows: int, data: tuple[int, int], device: torch.device) -> None:
@@ -104,8 +135,8 @@ class SharedContexts:
         self.tokens = 0
 
     def read(self, groups: Sequence[Group], texts: Sequence[Text]) -> dict[int, tuple[list[float], bool]]:
-        """Of each text that this rank has read, by its number: the log-probabilities of its scored tokens, and whether
-        all of them are the likeliest ones."""
+        """The results of each text that this rank has read, by its number: the log-probabilities of its scored
+        tokens, and whether all of them are the likeliest."""
         bundles, found = list(self._bundles(groups)), dict[int, _Found]()
         for begin in range(0, len(bundles), self.ranks):
             step = bundles[begin : begin + self.ranks]
@@ -115,7 +146,7 @@ class SharedContexts:
         return {index: (each.logs, each.greedy) for index, each in found.items()}
 
     def _bundles(self, groups: Sequence[Group]) -> Iterator[list[Group]]:
-        """Groups that are read together: contexts of one length, with not more endings than rows."""
+        """Groups that are read together: contexts of one length, with at most `rows` endings."""
         bundle: list[Group] = []
         for group in sorted(groups, key=lambda each: (-len(each.context), each.context)):
             count = len(group.endings) + sum(len(each.endings) for each in bundle)
@@ -127,7 +158,7 @@ class SharedContexts:
             yield bundle
 
     def _read(self, bundle: list[Group], passes: int, texts: Sequence[Text], found: dict[int, _Found]) -> None:
-        """The contexts, and then their endings in so many passes; a rank without any reads padding."""
+        """Read the contexts, and then their endings in `passes` passes. A rank without endings reads padding."""
         firsts = [
             (row, index) for row, group in enumerate(bundle) for indices in group.endings.values() for index in indices
         ]
@@ -157,7 +188,7 @@ class SharedContexts:
         state: list[Any],
         begin: int,
     ) -> None:
-        """Read rows from a state, and note what is asked: (row, place, number of a text, which scored token)."""
+        """Read rows from a state, and note results: (row, place, number of a text, number of its scored token)."""
         tokens = torch.full((len(rows), max(map(len, rows))), PAD, dtype=torch.int64)
         for row, own in enumerate(rows):
             tokens[row, : len(own)] = torch.tensor(own, dtype=torch.int64)
@@ -177,12 +208,12 @@ def _scores(rows: list[int], places: list[int], labels: list[int]) -> Reader:
 
 
 def _longer(group: Group) -> list[Row]:
-    """The endings of which something is read after the context."""
+    """The endings with tokens to read after the context."""
     return [ending for ending in group.endings if ending]
 
 
 def picked(state: Any, rows: Tensor) -> Any:
-    """A copy of a layer's state whose samples are those of these rows."""
+    """A copy of a layer's state with the samples of these rows."""
     if isinstance(state, Tensor):
         return state.index_select(0, rows)
     if isinstance(state, dict):
@@ -197,7 +228,7 @@ def picked(state: Any, rows: Tensor) -> Any:
 
 
 def _copied(state: Any) -> bool:
-    """Whether `picked` makes a copy of such a state: of objects that it does not know it would make none."""
+    """Whether `picked` copies such a state. It does not copy unknown objects."""
     if isinstance(state, dict):
         return all(map(_copied, state.values()))
     if isinstance(state, tuple | list):

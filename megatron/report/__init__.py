@@ -1,1 +1,1 @@
-"""What a run tells: metrics, the ledger, curves, the console."""
+"""Reports of a run: metrics, the ledger, curves, the console."""

@@ -1,7 +1,7 @@
-"""A file that grows by whole pieces, and outlives a full disk.
+"""A file that grows by whole pieces, and survives a full disk.
 
-A log is not worth a run: what cannot be written waits in memory, within bounds, and is written when there is room
-again. The person who watches hears of it once, and once more when it is over.
+A log must not end a run: pieces that cannot be written wait in memory, up to a limit, and are written when there is
+space again. The user gets a warning at the beginning and at the end.
 """
 
 from __future__ import annotations
@@ -16,27 +16,26 @@ from pathlib import Path
 
 from megatron.config.file_access import open_plain
 
-ROOM = 4 << 20  # bytes that wait at most; then the oldest pieces go
+ROOM = 4 << 20  # most waiting bytes. Then the oldest pieces are dropped
 AGAIN = 1.0  # seconds between two attempts while the disk is full
 
 
 def warn(text: str) -> None:
-    """A line on standard error."""
     sys.stderr.write(f"warning: {text}\n")
     sys.stderr.flush()
 
 
 class AppendFile:
-    """Appends pieces to a file; `write` never raises.
+    """Appends pieces to a file. `write` never raises.
 
     Args:
-        path: of the file; its folder is made.
+        path: of the file. Its folder is made.
         sync: whether a piece is on the disk when `write` returns.
-        complain: hears of trouble and of its end.
-        gap: what is written in the place of so many lost bytes; None for nothing.
+        complain: called when writing fails, and when it works again.
+        gap: makes a piece in the place of n lost bytes. None: no such piece.
 
     Raises:
-        OSError: there is no such place, or no right to write there. A full disk is no error here either.
+        OSError: the folder cannot be made or written. A full disk raises nothing.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class AppendFile:
     ) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Through a link, somebody who has made the folder could have us write into any file of the user's.
+        # A link in another user's folder could lead to any file of this user.
         self._handle = open_plain(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW)
         self._sync, self._complain, self._gap = sync, complain, gap
         self._waiting: deque[bytes] = deque()
@@ -59,7 +58,6 @@ class AppendFile:
 
     @property
     def waiting(self) -> int:
-        """Bytes that could not be written yet."""
         return self._size
 
     def write(self, piece: bytes) -> None:
@@ -94,17 +92,15 @@ class AppendFile:
         except OSError as error:
             if self._failing_since is None:
                 self._failing_since = time.monotonic()
-                self._complain(
-                    f"{self.path} cannot be written ({error.strerror}): the run goes on, and it is tried again"
-                )
+                self._complain(f"{self.path} cannot be written ({error.strerror}): the run continues and tries again")
             return
         if self._failing_since is not None:
             passed, self._failing_since = time.monotonic() - self._failing_since, None
             left = f"{lost} bytes are missing" if lost else "nothing is missing"
-            self._complain(f"{self.path} is written again after {passed:.0f} s; {left}")
+            self._complain(f"{self.path} is written again after {passed:.0f} s: {left}")
 
     def _append(self, piece: bytes) -> None:
-        """All of the piece, or nothing of it."""
+        """Write the whole piece, or nothing of it."""
         before = os.fstat(self._handle).st_size
         view = memoryview(piece)
         try:

@@ -1,7 +1,7 @@
 """Accounts of a run's communication as files, and as a table.
 
-Each rank writes `<run.dir>/communication/rank_<r>.jsonl`: a line that says who it is, then one line for a step whose
-account is another than that of the line before (most runs send the same in every step).
+Each rank writes `<run.dir>/communication/rank_<r>.jsonl`: a line about the rank, then a line for each step whose
+account differs from the previous line's. Most runs send the same messages in every step.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ class AccountFile:
     """Writes one rank's accounts.
 
     Args:
-        folder: the run's directory.
-        rank: of this process.
-        facts: what the first line says: the sizes of the layout and this rank's place.
+        facts: of the first line: the sizes of the layout and this rank's place.
     """
 
     def __init__(self, folder: str | Path, rank: int, facts: Mapping[str, Any]) -> None:
@@ -37,10 +35,10 @@ class AccountFile:
         self._write({"rank": rank, **facts})
 
     def step(self, step: int, inside: Tally, outside: Tally, crossing: Tally, predicted: Tally | None = None) -> None:
-        """The account of an update, of what came between the update before and it, and what went to other hosts.
+        """The account of an update, of messages before it (after the previous update), and of messages to other hosts.
 
         Args:
-            predicted: what it should have sent, where that is not the same in every step.
+            predicted: its predicted messages, if these vary between steps.
         """
         rows = inside.rows()
         record: dict[str, Any] = {"step": step}
@@ -56,11 +54,10 @@ class AccountFile:
             self._write(record)
 
     def times(self, step: int, durations: Durations) -> None:
-        """How long the messages of an update took."""
         self._write({"step": step, "times": durations.rows()})
 
     def close(self, completed: int, outside: Tally) -> None:
-        """The run is over after so many updates, and what came behind the last of them."""
+        """The run is over after this number of updates. `outside` has the messages after the last one."""
         self._write({"end": completed, **({"before": outside.rows()} if len(outside) else {})})
         self._file.close()
 
@@ -70,17 +67,15 @@ class AccountFile:
 
 @dataclass
 class RankAccount:
-    """What one rank has written.
+    """The accounts of one rank.
 
     Attributes:
-        facts: of the last start: the layout, this rank's place, and what a step should send (`predicted`, rows) or why
-            nobody knows (`unpredicted`).
-        steps: (first step, account of it and of those up to the next entry), in order.
-        predicted: step -> what it should have sent, where steps vary.
-        crossing: first step -> what of it went to other hosts, where there are any.
-        times: of each timed step.
-        outside: sums of what came between steps.
-        end: completed updates, 0 if the run did not say.
+        facts: of the last start: the layout, this rank's place, and the predicted messages of a step (`predicted`,
+            rows) or the reason for their absence (`unpredicted`).
+        steps: (first step, account of the steps up to the next entry), in order.
+        predicted: step -> predicted messages, where steps vary.
+        crossing: first step -> messages to other hosts, if any.
+        end: completed updates, 0 if the run did not report it.
         gaps: (first step, next step with an account) around damaged lines.
     """
 
@@ -101,21 +96,21 @@ class RankAccount:
         """The account of an update.
 
         Raises:
-            ValueError: the file has none of it.
+            ValueError: the file does not have it.
         """
         return self._entry(step)[1]
 
     def expected(self, step: int) -> Tally:
-        """What an update should have sent.
+        """Predicted messages of an update.
 
         Raises:
-            KeyError, ValueError: the run has not said it.
+            KeyError, ValueError: there is no prediction.
         """
-        logged = [each for each in self.predicted if each <= step]  # as the account is that of the last logged step
+        logged = [each for each in self.predicted if each <= step]  # of the last logged step, like the account
         return self.predicted[max(logged)] if logged else Tally.of_rows(self.facts["predicted"])
 
     def to_other_hosts(self, step: int) -> Tally:
-        """What of it went to other hosts.
+        """Its messages to other hosts.
 
         Raises:
             ValueError: the file has no account of the step.
@@ -131,9 +126,9 @@ class RankAccount:
 
 
 def read_accounts(folder: str | Path) -> dict[int, RankAccount]:
-    """The accounts of all ranks of a run whose files are here, by rank.
+    """The accounts of a run's ranks whose files are here, by rank.
 
-    A damaged line is skipped with a warning. It may have said what later steps sent, so these have no account.
+    A damaged line is skipped with a warning. It may have been about later steps, so these have no account.
 
     Raises:
         ValueError: there are none.
@@ -148,7 +143,7 @@ def read_accounts(folder: str | Path) -> dict[int, RankAccount]:
                 _take(account, record)
             except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
                 damaged.append(number)
-                if b'"times"' not in content[begin:end]:  # such a line says nothing else
+                if b'"times"' not in content[begin:end]:  # a line with times has no account
                     account.lost()
         if damaged:
             warn(f"{path}: {numbered(damaged)} damaged: the steps up to the next account there have none")
@@ -156,7 +151,7 @@ def read_accounts(folder: str | Path) -> dict[int, RankAccount]:
         accounts[int(name) if name.isascii() and name.isdigit() else -1] = account
     if not accounts:
         raise ValueError(
-            f"{Path(folder, FOLDER)} has no accounts (rank_<n>.jsonl); train with logging.communication=counts"
+            f"{Path(folder, FOLDER)} has no accounts (rank_<n>.jsonl): train with logging.communication=counts"
         )
     return dict(sorted(accounts.items()))
 
@@ -186,15 +181,15 @@ def _take(account: RankAccount, record: dict[str, Any] | None) -> None:
 
 
 def regular_calls(tally: Tally) -> Tally:
-    """Without the looks within slow steps: how many there are depends on the time, so nothing predicts them."""
+    """Without the exchanges within slow steps: their number depends on time, so they cannot be predicted."""
     return Tally((call, messages, size) for call, messages, size in tally if call.phase != "look")
 
 
 def by_group(
     tally: Tally, durations: Durations | None = None, crossing: Tally | None = None
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """For records: group -> operation -> messages and bytes, and what of these went to other hosts where some did;
-    seconds too, where there are durations."""
+    """For records: group -> operation -> messages and bytes, and bytes to other hosts if there are any. Seconds too,
+    if there are durations."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for (group, operation), (messages, size) in tally.by("group", "operation").items():
         found.setdefault(group, {})[operation] = {"messages": messages, "bytes": size}
@@ -217,7 +212,7 @@ def readable_bytes(size: float) -> str:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Columns side by side, numbers to the right."""
+    """Columns side by side, numbers aligned to the right."""
     texts = [list(map(str, headers)), *([str(each) for each in row] for row in rows)]
     numeric = [all(isinstance(row[at], (int, float)) for row in rows) for at in range(len(headers))]
     widths = [max(len(row[at]) for row in texts) for at in range(len(headers))]
@@ -229,7 +224,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def step_table(tally: Tally, durations: Durations | None = None) -> str:
-    """One step by phase and group: messages, bytes, what a rank sends of them with a ring, and how long they took."""
+    """One step by phase and group: messages, bytes, bytes that a rank sends with a ring, and durations."""
     wire: dict[tuple, float] = {}
     for call, _, size in tally:
         place = (call.phase, call.group, call.operation, call.dtype)
@@ -248,7 +243,7 @@ TIMES = ("ms", "waiting", "transfer", "exposed")  # headers of `milliseconds`
 
 
 def milliseconds(duration: Duration | None) -> list[str]:
-    """Of a row of a table: in all, until the last rank came, after that, and while nothing else went on."""
+    """Cells of a row: in all, until the last rank came, after that, and exposed (while nothing else could continue)."""
     if duration is None or not duration.messages:
         return ["-"] * len(TIMES)
     known = duration.split == duration.messages

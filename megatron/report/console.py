@@ -14,7 +14,7 @@ from .terminal import StatusLine, columns_of, wrapped
 
 
 def short_number(number: float) -> str:
-    """Three significant digits and a unit prefix: 998, 1.07k, 12.0M; a whole number below 1000 as it is."""
+    """Three significant digits and a unit prefix: 998, 1.07k, 12.0M. A whole number below 1000 as it is."""
     digits, prefix = _digits(number)
     return digits + prefix
 
@@ -43,7 +43,7 @@ IN_THE_BAR = ("share", "eta_seconds")
 
 
 def training_line(record: Mapping[str, Any], total: int, width: int | None = None, *, bar: bool = False) -> str:
-    """One training record as text, without values that it lacks and those that `width` has no room for.
+    """One training record as text. Values that are missing, or for which `width` is too small, are omitted.
 
     Args:
         bar: a progress bar shows the share and the time to the end.
@@ -97,7 +97,7 @@ def validation_line(record: Mapping[str, Any]) -> str:
 
 
 def task_lines(record: Mapping[str, Any]) -> list[str]:
-    """A line for each benchmark task; standard errors are in the file."""
+    """A line for each benchmark task, without standard errors."""
     return [
         f"{task} after {counted(record['step'], 'step')}  "
         + "  ".join(f"{name} {value:.4f}" for name, value in values.items() if "_stderr" not in name)
@@ -111,7 +111,7 @@ class MetricsConsole:
     Args:
         mode: auto (a bar on a terminal), live (with the bar), plain (without) or quiet.
         total: steps of the whole run.
-        file: where to write; standard output by default.
+        file: standard output by default.
     """
 
     def __init__(self, mode: str, total: int, file: TextIO | None = None) -> None:
@@ -119,7 +119,7 @@ class MetricsConsole:
         self.total = total
         self.mode = ("live" if self.file.isatty() else "plain") if mode == "auto" else mode
         self._bar = StatusLine()
-        self._eta: tuple[float, float] | None = None  # seconds to the end, and when that was so
+        self._eta: tuple[float, float] | None = None  # seconds to the end, and the time of that estimate
         self._drawn = 0.0
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -130,7 +130,7 @@ class MetricsConsole:
         elif "tasks" in record:
             for line in task_lines(record):
                 self.log(line)
-        elif "lr" in record:  # else a record of a user's hook, whose form is not known here
+        elif "lr" in record:  # else a record of a user's hook, of unknown form
             eta, live = record.get("eta_seconds"), self.mode == "live"
             self._eta = None if eta is None else (eta, time.monotonic())
             line = training_line(record, self.total, columns_of(self.file), bar=live)
@@ -144,7 +144,7 @@ class MetricsConsole:
     def log(self, text: str) -> None:
         """Print a message, above the bar if there is one."""
         if self.mode != "quiet":
-            text = visible(text)  # it may have a sample of a model, or the name of a file
+            text = visible(text)  # it may contain a sample of a model, or a file name
             lines = wrapped(text, columns_of(self.file)) if self.mode == "live" else text
             self._print(lines + "\n", self._bar.text)
 
@@ -157,7 +157,7 @@ class MetricsConsole:
         return progress_line(done, self.total, eta, columns_of(self.file) or 80)
 
     def _print(self, lines: str, bar: str) -> None:
-        """Write lines in the place of the old bar, and below them the new one."""
+        """Replace the old bar by lines, and draw the new bar below them."""
         text = self._bar.removed(columns_of(self.file)) + lines
         self._bar.text = bar
         if text or bar:

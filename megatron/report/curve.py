@@ -1,4 +1,4 @@
-"""The loss curve and the closing words of a run, from its metrics.jsonl."""
+"""The loss curve and the closing summary of a run, from its metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .figures import save_lines
 from .jsonl import read_lines, sound_metrics
 from .plot import Points, draw
 
-FEW = 25  # a running mean reaches this part of a curve to each side
+FEW = 25  # a running mean extends over 1/25 of a curve to each side
 
 
 @dataclass
 class History:
-    """The records of a run: training lines, the (step, loss) points of each validation set, and the training losses of
-    steps that the run took again later, a list for each time that it went back."""
+    """The records of a run: training lines, and the (step, loss) points of each validation set. `abandoned` has the
+    training losses of steps that the run repeated later, a list for each rollback."""
 
     training: list[dict[str, Any]] = field(default_factory=list)
     validation: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class History:
 
 
 def branches(records: Iterable[Mapping[str, Any]]) -> Iterator[Points]:
-    """Losses of steps that were taken again, as (step, loss); where the steps begin again, another branch begins."""
+    """Losses of repeated steps, as (step, loss). Another branch begins where the steps start again."""
     branch: list[tuple[float, float]] = []
     for record in records:
         loss = record.get("loss")
@@ -71,7 +71,7 @@ def branches(records: Iterable[Mapping[str, Any]]) -> Iterator[Points]:
 
 
 def save_loss_curve(history: History, path: str | Path, title: str) -> None:
-    """Draw loss.png; what the run went back from is grey."""
+    """Draw loss.png. Abandoned steps are grey."""
     curves = history.curves()
     marked = [name for name in curves if name != "training"]
     faint, named = smoothed({"training": curves.pop("training")})
@@ -90,8 +90,8 @@ def save_loss_curve(history: History, path: str | Path, title: str) -> None:
 def smoothed(curves: dict[str, Points]) -> tuple[dict[str, Points], dict[str, Points]]:
     """(curves as they are, curves to draw over them: running means with the number of points in their names).
 
-    A mean is taken over as many points before as after, fewer towards the ends, so that a straight line stays itself. A
-    curve of few points has no mean: it is among the latter as it is.
+    A mean takes the same number of points before and after, fewer towards the ends, so that a straight line stays
+    unchanged. A curve of few points has no mean and is returned as it is in the second dictionary.
     """
     raw, means = {}, {}
     for name, points in curves.items():
@@ -110,19 +110,17 @@ def smoothed(curves: dict[str, Points]) -> tuple[dict[str, Points], dict[str, Po
 
 
 def terminal_loss_curve(history: History, *, width: int = 72, height: int = 14) -> str:
-    """The loss curve as text."""
     return draw(history.curves(), width=width, height=height, title="loss (nats per token) by step")
 
 
 def summary(history: History, *, seconds: float, reason: str) -> str:
-    """The closing words: what was reached and at what speed.
+    """The closing summary: losses and speed.
 
     Args:
         seconds: wall time of this process's loop.
-        reason: why it ended.
     """
     if not history.training:
-        return f"{reason} after {duration(seconds)}; no step was logged"
+        return f"{reason} after {duration(seconds)}: no step was logged"
     first, last = history.training[0], history.training[-1]
     done = f"{counted(last['step'] + 1, 'step')}, {short_number(last['tokens'])} tokens"
     lines = [f"{reason} after {duration(seconds)}: {done}"]
@@ -133,7 +131,7 @@ def summary(history: History, *, seconds: float, reason: str) -> str:
     for name, points in history.validation.items():
         best, which = min(points, key=lambda point: point[1]), "" if name == "validation" else f"{name}, "
         lines.append(
-            f"validation loss  {points[-1][1]:.4f} ({which}after {counted(points[-1][0], 'step')}; "
+            f"validation loss  {points[-1][1]:.4f} ({which}after {counted(points[-1][0], 'step')}, "
             f"best {best[1]:.4f} after {best[0]})"
         )
     rates = sorted(record["tokens_per_second"] for record in history.training if record.get("tokens_per_second"))

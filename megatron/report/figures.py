@@ -1,4 +1,4 @@
-"""Pictures in files. matplotlib is imported where a picture is drawn, without its global state."""
+"""Pictures in files. matplotlib is only imported to draw, without its global state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class HeatMap:
-    """One picture of a row of them: values [rows][columns], with the ends of the axes and the middle of the colours."""
+    """One of several pictures side by side: values [rows][columns], with labels of the axes."""
 
     title: str
     values: Sequence[Sequence[float]]
@@ -22,11 +22,11 @@ class HeatMap:
     y: str
     columns: Sequence[float] | None = None  # labels of the first and the last column
     rows: Sequence[str] = ()
-    names: Sequence[str] = ()  # of the columns, in the place of numbers
+    names: Sequence[str] = ()  # of the columns, instead of numbers
 
 
 def write_figure(figure: Any, path: str | Path) -> None:
-    """A matplotlib figure as a PNG file, which appears whole or not at all."""
+    """Write a matplotlib figure as a PNG file, which appears whole or not at all."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
@@ -34,10 +34,10 @@ def write_figure(figure: Any, path: str | Path) -> None:
 
 
 def save_heat_maps(path: str | Path, maps: Sequence[HeatMap], *, title: str, most: float, middle: float = 1.0) -> None:
-    """Draw heat maps side by side into a PNG file, which appears whole or not at all.
+    """Draw heat maps side by side into a PNG file.
 
     Args:
-        most: the value of the strongest colour; `middle` is in the middle, 0 at the other end.
+        most: the value of the strongest colour. `middle` is in the middle, 0 at the other end.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import TwoSlopeNorm
@@ -74,14 +74,13 @@ def save_lines(
     faint: Mapping[str, Points] | None = None,
     grey: Sequence[Points] = (),
 ) -> None:
-    """Draw curves into a PNG file, which appears whole or not at all.
+    """Draw curves into a PNG file.
 
     Args:
         series: curves by name, each a sequence of (x, y).
-        x, y: labels of the axes.
-        marked: names of the curves that are drawn with a mark at each point, on top of the others.
-        faint: curves to draw pale below all others, the n-th in the colour of the n-th of `series`, without a name.
-        grey: curves to draw grey below all others; the first has the name "abandoned".
+        marked: names of curves with a mark at each point, drawn on top of the others.
+        faint: pale curves below all others, the n-th in the colour of the n-th of `series`, without a name.
+        grey: grey curves below all others. The first has the name "abandoned".
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

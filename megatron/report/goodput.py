@@ -1,9 +1,9 @@
-"""Where the wall time of a run has gone, over all its starts: a sum over its ledger.
+"""Where the wall time of a run went, over all its starts: a sum over its ledger.
 
-Entries with `spent` are marks. A mark has `since`, when this start of the run was launched (seconds since the epoch),
-`attempt`, `completed` updates, and the seconds of each kind since then, which sum to the time since `since`; `within`
-has the parts of `steps`. A start that was killed leaves no last mark; the launcher's entry `restart` then says when it
-failed and when it had ended.
+Entries with `spent` are marks. A mark has `since`, the launch of this start (seconds since the epoch), `attempt`,
+`completed` updates, and the seconds of each kind, which sum to the time since `since`. `within` has the parts of
+`steps`. A killed start has no last mark. The launcher's entry `restart` then has the times of its failure and its
+end.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 from .console import duration
 
-KINDS = ("start", "steps", "evaluation", "save", "end")  # what a mark tells
-PARTS = {  # of the wall time, with what each is
+KINDS = ("start", "steps", "evaluation", "save", "end")  # seconds in a mark
+PARTS = {  # of the wall time, with descriptions
     "kept": "steps whose result the run still has",
-    "lost": "steps that were done again after a failure or a rollback, or that nobody saved",
+    "lost": "steps that were repeated after a failure or a rollback, or were never saved",
     "start": "from the launch to the first step: processes, data, model, reading a checkpoint",
     "evaluation": "validation, benchmarks, samples",
     "save": "training stood still for a checkpoint",
@@ -34,12 +34,10 @@ class Goodput:
 
     Attributes:
         seconds: of each of `PARTS`.
-        starts: how often processes were started.
-        failures: how often a start failed.
+        starts: number of launches.
         saves: checkpoints for which training stood still.
-        within: of the steps that were kept, by phase, and in collectives ("waiting"); ledgers of old have none.
-        again: of `start`, those after a failure.
-        completed: updates that were kept.
+        within: of the kept steps, by phase, and in collectives ("waiting").
+        again: part of `start` after a failure.
     """
 
     seconds: dict[str, float]
@@ -52,25 +50,24 @@ class Goodput:
 
     @property
     def wall(self) -> float:
-        """All of it."""
         return sum(self.seconds.values())
 
     @property
     def share(self) -> float:
-        """The part of the wall time that went into steps that were kept (effective training time ratio)."""
+        """The share of the wall time in kept steps (effective training time ratio)."""
         return self.seconds["kept"] / self.wall if self.wall > 0 else 0.0
 
     def text(self) -> str:
-        """One line: the largest parts first."""
+        """One line, with the largest parts first."""
         parts = sorted(((seconds, name) for name, seconds in self.seconds.items() if name != "kept"), reverse=True)
-        told = [f"{name} {seconds / self.wall:.1%}" for seconds, name in parts if seconds >= 0.0005 * self.wall > 0]
+        large = [f"{name} {seconds / self.wall:.1%}" for seconds, name in parts if seconds >= 0.0005 * self.wall > 0]
         starts = f" in {self.starts} starts" if self.starts > 1 else ""
-        return f"{self.share:.1%} of {duration(self.wall)}{starts}" + (f" ({', '.join(told)})" if told else "")
+        return f"{self.share:.1%} of {duration(self.wall)}{starts}" + (f" ({', '.join(large)})" if large else "")
 
 
 @dataclass
 class _Piece:
-    """Steps that were done, with their time: from so many completed updates to so many."""
+    """Steps done between two numbers of completed updates, with their time."""
 
     first: int
     last: int
@@ -80,20 +77,20 @@ class _Piece:
 
 @dataclass
 class _Sum:
-    """Takes in the entries of a ledger one by one."""
+    """Adds the entries of a ledger one by one."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     pieces: list[_Piece] = field(default_factory=list)
     since: float | None = None  # of the start that the last mark or failure is of
     marked: dict[str, Any] | None = None  # the last mark of that start
-    at: float = 0.0  # up to where time is accounted for
+    at: float = 0.0  # end of the accounted time
     starts: int = 0
     failures: int = 0
     saves: int = 0
     again: float = 0.0
 
     def mark(self, event: str, spent: Mapping[str, Any]) -> None:
-        """A running process tells where it is."""
+        """A mark of a running process."""
         if spent["since"] != self.since:
             self._start(float(spent["since"]), bool(spent["attempt"]))
         before = self.marked or dict.fromkeys(KINDS, 0.0) | {"completed": spent["completed"]}
@@ -102,7 +99,7 @@ class _Sum:
             if kind != "steps":
                 self.seconds[kind] += new[kind]
         self.again += new["start"] if spent["attempt"] else 0.0
-        if event in ("start", "resume"):  # what was done since the last mark is not what the run goes on from
+        if event in ("start", "resume"):  # steps since the last mark are lost
             self.seconds["lost"] += new["steps"]
             self._forget(int(spent["completed"]))
         else:
@@ -114,9 +111,9 @@ class _Sum:
         self.at = float(spent["since"]) + sum(float(spent[kind]) for kind in KINDS)
 
     def failure(self, since: float, failed: float, ended: float, attempt: int) -> None:
-        """The launcher tells how a start ended: `attempt` counts those before it."""
+        """The launcher's report of a failed start. `attempt` counts earlier starts."""
         self.failures += 1
-        if since != self.since:  # it never came to a mark
+        if since != self.since:  # it failed before its first mark
             self._start(since, attempt > 0)
         tail = max(min(failed, ended) - self.at, 0.0)
         self.seconds["lost" if self.marked else "start"] += tail
@@ -126,13 +123,13 @@ class _Sum:
         self.at = max(ended, self.at)
 
     def _start(self, since: float, again: bool) -> None:
-        if again and self.since is not None:  # time between runs that a person started is nobody's
+        if again and self.since is not None:  # time before a start by a user does not count
             self.seconds["wait"] += max(since - self.at, 0.0)
         self.starts += 1
         self.since, self.marked, self.at = since, None, since
 
     def _forget(self, completed: int) -> None:
-        """The run goes on from so many updates: what was done beyond them is lost."""
+        """The run resumes after this number of updates. Later steps are lost."""
         kept = []
         for piece in self.pieces:
             beyond = max(piece.last - max(piece.first, completed), 0)
@@ -153,12 +150,11 @@ class _Sum:
 
 
 def goodput(entries: Iterable[Mapping[str, Any]], *, since: float | None = None) -> Goodput:
-    """The account of a run's ledger.
+    """The account of a run's ledger, whose entries come oldest first.
 
-    Time between two starts counts as waiting if the second is a restart, and not at all if a person started it.
+    Time between two starts counts as waiting if the second is a restart, and not at all if a user started it.
 
     Args:
-        entries: of the ledger, oldest first.
         since: only this start of the run.
     """
     total = _Sum()
@@ -172,7 +168,8 @@ def goodput(entries: Iterable[Mapping[str, Any]], *, since: float | None = None)
 
 
 def best_interval(save: float, between: float) -> float:
-    """Seconds between two checkpoints that lose least time (Daly 2006, equation 37; Young 1974 for the first term).
+    """Seconds between two checkpoints with the least lost time (Daly 2006, equation 37, and Young 1974 for the first
+    term).
 
     Args:
         save: seconds that a checkpoint stops the run.

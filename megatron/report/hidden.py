@@ -1,4 +1,4 @@
-"""What of the messages of two runs is hidden behind computation, side by side: before and after a change."""
+"""The share of messages hidden behind computation in two runs, before and after a change."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Shares(NamedTuple):
     """Messages of a kind in a step, as the mean of ranks.
 
     Attributes:
-        messages: the mean of steps.
-        seconds: from each call to its end; the median of the steps that have such messages, since a machine may hold up
-            a single step.
-        exposed: of these, while nothing else could go on.
+        messages: mean over steps.
+        seconds: from each call to its end, as the median of the steps with such messages, since a machine may delay a
+            single step.
+        exposed: part of these without other work.
     """
 
     messages: float
@@ -31,21 +31,20 @@ class Shares(NamedTuple):
 
     @property
     def hidden(self) -> float:
-        """The share of `seconds` that is hidden behind computation, from 0 to 1."""
+        """The share of `seconds` hidden behind computation, from 0 to 1."""
         return 1.0 - self.exposed / self.seconds if self.seconds else 0.0
 
     def cells(self) -> list[str]:
-        """For `HEADERS`; times in milliseconds."""
+        """For `HEADERS`, with times in milliseconds."""
         return [f"{self.messages:g}", f"{1e3 * self.seconds:.2f}", f"{1e3 * self.exposed:.2f}", f"{self.hidden:.0%}"]
 
 
 @dataclass(frozen=True)
 class TimedSteps:
-    """The timed steps of a run, but for the first one, which also starts what later ones find.
+    """The timed steps of a run, without the first one, which also starts things for later ones.
 
     Attributes:
-        steps: their numbers.
-        ranks: how many were read.
+        ranks: number of ranks.
         shares: by phase, group, operation and type.
     """
 
@@ -55,7 +54,7 @@ class TimedSteps:
 
     @classmethod
     def of(cls, run: str, accounts: Mapping[int, RankAccount]) -> TimedSteps:
-        """Of the accounts of a run.
+        """From the accounts of a run.
 
         Raises:
             ValueError: fewer than two steps have times.
@@ -63,7 +62,7 @@ class TimedSteps:
         steps = sorted(set.intersection(*(set(each.times) for each in accounts.values())))[1:]
         if not steps:
             raise ValueError(
-                f"{run} has no times of two steps; train with logging.communication=times and logging.every below the "
+                f"{run} has no times of two steps: train with logging.communication=times and logging.every below the "
                 "number of steps"
             )
         found: dict[tuple[str, ...], list[Duration]] = {}
@@ -76,11 +75,9 @@ class TimedSteps:
 
     @property
     def total(self) -> Shares:
-        """Of all kinds together."""
         return Shares(*map(sum, zip(*self.shares.values(), strict=True))) if self.shares else Shares(0, 0.0, 0.0)
 
     def facts(self) -> dict[str, Any]:
-        """For JSON."""
         calls = [
             {**dict(zip(FIELDS, key)), **each._asdict(), "hidden": each.hidden} for key, each in self.shares.items()
         ]
@@ -96,7 +93,7 @@ def _middle(durations: list[Duration], ranks: int, steps: int) -> Shares:
 
 
 def side_by_side(before: TimedSteps, after: TimedSteps) -> str:
-    """A table of both; kinds of messages that one of them lacks have dashes there."""
+    """A table of both runs. Kinds of messages that one of them lacks have dashes there."""
     both = (before, after)
     lines = [
         [*(name or "-" for name in key), *(cell for each in both for cell in _cells(each.shares.get(key)))]

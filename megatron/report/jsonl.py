@@ -1,8 +1,8 @@
-"""metrics.jsonl: one JSON document per line, every number with all the digits it has, and a checksum (`crc`).
+"""metrics.jsonl: one JSON document per line, with all digits of every number, and a checksum (`crc`).
 
-A line that a disk has damaged costs that line: readers skip it and say so, and a run that starts puts it aside. A line
-with `loss` is a training line: `step` is the number of updates before it, the loss is that of the weights
-after `step` updates on batch `step`. Any other line (a validation line) tells of the weights after `step` updates.
+Readers skip a damaged line with a message, and a run that starts puts it aside. A line with `loss` is a training
+line: `step` is the number of updates before it, and the loss is that of the weights after `step` updates on batch
+`step`. Any other line (a validation line) is about the weights after `step` updates.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from megatron.config.file_access import open_plain, read_plain, replacing
 from .append import AppendFile, warn
 from .sink import SinkParts
 
-NUMBERS = (  # metrics that are read by their names
+NUMBERS = (  # metrics that readers use by name
     "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "tflops", "mfu", "peak_tflops", "step_seconds",
     "data_seconds", "memory_bytes", "eta_seconds",
 )  # fmt: skip
 _AT_END = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-SHOWN = 5  # numbers of lines that a message has room for
+SHOWN = 5  # most line numbers in a message
 _SIGNED = re.compile(rb', "crc": "([0-9a-f]{8})"\}\s*$')
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON can hold it: infinities and nans, which JSON has no words for, become null."""
+    """`value` as JSON can hold it: infinities and nans become null."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -57,7 +57,7 @@ def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 class MetricsFile:
-    """The sink that writes metrics.jsonl, a line at a time, so that nothing is lost with the process."""
+    """The sink that writes metrics.jsonl line by line, so that nothing is lost with the process."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -75,7 +75,7 @@ class MetricsFile:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of JSON is a finite number that a float holds; a flag is none."""
+    """Whether a value of JSON is a finite number that a float holds. A flag is none."""
     if isinstance(value, int) and not isinstance(value, bool):
         return abs(value) < 2**1023
     return isinstance(value, float) and math.isfinite(value)
@@ -100,7 +100,6 @@ def sound_metrics(record: Mapping[str, Any]) -> bool:
 
 
 def _sound_load(layer: Mapping[str, Any]) -> bool:
-    """Whether the account of a layer of experts is one."""
     load, over = layer.get("load"), layer.get("max_over_mean")
     return (over is None or is_number(over)) and isinstance(load, list) and load != [] and all(map(is_number, load))
 
@@ -111,7 +110,7 @@ def sound_sample(record: Mapping[str, Any]) -> bool:
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """The record of a line; None where it is damaged: no JSON object, or not what its checksum says."""
+    """The record of a line. None if it is damaged: no JSON object, or another checksum."""
     signed = _SIGNED.search(line)
     if signed and zlib.crc32(line[: signed.start()] + b"}") != int(signed[1], 16):
         return None
@@ -138,9 +137,9 @@ Line = tuple[int, int, int, dict[str, Any] | None]  # number from 1, its bytes' 
 
 
 def lines_of(content: bytes, sound: Sound = lambda _: True) -> Iterator[Line]:
-    """The lines of a JSON lines file that are not blank; the record of a damaged one is None.
+    """The non-blank lines of a JSON lines file. The record of a damaged one is None.
 
-    The last line, without a line break, was cut off while it was written: it comes only if it is whole.
+    A last line without a line break was cut off while it was written. It only comes if it is whole.
 
     Args:
         sound: whether a record has the form that its readers rely on.
@@ -161,7 +160,7 @@ def read_lines(path: str | Path, sound: Sound = lambda _: True, *, since: int = 
 
     Args:
         sound: as in `lines_of`.
-        since: only those that begin after so many bytes of the file.
+        since: only lines that begin after this number of bytes.
     """
     damaged = []
     for number, begin, _, record in lines_of(read_plain(path), sound):
@@ -182,9 +181,9 @@ def numbered(lines: list[int]) -> str:
 
 
 def put_aside(path: str | Path, sound: Sound) -> list[int]:
-    """Move damaged lines to `<name>.damaged.jsonl`. Blanks take their place: positions in the file stay as they are.
+    """Move damaged lines to `<name>.damaged.jsonl`. Blanks take their place: positions in the file stay the same.
 
-    A last line that was cut off while it was written is removed. A disk that refuses leaves the file as it is.
+    A last line that was cut off while it was written is removed. If the disk refuses, the file stays unchanged.
 
     Returns:
         The numbers of the damaged lines.
@@ -219,7 +218,7 @@ def put_aside(path: str | Path, sound: Sound) -> list[int]:
 
 
 def evaluations_at(parts: SinkParts) -> list[dict[str, Any]]:
-    """The evaluations of the weights that a resumed run starts from: it does not make them again."""
+    """The evaluations of the weights that a resumed run starts from. It does not repeat them."""
     path = parts.folder / "metrics.jsonl"
     if not parts.start or not path.exists():
         return []
@@ -227,13 +226,13 @@ def evaluations_at(parts: SinkParts) -> list[dict[str, Any]]:
 
 
 def supersede(path: str | Path, start: int) -> int:
-    """Make room for a run that goes on from `start` completed updates: take away the lines it will write again.
+    """Remove the lines that a run from `start` completed updates will write again.
 
-    A run that starts anew takes all of them away. They are moved to `<name>.superseded.jsonl` beside the file, so
-    nothing is forgotten; the file is replaced in one move, so a kill leaves it old or new.
+    A new run removes all. They are moved to `<name>.superseded.jsonl` next to the file. The file is replaced in one
+    move, so a kill leaves the old or the new one.
 
     Returns:
-        The number of lines taken away.
+        The number of removed lines.
     """
     path = Path(path)
     if not path.exists():

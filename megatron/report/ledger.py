@@ -1,10 +1,10 @@
-"""ledger.jsonl: what happened to a run, in order, never rewritten.
+"""ledger.jsonl: the events of a run, in order, never rewritten.
 
-Every line has `event` and `time` (UTC). Events: start, resume, batches (the hash of every step's global batch),
-checkpoint, uploaded (a copy elsewhere that is whole), copies_left, superseded, spike, rollback, stop, error, end;
-restart and given_up, of the launcher; damaged (lines that are now in ledger.damaged.jsonl). Every line ends with a
-checksum of itself (`crc`). Where the time of a run has gone is in the entries that have `spent` (see `goodput`), `mark`
-among them. After a resume the same steps may come again: the last entry about a step is the one that the weights saw.
+Every line has `event` and `time` (UTC), and a checksum (`crc`). Events: start, resume, batches (the hash of every
+step's global batch), checkpoint, uploaded (a whole copy elsewhere), copies_left, superseded, spike, rollback, stop,
+error, end. The launcher writes restart and given_up. damaged names lines that are now in ledger.damaged.jsonl.
+Entries with `spent`, such as `mark`, have the account of the run's time (see `goodput`). After a resume the same
+steps may come again: the weights saw the batch of the last entry about a step.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ BATCHES_PER_LINE = 100
 
 
 def hash_text(value: int) -> str:
-    """A 64-bit batch hash as it is written everywhere: 16 hexadecimal digits."""
+    """A 64-bit batch hash as text: 16 hexadecimal digits."""
     return f"{value % 2**64:016x}"
 
 
 class Ledger:
-    """An append-only file of events. Each is on disk when `write` returns, or waits in memory for room there.
+    """An append-only file of events. Each is on disk when `write` returns, or waits in memory if the disk is full.
 
-    Threads may share it: what copies checkpoints elsewhere tells of them from its own.
+    Threads may share it: the thread that uploads checkpoints writes to it too.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -59,7 +59,7 @@ class Ledger:
             self._append({"event": event, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), **facts})
 
     def batch(self, step: int, hash_of_batch: int) -> None:
-        """Note the hash of a step's global batch; steps come in order, lines of up to 100 of them are written."""
+        """Note the hash of a step's global batch. Steps come in order, and lines of up to 100 of them are written."""
         with self._lock:
             if self._hashes and step != self._first + len(self._hashes):
                 self.flush()
@@ -70,7 +70,6 @@ class Ledger:
                 self.flush()
 
     def flush(self) -> None:
-        """Write the batches that are still held back."""
         with self._lock:
             if self._hashes:
                 hashes, self._hashes = self._hashes, []
@@ -78,11 +77,11 @@ class Ledger:
                 self._append({"event": "batches", "time": now, "first_step": self._first, "hashes": hashes})
 
     def position(self) -> int:
-        """Bytes written so far, held-back batches included. The entries before a checkpoint's position, which the event
-        `resume` has, are of steps that its weights have seen.
+        """Bytes written so far, held-back batches included. The weights of a checkpoint have seen the steps of all
+        entries before its position, which the event `resume` has.
 
         Raises:
-            UserError: the file has no longer its name.
+            UserError: the file was moved or deleted.
         """
         with self._lock:
             self.flush()
@@ -113,7 +112,7 @@ _KNOWN: dict[str, Callable[[Any], bool]] = {  # the form of entries that readers
     "stall_seconds": is_number,
     "ranks": lambda value: is_step(value) or (isinstance(value, list) and all(map(is_step, value))),
 }
-_NEEDED = {  # what entries of an event have in any case
+_NEEDED = {  # required entries of events
     "start": ("step",),
     "resume": ("step",),
     "batches": ("first_step", "hashes"),
@@ -130,7 +129,7 @@ def _is_pair(value: Any) -> bool:
 
 
 def _is_mark(spent: Any) -> bool:
-    """Whether it says where time has gone; see `goodput`."""
+    """Whether it is an account of time. See `goodput`."""
     names = ("since", "attempt", "completed", "start", "steps", "evaluation", "save", "end")
     if not isinstance(spent, dict) or not all(is_number(spent.get(name)) for name in names):
         return False
@@ -154,12 +153,12 @@ def sound_event(entry: Mapping[str, Any]) -> bool:
 
 
 def read_ledger(path: str | Path) -> list[dict[str, Any]]:
-    """All whole events, oldest first; damaged ones are skipped with a warning."""
+    """All whole events, oldest first. Damaged ones are skipped with a warning."""
     return list(read_lines(path, sound_event))
 
 
 def batch_hashes(path: str | Path) -> dict[int, str]:
-    """The hash of the batch that each step's update used; where a step was repeated, the last one."""
+    """The batch hash of each step's update. Of a repeated step, the last one."""
     hashes: dict[int, str] = {}
     for entry in read_lines(path, sound_event):
         if entry["event"] == "batches":
@@ -169,12 +168,12 @@ def batch_hashes(path: str | Path) -> dict[int, str]:
 
 def left_out(path: str | Path, since: int = 0, step: int | None = None) -> list[list[int]] | None:
     """The batches that a run skips, as pairs (step, batches) in the order of `megatron.data.skipped_batches`, from its
-    last start, resumption or rollback; None if its ledger has none of these.
+    last start, resumption or rollback. None if its ledger has none of these.
 
     Args:
-        since: only entries after so many bytes of the ledger count.
-        step: of the checkpoint that says `since`. A branch begins with one that counts the bytes of its trunk's ledger,
-            so that all of the branch's ledger counts.
+        since: only entries after this number of bytes count.
+        step: of the checkpoint with that number. A branch begins with a checkpoint that counts the bytes of its
+            trunk's ledger, so that all of the branch's ledger counts.
     """
     found: list[list[int]] | None = None
     if not Path(path).exists():

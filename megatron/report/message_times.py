@@ -1,4 +1,4 @@
-"""How long a run's messages took: one step of some ranks, what was slowest, and the picture."""
+"""Durations of a run's messages: one step of some ranks, the slowest link and rank, and a picture."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from megatron.parallel.messages.traffic import Tally
 from .communication import TIMES, RankAccount, milliseconds, regular_calls, table
 from .figures import write_figure
 
-PHASES = ("forward", "recompute", "backward", "update", "exchange")  # as they come in a step
+PHASES = ("forward", "recompute", "backward", "update", "exchange")  # in the order of a step
 
 
 @dataclass(frozen=True)
 class Slowest:
-    """What held the ranks up.
+    """The slowest link and rank.
 
     Attributes:
-        link: ranks of the group with the least bus bandwidth, as text; empty if no transfer is known.
-        bandwidth: its bytes per second.
-        rank: for which the others waited most often, -1 if none.
-        last, of: of so many collectives that it took part in, it came last so often.
+        link: ranks of the group with the least bus bandwidth, as text. Empty if no transfer is known.
+        bandwidth: bytes per second of the link.
+        rank: the rank that the others waited for most often, -1 if none.
+        last, of: it came last in `last` of its `of` collectives.
     """
 
     link: str = ""
@@ -36,8 +36,8 @@ class Slowest:
 
 
 def slowest(times: Mapping[int, Durations]) -> Slowest:
-    """From durations by rank. A link is compared by the operation with the most bytes on it; messages of less than
-    4 KiB say more of latency than of bandwidth and are left out."""
+    """From durations by rank. A link is compared by the operation with the most bytes on it. Messages of less than 4
+    KiB are skipped: they measure latency rather than bandwidth."""
     together = sum(times.values(), Durations())
     links: dict[str, tuple[int, float]] = {}
     for kind, each in Durations((kind._replace(phase="", dtype=""), each) for kind, each in together):
@@ -55,13 +55,11 @@ def slowest(times: Mapping[int, Durations]) -> Slowest:
 
 
 class StepRow(NamedTuple):
-    """Messages of a kind.
+    """Messages of a kind, with sums over ranks.
 
     Attributes:
-        key: phase, group, operation, type.
-        duration: sums over ranks.
-        bus: bytes per second on the bus, None where it is not known.
-        curve: seconds that their transfer would take by the machine's curve, None without one.
+        bus: bytes per second on the bus, None if unknown.
+        curve: seconds of their transfer by the machine's curve, None without one.
     """
 
     key: tuple[str, ...]
@@ -72,15 +70,11 @@ class StepRow(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times of one step.
+    """Times of one step, summed over ranks.
 
     Attributes:
-        step: which one.
-        ranks: how many are summed.
-        durations: their sums.
-        slowest: what held them up.
-        hosts: of each rank, where it is known.
-        curves: how long collectives take on this machine, as they were measured.
+        ranks: number of ranks.
+        curves: measured durations of collectives on this machine.
     """
 
     step: int
@@ -94,7 +88,7 @@ class StepTimes:
     def of(
         cls, accounts: Mapping[int, RankAccount], step: int | None, curves: tuple[CostCurve, ...] = ()
     ) -> StepTimes | None:
-        """Of a step, or of the last one that all these ranks have timed; None if they have not."""
+        """Of a step, or of the last step that all these ranks have timed. None if there is none."""
         both = set.intersection(*(set(each.times) for each in accounts.values()))
         if not both or (step is not None and step not in both):
             return None
@@ -104,7 +98,7 @@ class StepTimes:
         return cls(at, len(times), sum(times.values(), Durations()), slowest(times), hosts, curves)
 
     def expected(self, kind: MessageKind, duration: Duration) -> float | None:
-        """Seconds that these messages would take by the machine's curve; None where it has none of their kind."""
+        """Seconds of these messages by the machine's curve. None if it has none for their kind."""
         members = [int(each) for each in kind.members.split()]
         hosts = {self.hosts.get(each, "") for each in members}
         curve = choose_curve(self.curves, kind.operation, len(members), len(hosts), kind.group)
@@ -113,7 +107,6 @@ class StepTimes:
         return duration.messages * curve.seconds(duration.bytes / duration.messages)
 
     def rows(self) -> list[StepRow]:
-        """Of each kind of message, over groups."""
         fields = ("phase", "group", "operation", "dtype")
         found = {key: StepRow(key, each, None, None) for key, each in self.durations.by(*fields).items()}
         for key, row in found.items():
@@ -133,7 +126,7 @@ class StepTimes:
         return list(found.values())
 
     def text(self) -> str:
-        """A table per rank on average, and what was slowest."""
+        """A table of means per rank, and the slowest link and rank."""
         lines = []
         for key, each, rate, curve in self.rows():
             mean = each._replace(seconds=each.seconds / self.ranks, exposed=each.exposed / self.ranks,
@@ -153,7 +146,7 @@ class StepTimes:
         return text
 
     def facts(self) -> dict[str, Any]:
-        """For JSON; seconds and bytes are sums over ranks."""
+        """For JSON. Seconds and bytes are sums over ranks."""
         names = ("phase", "group", "operation", "dtype")
         calls = [
             {**dict(zip(names, key)), **each._asdict(), "bus_bytes_per_second": rate, "curve_seconds": curve}
@@ -165,8 +158,8 @@ class StepTimes:
 def save_account(
     path: str | Path, counted: Tally, predicted: Tally | None, times: StepTimes | None, title: str
 ) -> None:
-    """Draw a step as a PNG: bytes by phase, the predicted ones pale beside the counted; and the times, if there are
-    any, as a rank spends them on average."""
+    """Draw a step as a PNG: bytes by phase, the predicted ones pale next to the counted. Also times, if any, as
+    means of ranks."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -183,7 +176,7 @@ def save_account(
 
 
 def _draw_times(axes: Any, times: StepTimes, colours: Mapping[tuple, str]) -> None:
-    """Two bars for each phase: until the last rank came (hatched) and transfer, by operation; and what was exposed."""
+    """Two bars for each phase: waiting for the last rank (hatched) and transfer, by operation, and the exposed time."""
     found = times.durations.by("phase", "group", "operation")
     phases, scale = _in_order(phase for phase, *_ in found), 1e3 / times.ranks
     for place, phase in enumerate(phases):
@@ -198,7 +191,7 @@ def _draw_times(axes: Any, times: StepTimes, colours: Mapping[tuple, str]) -> No
             axes.bar(place + 0.2, each.exposed * scale, 0.36, exposed, color=colour)
             exposed += each.exposed * scale
     axes.set_xticks(range(len(phases)), [phase or "-" for phase in phases])
-    axes.set(title="left: transfer, and waiting for the last rank (hatched); right: exposed")
+    axes.set(title="left: transfer, and waiting for the last rank (hatched). right: exposed")
     axes.set_ylabel(f"milliseconds of step {times.step}, mean of {times.ranks} ranks")
     axes.grid(axis="y", alpha=0.3)
 

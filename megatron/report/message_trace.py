@@ -1,8 +1,8 @@
 """Single messages of a run's last timed steps, and all ranks of them as one trace for Chrome's and Perfetto's viewers.
 
-Each rank is a process of the trace. Its threads are the phases of the step, and one for each group with its messages;
-the part of a message until the last rank came is a slice of its own inside it, `waiting`, and arrows go from sends to
-receives. The format is that of the "Trace Event Format" document of Chromium.
+Each rank is a process of the trace. Its threads are the phases of the step, and one per group with its messages. The
+part of a message until the last rank came is a slice `waiting` inside it, and arrows go from sends to receives. The
+format is Chromium's "Trace Event Format".
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .jsonl import encode, read_lines, sign
 
 
 def write_events(folder: str | Path, rank: int, steps: Sequence[dict[str, Any]]) -> None:
-    """Write one rank's last steps, in the place of those of an earlier start."""
+    """Write one rank's last steps, in the place of an earlier start's."""
     path = Path(folder, FOLDER, f"events_{rank}.jsonl")
-    with contextlib.suppress(OSError):  # a trace is not worth a run; accounts complain of a full disk
+    with contextlib.suppress(OSError):  # a trace must not end a run. Accounts report a full disk
         replace_file(path, b"".join(sign(encode({"rank": rank, **each})) for each in steps))
 
 
@@ -38,8 +38,8 @@ def read_events(folder: str | Path) -> dict[int, dict[int, dict[str, Any]]]:
             found.setdefault(record["step"], {})[record["rank"]] = record
     if not found:
         raise ValueError(
-            f"{Path(folder, FOLDER)} has no times of messages (events_<n>.jsonl); train with "
-            "logging.communication=times: they are written when the run ends"
+            f"{Path(folder, FOLDER)} has no times of messages (events_<n>.jsonl): train with "
+            "logging.communication=times. They are written when the run ends"
         )
     return dict(sorted(found.items()))
 
@@ -91,8 +91,8 @@ def trace(steps: dict[int, dict[int, dict[str, Any]]]) -> dict[str, Any]:
 
 
 def rank_traces(steps: dict[int, dict[int, dict[str, Any]]]) -> dict[int, dict[str, Any]]:
-    """The same as a trace for each rank, as torch's profiler writes them: what Holistic Trace Analysis reads. Arrows go
-    from one rank to another, and are left out."""
+    """The same as a trace for each rank, as torch's profiler writes them, for Holistic Trace Analysis. Arrows
+    between ranks are omitted."""
     whole = trace(steps)
     ranks = sorted({event["pid"] for event in whole["traceEvents"]})
     facts = {"schemaVersion": 1, **{name: value for name, value in whole.items() if name != "traceEvents"}}
@@ -107,8 +107,7 @@ def rank_traces(steps: dict[int, dict[int, dict[str, Any]]]) -> dict[int, dict[s
 
 
 def write_trace(path: str | Path, steps: dict[int, dict[int, dict[str, Any]]]) -> None:
-    """Write `trace` to a file, or `rank_traces` into an existing folder as `rank_<n>.json`; each file appears whole or
-    not at all."""
+    """Write `trace` to a file, or `rank_traces` into an existing folder as `rank_<n>.json`."""
     made = {Path(path): trace(steps)}
     if Path(path).is_dir():
         made = {Path(path, f"rank_{rank}.json"): each for rank, each in rank_traces(steps).items()}
@@ -137,14 +136,13 @@ def _events(
 def _slice(
     name: str, kind: str, rank: int, thread: int, span: tuple[int, int], zero: int, facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """A complete event."""
     at, length = (span[0] - zero) / 1e3, max(0, span[1] - span[0]) / 1e3
     return {"ph": "X", "name": name, "cat": kind, "pid": rank, "tid": thread, "ts": at, "dur": length, "args": facts}
 
 
 class _Threads:
-    """Numbers of threads. Slices of one thread must lie inside each other or apart, so that messages of a group which
-    are under way at the same time need several."""
+    """Numbers of threads. Slices of one thread must be nested or disjoint, so concurrent messages of a group need
+    several."""
 
     def __init__(self) -> None:
         self._lines: dict[tuple[int, str], list[tuple[int, int]]] = {}  # (number, end of its last slice)
@@ -162,7 +160,7 @@ class _Threads:
         return self._count
 
     def names(self) -> Iterator[dict[str, Any]]:
-        """Metadata: what a viewer calls processes and threads, and in which order it shows them."""
+        """Metadata: names of processes and threads, and their order in a viewer."""
         for (rank, line), lanes in self._lines.items():
             for number, _ in lanes:
                 for name, value in (
@@ -183,7 +181,7 @@ class _Arrows:
         self._members: dict[str, set[int]] = {}
 
     def add(self, operation: str, members: str, rank: int, thread: int, start: float, end: float) -> None:
-        """A message; others than sends and receives are left out."""
+        """Add a message. Only sends and receives count."""
         if operation in ("send", "recv"):
             at = start if operation == "send" else end
             self._members.setdefault(members, set()).add(rank)

@@ -1,4 +1,4 @@
-"""The peak arithmetic rate of devices, which model FLOP utilisation (MFU) is a share of.
+"""Peak arithmetic rates of devices, for model FLOP utilisation (MFU).
 
 Dense rates (no sparsity) of matrix units with fp32 accumulation, per device as torch sees it, from the vendors' data
 sheets. An MI250X card is two devices to torch, so its rate is half the card's.
@@ -43,7 +43,7 @@ TABLE: tuple[tuple[tuple[str, ...], dict[str, float]], ...] = (
 
 @dataclass(frozen=True)
 class Peak:
-    """A device's peak in TFLOP/s, or None; `source` says where it is from, or why there is none."""
+    """A device's peak in TFLOP/s, or None. `source` is its source, or the reason why there is none."""
 
     tflops: float | None
     source: str
@@ -53,9 +53,8 @@ def device_peak(device: str, compute: str, given: float | None = None) -> Peak:
     """The peak of one device.
 
     Args:
-        device: the device's name, as `torch.cuda.get_device_name()` gives it, or "cpu".
-        compute: fp32, bf16 or fp16.
-        given: `logging.peak_tflops`, which wins.
+        device: name from `torch.cuda.get_device_name()`, or "cpu".
+        given: `logging.peak_tflops`, which takes precedence.
     """
     if given is not None:
         return Peak(given, "logging.peak_tflops")

@@ -13,12 +13,12 @@ def draw(series: Mapping[str, Points], *, width: int = 72, height: int = 14, tit
     """A picture of curves as text.
 
     Args:
-        series: curves by name, each a sequence of (x, y); points that are not finite are left out. The first curve is
+        series: curves by name, each a sequence of (x, y). Points that are not finite are skipped. The first curve is
             drawn as a line, the others as marks (o, x, +, ...) on top of it.
         width, height: size of the field in characters, without the axes.
 
     Returns:
-        Lines of text; one that says so where there is nothing to draw.
+        Lines of text, or one line if there is nothing to draw.
     """
     finite = {}
     for name, points in series.items():

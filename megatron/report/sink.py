@@ -1,4 +1,4 @@
-"""What takes records, and what it is made of."""
+"""The contract of metrics sinks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.config import Config
 
 @dataclass(frozen=True)
 class SinkParts:
-    """What sinks are made of: the run's configuration, completed updates, and the configuration as plain values."""
+    """Parts of sinks: the run's configuration, completed updates, and the configuration as plain values."""
 
     config: Config
     start: int = 0
@@ -27,7 +27,7 @@ class SinkParts:
 class Sink(Protocol):
     """Takes one record per logged step or evaluation, on rank 0.
 
-    One from a user's package is listed in `logging.sinks`, and made with the run's directory and its `options`; one
+    A sink of a user's package is listed in `logging.sinks`, and made with the run's directory and its `options`. One
     inside is a line of the registry, and made by its classmethod `of(parts) -> Sink | None`.
     """
 

@@ -1,4 +1,4 @@
-"""Names of a record's numbers in TensorBoard and W&B, which draw what stands before the first `/` together."""
+"""Names of a record's numbers in TensorBoard and W&B, which group them by the part before the first `/`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GROUPS = {
 
 
 def tagged(record: Mapping[str, Any]) -> dict[str, float]:
-    """`loss/train` and `loss/<validation set>` side by side; `experts/layer_3/load/7`; the rest below `train`."""
+    """`loss/train` next to `loss/<validation set>`, `experts/layer_3/load/7`, and the rest below `train`."""
     found: dict[str, float] = {}
     for key, value in record.items():
         if key == "validation":

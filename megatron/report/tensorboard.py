@@ -12,16 +12,15 @@ from .tags import tagged
 
 
 class TensorBoard:
-    """Writes the numbers of each record as scalars, named as `tags` says.
+    """Writes the numbers of each record as scalars, named by `tags`.
 
     Args:
-        folder: where the event files go.
-        start: completed updates; earlier runs' points from there on are hidden.
-        again: records at `start` that stay, and are written again since TensorBoard hides them too.
+        start: completed updates. Earlier runs' points from there on are hidden.
+        again: records at `start` that stay. They are written again since TensorBoard hides them too.
     """
 
     def __init__(self, folder: str | Path, start: int = 0, again: Sequence[Mapping[str, Any]] = ()) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, so only where it is wanted
+        from torch.utils.tensorboard import SummaryWriter  # slow to import
 
         self._writer = SummaryWriter(log_dir=str(folder), purge_step=start or None)
         for record in again:

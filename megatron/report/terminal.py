@@ -11,11 +11,11 @@ import sys
 import textwrap
 from typing import TextIO
 
-ERASE = "\r\x1b[K"  # starts every status line, and alone removes it
+ERASE = "\r\x1b[K"  # starts every status line, and removes it
 
 
 def columns_of(file: TextIO) -> int | None:
-    """Columns of the terminal behind a file, or the value of COLUMNS; None where any width does."""
+    """Columns of the terminal behind a file, or the value of COLUMNS. None: any width."""
     if file.isatty():
         try:
             return os.get_terminal_size(file.fileno()).columns or 80
@@ -26,7 +26,7 @@ def columns_of(file: TextIO) -> int | None:
 
 
 def wrapped(text: str, columns: int | None, indent: str = "    ") -> str:
-    """Lines broken at spaces, where they are longer than `columns`; paths and words stay whole."""
+    """Lines longer than `columns` broken at spaces. Paths and words stay whole."""
     if columns is None:
         return text
     broken = [
@@ -39,15 +39,15 @@ def wrapped(text: str, columns: int | None, indent: str = "    ") -> str:
 
 
 def say(text: str) -> None:
-    """Print on standard output; on a terminal no word is broken at its edge."""
+    """Print on standard output. On a terminal no word is broken at its edge."""
     print(wrapped(text, columns_of(sys.stdout)) if sys.stdout.isatty() else text)
 
 
 class StatusLine:
-    """The status line as it was drawn last, which has to be removed before anything else is written.
+    """The last drawn status line, which has to be removed before other output.
 
     Attributes:
-        text: without control codes; empty where there is none.
+        text: without control codes, or empty.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class StatusLine:
         return ERASE + self.text if self.text else ""
 
     def above(self, text: str, columns: int | None) -> str:
-        """Codes and text that put text above the status line; text without an end of line takes its place."""
+        """Codes and text that put text above the status line. Text without an end of line takes its place."""
         removed = self.removed(columns)
         self.text = self.text if text.endswith("\n") else ""
         return removed + text + self.drawn()

@@ -1,8 +1,8 @@
-"""What the steps under a profiler spent their time on: a sum over torch's trace, by what each operation is for.
+"""Time of the steps under a profiler, summed over torch's trace by the purpose of each operation.
 
-`megatron.training.hooks.profile` marks the phases of a step and counts the steps; a recomputation marks itself. On a
-CPU an operation's time is that of its own code, without the operations that it calls. On a GPU it is that of its
-kernels, and what is left of the time is that in which the device had none.
+`megatron.training.hooks.profile` marks the phases of a step and counts the steps. A recomputation marks itself. On a
+CPU an operation's time is its own, without the operations that it calls. On a GPU it is that of its kernels, and the
+rest is time without a kernel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MARK = "phase: "  # before the name of a phase of `megatron.worker.beacon`
 RECOMPUTE = "recompute"
 
 MATRIX = ("mm", "addmm", "_linear_pointwise", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm")
-# Products of activations with activations are attention's and the scans'; so are kernels that have them in one.
+# Products of activations with activations belong to attention and scans, and so do fused kernels with such products.
 ATTENTION = ("bmm", "baddbmm", "attention", "flash", "scan", "wkv", "ssd", "cumsum", "fla::", "mamba")
 KERNELS = (("attention", ("flash", "attention", "fmha", "scan", "wkv", "ssd")),
            ("matrix", ("gemm", "cutlass", "nvjet", "cublas")))  # fmt: skip
@@ -32,14 +32,13 @@ PASSES = ("forward", "backward", "reduce")
 
 @dataclass
 class TraceTimes:
-    """Of the profiled steps of one rank.
+    """Times of one rank's profiled steps.
 
     Attributes:
-        steps: how many.
         window: seconds from the first phase to the end of the last one.
-        seconds: by category; they sum to the window. `host` is where no operation (on a GPU: no kernel) ran.
-        waiting: seconds in collectives, of `host` and `communication`, as the beacon has them; 0 on a GPU.
-        flops: of the matrix products, without those that ran again.
+        seconds: by category, with the window as their sum. `host` is time without an operation (on a GPU: a kernel).
+        waiting: seconds in collectives, part of `host` and `communication`, by the beacon. 0 on a GPU.
+        flops: of the matrix products, without recomputed ones.
         device: whether kernels of a device were counted.
     """
 
@@ -63,7 +62,7 @@ class TraceTimes:
 
 
 def read_traces(run: str | Path) -> TraceTimes | None:
-    """The sum over the traces of a run; None without any that has the hook's facts.
+    """The sum over the traces of a run. None if no trace has the hook's facts.
 
     Raises:
         ValueError: a trace is damaged.
@@ -81,7 +80,6 @@ def read_traces(run: str | Path) -> TraceTimes | None:
 
 
 def sum_trace(content: Mapping[str, Any]) -> TraceTimes:
-    """The times of one trace."""
     facts = content[FACTS]
     spans = [each for each in content["traceEvents"] if each.get("ph") == "X" and "dur" in each]
     marks = sorted((each for each in spans if str(each["name"]).startswith(MARK) and each["cat"] == "user_annotation"),
@@ -108,7 +106,7 @@ def sum_trace(content: Mapping[str, Any]) -> TraceTimes:
 
 
 class _Phases:
-    """Which phase it is at a time, in microseconds."""
+    """The phase at a time, in microseconds."""
 
     def __init__(self, marks: Sequence[Mapping[str, Any]]) -> None:
         self._begins = [float(each["ts"]) for each in marks]
@@ -121,7 +119,6 @@ class _Phases:
 
 
 def _category(name: str, phase: str, again: bool, kernel: str = "") -> str:
-    """What an operation is for."""
     if any(word in name or word in kernel for word in MESSAGES):
         return "communication"
     if phase == "optimizer":
@@ -142,7 +139,8 @@ def _category(name: str, phase: str, again: bool, kernel: str = "") -> str:
 
 
 def _nested(operations: Iterable[Mapping[str, Any]]) -> Iterable[tuple[Mapping[str, Any], float, bool]]:
-    """Operations of a thread, each with its time without those that it calls (seconds), and whether it runs again."""
+    """Operations of a thread, each with its time without the operations that it calls (seconds), and whether it is
+    recomputed."""
     order = sorted(operations, key=lambda each: (float(each["ts"]), -float(each["dur"])))
     own = [float(each["dur"]) for each in order]
     again = [False] * len(order)
@@ -161,10 +159,10 @@ def _nested(operations: Iterable[Mapping[str, Any]]) -> Iterable[tuple[Mapping[s
 def _own_times(
     phases: _Phases, operations: Iterable[Mapping[str, Any]]
 ) -> Iterable[tuple[Mapping[str, Any], str, float]]:
-    """Operations of the thread that trains, with their categories and their own times in seconds."""
+    """Operations of the training thread, with their categories and their own times in seconds."""
     for event, seconds, again in _nested(operations):
         phase = phases.at(float(event["ts"]))
-        if event["cat"] == "user_annotation" or phase is None:  # marks; what they have of their own is the host's
+        if event["cat"] == "user_annotation" or phase is None:  # marks. Their own time is the host's
             continue
         yield event, _category(str(event["name"]), phase, again), seconds
 
@@ -176,7 +174,7 @@ def _sum_kernels(
     operations: Iterable[Mapping[str, Any]],
     kernels: Iterable[Mapping[str, Any]],
 ) -> None:
-    """Kernels by the operation that launched them. Time that two share counts for computation, and once."""
+    """Kernels by the operation that launched them. Overlapping time counts once, as computation."""
     threads: dict[Any, list[Mapping[str, Any]]] = {}
     for each in operations:
         threads.setdefault(each["tid"], []).append(each)
@@ -206,7 +204,7 @@ def _sum_kernels(
 
 
 def _computation_first(work: Sequence[tuple[float, float, str]]) -> Iterable[tuple[float, float, str]]:
-    """Spans in order of time; messages without the times at which something was computed."""
+    """Spans in order of time. Messages only have the time without computation."""
     computing = sorted(each for each in work if each[2] != "communication")
     begins = [begin for begin, _, _ in computing]
     found = list(computing)
@@ -242,7 +240,7 @@ class _Launches:
 
 
 def product_flops(event: Mapping[str, Any]) -> float:
-    """FLOPs of a matrix product by the shapes of what it reads; 0 where the trace has none."""
+    """FLOPs of a matrix product by the shapes of its inputs. 0 if the trace has none."""
     shapes = [each for each in event.get("args", {}).get("Input Dims", []) if isinstance(each, list) and each]
     shapes = [each for each in shapes if all(isinstance(size, int) for size in each) and len(each) >= 2]
     name = str(event["name"]).rpartition("::")[2]

@@ -24,16 +24,14 @@ if TYPE_CHECKING:
 class WeightsAndBiases:
     """Logs each record to one W&B run, which a resumed run continues (its id is kept in the run's directory).
 
-    W&B drops what comes for steps that it has. So a run that goes back behind them rewinds its W&B run where the server
-    can, and is a new one in the same group elsewhere.
+    W&B drops records for steps that it has. So a run that goes back behind them rewinds its W&B run if the server can,
+    and else becomes a new run in the same group.
 
     Args:
-        options: `logging.wandb`; mode offline writes below `folder`/wandb and sends nothing.
-        folder: the run's directory.
-        name, notes: shown by W&B.
+        options: `logging.wandb`. Mode offline writes below `folder`/wandb and sends nothing.
         settings: the resolved configuration as plain values.
         start: completed updates, from which records come.
-        again: records at `start` that stay; they are logged again where W&B goes back behind them.
+        again: records at `start` that stay. They are logged again if W&B goes back behind them.
 
     Raises:
         ModuleNotFoundError: the wandb package is not installed.
@@ -61,7 +59,7 @@ class WeightsAndBiases:
         self._path = folder / "wandb.json"
         self._known = _known(self._path)
         last = self._known.get("last_step", -1)
-        # An evaluation at `start` stays. Online its step is taken, and the next record of the step would be dropped.
+        # An evaluation at `start` stays. Online the next record of its step would be dropped.
         stays = options.mode == "offline" and 0 < start == last > self._known.get("last_training_step", last)
         back = last >= start and not stays
         common = {
@@ -122,7 +120,7 @@ class WeightsAndBiases:
 
 
 def _known(path: Path) -> dict[str, Any]:
-    """The id of the W&B run and the last step that it has; a new id where the file is not there or damaged."""
+    """The id of the W&B run and its last step. A new id if the file is missing or damaged."""
     try:
         found = json.loads(path.read_bytes())
         steps = (found.get(name, -1) for name in ("last_step", "last_training_step"))

@@ -35,8 +35,8 @@ def evaluate(folder: str, words: list[str], uploaded: str | None) -> dict | str:
     from megatron.engine.deepspeed.process import prepare_deepspeed
     from megatron.evaluation import results
     from megatron.evaluation.arguments import parse
-    from megatron.evaluation.errors import TaskError
     from megatron.evaluation.main import run
+    from megatron.evaluation.select import TaskError
     from megatron.parallel.layout.layout import Layout
     from megatron.parallel.layout.mesh import Mesh
     from megatron.training.world import World

@@ -192,7 +192,7 @@ def test_other_results_and_other_data_are_refused(words, overrides, said, traine
         (("--steps", "5"), "must be FIRST:END"),
         (("--steps", "5:5"), "with at least one step"),
         (("--steps", "0:9:0"), "must be FIRST:END"),
-        (("--steps", "0:8", "--context", "0"), "--context is 0; it must be at least 1"),
+        (("--steps", "0:8", "--context", "0"), "--context is 0: it must be at least 1"),
         (("--steps", "0:8", "--context", "60"), "must fit the 65 tokens of a sequence"),
         (("--steps", "0:11"), "--steps must end at 10 or before"),
         (("--steps", "0:8", "--samples", "9"), "--samples must be at most 8"),
@@ -222,7 +222,7 @@ def test_a_recital_fits_the_sequences_of_its_steps(tmp_path):
     config = resolve(values)
     assert before_start(("--steps", "4:8"), config) == []
     (problem,) = before_start(("--steps", "3:8"), config)
-    assert "32 + 32 tokens; they must fit the 33 tokens of a sequence of these steps" in problem
+    assert "32 + 32 tokens: they must fit the 33 tokens of a sequence of these steps" in problem
 
 
 def written(folder: Path, flags: dict[int, bool], **facts) -> Path:

@@ -15,9 +15,9 @@ from megatron.config.source.layers import ConfigSource
 from megatron.data.tokenizer import BytesTokenizer, build_tokenizer
 from megatron.evaluation.arguments import OptionError, parse
 from megatron.evaluation.check import before_start
-from megatron.evaluation.errors import TaskError
 from megatron.evaluation.needles import haystack, needles, table
 from megatron.evaluation.scoring import Score
+from megatron.evaluation.select import TaskError
 from megatron.training.text import load_model
 from tests.eval_tasks.models import settings, write_checkpoint
 from tests.workers import run as on_ranks
@@ -118,8 +118,8 @@ def test_options(tmp_path: Path) -> None:
     for words, said in (
         (["--needles", "many"], "--needles must be numbers with commas"),
         (["--needles", "12.5"], "whole numbers"),
-        (["--needles", "100", "--depths", "50,101"], "--depths has 101; it must have numbers from 0 to 100"),
-        (["--needles", "100", "--needle-texts", "0"], "--needle-texts is 0; it must be at least 1"),
+        (["--needles", "100", "--depths", "50,101"], "--depths has 101: it must have numbers from 0 to 100"),
+        (["--needles", "100", "--needle-texts", "0"], "--needle-texts is 0: it must be at least 1"),
     ):
         with pytest.raises(OptionError, match=said):
             parse(words)

@@ -86,7 +86,7 @@ def test_each_examples_loss_on_layouts_and_training_is_the_same_without(tmp_path
         ('{"text": 1}', "must be strings"),
         ('{"text": ""}', "must have a token to predict"),
         ('{"context": "", "continuation": "a"}', "must have a token to predict, and one before it"),
-        (json.dumps({"text": "a" * 25}), "has 26 tokens; it must have at most 25"),
+        (json.dumps({"text": "a" * 25}), "has 26 tokens. It must have at most 25"),
         ('{"text": "a"}\n' * (LARGEST + 1), f"must have at most {LARGEST} examples"),
         (None, "must be a file of JSON lines"),
     ],
@@ -114,5 +114,5 @@ def test_probes_fit_the_stage_in_which_they_are_first_scored(tmp_path):
         stage = f"training.sequence_schedule=[{{until: {until}, sequence_length: 12}}]"
         return before_training((), load([str(tmp_path / "tiny.yml")], [stage], ranks=1).config)
 
-    assert len(found(1)) == 1 and "has 14 tokens; it must have at most 13" in found(1)[0]
+    assert len(found(1)) == 1 and "has 14 tokens. It must have at most 13" in found(1)[0]
     assert len(found(2)) == 2

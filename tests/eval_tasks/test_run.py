@@ -142,8 +142,8 @@ def test_tasks_of_the_configuration():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--tasks", "deepy_indction"), "did you mean deepy_induction"),
-        (("--tasks", "zzz"), "those of the harness. The project's own are deepy_"),
+        (("--tasks", "deepy_indction"), "Did you mean deepy_induction"),
+        (("--tasks", "zzz"), "the harness's tasks. The project's own are deepy_"),
         (("--tasks", "deepy_copy", "--limit", "0"), "it must be a share below 1 or a number of documents"),
         (("--tasks", "deepy_copy", "--checkpoint", "nowhere"), "--checkpoint nowhere does not exist"),
         (("--tasks", "deepy_copy", "tokenizer.type=none"), None),

@@ -1,4 +1,4 @@
-"""The options of extract.py: those behind the configuration files."""
+"""The options of extract.py, after the configuration files."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ..arguments import OptionError, Parser
 
 @dataclass(frozen=True)
 class Options:
-    """Which sequences to try on which checkpoints.
+    """The sequences and checkpoints to try.
 
     Attributes:
-        steps: the steps of the run whose sequences are tried.
-        context, continuation: tokens that the model is given, and those that it is asked for.
-        samples: only the first sequences of each step; None for all.
-        scores: whether those that are not extractable get their score too.
-        checkpoint: a step or a path; None for the newest of the run.
-        every: all checkpoints of the run, the oldest first.
-        output: folder of the results; None for `memorisation/` in the run's directory.
-        texts: sequences in a micro-batch; None for training.micro_batch_size.
+        steps: steps of the run whose sequences are tried.
+        context, continuation: tokens that the model is given, and tokens that it is asked for.
+        samples: only the first sequences of each step. None: all.
+        scores: whether sequences that are not extractable get their score too.
+        checkpoint: a step or a path. None: the newest of the run.
+        every: all checkpoints of the run, oldest first.
+        output: folder of the results. None: `memorisation/` in the run's directory.
+        texts: sequences in a micro-batch. None: training.micro_batch_size.
     """
 
     steps: range
@@ -45,9 +45,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = made.add_argument
-    add(
-        "--steps", required=True, metavar="FIRST:END[:EVERY]", help="try the sequences of these steps, END not included"
-    )
+    add("--steps", required=True, metavar="FIRST:END[:EVERY]", help="try the sequences of these steps, without END")
     add("--context", type=int, default=32, metavar="K", help="tokens that the model is given (default: %(default)s)")
     add("--continuation", type=int, default=32, metavar="L", help="tokens it is asked for (default: %(default)s)")
     add("--samples", type=int, metavar="N", help="only the first N sequences of each step")
@@ -63,15 +61,15 @@ def parse(words: Sequence[str]) -> Options:
     """The options of a command line.
 
     Raises:
-        OptionError: they make no sense.
+        OptionError: an option is wrong.
     """
     given = parser().parse_args(list(words))
     for name in ("context", "continuation", "samples", "batch_size"):
         value = getattr(given, name)
         if value is not None and value < 1:
-            raise OptionError(f"extract.py: --{name.replace('_', '-')} is {value}; it must be at least 1")
+            raise OptionError(f"extract.py: --{name.replace('_', '-')} is {value}: it must be at least 1")
     if given.all_checkpoints and given.checkpoint:
-        raise OptionError("extract.py: --all-checkpoints and --checkpoint exclude each other; leave one out")
+        raise OptionError("extract.py: --all-checkpoints and --checkpoint exclude each other: remove one")
     return Options(
         _steps(given.steps),
         given.context,
@@ -86,12 +84,11 @@ def parse(words: Sequence[str]) -> Options:
 
 
 def _steps(text: str) -> range:
-    """As in `0:1000` or `0:1000:10`."""
     parts = re.fullmatch(r"(\d+):(\d+)(?::(\d+))?", text)
     found = range(int(parts[1]), int(parts[2]), int(parts[3] or 1) or 1) if parts else range(0)
     if not found or parts is None or parts[3] == "0":
         raise OptionError(
-            f"extract.py: --steps is {text}; it must be FIRST:END or FIRST:END:EVERY with at least one step, as in "
+            f"extract.py: --steps is {text}: it must be FIRST:END or FIRST:END:EVERY with at least one step, as in "
             "0:1000"
         )
     return found

@@ -1,4 +1,4 @@
-"""What is wrong with the options of extract.py, found by the launcher before any rank starts; without torch."""
+"""Mistakes in the options of extract.py, found by the launcher before any rank starts. Without torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ from .arguments import parse
 
 
 def before_start(words: Sequence[str], config: Config) -> list[str]:
-    """A sentence for each mistake.
-
-    Args:
-        words: the script's own.
-        config: of the model.
-    """
+    """A sentence for each mistake."""
     try:
         options = parse(words)
     except OptionError as error:
@@ -27,8 +22,8 @@ def before_start(words: Sequence[str], config: Config) -> list[str]:
     longest = shortest(config, options.steps.start, options.steps.stop)
     if options.context + options.continuation > longest + 1:
         found.append(
-            f"--context and --continuation are {options.context} + {options.continuation} tokens; they must fit the "
-            f"{longest + 1} tokens of a sequence of these steps: make one smaller"
+            f"--context and --continuation are {options.context} + {options.continuation} tokens: they must fit the "
+            f"{longest + 1} tokens of a sequence of these steps. Make one smaller"
         )
     if options.steps[-1] >= training.steps:
         found.append(f"--steps must end at {training.steps} or before: the run has steps 0 to {training.steps - 1}")

@@ -1,4 +1,4 @@
-"""What extract.py does: have checkpoints recite sequences of the run's own data, and write down how well.
+"""Have checkpoints recite sequences of the run's own data, and write down the scores, for extract.py.
 
 The run itself is only read.
 """
@@ -47,7 +47,7 @@ def extract() -> int:
     except OptionError as error:
         raise StartError(str(error)) from error
     if place.starter != "agent" and (wrong := before_start(place.own, config)):
-        raise StartError("\n".join(wrong))  # deepy.py has looked before it started anything
+        raise StartError("\n".join(wrong))  # with agents, deepy.py has checked before it started anything
     try:
         with joined(config, place) as world:
             run(config, options, world)
@@ -57,12 +57,11 @@ def extract() -> int:
 
 
 def run(config: Config, options: Options, world: World) -> None:
-    """Have all checkpoints that are asked for recite. All ranks call it.
+    """Have all requested checkpoints recite. All ranks call it.
 
     Raises:
         CheckpointError: one is missing or damaged, or is not of this model.
-        DataError: the data are not those that the checkpoint was trained on.
-        ResultError: the folder has results of other options.
+        DataError: the data differ from the checkpoint's. ResultError: the folder has results of other options.
     """
     log: Callable[[str], Any] = (
         (lambda line: print(line, file=sys.stderr, flush=True)) if world.is_main else (lambda _: None)
@@ -102,18 +101,18 @@ def job_of(config: Config, options: Options, checkpoint: Checkpoint) -> table.Re
 
 
 def _same_data(checkpoint: Checkpoint, config: Config, data: Provenance) -> None:
-    """See that step and sequence mean what they meant to the checkpoint's run."""
+    """Check that step and sequence mean the same as in the checkpoint's run."""
     changed = data_changes(checkpoint.meta, config, data.plan, data.left_out)
     if changed:
         raise DataError(
             str(checkpoint.path),
-            "the configuration must have the data of the checkpoint's run; " + "; ".join(changed),
+            "the configuration must have the data of the checkpoint's run. " + "; ".join(changed),
             "give the run's own configuration (config.yml in its directory), and training.global_batch_size with it",
         )
 
 
 class Recitation:
-    """Recites the sequences of some steps with the model that a scorer has, a part after the other."""
+    """Recites the sequences of some steps with the scorer's model, part by part."""
 
     def __init__(
         self, scorer: Scorer, data: Provenance, options: Options, world: World, log: Callable[[str], Any]
@@ -171,7 +170,6 @@ class Recitation:
         ]
 
     def _document(self, sample: Sample, length: int) -> dict[str, Any]:
-        """Where the tokens of a sample are from."""
         if not sample.spans:
             return {"source": "synthetic", "document": None, "start": None, "documents": 1}
         ends = np.cumsum([span.length for span in sample.spans])

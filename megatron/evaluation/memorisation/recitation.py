@@ -1,12 +1,12 @@
-"""How much of a sequence a model recites when it is given the beginning.
+"""Measures how much of a sequence a model recites from its beginning.
 
-Biderman et al., "Emergent and Predictable Memorization in Large Language Models" (2023), arXiv 2304.11158: of a
-training sequence the model reads the first k tokens and continues greedily. The memorisation score is the share of the
-next l tokens that are the sequence's own, place by place; a sequence of score 1 is extractable (Carlini et al. 2022).
+Biderman et al., "Emergent and Predictable Memorization in Large Language Models" (2023), arXiv 2304.11158: the model
+reads the first k tokens of a training sequence and continues greedily. The memorisation score is the share of the next
+l tokens that are the sequence's own, place by place. A sequence of score 1 is extractable (Carlini et al. 2022).
 
-A score is 1 if and only if every one of the l tokens is the likeliest one after the true tokens before it: as long as
-the continuation is right, what the model has written and the true text are the same. One pass shows that. So only
-sequences that are not extractable are continued token by token.
+A score is 1 if and only if each of the l tokens is the likeliest one after the true tokens before it. The continuation
+equals the true text as long as it is right, so one pass decides that. So only sequences that are not extractable are
+continued token by token.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ GREEDY = Sampling(temperature=0.0)
 
 @dataclass(frozen=True)
 class Recital:
-    """What a model does with one sequence.
+    """A model's recitation of one sequence.
 
     Attributes:
         extractable: whether its greedy continuation is the sequence's own.
-        score: share of the continuation's tokens that are right; None where only `extractable` was asked for, and it
-            is not.
+        score: share of the continuation's right tokens. None if not extractable, and scores were not asked for.
         log_likelihood: of the sequence's own continuation, in nats.
     """
 
@@ -37,12 +36,12 @@ class Recital:
 
 
 def recite(scorer: Scorer, rows: Sequence[Row], context: int, *, scores: bool = True) -> list[Recital]:
-    """The recitals of sequences, those that occur several times computed once. All ranks call it with the same ones.
+    """The recitals of sequences. Repeated sequences are computed once. All ranks call it with the same ones.
 
     Args:
         rows: k + l tokens each.
         context: k.
-        scores: also continue what is not extractable, which costs up to l passes instead of one.
+        scores: also continue sequences that are not extractable, which costs up to l passes instead of one.
     """
     different = list(dict.fromkeys(rows))
     found = dict(zip(different, _recite(scorer, different, context, scores), strict=True))

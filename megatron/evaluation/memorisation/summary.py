@@ -1,4 +1,4 @@
-"""What results of extract.py come to: shares, scores, and how well one checkpoint's set foretells another's."""
+"""Summary of extract.py's results: shares, scores, and how well one checkpoint's set predicts another's."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ BINS = 10  # of scores
 
 @dataclass(frozen=True)
 class Summary:
-    """Of one checkpoint.
+    """Summary of one checkpoint.
 
     Attributes:
-        sequences: tried.
-        extractable: how many of them the checkpoint recites without a mistake.
-        mean_score: mean memorisation score; None if scores were not asked for.
-        histogram: how many have a score in [0, 0.1), [0.1, 0.2), ..., [0.9, 1], from which the extractable are left
-            out; None without scores.
+        sequences: number tried.
+        extractable: number that the checkpoint recites without a mistake.
+        mean_score: mean memorisation score. None without scores.
+        histogram: numbers with a score in [0, 0.1), [0.1, 0.2), ..., [0.9, 1], without the extractable ones. None
+            without scores.
         seen, unseen: (sequences, extractable) of the steps that the checkpoint had trained on, and of later ones.
     """
 
@@ -37,7 +37,6 @@ class Summary:
     unseen: tuple[int, int]
 
     def text(self) -> str:
-        """For people."""
         lines = [
             f"checkpoint of step {self.checkpoint_step}, {self.context} tokens given, {self.continuation} asked for",
             f"{self.sequences:,} sequences, {_share(self.extractable, self.sequences)} extractable",
@@ -63,7 +62,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def summary_of(folder: Path) -> Summary:
-    """Of a folder of results.
+    """The summary of a folder of results.
 
     Raises:
         ResultError: it has none, or damaged ones.
@@ -96,11 +95,11 @@ def summary_of(folder: Path) -> Summary:
 
 @dataclass(frozen=True)
 class ExtractionForecast:
-    """How well an early (or small) model's extractable set foretells a late (or large) one's.
+    """Prediction of a late (or large) model's extractable set by an early (or small) model's.
 
     Attributes:
-        sequences: that both were tried on.
-        hits, false_alarms, misses: extractable by both, by the early one alone, by the late one alone.
+        sequences: number that both were tried on.
+        hits, false_alarms, misses: extractable by both, only by the early one, only by the late one.
     """
 
     sequences: int
@@ -110,26 +109,26 @@ class ExtractionForecast:
 
     @property
     def precision(self) -> float | None:
-        """Of those that the early model recites, the share that the late one recites; None if it recites none."""
+        """Share of the early model's recited sequences that the late one recites. None if there are none."""
         return self.hits / (self.hits + self.false_alarms) if self.hits + self.false_alarms else None
 
     @property
     def recall(self) -> float | None:
-        """Of those that the late model recites, the share that the early one recites; None if it recites none."""
+        """Share of the late model's recited sequences that the early one recites. None if there are none."""
         return self.hits / (self.hits + self.misses) if self.hits + self.misses else None
 
     @property
     def false_positive_rate(self) -> float | None:
-        """Of those that the late model does not recite, the share that the early one does."""
+        """Share of the sequences not recited by the late model that the early one recites."""
         others = self.sequences - self.hits - self.misses
         return self.false_alarms / others if others else None
 
 
 def predict(early: Path, late: Path) -> ExtractionForecast:
-    """Compare two folders of results over the sequences that both have.
+    """Compare two folders of results over their common sequences.
 
     Raises:
-        ResultError: one is damaged, they asked for different numbers of tokens, or have no sequence in common.
+        ResultError: one is damaged, they have different numbers of tokens, or no sequence in common.
     """
     jobs = [read_job(folder) for folder in (early, late)]
     for name in ("context", "continuation"):

@@ -1,7 +1,7 @@
-"""The results of extract.py on disk: a folder per checkpoint, with a part (parquet) per so many sequences.
+"""The results of extract.py on disk: a folder per checkpoint, with a part (parquet) per `PART` sequences.
 
-A part appears whole or not at all, so a job that is stopped goes on with the first one that is missing. `job.json` says
-what the parts depend on; parts of another job are not mixed with these.
+A part appears whole or not at all, so a stopped job continues with the first missing one. `job.json` has the facts
+that the parts depend on. Parts of other jobs are not mixed with these.
 """
 
 from __future__ import annotations
@@ -26,28 +26,27 @@ SCHEMA = pa.schema([
     ("step", pa.int64()),
     ("sequence", pa.int32()),  # its place in the step's batch
     ("source", pa.string()),
-    ("document", pa.int64()),  # that the first token is of; null where the run makes its data
+    ("document", pa.int64()),  # of the first token. null if the run makes its data
     ("start", pa.int64()),  # the first token's place in that document
-    ("documents", pa.int32()),  # how many the context and the continuation are of
+    ("documents", pa.int32()),  # number of documents in context and continuation
     ("extractable", pa.bool_()),
-    ("score", pa.float32()),  # null where it was not asked for
+    ("score", pa.float32()),  # null if not asked for
     ("log_likelihood", pa.float64()),  # of the true continuation, in nats
 ])
 
 
 class ResultError(Exception):
-    """Results that cannot be used; the text has the rule and the fix."""
+    """Results that cannot be used. The text has the rule and the fix."""
 
 
 @dataclass(frozen=True)
 class RecitationJob:
-    """What results depend on.
+    """Facts that results depend on.
 
     Attributes:
-        checkpoint_step: updates that the model has had.
+        checkpoint_step: updates of the model.
         steps: first, end and every.
-        samples: sequences of each step.
-        precision: the model computes in; ties between likely tokens may fall otherwise in another.
+        precision: compute type. Ties between likely tokens may differ in another type.
     """
 
     checkpoint: str
@@ -61,7 +60,7 @@ class RecitationJob:
 
 
 def begin(folder: Path, job: RecitationJob) -> set[int]:
-    """Say what a folder is for; returns the numbers of the parts that it has.
+    """Write the job of a folder. Returns the numbers of the parts that it has.
 
     Raises:
         ResultError: it has the results of another job.
@@ -90,7 +89,7 @@ def write_part(folder: Path, number: int, rows: Sequence[dict[str, Any]]) -> Non
 
 
 def read_job(folder: Path) -> dict[str, Any]:
-    """What a folder of results says that it depends on.
+    """The facts of a folder of results.
 
     Raises:
         ResultError: it is no such folder.
@@ -100,12 +99,12 @@ def read_job(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ResultError(f"{folder} must be a folder that extract.py has written: {error}") from error
     if not isinstance(found, dict):
-        raise ResultError(f"{folder / JOB} must have the facts of a job; it is damaged: make the results anew")
+        raise ResultError(f"{folder / JOB} must have the facts of a job. It is damaged: make the results again")
     return found
 
 
 def batches(folder: Path, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """The results of a folder, a part after the other, in the order of samples.
+    """The results of a folder, part by part, in the order of samples.
 
     Raises:
         ResultError: there are none, or a part is damaged.

@@ -1,4 +1,4 @@
-"""report.html: one page about a run or several, which opens anywhere without a network."""
+"""report.html: one page about one run or several, which opens anywhere without a network."""
 
 from .document import write_report
 

@@ -38,10 +38,9 @@ class ChartLine:
 
     Args:
         clock: of its run: tokens and hours at each step.
-        run: number of its run, which chooses the colour; -1 is grey.
+        run: number of its run, which chooses the colour. -1 is grey.
         style: number of the kind of line within the run, where a chart has several.
-        marked: whether each point has a mark.
-        raw: draw it pale, with its running mean over it where it has many points.
+        raw: draw it pale, with its running mean over it if it has many points.
     """
 
     label: str
@@ -55,11 +54,11 @@ class ChartLine:
 
 @dataclass
 class Charts:
-    """All charts of a page. They have one x axis, which the page's switch sets to steps, tokens or hours.
+    """All charts of a page. They share one x axis, which the page's switch sets to steps, tokens or hours.
 
     Args:
-        points: most points of a curve; of more, the least and the greatest of each stretch are drawn, so that no spike
-            is lost.
+        points: most points of a curve. Of more, the least and the greatest of each stretch are drawn, so that no
+            spike is lost.
     """
 
     points: int = 1500
@@ -70,24 +69,20 @@ class Charts:
     def lines(
         self, title: str, unit: str, curves: Iterable[ChartLine], *, log: bool = False, percent: bool = False
     ) -> Any:
-        """A chart of curves, or None where none of them has a point."""
+        """A chart of curves, or None if none has a point."""
         curves = [curve for curve in curves if curve.series.steps]
         if log:
             curves = [curve for curve in curves if min(curve.series.values) > 0]
         if not curves:
             return None
-        chart = figure(
-            title=title,
-            width=WIDTH,
-            height=HEIGHT,
-            sizing_mode="stretch_width",
+        chart = _figure(
+            title,
             x_range=self.x_range,
             x_axis_label=AXES["step"],
             y_axis_label=unit,
             y_axis_type="log" if log else "linear",
             tools="xpan,xwheel_zoom,box_zoom,reset,save",
             active_scroll=None,
-            output_backend="canvas",
         )
         chart.xaxis.formatter = NumeralTickFormatter(format="0.[00]a")
         if percent:
@@ -95,11 +90,8 @@ class Charts:
         self.axes.append(chart.xaxis[0])
         for curve in curves:
             self._draw(chart, curve)
-        chart.add_tools(
-            HoverTool(
-                tooltips=[("", "@label"), ("step", "@step"), ("tokens", "@tokens{0.[00]a}"), (unit, "@y{0.0000}")]
-            )
-        )
+        shown = [("", "@label"), ("step", "@step"), ("tokens", "@tokens{0.[00]a}"), (unit, "@y{0.0000}")]
+        chart.add_tools(HoverTool(tooltips=shown))
         chart.legend.click_policy = "hide"
         chart.legend.label_text_font_size = "9pt"
         chart.legend.spacing = 0
@@ -142,7 +134,7 @@ class Charts:
         return self.sources[-1]
 
     def switch(self) -> Any:
-        """Buttons that choose what the x axis of every chart counts."""
+        """Buttons that choose the unit of every chart's x axis."""
         buttons = RadioButtonGroup(labels=list(AXES.values()), active=0)
         code = """
             const column = columns[buttons.active]
@@ -157,6 +149,11 @@ class Charts:
         return buttons
 
 
+def _figure(title: str, **options: Any) -> Any:
+    common = {"width": WIDTH, "height": HEIGHT, "sizing_mode": "stretch_width", "tools": "save"}
+    return figure(title=title, output_backend="canvas", **{**common, **options})
+
+
 def heat_map(title: str, values: Sequence[Sequence[float]], *, x: str, y: str, rows: Sequence[str], span: Any) -> Any:
     """Values [rows][columns] around 1, from blue (0) over white (1) to red (2 or more).
 
@@ -165,17 +162,13 @@ def heat_map(title: str, values: Sequence[Sequence[float]], *, x: str, y: str, r
     """
     first, last = span
     half = (last - first) / max(len(values[0]) - 1, 1) / 2 or 0.5
-    chart = figure(
-        title=title,
-        width=WIDTH,
+    chart = _figure(
+        title,
         height=max(180, 90 + 22 * len(values)),
-        sizing_mode="stretch_width",
         x_axis_label=x,
         y_axis_label=y,
         x_range=(first - half, last + half),
         y_range=(len(values) - 0.5, -0.5),
-        tools="save",
-        output_backend="canvas",
     )
     most = max(2.0, *(value for row in values for value in row if math.isfinite(value)))
     colours = LinearColorMapper(palette=RdBu11, low=0.0, high=min(most, 4.0), nan_color="#ffffff")
@@ -198,17 +191,7 @@ def heat_map(title: str, values: Sequence[Sequence[float]], *, x: str, y: str, r
 def shares(title: str, steps: Sequence[int], parts: dict[str, list[float]]) -> Any:
     """Shares of a whole over steps, one above the other."""
     colours = [Category20_20[number % 20] for number in range(len(parts))]
-    chart = figure(
-        title=title,
-        width=WIDTH,
-        height=HEIGHT,
-        sizing_mode="stretch_width",
-        x_axis_label="step",
-        y_axis_label="share",
-        y_range=(0, 1),
-        tools="save",
-        output_backend="canvas",
-    )
+    chart = _figure(title, x_axis_label="step", y_axis_label="share", y_range=(0, 1))
     columns = {f"part{number}": values for number, values in enumerate(parts.values())}
     source = ColumnDataSource({"step": list(steps), **columns})
     chart.varea_stack(list(columns), x="step", color=colours, legend_label=list(parts), source=source)

@@ -1,4 +1,4 @@
-"""From which sources a run has read over its steps: arithmetic on its plan of the data, without reading any text."""
+"""Sources that a run has read over its steps: computed from its data plan, without reading any text."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ WINDOWS = 100
 
 @dataclass(frozen=True)
 class Composition:
-    """Shares of the samples by source in windows of steps.
+    """Shares of the samples by source in windows of steps, each given by its end.
 
     Attributes:
-        steps: the end of each window.
-        parts: source -> its share in each window; the shares of a window sum to 1.
+        parts: source -> its share in each window. The shares of a window sum to 1.
     """
 
     steps: list[int]
@@ -27,7 +26,7 @@ class Composition:
 
 
 def composition(run: RunHistory) -> Composition | str:
-    """What a run has read from each source up to its last step, or a sentence that says why that is not known."""
+    """Composition of the data up to the run's last step, or the reason why it is unknown."""
     if run.described is None or not run.training:
         return "there is no configuration or no step"
     config = run.described.config

@@ -1,4 +1,4 @@
-"""The page itself: one HTML file with everything in it."""
+"""The page itself: one HTML file with all contents."""
 
 from __future__ import annotations
 
@@ -38,19 +38,13 @@ td.text { white-space: pre-wrap; font-family: ui-monospace, monospace; font-size
 
 
 def write_report(runs: list[RunHistory], path: str | Path, *, title: str) -> None:
-    """Write the report of some runs into a file, which appears whole or not at all.
-
-    Args:
-        path: an HTML file.
-        title: of the page.
-    """
+    """Write the report of some runs into a file, which appears whole or not at all."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, page(runs, title))
 
 
 def page(runs: list[RunHistory], title: str) -> str:
-    """The report as HTML that needs nothing from anywhere."""
     curves = sum(5 + len(run.metrics()) + len(run.validation) + len(run.tasks) for run in runs)
     charts = Charts(points=max(100, min(1500, POINTS // curves)))
     made = sections(runs, charts)
@@ -60,6 +54,7 @@ def page(runs: list[RunHistory], title: str) -> str:
     buttons = next(pieces)
     body = "\n".join(_section(section, [next(pieces) for _ in section.charts]) for section in made)
     links = " ".join(f'<a href="#{each.name}">{html.escape(each.title)}</a>' for each in made)
+    folders = ", ".join(html.escape(str(run.folder)) for run in runs)
     made_at = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return f"""<!doctype html>
 <html lang="en">
@@ -74,17 +69,13 @@ def page(runs: list[RunHistory], title: str) -> str:
 <nav>{links}<span>{buttons}</span></nav>
 <main>
 <h1>{html.escape(title)}</h1>
-<p>{_folders(runs)}; written {made_at}</p>
+<p>{folders}, written {made_at}</p>
 {body}
 </main>
 {script}
 </body>
 </html>
 """
-
-
-def _folders(runs: list[RunHistory]) -> str:
-    return ", ".join(html.escape(str(run.folder)) for run in runs)
 
 
 def _section(section: PageSection, charts: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""What a run has left behind, read for the report: metrics, abandoned steps, ledger, samples and configuration."""
+"""A run's files, read for the report: metrics, abandoned steps, ledger, samples and configuration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOT_DRAWN = ("step", "tokens", "peak_tflops", "eta_seconds")
 
 @dataclass(frozen=True)
 class Series:
-    """Values over updates. `steps` counts the updates that the weights had seen; both have the same length."""
+    """Values over updates. `steps` counts the updates that the weights had seen. Both have the same length."""
 
     steps: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
@@ -35,17 +35,15 @@ class Series:
 
 @dataclass(frozen=True)
 class RunHistory:
-    """A run's files, as far as they are there.
+    """A run's files, as far as they exist.
 
     Attributes:
-        name: what the run is called on the page, unlike that of every other run.
-        folder: its directory.
+        name: unique name of the run on the page.
         training: training records in order of their steps.
         validation, tasks: set or task -> metric -> values.
-        abandoned: training losses that a later start replaced, a series for each time the run went back.
-        events: lines of the ledger, without those of batch hashes.
-        samples: generated texts.
-        described: its configuration with origins; None where config.yml is not there.
+        abandoned: training losses that a later start replaced, a series per rollback.
+        events: lines of the ledger, without batch hashes.
+        described: its configuration with origins. None without config.yml.
     """
 
     name: str
@@ -90,7 +88,7 @@ class RunHistory:
         return [numbers(record) for record in self.training]
 
     def metric(self, key: str) -> Series:
-        """A number of the training records by its path, where it is there and finite."""
+        """A number of the training records by its path, where it exists and is finite."""
         found = Series()
         for record, flat in zip(self.training, self._numbers):
             value = flat.get(key)
@@ -106,13 +104,12 @@ class RunHistory:
         return list(found)
 
     def clock(self) -> StepAxis:
-        """Tokens and hours by step."""
         return StepAxis.of(self.training)
 
 
 @dataclass(frozen=True)
 class StepAxis:
-    """Tokens read and hours of training after given steps; between them a straight line, so too beyond the ends."""
+    """Tokens read and hours of training after given steps. Linear between them and beyond the ends."""
 
     steps: list[int]
     tokens: list[float]
@@ -130,7 +127,7 @@ class StepAxis:
         )
 
     def at(self, step: int) -> tuple[float, float]:
-        """(tokens, hours) when `step` updates were made."""
+        """(tokens, hours) after `step` updates."""
         right = min(max(bisect_left(self.steps, step), 1), len(self.steps) - 1)
         if right < 1:
             return 0.0, 0.0
@@ -143,7 +140,7 @@ class StepAxis:
 
 
 def named_runs(folders: list[str]) -> list[RunHistory]:
-    """The runs of some directories, under the shortest ends of their paths that tell them apart."""
+    """The runs of some directories, named by the shortest unique ends of their paths."""
     paths = [Path(each).absolute() for each in folders]
     depth = 1
     while len({path.parts[-depth:] for path in paths}) < len(paths):
@@ -170,7 +167,6 @@ def _measured(records: Sequence[Record], kind: str) -> dict[str, dict[str, Serie
 
 
 def _branches(records: list[Record]) -> Iterator[Series]:
-    """Losses of abandoned steps."""
     for points in branches(records):
         branch = Series()
         for step, loss in points:

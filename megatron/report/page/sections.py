@@ -1,12 +1,13 @@
-"""The sections of the report. Each is made from all runs, and left out where no run has anything for it."""
+"""The sections of the report. Each is made from all runs, and omitted if no run has data for it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..console import duration, short_number
+from ..experts import evenly, loads_over_even_share
 from ..goodput import PARTS, goodput
 from .charts import ChartLine, Charts, heat_map, shares
 from .history import Record, RunHistory, Series
@@ -17,8 +18,8 @@ RECENT = 100  # estimates of the moving mean
 
 
 def noise_scales(run: RunHistory, count: int | None) -> Series:
-    """The gradient noise scale: mean noise over mean signal of the last `count` estimates, or of all so far, where both
-    are above 0. One step's estimate says little."""
+    """The gradient noise scale: mean noise over mean signal of the last `count` estimates, or of all so far, if both
+    are above 0. A single step's estimate is not reliable."""
     noise, signal = run.metric(f"{NOISE}/noise"), run.metric(f"{NOISE}/signal")
     known, sums, found = dict(zip(signal.steps, signal.values)), [(0.0, 0.0)], Series()
     for step, value in zip(noise.steps, noise.values):
@@ -84,13 +85,7 @@ def sections(runs: list[RunHistory], charts: Charts) -> list[PageSection]:
     )
     made = [maker(runs, charts) for maker in makers]
     cleaned = [
-        PageSection(
-            each.name,
-            each.title,
-            [chart for chart in each.charts if chart is not None],
-            [table for table in each.tables if table.rows],
-            each.note,
-        )
+        replace(each, charts=[chart for chart in each.charts if chart], tables=[one for one in each.tables if one.rows])
         for each in made
     ]
     return [each for each in cleaned if each.charts or each.tables or each.note]
@@ -128,14 +123,14 @@ def _overview(runs: list[RunHistory], charts: Charts) -> PageSection:
 
 
 def _state(run: RunHistory) -> str:
-    """How the run ended, or where it is, by its ledger."""
+    """End or state of the run, by its ledger."""
     ended = {"end": "finished", "stop": "stopped", "error": "failed"}
     for event in reversed(run.events):
         if event.get("event") in ended:
             reason = event.get("reason") or event.get("message") or event.get("error")
             return f"{ended[event['event']]} after {event.get('step', '?')} steps" + (f": {reason}" if reason else "")
         if event.get("event") in ("start", "resume"):
-            return "running, or ended without a word"
+            return "running, or ended without a report"
     return ""
 
 
@@ -196,7 +191,7 @@ def _recipe(runs: list[RunHistory], charts: Charts) -> PageSection:
 
 
 def _norms(runs: list[RunHistory], charts: Charts) -> PageSection:
-    """Norms by layer (`logging.statistics`), of some layers where there are many."""
+    """Norms by layer (`logging.statistics`), of some layers if there are many."""
     titles = {
         "weight": "Norm of the weights",
         "gradient": "Norm of the gradient before clipping",
@@ -209,11 +204,7 @@ def _norms(runs: list[RunHistory], charts: Charts) -> PageSection:
         curves = []
         for number, run in enumerate(runs):
             keys = [key for key in run.metrics() if key.startswith(f"{NORMS}/") and key.endswith(f"/{kind}")]
-            shown = dict.fromkeys(
-                keys[place * (len(keys) - 1) // max(min(len(keys), LAYERS_DRAWN) - 1, 1)]
-                for place in range(min(len(keys), LAYERS_DRAWN))
-            )
-            for style, key in enumerate(shown):
+            for style, key in enumerate(dict.fromkeys(evenly(keys, LAYERS_DRAWN))):
                 label = f"{run.name}: {key.split('/')[1]}"
                 curves.append(ChartLine(label, run.metric(key), run.clock(), run=number, style=style))
         entropy = kind == "attention_entropy"
@@ -222,7 +213,7 @@ def _norms(runs: list[RunHistory], charts: Charts) -> PageSection:
 
 
 def _noise(runs: list[RunHistory], charts: Charts) -> PageSection:
-    """The gradient noise scale (`logging.noise_scale`), and what it is the quotient of."""
+    """The gradient noise scale (`logging.noise_scale`), and its two parts."""
     scales = [
         ChartLine(f"{run.name}: {label}", noise_scales(run, count), run.clock(), run=number, style=style)
         for number, run in enumerate(runs)
@@ -254,7 +245,7 @@ def _speed(runs: list[RunHistory], charts: Charts) -> PageSection:
     hours = ", ".join(
         f"{run.name} {duration(run.clock().hours[-1] * 3600)}" for run in runs if run.training and run.clock().hours[-1]
     )
-    note = f"Time in training steps: {hours}; evaluation, checkpoints and starts are not in it." if hours else ""
+    note = f"Time in training steps: {hours}, without evaluation, checkpoints and starts." if hours else ""
     return PageSection("speed", "Speed", [rates, flops, share, seconds], note=note)
 
 
@@ -302,27 +293,14 @@ def _experts(runs: list[RunHistory], charts: Charts) -> PageSection:
         if not records:
             continue
         layers = list(records[-1]["moe"])
-        chosen = [
-            records[index * (len(records) - 1) // max(min(len(records), HEAT_MAP_COLUMNS) - 1, 1)]
-            for index in range(min(len(records), HEAT_MAP_COLUMNS))
-        ]
+        chosen = evenly(records, HEAT_MAP_COLUMNS)
         over = [[_most(record, layer) for record in chosen] for layer in layers]
         span = (chosen[0]["step"], chosen[-1]["step"])
-        drawn.append(
-            heat_map(
-                f"{run.name}: greatest load of an expert over an even share",
-                over,
-                x="step",
-                y="layer",
-                rows=layers,
-                span=span,
-            )
-        )
-        loads = [[share * len(each["load"]) for share in each["load"]] for each in records[-1]["moe"].values()]
-        widest = max(map(len, loads))
-        loads = [[*row, *[float("nan")] * (widest - len(row))] for row in loads]
+        title = f"{run.name}: greatest load of an expert over an even share"
+        drawn.append(heat_map(title, over, x="step", y="layer", rows=layers, span=span))
+        loads = loads_over_even_share(records[-1]["moe"])
         title = f"{run.name}: load of each expert over an even share at step {records[-1]['step']}"
-        drawn.append(heat_map(title, loads, x="expert", y="layer", rows=layers, span=(0, widest - 1)))
+        drawn.append(heat_map(title, loads, x="expert", y="layer", rows=layers, span=(0, len(loads[0]) - 1)))
     return PageSection("experts", "Experts", drawn)
 
 
@@ -351,7 +329,6 @@ def _samples(runs: list[RunHistory], charts: Charts) -> PageSection:
 
 
 def _goodput(runs: list[RunHistory], charts: Charts) -> PageSection:
-    """Where the wall time of all starts has gone."""
     accounts = [(run.name, goodput(run.events)) for run in runs]
     head = ["part", "what it is", *[name for name, each in accounts if each.wall]]
     rows = []
@@ -361,7 +338,7 @@ def _goodput(runs: list[RunHistory], charts: Charts) -> PageSection:
     if len(head) == 2:
         return PageSection("goodput", "Wall time")
     rows.append(["all", "", *[f"{duration(each.wall)} in {each.starts}" for _, each in accounts if each.wall]])
-    rows[-1][1] = "from the first launch on, without the time between runs that a person started; number of starts"
+    rows[-1][1] = "since the first launch, without the time before starts by a user, and the number of starts"
     return PageSection("goodput", "Wall time", tables=[PageTable("", head, rows)])
 
 

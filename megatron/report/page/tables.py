@@ -1,4 +1,4 @@
-"""Tables of the report: plain text in cells, which the page escapes."""
+"""Tables of the report, with plain text in cells. The page escapes it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class PageTable:
     """Rows of text under a title.
 
     Args:
-        folded: whether it is shown only when the reader opens it.
-        text: numbers of the columns whose line breaks count.
+        folded: whether the reader has to open it.
+        text: numbers of the columns that keep line breaks.
     """
 
     title: str
@@ -32,7 +32,7 @@ class PageTable:
 
 
 def event_table(run: RunHistory) -> PageTable:
-    """The ledger of a run; of very many events, the first and the last."""
+    """The ledger of a run. Of many events, the first and the last."""
     events = run.events
     title = f"{run.name}: ledger"
     if len(events) > MANY_EVENTS:
@@ -79,7 +79,7 @@ def sample_tables(runs: list[RunHistory]) -> list[PageTable]:
 
 
 def configuration_tables(runs: list[RunHistory]) -> Iterator[PageTable]:
-    """In what the other runs differ from the first, and the values of each run that are not defaults."""
+    """Differences of the other runs from the first, and each run's values that are not defaults."""
     known = [run for run in runs if run.described is not None]
     for run in known[1:]:
         assert known[0].described is not None and run.described is not None
