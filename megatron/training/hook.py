@@ -99,10 +99,13 @@ class Hook:
         super().__init_subclass__(**options)
         cls.points = defined_points(Hook, cls)
 
+    def __init__(self, parts: HookContext | None = None) -> None:
+        pass
+
     @classmethod
     def of(cls, parts: HookContext) -> Hook | None:
         """The hook for a run, or None if the run does not need it."""
-        raise NotImplementedError(f"{cls.__name__} is made with its options, not from a run")
+        return cls(parts)
 
     def on_start(self, trainer: Trainer) -> None:
         """Before the first step."""

@@ -170,7 +170,7 @@ def test_a_tokenizer_that_is_not_the_runs(folder):
         if parts is None:
             assert found == [[], [], []]
         else:
-            assert all(part in found[2][0] for part in (*parts, "tokenizer.path", "fix:"))
+            assert all(part in found[2][0] for part in (*parts, "tokenizer.path", "Fix:"))
             assert said(folder, "fits", tokenizer={"type": "huggingface", "path": path})  # evaluate.py asks
             known = {"checkpoint": {"allow_changes": ["tokenizer"]}}
             assert tokenizer_problems(config(folder, tokenizer=other.tokenizer.model_dump(), **known), folder) == []

@@ -229,7 +229,7 @@ def written(folder: Path, flags: dict[int, bool], **facts) -> Path:
     job = table.RecitationJob("c", 10, (0, 4, 1), 4, 32, 32, True, "fp32")
     table.begin(folder, job)
     if facts:
-        table.write(folder / table.JOB, json.dumps({**table.read_job(folder), **facts}).encode())
+        (folder / table.JOB).write_text(json.dumps({**table.read_job(folder), **facts}))
     rows = [
         {"sample": sample, "step": sample // 4, "sequence": sample % 4, "source": "s", "documents": 1}
         | {"extractable": flag, "score": 1.0 if flag else 0.9 if sample % 2 else 0.25, "log_likelihood": -1.0}

@@ -51,7 +51,7 @@ def decay_cautiously(parameter: Tensor, step: Tensor, amount: float) -> None:
     Cautious weight decay (Chen et al. 2025, arXiv 2510.12402), in place.
 
     Args:
-        step: of the parameter's shape; its signs count.
+        step: of the shape of the parameter. Only its signs matter.
         amount: learning rate times weight decay.
     """
     if amount:

@@ -8,20 +8,13 @@ from ..trainer import Trainer
 
 
 class AverageHook(Hook):
-    """After each update: average = c average + (1 - c) weights, in fp32, element by element.
+    """After each update: average = c average + (1 - c) weights, in fp32. c is `training.weight_average`.
 
     It begins with the initial weights. Checkpoints have it as the state "average" of each parameter.
-
-    Args:
-        coefficient: c. None: no average.
     """
 
-    def __init__(self, coefficient: float | None) -> None:
-        self._coefficient = coefficient
-
-    @classmethod
-    def of(cls, parts: HookContext) -> AverageHook:
-        return cls(parts.config.training.weight_average)
+    def __init__(self, parts: HookContext) -> None:
+        self._coefficient = parts.config.training.weight_average
 
     def on_start(self, trainer: Trainer) -> None:
         if self._coefficient is not None and trainer.start == 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,43 +100,22 @@ def evaluate(
 class EvaluateHook(Hook):
     """Evaluates every set every n steps, and before the first and after the last step if asked to.
 
-    Args:
-        average: evaluate them with the average of the weights too, as "<set> (average)".
+    With `training.weight_average` it evaluates the average of the weights too, as "<set> (average)".
     """
 
-    def __init__(
-        self,
-        sets: Sequence[ValidationSet],
-        *,
-        every: int | None,
-        at_start: bool,
-        at_end: bool,
-        average: bool = False,
-        breakdown: Sequence[str] = (),
-    ) -> None:
-        self._average, self._breakdown = average, tuple(breakdown)
+    def __init__(self, parts: HookContext) -> None:
+        self._options, self._sets = parts.config.evaluation, list(parts.validation)
+        self._average = parts.config.training.weight_average is not None
         self._measures: dict[str, Measures] = {}
-        self._sets, self._every, self._at_start, self._at_end = list(sets), every, at_start, at_end
-
-    @classmethod
-    def of(cls, parts: HookContext) -> EvaluateHook:
-        options, average = parts.config.evaluation, parts.config.training.weight_average is not None
-        return cls(
-            parts.validation,
-            every=options.every,
-            at_start=options.at_start,
-            at_end=options.at_end,
-            average=average,
-            breakdown=options.breakdown,
-        )
 
     def on_start(self, trainer: Trainer) -> None:
-        if self._at_start and trainer.start == 0:
+        if self._options.at_start and trainer.start == 0:
             self._evaluate(trainer)
 
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
-        due = self._every is not None and trainer.completed % self._every == 0
-        if due or (self._at_end and trainer.completed == trainer.steps):
+        every = self._options.every
+        due = every is not None and trainer.completed % every == 0
+        if due or (self._options.at_end and trainer.completed == trainer.steps):
             self._evaluate(trainer)
 
     def _evaluate(self, trainer: Trainer) -> None:
@@ -177,7 +155,7 @@ class EvaluateHook(Hook):
             config, at = trainer.config, trainer.mesh.at
             vocabulary = config.model.vocab_size
             groupings: dict[str, Grouping] = {}
-            for name in self._breakdown:
+            for name in self._options.breakdown:
                 if name == "source":
                     groupings["by_source"] = BySource(which.loader.plan)
                 elif name == "position":

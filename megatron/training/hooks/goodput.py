@@ -18,13 +18,9 @@ EVERY = 300.0  # seconds between marks. After the last mark of a killed start on
 class GoodputHook(Hook):
     """Writes marks to the ledger from time to time and after evaluations, and logs the accounts at the end."""
 
-    def __init__(self, folder: str | Path) -> None:
-        self._ledger = Path(folder) / "ledger.jsonl"
+    def __init__(self, parts: HookContext) -> None:
+        self._ledger = Path(parts.config.run.dir) / "ledger.jsonl"
         self._marked, self._evaluated = time.monotonic(), 0.0
-
-    @classmethod
-    def of(cls, parts: HookContext) -> GoodputHook:
-        return cls(parts.config.run.dir)
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         evaluated = trainer.beacon.total(EVALUATE)

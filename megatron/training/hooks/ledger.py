@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -15,18 +13,11 @@ from .log import device_name
 
 
 class LedgerHook(Hook):
-    """Writes the ledger on rank 0.
+    """Writes the ledger on rank 0."""
 
-    Args:
-        facts: further facts of the start: versions, layout, the resumed checkpoint, hash of the data.
-    """
-
-    def __init__(self, facts: Mapping[str, Any] | None = None) -> None:
-        self._facts = dict(facts or {})
-
-    @classmethod
-    def of(cls, parts: HookContext) -> LedgerHook:
-        return cls(parts.facts)
+    def __init__(self, parts: HookContext) -> None:
+        # Facts of the start: versions, layout, the resumed checkpoint, hash of the data.
+        self._facts = dict(parts.facts or {})
 
     def on_start(self, trainer: Trainer) -> None:
         layout = trainer.mesh.layout

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from megatron.config.sections.output import ProfileOptions
 from megatron.report.trace import FACTS, FOLDER, MARK
 from megatron.worker.beacon import HOOKS, NAMES, Beacon
 
@@ -24,15 +23,11 @@ class ProfileHook(Hook):
     a GPU, `memory_rank<r>.pickle` (pytorch.org/memory_viz).
     """
 
-    def __init__(self, options: ProfileOptions, folder: str | Path) -> None:
-        self._options, self._folder = options, Path(folder) / FOLDER
+    def __init__(self, parts: HookContext) -> None:
+        self._options, self._folder = parts.config.logging.profile, Path(parts.config.run.dir) / FOLDER
         self._profiler: torch.profiler.profile | None = None
         self._marks: PhaseMarks | None = None
         self._first = self._last = 0  # recorded steps
-
-    @classmethod
-    def of(cls, parts: HookContext) -> ProfileHook:
-        return cls(parts.config.logging.profile, parts.config.run.dir)
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         options = self._options

@@ -17,18 +17,11 @@ class StopHook(Hook):
     """A signal on any rank, or rank 0's clock, ends the run after the step in which all ranks have received it.
 
     The checkpoint hook, which comes later in the list, then saves. A second signal has its default effect.
-
-    Args:
-        minutes: wall time after which the run stops. None: no limit.
     """
 
-    def __init__(self, minutes: float | None = None) -> None:
-        self._minutes = minutes
+    def __init__(self, parts: HookContext) -> None:
+        self._minutes = parts.config.training.stop_after
         self._signals: StopSignals | None = None
-
-    @classmethod
-    def of(cls, parts: HookContext) -> StopHook:
-        return cls(parts.config.training.stop_after)
 
     def on_start(self, trainer: Trainer) -> None:
         # Python delivers signals only to the main thread. A caller in another thread has its own way to stop.

@@ -14,13 +14,9 @@ from ..trainer import Trainer
 class SummaryHook(Hook):
     """Draws the loss curve and prints the summary on rank 0, also of a run that ended early or in an error."""
 
-    def __init__(self, folder: str | Path, name: str, *, curve: bool = True) -> None:
-        self._folder, self._name, self._curve = Path(folder), name, curve
-
-    @classmethod
-    def of(cls, parts: HookContext) -> SummaryHook:
-        config = parts.config
-        return cls(config.run.dir, config.run.name or Path(config.run.dir).name, curve=config.logging.curve)
+    def __init__(self, parts: HookContext) -> None:
+        self._folder, self._curve = Path(parts.config.run.dir), parts.config.logging.curve
+        self._name = parts.config.run.name or self._folder.name
 
     def on_end(self, trainer: Trainer) -> None:
         metrics = self._folder / "metrics.jsonl"

@@ -53,7 +53,7 @@ class NorMuon(Muon):
         return found.view_as(whole)
 
     def _divide(self, part: Tensor, square: Tensor) -> Tensor:
-        """`part` [n, rows, columns] or [n, heads, rows, columns], each matrix by itself; `square` [n, rows] moves."""
+        """`part` [n, rows, columns] or [n, heads, rows, columns], each matrix by itself. Updates `square` [n, rows]."""
         average = square.view(part.shape[:-1])
         average.lerp_(part.square().mean(-1).to(square.dtype), 1 - self.beta2)
         divided = part / (average.sqrt() + EPSILON).unsqueeze(-1)
