@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from ..layout.mesh import ALONE, Axis
-from .objective_logits import SumOverRanks
+from .collectives import sum_over
 
 SEQUENCE = "sequence"  # the column that numbers the sequences of a sample from 0. -1: a label of none
 
 
 @dataclass
 class Labels:
-    """The labels of a micro-batch that a rank has. Autograd sees all that is made of their log-probabilities.
+    """The labels of a micro-batch that a rank has. Autograd records all uses of their log-probabilities.
 
     `units` has for each kind of labels (`Objective.counted`) the weight of one label in a mean over the step.
 
@@ -59,7 +59,7 @@ class Labels:
         """The sum over the labels of each sequence that count, [B, K], equal on all ranks that share the sample."""
         ids_BS, counts_BS = self._places
         sums_BK = x_BS.new_zeros(x_BS.shape[0], self.sequences)
-        return SumOverRanks.apply(sums_BK.scatter_add(1, ids_BS, x_BS.masked_fill(~counts_BS, 0.0)), self.axis)
+        return sum_over(sums_BK.scatter_add(1, ids_BS, x_BS.masked_fill(~counts_BS, 0.0)), self.axis)
 
     @cached_property
     def lengths_BK(self) -> Tensor:
