@@ -42,7 +42,7 @@ class ConversionStep:
 
     def cut_otherwise(self, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> bool:
         """Whether shapes differ only in where the rows of one tensor are cut into several, and the form joins them."""
-        if not getattr(self.form, "any_cut", False) or not all(found.values()):
+        if not self.form.any_cut or not all(found.values()):
             return False
         sides = (found.values(), wanted.values())
         rest = {shape[1:] for side in sides for shape in side}

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.links import Fused, Joined, Link
+from megatron.kinds.common.links import Form, Link, fused, joined
 
 OURS = "layers.{n}.cca"
 
 
-def query_key(model: ModelSection) -> Joined:
-    """Our one tensor is their two, of the queries and of the keys."""
+def query_key(model: ModelSection) -> Form:
+    """Our one tensor is their two: queries and keys."""
     own = model.cca
-    return Joined((own.heads * own.head_dim, own.kv_heads * own.head_dim))
+    return joined(own.heads * own.head_dim, own.kv_heads * own.head_dim)
 
 
 def mixer(theirs: str) -> tuple[Link, ...]:
-    """The mixer; `theirs` is its module."""
+    """The mixer of module `theirs`."""
     projection = f"{theirs}.qkv_proj"
     return (
         Link(f"{OURS}.query_key", (f"{projection}.q_proj", f"{projection}.k_proj"), query_key),
-        Link(f"{OURS}.value", (f"{projection}.v_proj_current", f"{projection}.v_proj_delayed"), Fused()),
+        Link(f"{OURS}.value", (f"{projection}.v_proj_current", f"{projection}.v_proj_delayed"), fused()),
         Link(f"{OURS}.depthwise", f"{projection}.conv_qk_depthwise"),
         Link(f"{OURS}.grouped", f"{projection}.conv_qk_grouped"),
         Link(f"{OURS}.temperature", f"{theirs}.qk_norm.temp", suffixes=("",)),

@@ -1,8 +1,8 @@
-"""What stands for what: links between our logical tensors and those of another program, read in both directions.
+"""Links between our logical tensors and those of another program, read in both directions.
 
-A link names modules; it holds for their `weight` and for their `bias`, where they exist. Its form says how the tensors
-of one side are made of those of the other. Every form only moves elements, so both directions are exact. A form that
-needs widths of the model is given as a function of the model's section that makes it.
+A link names modules. It holds for their `weight` and `bias`, where they exist. Its form says how the tensors of one
+side are made of those of the other. Every form only moves elements, so both directions are exact. A form that needs
+widths of the model is given as a function of the model's section.
 
 The `hf.py` of a kind has the links of its layers, and the forms that only it needs.
 """
@@ -11,94 +11,58 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.config.sections.model import ModelSection
 
+Tensors = list[Tensor]
 
-class Form(Protocol):
-    """How the tensors of the two sides are made of each other.
 
-    A form whose `any_cut` is true joins the rows of theirs, wherever they are cut into tensors; all others take the
-    shapes alone that they write.
+@dataclass(frozen=True)
+class Form:
+    """How the tensors of the two sides are made of each other. All take the shapes that they write.
+
+    Attributes:
+        any_cut: the rows of theirs are joined, wherever they are cut into tensors.
     """
 
-    def to_hf(self, ours: list[Tensor]) -> list[Tensor]: ...
-
-    def from_hf(self, theirs: list[Tensor]) -> list[Tensor]: ...
-
-
-@dataclass(frozen=True)
-class Same:
-    """One tensor, as it is."""
-
-    def to_hf(self, ours: list[Tensor]) -> list[Tensor]:
-        return ours
-
-    def from_hf(self, theirs: list[Tensor]) -> list[Tensor]:
-        return theirs
+    to_hf: Callable[[Tensors], Tensors]
+    from_hf: Callable[[Tensors], Tensors]
+    any_cut: bool = False
 
 
-SAME = Same()
+def one(to_hf: Callable[[Tensor], Tensor], from_hf: Callable[[Tensor], Tensor]) -> Form:
+    """One tensor on both sides."""
+    return Form(lambda ours: [to_hf(ours[0])], lambda theirs: [from_hf(theirs[0])])
 
 
-@dataclass(frozen=True)
-class Fused:
+SAME = Form(lambda ours: ours, lambda theirs: theirs)
+
+
+def fused(parts: int = 2) -> Form:
     """Our one tensor is their equally large ones, one below the other (keys and values, gate and up)."""
-
-    parts: int = 2
-
-    def to_hf(self, ours: list[Tensor]) -> list[Tensor]:
-        return list(ours[0].chunk(self.parts))
-
-    def from_hf(self, theirs: list[Tensor]) -> list[Tensor]:
-        return [torch.cat(theirs)]
+    return Form(lambda ours: list(ours[0].chunk(parts)), lambda theirs: [torch.cat(theirs)])
 
 
-@dataclass(frozen=True)
-class Joined:
+def joined(*rows: int) -> Form:
     """Our one tensor is theirs, of these numbers of rows, one below the other."""
-
-    rows: tuple[int, ...]
-
-    def to_hf(self, ours: list[Tensor]) -> list[Tensor]:
-        return list(ours[0].split(list(self.rows)))
-
-    def from_hf(self, theirs: list[Tensor]) -> list[Tensor]:
-        return [torch.cat(theirs)]
+    return Form(lambda ours: list(ours[0].split(list(rows))), lambda theirs: [torch.cat(theirs)])
 
 
-@dataclass(frozen=True)
-class StackedRows:
+def stacked(*rows: int) -> Form:
     """Our tensors, of these numbers of rows, are their one, one below the other."""
-
-    rows: tuple[int, ...]
-
-    def to_hf(self, ours: list[Tensor]) -> list[Tensor]:
-        return [torch.cat(ours)]
-
-    def from_hf(self, theirs: list[Tensor]) -> list[Tensor]:
-        return list(theirs[0].split(list(self.rows)))
+    return Form(lambda ours: [torch.cat(ours)], lambda theirs: list(theirs[0].split(list(rows))))
 
 
-@dataclass(frozen=True)
-class Transposed:
-    """Their matrices are [inputs, outputs] (GPT-2's Conv1D); biases are vectors on both sides."""
+def transposed(inner: Form = SAME) -> Form:
+    """Their matrices are [inputs, outputs] (GPT-2's Conv1D). Biases are vectors on both sides."""
 
-    inner: Form = SAME
+    def turned(tensors: Tensors) -> Tensors:
+        return [each.T if each.dim() == 2 else each for each in tensors]
 
-    def to_hf(self, ours: list[Tensor]) -> list[Tensor]:
-        return [_turned(each) for each in self.inner.to_hf(ours)]
-
-    def from_hf(self, theirs: list[Tensor]) -> list[Tensor]:
-        return self.inner.from_hf([_turned(each) for each in theirs])
-
-
-def _turned(tensor: Tensor) -> Tensor:
-    return tensor.T if tensor.dim() == 2 else tensor
+    return Form(lambda ours: turned(inner.to_hf(ours)), lambda theirs: inner.from_hf(turned(theirs)))
 
 
 @dataclass(frozen=True)
@@ -106,11 +70,11 @@ class Link:
     """Our modules and theirs.
 
     Attributes:
-        ours, theirs: one name or several. `{n}` stands for the number of the layer, on both sides alike, and `{e}` in
-            theirs for that of each expert.
-        form: how the tensors are made of each other; or a function that makes the form for a model.
-        suffixes: the tensors that a module may have; ("",) where the names are those of tensors themselves.
-        experts: how often `{e}` is counted in a model.
+        ours, theirs: one name or several. `{n}` is the number of the layer, on both sides, and `{e}` in theirs that of
+            each expert.
+        form: how the tensors are made of each other, or a function that makes the form for a model.
+        suffixes: the tensors that a module may have. ("",) where the names are those of tensors.
+        experts: number of experts of a model, for `{e}`.
     """
 
     ours: str | tuple[str, ...]
@@ -128,7 +92,7 @@ class Link:
         return self.form(model) if callable(self.form) else self.form
 
     def names(self, layer: int | None, suffix: str, model: ModelSection) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """(our names, their names) of one layer's tensors with this last part (one of `suffixes`)."""
+        """(our names, their names) of one layer's tensors with one of `suffixes`."""
         numbers = range(self.experts(model)) if self.experts else [None]
         ours, theirs = (
             tuple(f"{module.format(n=layer, e=number)}.{suffix}".rstrip(".") for number in some for module in side)
@@ -138,7 +102,7 @@ class Link:
 
 
 def tensors(ours: str, theirs: str, *names: str) -> tuple[Link, ...]:
-    """Tensors of two modules with names of their own, the same on both sides."""
+    """Tensors of two modules, with the same names on both sides."""
     return tuple(Link(f"{ours}.{name}", f"{theirs}.{name}", suffixes=("",)) for name in names)
 
 

@@ -2,48 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
-from torch import Tensor
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.links import Fused, Link, tensors
+from megatron.kinds.common.links import Form, Link, fused, tensors
 
 
-@dataclass(frozen=True)
-class Convolutions:
-    """Our two, of queries and keys and of values, are their three.
+def convolutions(model: ModelSection) -> Form:
+    """Our two convolutions, of queries and keys and of values, are their three.
 
-    transformers cuts what it saves into three equal parts, whatever the widths, and joins them when it loads: so what
-    is read is joined first.
-
-    Args:
-        rows: channels of queries and keys together, and of values.
+    transformers cuts the tensor that it saves into three equal parts, for all widths, and joins them when it loads. The
+    parts are therefore joined first.
     """
-
-    rows: tuple[int, int]
-    any_cut: ClassVar[bool] = True
-
-    def to_hf(self, ours: list[Tensor]) -> list[Tensor]:
-        return [*ours[0].chunk(2), ours[1]]
-
-    def from_hf(self, theirs: list[Tensor]) -> list[Tensor]:
-        return list(torch.cat(theirs).split(list(self.rows)))
-
-
-def convolutions(model: ModelSection) -> Convolutions:
     own = model.gated_delta
-    return Convolutions((2 * own.key_heads * own.key_dim, own.heads * own.value_dim))
+    rows = [2 * own.key_heads * own.key_dim, own.heads * own.value_dim]
+    return Form(lambda ours: [*ours[0].chunk(2), ours[1]], lambda theirs: list(torch.cat(theirs).split(rows)), True)
 
 
 def mixer(ours: str, theirs: str) -> tuple[Link, ...]:
-    """The mixer of OLMo Hybrid; the arguments are the two modules."""
+    """The mixer of OLMo Hybrid. The arguments are the two modules."""
     pairs = {"query_key": "qk", "value_gate": "vg", "decay_beta": "ab"}
     return (
         *(
-            Link(f"{ours}.{name}", tuple(f"{theirs}.{each}_proj" for each in both), Fused())
+            Link(f"{ours}.{name}", tuple(f"{theirs}.{each}_proj" for each in both), fused())
             for name, both in pairs.items()
         ),
         *tensors(ours, theirs, "A_log", "dt_bias"),

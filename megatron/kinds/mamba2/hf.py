@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.links import Link, StackedRows, tensors
+from megatron.kinds.common.links import Form, Link, stacked, tensors
 from megatron.kinds.mamba2.options import inner_channels
 
 
@@ -14,20 +14,20 @@ def _widths(model: ModelSection) -> tuple[int, int, int]:
     return inner, 2 * own.groups * own.state_size, inner // own.head_dim
 
 
-def projection(model: ModelSection) -> StackedRows:
+def projection(model: ModelSection) -> Form:
     """Our z and x, B and C, and time steps are their one matrix."""
     inner, read, heads = _widths(model)
-    return StackedRows((2 * inner, read, heads))
+    return stacked(2 * inner, read, heads)
 
 
-def convolution(model: ModelSection) -> StackedRows:
+def convolution(model: ModelSection) -> Form:
     """Our convolutions of x, and of B and C, are their one."""
     inner, read, _ = _widths(model)
-    return StackedRows((inner, read))
+    return stacked(inner, read)
 
 
 def mixer(theirs: str, ours: str = "layers.{n}.mamba2") -> tuple[Link, ...]:
-    """The mixer; `theirs` is its module."""
+    """The mixer of module `theirs`."""
     return (
         *tensors(ours, theirs, "A_log", "D", "dt_bias"),
         Link(tuple(f"{ours}.{each}" for each in ("zx", "bc", "dt")), f"{theirs}.in_proj", projection),

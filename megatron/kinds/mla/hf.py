@@ -2,56 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.links import Link
+from megatron.kinds.attention.hf import halves, neighbours
+from megatron.kinds.common.links import Form, Link, one
 
 OURS = "layers.{n}.mla"
 
 
-@dataclass(frozen=True)
-class RotatedChannels:
-    """Of each head their rows are `kept` channels, then `turned` ones, of which neighbours are a pair. Ours are the
-    same, with the halves of a pair half of them apart.
+def _rotated(kept: int, turned: int, first: bool) -> Form:
+    """Of each head their rows are `kept` channels, then `turned` ones, of which neighbours are a pair.
 
-    Attributes:
-        first: whether the turned ones are the first here.
+    Ours are the same, with the halves of a pair half of them apart.
+
+    Args:
+        first: whether the turned ones come first here.
     """
+    widths = [turned, kept] if first else [kept, turned]
 
-    kept: int
-    turned: int
-    first: bool
+    def to_hf(ours: Tensor) -> Tensor:
+        parts = ours.unflatten(0, (-1, kept + turned)).split(widths, 1)
+        return torch.cat([parts[first], neighbours(parts[not first])], 1).flatten(0, 1)
 
-    def to_hf(self, ours: list[Tensor]) -> list[Tensor]:
-        heads = ours[0].unflatten(0, (-1, self.kept + self.turned))
-        if self.first:
-            turned, kept = heads.split([self.turned, self.kept], 1)
-        else:
-            kept, turned = heads.split([self.kept, self.turned], 1)
-        pairs = turned.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
-        return [torch.cat([kept, pairs], 1).flatten(0, 1)]
+    def from_hf(theirs: Tensor) -> Tensor:
+        before, pairs = theirs.unflatten(0, (-1, kept + turned)).split([kept, turned], 1)
+        return torch.cat([halves(pairs), before] if first else [before, halves(pairs)], 1).flatten(0, 1)
 
-    def from_hf(self, theirs: list[Tensor]) -> list[Tensor]:
-        heads = theirs[0].unflatten(0, (-1, self.kept + self.turned))
-        kept, pairs = heads.split([self.kept, self.turned], 1)
-        turned = pairs.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
-        return [torch.cat([turned, kept] if self.first else [kept, turned], 1).flatten(0, 1)]
+    return one(to_hf, from_hf)
 
 
-def _queries(model: ModelSection) -> RotatedChannels:
-    return RotatedChannels(model.mla.nope_dim, model.mla.rope_dim, first=True)
+def _queries(model: ModelSection) -> Form:
+    return _rotated(model.mla.nope_dim, model.mla.rope_dim, first=True)
 
 
-def _compressed(model: ModelSection) -> RotatedChannels:
-    return RotatedChannels(model.mla.kv_rank, model.mla.rope_dim, first=False)
+def _compressed(model: ModelSection) -> Form:
+    return _rotated(model.mla.kv_rank, model.mla.rope_dim, first=False)
 
 
 def queries(theirs: str, compressed: bool) -> tuple[Link, ...]:
-    """The queries; `theirs` is the mixer's module. Those of the stream itself have a matrix of another name."""
+    """The queries of mixer `theirs`, whose matrix has another name where it reads the stream."""
     if not compressed:
         return (Link(f"{OURS}.query", f"{theirs}.q_proj", _queries),)
     return (
@@ -62,7 +53,7 @@ def queries(theirs: str, compressed: bool) -> tuple[Link, ...]:
 
 
 def mixer(theirs: str) -> tuple[Link, ...]:
-    """The mixer but for its queries; `theirs` is its module."""
+    """The mixer of module `theirs`, without its queries."""
     return (
         Link(f"{OURS}.kv_down", f"{theirs}.kv_a_proj_with_mqa", _compressed),
         Link(f"{OURS}.kv_norm", f"{theirs}.kv_a_layernorm"),

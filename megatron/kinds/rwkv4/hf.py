@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from megatron.kinds.common.links import Link, Same
-from megatron.kinds.common.rwkv.hf import Wide, matrices, tensor
+from megatron.kinds.common.links import SAME, Link
+from megatron.kinds.common.rwkv.hf import matrices, tensor, wide
 
 
 def mix(block: str) -> Link:
-    """The token shift; `block` is the block of theirs."""
+    """The token shift of their block."""
     return tensor(
-        "rwkv4.mix", tuple(f"attention.time_mix_{name}" for name in ("key", "value", "receptance")), Wide(), block
+        "rwkv4.mix", tuple(f"attention.time_mix_{name}" for name in ("key", "value", "receptance")), wide(), block
     )
 
 
 def mixer(block: str) -> tuple[Link, ...]:
-    """All else."""
+    """All other tensors."""
     return (
-        tensor("rwkv4.decay", "attention.time_decay", Same(), block),
-        tensor("rwkv4.bonus", "attention.time_first", Same(), block),
+        tensor("rwkv4.decay", "attention.time_decay", SAME, block),
+        tensor("rwkv4.bonus", "attention.time_first", SAME, block),
         *matrices("rwkv4", f"{block}.attention", "key", "value", "receptance", "output"),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.kinds.common.links import Link
-from megatron.kinds.common.rwkv.hf import PUBLISHED, Wide, by_head, matrices, tensor
+from megatron.kinds.common.rwkv.hf import PUBLISHED, by_head, matrices, tensor, wide
 from megatron.kinds.rwkv_ffn import hf as rwkv_ffn
 
 
@@ -13,7 +13,7 @@ def published() -> tuple[Link, ...]:
         *matrices("rwkv5", f"{PUBLISHED}.att", "receptance", "key", "value", "gate", "output"),
         Link("layers.{n}.rwkv5.norm", f"{PUBLISHED}.att.ln_x"),
         *rwkv_ffn.published_ffn("rwkv5"),
-        tensor("rwkv5.mix", tuple(f"att.time_mix_{name}" for name in "kvrg"), Wide()),
+        tensor("rwkv5.mix", tuple(f"att.time_mix_{name}" for name in "kvrg"), wide()),
         tensor("rwkv5.decay", "att.time_decay", by_head("rwkv5")),
         tensor("rwkv5.bonus", "att.time_faaaa", by_head("rwkv5")),
         rwkv_ffn.published_mix("rwkv5"),

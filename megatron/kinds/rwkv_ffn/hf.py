@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.kinds.common.links import Link
-from megatron.kinds.common.rwkv.hf import PUBLISHED, Wide, matrices, tensor
+from megatron.kinds.common.rwkv.hf import PUBLISHED, matrices, tensor, wide
 
 _MIXES = {  # of the published files
     "rwkv5": ("time_mix_k", "time_mix_r"),
@@ -13,9 +13,9 @@ _MIXES = {  # of the published files
 
 
 def transformers_mix(block: str) -> Link:
-    """RWKV-4's token shift; `block` is the block of theirs."""
+    """RWKV-4's token shift, of their block."""
     return tensor(
-        "rwkv4_ffn.mix", tuple(f"feed_forward.time_mix_{name}" for name in ("key", "receptance")), Wide(), block
+        "rwkv4_ffn.mix", tuple(f"feed_forward.time_mix_{name}" for name in ("key", "receptance")), wide(), block
     )
 
 
@@ -26,7 +26,7 @@ def transformers_ffn(block: str) -> tuple[Link, ...]:
 
 def published_mix(generation: str) -> Link:
     """The token shift of "rwkv5", "rwkv6" or "rwkv7"."""
-    return tensor(f"{generation}_ffn.mix", tuple(f"ffn.{name}" for name in _MIXES[generation]), Wide())
+    return tensor(f"{generation}_ffn.mix", tuple(f"ffn.{name}" for name in _MIXES[generation]), wide())
 
 
 def published_ffn(generation: str) -> tuple[Link, ...]:

@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.kinds.attention import hf as attention
-from megatron.kinds.common.links import Fused, Link
+from megatron.kinds.common.links import Link
+from megatron.kinds.mlp import hf as mlp
 
 
 def block(number: int, theirs: str, *, gate_up_joined: bool) -> tuple[Link, ...]:
-    """A shared block; `theirs` is its module in the first layer that uses it, with which it is saved."""
-    ours, mlp = f"shared_attention.{number}", f"{theirs}.feed_forward"
-    gate_up = (
-        Link(f"{ours}.mlp.gate_up", f"{mlp}.gate_up_proj")
-        if gate_up_joined
-        else Link(f"{ours}.mlp.gate_up", (f"{mlp}.gate_proj", f"{mlp}.up_proj"), Fused())
-    )
+    """A shared block. `theirs` is its module in the first layer that uses it, with which it is saved."""
+    ours, feed = f"shared_attention.{number}", f"{theirs}.feed_forward"
+    gate_up, down = mlp.gated(feed, f"{ours}.mlp")
+    if gate_up_joined:
+        gate_up = Link(f"{ours}.mlp.gate_up", f"{feed}.gate_up_proj")
     return (
         Link(f"{ours}.norm", f"{theirs}.input_layernorm"),
         *attention.separate(f"{theirs}.self_attn", f"{ours}.attention"),
         Link(f"{ours}.ffn_norm", f"{theirs}.pre_ff_layernorm"),
         gate_up,
-        Link(f"{ours}.mlp.down", f"{mlp}.down_proj"),
+        down,
     )
 
 
@@ -31,7 +30,7 @@ def output(layer: int) -> Link:
 
 
 def adapters(layer: int, number: int, theirs: str) -> tuple[Link, ...]:
-    """The additions of a layer to the matrices of its shared block, module `theirs`; its place in their lists."""
+    """Additions of a layer to the matrices of its shared block, module `theirs`, at place `number` of its lists."""
     ours = f"layers.{layer}.shared_attention"
     names: Sequence[tuple[str, str]] = (
         ("mlp", "feed_forward.gate_up_proj"),

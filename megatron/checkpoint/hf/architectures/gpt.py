@@ -7,7 +7,7 @@ from typing import Any
 from megatron.config import Config
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.attention import hf as attention
-from megatron.kinds.common.links import Link, Transposed
+from megatron.kinds.common.links import Form, Link, transposed
 from megatron.kinds.mlp import hf as mlp
 
 from ..architecture import Architecture, Field
@@ -68,8 +68,8 @@ GPT_NEOX = Architecture(
 )
 
 
-def _turned(model: ModelSection) -> Transposed:
-    return Transposed(attention.query_key_value(model))
+def _turned(model: ModelSection) -> Form:
+    return transposed(attention.query_key_value(model))
 
 
 def _positions(config: Config) -> dict[str, Any]:
@@ -84,9 +84,9 @@ GPT2 = Architecture(
         Link("embedding.tokens", "transformer.wte"),
         Link("embedding.positions", "transformer.wpe"),
         Link(f"{_OURS}.mixer_norm", f"{_GPT2}.ln_1"),
-        *attention.joined(f"{_GPT2}.attn.c_attn", f"{_GPT2}.attn.c_proj", _turned, Transposed()),
+        *attention.joined(f"{_GPT2}.attn.c_attn", f"{_GPT2}.attn.c_proj", _turned, transposed()),
         Link(f"{_OURS}.ffn_norm", f"{_GPT2}.ln_2"),
-        *mlp.plain(f"{_GPT2}.mlp.c_fc", f"{_GPT2}.mlp.c_proj", Transposed()),
+        *mlp.plain(f"{_GPT2}.mlp.c_fc", f"{_GPT2}.mlp.c_proj", transposed()),
         Link("final_norm", "transformer.ln_f"),
         HEAD,
     ),

@@ -3,46 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.links import Form, Link
+from megatron.kinds.common.links import Form, Link, one
 
 PUBLISHED = "blocks.{n}"  # a block in the published files
 
 
-@dataclass(frozen=True)
-class Wide:
-    """Our rows of vectors are their tensors [1, 1, C], one each; one row may be a vector of ours."""
+def wide(rows: bool = True) -> Form:
+    """Our rows of vectors are their tensors [1, 1, C], one each. Without `rows` our tensor is one vector."""
 
-    rows: bool = True
-
-    def to_hf(self, ours: list[Tensor]) -> list[Tensor]:
-        return [row.view(1, 1, -1) for row in (ours[0] if self.rows else ours)]
-
-    def from_hf(self, theirs: list[Tensor]) -> list[Tensor]:
+    def from_hf(theirs: list[Tensor]) -> list[Tensor]:
         flat = [each.flatten() for each in theirs]
-        return [torch.stack(flat)] if self.rows else flat
+        return [torch.stack(flat)] if rows else flat
+
+    return Form(lambda ours: [row.view(1, 1, -1) for row in (ours[0] if rows else ours)], from_hf)
 
 
-@dataclass(frozen=True)
-class VectorByHead:
+def by_head(kind: str) -> Callable[[ModelSection], Form]:
     """Our vector is their [heads, head_dim]."""
-
-    head_dim: int
-
-    def to_hf(self, ours: list[Tensor]) -> list[Tensor]:
-        return [ours[0].view(-1, self.head_dim)]
-
-    def from_hf(self, theirs: list[Tensor]) -> list[Tensor]:
-        return [theirs[0].flatten()]
-
-
-def by_head(kind: str) -> Callable[[ModelSection], VectorByHead]:
-    return lambda model: VectorByHead(getattr(model, kind).head_dim)
+    return lambda model: one(lambda ours: ours.view(-1, getattr(model, kind).head_dim), Tensor.flatten)
 
 
 def tensor(
@@ -54,5 +37,5 @@ def tensor(
 
 
 def matrices(kind: str, theirs: str, *names: str) -> tuple[Link, ...]:
-    """Matrices that have one name on both sides; `theirs` is the module."""
+    """Matrices of module `theirs` that have the same names on both sides."""
     return tuple(Link(f"layers.{{n}}.{kind}.{name}", f"{theirs}.{name}") for name in names)
