@@ -1,8 +1,8 @@
 """A rectangle of causal attention, queries of one run of tokens and keys of another: its part of the output, and of the
 gradients where the whole output is known.
 
-A part is normalised by itself; the log-sum-exp of its logits says how much it weighs beside others (Milakov and
-Gimelshein 2018). Gradients need the log-sum-exp of all parts together (Dao et al. 2022).
+A part is normalised by itself. The log-sum-exp of its logits gives its weight among the parts (Milakov and Gimelshein
+2018). Gradients need the log-sum-exp of all parts together (Dao et al. 2022).
 
 Shapes: B samples, n query heads, m key/value heads, Q queries and K keys of the rectangle, D and E channels of a key
 and of a value.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.parallel.layout.precision import at_least_fp32
+from megatron.parallel.layout.precision import at_least_fp32, wide_type
 from megatron.parallel.layout.random import uniform
 
 from .pattern import Dropped, Pattern
@@ -29,12 +29,12 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """Queries that stand at `first_query` of the sequence and behind, and keys from `first_key` on.
+    """Queries from place `first_query` of the sequence on, and keys from `first_key` on.
 
     Attributes:
-        mask: "none" where each query sees each key; "causal" where both are the same tokens, and nothing else is
-            masked; "some" where places, a window and documents decide.
-        documents: of the queries [B, Q] and of the keys [B, K]; None where they mask nothing.
+        mask: "none" where each query sees each key, "causal" where both are the same tokens and nothing else is masked,
+            "some" where places, a window and documents decide.
+        documents: of the queries [B, Q] and of the keys [B, K]. None where they mask nothing.
     """
 
     pattern: Pattern
@@ -45,19 +45,17 @@ class AttentionTile:
     dropout: Dropped | None = None
 
     def fused(self, q: Tensor, v: Tensor) -> bool:
-        """Whether torch's kernel for CPUs computes it, which gives the log-sum-exp."""
+        """Whether torch's kernel for CPUs, which gives the log-sum-exp, computes the rectangle."""
         plain = self.mask != "some" and not self.pattern.softcap and self.pattern.slopes is None and not self.dropout
         return plain and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
 
     def pieces(self, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, AttentionTile]]:
-        """Rows of queries, the keys that any of them may see (none, perhaps), and the rectangle of both.
-
-        Places and the window narrow the keys, documents do not.
-        """
+        """Rows of queries, the keys that any of them may see by place and window (perhaps none), and their
+        rectangle."""
         Q, K, window = q.shape[2], k.shape[2], self.pattern.window
         rows = max(1, CHUNK // max(1, q.shape[0] * q.shape[1] * K))
         if window is not None:
-            rows = min(rows, max(window, LEAST_ROWS))  # more would read many keys that most of them do not see
+            rows = min(rows, max(window, LEAST_ROWS))  # more rows would read many keys that most of them do not see
         for begin in range(0, Q, rows):
             stop = min(begin + rows, Q)
             first, behind = 0, self.first_query + stop - self.first_key
@@ -77,7 +75,7 @@ class AttentionTile:
         return q, torch.arange(self.first_key, self.first_key + keys, device=device)
 
     def hidden(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
-        """What is masked, bool [1 or B, 1, Q, K]."""
+        """The mask, bool [1 or B, 1, Q, K]. True is hidden."""
         if self.mask == "none":
             return None
         q, k = self.places(queries, keys, device)
@@ -91,7 +89,7 @@ class AttentionTile:
         return hidden
 
     def kept(self, heads: int, queries: int, keys: int, like: Tensor) -> Tensor | None:
-        """What dropout multiplies probabilities by, [B, n, Q, K]; None without it."""
+        """Factors of dropout on probabilities, [B, n, Q, K]. None without dropout."""
         drop = self.dropout
         if drop is None:
             return None
@@ -104,7 +102,7 @@ class AttentionTile:
 
 
 def _product(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
-    """scale a @ b of [B, n, ., .], of which several of the n may share one matrix b [B, m, ., .]."""
+    """scale a @ b of [B, n, ., .]. Several of the n may share one matrix b [B, m, ., .]."""
     B, n, rows, inner = a.shape
     own = torch.bmm(a.reshape(B * b.shape[1], -1, inner), b.flatten(0, 1))
     return own.view(B, n, rows, -1) * scale if scale != 1.0 else own.view(B, n, rows, -1)
@@ -133,7 +131,7 @@ def _logits(q: Tensor, k: Tensor, at: AttentionTile) -> tuple[Tensor, Tensor | N
 
 
 def tile_output(q: Tensor, k: Tensor, v: Tensor, at: AttentionTile) -> tuple[Tensor, Tensor]:
-    """The output of the rectangle alone [B, n, Q, E], and the log-sum-exp of its logits [B, n, Q], at least fp32.
+    """The output of only this rectangle [B, n, Q, E], and the log-sum-exp of its logits [B, n, Q], at least fp32.
 
     A query that sees no key has zeros, and -inf.
 
@@ -145,17 +143,21 @@ def tile_output(q: Tensor, k: Tensor, v: Tensor, at: AttentionTile) -> tuple[Ten
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         y, normalizer = _flash(q, k, v, 0.0, at.mask == "causal", scale=at.pattern.scale)
         return at_least_fp32(y), at_least_fp32(normalizer)
-    wide = at_least_fp32(q.new_empty(0)).dtype
-    y = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=wide)
-    normalizer = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
+    y, normalizer = nothing_seen(q, v)
     for rows, keys, piece in at.pieces(q, k):
         if keys.start < keys.stop:
             y[:, :, rows], normalizer[:, :, rows] = tile_with_logits(q[:, :, rows], k[:, :, keys], v[:, :, keys], piece)
     return y, normalizer
 
 
+def nothing_seen(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of queries that see no key, at least fp32."""
+    wide = wide_type(q.dtype)
+    return q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=wide), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+
+
 def tile_with_logits(q: Tensor, k: Tensor, v: Tensor, at: AttentionTile) -> tuple[Tensor, Tensor]:
-    """`part`, with all logits at once."""
+    """`tile_output`, with all logits at once."""
     logits, _ = _logits(q, k, at)
     normalizer = logits.logsumexp(-1)
     shares = (logits - finite(normalizer).unsqueeze(-1)).exp()
@@ -165,7 +167,7 @@ def tile_with_logits(q: Tensor, k: Tensor, v: Tensor, at: AttentionTile) -> tupl
 
 
 def finite(normalizer: Tensor) -> Tensor:
-    """With 0 in the place of -inf, so that exp of a difference is 0 and not NaN where nothing is seen."""
+    """The same with 0 in the place of -inf, so that exp of a difference is 0 and not NaN where no key is seen."""
     return normalizer.masked_fill(normalizer == float("-inf"), 0.0)
 
 
@@ -176,7 +178,8 @@ def tile_gradients(
 
     Args:
         of_y: gradient of the whole output, [B, n, Q, E].
-        y: the whole output of these queries; with `normalizer`, [B, n, Q], the log-sum-exp over all keys.
+        y: the whole output of these queries.
+        normalizer: the log-sum-exp over all keys, [B, n, Q].
         shared: [B, n, Q], the sum of y * of_y over channels.
     """
     m = k.shape[1]

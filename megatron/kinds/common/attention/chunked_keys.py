@@ -1,7 +1,7 @@
 """Attention of a sequence that is worked on in chunks: the queries of one chunk, the keys of all up to it.
 
 Keys and values of earlier chunks wait in the host's memory and come one chunk at a time, and so do the gradients that
-later chunks have for them (FPDT; Yao et al. 2024). What a window or documents mask does not come at all. A chunk's part
+later chunks have for them (FPDT, Yao et al. 2024). Chunks that a window or documents mask do not come. A chunk's part
 of the gradient is computed before that of the chunk before it, so that each finds the terms of all later ones.
 
 Shapes: as in `blocks`.
@@ -9,7 +9,7 @@ Shapes: as in `blocks`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -21,16 +21,16 @@ from megatron.model.stream import Chunk
 from megatron.parallel.layers.context import TokenRun
 
 from .pattern import Dropped, Pattern
-from .ring import PIECE, PIECES, Range, Task, attend_to, mask_of, ranges_of
+from .ring import Masks, Range, Task, attend_to, masks_of, pieces_of, ranges_of
 
 
 class Kept:
-    """What the chunks so far have left, for all of them and for repetitions.
+    """Keys, values and gradients of the chunks so far, for all chunks and for recomputation.
 
     Attributes:
-        kv: keys and values of each chunk, side by side.
+        kv: keys and values of each chunk, in one tensor.
         gradients: their gradients of later chunks, at least fp32.
-        runs: of each chunk's keys; several where some may be masked while others are not.
+        runs: of each chunk's keys, several where some of them may be masked.
         ranges: of the documents of each run, by its first place.
         documents_BS: of all tokens so far.
     """
@@ -45,8 +45,9 @@ class Kept:
         """Keep the chunk's keys and values, once."""
         if chunk.number < len(self.runs):
             return
+        run = TokenRun(0, chunk.first, k.shape[2])
         cut = documents_BS is not None or window is not None
-        self.runs.append(_pieces(chunk, TokenRun(0, chunk.first, k.shape[2]), cut))
+        self.runs.append(pieces_of(run, chunk.whole) if cut else (run,))
         if documents_BS is not None:
             before = self.documents_BS
             self.documents_BS = documents_BS if before is None else torch.cat([before, documents_BS], 1)
@@ -55,39 +56,28 @@ class Kept:
             self.kv.put(chunk.number, torch.cat([k, v], -1))
 
 
-def _pieces(chunk: Chunk, run: TokenRun, cut: bool) -> tuple[TokenRun, ...]:
-    """The run, cut into pieces of which masked ones can be left out."""
-    size = max(PIECE, -(-chunk.whole // PIECES)) if cut else run.length
-    begins = range(0, run.length, size)
-    return tuple(TokenRun(run.begin + at, run.first + at, min(size, run.length - at)) for at in begins)
-
-
 @dataclass(frozen=True)
 class ChunkSource:
-    """The keys that a chunk's queries see, as a `KeySource` of these.
+    """The `KeySource` of a chunk's queries.
 
     Attributes:
         place: the chunk's number.
-        runs: of each chunk's keys, but of the own one its queries.
-        masks: what of a rectangle is masked, by the first places of its queries and keys; none where all is.
+        runs: of the keys of each chunk, and of the queries of this one.
     """
 
     kept: Kept
     place: int
     runs: Sequence[tuple[TokenRun, ...]]
-    masks: Mapping[tuple[int, int], str]
+    masks: Masks
 
     @classmethod
     def of(cls, kept: Kept, number: int, window: int | None) -> ChunkSource:
-        masks = {}
-        for queries, keys in product(kept.runs[number], [run for each in kept.runs[: number + 1] for run in each]):
-            documents = list(zip(kept.ranges.get(queries.first, ()), kept.ranges.get(keys.first, ())))
-            if (mask := mask_of(queries, keys, window, documents)) is not None:
-                masks[queries.first, keys.first] = mask
-        return cls(kept, number, kept.runs[: number + 1], masks)
+        runs = kept.runs[: number + 1]
+        keys = [run for each in runs for run in each]
+        return cls(kept, number, runs, masks_of(kept.runs[number], keys, window, kept.ranges))
 
     def keys(self, kv: Tensor) -> Iterator[tuple[int, Tensor | None]]:
-        """The own ones, then those of earlier chunks that are not all masked."""
+        """Own keys, then keys of earlier chunks that are not all masked."""
         yield self.place, kv
         queries = self.runs[self.place]
         seen = [
@@ -103,7 +93,7 @@ class ChunkSource:
 
 @dataclass
 class Terms:
-    """Gradients of keys and values: own ones, and those that wait for earlier chunks."""
+    """Gradients of keys and values, of this chunk and of earlier chunks, for which they wait."""
 
     chunks: ChunkSource
     own: Tensor
@@ -147,7 +137,8 @@ class ChunkedKeys:
         dropout: Dropped | None,
         sinks_n: Tensor | None,
     ) -> Tensor:
-        """Attention of a chunk's queries to its keys and those of the chunks before; arguments as those of `attend`."""
+        """Attention of a chunk's queries to its keys and the keys of earlier chunks. Arguments are those of
+        `attend`."""
         self.kept.add(chunk, k, v, documents_BS, pattern.window)
         self.length = chunk.first + chunk.tokens
         if dropout is not None:

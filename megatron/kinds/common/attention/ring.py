@@ -1,16 +1,16 @@
 """Ring attention: keys and values of a sequence pass from rank to rank (Liu et al. 2023).
 
-Each rank keeps its queries. It computes with the keys that it has while the next ones are on their way, and adds up
-parts of the softmax by their log-sum-exp. In the backward pass keys go round once more, and their gradients with them,
-in fp32 at least, until the last reader sends these home. What is masked for a rank (later tokens, those out of the
-window or of other documents) it does not compute, and keys go no further than to the last rank that reads any of them.
+Each rank keeps its queries. It computes with the keys that it has while the next ones arrive, and adds up parts of the
+softmax by their log-sum-exp. In the backward pass keys go round once more, and their gradients with them, in fp32 at
+least, until the last reader sends these home. A rank skips masked rectangles (later tokens, tokens out of the window or
+of other documents). Keys go no further than to the last rank that reads any of them.
 
-Shapes: as in `blocks`; s tokens of a member of the ring.
+Shapes: as in `blocks`, with s tokens of a member of the ring.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Protocol
@@ -26,20 +26,20 @@ from megatron.parallel.layout.mesh import Axis
 from megatron.parallel.layout.precision import at_least_fp32
 from megatron.parallel.messages.account import here
 
-from .blocks import AttentionTile, finite, tile_gradients, tile_output
+from .blocks import AttentionTile, finite, nothing_seen, tile_gradients, tile_output
 from .pattern import Dropped, Pattern
 
-PIECE, PIECES = 1024, 256  # tokens of a piece where one rank has all, at least; pieces of a sequence, at most
+PIECE, PIECES = 1024, 256  # least tokens of a piece, most pieces of a sequence, where one rank has all tokens
 Range = tuple[int, int]  # the lowest and the highest document of a run's tokens
 
 
 def mask_of(
     queries: TokenRun, keys: TokenRun, window: int | None, documents: Sequence[tuple[Range, Range]]
 ) -> str | None:
-    """What of a rectangle is masked: "none", "causal" or "some" (see `AttentionTile`); None where all is.
+    """The mask of a rectangle: "none", "causal" or "some" (see `AttentionTile`). None: all of it is masked.
 
     Args:
-        documents: of each sample, the ranges of the queries' and the keys' documents.
+        documents: the ranges of the queries' and the keys' documents, of each sample.
     """
     if keys.first >= queries.stop or (window is not None and queries.first - (keys.stop - 1) >= window):
         return None
@@ -54,24 +54,50 @@ def mask_of(
     return "causal" if (keys.first, keys.stop) == (queries.first, queries.stop) else "some"
 
 
+Masks = dict[tuple[int, int], str]  # of rectangles that are not all masked, by the first places of queries and keys
+
+
+def masks_of(
+    queries: Iterable[TokenRun], keys: Sequence[TokenRun], window: int | None, ranges: Mapping[int, list[Range]]
+) -> Masks:
+    """The masks of all rectangles of these runs.
+
+    Args:
+        ranges: documents of each run by its first place, one range per sample. Empty where they mask nothing.
+    """
+    masks = {}
+    for own, other in product(queries, keys):
+        documents = list(zip(ranges.get(own.first, ()), ranges.get(other.first, ())))
+        if (mask := mask_of(own, other, window, documents)) is not None:
+            masks[own.first, other.first] = mask
+    return masks
+
+
+def pieces_of(run: TokenRun, whole: int) -> tuple[TokenRun, ...]:
+    """A run of a sequence of `whole` tokens in pieces, of which masked ones are skipped."""
+    size = max(PIECE, -(-whole // PIECES))
+    begins = range(0, run.length, size)
+    return tuple(TokenRun(run.begin + at, run.first + at, min(size, run.length - at)) for at in begins)
+
+
 @dataclass(frozen=True)
 class Ring:
-    """One rank's place in a ring, and who reads whose keys.
+    """One rank's place in a ring, and which member reads whose keys.
 
     Attributes:
         context: the ranks that share the sequence.
-        members: those of the ring, in its order.
-        place: this rank's.
+        members: the ranks of the ring, in its order.
+        place: the place of this rank.
         runs: of each member's tokens.
-        masks: what of a rectangle is masked, by the first places of its queries and keys; none where all is.
-        hops: how far each member's keys go.
+        masks: of the rectangles.
+        hops: number of ranks that each member's keys pass.
     """
 
     context: ContextGroup
     members: tuple[int, ...]
     place: int
     runs: tuple[tuple[TokenRun, ...], ...]
-    masks: dict[tuple[int, int], str]
+    masks: Masks
     hops: tuple[int, ...]
 
     @classmethod
@@ -81,15 +107,12 @@ class Ring:
         """The ring of this rank, where neighbourhoods of `together` ranks have `length` tokens each.
 
         Args:
-            ranges: of the documents of each run, by its first place, one per sample; empty where they mask nothing.
+            ranges: see `masks_of`.
         """
         count = context.size // together
         runs = neighbourhoods(context, together, length)
-        masks = {}
-        for queries, keys in product([run for each in runs for run in each], repeat=2):
-            documents = list(zip(ranges.get(queries.first, ()), ranges.get(keys.first, ())))
-            if (mask := mask_of(queries, keys, window, documents)) is not None:
-                masks[queries.first, keys.first] = mask
+        flat = [run for each in runs for run in each]
+        masks = masks_of(flat, flat, window, ranges)
         hops = [0] * count
         for owner, step in product(range(count), range(1, count)):
             if any((q.first, k.first) in masks for q, k in product(runs[(owner + step) % count], runs[owner])):
@@ -99,27 +122,22 @@ class Ring:
 
     @classmethod
     def alone(cls, length: int, window: int | None, documents_BS: Tensor | None) -> Ring:
-        """One rank that has the whole sequence, in pieces of which those that are masked are left out."""
-        size = max(PIECE, -(-length // PIECES))
-        runs = tuple(TokenRun(begin, begin, min(size, length - begin)) for begin in range(0, length, size))
+        """One rank that has the whole sequence, in pieces."""
+        runs = pieces_of(TokenRun(0, 0, length), length)
         ranges = {} if documents_BS is None else ranges_of(documents_BS, runs)
-        masks = {}
-        for queries, keys in product(runs, repeat=2):
-            documents = list(zip(ranges.get(queries.first, ()), ranges.get(keys.first, ())))
-            if (mask := mask_of(queries, keys, window, documents)) is not None:
-                masks[queries.first, keys.first] = mask
-        return cls(ContextGroup(Axis(0, 1)), (0,), 0, (runs,), masks, (0,))
+        return cls(ContextGroup(Axis(0, 1)), (0,), 0, (runs,), masks_of(runs, runs, window, ranges), (0,))
 
     def at(self, place: int) -> int:
-        """The rank of the member at a place, counted around."""
+        """The rank of the member at a place, modulo their number."""
         return self.members[place % len(self.members)]
 
     def home(self, own: Tensor) -> Home:
-        """Where the gradients of keys and values go; `own` are those of this rank's, so far."""
+        """Collector of the gradients of keys and values, from the terms `own` of this rank."""
         return Home(self, own)
 
     def keys(self, kv: Tensor) -> Iterator[tuple[int, Tensor | None]]:
-        """(owner, its keys and values) for each step; None where this rank gets none. The next are on their way."""
+        """(owner, its keys and values) for each step, None where this rank gets none. The next ones arrive
+        meanwhile."""
         for step in range(max(self.hops) + 1):
             owner, before = ((self.place - each) % len(self.members) for each in (step, step + 1))
             coming = torch.empty_like(kv) if self.hops[before] > step else None
@@ -134,7 +152,7 @@ class Ring:
 
 @dataclass
 class Home:
-    """Gradients of keys and values on their way to the rank that owns these."""
+    """Gradients of keys and values on their way to the rank that owns the keys."""
 
     ring: Ring
     own: Tensor
@@ -143,7 +161,7 @@ class Home:
     arriving: Tensor | None = None
 
     def add(self, step: int, owner: int, more: Tensor | None) -> None:
-        """The terms of this rank, after its `step`-th one; `more` is None where it had no keys."""
+        """Add the terms of this rank at a step. `more` is None where it had no keys."""
         self._settle()
         ring = self.ring
         if step == 0:
@@ -183,16 +201,16 @@ def _wait(works: Sequence[dist.Work]) -> None:
 
 
 class Gathering(Protocol):
-    """Where the gradients of keys and values are added up."""
+    """Sums of the gradients of keys and values."""
 
     def add(self, step: int, owner: int, more: Tensor | None) -> None: ...
 
     def done(self) -> Tensor:
-        """Those of the own keys and values, complete."""
+        """The complete gradients of the own keys and values."""
 
 
 class KeySource(Protocol):
-    """Where keys and values come from: the ranks of a ring, or the chunks of a sequence (`chunked_keys`)."""
+    """Source of keys and values: the ranks of a ring, or the chunks of a sequence (`chunked_keys`)."""
 
     @property
     def place(self) -> int: ...
@@ -201,7 +219,7 @@ class KeySource(Protocol):
     def runs(self) -> Sequence[tuple[TokenRun, ...]]: ...
 
     @property
-    def masks(self) -> Mapping[tuple[int, int], str]: ...
+    def masks(self) -> Masks: ...
 
     def keys(self, kv: Tensor) -> Iterator[tuple[int, Tensor | None]]: ...
 
@@ -210,10 +228,10 @@ class KeySource(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """What a layer asks of a ring.
+    """Attention of a layer to the keys of a source.
 
     Attributes:
-        documents_BS: of the whole sequence; None where they mask nothing.
+        documents_BS: of the whole sequence. None where they mask nothing.
         dropout: with the length of the whole sequence.
     """
 
@@ -223,7 +241,7 @@ class Task:
     dropout: Dropped | None
 
     def rectangles(self, owner: int) -> Iterator[tuple[TokenRun, TokenRun, AttentionTile]]:
-        """Those of the own queries and the owner's keys that are not all masked."""
+        """The rectangles of the own queries and the owner's keys that are not all masked."""
         for queries, keys in product(self.ring.runs[self.ring.place], self.ring.runs[owner]):
             mask = self.ring.masks.get((queries.first, keys.first))
             if mask is None:
@@ -235,8 +253,8 @@ class Task:
 
 
 class _RingAttention(torch.autograd.Function):
-    """The output, and a number without a value. Where that is the `after` of another call, the other call's gradient
-    is computed first."""
+    """The output, and a number without a value. Autograd computes the gradient of a call that gets the number as
+    `after` before that of this call."""
 
     @staticmethod
     def forward(
@@ -269,11 +287,9 @@ class _RingAttention(torch.autograd.Function):
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, sinks_n: Tensor | None, task: Task) -> tuple[Tensor, Tensor]:
     """The output, and the log-sum-exp of all logits (and sinks) of each query."""
-    wide = at_least_fp32(q.new_empty(0)).dtype
-    y = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=wide)
-    normalizer = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
+    y, normalizer = nothing_seen(q, v)
     if sinks_n is not None:
-        normalizer = sinks_n.to(wide).view(1, -1, 1).expand_as(normalizer).clone()
+        normalizer = sinks_n.to(y.dtype).view(1, -1, 1).expand_as(normalizer).clone()
     for owner, kv in task.ring.keys(torch.cat([k, v], -1)):
         if kv is None:
             continue
@@ -291,7 +307,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sinks_n: Tensor | None, task: Task
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, y: Tensor, normalizer: Tensor, of_y: Tensor, shared: Tensor, task: Task
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the queries and, side by side, of the keys and values."""
+    """Gradients of the queries, and of the keys and values in one tensor."""
     kv = torch.cat([k, v], -1)
     of_q = torch.zeros_like(q, dtype=shared.dtype)
     home = task.ring.home(torch.zeros_like(kv, dtype=shared.dtype))
@@ -312,10 +328,10 @@ def _backward(
 def attend_to(
     q: Tensor, k: Tensor, v: Tensor, sinks_n: Tensor | None, after: Tensor | None, task: Task
 ) -> tuple[Tensor, Tensor]:
-    """Attention to what the task's source has.
+    """Attention to the keys of the task's source.
 
     Args:
-        after: what an earlier call gave beside its output, if this call's gradient must be computed before that one's.
+        after: second result of an earlier call, if this call's gradient must be computed before that of the earlier.
     """
     y, done = _RingAttention.apply(q, k, v, sinks_n, after, task)
     return y, done
@@ -333,10 +349,10 @@ def ring_attention(
     sinks_n: Tensor | None,
     remember: Callable[[Any, Callable[[], Any]], Any],
 ) -> Tensor:
-    """Causal attention of a neighbourhood's tokens to all before them; arguments as those of `attend`.
+    """Causal attention of a neighbourhood's tokens to all before them. Arguments are those of `attend`.
 
     Args:
-        together: ranks of a neighbourhood, which have the same tokens here and other heads.
+        together: ranks of a neighbourhood, which have the same tokens here and different heads.
         q: [B, n, s, D]; k: [B, m, s, D]; v: [B, m, s, E], in the order of the sequence.
         documents_BS: of the whole sequence.
 
@@ -366,8 +382,10 @@ def attend_in_pieces(
     sinks_n: Tensor | None,
     remember: Callable[[Any, Callable[[], Any]], Any],
 ) -> Tensor:
-    """Causal attention of a sequence that this rank has whole, in memory that grows with its length alone; arguments
-    and result as those of `attend`, with as many queries as keys."""
+    """Causal attention of a whole sequence on this rank, in memory that grows only with its length.
+
+    Arguments and result are those of `attend`, with equal numbers of queries and keys.
+    """
     length = q.shape[2]
     ring = remember(("pieces", length, pattern.window), lambda: Ring.alone(length, pattern.window, documents_BS))
     if dropout is not None and dropout.length is None:
@@ -382,8 +400,8 @@ def neighbourhoods(context: ContextGroup, together: int, length: int) -> tuple[t
 
 
 def ranges_of(documents_BS: Tensor, runs: Sequence[TokenRun]) -> dict[int, list[Range]]:
-    """The lowest and the highest document of each run, by its first place; one pair per sample."""
-    if is_fake(documents_BS):  # a rehearsal: they may be anything
+    """The lowest and the highest document of each run, by its first place, one pair per sample."""
+    if is_fake(documents_BS):  # a rehearsal: their values are unknown
         return {run.first: [(0, 1)] for run in runs}
     both = torch.stack([torch.stack(documents_BS[:, run.there].aminmax(dim=1), -1) for run in runs])
     return {run.first: [(low, high) for low, high in pairs] for run, pairs in zip(runs, both.cpu().tolist())}

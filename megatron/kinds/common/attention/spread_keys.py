@@ -1,7 +1,7 @@
-"""Decoding a long text on several ranks: each keeps the keys of some of its tokens (Tree attention; Shyam et al. 2024).
+"""Decoding a long text on several ranks: each keeps the keys of some of its tokens (Tree attention, Shyam et al. 2024).
 
-All ranks compute the same queries. Each one attends to its own keys, and what they find is put together by the
-log-sum-exp of their logits: its maximum over the ranks, then one sum. What a step sends does not grow with the text.
+All ranks compute the same queries. Each one attends to its own keys, and the results are combined by the log-sum-exp of
+their logits: its maximum over the ranks, then one sum. The bytes that a step sends do not grow with the text.
 
 Shapes: as in `blocks`.
 """
@@ -19,13 +19,13 @@ from megatron.parallel.layout.mesh import ALONE, Axis
 from megatron.parallel.layout.precision import at_least_fp32
 
 from . import blocks
-from .blocks import AttentionTile, finite, tile_with_logits
+from .blocks import AttentionTile, finite, nothing_seen, tile_with_logits
 from .pattern import Pattern
 
 
 @dataclass(frozen=True)
 class Scattered(AttentionTile):
-    """A rectangle whose keys stand at any places of the sequence."""
+    """A rectangle with keys at any places of the sequence."""
 
     key_places: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
@@ -35,13 +35,18 @@ class Scattered(AttentionTile):
 
 @dataclass
 class Share:
-    """This rank's keys and values, [B, m, length, D]; buffers grow by doubling."""
+    """Numbers of the tokens read so far, [..., length, D], in a buffer that grows by doubling."""
 
     held: Tensor | None = None
     length: int = 0
 
-    def append(self, new: Tensor) -> Tensor:
+    def append(self, new: Tensor, grows: bool = True) -> Tensor:
+        """All numbers. Unless it `grows`, they are a new tensor, which has gradients."""
         end, held = self.length + new.shape[-2], self.held
+        if not grows:
+            self.held = new if held is None else torch.cat([held[..., : self.length, :], new], -2)
+            self.length = end
+            return self.held
         if held is None or end > held.shape[-2]:
             self.held = new.new_empty((*new.shape[:-2], 2 * end, new.shape[-1]))
             if held is not None:
@@ -56,10 +61,10 @@ class Share:
 class SpreadKeys:
     """State of a layer that attends, where ranks share the tokens that have been read.
 
-    Of each piece of a text that is read, every rank keeps an equal part; single tokens go to the ranks in turn.
+    Every rank keeps an equal part of each piece of a text. Single tokens go to the ranks in turn.
 
     Attributes:
-        axis: these ranks.
+        axis: the ranks.
         length: tokens read so far, on all ranks.
     """
 
@@ -70,7 +75,7 @@ class SpreadKeys:
     places: Share = field(default_factory=Share)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, sinks_n: Tensor | None = None) -> Tensor:
-        """Attention of new tokens to all that were read and to themselves; all ranks give the same, and get the same.
+        """Attention of new tokens to all that were read and to themselves. Arguments and result are equal on all ranks.
 
         Args:
             q: [B, n, Q, D]; k: [B, m, Q, D]; v: [B, m, Q, E].
@@ -81,9 +86,8 @@ class SpreadKeys:
         """
         new = q.shape[2]
         number = torch.arange(self.length, self.length + new, device=q.device)
-        mine = torch.arange(new, device=q.device).tensor_split(self.axis.size)[
-            (self.axis.rank - self.length) % self.axis.size
-        ]
+        parts = torch.arange(new, device=q.device).tensor_split(self.axis.size)
+        mine = parts[(self.axis.rank - self.length) % self.axis.size]
         keys, values = self.keys.append(k[:, :, mine]), self.values.append(v[:, :, mine])
         places = self.places.append(number[mine].unsqueeze(-1)).squeeze(-1)
         y, normalizer = _part(q, keys, values, places, pattern, self.length)
@@ -91,7 +95,7 @@ class SpreadKeys:
         return self._together(y, normalizer, sinks_n).to(q.dtype)
 
     def _together(self, y: Tensor, normalizer: Tensor, sinks_n: Tensor | None) -> Tensor:
-        """The output over the keys of all ranks, from that over each rank's."""
+        """The output over the keys of all ranks, from the output over each rank's keys."""
         largest = normalizer.clone()
         if sinks_n is not None:
             largest = torch.maximum(largest, at_least_fp32(sinks_n).view(1, -1, 1))
@@ -105,10 +109,8 @@ class SpreadKeys:
 
 
 def _part(q: Tensor, k: Tensor, v: Tensor, places: Tensor, pattern: Pattern, first: int) -> tuple[Tensor, Tensor]:
-    """The output over these keys, and the log-sum-exp of their logits, at least fp32; some rows at a time."""
-    wide = at_least_fp32(q.new_empty(0)).dtype
-    y = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=wide)
-    normalizer = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
+    """The output over these keys, and the log-sum-exp of their logits, at least fp32, some rows at a time."""
+    y, normalizer = nothing_seen(q, v)
     if not k.shape[2]:
         return y, normalizer
     rows = max(1, blocks.CHUNK // (q.shape[0] * q.shape[1] * k.shape[2]))
