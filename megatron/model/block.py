@@ -31,7 +31,7 @@ from .stream import INJECTED, Channel, Stream, apply_layer
 class SideBySide(nn.ModuleDict):
     """x [B, s, H] to the sum of its layers' outputs [B, s, H], and the channels that they write, if any.
 
-    Each layer (`attention&mamba2`; Falcon-H1, Zuo et al. 2025) is what it would be by itself: its options say what it
+    Each layer (`attention&mamba2`, Falcon-H1, Zuo et al. 2025) is what it would be by itself: its options say what it
     multiplies its input and its output by.
 
     Args:
@@ -64,7 +64,7 @@ class SideBySide(nn.ModuleDict):
 
 
 class Injection(nn.Module):
-    """W [s; e]: the state and what the prelude gave, [B, s, H] each, to what the core reads. W is cut by columns."""
+    """W [s. e]: the state and what the prelude gave, [B, s, H] each, to what the core reads. W is cut by columns."""
 
     def __init__(self, make: ParameterFactory, model: ModelSection, init: Initialisation):
         super().__init__()
@@ -80,7 +80,7 @@ class Injection(nn.Module):
 
 
 def injection_counts(model: ModelSection) -> Counts:
-    """Of one pass; what is read is kept together."""
+    """Of one pass. What is read is kept together."""
     H = model.hidden_size
     return Counts(parameters=2 * H * H, flops=4 * H * H, activations=2 * H, products=H)
 
@@ -99,10 +99,10 @@ class Block(nn.Module):
 
     Logical names: `layers.<index>.{mixer_norm, ffn_norm, <kind of a mixer>, <kind of ffn>, <kind beside the mixer>}`,
     `{mixer_output_norm, ffn_output_norm}` with norms on both sides, and `{mixer_joint, ffn_joint}` with
-    `channel_scales`; `injection` in the first block of a recurrent core.
+    `channel_scales`. `injection` in the first block of a recurrent core.
 
     Args:
-        shared: modules that blocks of this rank share, by logical name; blocks add those that are not there yet.
+        shared: modules that blocks of this rank share, by logical name. Blocks add those that are not there yet.
     """
 
     def __init__(
@@ -213,14 +213,14 @@ class Block(nn.Module):
         return _normed(norm, x).to(x.dtype) if self.sandwich else x
 
     def new_state(self) -> BlockState:
-        """Empty decoding state; a layer that keeps any has a `new_state` of its own."""
+        """Empty decoding state. a layer that keeps any has a `new_state` of its own."""
         mixer, ffn, *side = map(new_state, (self.mixer, self.ffn, *(self.side_layers or ())))
         return BlockState(mixer, ffn, tuple(side))
 
     def _mix(
         self, mixer: nn.Module, x: Tensor, stream: Stream, state: BlockState, normed: Tensor | None = None
     ) -> tuple[Tensor, Stream]:
-        """The mixer's branch, and the stream with what it writes beside; `normed` is its input where both branches
+        """The mixer's branch, and the stream with what it writes beside. `normed` is its input where both branches
         share a norm."""
         for layer, own in zip(self.side_layers or (), state.side or (None,) * len(self.side_layers or ())):
             x = x + layer(stream.hidden, stream, own)

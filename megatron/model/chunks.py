@@ -1,4 +1,4 @@
-"""A sequence that each layer works on in chunks (`training.sequence_chunks`; FPDT, Yao et al. 2024).
+"""A sequence that each layer works on in chunks (`training.sequence_chunks`, FPDT, Yao et al. 2024).
 
 A block reads one chunk after the other, as it reads pieces of a text when it decodes: its layers go on from what they
 keep of the chunks before (`new_state`). Nothing else of a chunk is kept but its input. The backward pass computes each
@@ -32,7 +32,7 @@ class Chunks:
     """How a run's sequences are cut.
 
     Attributes:
-        tokens: of a chunk on all ranks; 0 where sequences are not cut.
+        tokens: of a chunk on all ranks. 0 where sequences are not cut.
         context: ranks that share a sequence.
         cut: tensor parallel ranks that share the hidden state's positions.
     """

@@ -11,13 +11,13 @@ class Counts:
 
     Attributes:
         parameters: trainable elements.
-        flops: floating point operations of the forward pass per token; a multiply-add is two. Matrix products
+        flops: floating point operations of the forward pass per token. a multiply-add is two. Matrix products
             and attention only, over the full S x S square for causal attention (the convention of PaLM,
             Chowdhery et al. 2022, appendix B, and of Megatron).
         activations: elements kept for the backward pass per token, without recomputation, in units of the compute
-            type, with the fused kernels of a GPU. What a layer reads is counted by the layer itself; a tensor that is
+            type, with the fused kernels of a GPU. What a layer reads is counted by the layer itself. a tensor that is
             kept as part of a larger one counts with all of it.
-        whole: of these, those that every tensor parallel rank keeps whole; it has its share of the others.
+        whole: of these, those that every tensor parallel rank keeps whole. It has its share of the others.
         copies: elements kept beside these where the compute type has 16 bits: what fp32 in every precision takes more,
             on every tensor parallel rank.
         products: of the activations, results of matrix products and attention: what selective recomputation keeps.

@@ -37,7 +37,7 @@ from .stream import LOSS, Chunk, Stream
 
 
 class Positions(nn.Module):
-    """A learned table of absolute positions; a module of its own, since ZeRO 3 gathers by modules that give tensors."""
+    """A learned table of absolute positions. a module of its own, since ZeRO 3 gathers by modules that give tensors."""
 
     def __init__(self, make: ParameterFactory, model: ModelSection, init: Initialisation):
         super().__init__()
@@ -55,7 +55,7 @@ class Positions(nn.Module):
 def token_embedding(
     make: ParameterFactory, model: ModelSection, init: Initialisation, weight: nn.Parameter | None = None
 ) -> VocabEmbedding:
-    """The table of all tokens' vectors; with the `weight` of another one, a second place where it is used."""
+    """The table of all tokens' vectors. With the `weight` of another one, a second place where it is used."""
     vocabulary = model.vocab_size
     start = init.embedding(vocabulary)
     return VocabEmbedding(make.scope("tokens"), vocabulary, model.hidden_size, init=start, weight=weight)
@@ -116,7 +116,7 @@ class Head(nn.Module):
     """Final norm, logits and loss. With tied embeddings `weight` is the embedding's parameter.
 
     Args:
-        further: modules that predict further tokens; in training their losses are added.
+        further: modules that predict further tokens. In training their losses are added.
 
     Raises:
         ValueError: there are such modules, and a teacher.
@@ -179,14 +179,14 @@ class Head(nn.Module):
         teacher: Taught | None = None,
         columns: Mapping[str, Tensor] | None = None,
     ) -> Any:
-        """(weighted sum of token losses and auxiliary losses, each token's cross-entropy [B, S] in nats); with a
+        """(weighted sum of token losses and auxiliary losses, each token's cross-entropy [B, S] in nats). With a
         `teacher` also each token's divergence from it [B, S].
 
         With a `reader`, what it gives instead. It is called here because ZeRO 3 gathers a module's weights only while
         the module runs.
 
         Args:
-            further: what modules that predict further tokens are trained on; made of the labels where it is not given,
+            further: what modules that predict further tokens are trained on. Made of the labels where it is not given,
                 which a rank with a part of each sample cannot do.
             columns: numbers of each label [B, S] from the data, by name, for an objective that reads them.
 
@@ -326,7 +326,7 @@ class Head(nn.Module):
         return self.logits_at(self.read(stream))
 
     def scores(self, x_NH: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probability [N] of each label in nats, and the likeliest id [N] in its place; for a `Reader`."""
+        """Log-probability [N] of each label in nats, and the likeliest id [N] in its place. For a `Reader`."""
         return token_scores(
             x_NH, self.matrix, self.bias, labels_N, first=self.span.start, axis=self.mesh.tensor, options=self.options
         )
@@ -366,7 +366,7 @@ def embedding_counts(model: ModelSection) -> Counts:
 
 
 def head_counts(model: ModelSection) -> Counts:
-    """With tied embeddings the matrix is counted at the embedding; the work is counted here.
+    """With tied embeddings the matrix is counted at the embedding. The work is counted here.
 
     The loss keeps the gradient of what it reads, and no logits.
     """

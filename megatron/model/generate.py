@@ -22,8 +22,8 @@ class Sampling:
     """How the next token is chosen.
 
     Attributes:
-        temperature: logits are divided by it; 0 takes the likeliest token.
-        top_k: only the k likeliest tokens; 0 is all.
+        temperature: logits are divided by it. 0 takes the likeliest token.
+        top_k: only the k likeliest tokens. 0 is all.
         top_p: only the smallest set of likeliest tokens whose probabilities reach p (Holtzman et al. 2020).
         seed: draws are a function of (seed, sequence number, position).
     """
@@ -51,7 +51,7 @@ def filtered(logits_BV: Tensor, sampling: Sampling) -> Tensor:
 
 
 def choose_token(logits_BV: Tensor, sampling: Sampling, position: int, first: int = 0) -> Tensor:
-    """The next token of each sequence, int64 [B]; equal on every rank that has the same logits.
+    """The next token of each sequence, int64 [B]. Equal on every rank that has the same logits.
 
     Args:
         position: of the token in its text.
@@ -83,12 +83,12 @@ def generate(
 
     Args:
         prompt_BS: int64 [B, S], S at least 1.
-        vocabulary: only ids below it are chosen; the embedding may have more rows than the tokenizer has ids.
-        cache: False reads the whole text again for each token; the result is the same, slower.
-        depth: passes through a recurrent core; as in evaluation if not given.
+        vocabulary: only ids below it are chosen. The embedding may have more rows than the tokenizer has ids.
+        cache: False reads the whole text again for each token. The result is the same, slower.
+        depth: passes through a recurrent core. As in evaluation if not given.
         tolerance: end before that where a pass changes the newest token's state by at most this share. All tokens of
             the text then have the passes of the newest, so it is read again for each.
-        axis: ranks that share the keys of the texts; each has the whole model and calls this with the same arguments.
+        axis: ranks that share the keys of the texts. Each has the whole model and calls this with the same arguments.
     """
     was_training, own = model.training, model.plan.depth
     model.eval()

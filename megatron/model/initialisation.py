@@ -20,7 +20,7 @@ def scheme_init(
     normal: N(0, std). scaled_normal: N(0, std / sqrt(2 L)) (GPT-2). single_residual_scaled_normal: N(0, std / sqrt(L)),
     for blocks that add to the stream once (GPT-NeoX's Mamba). small_init: N(0, sqrt(2 / (5 h)))
     (Nguyen and Salazar 2019). wang_init: N(0, 2 / (L sqrt(h))) (GPT-J). xavier: Glorot and Bengio 2010.
-    fan_in_uniform: U(-1, 1) / sqrt(fan_in), the default of torch's Linear; scaled_fan_in_uniform divides it by sqrt(L)
+    fan_in_uniform: U(-1, 1) / sqrt(fan_in), the default of torch's Linear. scaled_fan_in_uniform divides it by sqrt(L)
     (Mamba). orthogonal: Saxe et al. 2013. half_orthogonal: the same with gain 0.5 sqrt(fan_out / fan_in), and
     tiny_uniform: U(-1e-4, 1e-4): the head and the embedding of RWKV.
     """
@@ -58,7 +58,7 @@ def spread(init: Init, factor: float, base: float, actual: float) -> Init:
 
 
 class Initialisation:
-    """Schemes of one model, by role; fans are those of the separate matrix, not of a fused one.
+    """Schemes of one model, by role. Fans are those of the separate matrix, not of a fused one.
 
     Under a parametrization a scheme says how the base model starts, and this one follows from it.
 

@@ -16,10 +16,10 @@ ROWS = 1024  # queries whose products with all keys exist at one time
 def largest_logits(
     q: Tensor, k: Tensor, scale: float, window: int | None = None, documents_BS: Tensor | None = None
 ) -> Tensor:
-    """The largest scaled product of a query and a key that it sees, of each query head; fp32 or wider [n].
+    """The largest scaled product of a query and a key that it sees, of each query head. fp32 or wider [n].
 
     Args:
-        q: [B, n, S, D]; k: [B, m, S, D].
+        q: [B, n, S, D], k: [B, m, S, D].
         window, documents_BS: see `kinds.common.attend`.
     """
     (heads, length), keys = q.shape[1:3], k.shape[1]
@@ -59,7 +59,7 @@ class LogitClip:
     """What one attention layer knows of its logits in a step.
 
     Attributes:
-        threshold: tau; the largest logit of a head may be as large.
+        threshold: tau. The largest logit of a head may be as large.
         largest: of each local query head, in this step so far.
         projections: what shrinks where a head's logits are larger.
     """

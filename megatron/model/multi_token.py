@@ -1,11 +1,11 @@
 """Modules that predict further tokens than the next one (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
 With t the tokens, E the embedding and h^0 what the head reads, module k = 1 ... D has of position i
-    h^k_i = norm(block(W [norm(E(t_{i+k})); norm(h^{k-1}_i)]))
+    h^k_i = norm(block(W [norm(E(t_{i+k})), norm(h^{k-1}_i)]))
 and the model's own head predicts t_{i+k+1} from it. To the loss of the next token is added
     loss_weight / D * sum over k of (sum over i of w_{i+k} c^k_i) / (sum of w)
 with the weight w and the cost c of a label. Nothing is predicted from tokens of several documents, where these do not
-attend to each other, nor where a sample has no more labels; such labels have weight 0.
+attend to each other, nor where a sample has no more labels. Such labels have weight 0.
 
 The parts of W stand in the order of DeepSeek's files (the paper has them the other way round), and the modules are
 numbered after the blocks of the stack, as there.
@@ -45,7 +45,7 @@ def further_labels(labels: Tensor, weights: Tensor, documents: Tensor | None, de
 
     Args:
         labels, weights: of the next token, [..., S], of whole samples.
-        documents: number of each input's document in its sample, [..., S]; None where all attend to each other.
+        documents: number of each input's document in its sample, [..., S]. None where all attend to each other.
         depth: K.
     """
     length, found = labels.shape[-1], []
@@ -99,7 +99,7 @@ class MultiTokenPrediction(nn.Module):
     def forward(
         self, x: Tensor, stream: Stream, labels_BS: Tensor, further: FurtherLabels
     ) -> tuple[list[Tensor], Stream]:
-        """(what the head reads for each module, [B, s, H] each; the stream behind the last), of what it read."""
+        """(what the head reads for each module, [B, s, H] each, the stream behind the last), of what it read."""
         found = []
         for module, read_BS in zip(self.tokens, (labels_BS, *further.labels[:-1])):
             embedded = self.table(read_BS)

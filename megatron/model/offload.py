@@ -62,7 +62,7 @@ class HostMemory:
         return found
 
     def each(self, numbers: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """The tensors of these numbers, on their device; the next one comes while one is used."""
+        """The tensors of these numbers, on their device. The next one comes while one is used."""
         coming = self._fetch(numbers[0]) if numbers else None
         for place, number in enumerate(numbers):
             assert coming is not None

@@ -23,7 +23,7 @@ class LayerClass(Protocol):
         """A layer."""
 
     def counts(self, model: ModelSection, options: Any, sequence_length: int, *place: int) -> Counts:
-        """Its costs; `place` is the block's index for a kind that is `indexed`, the call's for one beside a mixer."""
+        """Its costs. `place` is the block's index for a kind that is `indexed`, the call's for one beside a mixer."""
 
     def shared_name(self, kind: Kind, options: Any, number: int) -> str:
         """Of a kind that stands beside a mixer: the logical name of what its call of this number shares."""
@@ -35,5 +35,5 @@ def kind_of(model: ModelSection, kind: Kind) -> LayerKind:
 
 
 def layer_class(model: ModelSection, kind: Kind) -> LayerClass:
-    """The module of a kind; with static methods for its counts and side channels."""
+    """The module of a kind. With static methods for its counts and side channels."""
     return kind_of(model, kind).module

@@ -39,7 +39,7 @@ class Parametrization:
     Attributes:
         type: `ParametrizationOptions.type`.
         width: hidden_size over that of the base model.
-        depth: number of blocks over that of the base model; 1 without depth scaling.
+        depth: number of blocks over that of the base model. 1 without depth scaling.
         exponent: of the depth, in the multiplier of branches.
         base_head_dim: channels per head of the base model, if heads grow in size.
         by_gradient: the optimizer's steps are proportional to gradients (SGD).

@@ -59,7 +59,7 @@ _WHOLE: ContextVar[bool] = ContextVar("whole", default=False)  # inside of `kept
 
 
 def decide_once(make: Callable[[], T]) -> T:
-    """What `make` gives; where a forward pass is repeated for its gradient, what it gave the first time."""
+    """What `make` gives. Where a forward pass is repeated for its gradient, what it gave the first time."""
     decisions = _DECISIONS.get()
     if decisions is None:
         return make()
@@ -101,7 +101,7 @@ def repeating() -> bool:
 
 
 class _Deciding:
-    """The context of a checkpointed forward pass, or of its repetition, around another one; may be entered again."""
+    """The context of a checkpointed forward pass, or of its repetition, around another one. May be entered again."""
 
     def __init__(self, decisions: _Decisions, repeats: bool, inner: AbstractContextManager):
         self.decisions, self.repeats, self.inner = decisions, repeats, inner
@@ -132,7 +132,7 @@ def deciding(make_inner: Callable[[], tuple] = lambda: (nullcontext(), nullconte
 
 
 def _policy(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    """selective: keep results of matrix products and attention; recompute norms, activations and the rest.
+    """selective: keep results of matrix products and attention. Recompute norms, activations and the rest.
 
     Collectives run again too: they write into buffers, and what is kept must not be written to.
     """

@@ -1,6 +1,6 @@
 """A core of blocks that is repeated with the same weights (Geiping et al. 2025, arXiv 2502.05171).
 
-e = prelude(embedding); s_0 ~ N(0, state_std^2), cut off at three standard deviations; s_{i+1} = core(W [s_i; e]); the
+e = prelude(embedding). s_0 ~ N(0, state_std^2), cut off at three standard deviations. s_{i+1} = core(W [s_i, e]). The
 coda reads norm(s_r). The first passes of a step run without gradients ("truncated backpropagation through depth").
 
 Shapes: B samples, S positions of this rank's tensor parallel group, s those of this rank, H hidden.
@@ -34,7 +34,7 @@ class Depth:
     """How often this process runs the core, now.
 
     Attributes:
-        step: of the training step that is computed; None where no engine trains.
+        step: of the training step that is computed. None where no engine trains.
         chosen: passes in evaluation, instead of `evaluation`.
         tolerance: evaluation ends before that where a pass changes the newest token's state by at most this share.
         taken: passes of the last evaluation.
@@ -48,7 +48,7 @@ class Depth:
     taken: int = 0
 
     def passes(self, training: bool) -> Passes:
-        """Those of this moment; the same on all ranks."""
+        """Those of this moment. The same on all ranks."""
         if training and self.step is not None:
             return passes_of_step(self.options, self.seed, self.step)
         return split(self.chosen or self.options.evaluation, self.options)
@@ -65,7 +65,7 @@ class Depth:
 
 
 class InitialState:
-    """The state before the first pass. A training step's depends on seed, sample and position alone; elsewhere it
+    """The state before the first pass. A training step's depends on seed, sample and position alone. Elsewhere it
     depends on seed and position, so that what is said of a text does not depend on where in a batch it stands."""
 
     def __init__(self, make: ParameterFactory, options: RecurrenceOptions):
@@ -88,7 +88,7 @@ class Core:
     """Runs the repeated blocks. No module: its blocks are those of the model, or of a pipeline stage.
 
     Args:
-        norm: of the state after the last pass; None leaves it as it is.
+        norm: of the state after the last pass. None leaves it as it is.
     """
 
     def __init__(self, depth: Depth, blocks: Sequence[Block], start: InitialState, norm: Norm | None):
@@ -98,7 +98,7 @@ class Core:
         """Prelude's stream to what the coda reads.
 
         Args:
-            states: decoding states, a list for each pass; see `new_state`.
+            states: decoding states, a list for each pass. See `new_state`.
             begin: the position of the first token, where positions are not given (decoding).
         """
         training, channels = self.blocks[0].training, stream.channels

@@ -3,7 +3,7 @@
 What a layer keeps between pieces of a sequence when it decodes (`new_state`), it hands to the next rank here: the
 memory of a recurrence, the last inputs of a convolution, the last token and its document. In the backward pass the
 gradient of that state comes back. So every such layer gives what one process gives, with one exchange of a state per
-layer. The ranks compute such a layer one after the other; what stands between two such layers is computed by all at
+layer. The ranks compute such a layer one after the other. What stands between two such layers is computed by all at
 once.
 
 A repeated forward pass (recomputation) takes the states that it got the first time, and sends none.
@@ -67,7 +67,7 @@ def _receive_form(device: torch.device, axis: Axis, source: int) -> Form:
 
 
 class _Take(torch.autograd.Function):
-    """x, and beside it the tensors of the rank before; their gradients go back to it."""
+    """x, and beside it the tensors of the rank before. Their gradients go back to it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, *received: Tensor) -> tuple[Tensor, ...]:
@@ -84,7 +84,7 @@ class _Take(torch.autograd.Function):
 
 
 class _Hand(torch.autograd.Function):
-    """y, after the tensors have gone to the next rank; in the backward pass their gradients come from there."""
+    """y, after the tensors have gone to the next rank. In the backward pass their gradients come from there."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, axis: Axis, *sent: Tensor) -> Tensor:
@@ -167,6 +167,6 @@ def relays_of(make: ParameterFactory, model: ModelSection, kinds: Mapping[str, K
 
 
 def new_state(layer: nn.Module) -> Any:
-    """What a layer keeps between pieces of a sequence, before the first; None if it keeps nothing."""
+    """What a layer keeps between pieces of a sequence, before the first. None if it keeps nothing."""
     make: Callable[[], Any] | None = getattr(layer, "new_state", None)
     return None if make is None else make()

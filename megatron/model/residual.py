@@ -18,7 +18,7 @@ class ChannelScale(nn.Module):
     """Vectors `scale` and `shift` for each of `names`: (x + shift) * scale, which starts as the identity.
 
     Args:
-        names: what is scaled, in the order in which `forward` takes it; "" gives the vectors no prefix.
+        names: what is scaled, in the order in which `forward` takes it. "" gives the vectors no prefix.
     """
 
     def __init__(self, make: ParameterFactory, size: int, names: tuple[str, ...] = ("",)):
@@ -31,7 +31,7 @@ class ChannelScale(nn.Module):
                 self.register_parameter(key, make.parameter(key, (size,), role=Role.NORM, init=init))
 
     def forward(self, *parts: Tensor) -> Tensor:
-        """The sum of the scaled and shifted [B, s, H]; of each part one product is all that is computed and kept."""
+        """The sum of the scaled and shifted [B, s, H]. Of each part one product is all that is computed and kept."""
         vectors: tuple[Tensor, ...] = tuple(self.parameters())
         if self.axis is not None:
             vectors = sum_gradient(torch.stack(vectors), self.axis).unbind()

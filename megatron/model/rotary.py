@@ -80,7 +80,7 @@ def _table(
 
 
 def _turned(x_BSnD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """A new tensor; channels beyond the angles are copied."""
+    """A new tensor. Channels beyond the angles are copied."""
     half = cos.shape[-1]
     first, second = at_least_fp32(x_BSnD[..., :half]), at_least_fp32(x_BSnD[..., half : 2 * half])
     parts = [(first * cos).addcmul_(second, sin, value=-1), (second * cos).addcmul_(first, sin)]
@@ -111,18 +111,18 @@ def rotated_channels(options: RotaryOptions, head_dim: int) -> int:
 
 
 class Rotary:
-    """Turns queries and keys by their positions. Holds no parameters; tables are fp32 and made once per length."""
+    """Turns queries and keys by their positions. Holds no parameters. Tables are fp32 and made once per length."""
 
     def __init__(self, options: RotaryOptions, head_dim: int):
         self.rotated = rotated_channels(options, head_dim)
         self.use(options)
 
     def use(self, options: RotaryOptions) -> None:
-        """Turn by other frequencies from now on; the share of channels stays."""
+        """Turn by other frequencies from now on. The share of channels stays."""
         self.options, self.name = options, repr(options)  # the name is a key that torch.compile can follow
 
     def angles(self, length: int, positions_BS: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, [1 or B, S, 1, rotated/2], of positions (None: 0 ... length - 1; else all are < length).
+        """cos and sin, [1 or B, S, 1, rotated/2], of positions (None: 0 ... length - 1, else all are < length).
 
         Args:
             like: what shall be turned: its device, and its type where that is wider than fp32.

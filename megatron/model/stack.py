@@ -67,12 +67,12 @@ class ModelPlan:
 
     @cached_property
     def inside(self) -> range:
-        """The indices of the recurrent core's blocks; an empty range without one."""
+        """The indices of the recurrent core's blocks. An empty range without one."""
         return core_of(self.blocks)
 
     @cached_property
     def depth(self) -> Depth | None:
-        """How often this process runs the core; None without one."""
+        """How often this process runs the core. None without one."""
         return Depth(self.config.model.recurrence, self.config.training.seed) if self.inside else None
 
     def core(self, blocks: Iterable[Block], norm: Norm) -> Core | None:
@@ -213,7 +213,7 @@ class Model(nn.Module):
         self.core = plan.core(list(self.blocks)[plan.inside.start : plan.inside.stop], self.head.norm)
 
     def _run(self, stream: Stream, states: list[Any] | None = None, begin: int = 0) -> Stream:
-        """The blocks, with what each keeps between tokens; all of a core's is at the place of its first block."""
+        """The blocks, with what each keeps between tokens. All of a core's is at the place of its first block."""
         inside = self.plan.inside
         for index, block in enumerate(self.blocks):
             own = None if states is None else states[index]
@@ -249,8 +249,8 @@ class Model(nn.Module):
         state: list[Any] | None = None,
         begin: int = 0,
     ) -> Any:
-        """(weighted sum of token losses, each token's cross-entropy [B, S]); with a `reader`, what it gives instead;
-        with a `teacher` also each token's divergence from it.
+        """(weighted sum of token losses, each token's cross-entropy [B, S]). With a `reader`, what it gives instead.
+        With a `teacher` also each token's divergence from it.
 
         With a `state` the tokens follow the `begin` ones that it has read, and it grows by them.
         """
@@ -265,7 +265,7 @@ class Model(nn.Module):
         return self.head.logits(self.stream(tokens_BS, positions, documents))
 
     def new_state(self, axis: Axis = ALONE) -> list[Any]:
-        """Empty decoding state, one entry per block; that of a core's first block has all of the core's, per pass. The
+        """Empty decoding state, one entry per block. That of a core's first block has all of the core's, per pass. The
         ranks of `axis` share the keys of one text."""
         states: list[Any] = [block.new_state() for block in self.blocks]
         if self.core is not None:

@@ -25,7 +25,7 @@ class Chunk:
     Attributes:
         number: of the part, from 0.
         first: tokens of the sequence before it.
-        tokens: of the part; with context parallelism those of all ranks.
+        tokens: of the part. With context parallelism those of all ranks.
         whole: tokens of the sequence.
     """
 
@@ -45,12 +45,12 @@ class Stream:
 
     Attributes:
         hidden: [B, s, H].
-        positions: int [B, S], position of each token in its document; None where it is its index, which it never is
+        positions: int [B, S], position of each token in its document. None where it is its index, which it never is
             with context parallelism.
-        documents: int [B, S], number of each token's document within the sample; None where all is one document.
-        samples: int64 [B], global sample numbers, the keys of dropout; None where nothing is drawn.
+        documents: int [B, S], number of each token's document within the sample. None where all is one document.
+        samples: int64 [B], global sample numbers, the keys of dropout. None where nothing is drawn.
         channels: further float tensors by name that some layers carry to later ones (see `Channel`).
-        chunk: the part of the sequence that this is; None where it is the whole.
+        chunk: the part of the sequence that this is. None where it is the whole.
         memo: what several layers derive from the same side channels (masks, rotary angles), made once.
     """
 
@@ -75,7 +75,7 @@ class Stream:
 
     @property
     def sample_numbers(self) -> Tensor:
-        """`samples`; ValueError where the stream has none, though something is drawn by them."""
+        """`samples`. ValueError where the stream has none, though something is drawn by them."""
         if self.samples is None:
             raise ValueError("what is drawn in training needs the numbers of the samples, which are its keys")
         return self.samples
@@ -97,8 +97,8 @@ class Channel:
 
     Attributes:
         width: last dimension.
-        whole: [B, S, width], all positions on every tensor parallel rank; else [B, s, width] like the hidden state.
-        embedded: it is the embedding's output; else the first layer that declares the channel makes it.
+        whole: [B, S, width], all positions on every tensor parallel rank. Else [B, s, width] like the hidden state.
+        embedded: it is the embedding's output. Else the first layer that declares the channel makes it.
     """
 
     width: int
@@ -171,7 +171,7 @@ class StreamForm:
         return [(1, hidden_size), *((cut if each.whole else 1, each.width) for each in self.channels.values())]
 
     def sample_width(self, hidden_size: int, cut: int) -> int:
-        """Floats of a sample for each position that the hidden state has here; arguments as those of `split`."""
+        """Floats of a sample for each position that the hidden state has here. Arguments as those of `split`."""
         return sum(times * width for times, width in self._shapes(hidden_size, cut))
 
     def common_width(self, hidden_size: int, cut: int) -> int:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class TeacherOptions:
     """How a frozen model teaches: with its logits u, the student's l and the temperature T, each label costs
-    (1 - share) * cost + share * T**2 * KL(softmax(u / T) || softmax(l / T)); see `parallel/layers/distillation.py`."""
+    (1 - share) * cost + share * T**2 * KL(softmax(u / T) || softmax(l / T)). See `parallel/layers/distillation.py`."""
 
     share: float
     temperature: float
@@ -31,7 +31,7 @@ class Objective:
 
     Weights are those of the data (label files, `data.mask_loss_at_eod`) times `weights`. All methods are functions of
     their arguments alone, so that no layout, restart or order of reading changes them. They concern training only: the
-    loss of validation, and the loss that a training step reports, are cross-entropies; the latter is the mean over the
+    loss of validation, and the loss that a training step reports, are cross-entropies. The latter is the mean over the
     labels that count, by weight.
 
     Attributes:
@@ -63,17 +63,17 @@ class Objective:
         return cls()
 
     def weights(self, tokens: np.ndarray, begins: np.ndarray | None) -> np.ndarray:
-        """The weight of each label of a sample, [S], at least 0; called in the threads that read ahead.
+        """The weight of each label of a sample, [S], at least 0. Called in the threads that read ahead.
 
         Args:
-            tokens: int64 [S+1]; label i is token i + 1. Up to `context` tokens of the sample's first document may stand
-                before them; what is answered about those is not used.
-            begins: bool, one per token, whether a document begins at it; None unless `needs_documents`.
+            tokens: int64 [S+1]. Label i is token i + 1. Up to `context` tokens of the sample's first document may stand
+                before them. What is answered about those is not used.
+            begins: bool, one per token, whether a document begins at it. None unless `needs_documents`.
         """
         return np.ones(len(tokens) - 1, np.float32)
 
     def cost(self, ce_N: Tensor, lse_N: Tensor) -> Tensor:
-        """What each label costs, [N]; element by element, since labels come in pieces that depend on the layout.
+        """What each label costs, [N]. Element by element, since labels come in pieces that depend on the layout.
 
         Autograd differentiates it. A cost that needs more than these two is a `cost_of_logits`.
 

@@ -42,7 +42,7 @@ class SharedCall:
 
     Attributes:
         dropout_key: of its draws.
-        adapters: modules whose results are added to queries, keys and values; None where there are none.
+        adapters: modules whose results are added to queries, keys and values. None where there are none.
     """
 
     dropout_key: int
@@ -52,7 +52,7 @@ class SharedCall:
 class Attention(nn.Module):
     """x [B, s, H] (or of `inputs` channels) to its attention output [B, s, H].
 
-    Query heads are cut over the ranks. Key/value heads are cut too if their number allows; else every rank
+    Query heads are cut over the ranks. Key/value heads are cut too if their number allows. Else every rank
     computes all of them and uses those of its query heads.
     """
 
@@ -128,7 +128,7 @@ class Attention(nn.Module):
             self.logit_clip = self._clip(options.qk_clip, make.device)
 
     def _clip(self, threshold: float, device: torch.device | str) -> LogitClip:
-        """Queries and keys shrink alike; where several queries share the keys of a head, the queries alone, so that no
+        """Queries and keys shrink alike. Where several queries share the keys of a head, the queries alone, so that no
         head changes what another one sees.
         """
         shared = self.options.kv_heads < self.options.heads

@@ -2,7 +2,7 @@
 key/value heads.
 
 Shapes: B samples, S positions, H hidden, n query heads, m key/value heads, D head_dim, C = (n + m) D compressed
-channels of queries and keys; heads of this rank unless said otherwise.
+channels of queries and keys, heads of this rank unless said otherwise.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class CCA(nn.Module):
     """x [B, s, H] to its output [B, s, H]: attention among compressed queries, keys and values.
 
     Queries and keys go through two short convolutions together, get the mean of both back, and are brought to one
-    length; half of the value channels come from the token before.
+    length. Half of the value channels come from the token before.
     """
 
     def __init__(self, make: ParameterFactory, model: ModelSection, options: CCAOptions, init: Initialisation):

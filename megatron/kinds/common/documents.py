@@ -15,7 +15,7 @@ def document_starts(documents_BS: Tensor, continued_B: Tensor | None = None) -> 
     """Index of the first token of each token's document within this piece of the sequence, int64 [B, S].
 
     Args:
-        documents_BS: number of each token's document; tokens of one document stand together.
+        documents_BS: number of each token's document. Tokens of one document stand together.
         continued_B: number of the document that the token before the piece belongs to. Where the piece goes on with
             it, the start lies before the piece: the index is below every tap's, -2**31.
     """

@@ -8,7 +8,7 @@ values with V channels: r consecutive heads of values share one of keys.
 
 What is written at position t of a chunk is n_t = b_t (v_t - what the decayed state holds under k_t). The state holds
 what came from before the chunk and the n of earlier positions, so all n of a chunk solve one triangular system with
-the right-hand sides b_t v_t and b_t k_t (the WY form of Bischof and Van Loan 1987; Yang et al. 2024, section 3.2).
+the right-hand sides b_t v_t and b_t k_t (the WY form of Bischof and Van Loan 1987, Yang et al. 2024, section 3.2).
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def gated_delta_rule(
     initial_BhKV: Tensor | None = None,
     starts_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The outputs and the state after the last position, fp32 inside; only the inputs are kept for the gradient.
+    """The outputs and the state after the last position, fp32 inside. Only the inputs are kept for the gradient.
 
     Args:
-        q_BSgK, k_BSgK: of any length; brought to length 1 here.
+        q_BSgK, k_BSgK: of any length. Brought to length 1 here.
         decay_BSh: logarithms of what is left of the state, at most 0, fp32.
         beta_BSh: share of what the state holds under the key that is replaced, in [0, 2], fp32.
         chunk: changes memory and speed, not the result.
-        initial_BhKV: state before the first position; zero if None.
+        initial_BhKV: state before the first position. Zero if None.
         starts_BS: index of the first token of each token's document (`document_starts`): states do not cross it.
 
     Returns:
@@ -58,7 +58,7 @@ def ends(
     k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor | None, *, chunk: int
 ) -> tuple[Tensor, Tensor]:
     """The state [B, h, K, V] that the sequence makes of none, and the matrix [B, h, K, K] that it multiplies one before
-    it by; arguments as those of `gated_delta_rule`, a function to call within `recomputed`."""
+    it by. Arguments as those of `gated_delta_rule`, a function to call within `recomputed`."""
     own, held, keys, through, *_ = _chunks(k, v, decay, beta, starts, min(chunk, v.shape[1]))
     (B, _, h, _, V), K = own.shape, keys.shape[-1]
     one = torch.eye(K, dtype=own.dtype, device=own.device).expand(B, h, K, K)
@@ -70,7 +70,7 @@ def ends(
 
 def _chunks(k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor | None, chunk: int) -> tuple[Tensor, ...]:
     """In chunks: what is written of itself and what is held [B, c, h, Q, V or K], keys decayed to the end, what is left
-    through a chunk; then keys of length 1 [B, c, g, Q, K], and decays inside chunks and from their begin."""
+    through a chunk. Then keys of length 1 [B, c, g, Q, K], and decays inside chunks and from their begin."""
     K, V, room = k.shape[-1], v.shape[-1], -v.shape[1] % chunk
     k, v, decay, beta = (in_chunks(each, chunk) for each in (k, v, decay, beta))
     inside, to_end, from_begin, through = decays(decay, starts, room, chunk)
@@ -126,7 +126,7 @@ def _carry(
     state.
 
     Args:
-        own: what would be written if the state before the chunk were zero; held: times that state, what it takes off.
+        own: what would be written if the state before the chunk were zero, held: times that state, what it takes off.
         keys: decayed to the end of the chunk.
         through: what the chunk leaves of the state before it.
     """

@@ -23,7 +23,7 @@ def gated_delta_rule(
     initial_BhKV: None = None,
     starts_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `delta_rule.gated_delta_rule`; for whole sequences without a past, and no state is returned.
+    """See `delta_rule.gated_delta_rule`. For whole sequences without a past, and no state is returned.
 
     The kernels choose their own chunks. Inputs in fp32 and very wide keys, which they do not take, are left to torch.
     """

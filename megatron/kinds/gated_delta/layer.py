@@ -1,7 +1,7 @@
 """Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024), cut over tensor parallel ranks by heads.
 
 Shapes: B samples, S positions, H hidden, h heads of values with V channels, g heads of queries and keys with K channels
-(g divides h); heads of this rank unless said otherwise.
+(g divides h), heads of this rank unless said otherwise.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class GatedDeltaState:
 class GatedDelta(nn.Module):
     """x [B, s, H] to its output [B, s, H]: output(norm(delta_rule(silu(conv([q k v])))) * silu(gate)).
 
-    Heads of keys are cut over the ranks if their number allows; else every rank computes all of them and uses those of
+    Heads of keys are cut over the ranks if their number allows. Else every rank computes all of them and uses those of
     its heads of values.
     """
 

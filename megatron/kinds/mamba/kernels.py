@@ -1,4 +1,4 @@
-"""Mamba's scan by the kernels of mamba_ssm, for whole sequences without a past; loaded at the first call.
+"""Mamba's scan by the kernels of mamba_ssm, for whole sequences without a past. Loaded at the first call.
 
 A document that ends within a sample is what they cannot do: that is left to torch.
 """
@@ -24,7 +24,7 @@ def selective_scan(
     initial_BdN: None = None,
     starts_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `selective_scan.selective_scan`; the kernel gives no state."""
+    """See `selective_scan.selective_scan`. The kernel gives no state."""
     if starts_BS is not None:
         return scan_of_mamba.selective_scan(
             u_BSd, z_BSd, dt_BSd, dt_bias_d, A_log_dN, D_d, B_BSN, C_BSN, chunk=chunk, starts_BS=starts_BS

@@ -1,7 +1,7 @@
 """Mamba (Gu and Dao 2023), cut over tensor parallel ranks by channels.
 
-With `heads` each equal part of the channels makes time steps, B and C of itself alone (Zamba, Glorioso et al. 2024);
-with `inner_norms` these are normalised (Jamba, Lieber et al. 2024).
+With `heads` each equal part of the channels makes time steps, B and C of itself alone (Zamba, Glorioso et al. 2024).
+With `inner_norms` these are normalised (Jamba, Lieber et al. 2024).
 
 Shapes: B samples, S positions, H hidden, d inner channels of this rank, n heads of this rank, w channels of a head
 here, R rank of the time steps, N state elements.
@@ -241,5 +241,5 @@ def inner_norm(model: ModelSection) -> NormOptions:
 
 
 def _joined(parts: Sequence[Tensor], dim: int = -1) -> Tensor:
-    """The parts in one; one alone is not copied."""
+    """The parts in one. One alone is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)

@@ -2,11 +2,11 @@
 
 Shapes: B samples, S positions, d channels, N state elements per channel.
 
-    S_t = exp(dt_t A) S_{t-1} + dt_t u_t B_t      S, A [d, N], A negative; B_t, C_t [N]
+    S_t = exp(dt_t A) S_{t-1} + dt_t u_t B_t      S, A [d, N], A negative. B_t, C_t [N]
     y_t = (S_t C_t + D u_t) silu(z_t)
 
 A chunk of up to `chunk` positions is scanned at a time, in about sqrt(chunk) runs of equal length side by side: first
-inside the runs, then from run to run. States exist for one chunk only; they are made again for the gradient.
+inside the runs, then from run to run. States exist for one chunk only. They are made again for the gradient.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def selective_scan(
 
     Args:
         dt_BSd: before the bias and softplus.
-        initial_BdN: state before the first position; zero if None.
+        initial_BdN: state before the first position. Zero if None.
         starts_BS: index of the first token of each token's document (`document_starts`): states do not cross it.
 
     Returns:
@@ -72,8 +72,8 @@ def ends(
     chunk: int,
     starts_BS: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The state [B, d, N] that the sequence makes of none, and the share of each number that it leaves of one before;
-    arguments as those of `selective_scan`."""
+    """The state [B, d, N] that the sequence makes of none, and the share of each number that it leaves of one before.
+    Arguments as those of `selective_scan`."""
     state = u_BSd.new_zeros((u_BSd.shape[0], *A_log_dN.shape), dtype=wide_type(u_BSd.dtype))
     left = torch.ones_like(state)
     for parts, starts in pieces([u_BSd, dt_BSd, B_BSN], chunk, starts_BS):

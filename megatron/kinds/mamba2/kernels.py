@@ -1,4 +1,4 @@
-"""Mamba-2's scan by packages of kernels, for whole sequences without a past; loaded at the first call."""
+"""Mamba-2's scan by packages of kernels, for whole sequences without a past. Loaded at the first call."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ssd_of_mamba_ssm(
     initial_BhPN: None = None,
     starts_BS: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    """See `ssd.ssd`; no state is returned. Chunks have a power of two of tokens, at least 16."""
+    """See `ssd.ssd`. No state is returned. Chunks have a power of two of tokens, at least 16."""
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
     tokens = chunk if chunk >= 16 and chunk & (chunk - 1) == 0 else 256
@@ -69,8 +69,8 @@ def ssd_of_fla(
 ) -> tuple[Tensor, Tensor | None]:
     """See `ssd.ssd`: gated linear attention with one decay for each head, of queries C, keys B and values dt x.
 
-    No state is returned, and nothing but the inputs is kept for the gradient. The kernels choose their own chunks;
-    inputs in fp32, which they would round, are left to torch.
+    No state is returned, and nothing but the inputs is kept for the gradient. The kernels choose their own chunks.
+    Inputs in fp32, which they would round, are left to torch.
     """
     inputs = (x_BShP, dt_BSh, dt_bias_h, A_log_h, D_h, B_BSgN, C_BSgN)
     if x_BShP.dtype == torch.float32:

@@ -1,6 +1,6 @@
 """Mamba-2 (Dao and Gu 2024), cut over tensor parallel ranks by heads.
 
-Shapes: B samples, S positions, H hidden, h heads of P channels (d = h P), G groups, N state elements; heads of this
+Shapes: B samples, S positions, H hidden, h heads of P channels (d = h P), G groups, N state elements, heads of this
 rank unless said otherwise.
 """
 
@@ -66,7 +66,7 @@ class Mamba2State:
 class Mamba2(nn.Module):
     """x [B, s, H] to its output [B, s, H]: output(norm(ssd(silu(conv([x B C]))) * silu(z))), and multipliers.
 
-    Groups are cut over the ranks if their number allows; else every rank computes B and C of all groups and uses
+    Groups are cut over the ranks if their number allows. Else every rank computes B and C of all groups and uses
     those of its heads.
     """
 

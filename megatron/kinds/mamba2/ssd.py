@@ -2,7 +2,7 @@
 
 Shapes: B samples, S positions, c chunks of Q positions, h heads of P channels in g groups of r heads, N state elements.
 
-    S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T      S [P, N] per head; A one negative number per head
+    S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T      S [P, N] per head. A one negative number per head
     y_t = S_t C_t + D x_t                           B_t, C_t [N], shared by the heads of a group
 """
 
@@ -36,12 +36,12 @@ def ssd(
     initial_BhPN: Tensor | None = None,
     starts_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The outputs and the state after the last position, both fp32 inside; only the inputs are kept for the gradient.
+    """The outputs and the state after the last position, both fp32 inside. Only the inputs are kept for the gradient.
 
     Args:
         dt_BSh: before the bias and softplus.
         limits: time steps are clamped to these.
-        initial_BhPN: state before the first position; zero if None.
+        initial_BhPN: state before the first position. Zero if None.
         starts_BS: index of the first token of each token's document (`document_starts`): states do not cross it.
 
     Returns:
@@ -66,7 +66,7 @@ def ends(
     limits: Limits,
 ) -> tuple[Tensor, Tensor]:
     """The state [B, h, P, N] that the sequence makes of none, and the share [B, h, 1, 1] that it leaves of one before
-    it; arguments as those of `ssd`, a function to call within `recomputed`."""
+    it. Arguments as those of `ssd`, a function to call within `recomputed`."""
     chunks, (_, to_end, _, through) = _chunks(x, dt, dt_bias, A_log, B, B, starts, min(chunk, x.shape[1]), limits)
     _, final = _carry(_written(chunks, to_end), through, None)
     return final, through.prod(1)[..., None, None]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def yarn_multiplier(factor: float, mscale: float) -> float:
-    """DeepSeek's 0.1 mscale ln(factor) + 1; 1 where nothing is stretched."""
+    """DeepSeek's 0.1 mscale ln(factor) + 1. 1 where nothing is stretched."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 

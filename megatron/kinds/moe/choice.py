@@ -1,4 +1,4 @@
-"""Which experts a token uses, and with which weights. Everything here is fp32; nothing that chooses has a gradient.
+"""Which experts a token uses, and with which weights. Everything here is fp32. Nothing that chooses has a gradient.
 
 Shapes: T tokens, E experts, k experts per token, C tokens per expert.
 """
@@ -18,11 +18,11 @@ TINY = 1e-20
 
 @dataclass(frozen=True)
 class ExpertChoice:
-    """Who uses whom; made without a gradient, and replayed where activations are recomputed.
+    """Who uses whom. Made without a gradient, and replayed where activations are recomputed.
 
     Attributes:
-        experts_Tk: int64, the experts of each token; None where experts choose.
-        tokens_EC: int64, the tokens of each expert; None where tokens choose.
+        experts_Tk: int64, the experts of each token. None where experts choose.
+        tokens_EC: int64, the tokens of each expert. None where tokens choose.
     """
 
     experts_Tk: Tensor | None = None
@@ -30,14 +30,14 @@ class ExpertChoice:
 
     @property
     def of_tokens(self) -> Tensor:
-        """`experts_Tk`; ValueError where experts choose."""
+        """`experts_Tk`. ValueError where experts choose."""
         if self.experts_Tk is None:
             raise ValueError("experts choose, so tokens have no list of theirs")
         return self.experts_Tk
 
     @property
     def of_experts(self) -> Tensor:
-        """`tokens_EC`; ValueError where tokens choose."""
+        """`tokens_EC`. ValueError where tokens choose."""
         if self.tokens_EC is None:
             raise ValueError("tokens choose, so experts have no list of theirs")
         return self.tokens_EC
@@ -71,7 +71,7 @@ def choose_experts(
 
 
 def weights_of(scores_TE: Tensor, experts_Tk: Tensor, options: MoEOptions) -> Tensor:
-    """The weights [T, k] of the chosen experts' outputs, from their uncorrected scores; 0 where no expert is used."""
+    """The weights [T, k] of the chosen experts' outputs, from their uncorrected scores. 0 where no expert is used."""
     router, scores_Tk = options.router, scores_TE.gather(1, experts_Tk)
     if router.normalize:
         scores_Tk = scores_Tk / (scores_Tk.sum(-1, keepdim=True) + TINY)

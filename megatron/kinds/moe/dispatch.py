@@ -6,7 +6,7 @@ parts, whose sizes are exchanged before. Tensor parallel ranks have the same tok
 crosses the expert axis twice. Where they have slices of the same experts, what has arrived is gathered among them.
 Where experts are folded over them, they are expert parallel ranks like others, and nothing is gathered.
 
-Shapes: T tokens, E experts, H hidden; R rows of this rank's tokens, N rows of this rank's experts; x expert parallel
+Shapes: T tokens, E experts, H hidden, R rows of this rank's tokens, N rows of this rank's experts, x expert parallel
 ranks, t ranks that have slices of the same experts, n = E / x experts of a rank.
 """
 
@@ -53,10 +53,10 @@ class Trip:
 
     Attributes:
         rows: number of rows of this rank's tokens.
-        own: int64, those that this rank sends; None if it sends all.
+        own: int64, those that this rank sends. None if it sends all.
         sent: rows for each expert parallel rank.
         received: rows from each.
-        room: rows that each of the t ranks puts in when they gather; the largest number that one has.
+        room: rows that each of the t ranks puts in when they gather. The largest number that one has.
         place_N: int64, where among all that has arrived the n-th row of this rank's experts is.
         ends_n: int32, where the rows of each of this rank's experts end.
     """
@@ -71,7 +71,7 @@ class Trip:
 
 
 class AllToAllDispatch:
-    """Rows go to the expert parallel rank that has their expert; on the way back, the parts of ranks with slices are
+    """Rows go to the expert parallel rank that has their expert. On the way back, the parts of ranks with slices are
     summed.
     """
 
@@ -79,7 +79,7 @@ class AllToAllDispatch:
         self.expert, self.tensor, self.slices = mesh.expert, mesh.tensor, mesh.expert_tensor
 
     def send(self, rows_RH: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Trip]:
-        """As `LocalDispatch.send`; within an expert, rows are ordered by data parallel rank, then by token."""
+        """As `LocalDispatch.send`. Within an expert, rows are ordered by data parallel rank, then by token."""
         trip = decide_once(lambda: self._plan(rows))
         x_RH = rows_RH if trip.own is None else take(rows_RH, trip.own)
         x_RH = exchange(x_RH, trip.sent, trip.received, self.expert)
@@ -88,7 +88,7 @@ class AllToAllDispatch:
         return take(x_RH, trip.place_N), trip.ends_n, trip
 
     def back(self, y_NH: Tensor, trip: Trip) -> Tensor:
-        """The experts' results, summed over the ranks with slices, in the order of the rows given to `send`; 0 where
+        """The experts' results, summed over the ranks with slices, in the order of the rows given to `send`. 0 where
         another tensor parallel rank has sent the row."""
         y_RH = put(y_NH, trip.place_N, self.slices.size * trip.room)
         if self.slices.size > 1:

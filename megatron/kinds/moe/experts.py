@@ -31,7 +31,7 @@ def grouped(x_RK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
 class StackedExperts(nn.Module):
     """The matrices of all experts as one logical tensor [E, outputs, inputs], and their biases as one [E, outputs].
 
-    Matrices that are cut by their inputs give partial sums; each rank has the biases of some outputs and adds those.
+    Matrices that are cut by their inputs give partial sums. Each rank has the biases of some outputs and adds those.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class StackedExperts(nn.Module):
 class Experts(nn.Module):
     """Rows [R, H] to down(activation(gate x) * (up x + offset)) of each row's expert, or down(activation(up x)).
 
-    Tensor parallel ranks have a slice of every expert's width, and their results are partial sums; or, where experts
+    Tensor parallel ranks have a slice of every expert's width, and their results are partial sums. Or, where experts
     are folded over them, whole experts.
     """
 

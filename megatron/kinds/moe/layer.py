@@ -38,7 +38,7 @@ from .router import STATE, LinearRouter, MLPRouter, router_counts, router_tensor
 
 
 class PartialLinear(nn.Module):
-    """This rank's slice of [..., inputs] to its part of the sum [..., outputs]; the tensor region stays open."""
+    """This rank's slice of [..., inputs] to its part of the sum [..., outputs]. The tensor region stays open."""
 
     def __init__(self, make: ParameterFactory, inputs: int, outputs: int, init: Initialisation):
         super().__init__()
@@ -71,7 +71,7 @@ class Gate(nn.Module):
 
 class SharedExpert(nn.Module):
     """x [T, H] to this rank's part of the output of the expert that every token uses (DeepSeekMoE, Dai et al. 2024),
-    [T, H]; inside the same tensor region as the others."""
+    [T, H]. Inside the same tensor region as the others."""
 
     def __init__(self, make: ParameterFactory, hidden_size: int, options: MoEOptions, init: Initialisation):
         super().__init__()
@@ -158,7 +158,7 @@ class MoE(nn.Module):
         return combine(y_RH, rows, weights, self.total)
 
     def new_state(self) -> Routed:
-        """What the losses need of earlier chunks of the same samples; decoding reads none of it."""
+        """What the losses need of earlier chunks of the same samples. Decoding reads none of it."""
         return Routed()
 
     def _account(
@@ -171,7 +171,7 @@ class MoE(nn.Module):
         stream: Stream,
         state: Routed | None,
     ) -> dict[str, Tensor]:
-        """The auxiliary losses, of a sequence in chunks with the last one; in training the layer's tally has them and
+        """The auxiliary losses, of a sequence in chunks with the last one. In training the layer's tally has them and
         the load, once for each token."""
         if not self.training:
             return {}
@@ -225,7 +225,7 @@ class MoE(nn.Module):
 
     @staticmethod
     def exchanges(model: ModelSection, options: MoEOptions, around: Around) -> list[LayerMessage]:
-        """How often experts were chosen, over the ranks that share a sample, and over all for one loss; of a sequence
+        """How often experts were chosen, over the ranks that share a sample, and over all for one loss. Of a sequence
         in chunks once, with the last."""
         samples = 1 if options.router.select == "expert_choice" else around.samples
         size = samples * options.experts

@@ -87,7 +87,7 @@ class Routed:
     def add(
         self, logits_TE: Tensor, scores_TE: Tensor, counts_BE: Tensor, dropped: Tensor, options: MoEOptions
     ) -> None:
-        """More tokens of the same samples; logits and scores are of all classes."""
+        """More tokens of the same samples. Logits and scores are of all classes."""
         samples, losses = len(counts_BE), options.losses
         self.tokens += len(logits_TE) // samples
         self.counts_BE, self.dropped = _plus(self.counts_BE, counts_BE), _plus(self.dropped, dropped)
@@ -131,7 +131,7 @@ def auxiliary_losses(routed: Routed, counts_BE: Tensor, options: AuxiliaryLossOp
 
 @torch.no_grad()
 def count(choice: ExpertChoice, samples: int, experts: int) -> Tensor:
-    """fp32 [B, E], how often each sample has chosen each expert; where experts choose, [1, E]."""
+    """fp32 [B, E], how often each sample has chosen each expert. Where experts choose, [1, E]."""
     if choice.tokens_EC is not None:
         taken = choice.tokens_EC.shape[1]
         return torch.full((1, experts), float(taken), dtype=torch.float32, device=choice.tokens_EC.device)

@@ -26,9 +26,9 @@ class Rows:
     Attributes:
         source_R: int64, the token of each row.
         ends_E: int32, where each expert's rows end.
-        place_Tk: int64, the row of each token's choices; None where experts choose.
+        place_Tk: int64, the row of each token's choices. None where experts choose.
         tokens: T.
-        kept_Tk: which choices have a row (capacity); None where all have.
+        kept_Tk: which choices have a row (capacity). None where all have.
     """
 
     source_R: Tensor
@@ -44,11 +44,11 @@ class Rows:
 
 
 def sort_by_expert(choice: ExpertChoice, experts: int, tokens: int, capacity: int | None = None) -> Rows:
-    """Rows of a choice; within an expert in the order of the tokens.
+    """Rows of a choice. Within an expert in the order of the tokens.
 
     Args:
         tokens: T.
-        capacity: rows that each expert has; its later tokens get none. Rows without a token hold token 0, to be
+        capacity: rows that each expert has. Its later tokens get none. Rows without a token hold token 0, to be
         ignored.
     """
     if choice.tokens_EC is not None:
@@ -80,7 +80,7 @@ def sort_by_expert(choice: ExpertChoice, experts: int, tokens: int, capacity: in
 
 
 class _Spread(torch.autograd.Function):
-    """[T, H] to the rows [R, H]; the gradient of a token is the sum over its rows, in a fixed order."""
+    """[T, H] to the rows [R, H]. The gradient of a token is the sum over its rows, in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, source_R: Tensor, place_Tk: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class LinearRouter(nn.Module):
 class MLPRouter(nn.Module):
     """x [B, S, H] to (logits [T, E], the state [B, S, R] for the next router), as in ZAYA1 (Anthony et al. 2025).
 
-    state = down(x) + scale * (state of the MoE layer before); logits = out(gelu(fc2(gelu(fc1(norm(state)))))). Between
+    state = down(x) + scale * (state of the MoE layer before). Logits = out(gelu(fc2(gelu(fc1(norm(state)))))). Between
     layers the state has the type of the stream, on one rank as on several.
     """
 

@@ -204,7 +204,7 @@ def rows_are_aligned(context: RuleContext) -> Iterator[Problem]:
 
 
 def router_states_have_a_first(context: RuleContext) -> Iterator[Problem]:
-    """The first MLP router has nothing to average with; all others carry states of one width."""
+    """The first MLP router has nothing to average with. All others carry states of one width."""
     routers = [use for use in context.layers("moe") if use.options.router.network == "mlp"]
     if routers and routers[0].options.router.average:
         yield routers[0].problem(
@@ -389,7 +389,7 @@ def spread_experts_fit_the_stage(context: RuleContext) -> Iterator[Problem]:
 
 def folded_experts_want_equal_shards(context: RuleContext) -> Iterator[Problem]:
     """DeepSpeed's ZeRO fills a bucket with gradients of all kinds and sends it when it is full. Ranks with other
-    numbers of elements fill it at other parameters; where their experts' groups have several such ranks, they would
+    numbers of elements fill it at other parameters. Where their experts' groups have several such ranks, they would
     wait for ever.
     """
     config = context.config

@@ -23,7 +23,7 @@ def moe_layers(model: nn.Module) -> dict[int, MoE]:
 def traced(
     model: Model, tokens_BS: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Layer -> (experts int64 [B, S, k], best first; their weights fp32 [B, S, k]), as in evaluation.
+    """Layer -> (experts int64 [B, S, k], best first, their weights fp32 [B, S, k]), as in evaluation.
 
     The number after the last expert's is that of none (`router.skip`). `positions` and `documents` are as in `Stream`.
 

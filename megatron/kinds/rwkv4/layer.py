@@ -42,7 +42,7 @@ class RWKV4State(ShiftState):
 
     @property
     def sums(self) -> State | None:
-        """As `wkv4` takes them; None before the first token."""
+        """As `wkv4` takes them. None before the first token."""
         if self.numerator is None or self.denominator is None or self.largest is None:
             return None
         return self.numerator, self.denominator, self.largest

@@ -53,7 +53,7 @@ def wkv4(
 def ends(
     k_BSd: Tensor, v_BSd: Tensor, decay_d: Tensor, starts_BS: Tensor | None, *, chunk: int
 ) -> tuple[State, Tensor]:
-    """The state that the sequence makes of none, and what it adds to the exponent of one before it, [B, d]; arguments
+    """The state that the sequence makes of none, and what it adds to the exponent of one before it, [B, d]. Arguments
     as those of `wkv4`."""
     zero = k_BSd.new_zeros((k_BSd.shape[0], k_BSd.shape[2]), dtype=wide_type(k_BSd.dtype))
     state = (zero, zero, zero + NOTHING)

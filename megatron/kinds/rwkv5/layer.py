@@ -1,6 +1,6 @@
 """RWKV-5 "Eagle" (Peng et al. 2024), cut over tensor parallel ranks by heads.
 
-Shapes: B samples, S positions, H hidden, h heads of N channels (d = h N); heads of this rank unless said otherwise.
+Shapes: B samples, S positions, H hidden, h heads of N channels (d = h N), heads of this rank unless said otherwise.
 """
 
 from __future__ import annotations

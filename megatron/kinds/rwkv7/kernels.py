@@ -23,10 +23,10 @@ def wkv7_of_fla(
     starts_BS: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `wkv7.wkv7`; for whole sequences without a past, and no state is returned.
+    """See `wkv7.wkv7`. For whole sequences without a past, and no state is returned.
 
     Args:
-        dtype: of what the matrix products read. The kernels choose their own chunks; fp32, which they would round, is
+        dtype: of what the matrix products read. The kernels choose their own chunks. fp32, which they would round, is
             left to torch.
     """
     inputs = [r_BShN, log_w_BShN, k_BShN, v_BShN, a_BShN, b_BShN]

@@ -1,6 +1,6 @@
 """RWKV-7 "Goose" (Peng et al. 2025), cut over tensor parallel ranks by heads.
 
-Shapes: B samples, S positions, H hidden, h heads of N channels (d = h N); heads of this rank unless said otherwise.
+Shapes: B samples, S positions, H hidden, h heads of N channels (d = h N), heads of this rank unless said otherwise.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class RWKV7(nn.Module):
     def _memory_before(
         self, made: tuple[Tensor | None, ...], starts_BS: Tensor | None, of_state: Tensor | None
     ) -> Tensor:
-        """The memory before this rank's tokens, of those that share the sequence; what is left of one before them is
+        """The memory before this rank's tokens, of those that share the sequence. What is left of one before them is
         only computed where more than two do."""
         own, left = (
             functools.partial(each, heads=self.heads, chunk=self.options.chunk) for each in (_made_of_none, _left)
@@ -218,7 +218,7 @@ def _factors(
     *,
     heads: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What `wkv7` takes but r, [B, S, h, N] each in fp32; see docs/models.md for the equations."""
+    """What `wkv7` takes but r, [B, S, h, N] each in fp32. See docs/models.md for the equations."""
     k, v = at_least_fp32(k), at_least_fp32(v)
     log_w = FASTEST * torch.sigmoid(decay_base + at_least_fp32(w))
     a = torch.sigmoid(rate_base + at_least_fp32(a))
@@ -271,7 +271,7 @@ def _time_mix(
     epsilon: float,
     fused: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """([B, S, d] before the output projection, memory), fp32 inside; see docs/models.md for the equations.
+    """([B, S, d] before the output projection, memory), fp32 inside. See docs/models.md for the equations.
 
     Args:
         factors, finished: `_factors` and `_finished`, or their compiled forms.

@@ -40,7 +40,7 @@ def wkv7(
 
     Args:
         log_w_BShN: between -0.61 and 0: a chunk's decays and their inverses are then within fp32's range.
-        initial_BhNN: state before the first position; zero if None.
+        initial_BhNN: state before the first position. Zero if None.
         starts_BS: index of the first token of each token's document (`document_starts`): states do not cross it.
     """
     inputs = (r_BShN, log_w_BShN, k_BShN, v_BShN, a_BShN, b_BShN, initial_BhNN)

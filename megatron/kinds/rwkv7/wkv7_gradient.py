@@ -25,12 +25,12 @@ class ForwardChunks(NamedTuple):
     """What the forward pass makes of all chunks.
 
     Attributes:
-        left: what is left at each position of what was in the middle of its chunk's decays; a row for the begin before
+        left: what is left at each position of what was in the middle of its chunk's decays. a row for the begin before
             them. [m, Q + 1, N].
         between: what is left, in the middle of the next chunk or at the end of the last, of the middle of this. [m, 1,
         N].
-        readers: A over R, [m, 2 Q, N]; reads: the same, 0 where the state before the chunk is another document's.
-        writers: B over K, [m, 2 Q, N]; writes: the same, 0 where the state after the chunk is another document's.
+        readers: A over R, [m, 2 Q, N], reads: the same, 0 where the state before the chunk is another document's.
+        writers: B over K, [m, 2 Q, N], writes: the same, 0 where the state after the chunk is another document's.
         scores: of all readers and writers, [m, 2 Q, 2 Q].
         inverse: of 1 - <A B>, [m, Q, Q].
         of_state: inverse A, [m, Q, N].
@@ -52,7 +52,7 @@ class ForwardChunks(NamedTuple):
 
 
 class Documents(NamedTuple):
-    """Who sees whom; None but for the first where there are no documents.
+    """Who sees whom. None but for the first where there are no documents.
 
     Attributes:
         unseen: writers that a reader does not see, [m or none, 2 Q, 2 Q].
@@ -68,7 +68,7 @@ class Documents(NamedTuple):
 
 
 def in_chunks(x_BShN: Tensor, chunk: int, room: int) -> Tensor:
-    """[c, B, h, Q, N], a view where nothing is missing; what is missing writes nothing and decays nothing."""
+    """[c, B, h, Q, N], a view where nothing is missing. What is missing writes nothing and decays nothing."""
     x_BShN = F.pad(x_BShN, (0, 0, 0, 0, 0, room)) if room else x_BShN
     return x_BShN.unflatten(1, (-1, chunk)).permute(1, 0, 3, 2, 4)
 
@@ -108,7 +108,7 @@ def wkv7_gradient(of_y: Tensor, of_final: Tensor, chunks: ForwardChunks, documen
 def _carry_gradient(
     of_y: Tensor, of_final: Tensor, chunks: ForwardChunks, through: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From the last chunk back: gradients of U over V (of V without what goes by U), [m, 2 Q, N]; D, [m, N, N]; of the
+    """From the last chunk back: gradients of U over V (of V without what goes by U), [m, 2 Q, N]. D, [m, N, N]. Of the
     states.
     """
     n, Q = len(of_final), chunks.inverse.shape[-1]

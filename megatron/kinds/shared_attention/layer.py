@@ -1,4 +1,4 @@
-"""Attention and MLP whose weights several layers share (Zamba, Glorioso et al. 2024a; Zamba2, 2024b).
+"""Attention and MLP whose weights several layers share (Zamba, Glorioso et al. 2024a, Zamba2, 2024b).
 
     s = [x | x0]                      x0 the embedding, so s has 2H channels
     T = output(mlp(norm(attention(norm(s)))))            no residual inside
@@ -85,8 +85,8 @@ class SharedBlock(nn.Module):
 class SharedAttention(nn.Module):
     """One call: x [B, s, H] to T [B, s, H].
 
-    The first call of a shared block on this rank owns its module, so that each parameter has one place in the model;
-    later calls borrow it.
+    The first call of a shared block on this rank owns its module, so that each parameter has one place in the model.
+    Later calls borrow it.
 
     Args:
         number: which call of its kind this is in the whole model.
@@ -164,7 +164,7 @@ class SharedAttention(nn.Module):
 
     @staticmethod
     def counts(model: ModelSection, options: SharedAttentionOptions, sequence_length: int, number: int = 0) -> Counts:
-        """The shared weights are counted at the first call of each; their work at every call."""
+        """The shared weights are counted at the first call of each. Their work at every call."""
         H, R, mlp = model.hidden_size, options.adapter_rank, options.mlp
         shared = Attention.counts(model, options, sequence_length, inputs=2 * H) + MLP.counts(
             model, mlp, sequence_length

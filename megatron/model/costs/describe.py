@@ -30,11 +30,11 @@ class LayerCosts:
         name: prefix of its logical names.
         kind: "embedding", "head", or the block's pattern.
         stage: the pipeline stage that holds it.
-        counts: what it costs, whole, before recomputation; FLOPs and state are those of an evaluation.
+        counts: what it costs, whole, before recomputation. FLOPs and state are those of an evaluation.
         saved: elements saved per token for the backward pass, with the run's activation checkpointing, in units of the
             compute type.
         recomputed: FLOPs per token of the forward pass that run a second time.
-        training_flops: per token, forward and backward, without what is recomputed; the mean over steps.
+        training_flops: per token, forward and backward, without what is recomputed. The mean over steps.
     """
 
     name: str
@@ -77,7 +77,7 @@ def layers(config: Config) -> list[LayerCosts]:
 
 
 def _repeated(config: Config, once: LayerCosts) -> LayerCosts:
-    """A block of the core, from what one pass through it costs; activations are those of steps with most of them."""
+    """A block of the core, from what one pass through it costs. Activations are those of steps with most of them."""
     options = config.model.recurrence
     mean, shown, counts = expected_passes(options), options.evaluation, once.counts
     flops, state, memory = (shown * each for each in (counts.flops, counts.state, counts.memory))
@@ -110,7 +110,7 @@ def copies(config: Config, counts: Counts) -> int:
 
 
 def _head_recomputation(config: Config, counts: Counts, wider: int) -> tuple[int, int]:
-    """(elements saved per token, FLOPs per token computed again) of the head; blocks of modules that predict further
+    """(elements saved per token, FLOPs per token computed again) of the head. Blocks of modules that predict further
     tokens are recomputed as those of the stack are.
 
     Args:
@@ -158,8 +158,8 @@ class Totals:
         active_parameters: of these, what one token uses: all but the experts that it does not choose.
         embedding_parameters: of all, in the token and position embeddings and in an untied head's matrix.
         forward_flops: per token.
-        training_flops: per token, forward and backward, the backward pass counted as twice the forward pass; without
-            recomputation; of a recurrent core the mean over steps. Model FLOPs utilisation is a share of this.
+        training_flops: per token, forward and backward, the backward pass counted as twice the forward pass. Without
+            recomputation. Of a recurrent core the mean over steps. Model FLOPs utilisation is a share of this.
         hardware_flops: the same with what is recomputed.
         core_flops: of the forward pass, those of one pass through a recurrent core.
     """
@@ -196,7 +196,7 @@ def totals(config: Config) -> Totals:
 
 
 def teacher_flops(config: Config) -> int:
-    """FLOPs per token of the teacher's forward pass; 0 without one.
+    """FLOPs per token of the teacher's forward pass. 0 without one.
 
     Raises:
         UserError: its checkpoint cannot be read.
@@ -222,7 +222,7 @@ def flops_of_step(config: Config, total: Totals, step: int) -> float:
 
 
 def training_operations(config: Config, completed: int) -> int:
-    """FLOPs of all tokens of so many updates, forward and backward; shorter stages of sequence length have fewer."""
+    """FLOPs of all tokens of so many updates, forward and backward. Shorter stages of sequence length have fewer."""
     training, found = config.training, 0
     for stage in stages_of(config):
         end = completed if stage.end is None else min(stage.end, completed)

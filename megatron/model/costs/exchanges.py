@@ -1,7 +1,7 @@
 """What the layers send on other axes than tensor, in closed form, from what each kind declares.
 
 A kind whose layers look beyond their own tokens says in a static method `exchanges(model, options, around)` what one
-micro-batch sends, forward and backward, as a list of `LayerMessage`; `around` is the rank's place and its share of the
+micro-batch sends, forward and backward, as a list of `LayerMessage`. `around` is the rank's place and its share of the
 tokens. Layers that only compute token by token need none. Sizes are nccl-tests' S, as in accounts.
 """
 
@@ -37,18 +37,18 @@ class LayerMessage:
 
     Attributes:
         axis: on which: a field of `Mesh`.
-        operation: as in accounts; `send` and `recv` are between two ranks.
+        operation: as in accounts. `send` and `recv` are between two ranks.
         elements: of nccl-tests' S.
         dtype: empty is the type in which layers compute.
         backward: it is sent in the backward pass.
         again: whether a recomputation sends it once more: always, unless selective recomputation keeps the result,
             where something that comes behind the layer's last product is needed, or never.
-        shared: a name of what all layers read; the first one asks for it, and with a pipeline that of each block.
+        shared: a name of what all layers read. The first one asks for it, and with a pipeline that of each block.
         by_data: what the data decide, empty where nothing: how much of it each rank sends, of which `elements` is the
-            mean over the ranks of the group (`MEAN`) or the most that there can be (`MOST`); or whether documents need
+            mean over the ranks of the group (`MEAN`) or the most that there can be (`MOST`). Or whether documents need
             it, which is exact where they are known, and else the most (`BY_DOCUMENTS`).
         training: it is sent in training alone, not where the layer is one of a teacher.
-        split: an all-to-all whose caller gives the size of each rank's part; tables of algorithms leave it alone.
+        split: an all-to-all whose caller gives the size of each rank's part. Tables of algorithms leave it alone.
         chunks: for which chunks of a sequence it is sent, where layers work on chunks: each, all but the last, or the
             last alone.
     """
@@ -124,7 +124,7 @@ def from_before(around: Around, elements: int, by: int = 1, dtype: str = "") -> 
 
 
 def handed_on(around: Around, elements: int, dtype: str = "", *, gradient: bool = True) -> list[LayerMessage]:
-    """`ContextGroup.to_first`: what a chunk leaves on the last rank for the next chunk, which begins on the first; and
+    """`ContextGroup.to_first`: what a chunk leaves on the last rank for the next chunk, which begins on the first. And
     its gradient, where it has one. Nothing reads what the last chunk leaves."""
     rank, ranks = around.context.rank, around.context.size
     if ranks == 1 or around.chunks == 1:
@@ -150,7 +150,7 @@ class ExchangeTraffic:
     """What one micro-batch sends on the context, data and expert axes.
 
     Attributes:
-        by_data: of calls of which the data decide; see `LayerMessage`.
+        by_data: of calls of which the data decide. See `LayerMessage`.
     """
 
     messages: Messages = field(default_factory=Messages)
@@ -173,7 +173,7 @@ def layer_traffic(
         mesh: of the rank.
         layers: places in the list [embedding, blocks..., head] that the rank holds.
         core: how often it goes through a recurrent core.
-        documents: int [B, S], of the micro-batch's whole samples; None where nobody knows them.
+        documents: int [B, S], of the micro-batch's whole samples. None where nobody knows them.
 
     Raises:
         NotPredicted: a kind does not say what it sends.
@@ -211,7 +211,7 @@ def _count(model: ModelSection) -> int:
 def _asked(
     config: Config, mesh: Mesh, held: Iterable[int], known: Tensor | None
 ) -> Iterator[tuple[int, str, LayerMessage]]:
-    """(index of the block, layer, message) of blocks in one pass; what all layers read is asked for once."""
+    """(index of the block, layer, message) of blocks in one pass. What all layers read is asked for once."""
     training, model = config.training, config.model
     chunks, documents = training.sequence_chunks, config.data.reset_attention_at_eod
     length = training.sequence_length // mesh.layout.context // chunks

@@ -1,14 +1,14 @@
 """What the layers send on the tensor axis, in closed form, from what each kind declares.
 
 A kind says in a static method `sends(model, options, tensor)` what one forward pass does, in order, as a list of the
-classes below; `tensor` is the axis. This module makes calls of them: in which passes, of which operation and size.
+classes below. `tensor` is the axis. This module makes calls of them: in which passes, of which operation and size.
 
 S bytes of an event in one micro-batch of T tokens, with `width` numbers per token of 4 bytes in fp32 and 2 otherwise:
     Enter   backward: all-reduce of T width (with sequence parallelism: forward all-gather, backward reduce-scatter)
     Leave   forward: all-reduce of T width (with sequence parallelism: reduce-scatter, backward all-gather)
     Summed  forward and backward: all-reduce of T width
     Shared  backward: all-reduce of the parameter's gradient, which does not depend on T
-(Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2).
+(Shoeybi et al. 2019, section 3, Korthikanti et al. 2022, section 4.2).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Leave:
 
 @dataclass(frozen=True)
 class Summed:
-    """A value that every rank uses after a sum; `wide` where it is fp32 in every precision.
+    """A value that every rank uses after a sum. `wide` where it is fp32 in every precision.
 
     Attributes:
         again: it is made once more in the backward pass.
@@ -255,7 +255,7 @@ def _embedding(model: ModelSection, tensor: TensorAxis) -> list[Event]:
 def _loss(
     tally: Messages, passes: CallRecorder, config: Config, times: int, at: tuple[str, str] = ("forward", "head")
 ) -> None:
-    """Each chunk of logits of `times` as many tokens, in fp32 per token: the largest, then two sums; beside a teacher's
+    """Each chunk of logits of `times` as many tokens, in fp32 per token: the largest, then two sums. Beside a teacher's
     logits the largest of both, then five sums."""
     tokens, widths = times * passes.tokens, (1, 2) if objective_of(config).teacher is None else (2, 5)
     call = Call(*at, "tensor", passes.tensor.ranks, "all_reduce", "fp32")
@@ -268,7 +268,7 @@ def _loss(
 def block_sends(
     model: ModelSection, pattern: BlockPattern, tensor: TensorAxis, index: int
 ) -> list[tuple[str, list[Event]]]:
-    """What a block does in one forward pass, in order: (part, events); the part is a kind, or empty for the rest.
+    """What a block does in one forward pass, in order: (part, events). The part is a kind, or empty for the rest.
 
     Raises:
         NotPredicted: a kind does not say what it sends.

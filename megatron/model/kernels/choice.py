@@ -2,7 +2,7 @@
 decides.
 
 A mixer with an adapter asks `choose` once, when it is built, and keeps torch for what the kernels cannot do (decoding,
-gradients through states). Torch is the tested default and needs no package; `model.kernels` names the choice.
+gradients through states). Torch is the tested default and needs no package. `model.kernels` names the choice.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def graphs(config: Config, device: torch.device | str) -> bool:
 
 
 def compile_forward(block: Block, config: Config, device: torch.device | str) -> None:
-    """Compile the block's forward pass, or parts of it, where the run does; decoding, whose shapes change, stays as it
+    """Compile the block's forward pass, or parts of it, where the run does. Decoding, whose shapes change, stays as it
     is.
 
     Call it before recomputation is added: a block that runs again runs its compiled form.
@@ -177,7 +177,7 @@ def _options(config: Config, device: torch.device | str) -> dict[str, Any] | Non
     """What inductor needs to be told.
 
     Two biases whose gradients are the same sum, as those of a parallel residual, become one C++ loop that stores it
-    twice; torch 2.13 then declares the number of a narrower type twice, which no compiler takes. So no loops are joined
+    twice. torch 2.13 then declares the number of a narrower type twice, which no compiler takes. So no loops are joined
     side by side.
     """
     if graphs(config, device):

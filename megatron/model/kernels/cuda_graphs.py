@@ -5,7 +5,7 @@ A graph reads and writes the memory that it was recorded with. torch's compiler 
 graphs, a path for the blocks in their order). Here and in
 `config/rules/gpu/cuda_graphs.py` is what it relies on:
 
-* Weights stay where they are. DeepSpeed moves them into its flat tensors before the first pass; ZeRO 3 and offloading,
+* Weights stay where they are. DeepSpeed moves them into its flat tensors before the first pass. ZeRO 3 and offloading,
   which move them later, are refused.
 * Gradients leave the graph's memory, which the next replay overwrites while DeepSpeed still sums them: a copy of 16
   bits per weight.

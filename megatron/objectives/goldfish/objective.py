@@ -48,7 +48,7 @@ class Goldfish(Objective):
         return cls(section.k, section.h, section.mask)
 
     def weights(self, tokens: np.ndarray, begins: np.ndarray | None) -> np.ndarray:
-        """0 for labels that are left out, 1 for others; see `Objective.weights`."""
+        """0 for labels that are left out, 1 for others. See `Objective.weights`."""
         kept = {"hashed": self._hashed, "static": self._static, "reference": self._reference}[self.mask]
         return kept(tokens, begins)[1:].astype(np.float32)
 
@@ -56,7 +56,7 @@ class Goldfish(Objective):
         return np.arange(len(tokens)) % self.k != 1 % self.k  # token 1 is label 0
 
     def _hashed(self, tokens: np.ndarray, begins: np.ndarray | None) -> np.ndarray:
-        """A token's window is the h tokens before it; the hash is a polynomial in their mixed ids, mixed once more."""
+        """A token's window is the h tokens before it. The hash is a polynomial in their mixed ids, mixed once more."""
         kept = np.ones(len(tokens), bool)
         if (windows := len(tokens) - self.h) <= 0:
             return kept

@@ -1,15 +1,15 @@
 """Products of tensor parallel ranks that overlap with their messages (`parallel.async_tensor`).
 
 With sequence parallelism the ranks gather a layer's input before its first matrices and scatter the sum of its last
-one's products; both are done in parts, one for each rank, so that a part travels while another is multiplied (Wang et
+one's products. Both are done in parts, one for each rank, so that a part travels while another is multiplied (Wang et
 al. 2023, ASPLOS, "Overlap communication with dependent computation via decomposition"). torch has both as operations
 on symmetric memory, which every GPU of a host reads from the others. In the backward pass each is the other's
-gradient; that of the weights is a product of what was gathered, and sends nothing.
+gradient. That of the weights is a product of what was gathered, and sends nothing.
 
 What a GPU sends so goes through no process group: it is told to the account here, as the gather or scatter that it is.
 On other devices the same numbers are gathered, multiplied and scattered one after another.
 
-Shapes: B batch, S sequence, s = S / t of each of the t ranks; K inputs and N outputs of a matrix, H of the stream.
+Shapes: B batch, S sequence, s = S / t of each of the t ranks, K inputs and N outputs of a matrix, H of the stream.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def gathered_through(x_BsH: Tensor, matrices_NH: Sequence[Tensor], axis: Axis) -
 
 
 def scattered_product(x_BSK: Tensor, weight_HK: Tensor, axis: Axis) -> Tensor:
-    """This rank's [B, s, H] of the sum of the ranks' products x Wᵀ; it gets the gradients of all parts."""
+    """This rank's [B, s, H] of the sum of the ranks' products x Wᵀ. It gets the gradients of all parts."""
     y: Tensor = _Scattered.apply(axis, x_BSK, weight_HK)
     return y
 

@@ -2,10 +2,10 @@
 
 A *tensor region* is the part of a layer in which each tensor parallel rank holds a slice of the channels.
 Outside of it the residual stream is either whole on every rank, or, with sequence parallelism, cut along
-the sequence. `enter` and `leave` are the two doors; their backward passes are each other's forward passes
-(Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2).
+the sequence. `enter` and `leave` are the two doors. Their backward passes are each other's forward passes
+(Shoeybi et al. 2019, section 3, Korthikanti et al. 2022, section 4.2).
 
-Shapes: B batch, S sequence, H hidden; t the tensor parallel size.
+Shapes: B batch, S sequence, H hidden, t the tensor parallel size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NONE = "none"  # what travels is what is given
 
 
 def all_reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """The sum (or `op`) over the axis, not seen by autograd; writes into `x` where it can."""
+    """The sum (or `op`) over the axis, not seen by autograd. Writes into `x` where it can."""
     if axis.size == 1:
         return x
     x = x.contiguous()
@@ -129,23 +129,23 @@ def _all_to_all(x_RH: Tensor, sent: list[int], received: list[int], axis: Axis) 
 
 
 def exchange(x_RH: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
-    """Each rank's rows to the ranks they are for; gradients go the way back.
+    """Each rank's rows to the ranks they are for. Gradients go the way back.
 
     Args:
         x_RH: rows in the order of the ranks that get them.
         sent: how many rows each rank of the axis gets from here.
-        received: how many come from each; they follow each other in the result.
+        received: how many come from each. They follow each other in the result.
     """
     return x_RH if axis.size == 1 else _Exchange.apply(x_RH, sent, received, axis)
 
 
 def gather_rows(x_RH: Tensor, axis: Axis) -> Tensor:
-    """The rows of all ranks, [t R, H]; the gradients of the ranks are summed. R is the same everywhere."""
+    """The rows of all ranks, [t R, H]. The gradients of the ranks are summed. R is the same everywhere."""
     return x_RH if axis.size == 1 else _Gather.apply(x_RH.unsqueeze(0), axis).squeeze(0)
 
 
 def gather_sequence(x_BsH: Tensor, axis: Axis) -> Tensor:
-    """[B, s, ...] of all ranks along the second dimension; their gradients are summed, and each gets its part's."""
+    """[B, s, ...] of all ranks along the second dimension. Their gradients are summed, and each gets its part's."""
     return x_BsH if axis.size == 1 else _Gather.apply(x_BsH, axis)
 
 
@@ -155,7 +155,7 @@ def scatter_rows(x_RH: Tensor, axis: Axis) -> Tensor:
 
 
 def enter(x: Tensor, mesh: Mesh) -> Tensor:
-    """Into the tensor region: every rank gets the whole [B, S, H]; the gradients of the ranks are summed."""
+    """Into the tensor region: every rank gets the whole [B, S, H]. The gradients of the ranks are summed."""
     if mesh.tensor.size == 1:
         return x
     return (_Gather if mesh.layout.sequence else _Copy).apply(x, mesh.tensor, mesh.layout.tensor_wire)
@@ -180,7 +180,7 @@ def sum_over(x: Tensor, axis: Axis) -> Tensor:
 
 def swap(axis: Axis, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> list[dist.Work]:
     """Start to send tensors to the ranks that are so far behind this one on the axis, counted around, and to receive
-    what others send here; none is done before its `wait`, and received tensors are written then. All ranks must call it
+    what others send here. None is done before its `wait`, and received tensors are written then. All ranks must call it
     in the same order."""
 
     def peer(by: int) -> int:

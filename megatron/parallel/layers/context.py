@@ -1,7 +1,7 @@
 """The ranks that share each sample's tokens, as a layer sees them.
 
 A layer that looks beyond a token asks this object for what other ranks have, and knows nothing else of the layout.
-Which rank has which tokens is decided here alone. Of a contiguous cut, rank r of c has the r-th of c equal runs; of a
+Which rank has which tokens is decided here alone. Of a contiguous cut, rank r of c has the r-th of c equal runs. Of a
 zigzag cut the r-th run and the r-th from the end of 2 c, so that causal attention is the same work for all. Of a
 sequence that layers work on in chunks, it has the r-th run of every chunk.
 
@@ -92,9 +92,9 @@ class ContextGroup:
     Attributes:
         axis: these ranks.
         method: how attention is to be computed, as `parallel.context_method` has it.
-        together: neighbours that exchange heads in nested attention; None leaves it to the heads.
+        together: neighbours that exchange heads in nested attention. None leaves it to the heads.
         zigzag: whether the cut is zigzag.
-        chunk: tokens of a chunk, on all ranks, each of which has a run of every chunk; 0 where there are no chunks, and
+        chunk: tokens of a chunk, on all ranks, each of which has a run of every chunk. 0 where there are no chunks, and
             for layers, which have one chunk at a time.
     """
 
@@ -138,7 +138,7 @@ class ContextGroup:
         return torch.cat([torch.arange(run.first, run.stop, device=device) for run in self.runs(length)])
 
     def cut(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's part of a tensor with all positions of the sequence; no gradient flows between ranks."""
+        """This rank's part of a tensor with all positions of the sequence. No gradient flows between ranks."""
         if self.size == 1:
             return whole
         length, left = divmod(whole.shape[dim], self.size)
@@ -148,7 +148,7 @@ class ContextGroup:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def gather(self, x_Bs: Tensor) -> Tensor:
-        """[B, s, ...] of each rank to [B, S, ...] in the order of the sequence; the gradients of all ranks are summed,
+        """[B, s, ...] of each rank to [B, S, ...] in the order of the sequence. The gradients of all ranks are summed,
         and each gets those of its tokens."""
         return x_Bs if self.size == 1 else self._ordered(gather_sequence(x_Bs, self.axis), 0, self.size)
 
@@ -157,7 +157,7 @@ class ContextGroup:
 
         Args:
             x_BsuX: of which the i-th along the third dimension is for the i-th neighbour.
-            together: u, how many neighbours are together; it divides the ranks.
+            together: u, how many neighbours are together. It divides the ranks.
         """
         B, s, u, X = x_BsuX.shape
         rows, counts = x_BsuX.permute(2, 0, 1, 3).reshape(u * B * s, X), self._neighbours(together, B * s)
@@ -179,7 +179,7 @@ class ContextGroup:
         return [rows if rank // together == self.rank // together else 0 for rank in range(self.size)]
 
     def _ordered(self, x_BT: Tensor, first: int, count: int, back: bool = False) -> Tensor:
-        """The tokens of `count` ranks, one after the other, in the order of the sequence; or `back`."""
+        """The tokens of `count` ranks, one after the other, in the order of the sequence. Or `back`."""
         if self.cut_name == "contiguous" and not self.chunk:
             return x_BT
         pieces, _ = _joined(self.cut_name, first, count, self.size, x_BT.shape[1] // count, self.chunk)
@@ -192,7 +192,7 @@ class ContextGroup:
         return torch.cat([x_BT[:, piece.here] for piece in pieces], 1)
 
     def from_before(self, x: Tensor, by: int = 1) -> Tensor:
-        """What the rank `by` ranks before has given as `x`, of one shape on all ranks; zeros where there is none."""
+        """What the rank `by` ranks before has given as `x`, of one shape on all ranks. Zeros where there is none."""
         if self.zigzag:
             raise ValueError("of a zigzag cut, a rank's tokens do not follow those of the rank before")
         rows = x.reshape(1, -1)
@@ -204,7 +204,7 @@ class ContextGroup:
         return rows.view(x.shape)
 
     def to_first(self, x: Tensor) -> Tensor:
-        """What the last rank has given as `x`, on the first; zeros on others. All have one shape, and gradients."""
+        """What the last rank has given as `x`, on the first. Zeros on others. All have one shape, and gradients."""
         if self.size == 1:
             return x
         rows, last = x.reshape(1, -1), self.size - 1
@@ -229,7 +229,7 @@ class ContextGroup:
         return self._ordered(torch.cat(parts, 1), 0, self.size)
 
     def swap(self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> list[dist.Work]:
-        """Start to send tensors to ranks of the axis, and to receive what others send here; none is done before its
+        """Start to send tensors to ranks of the axis, and to receive what others send here. None is done before its
         `wait`, and received tensors are written then. All ranks must call it in the same order."""
         here = self.rank
         return swap(

@@ -3,7 +3,7 @@
 Both sides of y = x Wᵀ are rounded to e4m3 (three bits of mantissa), and in the products of its gradients that of y to
 e5m2, which reaches further (Micikevicius et al. 2022, arXiv:2209.05433). A tensor's scale comes from its largest
 magnitude, at the time, and is a power of two: it moves exponents alone, so that numbers are rounded alike whatever
-stands beside them in a micro-batch, but for those below 2^-13 of the largest (2^-28 in e5m2). Sums are fp32; results
+stands beside them in a micro-batch, but for those below 2^-13 of the largest (2^-28 in e5m2). Sums are fp32. Results
 have the type of x, weights and their gradients that of the run.
 
 `torch._scaled_mm` multiplies: on NVIDIA GPUs in their 8-bit units, on CPUs the same numbers, slowly.
@@ -35,7 +35,7 @@ def linear_for(products: str, inputs: int, outputs: int, device: torch.device | 
 
     Args:
         products: `precision.products`.
-        dtype: of the weights; in float64, in which tests compare, nothing is rounded.
+        dtype: of the weights. In float64, in which tests compare, nothing is rounded.
 
     Raises:
         ValueError: this device has no such products.

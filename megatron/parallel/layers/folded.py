@@ -1,7 +1,7 @@
 """Products with matrices whose rows the ranks of a sequence share: tokens stay, rows go around.
 
-One axis has both parts of the tokens and parts of the matrices (tensor and sequence parallelism folded into one; TSP).
-Each rank stores one run of the rows of a matrix [N, M], multiplies its own tokens by it, and passes it on; while it
+One axis has both parts of the tokens and parts of the matrices (tensor and sequence parallelism folded into one, TSP).
+Each rank stores one run of the rows of a matrix [N, M], multiplies its own tokens by it, and passes it on. While it
 multiplies, the next run is on its way. After n - 1 passes every token has met all rows, and no rank has had more of
 them than its own run, one that it works with and one that arrives. In the backward pass the runs go around once more,
 and with each, one rank behind, the sum of its gradient, in fp32 at least, until that arrives at the rank that stores
@@ -125,7 +125,7 @@ class _Embedding(torch.autograd.Function):
 
 
 def _local(tokens_T: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-    """The tokens' places in a run of rows, 0 where they are not in it; and whether they are."""
+    """The tokens' places in a run of rows, 0 where they are not in it. And whether they are."""
     here_T = (tokens_T >= rows.start) & (tokens_T < rows.stop)
     return (tokens_T - rows.start).masked_fill(~here_T, 0), here_T
 
@@ -135,14 +135,14 @@ def linear_of_rows(x: Tensor, own_RM: Tensor, bias_N: Tensor | None, axis: Axis)
 
     Args:
         x: of this rank's own tokens. All ranks have equally many, or at least call this together.
-        own_RM: this rank's run; its gradient is the sum over the tokens of all ranks.
-        bias_N: whole on every rank; its gradient is of this rank's tokens alone.
+        own_RM: this rank's run. Its gradient is the sum over the tokens of all ranks.
+        bias_N: whole on every rank. Its gradient is of this rank's tokens alone.
     """
     y = _Linear.apply(x.reshape(-1, x.shape[-1]), own_RM, axis).view(*x.shape[:-1], -1)
     return y if bias_N is None else y + bias_N
 
 
 def embedding_of_rows(tokens: Tensor, own_RM: Tensor, axis: Axis) -> Tensor:
-    """int [...] to the tokens' rows [..., M] of a table of which each rank of the axis stores a run; see
+    """int [...] to the tokens' rows [..., M] of a table of which each rank of the axis stores a run. See
     `linear_of_rows`."""
     return _Embedding.apply(tokens.reshape(-1), own_RM, axis).view(*tokens.shape, -1)

@@ -17,13 +17,13 @@ from .parameters import ParameterFactory
 
 
 class ColumnLinear(nn.Module):
-    """[..., inputs] to this rank's slice of [..., outputs]; lives inside a tensor region.
+    """[..., inputs] to this rank's slice of [..., outputs]. Lives inside a tensor region.
 
     Args:
-        parts: sizes of the fused matrices along the outputs; each is cut separately.
+        parts: sizes of the fused matrices along the outputs. Each is cut separately.
         unit: cuts fall on multiples of this many outputs (head_dim).
         heads: what each part gives, "query", "key" or "value", where it gives heads of `unit` outputs.
-        shard: False keeps the whole matrix on every rank; then each rank may use only part of the result, and
+        shard: False keeps the whole matrix on every rank. Then each rank may use only part of the result, and
             the gradient is summed over the ranks (key/value heads fewer than ranks).
         folds: whether ranks that share sequences may share the rows of the matrix.
     """
@@ -87,7 +87,7 @@ def entered(x: Tensor, columns: Sequence[ColumnLinear], mesh: Mesh) -> tuple[Ten
 
 
 class RowLinear(nn.Module):
-    """This rank's slice of [..., inputs] to the whole [..., outputs]; closes a tensor region.
+    """This rank's slice of [..., inputs] to the whole [..., outputs]. Closes a tensor region.
 
     The bias is added once, after the sum over ranks.
     """
@@ -133,7 +133,7 @@ class RowLinear(nn.Module):
 
 
 class WholeLinear(nn.Module):
-    """[..., s, inputs] to [..., s, outputs] outside of tensor regions; every rank has the whole matrix.
+    """[..., s, inputs] to [..., s, outputs] outside of tensor regions. Every rank has the whole matrix.
 
     With sequence parallelism each rank sees part of the positions, and the gradient is summed over the ranks.
     """
@@ -152,7 +152,7 @@ class WholeLinear(nn.Module):
 
 
 class VocabEmbedding(nn.Module):
-    """Token ids [B, S] to embeddings [B, S, H] (or [B, S/t, H]); the rows of the table are cut over the ranks."""
+    """Token ids [B, S] to embeddings [B, S, H] (or [B, S/t, H]). The rows of the table are cut over the ranks."""
 
     def __init__(
         self, make: ParameterFactory, vocab: int, hidden: int, *, init: Init, weight: nn.Parameter | None = None
@@ -177,7 +177,7 @@ class VocabEmbedding(nn.Module):
 
 
 def sequence_slice(x: Tensor, mesh: Mesh, dim: int = 1) -> Tensor:
-    """This rank's part of a whole tensor along the sequence, where the residual stream is cut; no gradient flows."""
+    """This rank's part of a whole tensor along the sequence, where the residual stream is cut. No gradient flows."""
     if not mesh.layout.sequence:
         return x
     length = x.shape[dim] // mesh.tensor.size

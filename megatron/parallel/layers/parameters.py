@@ -23,11 +23,11 @@ class ParameterFactory:
 
     Attributes:
         mesh: where this rank stands.
-        seed: seed of the run; values are a function of it and of the logical name.
+        seed: seed of the run. Values are a function of it and of the logical name.
         device: "meta" makes parameters without values.
-        dtype: type of parameters that may be rounded; those marked keep_fp32 stay fp32 (float64 where this is).
+        dtype: type of parameters that may be rounded. Those marked keep_fp32 stay fp32 (float64 where this is).
         prefix: logical name of the module that asks.
-        values: False leaves them out; whoever builds the model fills them in.
+        values: False leaves them out. Whoever builds the model fills them in.
         scales: how tensors that grow so are trained (`model/parametrization.py`).
         products: what linear layers multiply, `precision.products`.
     """
@@ -76,7 +76,7 @@ class ParameterFactory:
         """This rank's shard of the logical tensor `<prefix>.<name>` of (whole) `shape`.
 
         Args:
-            experts: dimension 0 counts experts, of which each expert parallel rank has a run; where they are folded
+            experts: dimension 0 counts experts, of which each expert parallel rank has a run. Where they are folded
                 over
                 the tensor axis, `shard` cuts nothing.
             growth: how its fans grow with the model's width, where that does not follow from its role.
@@ -133,7 +133,7 @@ def shard_index(parameter: Tensor) -> tuple[int, int]:
 
 
 def run_of(parameter: Tensor) -> Span | None:
-    """This rank's run of experts, or of a matrix's rows; None where all ranks of the replicas have all."""
+    """This rank's run of experts, or of a matrix's rows. None where all ranks of the replicas have all."""
     return getattr(parameter, "run", None)
 
 

@@ -27,7 +27,7 @@ class Coordinates:
 class Layout:
     """Sizes of the axes. Ranks are numbered with tensor innermost, then context, then data, then pipeline outermost.
 
-    Tensor parallel ranks talk most, so they are neighbours (one node); stages talk least. This is also the
+    Tensor parallel ranks talk most, so they are neighbours (one node). Stages talk least. This is also the
     order of DeepSpeed's `PipeModelDataParallelTopology`, whose data axis is ours of `replicas`: all ranks that hold the
     same parameters, those that share a sample (context) and those that read others (data). Gradients are summed over
     them, and ZeRO shares its states among them.
@@ -82,7 +82,7 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What records say of a layout; of experts where they are spread."""
+        """What records say of a layout. Of experts where they are spread."""
         sizes = {name: getattr(self, name) for name in ("tensor", "data", "pipeline", "zero_stage")}
         if self.context > 1:
             sizes |= {"context": self.context}

@@ -26,7 +26,7 @@ ALONE = Axis()
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's axes. Layers receive it; nothing about the layout is global state."""
+    """This rank's axes. Layers receive it. Nothing about the layout is global state."""
 
     layout: Layout
     rank: int
@@ -68,7 +68,7 @@ class Mesh:
 
     @classmethod
     def build(cls, layout: Layout, timeout: timedelta | None = None) -> Mesh:
-        """Create this rank's groups; call on every rank after `torch.distributed.init_process_group`.
+        """Create this rank's groups. Call on every rank after `torch.distributed.init_process_group`.
 
         Only members synchronise, axis by axis, so the cost per rank is at most seven groups however large the run is.
 
@@ -101,7 +101,7 @@ class Mesh:
 
 def stage_axis(mesh: Mesh) -> Axis:
     """The ranks of this rank's pipeline stage: those that hold parts of the same layers. All of them call it together,
-    where an optimizer needs it; a group that is none of the mesh's axes is made anew.
+    where an optimizer needs it. a group that is none of the mesh's axes is made anew.
     """
     layout, at = mesh.layout, mesh.at
     if layout.replicas * layout.tensor == 1:
@@ -131,7 +131,7 @@ def new_group(
 def limit_groups(timeout: timedelta) -> None:
     """Give every process group of this rank the timeout, those too that a library has made without one.
 
-    On gloo the error comes after that time; with NCCL its watchdog ends the process.
+    On gloo the error comes after that time. With NCCL its watchdog ends the process.
     """
     for group in dist.distributed_c10d._world.pg_map:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:

@@ -16,7 +16,7 @@ from enum import Enum
 
 
 class Role(str, Enum):
-    """What a parameter is for; optimizer groups and initialisation schemes go by it."""
+    """What a parameter is for. Optimizer groups and initialisation schemes go by it."""
 
     EMBEDDING = "embedding"
     POSITION = "position"
@@ -79,7 +79,7 @@ class Shard:
 
     Attributes:
         dim: the logical dimension that is cut.
-        parts: sizes of the concatenated parts of that dimension; None is one part, the whole.
+        parts: sizes of the concatenated parts of that dimension. None is one part, the whole.
         unit: cuts fall on multiples of this (head_dim, so that heads stay whole). A part of u units gives
             rank r the units [r*u//n, (r+1)*u//n): sizes may differ by one unit, so a vocabulary needs no padding.
     """
@@ -104,15 +104,15 @@ class LogicalTensor:
     """A parameter as everybody outside this rank sees it. Kept on each local parameter as `.logical`.
 
     Attributes:
-        name: global name, such as `layers.7.attention.query.weight`; independent of any layout.
+        name: global name, such as `layers.7.attention.query.weight`. Independent of any layout.
         shape: logical shape.
         role: what it is for.
-        shard: how tensor parallel ranks cut it; None means that each holds it whole.
+        shard: how tensor parallel ranks cut it. None means that each holds it whole.
         keep_fp32: it stays in fp32 in every precision.
         matrices: sizes, along dim 0, of the separate matrices fused in it (Muon treats each alone).
-        heads: of projections to heads, for each of `matrices`: "query", "key" or "value", and the rows of a head; no
+        heads: of projections to heads, for each of `matrices`: "query", "key" or "value", and the rows of a head. No
             part of what it is, as `scales`.
-        scales: how it is trained beside its role; no part of what it is, so checkpoints know nothing of it.
+        scales: how it is trained beside its role. No part of what it is, so checkpoints know nothing of it.
     """
 
     name: str

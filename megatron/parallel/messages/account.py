@@ -89,8 +89,8 @@ class Recorder:
 
     Args:
         mesh: names the groups.
-        clock: also take times with it, while `timer.active`; None never does.
-        hosts: of each rank of the job, a name; then `crossing` has the bytes that this rank sends to other hosts. May
+        clock: also take times with it, while `timer.active`. None never does.
+        hosts: of each rank of the job, a name. Then `crossing` has the bytes that this rank sends to other hosts. May
             be set later.
     """
 
@@ -139,7 +139,7 @@ class Recorder:
 
     @property
     def layer(self) -> str:
-        """The layer whose forward pass is running; while gradients are computed, the layer whose gradient it is."""
+        """The layer whose forward pass is running. While gradients are computed, the layer whose gradient it is."""
         if self._layers:
             return self._layers[-1]
         return getattr(torch._C._current_autograd_node(), "layer", "") if self.phase == "backward" else ""
@@ -166,7 +166,7 @@ class Recorder:
         return timing
 
     def _count(self, group: ProcessGroup, operation: str, args: tuple, argument: int | None) -> Message | None:
-        """Count a call; if times are taken, the message is returned."""
+        """Count a call. If times are taken, the message is returned."""
         name, ranks = self._group(group)
         size, place = len(ranks), None
         if size == 1:

@@ -44,7 +44,7 @@ def bounded(starts: Sequence[int], ends: Sequence[int], first: Sequence[int], la
 
 
 def measure_offset(now: Callable[[], int], device: torch.device | str = "cpu") -> Offset:
-    """This rank's offset; all ranks call it together.
+    """This rank's offset. All ranks call it together.
 
     Args:
         now: this host's time in nanoseconds.

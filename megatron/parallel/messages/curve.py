@@ -45,7 +45,7 @@ class CostCurve:
         """Of one operation of so many bytes.
 
         Between points the logarithm of the time is linear in that of the size. Below the first one it takes as long as
-        there; above the last one the bandwidth is that of the last two points, or of the last where they fall.
+        there. Above the last one the bandwidth is that of the last two points, or of the last where they fall.
         """
         sizes = [point[0] for point in self.points]
         if size <= sizes[0]:
@@ -64,7 +64,7 @@ class CostCurve:
         return wire_bytes(self.operation, self.ranks, 1) * size / self.seconds(size)
 
     def fit(self) -> tuple[float, float]:
-        """(α seconds, β bytes per second) of the line α + S / β through the medians; see `line`."""
+        """(α seconds, β bytes per second) of the line α + S / β through the medians. See `line`."""
         return line([(size, median) for size, _, median, _ in self.points])
 
     def document(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class CostCurve:
         """What `document` gave.
 
         Raises:
-            ValueError: it is none of these; the message has the rule.
+            ValueError: it is none of these. The message has the rule.
         """
         if not isinstance(document, dict):
             raise ValueError("a measured collective must have an operation, a group, ranks, hosts, together and points")
@@ -107,7 +107,7 @@ class CostCurve:
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(α, β) of t = α + S / β through (S, t), by the least squares of (α + S / β - t) / t; neither is negative."""
+    """(α, β) of t = α + S / β through (S, t), by the least squares of (α + S / β - t) / t. Neither is negative."""
     w = [1 / (t * t) for _, t in points]
     sw, sx = sum(w), sum(a * s for a, (s, _) in zip(w, points))
     sy, sxx = sum(a * t for a, (_, t) in zip(w, points)), sum(a * s * s for a, (s, _) in zip(w, points))
@@ -125,7 +125,7 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 def choose_curve(
     curves: Iterable[CostCurve], operation: str, ranks: int, hosts: int, group: str = ""
 ) -> CostCurve | None:
-    """The curve for an operation in groups of so many ranks and hosts: with the group's name, if there is one; of
+    """The curve for an operation in groups of so many ranks and hosts: with the group's name, if there is one. Of
     several, that with the most groups at the same time, as in a run."""
     found = [each for each in curves if (each.operation, each.ranks, each.hosts) == (operation, ranks, hosts)]
     return max(found, key=lambda each: (each.group == group, each.together), default=None)

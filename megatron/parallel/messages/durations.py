@@ -27,11 +27,11 @@ class Duration(NamedTuple):
     """Sums over messages of a rank.
 
     Attributes:
-        messages: that were timed; each sum is over all of them, but for `waiting`.
+        messages: that were timed. Each sum is over all of them, but for `waiting`.
         bytes: nccl-tests' S.
         seconds: from each call to its end.
         exposed: of these, while nothing else could go on (the rest is hidden behind computation).
-        waiting: of these, until the last rank came; 0 where nobody knows.
+        waiting: of these, until the last rank came. 0 where nobody knows.
         split: messages of which `waiting` is known.
         last: messages to which this rank came last.
     """
@@ -114,7 +114,7 @@ def members_text(ranks: Iterable[int]) -> str:
 
 
 def bus_bandwidth(kind: MessageKind, duration: Duration) -> float | None:
-    """Bytes per second by nccl-tests' definition, of the transfer alone; None where no transfer is known."""
+    """Bytes per second by nccl-tests' definition, of the transfer alone. None where no transfer is known."""
     if not duration.bytes or duration.split < duration.messages or duration.transfer <= 0:
         return None
     operation = "send" if kind.operation == "recv" else kind.operation

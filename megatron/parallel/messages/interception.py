@@ -2,7 +2,7 @@
 
 All of torch's collectives, DeepSpeed's and those of backward passes too, end in these methods. A layer wraps some of
 them while it is installed. The choice of an algorithm comes before the account, whatever was installed first, so that
-what is counted is what is sent; and shared memory behind it, which is another way for the same message.
+what is counted is what is sent. And shared memory behind it, which is another way for the same message.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _plain: dict[str, Any] = {}
 
 
 def intercept(layer: str, methods: Iterable[str], wrap: Wrap) -> None:
-    """From now on `wrap(method, inner)` is called in place of these methods; those that torch lacks are left out.
+    """From now on `wrap(method, inner)` is called in place of these methods. Those that torch lacks are left out.
 
     Raises:
         RuntimeError: the layer is installed already.
@@ -35,7 +35,7 @@ def intercept(layer: str, methods: Iterable[str], wrap: Wrap) -> None:
 
 
 def release(layer: str) -> None:
-    """Take a layer away; the last one leaves torch as it was."""
+    """Take a layer away. The last one leaves torch as it was."""
     if _layers.pop(layer, None) is not None:
         _rebuild()
 

@@ -2,7 +2,7 @@
 
 Marks are taken at the call, when the call returns, when the operation is complete (a callback of its future) and
 around `Work.wait`. On a CPU a mark is the time. On an accelerator it is an event on the current stream, whose time is
-read after the step; the callback of an operation runs with a stream that waits for it alone.
+read after the step. The callback of an operation runs with a stream that waits for it alone.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Marks are events; the time of the first one is that at which the device was empty. It is waited for that once.
+    """Marks are events. The time of the first one is that at which the device was empty. It is waited for that once.
 
     Args:
         device: the module of an accelerator, such as `torch.cuda`.
@@ -74,7 +74,7 @@ class DeviceClock:
         self._bases.append(self.mark())
 
     def finish(self) -> None:
-        """All marks of the first step that is not read yet are about to be; the device has done it."""
+        """All marks of the first step that is not read yet are about to be. The device has done it."""
         base = self._bases.popleft()
         base.synchronize()
         self._at += self._base.elapsed_time(base) * 1e6
@@ -99,11 +99,11 @@ class Message:
     Attributes:
         call: whose.
         group: the process group, None for one that torch does not list.
-        ranks: of the job, in the group; of a message, sender and receiver.
+        ranks: of the job, in the group. Of a message, sender and receiver.
         peer: place of the other one in the group, None for collectives.
         size: bytes.
         aside: it was called on a stream of its own.
-        start, end: marks; `end` is None until it is complete.
+        start, end: marks. `end` is None until it is complete.
         stalls: pairs of marks between which nothing else could go on.
     """
 
@@ -206,7 +206,7 @@ class Timed:
         message: which one.
         start, end: `end` is None where nobody saw it.
         stalls: between which nothing else could go on, within [start, end].
-        latest: when the last rank came to it; None where nobody knows.
+        latest: when the last rank came to it. None where nobody knows.
     """
 
     __slots__ = ("end", "latest", "message", "stalls", "start")

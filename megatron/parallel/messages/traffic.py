@@ -12,10 +12,10 @@ class Call(NamedTuple):
 
     Attributes:
         phase: forward, recompute, backward, update, exchange (the trainer's sums), or what happens between steps.
-        layer: `embedding`, `layers.3.attention`, `head`; empty where no layer asks, as for sums of gradients.
-        group: tensor, data, pipeline, expert, expert_data, world, or axes joined by `+`; of an algorithm in levels also
+        layer: `embedding`, `layers.3.attention`, `head`. Empty where no layer asks, as for sums of gradients.
+        group: tensor, data, pipeline, expert, expert_data, world, or axes joined by `+`. Of an algorithm in levels also
             `data/inside` (ranks of a host) and `data/between` (a rank of each host).
-        ranks: of the group; 2 for sends between a pair.
+        ranks: of the group. 2 for sends between a pair.
         operation: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, send, recv, barrier, ...
         dtype: fp32, bf16, ...
     """
@@ -63,7 +63,7 @@ class Tally:
         return Tally([*self, *other])
 
     def by(self, *fields: str) -> dict[tuple, tuple[int, int]]:
-        """(messages, bytes) by some fields of the calls, sorted; entries of no message are left out."""
+        """(messages, bytes) by some fields of the calls, sorted. Entries of no message are left out."""
         sums: dict[tuple, tuple[int, int]] = {}
         for call, messages, size in self:
             key = tuple(getattr(call, field) for field in fields)
@@ -112,7 +112,7 @@ class Messages:
         """`messages` more calls of `size` bytes in all, each of as many.
 
         Args:
-            kind: `SPLIT`, where the caller gives the size of each rank's part, which may differ; `LATER`, where all of
+            kind: `SPLIT`, where the caller gives the size of each rank's part, which may differ. `LATER`, where all of
                 these are waited for together.
 
         Raises:
@@ -145,7 +145,7 @@ _WIRE = {
 
 
 def wire_bytes(operation: str, ranks: int, size: int) -> float:
-    """Bytes that one rank of `ranks` sends, on average, for a call of `size` bytes; 0 for `recv`."""
+    """Bytes that one rank of `ranks` sends, on average, for a call of `size` bytes. 0 for `recv`."""
     factor = _WIRE.get(operation)
     return float(size * factor(ranks)) if factor else float(size)
 
@@ -153,7 +153,7 @@ def wire_bytes(operation: str, ranks: int, size: int) -> float:
 def crossing_bytes(operation: str, ranks: Sequence[int], hosts: Sequence[Hashable], rank: int, size: int) -> int:
     """Bytes that a rank sends to other hosts for a call of `size` bytes.
 
-    An all-to-all goes from each to each; all else in a ring in the order of the group, so that a rank sends only to the
+    An all-to-all goes from each to each. All else in a ring in the order of the group, so that a rank sends only to the
     next one. (Which way a backend really takes is its own affair.)
 
     Args:

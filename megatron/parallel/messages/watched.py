@@ -2,7 +2,7 @@
 
 The functions are replaced for as long as a run lasts, in the modules where torch keeps them, so that calls of
 libraries (DeepSpeed, torch's own gathering of objects) are noted too. A call costs one or two microseconds more. On
-gloo a call returns when its result is there, so the time inside is the time of waiting for others; with NCCL it
+gloo a call returns when its result is there, so the time inside is the time of waiting for others. With NCCL it
 returns when the operation is queued.
 """
 
@@ -53,7 +53,7 @@ class _Watcher:
         self.last = -1
 
     def follow(self, group: Any) -> int:
-        """The slot of a process group that is called for the first time, where None is that of all ranks; -1 if it is
+        """The slot of a process group that is called for the first time, where None is that of all ranks. -1 if it is
         not followed."""
         named = dist.group.WORLD if group is None else group
         if named is None or named is dist.GroupMember.NON_GROUP_MEMBER:
@@ -177,7 +177,7 @@ def _root(given: dict[str, Any], word: str) -> int:
 
 
 def _elements(what: Any) -> int:
-    """Of the first argument: a tensor or a list of them; 0 where it is something else."""
+    """Of the first argument: a tensor or a list of them. 0 where it is something else."""
     if isinstance(what, Tensor):
         return what.numel()
     if isinstance(what, (list, tuple)):

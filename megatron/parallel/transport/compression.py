@@ -1,12 +1,12 @@
 """Sums over ranks that travel in fewer bytes than they have.
 
 A tensor is cut into as many parts as there are ranks. Each rank encodes its values of every part and sends it to the
-part's owner; the owner adds them in fp32, encodes the sum, and sends it to all. So a value is rounded twice, whatever
+part's owner. The owner adds them in fp32, encodes the sum, and sends it to all. So a value is rounded twice, whatever
 the number of ranks, and every rank decodes the same bytes.
 
-`int8_block` has blocks of 256 with the largest magnitude as 127; `top_k` sends the largest of every 32 values as they
+`int8_block` has blocks of 256 with the largest magnitude as 127. `top_k` sends the largest of every 32 values as they
 are. What these leave out is kept where it was left out, and added to the next values of the same tensor (error
-feedback; Seide et al. 2014, Karimireddy et al. 2019, arXiv 1901.09847), so that what is sent over many steps adds up to
+feedback, Seide et al. 2014, Karimireddy et al. 2019, arXiv 1901.09847), so that what is sent over many steps adds up to
 what should have been. `bf16` and `fp16` only round, and keep nothing.
 """
 
@@ -68,7 +68,7 @@ class CompressedSum:
 
     Args:
         wire: a form of `megatron.config.arithmetic.wire`, but not none.
-        feeds_back: whether it keeps what it leaves out; False where tensors are other ones every time.
+        feeds_back: whether it keeps what it leaves out. False where tensors are other ones every time.
         undoable: whether `end` may say that a step was not applied: what is left out is then kept twice.
     """
 
@@ -94,7 +94,7 @@ class CompressedSum:
             self._scale = scale
 
     def end(self, applied: bool) -> None:
-        """The step has ended; one that was not applied has left out nothing."""
+        """The step has ended. One that was not applied has left out nothing."""
         for key in self._written if applied else ():
             self.left_out[key], self._next[key] = self._next[key], self.left_out[key]
         self._written.clear()
@@ -179,7 +179,7 @@ def _padded(x_PE: Tensor, wire: str) -> Tensor:
 
 
 class _Sent(torch.autograd.Function):
-    """[B, E] to what travels, [B, n]; its gradient comes back in the same form."""
+    """[B, E] to what travels, [B, n]. Its gradient comes back in the same form."""
 
     @staticmethod
     def forward(ctx: Any, x_BE: Tensor, wire: str, block: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Collectives in levels: inside a host by its backend, and between hosts among the ranks at the same place of each.
 
 Of n hosts with l ranks each, an all-gather first gathers each rank's block from its like on the other hosts, then these
-n blocks inside the host; a reduce-scatter goes the other way, and an all-reduce is one after the other. So a host
+n blocks inside the host. a reduce-scatter goes the other way, and an all-reduce is one after the other. So a host
 receives from others what it lacks once, where a ring through all ranks passes everything through every host (PCCL,
 arXiv 2504.18658). Between hosts works the backend, a ring, or recursive doubling and halving (Thakur et al. 2005,
 "Optimization of collective communication operations in MPICH"), whose number of messages is logarithmic.
@@ -9,7 +9,7 @@ arXiv 2504.18658). Between hosts works the backend, a ring, or recursive doublin
 In three levels, what is called a host here is a pair of ranks with the fastest link, and the ranks at the same place of
 each pair do the same once more, in hosts: a grid whose `outer` is one.
 
-Shapes: n hosts, l ranks of a host, b elements of a block; a group has n l ranks.
+Shapes: n hosts, l ranks of a host, b elements of a block, a group has n l ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COMBINE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def places_by_host(ranks: Sequence[int], hosts: Sequence[Hashable]) -> tuple[tuple[int, ...], ...] | None:
-    """The places in a group of each host's ranks; None where hosts have different numbers of them.
+    """The places in a group of each host's ranks. None where hosts have different numbers of them.
 
     Args:
         ranks: of the group.
@@ -58,8 +58,8 @@ class HostGrid:
     Attributes:
         inside: ranks of its host.
         between: the ranks at its place of every host.
-        outer: how the ranks of `between` are in hosts; None where they are not, or it makes no difference.
-        order: [l n] the group's places, by place in a host and then by host; None where that is host by host already
+        outer: how the ranks of `between` are in hosts. None where they are not, or it makes no difference.
+        order: [l n] the group's places, by place in a host and then by host. None where that is host by host already
             once the two are exchanged, which needs no index.
     """
 
@@ -77,7 +77,7 @@ class HostGrid:
         make: MakeGroup,
         hosts: Sequence[Hashable] = (),
     ) -> HostGrid:
-        """Make the two groups; all ranks of the group call it, in the same order among other groups.
+        """Make the two groups. All ranks of the group call it, in the same order among other groups.
 
         Args:
             make: makes a group, or describes it by None.
@@ -216,7 +216,7 @@ def _gather_between(out: Tensor, part: Tensor, grid: HostGrid, algorithm: str) -
 
 
 def _reduce_between(part: Tensor, whole: Tensor, grid: HostGrid, algorithm: str, op: dist.ReduceOp.RedOpType) -> None:
-    """This rank's block [b] of the sum of [n b] over `between`; `whole` may be overwritten."""
+    """This rank's block [b] of the sum of [n b] over `between`. `whole` may be overwritten."""
     if grid.outer is not None:
         reduce_scatter(part, whole, grid.outer, algorithm, op)
         return

@@ -2,7 +2,7 @@
 
 Each rank has a slab of its own that the others map: an anonymous file (`memfd_create`), which has no name in any
 folder, so that nothing is left of it whatever ends a rank, and which the size of /dev/shm does not limit. Others open
-it through /proc, which they can where both run under one user in one container; its name has a random word, so that a
+it through /proc, which they can where both run under one user in one container. Its name has a random word, so that a
 process of another host with the same number is not taken for it. Ranks meet by eight bytes through a pipe from each to
 each: a process that ends closes its ends, which the others see at once.
 """
@@ -33,11 +33,11 @@ class HostGroup:
     Args:
         rank, size: its place in the group, and their number.
         slab: bytes of each rank's part.
-        share: tells all ranks of the group some numbers; every call is one of all ranks.
+        share: tells all ranks of the group some numbers. Every call is one of all ranks.
 
     Attributes:
         slabs: [slab] bytes of each rank.
-        reason: why there is no such memory, and then nothing else; empty where they are on several hosts.
+        reason: why there is no such memory, and then nothing else. Empty where they are on several hosts.
     """
 
     def __init__(self, rank: int, size: int, slab: int, share: Share) -> None:
@@ -70,17 +70,17 @@ class HostGroup:
 
     @property
     def ready(self) -> bool:
-        """Whether there is such memory; the same on all ranks."""
+        """Whether there is such memory. The same on all ranks."""
         return bool(self.slabs)
 
     def meet(self, word: bytes, patience: Callable[[], timedelta]) -> None:
-        """Return when all ranks have come with the same word of eight bytes; what they wrote before is seen then.
+        """Return when all ranks have come with the same word of eight bytes. What they wrote before is seen then.
 
         Args:
             patience: how long to wait.
 
         Raises:
-            RuntimeError: one has ended, did not come in time, or came with another word; from then on always.
+            RuntimeError: one has ended, did not come in time, or came with another word. From then on always.
         """
         if self._broken:
             raise RuntimeError(self._broken)

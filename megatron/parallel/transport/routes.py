@@ -45,7 +45,7 @@ class _Batch:
         self.sent = False
 
     def send(self) -> None:
-        """Once; complete when it returns."""
+        """Once. Complete when it returns."""
         if self.sent:
             return
         self.sent = True
@@ -119,8 +119,8 @@ class Way:
 
     Attributes:
         hosts, ranks: over how many of the one so many of the other are.
-        grid: for algorithms in levels; None where the table has none for such a group.
-        pairs: the same in three levels; None where the group has no pairs, and then `grid` does it.
+        grid: for algorithms in levels. None where the table has none for such a group.
+        pairs: the same in three levels. None where the group has no pairs, and then `grid` does it.
         others: groups of the same ranks, by the name of another backend.
         join_below: all-gathers of fewer bytes that are waited for later are joined.
 
@@ -137,12 +137,12 @@ class Way:
 
 @dataclass(frozen=True)
 class Routes:
-    """What a job knows of its ways; the same on all ranks.
+    """What a job knows of its ways. The same on all ranks.
 
     Attributes:
         table: what is chosen.
         hosts: of each rank of the job, a name.
-        pairs: of each rank of the job, a name of the ranks of a host among which links are the fastest; may be empty.
+        pairs: of each rank of the job, a name of the ranks of a host among which links are the fastest. May be empty.
     """
 
     table: AlgorithmTable
@@ -150,7 +150,7 @@ class Routes:
     pairs: Sequence[Hashable] = ()
 
     def way(self, ranks: tuple[int, ...], rank: int, make: MakeGroup) -> Way | None:
-        """How a group's calls may go; None where they go as ever. All its ranks call it.
+        """How a group's calls may go. None where they go as ever. All its ranks call it.
 
         Args:
             rank: one of them.
@@ -182,7 +182,7 @@ class Routes:
 
 
 def planned_routes(options: CommunicationOptions, ranks: int) -> Routes | None:
-    """Those of a job that has not started, on hosts of equal numbers of neighbours; None without a table.
+    """Those of a job that has not started, on hosts of equal numbers of neighbours. None without a table.
 
     Raises:
         OSError, ValueError: the table cannot be read, or is for another number of ranks.
@@ -228,7 +228,7 @@ class Router:
                 self.ways[ranks] = way
 
     def wrap(self, method: str, plain: Callable) -> Callable:
-        """A layer over a method of process groups; see `interception`."""
+        """A layer over a method of process groups. See `interception`."""
         operation = METHODS[method]
 
         def routed(group: ProcessGroup, *args: Any, **options: Any) -> Any:
@@ -268,7 +268,7 @@ class Router:
         return self._known[key]
 
     def choose(self, operation: str, way: Way, args: tuple) -> Callable[[], Any] | None:
-        """What does a call in another way than the backend's; None where the backend shall do it."""
+        """What does a call in another way than the backend's. None where the backend shall do it."""
         tensors = args[0] if operation == "all_reduce" else args[:2]
         if len(tensors) != (1 if operation == "all_reduce" else 2) or not all(map(_plain, tensors)):
             return None
@@ -316,7 +316,7 @@ _installed: Router | None = None
 
 
 def installed_routes() -> Routes | None:
-    """Those by which this process's collectives go now; None where they go as ever."""
+    """Those by which this process's collectives go now. None where they go as ever."""
     return None if _installed is None else _installed.routes
 
 

@@ -84,7 +84,7 @@ class SharedGroup:
         self._run(len(chunks), stages, f"reduce_scatter {whole.dtype} {whole.numel()} {average}")
 
     def all_gather(self, out: Tensor, part: Tensor) -> None:
-        """out [n b] gets the blocks [b] of all ranks; `part` may be this rank's block there."""
+        """out [n b] gets the blocks [b] of all ranks. `part` may be this rank's block there."""
         chunks, rank = self._blocks(out), self._host.rank
         parts = part.split(self._width // part.element_size())
 
@@ -160,7 +160,7 @@ class SharedGroup:
 
 
 def _parts(chunk: Tensor, ranks: int) -> tuple[Tensor, ...]:
-    """Nearly equal shares of a chunk, in whole cache lines; the last ones may be empty."""
+    """Nearly equal shares of a chunk, in whole cache lines. The last ones may be empty."""
     line = 64 // chunk.element_size()
     size = -(-chunk.numel() // (ranks * line)) * line
     parts = chunk.split(size)
@@ -182,7 +182,7 @@ class SharedSums:
         self._hosts: list[HostGroup] = []
 
     def wrap(self, method: str, plain: Callable) -> Callable:
-        """A layer over a method of process groups; see `interception`."""
+        """A layer over a method of process groups. See `interception`."""
         operation = METHODS[method]
 
         def shared(group: ProcessGroup, *args: Any, **options: Any) -> Any:
@@ -196,7 +196,7 @@ class SharedSums:
         return shared
 
     def _call(self, operation: str, group: ProcessGroup, args: tuple) -> Callable[[], None] | None:
-        """What does a call; None where gloo shall."""
+        """What does a call. None where gloo shall."""
         tensors = list(args[0]) if operation == ALL_REDUCE else list(args[:2])
         if getattr(args[-1], "asyncOp", True) or not self.takes(group, *tensors):
             return None
@@ -278,7 +278,7 @@ class SharedSums:
 
 
 def _fit(operation: str, tensors: Sequence[Tensor], ranks: int) -> bool:
-    """Whether it is an operation of ours on such tensors; gloo says what is wrong with others."""
+    """Whether it is an operation of ours on such tensors. gloo says what is wrong with others."""
     first, last = tensors[0], tensors[-1]
     if operation == ALL_REDUCE:
         return all(each.is_floating_point() for each in tensors)
@@ -291,6 +291,6 @@ _installed: SharedSums | None = None
 
 
 def averages(group: ProcessGroup, *tensors: Tensor) -> bool:
-    """Whether an all-reduce of these tensors may ask for an average, which gloo does not know; where not, divide. All
+    """Whether an all-reduce of these tensors may ask for an average, which gloo does not know. Where not, divide. All
     ranks of the group ask."""
     return _installed is not None and _installed.averages(group, *tensors)

@@ -95,12 +95,12 @@ def attend(
     sinks_n: Tensor | None = None,
     remember: Remember | None = None,
 ) -> Tensor:
-    """Causal attention; the last query stands at the last key.
+    """Causal attention. The last query stands at the last key.
 
     Args:
-        q: [B, n, Q, D]; k, v: [B, m, K, D].
+        q: [B, n, Q, D], k, v: [B, m, K, D].
         documents_BS: int [B, K]: tokens attend only within equal numbers.
-        dropout: of probabilities; None in evaluation.
+        dropout: of probabilities. None in evaluation.
         sinks_n: a logit of each head that takes its share of the softmax and gives nothing.
         remember: `Stream.remember`, so that layers share masks.
 
@@ -147,7 +147,7 @@ KERNELS_OF_MASKS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, 
 
 
 class _OneLayout(torch.autograd.Function):
-    """[B, n, Q, D] as it is; its gradient lies in memory as [B, Q, n, D].
+    """[B, n, Q, D] as it is. Its gradient lies in memory as [B, Q, n, D].
 
     On Hopper torch takes cuDNN's kernels, in two thirds of the time of FlashAttention's. It remembers their plans by
     the strides of q, k and v, but not by those of the gradient of the result: one in another layout than the first of
@@ -244,7 +244,7 @@ def _remembered(
 def _mask(
     queries: int, keys: int, pattern: Pattern, documents_BS: Tensor | None, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """What is added to the logits, -inf where attention is not allowed, [1 or B, 1, Q, K]; with ALiBi [1 or B, n, Q,
+    """What is added to the logits, -inf where attention is not allowed, [1 or B, 1, Q, K]. With ALiBi [1 or B, n, Q,
     K].
 
     torch SDPA would make this of a bool mask in every layer, and keep it for each.

@@ -70,7 +70,7 @@ def attend_across(
     """Causal attention of this rank's tokens to all tokens of the sequence before them.
 
     Args:
-        q: [B, n, s, D]; k: [B, m, s, D]; v: [B, m, s, E], of this rank's tokens.
+        q: [B, n, s, D], k: [B, m, s, D], v: [B, m, s, E], of this rank's tokens.
         stream: has the documents of these tokens.
         sinks_n: see `attend`.
         chunked: the keys of chunks before this one, where the tokens are a chunk's.
@@ -103,7 +103,7 @@ def attend_in(
     sinks_n: Tensor | None = None,
     elsewhere: Keys | None = None,
 ) -> Tensor:
-    """Causal attention of a stream's tokens, wherever the keys before them are; arguments as those of `attend_across`.
+    """Causal attention of a stream's tokens, wherever the keys before them are. Arguments as those of `attend_across`.
 
     Args:
         elsewhere: the layer's state, where that has keys which are not among `k`.
@@ -150,7 +150,7 @@ def _by_heads(
     sinks_n: Tensor | None,
     chunked: ChunkedKeys | None,
 ) -> Tensor:
-    """All tokens of `together` neighbours, of some heads, for each of them, and back (Ulysses; Jacobs et al. 2023).
+    """All tokens of `together` neighbours, of some heads, for each of them, and back (Ulysses, Jacobs et al. 2023).
     Where these are not all tokens of the sequence, keys and values pass on between the neighbourhoods.
 
     Where the ranks do not divide the key/value heads, each of these goes to several ranks, and their gradients are
@@ -191,7 +191,7 @@ def _gathered(
     dropout: Dropped | None,
     sinks_n: Tensor | None,
 ) -> Tensor:
-    """Every rank gets all keys and values; each run of its queries reads those that it may see."""
+    """Every rank gets all keys and values. Each run of its queries reads those that it may see."""
     widths = [k.shape[3], v.shape[3]]
     both_BSmW = context.gather(torch.cat([k, v], -1).transpose(1, 2))
     k, v = both_BSmW.transpose(1, 2).split(widths, -1)

@@ -136,7 +136,7 @@ def tile_output(q: Tensor, k: Tensor, v: Tensor, at: AttentionTile) -> tuple[Ten
     A query that sees no key has zeros, and -inf.
 
     Args:
-        q: [B, n, Q, D]; k: [B, m, K, D]; v: [B, m, K, E].
+        q: [B, n, Q, D], k: [B, m, K, D], v: [B, m, K, E].
     """
     if at.fused(q, v):
         group = q.shape[1] // k.shape[1]

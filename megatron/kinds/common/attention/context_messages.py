@@ -57,7 +57,7 @@ def attention_messages(
 
 
 def _ring_of(around: Around, together: int, window: int | None) -> Ring:
-    """That of a micro-batch; where nobody knows its documents, as if they masked nothing."""
+    """That of a micro-batch. Where nobody knows its documents, as if they masked nothing."""
     length = together * around.length
     runs = [run for each in neighbourhoods(around.context, together, length) for run in each]
     ranges = {} if around.known is None else ranges_of(around.known, runs)
@@ -65,7 +65,7 @@ def _ring_of(around: Around, together: int, window: int | None) -> Ring:
 
 
 def _ring(ring: Ring, elements: int) -> list[LayerMessage]:
-    """Keys and values on their way forward; backward the same, and their gradients home. With documents they go as far
+    """Keys and values on their way forward. Backward the same, and their gradients home. With documents they go as far
     as one of them reaches."""
     hops, place, count = ring.hops, ring.place, len(ring.members)
     found: list[LayerMessage] = []
@@ -85,7 +85,7 @@ def carried_messages(around: Around, made: int, left: int) -> list[LayerMessage]
     """`carried`.
 
     Args:
-        made, left: elements of the state that a rank's tokens make, and of what they leave of one before; fp32.
+        made, left: elements of the state that a rank's tokens make, and of what they leave of one before. fp32.
     """
     ranks = around.context.size
     if ranks <= 2:
@@ -101,13 +101,13 @@ def carried_messages(around: Around, made: int, left: int) -> list[LayerMessage]
 def scan_messages(
     around: Around, *tokens_before: int, made: int = 0, left: int = 0, state: tuple[int, ...] = (), fixed: int = 0
 ) -> list[LayerMessage]:
-    """A recurrent layer: document starts, the channels that it needs of tokens before the first, and its state; and
+    """A recurrent layer: document starts, the channels that it needs of tokens before the first, and its state. And
     what a chunk of the sequence leaves of all these for the next one.
 
     Args:
         tokens_before: elements of each message, of one sample.
-        made, left: of `carried`, of one sample; 0 where there is no state.
-        state: the tensors that it is kept as, of one sample; one of `made` elements where they are not given.
+        made, left: of `carried`, of one sample. 0 where there is no state.
+        state: the tensors that it is kept as, of one sample. One of `made` elements where they are not given.
         fixed: a further one, through which no gradient flows.
     """
     if around.context.size == 1:

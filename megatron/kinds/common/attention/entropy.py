@@ -54,10 +54,10 @@ class AttentionEntropy:
         context: ContextGroup,
         sinks_n: Tensor | None = None,
     ) -> None:
-        """Measure a forward pass; all ranks that share the sequence call it.
+        """Measure a forward pass. All ranks that share the sequence call it.
 
         Args:
-            q: [B, n, s, D]; k: [B, m, s, D].
+            q: [B, n, s, D], k: [B, m, s, D].
             stream: has the documents of these tokens.
             sinks_n: a logit of each head that takes its share of the softmax.
         """
@@ -89,7 +89,7 @@ class AttentionEntropy:
 
 
 def _logits(q: Tensor, k: Tensor, pattern: Pattern, places: Tensor) -> Tensor:
-    """[B, n, Q, S] of queries at these places to all keys, in fp32 at least; -inf where a query does not look."""
+    """[B, n, Q, S] of queries at these places to all keys, in fp32 at least. -inf where a query does not look."""
     keys = k.shape[1]
     grouped = q.unflatten(1, (keys, q.shape[1] // keys))
     logits = at_least_fp32(grouped @ k[:, :, None].transpose(-1, -2)).flatten(1, 2) * pattern.scale

@@ -17,10 +17,10 @@ class Pattern:
     Attributes:
         window: a token sees itself and the window - 1 before it.
         softcap: logits c become softcap * tanh(c / softcap).
-        slopes: ALiBi slope of each local query head; the logit of key k at query q gets slope * (k - q).
+        slopes: ALiBi slope of each local query head. The logit of key k at query q gets slope * (k - q).
         scale: multiplier of query-key products.
         flash: see `model.fused_attention`.
-        most_documents: that `varlen` takes of a sample, on average over a micro-batch; None where it is not asked for.
+        most_documents: that `varlen` takes of a sample, on average over a micro-batch. None where it is not asked for.
     """
 
     scale: float
@@ -45,7 +45,7 @@ class Dropped:
         key: of the draws, from `site_key`.
         samples_B: int64 [B], global sample numbers.
         first_head: number of the first query head in the model.
-        length: positions of the whole sequence; None where the keys are all of them. The keys are its first ones.
+        length: positions of the whole sequence. None where the keys are all of them. The keys are its first ones.
     """
 
     rate: float

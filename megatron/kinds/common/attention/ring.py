@@ -353,7 +353,7 @@ def ring_attention(
 
     Args:
         together: ranks of a neighbourhood, which have the same tokens here and different heads.
-        q: [B, n, s, D]; k: [B, m, s, D]; v: [B, m, s, E], in the order of the sequence.
+        q: [B, n, s, D], k: [B, m, s, D], v: [B, m, s, E], in the order of the sequence.
         documents_BS: of the whole sequence.
 
     Returns:

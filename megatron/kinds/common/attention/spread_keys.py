@@ -78,7 +78,7 @@ class SpreadKeys:
         """Attention of new tokens to all that were read and to themselves. Arguments and result are equal on all ranks.
 
         Args:
-            q: [B, n, Q, D]; k: [B, m, Q, D]; v: [B, m, Q, E].
+            q: [B, n, Q, D], k: [B, m, Q, D], v: [B, m, Q, E].
             sinks_n: see `attend`.
 
         Returns:

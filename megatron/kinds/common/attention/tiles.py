@@ -7,7 +7,7 @@ logits stay in the processor's cache, and nothing is kept for the backward pass 
 and the gradients of both are computed in fp32 (in the type of the inputs, if that is wider), and so are sums over
 queries.
 
-Shapes: B samples, n query heads, m key/value heads, g = n / m, S tokens, D and E channels of a key and of a value; h
+Shapes: B samples, n query heads, m key/value heads, g = n / m, S tokens, D and E channels of a key and of a value, h
 heads, Q queries and K keys of a tile.
 """
 
@@ -31,7 +31,7 @@ def attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """softmax(scale * q kᵀ) v over the keys up to each query.
 
     Args:
-        q: [B, n, S, D]; k: [B, m, S, D]; v: [B, m, S, E].
+        q: [B, n, S, D], k: [B, m, S, D], v: [B, m, S, E].
 
     Returns:
         [B, n, S, E], with the heads of a token side by side in memory.

@@ -1,7 +1,7 @@
 """Attention of documents that follow each other in memory: FlashAttention of variable lengths.
 
 Its kernels take all tokens of a micro-batch as one row, and where each document begins in it. The host would have to
-wait for the GPU to know how many documents there are, so there are always as many as are allowed; those that are
+wait for the GPU to know how many documents there are, so there are always as many as are allowed. Those that are
 missing have no tokens, and cost the kernels a glance.
 
 Shapes: B samples of S tokens, T = B S tokens, N documents at most, n query heads, m key/value heads, D head_dim.
@@ -16,10 +16,10 @@ from .pattern import Pattern
 
 
 def begins(documents_BS: Tensor, most: int) -> Tensor:
-    """Where each of `most` documents a sample begins among all tokens, and at the end their number T; int32 [N + 1].
+    """Where each of `most` documents a sample begins among all tokens, and at the end their number T. int32 [N + 1].
 
     Args:
-        documents_BS: number of each token's document; tokens of one document stand together. Those of a micro-batch
+        documents_BS: number of each token's document. Tokens of one document stand together. Those of a micro-batch
             are N at most, which `engine/parts/document_limit.py` sees to where the host has them.
     """
     samples, device = documents_BS.shape[0], documents_BS.device
@@ -30,9 +30,9 @@ def begins(documents_BS: Tensor, most: int) -> Tensor:
 
 
 def attend_by_documents(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, begins_N: Tensor) -> Tensor:
-    """Causal attention within documents; q: [B, n, S, D], k, v: [B, m, S, D]; [B, n, S, D].
+    """Causal attention within documents, q: [B, n, S, D], k, v: [B, m, S, D]. [B, n, S, D].
 
-    torch's `varlen_attn` has changed its arguments from release to release; this is the operation behind it, which has
+    torch's `varlen_attn` has changed its arguments from release to release. This is the operation behind it, which has
     a gradient of its own.
     """
     samples, length = q.shape[0], q.shape[2]

@@ -32,7 +32,7 @@ def causal_convolution(
     """silu(bias + sum over k of weight[k] * x[t - K + 1 + k]), [B, S, C].
 
     Args:
-        past_BKC: the K - 1 tokens before; None where nothing came before.
+        past_BKC: the K - 1 tokens before. None where nothing came before.
         starts_BS: int [B, S], index of the first token of each token's document: taps do not look before it.
     """
     if starts_BS is None and x_BSC.device.type == "cpu":
@@ -44,7 +44,7 @@ def last_taps(x_BSC: Tensor, past_BKC: Tensor | None, taps: int, starts_BS: Tens
     """The last `taps` - 1 tokens of the past and x together, what a later piece of the sequence needs.
 
     Args:
-        starts_BS: as above; tokens of documents before the last one are zeroed, so that later pieces do not see them.
+        starts_BS: as above. Tokens of documents before the last one are zeroed, so that later pieces do not see them.
     """
     kept = with_past(x_BSC, past_BKC, taps)[:, x_BSC.shape[1] :]
     if starts_BS is None:
@@ -77,7 +77,7 @@ def _convolve(
 
 
 class _OnCPU(torch.autograd.Function):
-    """The convolution of samples without documents; its gradient by the same fast product, a third of the time of
+    """The convolution of samples without documents. Its gradient by the same fast product, a third of the time of
     torch's own.
     """
 

@@ -56,7 +56,7 @@ def recomputed(function: Callable[..., T], *inputs: Tensor | None) -> T:
     """`function(*inputs)`, keeping nothing but the inputs for its gradient.
 
     Args:
-        function: pure, of tensors (or None) to a tensor or a tuple of such; what it closes over gets no gradient.
+        function: pure, of tensors (or None) to a tensor or a tuple of such. What it closes over gets no gradient.
     """
     if not torch.is_grad_enabled() or not any(isinstance(each, Tensor) and each.requires_grad for each in inputs):
         return function(*inputs)

@@ -1,7 +1,7 @@
 """Recurrences over a sequence whose tokens ranks share, in scan form.
 
 Each rank computes what its tokens leave of any state before them, and which state they make of none. From these
-follows, in steps of which each reaches twice as far, the state before each rank's first token; then all ranks compute
+follows, in steps of which each reaches twice as far, the state before each rank's first token. Then all ranks compute
 their outputs at once (Blelloch 1990). Gradients go the same way back. No rank waits for another one's outputs.
 """
 
@@ -31,11 +31,11 @@ def carried(
     compose: Callable[[Tensor, Tensor], Tensor],
     before: State | None = None,
 ) -> State:
-    """The state before this rank's first token; without `before`, zeros on the first rank.
+    """The state before this rank's first token. Without `before`, zeros on the first rank.
 
     Args:
         made: the state that this rank's tokens make of none, tensors of one type.
-        left: makes what they leave of a state before them, in any form; asked only where it is needed.
+        left: makes what they leave of a state before them, in any form. Asked only where it is needed.
         join: (left, earlier state, later state made of none, whether there is an earlier one) to the state after both.
         compose: (later left, earlier left) to what both leave.
         before: the state before the first rank's first token, as `handed` gives it.
@@ -102,12 +102,12 @@ def _from_before(context: ContextGroup, parts: Parts, by: int) -> Parts:
 
 
 def handed(context: ContextGroup, x: Tensor) -> Tensor:
-    """What a piece of a sequence leaves for the next one, on the rank that begins with that; zeros on others."""
+    """What a piece of a sequence leaves for the next one, on the rank that begins with that. Zeros on others."""
     return context.to_first(x)
 
 
 def last_document(context: ContextGroup, stream: Stream) -> Tensor | None:
-    """int [B], the document of a piece's last token, for the next one; None where there are no documents."""
+    """int [B], the document of a piece's last token, for the next one. None where there are no documents."""
     documents_BS = stream.documents
     return None if documents_BS is None else handed(context, documents_BS[:, -1])
 

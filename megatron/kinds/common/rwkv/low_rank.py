@@ -14,7 +14,7 @@ from megatron.parallel.layout.shard import Growth, Role
 
 
 class LowRank(nn.Module):
-    """up(activation(down x)): [B, S, H] to this rank's channels of [B, S, outputs]; the rank is computed by all.
+    """up(activation(down x)): [B, S, H] to this rank's channels of [B, S, outputs]. The rank is computed by all.
 
     `down` starts at 0, so that at first the matrix does nothing. Both have the role `state`: no weight decay.
     """

@@ -15,11 +15,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Runs:
-    """About sqrt(S) runs of about as many positions; the last may be shorter and is filled up.
+    """About sqrt(S) runs of about as many positions. The last may be shorter and is filled up.
 
     Attributes:
-        length: S; run: Q; filled: positions that are missing in the last run.
-        starts: int [B, c, Q], index of the first token of each token's document; None where all is one document.
+        length: S, run: Q, filled: positions that are missing in the last run.
+        starts: int [B, c, Q], index of the first token of each token's document. None where all is one document.
         places: int [c, Q], index of each position.
     """
 
@@ -40,20 +40,20 @@ class Runs:
         return cls(length, run, filled, starts, places)
 
     def cut(self, x_BS: Tensor) -> Tensor:
-        """[B, S, ...] to [B, c, Q, ...]; what is filled up is 0."""
+        """[B, S, ...] to [B, c, Q, ...]. What is filled up is 0."""
         return F.pad(x_BS, (0, 0) * (x_BS.dim() - 2) + (0, self.filled)).unflatten(1, (-1, self.run))
 
     def joined(self, x_BcQ: Tensor) -> Tensor:
         return x_BcQ.flatten(1, 2)[:, : self.length]
 
     def sees(self, distance: int) -> Tensor:
-        """Whether a token sees the one `distance` before it: bool [B or 1, c, Q]; those before its run, it does not."""
+        """Whether a token sees the one `distance` before it: bool [B or 1, c, Q]. Those before its run, it does not."""
         inside = (torch.arange(self.run, device=self.places.device) >= distance).expand_as(self.places).unsqueeze(0)
         return inside if self.starts is None else inside & (self.places - distance >= self.starts)
 
     @property
     def reads_state(self) -> Tensor | None:
-        """Whether a token sees the state before its run: bool [B, c, Q]; None if all do."""
+        """Whether a token sees the state before its run: bool [B, c, Q]. None if all do."""
         return None if self.starts is None else self.starts < self.places[:, :1]
 
     @property
@@ -64,7 +64,7 @@ class Runs:
 
     @property
     def keeps_state(self) -> Tensor | None:
-        """Whether the state after a run has the state before it: bool [B, c]; None if all do."""
+        """Whether the state after a run has the state before it: bool [B, c]. None if all do."""
         return None if self.starts is None else self.starts[:, :, -1] < self.places[:, 0]
 
 

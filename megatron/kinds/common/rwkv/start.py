@@ -1,6 +1,6 @@
 """How the parameters of RWKV layers start: the formulas of the authors' training code.
 
-n is a channel of C, l the layer of L; `ratio` runs from 0 in the first layer to 1 in the last, `rest` from 1 to 1/L.
+n is a channel of C, l the layer of L. `ratio` runs from 0 in the first layer to 1 in the last, `rest` from 1 to 1/L.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Start:
         return self.init.output(inputs, outputs) if self.scheme == "model" else ZEROS
 
     def shares(self, *powers: float, lift: float = 0.0, lifted: int = -1) -> Init:
-        """[m, C]: (n / C)^power, the share of the token itself; row `lifted` (the values) is higher by `lift`."""
+        """[m, C]: (n / C)^power, the share of the token itself. Row `lifted` (the values) is higher by `lift`."""
         return formula(self._shares(powers, lift, lifted))
 
     def _shares(self, powers: tuple[float, ...], lift: float, lifted: int) -> Callable[..., np.ndarray]:

@@ -56,5 +56,5 @@ def blended(x: Tensor, mix_mH: Tensor, last: Tensor | None, starts: Tensor | Non
 def mixed(
     x_BSH: Tensor, mix_mH: Tensor, last_B1H: Tensor | None, starts_BS: Tensor | None, blend: Blend = blended
 ) -> tuple[Tensor, ...]:
-    """`blended`, or its compiled form; nothing but x is kept for the gradient."""
+    """`blended`, or its compiled form. Nothing but x is kept for the gradient."""
     return recomputed(blend, x_BSH, mix_mH, last_B1H, starts_BS)

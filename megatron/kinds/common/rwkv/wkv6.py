@@ -6,7 +6,7 @@ Shapes: B samples, S positions, h heads of N channels, c runs of Q positions. Pe
     S_t = diag(w_t) S_{t-1} + k_t^T v_t           w = exp(-exp(decay)), anything between 0 and 1
 
 A piece of up to `chunk` positions is scanned at a time, in about sqrt(chunk) runs side by side: inside the runs
-distance by distance, with products of decays that cannot overflow; then from run to run.
+distance by distance, with products of decays that cannot overflow. Then from run to run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .runs import Runs, pieces
 
 
 def inside_runs(r_BcQhN: Tensor, k_BcQhN: Tensor, v_BcQhN: Tensor, log_w_BcQhN: Tensor, runs: Runs) -> Tensor:
-    """y [B, c, Q, h, N], of fp32 tensors, distance by distance; the decays may be the same for all samples (B = 1).
+    """y [B, c, Q, h, N], of fp32 tensors, distance by distance. The decays may be the same for all samples (B = 1).
 
     With P_d the product of the d - 1 decays between a token and the one d before it, which cannot overflow:
 
@@ -38,7 +38,7 @@ def inside_runs(r_BcQhN: Tensor, k_BcQhN: Tensor, v_BcQhN: Tensor, log_w_BcQhN: 
 
 
 def _inside(r: Tensor, k: Tensor, v: Tensor, log_w: Tensor, runs: Runs, keep: list[Tensor] | None = None) -> Tensor:
-    """y; P_d and s_d of every distance are added to `keep`."""
+    """y. P_d and s_d of every distance are added to `keep`."""
     w, y, passed = log_w.exp(), torch.zeros_like(r), torch.ones_like(log_w)
     for distance in range(1, runs.run):
         passed = passed[:, :, 1:] if distance == 1 else passed[:, :, 1:] * w[:, :, 1 : 1 - distance]
@@ -105,11 +105,11 @@ def wkv6(
     initial_BhNN: Tensor | None = None,
     starts_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """y [B, S, h, N] of r's type and the state after the last position [B, h, N, N] in fp32; fp32 inside.
+    """y [B, S, h, N] of r's type and the state after the last position [B, h, N, N] in fp32. fp32 inside.
 
     Args:
-        moved_BShN: what each token adds to `decay` (RWKV-6); None is nothing.
-        initial_BhNN: state before the first position; zero if None.
+        moved_BShN: what each token adds to `decay` (RWKV-6). None is nothing.
+        initial_BhNN: state before the first position. Zero if None.
         starts_BS: index of the first token of each token's document (`document_starts`): states do not cross it.
     """
     state = initial_BhNN
@@ -129,7 +129,7 @@ def ends(
     k: Tensor, v: Tensor, moved: Tensor | None, decay: Tensor, starts: Tensor | None, *, chunk: int
 ) -> tuple[Tensor, Tensor]:
     """The state [B, h, N, N] that the sequence makes of none, and the shares [B, h, N, 1] of the keys that it leaves of
-    one before it; arguments as those of `wkv6`."""
+    one before it. Arguments as those of `wkv6`."""
     b, _, h, n = k.shape
     state = k.new_zeros((b, h, n, n), dtype=wide_type(k.dtype))
     left = torch.ones_like(state[..., :1])
