@@ -54,17 +54,17 @@ class SideBySide(nn.ModuleDict):
         return sum(outputs[1:], outputs[0]), written
 
     def new_state(self) -> dict[str, Any]:
-        """Of each layer, what it keeps between pieces of a sequence."""
+        """The state of each layer between pieces of a sequence."""
         return {name: new_state(layer) for name, layer in self.items()}
 
     def prepare(self, stream: Stream) -> None:
-        """What a compiled block finds in the stream's memo (see `Attention.prepare`)."""
+        """See `Attention.prepare`."""
         for layer in self.values():
             cast(Any, layer).prepare(stream)
 
 
 class Injection(nn.Module):
-    """W [s. e]: the state and what the prelude gave, [B, s, H] each, to what the core reads. W is cut by columns."""
+    """W [s, e]: state and output of the prelude, [B, s, H] each, to the input of the core. W is cut by columns."""
 
     def __init__(self, make: ParameterFactory, model: ModelSection, init: Initialisation):
         super().__init__()
@@ -80,14 +80,14 @@ class Injection(nn.Module):
 
 
 def injection_counts(model: ModelSection) -> Counts:
-    """Of one pass. What is read is kept together."""
+    """Costs of one pass. Its two inputs are kept as one tensor."""
     H = model.hidden_size
     return Counts(parameters=2 * H * H, flops=4 * H * H, activations=2 * H, products=H)
 
 
 @dataclass
 class BlockState:
-    """Decoding state of one block: whatever its mixers, its ffn and the side layers keep between tokens."""
+    """Decoding state of one block: of its mixers, its ffn and the side layers."""
 
     mixer: Any = None
     ffn: Any = None
@@ -131,13 +131,13 @@ class Block(nn.Module):
         self.ffn_output_norm: Norm | None = None
         self.mixer_joint: ChannelScale | None = None
         self.ffn_joint: ChannelScale | None = None
+
+        def norm(name: str) -> Norm:
+            return Norm(make.scope(name), model.hidden_size, model.norm, partial=partial)
+
         if pattern.mixer:
-            self.mixer_norm = Norm(make.scope("mixer_norm"), model.hidden_size, model.norm, partial=partial)
-            self.mixer = _mixer(make, model, pattern, init)
-            if normed_after:
-                self.mixer_output_norm = Norm(
-                    make.scope("mixer_output_norm"), model.hidden_size, model.norm, partial=partial
-                )
+            self.mixer_norm, self.mixer = norm("mixer_norm"), _mixer(make, model, pattern, init)
+            self.mixer_output_norm = norm("mixer_output_norm") if normed_after else None
         if pattern.side:
             shared = {} if shared is None else shared
             self.side_layers = nn.ModuleList(
@@ -147,13 +147,9 @@ class Block(nn.Module):
                 for kind, number in zip(pattern.side, call_numbers(model.blocks)[init.index])
             )
         if pattern.ffn:
-            if not (self.shares_norm(model, pattern)):
-                self.ffn_norm = Norm(make.scope("ffn_norm"), model.hidden_size, model.norm, partial=partial)
+            self.ffn_norm = None if self.shares_norm(model, pattern) else norm("ffn_norm")
             self.ffn = _layer(make, model, pattern.ffn, init)
-            if normed_after:
-                self.ffn_output_norm = Norm(
-                    make.scope("ffn_output_norm"), model.hidden_size, model.norm, partial=partial
-                )
+            self.ffn_output_norm = norm("ffn_output_norm") if normed_after else None
         if model.residual.channel_scales:
             self.mixer_joint = residual_merge(make.scope("mixer_joint"), model.hidden_size) if pattern.mixer else None
             self.ffn_joint = residual_merge(make.scope("ffn_joint"), model.hidden_size) if pattern.ffn else None
@@ -171,7 +167,7 @@ class Block(nn.Module):
             yield self.pattern.ffn, self.ffn
 
     def turning(self) -> Iterator[tuple[Kind, nn.Module]]:
-        """All layers that positions may turn, those beside the mixer too, each with its kind."""
+        """All layers that positions may turn, also side layers, each with its kind."""
         yield from self.layers()
         yield from zip(self.pattern.side, self.side_layers or ())
 
@@ -183,28 +179,25 @@ class Block(nn.Module):
     def forward(self, stream: Stream, state: BlockState | None = None) -> Stream:
         stream = stream if self.injection is None else self.injection(stream)
         x, state = stream.hidden, state or BlockState()
-        mixer, ffn = self.mixer, self.ffn
-        if self.residual.form == "parallel" and mixer is not None and ffn is not None:
+        if self.residual.form == "parallel" and self.mixer is not None and self.ffn is not None:
             shared = _normed(self.mixer_norm, x) if self.ffn_norm is None else None
-            mixed, stream = self._mix(mixer, x, stream, state, shared)
-            fed, stream = self._feed(ffn, x, stream, state, shared)
+            mixed, stream = self._mix(x, stream, state, shared)
+            fed, stream = self._branch("ffn", x, stream, state, shared)
             return stream.with_hidden(x + mixed + fed)
-        if mixer is not None:
+        if self.mixer is not None:
             x, stream = self.mixed(x, stream, state)
-        if ffn is not None:
+        if self.ffn is not None:
             x, stream = self.fed(x, stream, state)
         return stream.with_hidden(x)
 
     def mixed(self, x: Tensor, stream: Stream, state: BlockState) -> tuple[Tensor, Stream]:
-        """x with the mixer's branch, and the stream with what it writes beside."""
-        assert self.mixer is not None
-        y, stream = self._mix(self.mixer, x, stream, state)
+        """x plus the mixer's branch, and the stream with its channels."""
+        y, stream = self._mix(x, stream, state)
         return self._joined(y, x, self.mixer_joint, self.mixer_output_norm), stream
 
     def fed(self, x: Tensor, stream: Stream, state: BlockState) -> tuple[Tensor, Stream]:
-        """x with the ffn's branch, likewise."""
-        assert self.ffn is not None
-        y, stream = self._feed(self.ffn, x, stream, state)
+        """x plus the ffn's branch, and the stream with its channels."""
+        y, stream = self._branch("ffn", x, stream, state)
         return self._joined(y, x, self.ffn_joint, self.ffn_output_norm), stream
 
     def _joined(self, y: Tensor, x: Tensor, joint: ChannelScale | None, norm: Norm | None) -> Tensor:
@@ -213,47 +206,39 @@ class Block(nn.Module):
         return _normed(norm, x).to(x.dtype) if self.sandwich else x
 
     def new_state(self) -> BlockState:
-        """Empty decoding state. a layer that keeps any has a `new_state` of its own."""
+        """Empty decoding state, from the `new_state` of the layers that have one."""
         mixer, ffn, *side = map(new_state, (self.mixer, self.ffn, *(self.side_layers or ())))
         return BlockState(mixer, ffn, tuple(side))
 
-    def _mix(
-        self, mixer: nn.Module, x: Tensor, stream: Stream, state: BlockState, normed: Tensor | None = None
-    ) -> tuple[Tensor, Stream]:
-        """The mixer's branch, and the stream with what it writes beside. `normed` is its input where both branches
-        share a norm."""
+    def _mix(self, x: Tensor, stream: Stream, state: BlockState, normed: Tensor | None = None) -> tuple[Tensor, Stream]:
+        """The mixer's branch, after the side layers, and the stream with its channels."""
         for layer, own in zip(self.side_layers or (), state.side or (None,) * len(self.side_layers or ())):
             x = x + layer(stream.hidden, stream, own)
-        if self.post_norm:
-            y, written = apply_layer(mixer, x.to(self.dtype), stream, state.mixer, self.relays.get("mixer"))
-            y = _normed(self.mixer_norm, y)
-        else:
-            normed = _normed(self.mixer_norm, x) if normed is None else normed
-            y, written = apply_layer(mixer, normed, stream, state.mixer, self.relays.get("mixer"))
-        stream = stream.with_channels(written) if written else stream
-        if self.mixer_output_norm is not None and not self.sandwich:
-            y = self.mixer_output_norm(y)
-        return self._scaled(y, stream, self.mixer_dropout), stream
+        return self._branch("mixer", x, stream, state, normed)
 
-    def _feed(
-        self, ffn: nn.Module, x: Tensor, stream: Stream, state: BlockState, normed: Tensor | None = None
+    def _branch(
+        self, name: str, x: Tensor, stream: Stream, state: BlockState, normed: Tensor | None = None
     ) -> tuple[Tensor, Stream]:
-        """The ffn's branch, likewise."""
-        if self.post_norm:
-            y, written = apply_layer(ffn, x.to(self.dtype), stream, state.ffn, self.relays.get("ffn"))
-            y = _normed(self.ffn_norm, y)
-        else:
-            normed = _normed(self.ffn_norm, x) if normed is None else normed
-            y, written = apply_layer(ffn, normed, stream, state.ffn, self.relays.get("ffn"))
-        stream = stream.with_channels(written) if written else stream
-        if self.ffn_output_norm is not None and not self.sandwich:
-            y = self.ffn_output_norm(y)
-        return self._scaled(y, stream, self.ffn_dropout), stream
+        """The branch of the mixer or the ffn, and the stream with its channels.
 
-    def _scaled(self, y: Tensor, stream: Stream, dropout: Dropout | None) -> Tensor:
+        Args:
+            normed: its input, where both branches share a norm.
+        """
+        layer, norm, output_norm, dropout = (
+            getattr(self, name + part) for part in ("", "_norm", "_output_norm", "_dropout")
+        )
+        own, relay = getattr(state, name), self.relays.get(name)
+        if self.post_norm:
+            y, written = apply_layer(layer, x.to(self.dtype), stream, own, relay)
+            y = _normed(norm, y)
+        else:
+            y, written = apply_layer(layer, _normed(norm, x) if normed is None else normed, stream, own, relay)
+        stream = stream.with_channels(written) if written else stream
+        if output_norm is not None and not self.sandwich:
+            y = output_norm(y)
         if dropout is not None:
             y = dropout(y, stream)
-        return y if self.multiplier == 1.0 else y * self.multiplier
+        return (y if self.multiplier == 1.0 else y * self.multiplier), stream
 
 
 def opens_core(model: ModelSection, index: int) -> bool:
@@ -268,7 +253,7 @@ def hands_on_states(module: nn.Module) -> bool:
 
 
 def reads_stream(model: ModelSection, pattern: BlockPattern) -> bool:
-    """Whether the block's layers read the stream itself, and the norms come behind them."""
+    """Whether the block's layers read the stream itself, with norms after the layers."""
     attends = bool(pattern.mixers) and all(kind_of(model, kind).attends for kind in pattern.mixers)
     return model.residual.norm == "post" or (model.residual.norm == "hybrid" and attends)
 
@@ -292,8 +277,8 @@ def _mixer(make: ParameterFactory, model: ModelSection, pattern: BlockPattern, i
 def block_channels(model: ModelSection, pattern: BlockPattern, ranks: int) -> dict[str, Channel]:
     """The side channels that a block reads or makes, on one of `ranks` tensor parallel ranks.
 
-    A kind that has any says so in a static method `channels(model, options, ranks)`. A layer that makes one returns
-    `(output, {name: value})`.
+    A kind with channels has a static method `channels(model, options, ranks)`. A layer that makes one returns `(output,
+    {name: value})`.
     """
     found: dict[str, Channel] = {}
     for kind in pattern.kinds:
@@ -304,7 +289,7 @@ def block_channels(model: ModelSection, pattern: BlockPattern, ranks: int) -> di
 
 
 def streams_saved(model: ModelSection, pattern: BlockPattern) -> int:
-    """How many states of the residual stream a block keeps for its backward pass: what its norms read."""
+    """Number of states of the residual stream that a block keeps for its backward pass: the inputs of its norms."""
     if reads_stream(model, pattern):
         return 0  # its layers read the stream, in their own type
     branches = sum(kind is not None for kind in (pattern.mixer, pattern.ffn))
@@ -313,13 +298,13 @@ def streams_saved(model: ModelSection, pattern: BlockPattern) -> int:
 
 
 def _inputs(options: Sequence[Any]) -> int:
-    """How many different tensors layers with these options read, where all get the same."""
+    """Number of different tensors that layers with these options read, where all get the same."""
     changed = [getattr(each, "input_multiplier", 1.0) != 1.0 for each in options]
     return sum(changed) + (not all(changed))
 
 
 def block_counts(model: ModelSection, pattern: BlockPattern, sequence_length: int, index: int = 0) -> Counts:
-    """Costs of the block of this index, its norms included. Kinds that depend on the index say so: `indexed`."""
+    """Costs of the block of this index, with its norms. Kinds whose costs depend on the index are `indexed`."""
     H, total, norms = model.hidden_size, Counts(), 0
     for kind in pattern.layers:
         layer = layer_class(model, kind)
@@ -327,7 +312,7 @@ def block_counts(model: ModelSection, pattern: BlockPattern, sequence_length: in
         total += layer.counts(model, options_of(model, kind), sequence_length, *place)
     for branch in (pattern.mixers, (pattern.ffn,) if pattern.ffn else ()):
         if branch:
-            # what its layers read, or before a post norm what they give
+            # inputs of its layers, or their outputs before a post norm
             total += Counts(activations=H * _inputs([options_of(model, kind) for kind in branch]))
             total += Counts(activations=H if model.dropout > 0.0 else 0)
             norms += 1
@@ -335,7 +320,7 @@ def block_counts(model: ModelSection, pattern: BlockPattern, sequence_length: in
         call = call_numbers(model.blocks)[index][number]
         total += layer_class(model, kind).counts(model, options_of(model, kind), sequence_length, call)
     if model.residual.channel_scales:
-        total += Counts(norms * 4 * H, activations=norms * H)  # the branch's output; the stream is kept by a norm
+        total += Counts(norms * 4 * H, activations=norms * H)  # the branch's output. A norm keeps the stream
     if opens_core(model, index):
         total += injection_counts(model)
     if model.residual.norm in ("both", "sandwich"):  # each branch's output, or the sum, with its own scale

@@ -1,9 +1,9 @@
 """A sequence that each layer works on in chunks (`training.sequence_chunks`, FPDT, Yao et al. 2024).
 
-A block reads one chunk after the other, as it reads pieces of a text when it decodes: its layers go on from what they
-keep of the chunks before (`new_state`). Nothing else of a chunk is kept but its input. The backward pass computes each
-chunk once more, the last one first, and so has the intermediate tensors of one chunk of one block at a time. What
-attention keeps, keys and values, waits in the host's memory.
+A block reads one chunk after the other, as it reads pieces of a text when it decodes: its layers continue from their
+state after the chunks before (`new_state`). Only the input of a chunk is kept. The backward pass computes each chunk
+again, the last one first, and so has the intermediate tensors of one chunk of one block at a time. Keys and values of
+attention wait in the host's memory.
 
 With sequence parallelism each tensor parallel rank has its share of every chunk, one after the other, and with context
 parallelism, too.
@@ -50,7 +50,7 @@ class Chunks:
         return cls(tokens, parallel.context, parallel.tensor if parallel.sequence else 1)
 
     def of_length(self, length: int) -> list[Chunk]:
-        """The chunks of a sequence of which this rank has `length` tokens."""
+        """The chunks of a sequence, where this rank has `length` of its tokens."""
         whole = length * self.context
         begins = range(0, whole, self.tokens)
         return [Chunk(number, first, min(self.tokens, whole - first), whole) for number, first in enumerate(begins)]
@@ -83,17 +83,17 @@ WHOLE = Chunks()  # sequences are not cut
 
 
 def _fresh(state: Any) -> Any:
-    """The form that a new state has between chunks."""
+    """A new state in its form between chunks."""
     return mapped(state, lambda each: each.in_chunks() if hasattr(each, "in_chunks") else None)
 
 
 def _copied(state: Any) -> Any:
-    """The state, whose fields can be set without a change of the other one."""
+    """A copy of the state, whose fields can be set without changing the original."""
     return mapped(state, lambda each: None)
 
 
 def mapped(state: Any, instead: Callable[[Any], Any]) -> Any:
-    """A copy of a block's state, in which each part stands for itself where `instead` gives None of it."""
+    """A copy of a block's state, with `instead` of each part that is not None."""
     if isinstance(state, dict):
         return {name: mapped(each, instead) for name, each in state.items()}
     if isinstance(state, tuple | list):
@@ -108,14 +108,14 @@ def mapped(state: Any, instead: Callable[[Any], Any]) -> Any:
 
 
 def recomputed_call(function: Callable[..., Any], *inputs: Any) -> Any:
-    """`function(*inputs)`, of which nothing but the inputs is kept for the backward pass."""
+    """`function(*inputs)`, which keeps only its inputs for the backward pass."""
     if not torch.is_grad_enabled():
         return function(*inputs)
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=deciding)
 
 
 def work_in_chunks(block: nn.Module, chunks: Chunks) -> None:
-    """Make the block work on one chunk after the other, and recompute each in the backward pass."""
+    """Make the block compute one chunk after the other, and recompute each in the backward pass."""
     if not chunks.tokens:
         return
     plain, new_state = block.forward, cast(Callable[[], Any], block.new_state)

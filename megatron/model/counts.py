@@ -1,4 +1,4 @@
-"""What a layer costs. Every number shown to a user (parameters, FLOPs, memory) is a sum of these."""
+"""Costs of layers. Every number shown to a user (parameters, FLOPs, memory) is a sum of these."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ class Counts:
 
     Attributes:
         parameters: trainable elements.
-        flops: floating point operations of the forward pass per token. a multiply-add is two. Matrix products
-            and attention only, over the full S x S square for causal attention (the convention of PaLM,
-            Chowdhery et al. 2022, appendix B, and of Megatron).
+        flops: floating point operations of the forward pass per token. A multiply-add is two. They are of matrix
+            products and attention, over the full S x S square for causal attention (the convention of PaLM, Chowdhery
+            et al. 2022, appendix B, and of Megatron).
         activations: elements kept for the backward pass per token, without recomputation, in units of the compute
-            type, with the fused kernels of a GPU. What a layer reads is counted by the layer itself. a tensor that is
-            kept as part of a larger one counts with all of it.
-        whole: of these, those that every tensor parallel rank keeps whole. It has its share of the others.
-        copies: elements kept beside these where the compute type has 16 bits: what fp32 in every precision takes more,
-            on every tensor parallel rank.
-        products: of the activations, results of matrix products and attention: what selective recomputation keeps.
+            type, with the fused kernels of a GPU. A layer counts its input. A view counts with its whole tensor.
+        whole: activations that every tensor parallel rank keeps whole. It has its share of the others.
+        copies: further elements where the compute type has 16 bits, of tensors that are fp32 in every precision, on
+            every tensor parallel rank.
+        products: activations that selective recomputation keeps: results of matrix products and attention.
         state: elements of decoding state per sample at `training.sequence_length` tokens.
-        memory: of these, those that are fp32 in every precision: what a recurrence carries.
-        idle: of the parameters, those of experts that a token does not use.
+        memory: elements of the state that are fp32 in every precision: the memory of a recurrence.
+        idle: parameters of experts that a token does not use.
     """
 
     parameters: int = 0

@@ -13,7 +13,7 @@ from .stream import Stream
 
 
 class Dropout(nn.Module):
-    """[B, s, H] to the same. Each element's fate depends on (seed, site, sample, position, channel) alone."""
+    """[B, s, H] to the same. Each draw is a function of (seed, site, sample, position, channel)."""
 
     def __init__(self, make: ParameterFactory, model: ModelSection, site: str):
         super().__init__()

@@ -37,7 +37,7 @@ from .stream import LOSS, Chunk, Stream
 
 
 class Positions(nn.Module):
-    """A learned table of absolute positions. a module of its own, since ZeRO 3 gathers by modules that give tensors."""
+    """A learned table of absolute positions. It is a module, since ZeRO 3 gathers by modules that return tensors."""
 
     def __init__(self, make: ParameterFactory, model: ModelSection, init: Initialisation):
         super().__init__()
@@ -55,14 +55,14 @@ class Positions(nn.Module):
 def token_embedding(
     make: ParameterFactory, model: ModelSection, init: Initialisation, weight: nn.Parameter | None = None
 ) -> VocabEmbedding:
-    """The table of all tokens' vectors. With the `weight` of another one, a second place where it is used."""
+    """The table of all tokens' vectors, or a second use of the table with this `weight`."""
     vocabulary = model.vocab_size
     start = init.embedding(vocabulary)
     return VocabEmbedding(make.scope("tokens"), vocabulary, model.hidden_size, init=start, weight=weight)
 
 
 class Embedding(nn.Module):
-    """Tokens int [B, S] to a stream, which also has the embedding under the names of `channels`."""
+    """Tokens int [B, S] to a stream, which also has the embedding in `channels`."""
 
     def __init__(
         self, make: ParameterFactory, model: ModelSection, init: Initialisation, channels: tuple[str, ...] = ()
@@ -107,8 +107,7 @@ class Embedding(nn.Module):
         return stream.with_hidden(x).with_channels(dict.fromkeys(self.channels, x))
 
 
-# What to compute from a head and its input [B, S, H] (whole on every tensor and context parallel rank) where no loss is
-# wanted.
+# A function of a head and its input [B, S, H] (whole on every tensor and context parallel rank), in place of the loss.
 Reader = Callable[["Head", Tensor], Any]
 
 
@@ -119,7 +118,7 @@ class Head(nn.Module):
         further: modules that predict further tokens. In training their losses are added.
 
     Raises:
-        ValueError: there are such modules, and a teacher.
+        ValueError: there are such modules and a teacher.
     """
 
     def __init__(
@@ -143,7 +142,7 @@ class Head(nn.Module):
         self.options = LossOptions(multiplier, model.head.softcap, training.z_loss, training.loss_chunk, compiled, cost)
         self.teaching = objective.teacher
         if self.teaching is not None and further is not None:
-            raise ValueError("a teacher says nothing of further tokens")
+            raise ValueError("a teacher has no costs of further tokens")
         self.norm = norm
         shape = (model.vocab_size, model.hidden_size)
         head, self.rows = make.scope("head"), make.row_axis(model.vocab_size)
@@ -166,7 +165,7 @@ class Head(nn.Module):
 
     @property
     def matrix(self) -> Tensor:
-        """This tensor parallel rank's rows [V/t, H] of the head, of all ranks that share these."""
+        """This tensor parallel rank's rows [V/t, H] of the head, gathered from the ranks that share them."""
         return gather_rows(self.weight, self.rows)
 
     def forward(
@@ -179,24 +178,23 @@ class Head(nn.Module):
         teacher: Taught | None = None,
         columns: Mapping[str, Tensor] | None = None,
     ) -> Any:
-        """(weighted sum of token losses and auxiliary losses, each token's cross-entropy [B, S] in nats). With a
-        `teacher` also each token's divergence from it [B, S].
+        """(weighted sum of token losses and auxiliary losses, each token's cross-entropy [B, S] in nats).
 
-        With a `reader`, what it gives instead. It is called here because ZeRO 3 gathers a module's weights only while
-        the module runs.
+        With a `teacher` also each token's divergence from it [B, S]. With a `reader`, its result. It is called here
+        because ZeRO 3 gathers a module's weights only while the module runs.
 
         Args:
-            further: what modules that predict further tokens are trained on. Made of the labels where it is not given,
-                which a rank with a part of each sample cannot do.
+            further: labels of modules that predict further tokens. By default they follow from the labels, which must
+                then be of whole samples.
             columns: numbers of each label [B, S] from the data, by name, for an objective that reads them.
 
         Raises:
-            RuntimeError: gradients of an objective with a teacher are wanted without one.
+            RuntimeError: the objective has a teacher, and a training step none.
         """
         if reader is not None:
             return reader(self, self.context.gather(self.read(stream)))
         if teacher is None and self.teaching is not None and torch.is_grad_enabled() and self.training:
-            raise RuntimeError("the objective has a teacher, and this model was given none to learn from")
+            raise RuntimeError("the objective has a teacher, and this model got none")
         if self.further is not None and self.training:
             if further is None:
                 further = self._further_labels(labels_BS, weights_BS, stream)
@@ -212,13 +210,13 @@ class Head(nn.Module):
     def _in_chunks(
         self, x_BsH: Tensor, labels_BS: Tensor, weights_BS: Tensor, teacher: Taught | None
     ) -> tuple[Tensor, ...]:
-        """`_loss`, of each chunk where the sequence is cut."""
+        """`_loss` of each chunk, where the sequence is cut."""
         given, loss_of = [x_BsH, labels_BS, weights_BS], self._loss
         if teacher is not None:
             given, loss_of = [*given, teacher.x_BSH], partial(self._loss, teacher=(teacher.head, teacher.head.matrix))
         if not self.chunks.tokens:
             return loss_of(*given)
-        # Rows that ranks share are gathered once for all chunks; ZeRO 3 gathers what a chunk itself reads.
+        # Rows that ranks share are gathered once for all chunks. ZeRO 3 gathers the weights that a chunk reads itself.
         if self.rows.size > 1:
             loss_of = partial(loss_of, matrix=self.matrix)
         losses, *pieces = zip(*(recomputed_call(loss_of, *each) for each in self._parts(*given)))
@@ -227,7 +225,7 @@ class Head(nn.Module):
     def _in_two_passes(
         self, objective: LabelsLoss, x_BsH: Tensor, labels_BS: Tensor, weights_BS: Tensor, columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """As `_loss`, where weights follow from the labels' log-probabilities."""
+        """`_loss`, where weights follow from the labels' log-probabilities."""
         normed_BsH, matrix = self.norm(x_BsH), self.matrix
         with torch.no_grad():
             _, ce_BS = self._cross_entropy(normed_BsH, labels_BS, weights_BS, matrix)
@@ -237,7 +235,7 @@ class Head(nn.Module):
 
     def _further_labels(self, labels_BS: Tensor, weights_BS: Tensor, stream: Stream) -> FurtherLabels:
         if self.context.size > 1 or self.further is None:
-            raise ValueError("labels of further tokens are made of whole samples, of which this rank has a part")
+            raise ValueError("labels of further tokens are made of whole samples, and this rank has a part of them")
         return further_labels(labels_BS, weights_BS, stream.documents, len(self.further.tokens))
 
     def _further_loss(
@@ -248,8 +246,8 @@ class Head(nn.Module):
         weights_BS: Tensor,
         further: FurtherLabels,
     ) -> tuple[Tensor, Tensor, Stream]:
-        """(weighted sum of the losses of the next token and of further ones, the cross-entropies [B, S] of the next,
-        the stream behind the last module). All go through the head together, so that its gradient is made once."""
+        """(weighted sum of the losses of the next and of further tokens, cross-entropies [B, S] of the next token, the
+        stream after the last module). All go through the head together, so that its gradient is computed once."""
         x = self.norm(stream.hidden)
         later, stream = modules(x, stream, labels_BS, further)
         loss, ce = self._cross_entropy(
@@ -271,13 +269,12 @@ class Head(nn.Module):
         teacher: tuple[Head, Tensor] | None = None,
         matrix: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """(weighted sum of token losses, each token's cross-entropy [B, S]). With a teacher, also each token's
-        divergence from it [B, S].
+        """(weighted sum of token losses, each token's cross-entropy [B, S], with a teacher its divergence [B, S]).
 
         Args:
-            taught_BSH: what the teacher's head reads.
+            taught_BSH: input of the teacher's head.
             teacher: its head, and the head's matrix.
-            matrix: `self.matrix`, where it is there already.
+            matrix: `self.matrix`, if it was gathered before.
         """
         soft: OwnLoss | None = None
         if taught_BSH is not None and teacher is not None and self.teaching is not None:
@@ -316,7 +313,7 @@ class Head(nn.Module):
         return list(zip(*(self.chunks.parts(each, length) for each in (x_BsH, *others))))
 
     def read(self, stream: Stream) -> Tensor:
-        """What logits are made of [B, S, H], whole on every tensor parallel rank."""
+        """The input of the logits [B, S, H], whole on every tensor parallel rank."""
         if not self.chunks.tokens:
             return enter(self.norm(stream.hidden), self.mesh)
         return torch.cat([enter(self.norm(part), self.mesh) for (part,) in self._parts(stream.hidden)], 1)
@@ -326,7 +323,7 @@ class Head(nn.Module):
         return self.logits_at(self.read(stream))
 
     def scores(self, x_NH: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probability [N] of each label in nats, and the likeliest id [N] in its place. For a `Reader`."""
+        """Log-probability [N] of each label in nats, and the likeliest id [N] in its place, for a `Reader`."""
         return token_scores(
             x_NH, self.matrix, self.bias, labels_N, first=self.span.start, axis=self.mesh.tensor, options=self.options
         )
@@ -343,7 +340,7 @@ class Head(nn.Module):
 
 @dataclass(frozen=True)
 class Taught:
-    """What a teacher has made of a micro-batch: its head, and what that reads [B, S, H], on this rank."""
+    """A teacher's head, and its input [B, S, H] of a micro-batch, on this rank."""
 
     head: Head
     x_BSH: Tensor
@@ -366,9 +363,9 @@ def embedding_counts(model: ModelSection) -> Counts:
 
 
 def head_counts(model: ModelSection) -> Counts:
-    """With tied embeddings the matrix is counted at the embedding. The work is counted here.
+    """Costs of the head. With tied embeddings the embedding counts the parameters of the matrix.
 
-    The loss keeps the gradient of what it reads, and no logits.
+    The loss keeps the gradient of its input, and no logits.
     """
     H, matrix = model.hidden_size, model.vocab_size * model.hidden_size
     own = (0 if model.embedding.tied else matrix) + (model.vocab_size if model.head.bias else 0)
@@ -377,7 +374,7 @@ def head_counts(model: ModelSection) -> Counts:
 
 
 def multi_token_counts(model: ModelSection, sequence_length: int) -> Counts:
-    """All modules that predict further tokens, with what the head does for them. Only training has these costs."""
+    """Costs of all modules that predict further tokens, with the work of the head for them. Only training has them."""
     H, total, norm = model.hidden_size, Counts(), final_norm(model)
     for number, block in enumerate(model.further_blocks, start=len(model.blocks)):
         own = replace(block_counts(model, block, sequence_length, number), state=0, memory=0)

@@ -1,4 +1,4 @@
-"""What a layer with experts counts in a step, for whoever runs the steps: the engine knows no kind of layer."""
+"""Counts of a layer with experts in a step, for the engine, which knows no kind of layer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class ExpertTally(nn.Module):
 
     Attributes:
         layer: its number in the stack.
-        experts: how many it has.
+        experts: their number.
         tally: fp32 [E + 1 + 3 + 1]: tokens of each expert, dropped choices, sums of `LOSSES`, micro-batches.
-        correction: fp32 [E] or longer, added to the scores where experts are chosen. None without one.
+        correction: fp32 [E] or longer, added to the scores that choose experts. None without one.
     """
 
     EXTRA = 1 + len(LOSSES) + 1  # numbers of the tally after those of the experts

@@ -1,4 +1,4 @@
-"""Text from a model: sampling with a key/value cache, which gives the logits that reading everything again would."""
+"""Text from a model: sampling with a key/value cache, whose logits equal those of reading the whole text again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .stack import Model
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """Choice of the next token.
 
     Attributes:
         temperature: logits are divided by it. 0 takes the likeliest token.
@@ -85,9 +85,9 @@ def generate(
         prompt_BS: int64 [B, S], S at least 1.
         vocabulary: only ids below it are chosen. The embedding may have more rows than the tokenizer has ids.
         cache: False reads the whole text again for each token. The result is the same, slower.
-        depth: passes through a recurrent core. As in evaluation if not given.
-        tolerance: end before that where a pass changes the newest token's state by at most this share. All tokens of
-            the text then have the passes of the newest, so it is read again for each.
+        depth: passes through a recurrent core. Default: as in evaluation.
+        tolerance: end earlier when a pass changes the newest token's state by at most this share. All tokens of the
+            text then have the passes of the newest, so the text is read again for each.
         axis: ranks that share the keys of the texts. Each has the whole model and calls this with the same arguments.
     """
     was_training, own = model.training, model.plan.depth
@@ -143,8 +143,10 @@ def complete(
     tolerance: float | None = None,
     axis: Axis = ALONE,
 ) -> Iterator[int]:
-    """The tokens that follow one prompt, until `tokens` are made, the end-of-document token comes, or learned positions
-    are used up (`room`). The rest is as for `generate`."""
+    """The tokens that follow one prompt, up to `tokens`, the end-of-document token, or the last learned position.
+
+    The other arguments are those of `generate`.
+    """
     text = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
     tokens = int(min(tokens, tokens_left(model, len(prompt))))
     if tokens < 1:

@@ -49,8 +49,10 @@ def scheme_init(
 
 
 def spread(init: Init, factor: float, base: float, actual: float) -> Init:
-    """Numbers `factor` times as large as the base model's. Those of orthonormal rows or columns fall by themselves,
-    with the root of the longer side, which is `base` in the base model and `actual` here.
+    """Numbers `factor` times as large as the base model's.
+
+    Numbers of orthonormal rows or columns fall by themselves, with the root of the longer side, which is `base` in the
+    base model and `actual` here.
     """
     if init.kind == "orthogonal":
         factor *= math.sqrt(actual / base)
@@ -58,14 +60,14 @@ def spread(init: Init, factor: float, base: float, actual: float) -> Init:
 
 
 class Initialisation:
-    """Schemes of one model, by role. Fans are those of the separate matrix, not of a fused one.
+    """Schemes of one model, by role. Fans are of the separate matrix, not of a fused one.
 
-    Under a parametrization a scheme says how the base model starts, and this one follows from it.
+    Under a parametrization a scheme gives the base model's values, and this model's follow from them.
 
     Attributes:
         factors: the parametrization.
         blocks: number of blocks.
-        layers: what the schemes take for it.
+        layers: the number of blocks for the schemes.
         index: of the block that is made.
     """
 

@@ -42,12 +42,12 @@ def largest_logits(
 
 @dataclass(frozen=True)
 class Projection:
-    """A weight or a bias that queries or keys come from, and what of a head's factor each of its rows takes.
+    """A weight or bias of queries or keys, and the exponent of a head's factor for each of its rows.
 
     Attributes:
-        shares: of the rows of one head, in their order: (rows, exponent of the head's factor). All heads of this rank
-            have such rows, one head after the other.
-        skipped: rows after those of the heads, which stay.
+        shares: (number of rows, exponent of the head's factor) for the rows of one head, in order. All heads of this
+            rank have such rows, one head after the other.
+        skipped: rows after the heads' rows, which stay.
     """
 
     parameter: nn.Parameter
@@ -56,12 +56,12 @@ class Projection:
 
 
 class LogitClip:
-    """What one attention layer knows of its logits in a step.
+    """Largest logits of one attention layer in a step.
 
     Attributes:
-        threshold: tau. The largest logit of a head may be as large.
+        threshold: tau, the bound of a head's largest logit.
         largest: of each local query head, in this step so far.
-        projections: what shrinks where a head's logits are larger.
+        projections: the parameters that shrink where a head's logits are larger.
     """
 
     def __init__(self, threshold: float, heads: int, projections: list[Projection], device: torch.device | str) -> None:
@@ -77,7 +77,7 @@ class LogitClip:
         return torch.where(largest_n > self.threshold, self.threshold / largest_n, 1.0)
 
     def rows(self, projection: Projection, factors_n: Tensor) -> Tensor:
-        """What each row of a projection's parameter is multiplied by."""
+        """Factor of each row of a projection's parameter."""
         shares = [share for count, share in projection.shares for _ in range(count)]
         rows = (factors_n[:, None] ** factors_n.new_tensor(shares)).flatten()
         return torch.cat([rows, rows.new_ones(projection.skipped)])

@@ -1,14 +1,14 @@
 """Modules that predict further tokens than the next one (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-With t the tokens, E the embedding and h^0 what the head reads, module k = 1 ... D has of position i
+With t the tokens, E the embedding and h^0 the input of the head, module k = 1 ... D has of position i
     h^k_i = norm(block(W [norm(E(t_{i+k})), norm(h^{k-1}_i)]))
 and the model's own head predicts t_{i+k+1} from it. To the loss of the next token is added
     loss_weight / D * sum over k of (sum over i of w_{i+k} c^k_i) / (sum of w)
-with the weight w and the cost c of a label. Nothing is predicted from tokens of several documents, where these do not
-attend to each other, nor where a sample has no more labels. Such labels have weight 0.
+with the weight w and the cost c of a label. The weight is 0 where a sample has no more labels, and where the tokens are
+of several documents that do not attend to each other.
 
-The parts of W stand in the order of DeepSeek's files (the paper has them the other way round), and the modules are
-numbered after the blocks of the stack, as there.
+The parts of W are in the order of DeepSeek's files (the reverse of the paper's), and the modules are numbered after the
+blocks of the stack, as there.
 
 Shapes: B samples, S positions of this rank's tensor parallel group, s those of this rank, H hidden, K modules.
 """
@@ -34,14 +34,14 @@ from .stream import Stream
 
 
 class FurtherLabels(NamedTuple):
-    """Labels int64 [K, ..., S] and their weights [K, ..., S]: at k - 1 those of module k."""
+    """Labels int64 [K, ..., S] and their weights [K, ..., S], of module k at index k - 1."""
 
     labels: Tensor
     weights: Tensor
 
 
 def further_labels(labels: Tensor, weights: Tensor, documents: Tensor | None, depth: int) -> FurtherLabels:
-    """What modules predict.
+    """Labels of the modules.
 
     Args:
         labels, weights: of the next token, [..., S], of whole samples.
@@ -60,7 +60,7 @@ def further_labels(labels: Tensor, weights: Tensor, documents: Tensor | None, de
 
 
 class FurtherToken(nn.Module):
-    """One module: what the head read for a token, and the embedding of the next token, to what it reads for that."""
+    """One module: the head's input for a token, and the embedding of the next token, to the head's input for that."""
 
     def __init__(self, make: ParameterFactory, model: ModelSection, init: Initialisation, block: Block, output: Norm):
         """`output`: the norm of its result."""
@@ -74,7 +74,7 @@ class FurtherToken(nn.Module):
         self.block, self.output_norm = block, output
 
     def forward(self, embedded: Tensor, x: Tensor, stream: Stream) -> tuple[Tensor, Stream]:
-        """(h^k, the stream behind the block) of E(t_{i+k}) and h^{k-1}, [B, s, H] each."""
+        """(h^k, the stream after the block) of E(t_{i+k}) and h^{k-1}, [B, s, H] each."""
         both = torch.cat([self.embedding_norm(embedded), self.hidden_norm(x)], -1)
         mine = enter(both, self.mesh)[..., self.span.start : self.span.stop]
         stream = self.block(stream.with_hidden(self.projection(mine).to(stream.hidden.dtype)))
@@ -86,7 +86,7 @@ class MultiTokenPrediction(nn.Module):
 
     Attributes:
         weight: of each module's loss.
-        sums: fp64 [2, K], of what has been trained on since somebody cleared it: weighted cross-entropies and weights.
+        sums: fp64 [2, K], weighted cross-entropies and weights in training since they were cleared.
     """
 
     def __init__(self, modules: Sequence[FurtherToken], table: VocabEmbedding, model: ModelSection):
@@ -109,6 +109,6 @@ class MultiTokenPrediction(nn.Module):
 
     @torch.no_grad()
     def add(self, ce_KBS: Tensor, weights_KBS: Tensor) -> None:
-        """What a micro-batch adds to the sums."""
+        """Add a micro-batch to the sums."""
         both = torch.stack([ce_KBS * weights_KBS, weights_KBS]).double()
         self.sums += both.flatten(2).sum(2)

@@ -1,4 +1,4 @@
-"""Normalisation of the residual stream and of queries and keys. Statistics are fp32 whatever the stream's type."""
+"""Normalisation of the residual stream and of queries and keys. Statistics are fp32 for every type of the stream."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def norm_parameters(options: NormOptions, size: int) -> int:
 
 
 def norm_activations(options: NormOptions, size: int) -> int:
-    """Elements that a `Norm` keeps of one vector: the vector itself, its mean (but RMSNorm's) and its scale."""
+    """Elements that a `Norm` keeps of one vector: the vector, its mean (except RMSNorm) and its scale."""
     return size + (1 if options.type == "rmsnorm" else 2)
 
 
 class Norm(nn.Module):
     """LayerNorm, RMSNorm, or LayerNorm without parameters, over the last dimension.
 
-    The result has the type of the layers, also where what is normalised is an fp32 stream.
+    The result has the type of the layers, also where the stream is fp32.
 
     Args:
-        partial: each rank normalises only part of what the weight is used for (a slice of the sequence, some of
-            the heads), so the gradient of the replicated weight is summed over the tensor parallel ranks.
+        partial: each rank has only part of the weight's uses (a slice of the sequence, some of the heads), so the
+            gradient of the replicated weight is summed over the tensor parallel ranks.
     """
 
     def __init__(self, make: ParameterFactory, size: int, options: NormOptions, *, partial: bool):
@@ -69,7 +69,7 @@ class Norm(nn.Module):
 
 
 class WideRMSNorm(nn.Module):
-    """RMSNorm over the width of all heads together (OLMo-2), of which each rank holds some.
+    """RMSNorm over the width of all heads together (OLMo-2). Each rank holds some of them.
 
     Args:
         width: channels of all heads, unit: channels per head, which are never cut.

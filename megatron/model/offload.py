@@ -1,7 +1,7 @@
-"""Tensors that wait in the host's memory while nothing computes with them.
+"""Tensors that wait in the host's memory between uses.
 
-On a GPU they are copied out and back by a stream of their own, the next one while one is computed with. On a CPU the
-same calls copy nothing, since its memory is the host's.
+On a GPU a stream of their own copies them out and back, the next one while one is used. On a CPU the same calls copy
+nothing, since its memory is the host's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HostMemory:
         return number in self._parked
 
     def put(self, number: int, tensor: Tensor) -> None:
-        """Keep the tensor, whose memory may be used again at once, in the place of an earlier one."""
+        """Keep the tensor in place of an earlier one. Its memory may be used again at once."""
         tensor = tensor.detach()
         if not _aside(tensor):
             self._parked[number] = _Parked(tensor.to("cpu"), tensor.device)
@@ -62,7 +62,7 @@ class HostMemory:
         return found
 
     def each(self, numbers: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """The tensors of these numbers, on their device. The next one comes while one is used."""
+        """The tensors of these numbers, on their device. The next one is copied while one is used."""
         coming = self._fetch(numbers[0]) if numbers else None
         for place, number in enumerate(numbers):
             assert coming is not None

@@ -14,26 +14,23 @@ from .counts import Counts
 
 
 class LayerClass(Protocol):
-    """The class of a kind's module: what it offers beside instances.
-
-    What only some kinds have is looked for where it is used: `channels`, `sends`, `indexed`, `needs_output`.
-    """
+    """The class of a kind's module. Some kinds also have `channels`, `sends`, `indexed` or `needs_output`."""
 
     def __call__(self, *arguments: Any) -> nn.Module:
         """A layer."""
 
     def counts(self, model: ModelSection, options: Any, sequence_length: int, *place: int) -> Counts:
-        """Its costs. `place` is the block's index for a kind that is `indexed`, the call's for one beside a mixer."""
+        """Its costs. `place` is the block's index for an `indexed` kind, or the call's for a side kind."""
 
     def shared_name(self, kind: Kind, options: Any, number: int) -> str:
-        """Of a kind that stands beside a mixer: the logical name of what its call of this number shares."""
+        """The logical name of the modules that a call of this number shares, of a side kind."""
 
 
 def kind_of(model: ModelSection, kind: Kind) -> LayerKind:
-    """What a kind says about itself."""
+    """The declaration of a kind."""
     return kinds_of(tuple(model.extensions))[kind.name]
 
 
 def layer_class(model: ModelSection, kind: Kind) -> LayerClass:
-    """The module of a kind. With static methods for its counts and side channels."""
+    """The class of a kind's module."""
     return kind_of(model, kind).module

@@ -2,19 +2,19 @@
 (Dey et al. 2025, arXiv 2505.01618).
 
 m is the width over the base model's, L the number of blocks over the base model's (1 under muP), a the depth exponent.
-All widths are those of the logical tensors, never of a shard, so no layout changes anything here.
+All widths are of the logical tensors, never of a shard, so no layout changes them.
 
     | tensor                                   | initial std | learning rate     | weight decay | epsilon (CompleteP) |
     | both fans grow: hidden matrices          | / sqrt(m)   | / m  * L^(a-1)    | * m          | / m  * L^-a         |
-    | inputs alone grow: routers               | / m         | / m  * L^(a-1)    | * m          | 1    * L^-a         |
+    | only inputs grow: routers                | / m         | / m  * L^(a-1)    | * m          | 1    * L^-a         |
     | inputs do not grow: embedding, vectors   | 1           | 1    * L^(a-1)    | 1            | / m  * L^-a         |
     | head                                     | 1           | 1                 | 1            | / m                 |
 
-Depth factors hold inside blocks alone. Logits are divided by m, branches are multiplied by L^-a, and attention's scale
-by sqrt(base_head_dim / head_dim). The rates are those of optimizers whose steps do not depend on the size of gradients
-(Adam and its kin). A step of SGD does: gradients of tensors whose outputs grow fall with 1 / m, so under it hidden
-matrices keep their rate, and tensors whose inputs do not grow, and the head, have m times it (Tensor Programs V, table
-8). Decoupled weight decay is multiplied by the inverse of the rate's factor of width: what it takes off per step stays.
+Depth factors hold only inside blocks. Logits are divided by m, branches are multiplied by L^-a, and attention's scale
+by sqrt(base_head_dim / head_dim). The rates are for optimizers whose steps do not depend on the size of gradients (Adam
+and similar). A step of SGD does: gradients of tensors whose outputs grow fall with 1 / m. So under SGD hidden matrices
+keep their rate, and tensors whose inputs do not grow, and the head, have m times the rate (Tensor Programs V, table 8).
+Decoupled weight decay is multiplied by the inverse of the rate's factor of width, so that the decay per step stays.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Parametrization:
 
     @classmethod
     def of(cls, model: ModelSection, optimizer: str = "adamw") -> Parametrization:
-        """That of a resolved model, for an optimizer of this type."""
+        """The parametrization of a resolved model, for an optimizer of this type."""
         own = model.parametrization
         if own.type == "standard":
             return cls()
@@ -77,7 +77,7 @@ class Parametrization:
 
     @property
     def branch(self) -> float:
-        """Multiplier of what a branch adds to the stream."""
+        """Multiplier of branches."""
         return self.depth**-self.exponent
 
     def attention(self, head_dim: int) -> float:
@@ -85,7 +85,7 @@ class Parametrization:
         return 1.0 if self.base_head_dim is None else math.sqrt(self.base_head_dim / head_dim)
 
     def scales(self, growth: Growth) -> Scales:
-        """Factors of rate, decay and epsilon of a tensor whose fans grow so."""
+        """Factors of rate, decay and epsilon of a tensor with this growth."""
         if self.type == "standard":
             return UNSCALED
         rate = self._rate(growth)
@@ -106,7 +106,7 @@ class Parametrization:
 
 
 def folded(model: ModelSection) -> ModelSection:
-    """The same function without a parametrization: its multipliers are those of the model's own sections."""
+    """The same function without a parametrization, with multipliers in the model's own sections."""
     factors = Parametrization.of(model)
     if factors.type == "standard":
         return model

@@ -1,4 +1,4 @@
-"""Which pipeline stage holds which layers. The list of layers is: embedding, blocks, head."""
+"""The layers of each pipeline stage. The list of layers is: embedding, blocks, head."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def stage_bounds(config: Config) -> list[int]:
 
 
 def copies(config: Config) -> dict[str, tuple[int, ...]]:
-    """What several pipeline stages hold: prefixes of logical names, and the stages, in order."""
+    """Parameters on several pipeline stages: prefixes of logical names, and the stages, in order."""
     model, stages = config.model, stage_of(config)
     twice = model.embedding.tied or model.further_blocks
     found = {"embedding.tokens": (0, config.parallel.pipeline - 1)} if twice else {}
@@ -62,15 +62,12 @@ def copies(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def balanced(sizes: list[int], stages: int, first: int = 0, last: int = 0) -> list[int]:
-    """How many consecutive items each stage takes so that the largest stage is as small as possible.
+    """Number of consecutive items of each stage, so that the largest stage is as small as possible.
 
     Args:
         sizes: of the items.
         stages: every stage takes at least one item.
-        first, last: what the first and the last stage hold besides.
-
-    Returns:
-        The number of items of each stage.
+        first, last: further sizes of the first and the last stage.
     """
     prefix = [0]
     for size in sizes:

@@ -1,8 +1,7 @@
-"""Activation checkpointing: what is kept for the backward pass and what is computed again.
+"""Activation checkpointing: which tensors are kept for the backward pass, and which are computed again.
 
-Nothing random depends on call order (dropout is keyed), so no generator state is saved or restored. Decisions, such as
-which experts a token uses, are kept and not made again: one that fell otherwise would change the shapes of what
-follows.
+Random numbers do not depend on call order (dropout is keyed), so no generator state is saved or restored. Decisions,
+such as the experts of a token, are kept and not made again: another decision would change the shapes of later tensors.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ _KEPT = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 }
 
-RECOMPUTE = "recompute"  # what a profiler's trace calls a repetition
+RECOMPUTE = "recompute"  # name of a repetition in a profiler's trace
 
 T = TypeVar("T")
 
 
 class _Decisions:
-    """The decisions of one checkpointed forward pass, and how many of them its repetition has taken.
+    """The decisions of one checkpointed forward pass, and the number of them that its repetition has taken.
 
     Args:
-        modes: of selective recomputation, which keeps results of matrix products and attention: torch's for the first
-            pass and for its repetition. Each counts operations, to tell which result belongs to which.
+        modes: torch's modes of selective recomputation, for the first pass and for its repetition. Each counts
+            operations, by which kept results are identified.
     """
 
     def __init__(self, modes: tuple[Any, Any] | None = None) -> None:
@@ -59,7 +58,7 @@ _WHOLE: ContextVar[bool] = ContextVar("whole", default=False)  # inside of `kept
 
 
 def decide_once(make: Callable[[], T]) -> T:
-    """What `make` gives. Where a forward pass is repeated for its gradient, what it gave the first time."""
+    """`make()`. A forward pass that is repeated for its gradient gets the first result."""
     decisions = _DECISIONS.get()
     if decisions is None:
         return make()
@@ -71,9 +70,9 @@ def decide_once(make: Callable[[], T]) -> T:
 
 
 def keep_whole(make: Callable[[], T]) -> T:
-    """What `make` gives, kept as a whole by selective recomputation, with nothing that it is made of.
+    """`make()`. Selective recomputation keeps its result, and none of its inner products.
 
-    For attention that is written out: of its products, those of queries and keys are larger than anything else.
+    For attention that is written out, whose products of queries and keys are larger than all other tensors.
     """
     decisions = _DECISIONS.get()
     if decisions is None or decisions.modes is None:
@@ -89,7 +88,7 @@ def keep_whole(make: Callable[[], T]) -> T:
 
     made, operations = decide_once(made_of)
     if decisions.taken is not None:
-        for operation, times in operations.items():  # or what follows would be given results of these
+        for operation, times in operations.items():  # or later operations would get results of these
             again.func_counter[operation] += times
     return made
 
@@ -110,7 +109,7 @@ class _Deciding:
     def __enter__(self) -> None:
         self.decisions.taken = 0 if self.repeats else None
         self.token = _DECISIONS.set(self.decisions)
-        # A profiler is to tell what runs again from what runs for the first time. Without one a mark only costs time.
+        # The mark shows repetitions in a profiler's trace. Without a profiler it only costs time.
         marked = self.repeats and torch.autograd._profiler_enabled()
         self.mark = torch.profiler.record_function(RECOMPUTE) if marked else nullcontext()
         self.mark.__enter__()
@@ -125,7 +124,7 @@ class _Deciding:
 
 
 def deciding(make_inner: Callable[[], tuple] = lambda: (nullcontext(), nullcontext())) -> tuple[_Deciding, _Deciding]:
-    """The contexts of a checkpointed forward pass and of its repetition, around those that `make_inner` makes."""
+    """The contexts of a checkpointed forward pass and of its repetition, around the contexts of `make_inner`."""
     inner = make_inner()
     decisions = _Decisions(None if isinstance(inner[0], nullcontext) else inner)
     return _Deciding(decisions, False, inner[0]), _Deciding(decisions, True, inner[1])
@@ -134,14 +133,14 @@ def deciding(make_inner: Callable[[], tuple] = lambda: (nullcontext(), nullconte
 def _policy(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     """selective: keep results of matrix products and attention. Recompute norms, activations and the rest.
 
-    Collectives run again too: they write into buffers, and what is kept must not be written to.
+    Collectives run again too: they write into buffers, and kept tensors must not change.
     """
     keep = operation in _KEPT and not _WHOLE.get()
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def recompute_activations(block: nn.Module, index: int, options: ActivationCheckpointing) -> None:
-    """Make the block recompute its activations, as `options` say for the block of this index."""
+    """Make the block of this index recompute its activations by `options`."""
     if options.mode == "none" or (options.mode == "full" and index % options.every):
         return
     contexts: Callable[[], tuple[_Deciding, _Deciding]] = deciding

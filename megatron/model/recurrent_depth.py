@@ -31,12 +31,12 @@ CUT = 3.0  # standard deviations beyond which no state starts
 
 @dataclass
 class Depth:
-    """How often this process runs the core, now.
+    """Number of passes through the core, now.
 
     Attributes:
-        step: of the training step that is computed. None where no engine trains.
+        step: number of the training step. None where no engine trains.
         chosen: passes in evaluation, instead of `evaluation`.
-        tolerance: evaluation ends before that where a pass changes the newest token's state by at most this share.
+        tolerance: evaluation ends earlier when a pass changes the newest token's state by at most this share.
         taken: passes of the last evaluation.
     """
 
@@ -48,14 +48,14 @@ class Depth:
     taken: int = 0
 
     def passes(self, training: bool) -> Passes:
-        """Those of this moment. The same on all ranks."""
+        """The passes now, equal on all ranks."""
         if training and self.step is not None:
             return passes_of_step(self.options, self.seed, self.step)
         return split(self.chosen or self.options.evaluation, self.options)
 
     @contextlib.contextmanager
     def at(self, passes: int | None, tolerance: float | None = None) -> Iterator[None]:
-        """Evaluate with so many passes, or with at most so many, while this is open."""
+        """Evaluate with this number of passes, or with at most this number and a tolerance, inside of the context."""
         before = self.chosen, self.tolerance
         self.chosen, self.tolerance = passes, tolerance
         try:
@@ -85,7 +85,7 @@ class InitialState:
 
 
 class Core:
-    """Runs the repeated blocks. No module: its blocks are those of the model, or of a pipeline stage.
+    """Runs the repeated blocks. No module, for its blocks are in the model, or in a pipeline stage.
 
     Args:
         norm: of the state after the last pass. None leaves it as it is.
@@ -95,7 +95,7 @@ class Core:
         self.depth, self.blocks, self.start, self.norm = depth, list(blocks), start, norm
 
     def __call__(self, stream: Stream, states: list[list[BlockState]] | None = None, begin: int = 0) -> Stream:
-        """Prelude's stream to what the coda reads.
+        """The prelude's stream to the input of the coda.
 
         Args:
             states: decoding states, a list for each pass. See `new_state`.
@@ -117,11 +117,11 @@ class Core:
         return replace(stream, hidden=x, channels=channels)
 
     def new_state(self) -> list[list[BlockState]]:
-        """Empty decoding states: of each pass, each block's."""
+        """Empty decoding states, of each block in each pass."""
         return [[block.new_state() for block in self.blocks] for _ in range(int(self.depth.passes(False).total))]
 
     def _settled(self, before: Tensor, after: Tensor) -> bool:
-        """Whether a pass has changed the newest token's state by no more than the tolerance, in each text."""
+        """Whether a pass has changed the newest token's state by at most the tolerance, in each text."""
         if self.depth.tolerance is None:
             return False
         old, new = before[:, -1].double(), after[:, -1].double()

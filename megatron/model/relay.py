@@ -1,12 +1,11 @@
-"""Recurrent layers over a sequence whose tokens ranks share: each rank goes on from the state of the one before.
+"""Recurrent layers over a sequence whose tokens ranks share: each rank continues from the state of the rank before.
 
-What a layer keeps between pieces of a sequence when it decodes (`new_state`), it hands to the next rank here: the
-memory of a recurrence, the last inputs of a convolution, the last token and its document. In the backward pass the
-gradient of that state comes back. So every such layer gives what one process gives, with one exchange of a state per
-layer. The ranks compute such a layer one after the other. What stands between two such layers is computed by all at
-once.
+A layer sends its decoding state (`new_state`) to the next rank: the memory of a recurrence, the last inputs of a
+convolution, the last token and its document. In the backward pass the gradient of that state returns. So every such
+layer computes the same as in one process, with one exchange of a state. The ranks compute such a layer one after the
+other, and other layers at the same time.
 
-A repeated forward pass (recomputation) takes the states that it got the first time, and sends none.
+A repeated forward pass (recomputation) uses the states of the first pass, and sends none.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from .recompute import decide_once, repeating
 from .stream import Stream
 
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32)
-_HEADER = 128  # numbers: of each field of a state its type, dimensions and sizes
+_HEADER = 128  # numbers of a header: type, dimensions and sizes of each field of a state
 Form = tuple[tuple[torch.dtype, tuple[int, ...]] | None, ...]  # of each field of a state; None where it has none
 
 
@@ -67,7 +66,7 @@ def _receive_form(device: torch.device, axis: Axis, source: int) -> Form:
 
 
 class _Take(torch.autograd.Function):
-    """x, and beside it the tensors of the rank before. Their gradients go back to it."""
+    """x, and the tensors of the rank before. Their gradients return to it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, *received: Tensor) -> tuple[Tensor, ...]:
@@ -84,7 +83,7 @@ class _Take(torch.autograd.Function):
 
 
 class _Hand(torch.autograd.Function):
-    """y, after the tensors have gone to the next rank. In the backward pass their gradients come from there."""
+    """y, after sending the tensors to the next rank. In the backward pass their gradients come from there."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, axis: Axis, *sent: Tensor) -> Tensor:
@@ -104,22 +103,18 @@ class _Hand(torch.autograd.Function):
 
 
 class Relay:
-    """Hands the states of one layer along the ranks that share a sequence.
-
-    Args:
-        axis: those ranks.
-    """
+    """Sends the states of one layer along the ranks of an axis, which share a sequence."""
 
     def __init__(self, axis: Axis):
         self.axis = axis
-        self.taken: dict[Any, Form] = {}  # the forms of states by what decides them, so that each is told once
+        self.taken: dict[Any, Form] = {}  # the forms of states by the input's form, so that each is sent once
         self.handed: dict[Any, Form] = {}
 
     def __call__(self, state: Any, x: Tensor, call: Callable[[Tensor, Any], Any]) -> Any:
-        """What `call(x, state)` gives, with the state filled in by the rank before and handed on.
+        """`call(x, state)` with the state of the rank before. The state after it goes to the next rank.
 
         Args:
-            state: an empty one, a dataclass of tensors.
+            state: an empty state, a dataclass of tensors.
             x: the layer's input.
         """
         key = (tuple(x.shape), x.dtype)
@@ -159,7 +154,7 @@ class Relay:
 
 
 def relays_of(make: ParameterFactory, model: ModelSection, kinds: Mapping[str, Kind | None]) -> dict[str, Relay]:
-    """Of these kinds, a relay for each whose states the ranks of a sequence hand on."""
+    """A relay for each of these kinds whose states the ranks of a sequence send on."""
     if make.context.size == 1:
         return {}
     states = (name for name, kind in kinds.items() if kind is not None and kind_of(model, kind).context == "states")
@@ -167,6 +162,6 @@ def relays_of(make: ParameterFactory, model: ModelSection, kinds: Mapping[str, K
 
 
 def new_state(layer: nn.Module) -> Any:
-    """What a layer keeps between pieces of a sequence, before the first. None if it keeps nothing."""
+    """The state of a layer before the first piece of a sequence. None if it has none."""
     make: Callable[[], Any] | None = getattr(layer, "new_state", None)
     return None if make is None else make()

@@ -18,7 +18,7 @@ class ChannelScale(nn.Module):
     """Vectors `scale` and `shift` for each of `names`: (x + shift) * scale, which starts as the identity.
 
     Args:
-        names: what is scaled, in the order in which `forward` takes it. "" gives the vectors no prefix.
+        names: of the parts, in the order of the arguments of `forward`. "" gives the vectors no prefix.
     """
 
     def __init__(self, make: ParameterFactory, size: int, names: tuple[str, ...] = ("",)):
@@ -31,7 +31,7 @@ class ChannelScale(nn.Module):
                 self.register_parameter(key, make.parameter(key, (size,), role=Role.NORM, init=init))
 
     def forward(self, *parts: Tensor) -> Tensor:
-        """The sum of the scaled and shifted [B, s, H]. Of each part one product is all that is computed and kept."""
+        """The sum of the scaled and shifted [B, s, H], with one product per part."""
         vectors: tuple[Tensor, ...] = tuple(self.parameters())
         if self.axis is not None:
             vectors = sum_gradient(torch.stack(vectors), self.axis).unbind()
@@ -45,5 +45,5 @@ class ChannelScale(nn.Module):
 
 
 def residual_merge(make: ParameterFactory, size: int) -> ChannelScale:
-    """What adds a branch's output to the stream, in this order."""
+    """Adds a branch's output to the stream, in this order of arguments."""
     return ChannelScale(make, size, ("branch", "stream"))

@@ -118,14 +118,14 @@ class Rotary:
         self.use(options)
 
     def use(self, options: RotaryOptions) -> None:
-        """Turn by other frequencies from now on. The share of channels stays."""
+        """Turn by other frequencies from now on. The number of channels stays."""
         self.options, self.name = options, repr(options)  # the name is a key that torch.compile can follow
 
     def angles(self, length: int, positions_BS: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, [1 or B, S, 1, rotated/2], of positions (None: 0 ... length - 1, else all are < length).
 
         Args:
-            like: what shall be turned: its device, and its type where that is wider than fp32.
+            like: the tensor to turn, for its device, and its type where that is wider than fp32.
         """
         rounded = 1 << max(6, (length - 1).bit_length())
         seen = length if self.options.scaling.type == "dynamic" else 0

@@ -39,7 +39,7 @@ from .stream import Channel, Stream, StreamForm, live_channels
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """How to build any layer of a run's model: the list is embedding, blocks, head."""
+    """Builds any layer of a run's model. The list of layers is embedding, blocks, head."""
 
     config: Config
     mesh: Mesh
@@ -62,21 +62,21 @@ class ModelPlan:
 
     @cached_property
     def further(self) -> tuple[BlockPattern, ...]:
-        """The blocks of the modules that predict further tokens, whose numbers follow those of `blocks`."""
+        """The blocks of the modules that predict further tokens, numbered after `blocks`."""
         return self.config.model.further_blocks
 
     @cached_property
     def inside(self) -> range:
-        """The indices of the recurrent core's blocks. An empty range without one."""
+        """The indices of the recurrent core's blocks. Empty without one."""
         return core_of(self.blocks)
 
     @cached_property
     def depth(self) -> Depth | None:
-        """How often this process runs the core. None without one."""
+        """Number of passes through the core. None without one."""
         return Depth(self.config.model.recurrence, self.config.training.seed) if self.inside else None
 
     def core(self, blocks: Iterable[Block], norm: Norm) -> Core | None:
-        """What runs these blocks, the core's.
+        """The core of these blocks.
 
         Args:
             norm: with the weights of the norm before the head.
@@ -174,7 +174,7 @@ class ModelPlan:
 
         Args:
             tokens: this rank's weights of the token embedding, where the head's stage has them (`head_embeds`).
-            norm: that of this rank, where another layer uses it too.
+            norm: of this rank, where another layer uses it too.
         """
         config, make = self.config, self.factory("")
         own, tied = norm or self.head_norm(), tokens if config.model.embedding.tied else None
@@ -213,7 +213,7 @@ class Model(nn.Module):
         self.core = plan.core(list(self.blocks)[plan.inside.start : plan.inside.stop], self.head.norm)
 
     def _run(self, stream: Stream, states: list[Any] | None = None, begin: int = 0) -> Stream:
-        """The blocks, with what each keeps between tokens. All of a core's is at the place of its first block."""
+        """The blocks, with their decoding states. The states of a core are at the place of its first block."""
         inside = self.plan.inside
         for index, block in enumerate(self.blocks):
             own = None if states is None else states[index]
@@ -249,8 +249,7 @@ class Model(nn.Module):
         state: list[Any] | None = None,
         begin: int = 0,
     ) -> Any:
-        """(weighted sum of token losses, each token's cross-entropy [B, S]). With a `reader`, what it gives instead.
-        With a `teacher` also each token's divergence from it.
+        """(weighted sum of token losses, each token's cross-entropy [B, S]), as `Head.forward`.
 
         With a `state` the tokens follow the `begin` ones that it has read, and it grows by them.
         """
@@ -265,8 +264,10 @@ class Model(nn.Module):
         return self.head.logits(self.stream(tokens_BS, positions, documents))
 
     def new_state(self, axis: Axis = ALONE) -> list[Any]:
-        """Empty decoding state, one entry per block. That of a core's first block has all of the core's, per pass. The
-        ranks of `axis` share the keys of one text."""
+        """Empty decoding state, one entry per block. The entry of a core's first block has all of the core's, per pass.
+
+        The ranks of `axis` share the keys of one text.
+        """
         states: list[Any] = [block.new_state() for block in self.blocks]
         if self.core is not None:
             states[self.plan.inside.start] = self.core.new_state()
@@ -275,7 +276,7 @@ class Model(nn.Module):
         return [mapped(each, lambda part: part.over(axis) if hasattr(part, "over") else None) for each in states]
 
     def decode(self, tokens_BS: Tensor, state: list[Any], begin: int) -> Tensor:
-        """Logits [B, S, V] of tokens that follow the `begin` tokens already in `state`, which grows by them."""
+        """Logits [B, S, V] of tokens that follow the `begin` tokens in `state`, which grows by them."""
         return self.head.logits(self._run(self.embedding(tokens_BS, begin=begin), state, begin))
 
 

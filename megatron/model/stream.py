@@ -1,7 +1,7 @@
-"""The residual stream: what one layer hands to the next, on one rank or across pipeline stages.
+"""The residual stream from one layer to the next, on one rank or across pipeline stages.
 
-Shapes: B samples, S positions that this rank's tensor parallel group has (the whole sequence, or with context
-parallelism a part of it), s positions held by this rank (S/t with sequence parallelism, else S), H hidden.
+Shapes: B samples, S positions of this rank's tensor parallel group (the whole sequence, or with context parallelism a
+part of it), s positions of this rank (S/t with sequence parallelism, else S), H hidden.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Which part of a sequence a stream has, where layers work on one part after the other (`model/chunks.py`).
+    """The part of a sequence in a stream, where layers compute one part after the other (`model/chunks.py`).
 
     Attributes:
         number: of the part, from 0.
         first: tokens of the sequence before it.
-        tokens: of the part. With context parallelism those of all ranks.
+        tokens: of the part, on all ranks with context parallelism.
         whole: tokens of the sequence.
     """
 
@@ -45,13 +45,13 @@ class Stream:
 
     Attributes:
         hidden: [B, s, H].
-        positions: int [B, S], position of each token in its document. None where it is its index, which it never is
-            with context parallelism.
+        positions: int [B, S], position of each token in its document. None where it is its index (never with context
+            parallelism).
         documents: int [B, S], number of each token's document within the sample. None where all is one document.
         samples: int64 [B], global sample numbers, the keys of dropout. None where nothing is drawn.
-        channels: further float tensors by name that some layers carry to later ones (see `Channel`).
-        chunk: the part of the sequence that this is. None where it is the whole.
-        memo: what several layers derive from the same side channels (masks, rotary angles), made once.
+        channels: further float tensors from some layers to later ones, by name (see `Channel`).
+        chunk: the part of the sequence. None: the whole.
+        memo: values that several layers derive from the same side channels (masks, rotary angles).
     """
 
     hidden: Tensor
@@ -75,9 +75,9 @@ class Stream:
 
     @property
     def sample_numbers(self) -> Tensor:
-        """`samples`. ValueError where the stream has none, though something is drawn by them."""
+        """`samples`. ValueError where the stream has none, but random numbers need them."""
         if self.samples is None:
-            raise ValueError("what is drawn in training needs the numbers of the samples, which are its keys")
+            raise ValueError("random numbers in training must have the numbers of the samples, which are their keys")
         return self.samples
 
     def with_hidden(self, hidden: Tensor) -> Stream:
@@ -88,17 +88,17 @@ class Stream:
 
 
 LOSS = "auxiliary_loss"  # a channel whose mean the head adds to the loss of the micro-batch
-INJECTED = "injected"  # a channel inside of a recurrent core: what the prelude gave
+INJECTED = "injected"  # a channel inside of a recurrent core: the output of the prelude
 
 
 @dataclass(frozen=True)
 class Channel:
-    """A float tensor beside the hidden state, of its type, as one rank has it.
+    """A float tensor next to the hidden state, of the same type, on one rank.
 
     Attributes:
         width: last dimension.
         whole: [B, S, width], all positions on every tensor parallel rank. Else [B, s, width] like the hidden state.
-        embedded: it is the embedding's output. Else the first layer that declares the channel makes it.
+        embedded: it is the embedding's output. Otherwise the first layer that declares the channel makes it.
     """
 
     width: int
@@ -107,8 +107,8 @@ class Channel:
 
 
 def live_channels(used: Sequence[Mapping[str, Channel]]) -> list[dict[str, Channel]]:
-    """The channels of the stream before each layer and after the last: from where one is made to its last user, which
-    is the head for `LOSS`.
+    """The channels of the stream before each layer and after the last: from their first to their last user, which is
+    the head for `LOSS`.
 
     Args:
         used: the channels that each layer declares.
@@ -127,7 +127,7 @@ def live_channels(used: Sequence[Mapping[str, Channel]]) -> list[dict[str, Chann
 
 @dataclass(frozen=True)
 class StreamForm:
-    """Which tensors a stream has at one point of the model: what a pipeline stage must know to unpack one."""
+    """The tensors of a stream at one point of the model, by which a pipeline stage unpacks it."""
 
     positions: bool = False
     documents: bool = False
@@ -167,11 +167,11 @@ class StreamForm:
         return (torch.cat([each.flatten(1) for each in tensors[:floats]], 1), *tensors[floats:])
 
     def _shapes(self, hidden_size: int, cut: int) -> list[tuple[int, int]]:
-        """Of each float: positions, in units of those that the hidden state has here, and width."""
+        """(positions, in units of the hidden state's here, and width) of each float tensor."""
         return [(1, hidden_size), *((cut if each.whole else 1, each.width) for each in self.channels.values())]
 
     def sample_width(self, hidden_size: int, cut: int) -> int:
-        """Floats of a sample for each position that the hidden state has here. Arguments as those of `split`."""
+        """Floats of a sample for each position of the hidden state here. Arguments are those of `split`."""
         return sum(times * width for times, width in self._shapes(hidden_size, cut))
 
     def common_width(self, hidden_size: int, cut: int) -> int:
@@ -180,7 +180,7 @@ class StreamForm:
         return math.gcd(*(times * width for times, width in self._shapes(hidden_size, cut)))
 
     def split(self, tensors: tuple[Tensor, ...], hidden_size: int, cut: int) -> tuple[Tensor, ...]:
-        """What `join` joined.
+        """The reverse of `join`.
 
         Args:
             cut: ranks over which the sequence of the hidden state is cut.
@@ -199,7 +199,7 @@ def apply_layer(
     """A layer's output, and the channels that it writes, if any.
 
     Args:
-        relay: where ranks hand on the states of this layer.
+        relay: where ranks send on the states of this layer.
     """
     y = layer(x, stream, state) if relay is None else relay.through(layer, x, stream)
     return (y, {}) if isinstance(y, Tensor) else y

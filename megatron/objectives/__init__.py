@@ -1,1 +1,1 @@
-"""What a model is trained for: which labels count, and what each costs. One file per objective."""
+"""Objectives of training: which labels count, and the cost of each. One folder per objective."""

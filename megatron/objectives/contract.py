@@ -1,4 +1,4 @@
-"""What an objective is, whether it is one of this folder or one from a user's package."""
+"""The contract of objectives, of this folder and of users' packages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TeacherOptions:
-    """How a frozen model teaches: with its logits u, the student's l and the temperature T, each label costs
+    """Costs with a frozen teacher. With its logits u, the student's l and the temperature T, each label costs
     (1 - share) * cost + share * T**2 * KL(softmax(u / T) || softmax(l / T)). See `parallel/layers/distillation.py`."""
 
     share: float
@@ -29,15 +29,15 @@ class Objective:
     """The loss of a step is the sum of weight * (cost + z-loss) over the labels of the global batch, divided by the sum
     of their weights.
 
-    Weights are those of the data (label files, `data.mask_loss_at_eod`) times `weights`. All methods are functions of
-    their arguments alone, so that no layout, restart or order of reading changes them. They concern training only: the
-    loss of validation, and the loss that a training step reports, are cross-entropies. The latter is the mean over the
-    labels that count, by weight.
+    Weights are the data's (label files, `data.mask_loss_at_eod`) times `weights`. All methods are functions of only
+    their arguments, so that no layout, restart or order of reading changes them. They concern only training. The losses
+    of validation, and the loss that a training step reports, are cross-entropies. A training step reports their mean by
+    weight over the labels that count.
 
     Attributes:
-        weighs: whether `weights` gives any weights. All ranks must know it before they read anything.
+        weighs: whether `weights` gives any weights. All ranks must know it before they read data.
         needs_documents: whether `weights` reads where documents begin.
-        context: how many tokens before a sample `weights` reads too, where the sample begins within a document.
+        context: number of tokens before a sample that `weights` reads too, where the sample begins within a document.
         columns: numbers of each label that the data must have, by name (`Sample.columns`), for `cost_of_labels`.
         sequences: the number of sequences in a sample whose sums `cost_of_labels` reads. The column "sequence" numbers
             them from 0, and -1 is a label of none.
@@ -67,13 +67,13 @@ class Objective:
 
         Args:
             tokens: int64 [S+1]. Label i is token i + 1. Up to `context` tokens of the sample's first document may stand
-                before them. What is answered about those is not used.
-            begins: bool, one per token, whether a document begins at it. None unless `needs_documents`.
+                before them. Their weights are not used.
+            begins: whether a document begins at each token, bool. None unless `needs_documents`.
         """
         return np.ones(len(tokens) - 1, np.float32)
 
     def cost(self, ce_N: Tensor, lse_N: Tensor) -> Tensor:
-        """What each label costs, [N]. Element by element, since labels come in pieces that depend on the layout.
+        """Cost of each label, [N], element by element: labels come in pieces that depend on the layout.
 
         Autograd differentiates it. A cost that needs more than these two is a `cost_of_logits`.
 
@@ -99,8 +99,8 @@ class Objective:
         """The cost of each label, [B, s], from log-probabilities, numbers of the data and sums over sequences.
 
         It is used in place of `cost`. The head computes log-probabilities twice, the second time with the weights that
-        follow from these costs. Autograd differentiates them. Labels of a sequence may be on several ranks, so what
-        concerns a sequence must go through `labels.sum`.
+        follow from these costs. Autograd differentiates them. Labels of a sequence may be on several ranks, so sums
+        over a sequence must go through `labels.sum`.
 
         Args:
             labels: of a micro-batch (`parallel/layers/label_costs.py`).
@@ -116,15 +116,13 @@ class Objective:
 
     @property
     def costs(self) -> bool:
-        """Whether the cost is something else than the cross-entropy."""
+        """Whether the cost is not the cross-entropy."""
         return type(self).cost is not Objective.cost
 
     @property
     def reads_logits(self) -> bool:
-        """Whether the cost is made of logits."""
         return type(self).cost_of_logits is not Objective.cost_of_logits
 
     @property
     def reads_labels(self) -> bool:
-        """Whether the cost is made of log-probabilities in two passes."""
         return type(self).cost_of_labels is not Objective.cost_of_labels

@@ -12,7 +12,7 @@ from .contract import Objective
 
 
 def objective_of(config: Config) -> Objective:
-    """What `objective.type` names.
+    """The objective that `objective.type` names.
 
     Raises:
         UserError: it cannot be imported, is no objective, or refuses its options.

@@ -18,7 +18,7 @@ class Fallback:
         what: is compiled, for the warning.
 
     Attributes:
-        failed: whether the compiler has failed for one of the functions. All of them then run as they are.
+        failed: whether the compiler has failed for one of the functions. All of them then run uncompiled.
     """
 
     def __init__(self, what: str) -> None:

@@ -1,4 +1,4 @@
-"""What a model costs, layer by layer, from the layers' own counts. Needs no model, no device and no process group."""
+"""Costs of a model, layer by layer, from the layers' own counts. Needs no model, no device and no process group."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class LayerCosts:
     """One layer of the list [embedding, blocks..., head].
 
     A block of a recurrent core has the costs of all its passes, but its parameters once. The head has the modules that
-    predict further tokens, whose work training alone has.
+    predict further tokens, which only training runs.
 
     Attributes:
         name: prefix of its logical names.
         kind: "embedding", "head", or the block's pattern.
         stage: the pipeline stage that holds it.
-        counts: what it costs, whole, before recomputation. FLOPs and state are those of an evaluation.
+        counts: whole costs before recomputation. FLOPs and state are of an evaluation.
         saved: elements saved per token for the backward pass, with the run's activation checkpointing, in units of the
             compute type.
         recomputed: FLOPs per token of the forward pass that run a second time.
@@ -62,7 +62,7 @@ def layers(config: Config) -> list[LayerCosts]:
     ]
     names = ["embedding", *(f"layers.{index}" for index in range(len(blocks))), "head"]
     kinds = ["embedding", *map(str, blocks), "head"]
-    wider = model.hidden_size * (_stream_units(config) - 1)  # what the ends read of an fp32 stream
+    wider = model.hidden_size * (_stream_units(config) - 1)  # more to read of an fp32 stream
     saved = [
         (counts[0].activations + (wider if model.residual.channel_scales else 0), 0),
         *(_recomputation(config, index, block, each) for index, (block, each) in enumerate(zip(blocks, counts[1:-1]))),
@@ -77,7 +77,7 @@ def layers(config: Config) -> list[LayerCosts]:
 
 
 def _repeated(config: Config, once: LayerCosts) -> LayerCosts:
-    """A block of the core, from what one pass through it costs. Activations are those of steps with most of them."""
+    """A block of the core, from the costs of one pass. Activations are of steps with most of them."""
     options = config.model.recurrence
     mean, shown, counts = expected_passes(options), options.evaluation, once.counts
     flops, state, memory = (shown * each for each in (counts.flops, counts.state, counts.memory))
@@ -105,13 +105,13 @@ def _recomputation(config: Config, index: int, block: BlockPattern, counts: Coun
 
 
 def copies(config: Config, counts: Counts) -> int:
-    """Elements that a layer keeps beside its activations, since it computes them in fp32."""
+    """Elements that a layer keeps in addition to its activations, since it computes them in fp32."""
     return counts.copies if SIZES[config.precision.compute] == 2 else 0
 
 
 def _head_recomputation(config: Config, counts: Counts, wider: int) -> tuple[int, int]:
     """(elements saved per token, FLOPs per token computed again) of the head. Blocks of modules that predict further
-    tokens are recomputed as those of the stack are.
+    tokens are recomputed as blocks of the stack are.
 
     Args:
         wider: elements that an fp32 stream adds to what the head reads.
@@ -125,14 +125,16 @@ def _head_recomputation(config: Config, counts: Counts, wider: int) -> tuple[int
 
 
 def _stream_units(config: Config) -> int:
-    """How many elements of the compute type one element of the residual stream is as large as."""
+    """Size of an element of the residual stream, in elements of the compute type."""
     return SIZES["fp32"] // SIZES[config.precision.compute] if config.model.residual.fp32 else 1
 
 
 def layers_table(config: Config) -> list[dict[str, Any]]:
-    """One row per layer: name, kind, pipeline stage, parameters, those of them that a token uses, FLOPs of the forward
-    pass per token, bytes of activations kept for one micro-batch (of all tensor parallel ranks together), bytes of
-    decoding state of one sample of training.sequence_length tokens."""
+    """One row per layer.
+
+    FLOPs are of the forward pass per token. Activations are of one micro-batch, of all tensor parallel ranks together.
+    The decoding state is of one sample of training.sequence_length tokens.
+    """
     size, tokens = SIZES[config.precision.compute], config.training.micro_batch_size * config.training.sequence_length
     return [
         {
@@ -155,13 +157,13 @@ class Totals:
 
     Attributes:
         parameters: trainable elements.
-        active_parameters: of these, what one token uses: all but the experts that it does not choose.
-        embedding_parameters: of all, in the token and position embeddings and in an untied head's matrix.
+        active_parameters: parameters without the experts that a token does not choose.
+        embedding_parameters: of the token and position embeddings and of an untied head's matrix.
         forward_flops: per token.
-        training_flops: per token, forward and backward, the backward pass counted as twice the forward pass. Without
-            recomputation. Of a recurrent core the mean over steps. Model FLOPs utilisation is a share of this.
-        hardware_flops: the same with what is recomputed.
-        core_flops: of the forward pass, those of one pass through a recurrent core.
+        training_flops: per token, forward and backward. The backward pass counts as twice the forward pass, without
+            recomputation. A recurrent core has the mean over steps. Model FLOPs utilisation is a share of this.
+        hardware_flops: the same with recomputation.
+        core_flops: of one forward pass through a recurrent core.
     """
 
     parameters: int
@@ -208,8 +210,7 @@ def teacher_flops(config: Config) -> int:
 
 
 def flops_of_step(config: Config, total: Totals, step: int) -> float:
-    """FLOPs per token, forward and backward, of a training step: `training_flops`, but with the passes through a
-    recurrent core that this step draws.
+    """`training_flops` of a training step, with the passes through a recurrent core that this step draws.
 
     Args:
         total: of the configuration.
@@ -222,7 +223,8 @@ def flops_of_step(config: Config, total: Totals, step: int) -> float:
 
 
 def training_operations(config: Config, completed: int) -> int:
-    """FLOPs of all tokens of so many updates, forward and backward. Shorter stages of sequence length have fewer."""
+    """FLOPs of all tokens of n completed updates, forward and backward. Shorter stages of sequence length have
+    fewer."""
     training, found = config.training, 0
     for stage in stages_of(config):
         end = completed if stage.end is None else min(stage.end, completed)

@@ -1,8 +1,8 @@
-"""What the layers send on other axes than tensor, in closed form, from what each kind declares.
+"""Messages of layers on other axes than tensor, in closed form, from declarations of the kinds.
 
-A kind whose layers look beyond their own tokens says in a static method `exchanges(model, options, around)` what one
-micro-batch sends, forward and backward, as a list of `LayerMessage`. `around` is the rank's place and its share of the
-tokens. Layers that only compute token by token need none. Sizes are nccl-tests' S, as in accounts.
+A kind whose layers read tokens of other ranks has a static method `exchanges(model, options, around)`. It gives the
+messages of one micro-batch, forward and backward, as a list of `LayerMessage`. `around` is the rank's place and its
+share of the tokens. Layers that compute token by token need none. Sizes are nccl-tests' S, as in accounts.
 """
 
 from __future__ import annotations
@@ -36,21 +36,19 @@ class LayerMessage:
     """One message of a layer in each micro-batch.
 
     Attributes:
-        axis: on which: a field of `Mesh`.
-        operation: as in accounts. `send` and `recv` are between two ranks.
-        elements: of nccl-tests' S.
-        dtype: empty is the type in which layers compute.
-        backward: it is sent in the backward pass.
-        again: whether a recomputation sends it once more: always, unless selective recomputation keeps the result,
-            where something that comes behind the layer's last product is needed, or never.
-        shared: a name of what all layers read. The first one asks for it, and with a pipeline that of each block.
-        by_data: what the data decide, empty where nothing: how much of it each rank sends, of which `elements` is the
-            mean over the ranks of the group (`MEAN`) or the most that there can be (`MOST`). Or whether documents need
-            it, which is exact where they are known, and else the most (`BY_DOCUMENTS`).
-        training: it is sent in training alone, not where the layer is one of a teacher.
-        split: an all-to-all whose caller gives the size of each rank's part. Tables of algorithms leave it alone.
-        chunks: for which chunks of a sequence it is sent, where layers work on chunks: each, all but the last, or the
-            last alone.
+        axis: a field of `Mesh`. operation: as in accounts. `send` and `recv` are between two ranks. elements: of
+            nccl-tests' S. dtype: empty is the type in which layers compute. backward: it is sent in the backward pass.
+            again: whether a recomputation sends it again: always, unless selective recomputation keeps the result,
+            where the
+            backward pass needs a tensor after the layer's last product, or never.
+        shared: name of a value that all layers read. The first layer asks for it, or with a pipeline the first of each
+            block.
+        by_data: how the data change it, empty where they do not. `MEAN`, `MOST`: each rank sends another number of
+            elements, and `elements` is the mean over the group or the maximum. `BY_DOCUMENTS`: it depends on documents.
+            It is exact where they are known, else the maximum.
+        training: it is sent only in training, not by a teacher.
+        split: an all-to-all whose caller gives the size of each rank's part. Tables of algorithms skip it.
+        chunks: of a sequence in chunks, the chunks for which it is sent: each, all but the last, or the last.
     """
 
     axis: str
@@ -71,23 +69,23 @@ class LayerMessage:
         return SPLIT if self.split else ""
 
     def times(self, chunks: int) -> int:
-        """How often it is sent for so many chunks."""
+        """Number of messages for n chunks."""
         return {EACH: chunks, ALL_BUT_LAST: chunks - 1, LAST: 1}[self.chunks]
 
 
 @dataclass(frozen=True)
 class Around:
-    """What a layer's messages depend on besides its options.
+    """Facts for a layer's messages, in addition to its options.
 
     Attributes:
         mesh: this rank's place.
         context: the ranks that share its sequences.
         samples: of a micro-batch.
-        length: positions that this rank has of each, or of a chunk of it.
+        length: positions of this rank in each sample, or in a chunk of it.
         documents: whether documents are kept apart.
-        chunks: of a sequence, which layers work on one after the other.
-        known: int [B, S], the documents of the micro-batch's whole samples, where somebody knows them.
-        memo: what several layers derive from these, made once.
+        chunks: number of chunks of a sequence, which layers compute one after the other.
+        known: int [B, S], the documents of the micro-batch's whole samples, where known.
+        memo: values that several layers derive from these.
     """
 
     mesh: Mesh
@@ -112,7 +110,7 @@ class Around:
 
 
 def from_before(around: Around, elements: int, by: int = 1, dtype: str = "") -> list[LayerMessage]:
-    """`ContextGroup.from_before`: what the rank `by` ranks before has, and its gradient on the way back."""
+    """`ContextGroup.from_before`: a tensor of the rank `by` ranks before, and its gradient."""
     rank, ranks = around.context.rank, around.context.size
     if ranks == 1:
         return []
@@ -124,8 +122,8 @@ def from_before(around: Around, elements: int, by: int = 1, dtype: str = "") -> 
 
 
 def handed_on(around: Around, elements: int, dtype: str = "", *, gradient: bool = True) -> list[LayerMessage]:
-    """`ContextGroup.to_first`: what a chunk leaves on the last rank for the next chunk, which begins on the first. And
-    its gradient, where it has one. Nothing reads what the last chunk leaves."""
+    """`ContextGroup.to_first`: the state after a chunk from the last rank to the first, for the next chunk, and its
+    gradient where it has one. The state after the last chunk is not read."""
     rank, ranks = around.context.rank, around.context.size
     if ranks == 1 or around.chunks == 1:
         return []
@@ -138,7 +136,7 @@ def handed_on(around: Around, elements: int, dtype: str = "", *, gradient: bool 
 
 
 def document_starts(around: Around) -> list[LayerMessage]:
-    """What scanning layers ask the rank before of documents, once for all of them."""
+    """Documents of the rank before for scanning layers, once for all of them."""
     if around.context.size == 1 or not around.documents:
         return []
     return [LayerMessage("context", "all_to_all", from_before(around, around.samples)[0].elements, "int32",
@@ -147,17 +145,17 @@ def document_starts(around: Around) -> list[LayerMessage]:
 
 @dataclass
 class ExchangeTraffic:
-    """What one micro-batch sends on the context, data and expert axes.
+    """Messages of one micro-batch on the context, data and expert axes.
 
     Attributes:
-        by_data: of calls of which the data decide. See `LayerMessage`.
+        by_data: of calls that data change. See `LayerMessage`.
     """
 
     messages: Messages = field(default_factory=Messages)
     by_data: dict[Call, str] = field(default_factory=dict)
 
     def add(self, call: Call, times: int, message: LayerMessage) -> None:
-        """`message`, so often."""
+        """`message`, n times."""
         self.messages.add(call, times, times * message.elements * SIZES[call.dtype], message.kind)
         if message.by_data:
             self.by_data[call] = message.by_data
@@ -166,17 +164,17 @@ class ExchangeTraffic:
 def layer_traffic(
     config: Config, mesh: Mesh, layers: Sequence[int], core: Passes = ONCE, documents: Tensor | None = None
 ) -> ExchangeTraffic:
-    """What the layers send in one micro-batch.
+    """Messages of the layers in one micro-batch.
 
     Args:
         config: resolved.
         mesh: of the rank.
         layers: places in the list [embedding, blocks..., head] that the rank holds.
-        core: how often it goes through a recurrent core.
-        documents: int [B, S], of the micro-batch's whole samples. None where nobody knows them.
+        core: passes through a recurrent core.
+        documents: int [B, S], of the micro-batch's whole samples. None where unknown.
 
     Raises:
-        NotPredicted: a kind does not say what it sends.
+        NotPredicted: a kind does not declare its messages.
     """
     found, model = ExchangeTraffic(), config.model
     held = [place - 1 for place in layers if 0 < place <= len(model.blocks)]
@@ -190,9 +188,7 @@ def layer_traffic(
 
 
 def reading_exchanges(config: Config, mesh: Mesh, documents: Tensor | None = None) -> ExchangeTraffic:
-    """As `layer_traffic`, of a model that is only asked for the input of its head, and whose layers no account names: a
-    teacher.
-    """
+    """As `layer_traffic`, of a teacher, which gives only the input of its head and whose layers no account names."""
     found, model = ExchangeTraffic(), config.model
     for index, _, message in _asked(config, mesh, range(len(model.blocks)), documents):
         if message.backward or message.training:
@@ -211,7 +207,7 @@ def _count(model: ModelSection) -> int:
 def _asked(
     config: Config, mesh: Mesh, held: Iterable[int], known: Tensor | None
 ) -> Iterator[tuple[int, str, LayerMessage]]:
-    """(index of the block, layer, message) of blocks in one pass. What all layers read is asked for once."""
+    """(index of the block, layer, message) of blocks in one pass. Shared messages come once."""
     training, model = config.training, config.model
     chunks, documents = training.sequence_chunks, config.data.reset_attention_at_eod
     length = training.sequence_length // mesh.layout.context // chunks
@@ -219,7 +215,7 @@ def _asked(
     asked: set[str] = set()
     for index in held:
         pattern, name = (*model.blocks, *model.further_blocks)[index], f"layers.{index}"
-        if mesh.layout.pipeline > 1 or chunks > 1:  # there each block unpacks a stream of its own, or cuts it anew
+        if mesh.layout.pipeline > 1 or chunks > 1:  # each block unpacks or cuts a stream of its own
             asked = set()
         parts = [(name, kind) for kind in pattern.side]
         parts += [(f"{name}.{kind.name}", kind) for kind in (*pattern.mixers, *([pattern.ffn] if pattern.ffn else []))]
@@ -229,8 +225,8 @@ def _asked(
                     continue
                 asked.add(message.shared)
                 if message.again == BEHIND:
-                    left_out = kind is pattern.layers[-1] and stops_early(config.model, pattern)
-                    message = replace(message, again=NEVER if left_out else ALWAYS)
+                    skipped = kind is pattern.layers[-1] and stops_early(config.model, pattern)
+                    message = replace(message, again=NEVER if skipped else ALWAYS)
                 yield index, layer, message
 
 

@@ -1,7 +1,7 @@
-"""What the layers send on the tensor axis, in closed form, from what each kind declares.
+"""Messages of layers on the tensor axis, in closed form, from declarations of the kinds.
 
-A kind says in a static method `sends(model, options, tensor)` what one forward pass does, in order, as a list of the
-classes below. `tensor` is the axis. This module makes calls of them: in which passes, of which operation and size.
+A static method `sends(model, options, tensor)` of a kind gives the events of one forward pass, in order, as a list of
+the classes below. `tensor` is the axis. This module derives their calls: passes, operations and sizes.
 
 S bytes of an event in one micro-batch of T tokens, with `width` numbers per token of 4 bytes in fp32 and 2 otherwise:
     Enter   backward: all-reduce of T width (with sequence parallelism: forward all-gather, backward reduce-scatter)
@@ -32,13 +32,13 @@ ONCE = Passes(0, 1)
 
 
 class NotPredicted(ValueError):
-    """A configuration has a part whose messages nobody has written down."""
+    """A configuration has a part whose messages have no formula."""
 
 
 @dataclass(frozen=True)
 class TensorAxis:
-    """How many tensor parallel ranks there are, whether the stream is cut along the sequence, and in which form
-    activations travel (`megatron.config.arithmetic.wire`)."""
+    """Number of tensor parallel ranks, whether the stream is cut along the sequence, and form of activations in
+    messages (`megatron.config.arithmetic.wire`)."""
 
     ranks: int = 1
     sequence: bool = False
@@ -114,7 +114,7 @@ class CallRecorder:
     dtype: str
 
     def calls(self, layer: str, events: Iterable[Event], forward: str = "forward") -> Iterator[tuple[Call, int, int]]:
-        """Those of a forward pass, or of its repetition (`forward="recompute"`)."""
+        """Calls of a forward pass, or of its repetition (`forward="recompute"`)."""
         for event in events:
             if isinstance(event, Enter) and self.tensor.sequence:
                 yield from self._door(forward, layer, "all_gather", event.width)
@@ -125,7 +125,7 @@ class CallRecorder:
                 yield self._call(forward, layer, "all_reduce", event.width, event.wide)
 
     def gradients(self, layer: str, events: Iterable[Event]) -> Iterator[tuple[Call, int, int]]:
-        """Those of the backward pass."""
+        """Calls of the backward pass."""
         for event in events:
             if isinstance(event, Enter):
                 operation = "reduce_scatter" if self.tensor.sequence else "all_reduce"
@@ -141,7 +141,7 @@ class CallRecorder:
                 yield call, 1, event.elements * SIZES[dtype]
 
     def _door(self, phase: str, layer: str, operation: str, width: int) -> Iterator[tuple[Call, int, int]]:
-        """Into or out of a tensor region, in the form in which activations travel."""
+        """Into or out of a tensor region."""
         wire, ranks, elements = self.tensor.wire, self.tensor.ranks, self.tokens * width
         if wire == "none":
             yield self._call(phase, layer, operation, width)
@@ -160,15 +160,15 @@ class CallRecorder:
 
 
 def tensor_traffic(config: Config, layers: Sequence[int], tensor: TensorAxis, core: Passes = ONCE) -> Messages:
-    """What one micro-batch sends on the tensor axis.
+    """Messages of one micro-batch on the tensor axis.
 
     Args:
         config: resolved.
         layers: places in the list [embedding, blocks..., head] that a rank holds.
-        core: how often it goes through a recurrent core.
+        core: passes through a recurrent core.
 
     Raises:
-        NotPredicted: a kind does not say what it sends.
+        NotPredicted: a kind does not declare its messages.
     """
     tally = Messages()
     if tensor.ranks == 1:
@@ -189,12 +189,7 @@ def tensor_traffic(config: Config, layers: Sequence[int], tensor: TensorAxis, co
 
 
 def reading_traffic(config: Config, tensor: TensorAxis) -> Messages:
-    """What one micro-batch sends on the tensor axis in a model that is only asked for the input of its head, and whose
-    layers no account names: a teacher.
-
-    Raises:
-        NotPredicted: a kind does not say what it sends.
-    """
+    """As `tensor_traffic`, of a teacher, which gives only the input of its head and whose layers no account names."""
     tally, model = Messages(), config.model
     if tensor.ranks == 1:
         return tally
@@ -226,7 +221,7 @@ def _repeat(tally: Messages, entries: Iterable[tuple[Call, int, int]], times: fl
 
 
 def _head(tally: Messages, passes: CallRecorder, config: Config) -> None:
-    """The head, with the modules that predict further tokens: what it reads for all of them is one message."""
+    """The head, with the modules that predict further tokens. Its inputs for all of them are one message."""
     model, tensor = config.model, passes.tensor
     H, times = model.hidden_size, 1 + len(model.further_blocks)
     normed = norm(model.norm, H, tensor.sequence)
@@ -236,7 +231,7 @@ def _head(tally: Messages, passes: CallRecorder, config: Config) -> None:
         _block(tally, passes, config, index)
     _all(tally, passes, "head", [*normed, Enter(times * H)])
     _loss(tally, passes, config, times)
-    if config.training.sequence_chunks > 1:  # made again, by a function of the head, which no account can name
+    if config.training.sequence_chunks > 1:  # recomputed by a function of the head, which no account can name
         for entry in passes.calls("", [Enter(times * H)], "backward"):
             tally.add(*entry)
         _loss(tally, passes, config, times, ("backward", ""))
@@ -255,8 +250,8 @@ def _embedding(model: ModelSection, tensor: TensorAxis) -> list[Event]:
 def _loss(
     tally: Messages, passes: CallRecorder, config: Config, times: int, at: tuple[str, str] = ("forward", "head")
 ) -> None:
-    """Each chunk of logits of `times` as many tokens, in fp32 per token: the largest, then two sums. Beside a teacher's
-    logits the largest of both, then five sums."""
+    """Each chunk of logits, of `times` the tokens, in fp32 per token: the largest, then two sums. With a teacher the
+    largest of both, then five sums."""
     tokens, widths = times * passes.tokens, (1, 2) if objective_of(config).teacher is None else (2, 5)
     call = Call(*at, "tensor", passes.tensor.ranks, "all_reduce", "fp32")
     step = config.training.loss_chunk or tokens
@@ -268,10 +263,10 @@ def _loss(
 def block_sends(
     model: ModelSection, pattern: BlockPattern, tensor: TensorAxis, index: int
 ) -> list[tuple[str, list[Event]]]:
-    """What a block does in one forward pass, in order: (part, events). The part is a kind, or empty for the rest.
+    """Events of a block in one forward pass, in order: (part, events). The part is a kind, or empty for the rest.
 
     Raises:
-        NotPredicted: a kind does not say what it sends.
+        NotPredicted: a kind does not declare its messages.
     """
     H, cut = model.hidden_size, tensor.sequence
     found: list[tuple[str, list[Event]]] = [("injection", [Enter(2 * H), Leave(H)])] if opens_core(model, index) else []
@@ -310,8 +305,10 @@ def _block(tally: Messages, passes: CallRecorder, config: Config, index: int, of
 
 
 def stops_early(model: ModelSection, pattern: BlockPattern) -> bool:
-    """Whether a block's repetition ends with its last layer's last matrix product: where that layer's sum is only added
-    to the stream, the backward pass needs nothing behind it, so the sum is not made again."""
+    """Whether a block's repetition ends with its last layer's last matrix product.
+
+    Where that layer's sum is only added to the stream, the backward pass needs no later tensor, and not the sum.
+    """
     kind = pattern.layers[-1]
     layer, residual = layer_class(model, kind), model.residual
     normed = residual.norm in ("both", "sandwich") or reads_stream(model, pattern)
@@ -322,10 +319,10 @@ def stops_early(model: ModelSection, pattern: BlockPattern) -> bool:
 def _repeated(
     model: ModelSection, pattern: BlockPattern, parts: list[tuple[str, list[Event]]]
 ) -> list[tuple[str, list[Event]]]:
-    """What runs again: all up to the last tensor that the backward pass needs."""
+    """Events of a repetition, up to the last tensor that the backward pass needs."""
     if not stops_early(model, pattern):
         return parts
     last = max(place for place, (part, _) in enumerate(parts) if part)
-    kept = [event for event in parts[last][1]]
+    kept = parts[last][1]
     place = max(at for at, event in enumerate(kept) if isinstance(event, Leave))
     return [*parts[:last], (parts[last][0], [*kept[:place], *kept[place + 1 :]])]

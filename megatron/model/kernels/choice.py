@@ -1,8 +1,7 @@
-"""Which implementation computes a kind of layer: plain torch, or a package of fused kernels. The one place that
-decides.
+"""Choice of the implementation of a kind of layer: plain torch, or a package of fused kernels.
 
-A mixer with an adapter asks `choose` once, when it is built, and keeps torch for what the kernels cannot do (decoding,
-gradients through states). Torch is the tested default and needs no package. `model.kernels` names the choice.
+A mixer with an adapter calls `choose_kernels` once, when it is built, and keeps torch for decoding and gradients
+through states. Torch is the tested default and needs no package. `model.kernels` names the choice.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def choose_kernels(wanted: str, kind: LayerKind, device: torch.device | str) -> 
     able = [name for name in packages if wanted == name or (wanted == "auto" and name not in kind.untried)]
     if not able:
         if wanted == "auto" and packages:
-            return "torch", f"auto leaves {', '.join(packages)} alone, which nobody has compared with torch on a GPU"
+            return "torch", f"auto skips {', '.join(packages)}: not yet validated against torch on a GPU"
         return "torch", f"no adapter of this kind to {'any package' if wanted == 'auto' else wanted}"
     if torch.device(device).type != "cuda":
         return "torch", f"{' and '.join(able)} {'needs' if len(able) == 1 else 'need'} a GPU"
@@ -42,7 +41,7 @@ def choose_kernels(wanted: str, kind: LayerKind, device: torch.device | str) -> 
 
 
 def describe_kernels(config: Config, device: torch.device | str) -> list[str]:
-    """One line per choice: which kinds of layers it computes, and why. Kinds that only torch has are left out."""
+    """One line per choice: which kinds of layers it computes, and why. Kinds without a package are skipped."""
     kinds = dict.fromkeys(kind.name for block in config.model.blocks for kind in block.kinds)
     chosen: dict[tuple[str, str], list[str]] = {}
     for kind in kinds:
@@ -53,7 +52,7 @@ def describe_kernels(config: Config, device: torch.device | str) -> list[str]:
         if config.parallel.context > 1 and about.context in ("scans", "states") and choice[0] != "torch":
             choice = (
                 "torch",
-                "ranks that share a sequence need states before their tokens, which the packages do not take",
+                "ranks that share a sequence need states before their tokens, which the packages do not accept",
             )
         chosen.setdefault(choice, []).append(kind)
     return [f"kernels of {', '.join(names)}: {choice} ({reason})" for (choice, reason), names in chosen.items()]

@@ -1,7 +1,7 @@
 """FlashAttention 3 in place of torch's own kernels, where a run asks for it (`model.fused_attention.flash: fa3`).
 
-torch has no kernels of FlashAttention 3 (Shah et al. 2024, arXiv:2407.08608), but can call those of its package
-(`flash_attn_interface`), on Hopper alone. That is a setting of the process.
+torch has no kernels of FlashAttention 3 (Shah et al. 2024, arXiv:2407.08608), but can call its package
+(`flash_attn_interface`), only on Hopper. That is a setting of the process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HOPPER = 9  # compute capability
 
 
 def use_flash_attention(wanted: str, device: torch.device | str) -> None:
-    """Have torch's FlashAttention be what `model.fused_attention.flash` says, in this process.
+    """Set torch's FlashAttention of this process to `model.fused_attention.flash`.
 
     Raises:
         ValueError: this GPU, or this torch, cannot.

@@ -1,6 +1,6 @@
 """The goldfish loss: some labels never count, so that no passage can be learned by heart as a whole.
 
-Hans et al., "Be like a Goldfish, Don't Memorize!" (2024), arXiv 2406.10209. A label that is left out is still read as
+Hans et al., "Be like a Goldfish, Don't Memorize!" (2024), arXiv 2406.10209. The model still reads a masked label as
 input. The loss is the mean over the labels that count.
 """
 
@@ -24,15 +24,15 @@ _TABLE_SIZE, _TABLE_SEED = 1_000_003, 2971215073  # of the reference
 
 
 class Goldfish(Objective):
-    """Leaves one label of k out.
+    """Masks one label of k.
 
     Args:
-        k: one label of k is left out.
-        h: by a function of the h tokens before it (reference: the last h labels, itself included).
-        mask: `hashed`: a hash of the h tokens before the label in its document, so that a passage that occurs again
-            loses the same labels again, but for its first h. `static`: labels 0, k, 2k, ... of each sample.
-            `reference`: as in the authors' program (`hash-table`). Its windows go on over the ends of documents and
-            begin anew in each sample, and all windows that have id 0 are decided alike.
+        k: one label of k is masked. h: number of tokens before a label that decide (reference: the last h labels,
+            itself included). mask: `hashed`: by a hash of the h tokens before the label in its document. A passage that
+            occurs again loses the
+            same labels again, except its first h. `static`: labels 0, k, 2k, ... of each sample. `reference`: as in the
+            authors' program (`hash-table`). Its windows cross the ends of documents and begin again in each sample. All
+            windows that have id 0 are decided alike.
     """
 
     weighs = True
@@ -48,7 +48,7 @@ class Goldfish(Objective):
         return cls(section.k, section.h, section.mask)
 
     def weights(self, tokens: np.ndarray, begins: np.ndarray | None) -> np.ndarray:
-        """0 for labels that are left out, 1 for others. See `Objective.weights`."""
+        """0 for masked labels, 1 for others. See `Objective.weights`."""
         kept = {"hashed": self._hashed, "static": self._static, "reference": self._reference}[self.mask]
         return kept(tokens, begins)[1:].astype(np.float32)
 

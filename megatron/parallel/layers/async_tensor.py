@@ -1,12 +1,12 @@
 """Products of tensor parallel ranks that overlap with their messages (`parallel.async_tensor`).
 
 With sequence parallelism the ranks gather a layer's input before its first matrices and scatter the sum of its last
-one's products. Both are done in parts, one for each rank, so that a part travels while another is multiplied (Wang et
-al. 2023, ASPLOS, "Overlap communication with dependent computation via decomposition"). torch has both as operations
-on symmetric memory, which every GPU of a host reads from the others. In the backward pass each is the other's
-gradient. That of the weights is a product of what was gathered, and sends nothing.
+products. Both are done in parts, one for each rank, so that a part travels while another is multiplied (Wang et al.
+2023, ASPLOS, "Overlap communication with dependent computation via decomposition"). torch has both as operations on
+symmetric memory, which every GPU of a host reads from the others. In the backward pass each is the other's gradient.
+The gradient of the weights is a product of the gathered tensor, and needs no message.
 
-What a GPU sends so goes through no process group: it is told to the account here, as the gather or scatter that it is.
+These messages of a GPU go through no process group. This module reports them to the account as gathers and scatters.
 On other devices the same numbers are gathered, multiplied and scattered one after another.
 
 Shapes: B batch, S sequence, s = S / t of each of the t ranks, K inputs and N outputs of a matrix, H of the stream.
@@ -31,7 +31,7 @@ LEAST = (2, 13)  # of torch
 
 
 def check_async_tensor(axis: Axis, device: torch.device | str) -> None:
-    """Whether this rank can do what `parallel.async_tensor` says.
+    """Check that this rank can use `parallel.async_tensor`.
 
     Raises:
         ValueError: its torch or GPU cannot, or the ranks of the axis are not all on this host.
@@ -56,16 +56,16 @@ def check_async_tensor(axis: Axis, device: torch.device | str) -> None:
 
 
 def gathered_through(x_BsH: Tensor, matrices_NH: Sequence[Tensor], axis: Axis) -> tuple[Tensor, list[Tensor]]:
-    """All ranks' parts of the sequence, [B, S, H], and these times each matrix transposed, [B, S, N].
+    """The whole sequence, [B, S, H], and its product with each matrix transposed, [B, S, N].
 
-    The gradients of the ranks are summed, and each gets its part's.
+    The gradients of the ranks are summed, and each rank gets those of its part.
     """
     x_BSH, *products = _Gathered.apply(axis, x_BsH, *matrices_NH)
     return x_BSH, products
 
 
 def scattered_product(x_BSK: Tensor, weight_HK: Tensor, axis: Axis) -> Tensor:
-    """This rank's [B, s, H] of the sum of the ranks' products x Wᵀ. It gets the gradients of all parts."""
+    """This rank's [B, s, H] of the sum of the ranks' products x Wᵀ."""
     y: Tensor = _Scattered.apply(axis, x_BSK, weight_HK)
     return y
 
@@ -89,7 +89,7 @@ class _Gathered(torch.autograd.Function):
             joined, matrix = torch.cat([each for each, _ in used], -1), torch.cat([matrix for _, matrix in used])
             if grad_x is None:
                 of_x = _multiply_scatter(joined, matrix, ctx.axis)
-            else:  # somebody else has used what was gathered: one message has both
+            else:  # the gathered input has another use: one message has both gradients
                 of_x = _scatter((joined @ matrix).add_(_turned(grad_x)), ctx.axis)
             of_x = _turned(of_x)
         needs = ctx.needs_input_grad[2:]
@@ -115,7 +115,7 @@ class _Scattered(torch.autograd.Function):
 
 
 def _turned(x: Tensor) -> Tensor:
-    """Sequence first, or batch first again: parts that ranks have follow each other in memory."""
+    """Exchange batch and sequence, so that the parts of ranks are contiguous in memory."""
     return x.transpose(0, 1).contiguous()
 
 

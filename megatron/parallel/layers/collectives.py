@@ -1,9 +1,9 @@
 """Collectives that autograd can see. Each is the identity where its axis has one rank.
 
-A *tensor region* is the part of a layer in which each tensor parallel rank holds a slice of the channels.
-Outside of it the residual stream is either whole on every rank, or, with sequence parallelism, cut along
-the sequence. `enter` and `leave` are the two doors. Their backward passes are each other's forward passes
-(Shoeybi et al. 2019, section 3, Korthikanti et al. 2022, section 4.2).
+A *tensor region* is the part of a layer in which each tensor parallel rank holds a slice of the channels. Outside of it
+the residual stream is whole on every rank or, with sequence parallelism, cut along the sequence. `enter` and `leave`
+begin and end a region. The backward pass of each is the forward pass of the other (Shoeybi et al. 2019, section 3,
+Korthikanti et al. 2022, section 4.2).
 
 Shapes: B batch, S sequence, H hidden, t the tensor parallel size.
 """
@@ -21,7 +21,7 @@ from ..layout.mesh import Axis, Mesh
 from ..messages.account import here
 from ..transport.compression import gathered, scattered_sum, summed
 
-NONE = "none"  # what travels is what is given
+NONE = "none"  # sent as it is
 
 
 def all_reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
@@ -129,12 +129,12 @@ def _all_to_all(x_RH: Tensor, sent: list[int], received: list[int], axis: Axis) 
 
 
 def exchange(x_RH: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
-    """Each rank's rows to the ranks they are for. Gradients go the way back.
+    """Send rows to other ranks, and receive theirs in the order of the ranks. Gradients return.
 
     Args:
         x_RH: rows in the order of the ranks that get them.
-        sent: how many rows each rank of the axis gets from here.
-        received: how many come from each. They follow each other in the result.
+        sent: number of rows for each rank of the axis.
+        received: number of rows from each rank.
     """
     return x_RH if axis.size == 1 else _Exchange.apply(x_RH, sent, received, axis)
 
@@ -145,7 +145,7 @@ def gather_rows(x_RH: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_sequence(x_BsH: Tensor, axis: Axis) -> Tensor:
-    """[B, s, ...] of all ranks along the second dimension. Their gradients are summed, and each gets its part's."""
+    """[B, s, ...] of all ranks along the second dimension. Their gradients are summed."""
     return x_BsH if axis.size == 1 else _Gather.apply(x_BsH, axis)
 
 
@@ -169,19 +169,20 @@ def leave(x: Tensor, mesh: Mesh) -> Tensor:
 
 
 def sum_gradient(parameter: Tensor, axis: Axis) -> Tensor:
-    """A replicated parameter of which each rank sees only part of the uses: its gradient is summed over the axis."""
+    """A replicated parameter. Each rank has only part of its uses, so its gradient is summed over the axis."""
     return parameter if axis.size == 1 else _Copy.apply(parameter, axis)
 
 
 def sum_over(x: Tensor, axis: Axis) -> Tensor:
-    """The sum over the axis of a value that every rank then uses: the gradient is summed too."""
+    """The sum over the axis of a value that every rank then uses. The gradient is summed too."""
     return x if axis.size == 1 else _ReduceBoth.apply(x, axis)
 
 
 def swap(axis: Axis, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> list[dist.Work]:
-    """Start to send tensors to the ranks that are so far behind this one on the axis, counted around, and to receive
-    what others send here. None is done before its `wait`, and received tensors are written then. All ranks must call it
-    in the same order."""
+    """Start to send tensors to ranks of the axis and to receive tensors from them, each at a distance modulo its size.
+
+    Sends and receives are complete after their `wait`. All ranks must call it in the same order.
+    """
 
     def peer(by: int) -> int:
         return axis.ranks[(axis.rank + by) % axis.size]

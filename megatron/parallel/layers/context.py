@@ -1,9 +1,9 @@
 """The ranks that share each sample's tokens, as a layer sees them.
 
-A layer that looks beyond a token asks this object for what other ranks have, and knows nothing else of the layout.
-Which rank has which tokens is decided here alone. Of a contiguous cut, rank r of c has the r-th of c equal runs. Of a
-zigzag cut the r-th run and the r-th from the end of 2 c, so that causal attention is the same work for all. Of a
-sequence that layers work on in chunks, it has the r-th run of every chunk.
+A layer that reads more than one token gets the tokens of other ranks by this object, and knows nothing else of the
+layout. Only this module decides which rank has which tokens. In a contiguous cut, rank r of c has the r-th of c equal
+runs. In a zigzag cut it has the r-th run and the r-th from the end of 2 c, so that causal attention is the same work
+for all. In a sequence that layers compute in chunks, it has the r-th run of every chunk.
 
 Shapes: B samples, S positions of the whole sequence, s = S / c positions of this rank.
 """
@@ -24,8 +24,7 @@ from .collectives import all_reduce, exchange, gather_sequence, swap
 
 @dataclass(frozen=True)
 class TokenRun:
-    """Neighbouring tokens that a rank has: `length` of them, from place `begin` of its part, and `first` of the
-    sequence on."""
+    """`length` neighbouring tokens of a rank, from place `begin` of its part and place `first` of the sequence on."""
 
     begin: int
     first: int
@@ -33,17 +32,17 @@ class TokenRun:
 
     @property
     def stop(self) -> int:
-        """The place in the sequence behind the last token."""
+        """The place in the sequence after the last token."""
         return self.first + self.length
 
     @property
     def here(self) -> slice:
-        """Where the tokens stand in the part."""
+        """Places of the tokens in the part."""
         return slice(self.begin, self.begin + self.length)
 
     @property
     def there(self) -> slice:
-        """Where they stand in the sequence."""
+        """Places of the tokens in the sequence."""
         return slice(self.first, self.stop)
 
 
@@ -66,8 +65,8 @@ def _runs(cut: str, rank: int, ranks: int, length: int, chunk: int) -> tuple[Tok
 def _joined(
     cut: str, first: int, count: int, ranks: int, length: int, chunk: int
 ) -> tuple[tuple[TokenRun, ...], tuple[TokenRun, ...]]:
-    """The runs of neighbouring ranks, as they have them one after the other and in the order of the sequence. Of the
-    latter, runs that follow each other are one."""
+    """The runs of neighbouring ranks in the order of the sequence, as each rank has them, and with adjacent runs
+    merged."""
     pieces = [
         TokenRun(place * length + run.begin, run.first, run.length)
         for place in range(count)
@@ -87,15 +86,15 @@ def _joined(
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """This rank's place among those that share a sequence, and how they exchange what they have of it.
+    """The ranks that share a sequence, and their exchanges.
 
     Attributes:
-        axis: these ranks.
-        method: how attention is to be computed, as `parallel.context_method` has it.
-        together: neighbours that exchange heads in nested attention. None leaves it to the heads.
+        axis: the ranks.
+        method: `parallel.context_method`.
+        together: number of neighbours that exchange heads in nested attention. None: it follows from the heads.
         zigzag: whether the cut is zigzag.
-        chunk: tokens of a chunk, on all ranks, each of which has a run of every chunk. 0 where there are no chunks, and
-            for layers, which have one chunk at a time.
+        chunk: tokens of a chunk on all ranks. 0 where there are no chunks, and for layers, which have one chunk at a
+            time.
     """
 
     axis: Axis = ALONE
@@ -122,15 +121,14 @@ class ContextGroup:
         return "zigzag" if self.zigzag and self.size > 1 else "contiguous"
 
     def runs(self, length: int) -> tuple[TokenRun, ...]:
-        """The runs of neighbouring tokens of this rank, which has `length` tokens, in the order in which it has them.
-
-        They are in the order of the sequence, too.
-        """
+        """The runs of this rank's `length` tokens, in the order of the sequence."""
         return _runs(self.cut_name, self.rank, self.size, length, self.chunk if self.size > 1 else 0)
 
     def runs_together(self, first: int, count: int, length: int) -> tuple[TokenRun, ...]:
-        """The runs that ranks `first` to `first + count - 1` have together, in the order of the sequence, where each
-        has `length` tokens. `begin` counts the tokens of all."""
+        """The runs of ranks `first` to `first + count - 1`, with `length` tokens each, in the order of the sequence.
+
+        `begin` counts the tokens of all of them.
+        """
         return _joined(self.cut_name, first, count, self.size, length, self.chunk)[1]
 
     def places(self, length: int, device: torch.device | str = "cpu") -> Tensor:
@@ -148,16 +146,15 @@ class ContextGroup:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def gather(self, x_Bs: Tensor) -> Tensor:
-        """[B, s, ...] of each rank to [B, S, ...] in the order of the sequence. The gradients of all ranks are summed,
-        and each gets those of its tokens."""
+        """[B, s, ...] of each rank to [B, S, ...] in the order of the sequence. Gradients of all ranks are summed."""
         return x_Bs if self.size == 1 else self._ordered(gather_sequence(x_Bs, self.axis), 0, self.size)
 
     def to_heads(self, x_BsuX: Tensor, together: int) -> Tensor:
         """[B, s, u, X] to this rank's [B, u s, X] of the tokens of u neighbours, in the order of the sequence.
 
         Args:
-            x_BsuX: of which the i-th along the third dimension is for the i-th neighbour.
-            together: u, how many neighbours are together. It divides the ranks.
+            x_BsuX: index i of the third dimension is for the i-th neighbour.
+            together: u, number of neighbours. It divides the number of ranks.
         """
         B, s, u, X = x_BsuX.shape
         rows, counts = x_BsuX.permute(2, 0, 1, 3).reshape(u * B * s, X), self._neighbours(together, B * s)
@@ -166,7 +163,8 @@ class ContextGroup:
         return self._ordered(y, self.rank // u * u, u)
 
     def to_tokens(self, y_BTX: Tensor, together: int) -> Tensor:
-        """The way back: [B, u s, X] to what all neighbours have for this rank's tokens, [B, s, u, X]."""
+        """The reverse of `to_heads`: [B, u s, X] to the values of all neighbours for this rank's tokens, [B, s, u,
+        X]."""
         (B, T, X), u = y_BTX.shape, together
         y_BTX = self._ordered(y_BTX, self.rank // u * u, u, back=True)
         rows = y_BTX.view(B, u, T // u, X).transpose(0, 1).reshape(B * T, X)
@@ -175,11 +173,11 @@ class ContextGroup:
         return rows.view(u, B, T // u, X).permute(1, 2, 0, 3)
 
     def _neighbours(self, together: int, rows: int) -> list[int]:
-        """`rows` for each rank of the same neighbourhood, none for others."""
+        """`rows` for each rank of the same neighbourhood, 0 for others."""
         return [rows if rank // together == self.rank // together else 0 for rank in range(self.size)]
 
     def _ordered(self, x_BT: Tensor, first: int, count: int, back: bool = False) -> Tensor:
-        """The tokens of `count` ranks, one after the other, in the order of the sequence. Or `back`."""
+        """The tokens of `count` ranks, in rank order, to the order of the sequence, or `back`."""
         if self.cut_name == "contiguous" and not self.chunk:
             return x_BT
         pieces, _ = _joined(self.cut_name, first, count, self.size, x_BT.shape[1] // count, self.chunk)
@@ -192,19 +190,19 @@ class ContextGroup:
         return torch.cat([x_BT[:, piece.here] for piece in pieces], 1)
 
     def from_before(self, x: Tensor, by: int = 1) -> Tensor:
-        """What the rank `by` ranks before has given as `x`, of one shape on all ranks. Zeros where there is none."""
+        """The `x` of the rank `by` ranks before, of one shape on all ranks. Zeros where there is none."""
         if self.zigzag:
-            raise ValueError("of a zigzag cut, a rank's tokens do not follow those of the rank before")
+            raise ValueError("in a zigzag cut, a rank's tokens do not follow the tokens of the rank before")
         rows = x.reshape(1, -1)
         sent = [int(rank == self.rank + by) for rank in range(self.size)]
         received = [int(rank == self.rank - by) for rank in range(self.size)]
         rows = exchange(rows[: sum(sent)], sent, received, self.axis)
-        if self.rank < by:  # of the exchanged rows too, so that all ranks take part in the backward pass
+        if self.rank < by:  # after the exchange, so that all ranks take part in the backward pass
             rows = torch.cat([rows, x.new_zeros((1, x.numel()))])
         return rows.view(x.shape)
 
     def to_first(self, x: Tensor) -> Tensor:
-        """What the last rank has given as `x`, on the first. Zeros on others. All have one shape, and gradients."""
+        """The last rank's `x` on the first rank, zeros on others. All have one shape, and gradients."""
         if self.size == 1:
             return x
         rows, last = x.reshape(1, -1), self.size - 1
@@ -229,8 +227,7 @@ class ContextGroup:
         return self._ordered(torch.cat(parts, 1), 0, self.size)
 
     def swap(self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> list[dist.Work]:
-        """Start to send tensors to ranks of the axis, and to receive what others send here. None is done before its
-        `wait`, and received tensors are written then. All ranks must call it in the same order."""
+        """`swap` with the places of ranks on the axis."""
         here = self.rank
         return swap(
             self.axis, [(to - here, each) for to, each in sent], [(source - here, each) for source, each in received]

@@ -1,10 +1,10 @@
-"""Matrix products of 8-bit floats: what the linear layers of blocks multiply with where `precision.products: fp8`.
+"""Matrix products of 8-bit floats in the linear layers of blocks (`precision.products: fp8`).
 
-Both sides of y = x Wᵀ are rounded to e4m3 (three bits of mantissa), and in the products of its gradients that of y to
-e5m2, which reaches further (Micikevicius et al. 2022, arXiv:2209.05433). A tensor's scale comes from its largest
-magnitude, at the time, and is a power of two: it moves exponents alone, so that numbers are rounded alike whatever
-stands beside them in a micro-batch, but for those below 2^-13 of the largest (2^-28 in e5m2). Sums are fp32. Results
-have the type of x, weights and their gradients that of the run.
+Both sides of y = x Wᵀ are rounded to e4m3 (three bits of mantissa). In the products of gradients, the gradient of y is
+rounded to e5m2, which has a larger range (Micikevicius et al. 2022, arXiv:2209.05433). A tensor's scale follows from
+its largest magnitude and is a power of two. It changes only exponents, so the other numbers of a micro-batch do not
+change how a number is rounded, unless it is below 2^-13 of the largest (2^-28 in e5m2). Sums are fp32. Results have the
+type of x, weights and their gradients the type of the run.
 
 `torch._scaled_mm` multiplies: on NVIDIA GPUs in their 8-bit units, on CPUs the same numbers, slowly.
 
@@ -24,18 +24,18 @@ from megatron.parallel.layout.precision import plain
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-TOP = {E4M3: 7, E5M2: 14}  # the exponent that the largest number gets: one below that of the type's largest
-SIDE = 16  # what the sides of a matrix must be multiples of, in the units of GPUs
+TOP = {E4M3: 7, E5M2: 14}  # exponent of the largest number: one below that of the type's largest
+SIDE = 16  # the sides of a matrix must be multiples of it, in the units of GPUs
 EXPONENT = 0x7F800000  # the bits of an fp32 number's exponent
 LEAST = (8, 9)  # compute capability of the first NVIDIA GPUs with such units
 
 
 def linear_for(products: str, inputs: int, outputs: int, device: torch.device | str, dtype: torch.dtype) -> Linear:
-    """What multiplies with a matrix [outputs, inputs], whole on this rank.
+    """The product with a matrix [outputs, inputs], whole on this rank.
 
     Args:
         products: `precision.products`.
-        dtype: of the weights. In float64, in which tests compare, nothing is rounded.
+        dtype: of the weights. float64, in which tests compare, is not rounded.
 
     Raises:
         ValueError: this device has no such products.
@@ -44,7 +44,7 @@ def linear_for(products: str, inputs: int, outputs: int, device: torch.device | 
         return plain
     if torch.device(device).type == "cuda" and torch.cuda.is_available():
         if torch.version.hip is not None:
-            raise ValueError("precision.products: fp8 must have NVIDIA GPUs: those of AMD have other 8-bit types")
+            raise ValueError("precision.products: fp8 must have NVIDIA GPUs: AMD's have other 8-bit types")
         if torch.cuda.get_device_capability(device) < LEAST:
             name = torch.cuda.get_device_name(device)
             raise ValueError(f"precision.products: fp8 must have GPUs with 8-bit products (sm_89 on), unlike {name}")
@@ -59,10 +59,7 @@ def linear_of_8_bits(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Ten
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x / scale in 8 bits, and the scale, fp32.
-
-    Where x is not finite, its result is not either.
-    """
+    """x / scale in 8 bits, and the scale, fp32. Where x is not finite, the result is not finite."""
     largest = x.abs().amax().float()
     power = (largest.view(torch.int32) & EXPONENT).view(torch.float32)  # the largest power of two that is not larger
     scale = power.clamp_min(2.0**-100) * 2.0 ** -TOP[dtype]
@@ -80,7 +77,7 @@ def turned(a: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 class _Product(torch.autograd.Function):
-    """x_TK Wᵀ. Kept are x in 8 bits, and the weights as they are."""
+    """x_TK Wᵀ. Saves x in 8 bits, and the weights as they are."""
 
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, weight_NK: Tensor) -> Tensor:

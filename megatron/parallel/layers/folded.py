@@ -2,12 +2,12 @@
 
 One axis has both parts of the tokens and parts of the matrices (tensor and sequence parallelism folded into one, TSP).
 Each rank stores one run of the rows of a matrix [N, M], multiplies its own tokens by it, and passes it on. While it
-multiplies, the next run is on its way. After n - 1 passes every token has met all rows, and no rank has had more of
-them than its own run, one that it works with and one that arrives. In the backward pass the runs go around once more,
-and with each, one rank behind, the sum of its gradient, in fp32 at least, until that arrives at the rank that stores
-the run.
+multiplies, the next run arrives. After n - 1 passes every token was multiplied by all rows. A rank never holds more
+than three runs: its own, the one that it multiplies and the one that arrives. In the backward pass the runs go around
+once more. The sum of each run's gradient, in fp32 at least, follows one rank behind, until it arrives at the rank that
+stores the run.
 
-With n ranks, each sends (n - 1) / n of N M numbers in the forward pass, and twice as many in the backward pass.
+With n ranks, each sends (n - 1) / n of N M numbers in the forward pass, and twice this number in the backward pass.
 
 Shapes: T tokens of this rank, n ranks, N outputs, M inputs, R = N / n rows of a run.
 """
@@ -29,7 +29,7 @@ from .collectives import swap
 
 
 def _runs(own_RM: Tensor, axis: Axis) -> Iterator[tuple[slice, Tensor]]:
-    """(where its rows are in the whole, the run) of every rank, this one's first. The next is on its way meanwhile."""
+    """(rows of the whole, the run) of every rank, this rank's first. The next run arrives meanwhile."""
     held, rows = own_RM.contiguous(), own_RM.shape[0]
     for step in range(axis.size):
         coming, works = held, list[dist.Work]()
@@ -48,12 +48,12 @@ class _Sums:
 
     def __init__(self, axis: Axis):
         self.axis = axis
-        self.own: Tensor | None = None  # what this rank adds to its own run's
-        self.coming: Tensor | None = None  # the sum so far, of the ranks before, of the run that comes next
+        self.own: Tensor | None = None  # this rank's term of its own run
+        self.coming: Tensor | None = None  # sum of the ranks before, of the run that comes next
         self.works: list[dist.Work] = []
 
     def add(self, gradient_RM: Tensor) -> None:
-        """What this rank adds to the gradient of the run that it has, in the order of `_runs`."""
+        """Add this rank's term of the gradient of a run, in the order of `_runs`."""
         gradient_RM = at_least_fp32(gradient_RM)
         if self.own is None:
             self.own = gradient_RM
@@ -125,24 +125,24 @@ class _Embedding(torch.autograd.Function):
 
 
 def _local(tokens_T: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-    """The tokens' places in a run of rows, 0 where they are not in it. And whether they are."""
+    """The tokens' places in a run of rows, 0 where they are not in it, and whether they are in it."""
     here_T = (tokens_T >= rows.start) & (tokens_T < rows.stop)
     return (tokens_T - rows.start).masked_fill(~here_T, 0), here_T
 
 
 def linear_of_rows(x: Tensor, own_RM: Tensor, bias_N: Tensor | None, axis: Axis) -> Tensor:
-    """[..., M] to [..., N] with a matrix of which each rank of the axis stores a run of rows.
+    """[..., M] to [..., N] with a matrix whose rows the ranks of the axis store in equal runs. All ranks call it
+    together.
 
     Args:
-        x: of this rank's own tokens. All ranks have equally many, or at least call this together.
+        x: of this rank's own tokens.
         own_RM: this rank's run. Its gradient is the sum over the tokens of all ranks.
-        bias_N: whole on every rank. Its gradient is of this rank's tokens alone.
+        bias_N: whole on every rank. Its gradient is only of this rank's tokens.
     """
     y = _Linear.apply(x.reshape(-1, x.shape[-1]), own_RM, axis).view(*x.shape[:-1], -1)
     return y if bias_N is None else y + bias_N
 
 
 def embedding_of_rows(tokens: Tensor, own_RM: Tensor, axis: Axis) -> Tensor:
-    """int [...] to the tokens' rows [..., M] of a table of which each rank of the axis stores a run. See
-    `linear_of_rows`."""
+    """int [...] to the tokens' rows [..., M] of a table that ranks store as in `linear_of_rows`."""
     return _Embedding.apply(tokens.reshape(-1), own_RM, axis).view(*tokens.shape, -1)

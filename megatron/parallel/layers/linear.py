@@ -22,7 +22,7 @@ class ColumnLinear(nn.Module):
     Args:
         parts: sizes of the fused matrices along the outputs. Each is cut separately.
         unit: cuts fall on multiples of this many outputs (head_dim).
-        heads: what each part gives, "query", "key" or "value", where it gives heads of `unit` outputs.
+        heads: "query", "key" or "value" for each part, where it gives heads of `unit` outputs.
         shard: False keeps the whole matrix on every rank. Then each rank may use only part of the result, and
             the gradient is summed over the ranks (key/value heads fewer than ranks).
         folds: whether ranks that share sequences may share the rows of the matrix.
@@ -77,7 +77,7 @@ class ColumnLinear(nn.Module):
 
 
 def entered(x: Tensor, columns: Sequence[ColumnLinear], mesh: Mesh) -> tuple[Tensor, list[Tensor]]:
-    """Into the tensor region, and there through each of these matrices: [B, S, H], and [B, S, ...] of each."""
+    """Enter the tensor region, and apply each of these matrices: [B, S, H], and [B, S, ...] of each."""
     if not mesh.layout.async_tensor:
         x = enter(x, mesh)
         return x, [each(x) for each in columns]
@@ -157,7 +157,7 @@ class VocabEmbedding(nn.Module):
     def __init__(
         self, make: ParameterFactory, vocab: int, hidden: int, *, init: Init, weight: nn.Parameter | None = None
     ):
-        """`weight`: that of another embedding, which this one shares."""
+        """`weight`: of another embedding, which this one shares."""
         super().__init__()
         self.mesh, self.rows, shape = make.mesh, make.row_axis(vocab), (vocab, hidden)
         if weight is None:

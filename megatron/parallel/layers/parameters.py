@@ -23,13 +23,13 @@ class ParameterFactory:
 
     Attributes:
         mesh: where this rank stands.
-        seed: seed of the run. Values are a function of it and of the logical name.
+        seed: of the run. Values are a function of it and of the logical name.
         device: "meta" makes parameters without values.
         dtype: type of parameters that may be rounded. Those marked keep_fp32 stay fp32 (float64 where this is).
-        prefix: logical name of the module that asks.
-        values: False leaves them out. Whoever builds the model fills them in.
-        scales: how tensors that grow so are trained (`model/parametrization.py`).
-        products: what linear layers multiply, `precision.products`.
+        prefix: logical name of the module.
+        values: False: parameters have no values, which the builder of the model writes.
+        scales: factors of training for each way to grow (`model/parametrization.py`).
+        products: `precision.products`.
     """
 
     mesh: Mesh
@@ -47,12 +47,13 @@ class ParameterFactory:
         return ContextGroup.of(self.mesh)
 
     def row_axis(self, rows: int) -> Axis:
-        """The ranks that share a matrix of so many rows: where they fold, those of a sequence, if they divide them."""
+        """The ranks that share a matrix of n rows: where they fold, the ranks of a sequence, if they divide the
+        rows."""
         axis = self.mesh.context
         return axis if self.mesh.layout.shares_rows and rows % axis.size == 0 else ALONE
 
     def linear(self, inputs: int, outputs: int) -> Linear:
-        """What multiplies with a matrix of these sides."""
+        """The product with a matrix of these sides."""
         return linear_for(self.products, inputs, outputs, self.device, self.dtype)
 
     def scope(self, name: str) -> ParameterFactory:
@@ -76,9 +77,8 @@ class ParameterFactory:
         """This rank's shard of the logical tensor `<prefix>.<name>` of (whole) `shape`.
 
         Args:
-            experts: dimension 0 counts experts, of which each expert parallel rank has a run. Where they are folded
-                over
-                the tensor axis, `shard` cuts nothing.
+            experts: dimension 0 counts experts, and each expert parallel rank has a run of them. Where they are folded
+                over the tensor axis, `shard` cuts nothing.
             growth: how its fans grow with the model's width, where that does not follow from its role.
             heads: see `LogicalTensor`.
             rows: ranks that have equal runs of its rows (`row_axis`).
@@ -97,7 +97,7 @@ class ParameterFactory:
         else:
             local = initial_values(logical, init, self.seed, at.rank, at.size, run).to(device=self.device, dtype=dtype)
         parameter = nn.Parameter(local)
-        marks: Any = parameter  # torch's tensors take attributes of any name; the functions below read these
+        marks: Any = parameter  # torch's tensors take attributes of any name. The functions below read these
         marks.logical = logical
         marks.cut = (0, 1) if shard is None else (at.rank, at.size)
         if shard is not None and self.mesh.tensor.size > 1:
@@ -127,7 +127,7 @@ def logical_of(tensor: Tensor) -> LogicalTensor:
 
 
 def shard_index(parameter: Tensor) -> tuple[int, int]:
-    """Which shard of its logical tensor a parameter is, and of how many."""
+    """(number of a parameter's shard of its logical tensor, number of shards)."""
     marks: Any = parameter
     return marks.cut
 
@@ -138,7 +138,7 @@ def run_of(parameter: Tensor) -> Span | None:
 
 
 def is_spread(parameter: Tensor) -> bool:
-    """Whether it is such a run: its gradient is summed over the ranks that hold the same one."""
+    """Whether it is such a run. Its gradient is summed over the ranks that hold the same run."""
     return run_of(parameter) is not None
 
 
@@ -154,7 +154,7 @@ def shard_start(parameter: Tensor) -> int:
 
 
 def stored_tensors(module: nn.Module) -> list[Tensor]:
-    """All that a checkpoint has of a module: its parameters, each once, and its buffers."""
+    """The tensors of a module in a checkpoint: its parameters, each once, and its buffers."""
     return [*dict.fromkeys(module.parameters()), *buffers_of(module)]
 
 

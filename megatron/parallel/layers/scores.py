@@ -1,7 +1,7 @@
-"""How likely given tokens are, over a vocabulary cut by rows: for evaluation, where no gradient is wanted.
+"""Log-probabilities of given tokens over a vocabulary cut by rows, for evaluation, without gradients.
 
-Nothing larger than a chunk of logits exists, and only numbers per token cross the tensor axis. Everything is computed
-in fp32, as in the loss (`cross_entropy`).
+No tensor is larger than a chunk of logits, and only numbers per token cross the tensor axis. All numbers are fp32, as
+in the loss (`cross_entropy`).
 
 Shapes: N positions, H hidden, V vocabulary, t tensor parallel ranks.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..layout.mesh import ALONE, Axis
 from ..layout.precision import exp_
 from .collectives import all_reduce
-from .cross_entropy import LossOptions, logits_of
+from .cross_entropy import LossOptions, logits_of, own_labels
 
 
 @torch.no_grad()
@@ -29,7 +29,7 @@ def token_scores(
     axis: Axis = ALONE,
     options: LossOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each label, and the id that is most likely in its place.
+    """Log-probability of each label, and the most likely id in its place.
 
     Args:
         x_NH: hidden states, equal on every rank of `axis`.
@@ -39,7 +39,7 @@ def token_scores(
 
     Returns:
         (log_probability [N] in nats, best [N] int64), equal on every rank of the axis. Of equally likely ids the lowest
-        is the best one, as `argmax` of one process has it.
+        is the best one, as in `argmax` of one process.
     """
     step = options.chunk or max(1, x_NH.shape[0])
     found = [
@@ -59,11 +59,10 @@ def _chunk(
     options: LossOptions,
 ) -> tuple[Tensor, Tensor]:
     logits_NV = logits_of(x_NH, weight_VH, bias_V, options)
-    local_N = labels_N - first
-    mine_N = (local_N >= 0) & (local_N < logits_NV.shape[1])
+    mine_N, local_N1 = own_labels(labels_N - first, logits_NV)
     own_N, index_N = logits_NV.max(1)
     max_N = all_reduce(own_N.clone(), axis, dist.ReduceOp.MAX)
-    target_N = logits_NV.gather(1, local_N.clamp(0, logits_NV.shape[1] - 1).unsqueeze(1)).squeeze(1)
+    target_N = logits_NV.gather(1, local_N1).squeeze(1)
     sums = torch.stack([exp_(logits_NV - max_N.unsqueeze(1)).sum(1), target_N.masked_fill(~mine_N, 0.0)])
     total_N, target_N = all_reduce(sums, axis)
     # A rank without the largest logit names an id that no vocabulary has.

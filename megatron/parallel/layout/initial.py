@@ -35,8 +35,8 @@ class Init:
         value: the parameter of the kind.
         low: lower end of between.
         then: between: applied to the drawn numbers, elementwise, in float64.
-        formula: formula: takes one int64 array per dimension of the logical tensor, which broadcast to the shape of
-            what is asked for, and gives the elements at those indices.
+        formula: formula: takes one int64 array of indices per dimension of the logical tensor, which broadcast to one
+            shape, and gives the elements there.
     """
 
     kind: Literal["normal", "uniform", "between", "constant", "orthogonal", "formula"]
@@ -65,7 +65,7 @@ def time_steps(low: float, high: float, floor: float) -> Init:
 
 
 def generator(seed: int, *words: object) -> np.random.Generator:
-    """A stream of random numbers that belongs to these words alone."""
+    """The stream of random numbers of these words."""
     text = "/".join(str(word) for word in (seed, *words))
     key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
     return np.random.Generator(np.random.Philox(key=key))
@@ -74,9 +74,7 @@ def generator(seed: int, *words: object) -> np.random.Generator:
 def initial_values(
     tensor: LogicalTensor, init: Init, seed: int, rank: int = 0, ranks: int = 1, experts: Span | None = None
 ) -> torch.Tensor:
-    """The fp32 values of the shard that `rank` of `ranks` tensor parallel ranks owns (of these experts), of the local
-    shape.
-    """
+    """The fp32 values of the shard that `rank` of `ranks` tensor parallel ranks owns (of these experts)."""
     shape = tensor.local_shape(rank, ranks, experts)
     if init.kind == "constant":
         return torch.full(shape, init.value, dtype=torch.float32)
@@ -98,7 +96,7 @@ def initial_values(
 
 
 def _tile_size(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Tiles are TILE x TILE in the last two dimensions (TILE**2 of a vector) and 1 in those before."""
+    """TILE x TILE in the last two dimensions (TILE**2 of a vector) and 1 in the others."""
     if len(shape) == 1:
         return (TILE * TILE,)
     return (1,) * (len(shape) - 2) + (TILE, TILE)

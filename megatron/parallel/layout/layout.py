@@ -10,7 +10,7 @@ from megatron.config.sequences import choose_cut
 if TYPE_CHECKING:
     from megatron.config import Config
 
-AXES = ("tensor", "context", "data", "pipeline")  # those that ranks are numbered by, innermost first
+AXES = ("tensor", "context", "data", "pipeline")  # in the order of rank numbers, innermost first
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,16 @@ class Coordinates:
 class Layout:
     """Sizes of the axes. Ranks are numbered with tensor innermost, then context, then data, then pipeline outermost.
 
-    Tensor parallel ranks talk most, so they are neighbours (one node). Stages talk least. This is also the
-    order of DeepSpeed's `PipeModelDataParallelTopology`, whose data axis is ours of `replicas`: all ranks that hold the
-    same parameters, those that share a sample (context) and those that read others (data). Gradients are summed over
-    them, and ZeRO shares its states among them.
+    Tensor parallel ranks send most, so they are neighbours (one node). Stages send least. This is also the order of
+    DeepSpeed's `PipeModelDataParallelTopology`, whose data axis is the axis of `replicas` here: all ranks with the same
+    parameters, over the context and data axes. Gradients are summed over them, and ZeRO shares its states among them.
 
     Experts are spread over the replicas: `expert` neighbours among them share the experts of a layer, and every
     `expert`-th rank holds the same ones. Tensor parallel ranks then have slices of each expert. Where experts are
-    `folded`
-    over the tensor axis, no rank has a slice: both axes together are one line of ranks with whole experts.
+    `folded` over the tensor axis, no rank has a slice: both axes together are one line of ranks with whole experts.
 
-    Ranks that share sequences may share the rows of matrices, too (`shares_rows`). To all that knows of gradients,
-    states and checkpoints such a matrix is a stack of experts, one per row, spread over these ranks.
+    Ranks that share sequences may share the rows of matrices, too (`shares_rows`). For gradients, states and
+    checkpoints such a matrix is a stack of experts, one per row, spread over these ranks.
     """
 
     tensor: int = 1
@@ -53,12 +51,12 @@ class Layout:
     context_ulysses: int | None = None
     zigzag: bool = False
     shares_rows: bool = False
-    async_tensor: bool = False  # messages of tensor parallel ranks overlap with products; goes with `sequence`
-    tensor_wire: str = "none"  # form of activations on the tensor axis; see `config/arithmetic/wire.py`
+    async_tensor: bool = False  # messages of tensor parallel ranks overlap with products. Goes with `sequence`
+    tensor_wire: str = "none"  # form of activations on the tensor axis (`config/arithmetic/wire.py`)
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same parameters, apart from experts: those of the context and data axes."""
+        """Ranks that hold the same parameters, except experts: the context and data axes."""
         return self.context * self.data
 
     @property
@@ -82,7 +80,7 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What records say of a layout. Of experts where they are spread."""
+        """A layout in records, with experts where they are spread."""
         sizes = {name: getattr(self, name) for name in ("tensor", "data", "pipeline", "zero_stage")}
         if self.context > 1:
             sizes |= {"context": self.context}
@@ -133,11 +131,11 @@ class Layout:
         return Coordinates(tensor=tensor, data=data, pipeline=pipeline, context=context)
 
     def replica(self, at: Coordinates) -> int:
-        """The place of a rank among those that hold the same parameters."""
+        """The place of a rank among the replicas."""
         return at.data * self.context + at.context
 
     def at_replica(self, at: Coordinates, place: int) -> Coordinates:
-        """The rank of this place among those that hold the same parameters as the one at `at`."""
+        """The rank of this place among the replicas of the one at `at`."""
         data, context = divmod(place, self.context)
         return replace(at, data=data, context=context)
 
@@ -164,7 +162,7 @@ class Layout:
         return (at.pipeline * self.replicas + self.replica(at)) * self.tensor + at.tensor
 
     def groups(self, axis: str) -> list[list[int]]:
-        """All groups of ranks that differ on `axis` alone (one of `AXES`), in rank order."""
+        """All groups of ranks that differ only on `axis` (one of `AXES`), in rank order."""
         members: dict[tuple, list[int]] = {}
         for rank in range(self.world_size):
             at = self.coordinates(rank)

@@ -13,7 +13,7 @@ from .layout import AXES, Coordinates, Layout
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis as this rank sees it. `group` is None where the axis has a single rank: nothing is sent."""
+    """This rank's place on an axis. `group` is None where the axis has a single rank."""
 
     rank: int = 0
     size: int = 1
@@ -39,7 +39,7 @@ class Mesh:
     expert: Axis = ALONE  # ranks that share the experts of a layer: part of the replicas, or of these and tensor
     expert_data: Axis = ALONE  # the rest of it: ranks that hold the same experts
     expert_tensor: Axis = ALONE  # ranks that have slices of the same experts: the tensor axis, or none where folded
-    timeout: timedelta | None = None  # of collectives in every group; torch's own where it is None
+    timeout: timedelta | None = None  # of collectives in every group. None: torch's own
 
     @classmethod
     def single(cls) -> Mesh:
@@ -68,9 +68,9 @@ class Mesh:
 
     @classmethod
     def build(cls, layout: Layout, timeout: timedelta | None = None) -> Mesh:
-        """Create this rank's groups. Call on every rank after `torch.distributed.init_process_group`.
+        """Create this rank's groups. Every rank calls it after `torch.distributed.init_process_group`.
 
-        Only members synchronise, axis by axis, so the cost per rank is at most seven groups however large the run is.
+        Only members synchronise, axis by axis, so the cost per rank is at most seven groups for every number of ranks.
 
         Raises:
             ValueError: the layout does not have as many ranks as the process group.
@@ -100,8 +100,9 @@ class Mesh:
 
 
 def stage_axis(mesh: Mesh) -> Axis:
-    """The ranks of this rank's pipeline stage: those that hold parts of the same layers. All of them call it together,
-    where an optimizer needs it. a group that is none of the mesh's axes is made anew.
+    """The ranks of this rank's pipeline stage, which hold parts of the same layers. All of them call it together.
+
+    It makes a group unless one of the mesh's axes has these ranks.
     """
     layout, at = mesh.layout, mesh.at
     if layout.replicas * layout.tensor == 1:
@@ -117,7 +118,7 @@ def stage_axis(mesh: Mesh) -> Axis:
 def new_group(
     ranks: Sequence[int], timeout: timedelta | None, *, backend: str | None = None, description: str | None = None
 ) -> dist.ProcessGroup:
-    """A process group, which its members alone create. torch gives a group its own timeout, whatever others have.
+    """A process group. Only its members create it. torch gives each group a timeout of its own.
 
     Args:
         backend: where not that of the job.
@@ -129,7 +130,7 @@ def new_group(
 
 
 def limit_groups(timeout: timedelta) -> None:
-    """Give every process group of this rank the timeout, those too that a library has made without one.
+    """Give every process group of this rank the timeout, also groups that a library has made without one.
 
     On gloo the error comes after that time. With NCCL its watchdog ends the process.
     """
@@ -141,9 +142,7 @@ def limit_groups(timeout: timedelta) -> None:
 def _axis(
     layout: Layout, line: list[Coordinates], rank: int, timeout: timedelta | None, known: tuple[Axis, ...] = ()
 ) -> Axis:
-    """The axis on which this rank and the others at these coordinates lie: one of the known ones, or with a
-    new group.
-    """
+    """The axis of this rank and the others at these coordinates: one of the known axes, or one with a new group."""
     ranks = tuple(layout.rank(at) for at in line)
     for axis in known:
         if axis.ranks == ranks:

@@ -1,4 +1,4 @@
-"""The one rule for computing in a wider type than the stream's, and what is computed otherwise in such a type."""
+"""The rule for computing in a wider type than the stream's."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ _VECTORS = 64  # numbers that torch computes at once on any processor, four vect
 
 
 def type_name(dtype: torch.dtype) -> str:
-    """As in configurations and accounts (bf16), or torch's own (int64)."""
+    """Name in configurations and accounts (bf16), or torch's own (int64)."""
     return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """x in fp32 where its type is narrower, else as it is.
+    """x in fp32 where its type is narrower, else as it is: for decays, routers, norms and losses.
 
-    What has to be exact (decays, routers, norms, losses) is computed so. A model whose parameters are float64 computes
-    in float64 throughout, which is how tests compare it with others.
+    A model whose parameters are float64 computes in float64 throughout, as in comparisons of tests.
     """
     return x.to(wide_type(x.dtype))
 
@@ -36,10 +35,10 @@ def wide_type(dtype: torch.dtype) -> torch.dtype:
 def exp_(x: Tensor) -> Tensor:
     """e^x in the place of x [..., n], which needs no gradient. The bits of a row are its own.
 
-    torch hands exp of fp32 on CPUs to MKL, whose code for processors of AMD takes 0.66 ns a number where torch's own
-    exp2 takes 0.16 (Zen 5). The factor's rounding and that of the product change a result by at most |x| 1.2e-7 of it:
-    as much as rounding a logit x and the largest one does to their difference. exp2 rounds what does not fill a vector
-    of numbers in another way, so rows must fill theirs, as those of padded vocabularies do.
+    torch calls MKL for exp of fp32 on CPUs. On processors of AMD it takes 0.66 ns a number, and torch's own exp2 0.16
+    ns (Zen 5). Rounding of factor and product changes a result by at most |x| 1.2e-7 of it. Rounding of a logit x and
+    of the largest one changes their difference by the same amount. exp2 rounds numbers that do not fill a vector in
+    another way, so rows must fill theirs, as the rows of padded vocabularies do.
     """
     if x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous() and x.shape[-1] % _VECTORS == 0:
         return x.mul_(math.log2(math.e)).exp2_()
@@ -47,5 +46,5 @@ def exp_(x: Tensor) -> Tensor:
 
 
 def plain(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-    """torch's, or what a library has put in its place since the layer was built."""
+    """F.linear, or the function that a library has put in its place since the layer was built."""
     return F.linear(x, weight_NK, bias_N)

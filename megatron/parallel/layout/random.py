@@ -1,4 +1,4 @@
-"""Keyed randomness: every draw is a function of what it is for, never of how often a generator was called.
+"""Keyed randomness: every draw is a function of its purpose, never of earlier calls of a generator.
 
 A draw's key is (seed, site, sample number), and its counter is the element's place in the *logical* tensor. So
 recomputation, pipeline cuts, tensor parallel slices, micro-batch sizes and restarts change nothing, and CPU and

@@ -1,9 +1,8 @@
 """Logical tensors and how a layout cuts them.
 
-A *logical tensor* has a name, a shape and a role that no layout changes. A `Shard` says along which dimension
-the tensor parallel ranks cut it, and into which parts the dimension falls first: the rows of a fused
-`gate_up` matrix are two parts (gate, up), and each rank owns a slice of each. Everything that must know where
-an element lives (initialisation, checkpoints, export) reads it here.
+A *logical tensor* has a name, a shape and a role that no layout changes. A `Shard` has the dimension that the tensor
+parallel ranks cut, and the parts of this dimension: the rows of a fused `gate_up` matrix are two parts (gate, up), and
+each rank owns a slice of each. Initialisation, checkpoints and export read the place of an element here.
 
 Dimension 0 of a tensor of experts counts them, and no tensor parallel rank cuts it. An expert parallel rank has a run
 of experts: a run of the flattened shard, and so a fragment like those that ZeRO makes.
@@ -16,7 +15,7 @@ from enum import Enum
 
 
 class Role(str, Enum):
-    """What a parameter is for. Optimizer groups and initialisation schemes go by it."""
+    """Purpose of a parameter, for optimizer groups and initialisation schemes."""
 
     EMBEDDING = "embedding"
     POSITION = "position"
@@ -32,25 +31,25 @@ class Role(str, Enum):
 
 
 class Growth(str, Enum):
-    """Which fans of a tensor grow with the width of the model: what it reads, what it gives, both or neither."""
+    """Fans of a tensor that grow with the width of the model: inputs, outputs, both or neither."""
 
     BOTH = "both"
     INPUTS = "inputs"
     OUTPUTS = "outputs"  # or neither: vectors, tables, matrices between fixed sizes
-    HEAD = "head"  # inputs alone, and a multiplier of the logits makes up for it
+    HEAD = "head"  # only inputs, for which a multiplier of the logits compensates
 
 
 _GROWTH = {Role.HIDDEN: Growth.BOTH, Role.OUTPUT: Growth.BOTH, Role.ROUTER: Growth.INPUTS, Role.HEAD: Growth.HEAD}
 
 
 def growth_of(role: Role) -> Growth:
-    """How tensors of a role grow where their kind of layer says nothing else."""
+    """How tensors of a role grow by default."""
     return _GROWTH.get(role, Growth.OUTPUTS)
 
 
 @dataclass(frozen=True)
 class Scales:
-    """What a tensor's learning rate, weight decay and epsilon are multiplied by, beside what its role says."""
+    """Factors of a tensor's learning rate, weight decay and epsilon, in addition to those of its role."""
 
     lr: float = 1.0
     weight_decay: float = 1.0
@@ -101,18 +100,15 @@ class Shard:
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """A parameter as everybody outside this rank sees it. Kept on each local parameter as `.logical`.
+    """A parameter without its layout. Each local parameter has it as `.logical`.
 
     Attributes:
-        name: global name, such as `layers.7.attention.query.weight`. Independent of any layout.
-        shape: logical shape.
-        role: what it is for.
-        shard: how tensor parallel ranks cut it. None means that each holds it whole.
-        keep_fp32: it stays in fp32 in every precision.
-        matrices: sizes, along dim 0, of the separate matrices fused in it (Muon treats each alone).
-        heads: of projections to heads, for each of `matrices`: "query", "key" or "value", and the rows of a head. No
-            part of what it is, as `scales`.
-        scales: how it is trained beside its role. No part of what it is, so checkpoints know nothing of it.
+        name: such as `layers.7.attention.query.weight`. shape: logical shape. role: its purpose. shard: how tensor
+            parallel ranks cut it. None: each holds it whole. keep_fp32: it stays in fp32 in every precision. matrices:
+            sizes, along dim 0, of the matrices fused in it (Muon updates each separately). heads: of projections to
+            heads, for each of `matrices`: "query", "key" or "value", and the rows of a head. Not in
+            checkpoints.
+        scales: factors of its training. Not in checkpoints.
     """
 
     name: str

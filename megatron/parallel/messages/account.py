@@ -1,12 +1,12 @@
-"""The account of what this rank sends and receives: every message of every process group, by who asked for it.
+"""The account of the messages of this rank: every message of every process group, by phase and layer.
 
-All of torch's collectives, DeepSpeed's and those of backward passes too, end in a method of `ProcessGroup`. While a
-recorder is installed, these methods count and then do what they always do. Nothing is synchronised and no tensor is
-read: a call costs a few dictionary look-ups. Groups of one rank send nothing and are left out.
+All collectives, also of DeepSpeed and of backward passes, end in a method of `ProcessGroup`. While a recorder is
+installed, these methods count and then do their work. A call does not synchronise and reads no tensor. It costs a few
+dictionary look-ups. Groups of one rank are skipped.
 
-`size` is the number of bytes that nccl-tests calls S: of an all-gather the whole result, of a reduce-scatter and an
-all-to-all the whole input, of the others the tensor. `wire_bytes` is what a rank then sends with a ring. Where hosts
-are known, what this rank sends to other hosts is counted apart (`crossing_bytes`).
+`size` is S of nccl-tests in bytes: the whole result of an all-gather, the whole input of a reduce-scatter and an
+all-to-all, else the tensor. `wire_bytes` is the number of bytes that a rank then sends with a ring. Where hosts are
+known, the bytes to other hosts are counted separately (`crossing_bytes`).
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ METHODS: dict[str, tuple[str, int | None]] = {
     "barrier": ("barrier", None),
 }
 EVALUATE = "evaluate"
-# descriptions of groups that are a level of another one: ranks of a host, hosts, and ranks of a pair
+# descriptions of groups that are a level of another group: ranks of a host, hosts, and ranks of a pair
 LEVELS = ("inside", "between", "pair")
 _installed: Recorder | None = None
 
 
 def group_name(ranks: Sequence[int], layout: Layout, at: Coordinates) -> str:
-    """The axis of the rank at `at` that a group of ranks is, or the axes on which its members differ.
+    """The axis of the rank at `at` that has these ranks, or the axes on which they differ.
 
-    A group that is two axes at once (with pure data parallelism all ranks are the data axis) has the first name that
-    fits of tensor, context, data, pipeline, expert, expert_data, world.
+    A group that is several axes at once has the first name of tensor, context, data, pipeline, expert, expert_data,
+    world.
     """
     ranks = sorted(ranks)
     lines = {name: [replace(at, **{name: index}) for index in range(getattr(layout, name))] for name in AXES}
@@ -89,9 +89,8 @@ class Recorder:
 
     Args:
         mesh: names the groups.
-        clock: also take times with it, while `timer.active`. None never does.
-        hosts: of each rank of the job, a name. Then `crossing` has the bytes that this rank sends to other hosts. May
-            be set later.
+        clock: measures times while `timer.active`. None: no times.
+        hosts: name of the host of each rank of the job, for `crossing`, the bytes to other hosts. May be set later.
     """
 
     def __init__(self, mesh: Mesh, clock: Clock | None = None, hosts: Sequence[Hashable] = ()) -> None:
@@ -104,7 +103,7 @@ class Recorder:
         self._handles: list[Any] = []
 
     def install(self) -> None:
-        """From now on calls are counted.
+        """Start to count calls.
 
         Raises:
             RuntimeError: another recorder is installed in this process.
@@ -130,7 +129,7 @@ class Recorder:
         self._handles = []
 
     def label(self, module: nn.Module, name: str) -> None:
-        """Calls inside this module's forward pass, and their backward passes, are those of layer `name`."""
+        """Count calls inside this module's forward pass, and their backward passes, for layer `name`."""
         self._handles += [
             module.register_forward_pre_hook(lambda *_: self._layers.append(name)),
             # also where a recomputation ends early, which it does with an exception
@@ -139,7 +138,7 @@ class Recorder:
 
     @property
     def layer(self) -> str:
-        """The layer whose forward pass is running. While gradients are computed, the layer whose gradient it is."""
+        """The layer whose forward pass, or gradient, is computed."""
         if self._layers:
             return self._layers[-1]
         return getattr(torch._C._current_autograd_node(), "layer", "") if self.phase == "backward" else ""
@@ -166,13 +165,13 @@ class Recorder:
         return timing
 
     def _count(self, group: ProcessGroup, operation: str, args: tuple, argument: int | None) -> Message | None:
-        """Count a call. If times are taken, the message is returned."""
+        """Count a call. Return the message if its times are measured."""
         name, ranks = self._group(group)
         size, place = len(ranks), None
         if size == 1:
             return None
         if operation in ("send", "recv"):
-            place = args[1] if len(args) > 2 else None  # nobody in particular: `recv_anysource`
+            place = args[1] if len(args) > 2 else None  # None: from any rank (`recv_anysource`)
             if place is not None:
                 level = name.partition("/")[1:]  # of an algorithm's own group
                 name, size, ranks = self._pair(ranks[place]), 2, (self.mesh.rank, ranks[place])
@@ -191,7 +190,7 @@ class Recorder:
     def _group(self, group: ProcessGroup) -> tuple[str, tuple[int, ...]]:
         key = group.group_name
         if key not in self._groups:
-            # a group that torch does not list is not one of ours: it has no ranks of the job
+            # a group that torch does not list has no ranks of the job
             known = group in dist.distributed_c10d._world.pg_group_ranks
             ranks = tuple(get_process_group_ranks(group)) if known else tuple(range(group.size()))
             name = group_name(ranks, self.mesh.layout, self.mesh.at)
@@ -212,12 +211,12 @@ def _bytes(tensors: Any) -> tuple[int, str]:
 
 
 def here() -> str:
-    """The layer that is running, for an autograd function to keep in its context as `layer`."""
+    """The running layer, which an autograd function keeps in its context as `layer`."""
     return "" if _installed is None else _installed.layer
 
 
 def note(group: ProcessGroup, operation: str, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """Count a message that goes through no method of the group it is among.
+    """Count a message that goes through no method of its group.
 
     Args:
         shape: of the tensor whose bytes count, as in `METHODS`.
@@ -228,7 +227,7 @@ def note(group: ProcessGroup, operation: str, shape: Sequence[int], dtype: torch
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Calls inside are those of this phase of a step, or of the evaluation that it is part of."""
+    """Count calls inside for this phase of a step, or for the evaluation around it."""
     recorder = _installed
     if recorder is None:
         yield

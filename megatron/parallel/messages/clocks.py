@@ -1,4 +1,4 @@
-"""One clock for all ranks, and when the last rank came to each message."""
+"""One clock for all ranks, and the time when the last rank started each message."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ROUNDS = 16  # collectives that bound a clock's offset
 
 @dataclass(frozen=True)
 class Offset:
-    """Of this rank's clock to that of rank 0.
+    """Offset of this rank's clock to that of rank 0.
 
     Attributes:
-        nanoseconds: to be taken from this rank's times.
-        error: it is no further from the truth than so many nanoseconds.
+        nanoseconds: to subtract from this rank's times.
+        error: bound of its error in nanoseconds.
     """
 
     nanoseconds: int = 0
@@ -27,10 +27,10 @@ class Offset:
 
 
 def bounded(starts: Sequence[int], ends: Sequence[int], first: Sequence[int], last: Sequence[int]) -> Offset:
-    """The offset from sums over all ranks: each ends on every rank after it has begun on every rank.
+    """The offset from sums over all ranks. Each sum ends on every rank after it has begun on every rank.
 
     So the offset is not above (end here - start there) and not below (start here - end there), for each of the sums.
-    Clocks that may be one clock, as far as this tells, are one.
+    It is 0 where these bounds allow it.
 
     Args:
         starts, ends: of this rank.
@@ -56,7 +56,7 @@ def measure_offset(now: Callable[[], int], device: torch.device | str = "cpu") -
     for _ in range(ROUNDS):
         starts.append(now())
         dist.all_reduce(one)
-        one.item()  # also where the operation is only queued
+        one.item()  # waits also where the operation is only queued
         ends.append(now())
     theirs = torch.tensor([starts, ends], dtype=torch.int64, device=device)
     dist.broadcast(theirs, 0)
@@ -64,11 +64,11 @@ def measure_offset(now: Callable[[], int], device: torch.device | str = "cpu") -
 
 
 def find_latest(timed: Sequence[Timed], device: torch.device | str = "cpu") -> None:
-    """Note with each message of a step when the last rank came to it. All ranks call it after the same step.
+    """Set `latest` of each message of a step. All ranks call it after the same step.
 
-    The n-th collective of a group is the same on all its members, and the n-th message that one sends is the n-th
-    that the other receives. Where the numbers do not agree, nothing is noted. Every rank goes through its groups, and
-    then through its pairs, in the same order, so none waits for another in a circle.
+    The n-th collective of a group is the same on all its members, and the n-th message that one rank sends is the n-th
+    that the other receives. Where the numbers differ, `latest` stays None. Every rank visits its groups, and then its
+    pairs, in the same order, so no ranks wait for each other in a circle.
     """
     groups: dict[tuple, list[Timed]] = {}
     pairs: dict[tuple, list[Timed]] = {}

@@ -1,7 +1,7 @@
-"""How long collectives take on a machine, as it was measured: the `collectives` of a machine.yml. No torch.
+"""Measured times of collectives on a machine: the `collectives` of a machine.yml. No torch.
 
-Sizes are nccl-tests' S. `algorithm bandwidth` is S over the time, `bus bandwidth` that times the operation's factor
-(PERFORMANCE.md of nccl-tests), which is comparable with the speed of a link.
+Sizes are nccl-tests' S. `algorithm bandwidth` is S over the time. `bus bandwidth` is the same times the operation's
+factor (PERFORMANCE.md of nccl-tests), which is comparable with the speed of a link.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class CostCurve:
         operation: as in `traffic.Call`.
         group: the axis whose groups were measured.
         ranks: of a group.
-        hosts: over which a group goes.
-        together: groups (of a send, pairs) that worked at the same time.
+        hosts: number of hosts of a group.
+        together: number of groups (of a send, pairs) that worked at the same time.
         points: as `POINT`, by rising size.
     """
 
@@ -42,10 +42,10 @@ class CostCurve:
     points: tuple[tuple[int, float, float, float], ...]
 
     def seconds(self, size: float) -> float:
-        """Of one operation of so many bytes.
+        """Seconds of one operation of `size` bytes.
 
-        Between points the logarithm of the time is linear in that of the size. Below the first one it takes as long as
-        there. Above the last one the bandwidth is that of the last two points, or of the last where they fall.
+        Between points the logarithm of the time is linear in that of the size. Below the first point the time is its
+        time. Above the last one the bandwidth is that of the last two points, or of the last where times fall.
         """
         sizes = [point[0] for point in self.points]
         if size <= sizes[0]:
@@ -79,10 +79,10 @@ class CostCurve:
 
     @classmethod
     def of(cls, document: Any) -> CostCurve:
-        """What `document` gave.
+        """Read a `document`.
 
         Raises:
-            ValueError: it is none of these. The message has the rule.
+            ValueError: it is damaged. The message has the rule.
         """
         if not isinstance(document, dict):
             raise ValueError("a measured collective must have an operation, a group, ranks, hosts, together and points")
@@ -125,8 +125,10 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 def choose_curve(
     curves: Iterable[CostCurve], operation: str, ranks: int, hosts: int, group: str = ""
 ) -> CostCurve | None:
-    """The curve for an operation in groups of so many ranks and hosts: with the group's name, if there is one. Of
-    several, that with the most groups at the same time, as in a run."""
+    """The curve for an operation in groups of `ranks` ranks on `hosts` hosts.
+
+    A curve with the group's name comes first, then the one with the most groups at the same time, as in a run.
+    """
     found = [each for each in curves if (each.operation, each.ranks, each.hosts) == (operation, ranks, hosts)]
     return max(found, key=lambda each: (each.group == group, each.together), default=None)
 

@@ -1,4 +1,4 @@
-"""How long messages took: sums for files and tables. No torch."""
+"""Times of messages: sums for files and tables. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class MessageKind(NamedTuple):
 
     Attributes:
         phase, group, operation, dtype: as in `traffic.Call`.
-        members: ranks of the group, or of the two that send and receive, as text: "0 2 4".
+        members: ranks of the group, or sender and receiver, as text: "0 2 4".
     """
 
     phase: str
@@ -27,13 +27,13 @@ class Duration(NamedTuple):
     """Sums over messages of a rank.
 
     Attributes:
-        messages: that were timed. Each sum is over all of them, but for `waiting`.
+        messages: number of timed messages. Each sum is over all of them, except `waiting`.
         bytes: nccl-tests' S.
         seconds: from each call to its end.
-        exposed: of these, while nothing else could go on (the rest is hidden behind computation).
-        waiting: of these, until the last rank came. 0 where nobody knows.
-        split: messages of which `waiting` is known.
-        last: messages to which this rank came last.
+        exposed: seconds that computation did not hide.
+        waiting: seconds until the last rank started the message. 0 where unknown.
+        split: messages with known `waiting`.
+        last: messages that this rank started last.
     """
 
     messages: int = 0
@@ -46,7 +46,7 @@ class Duration(NamedTuple):
 
     @property
     def transfer(self) -> float:
-        """Seconds after the last rank had come."""
+        """Seconds after the last rank had started."""
         return self.seconds - self.waiting
 
     def plus(self, other: Duration) -> Duration:
@@ -90,10 +90,10 @@ class Durations:
 
     @classmethod
     def of_rows(cls, rows: Iterable[Any]) -> Durations:
-        """What `rows` gave.
+        """Read `rows`.
 
         Raises:
-            ValueError: a row is none of these.
+            ValueError: a row is damaged.
         """
         found, texts = cls(), len(MessageKind._fields)
         for row in rows:
@@ -114,7 +114,7 @@ def members_text(ranks: Iterable[int]) -> str:
 
 
 def bus_bandwidth(kind: MessageKind, duration: Duration) -> float | None:
-    """Bytes per second by nccl-tests' definition, of the transfer alone. None where no transfer is known."""
+    """Bytes per second by nccl-tests' definition, of only the transfer. None where no transfer is known."""
     if not duration.bytes or duration.split < duration.messages or duration.transfer <= 0:
         return None
     operation = "send" if kind.operation == "recv" else kind.operation

@@ -1,8 +1,8 @@
-"""What becomes of a call of a process group before the group does it: a few layers over the methods of `ProcessGroup`.
+"""Layers over the methods of `ProcessGroup`, in which all collectives end, also of DeepSpeed and of backward passes.
 
-All of torch's collectives, DeepSpeed's and those of backward passes too, end in these methods. A layer wraps some of
-them while it is installed. The choice of an algorithm comes before the account, whatever was installed first, so that
-what is counted is what is sent. And shared memory behind it, which is another way for the same message.
+A layer wraps some of the methods while it is installed. The choice of an algorithm comes before the account, in every
+order of installation, so that the account counts the messages that are sent. Shared memory comes after it: it is
+another way for the same message.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _plain: dict[str, Any] = {}
 
 
 def intercept(layer: str, methods: Iterable[str], wrap: Wrap) -> None:
-    """From now on `wrap(method, inner)` is called in place of these methods. Those that torch lacks are left out.
+    """Call `wrap(method, inner)` in place of these methods. Methods that torch lacks are skipped.
 
     Raises:
         RuntimeError: the layer is installed already.
@@ -35,18 +35,18 @@ def intercept(layer: str, methods: Iterable[str], wrap: Wrap) -> None:
 
 
 def release(layer: str) -> None:
-    """Take a layer away. The last one leaves torch as it was."""
+    """Remove a layer."""
     if _layers.pop(layer, None) is not None:
         _rebuild()
 
 
 def original(method: str) -> Callable:
-    """A method as torch has it, whatever is installed."""
+    """The method of torch, below all layers."""
     return _plain.get(method) or getattr(ProcessGroup, method)
 
 
 def complete(result: Any) -> Work:
-    """A handle of what is done."""
+    """The handle of a complete operation."""
     future: torch.futures.Future = torch.futures.Future()
     future.set_result(result)
     work: Work = getattr(torch._C._distributed_c10d, "_create_work_from_future")(future)  # noqa: B009

@@ -1,8 +1,8 @@
-"""When messages begin and end, without waiting for any of them.
+"""Start and end of messages, measured without waiting for any of them.
 
 Marks are taken at the call, when the call returns, when the operation is complete (a callback of its future) and
 around `Work.wait`. On a CPU a mark is the time. On an accelerator it is an event on the current stream, whose time is
-read after the step. The callback of an operation runs with a stream that waits for it alone.
+read after the step. The callback of an operation runs with a stream that waits only for it.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ class HostClock:
         self.now = now
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
 
     def finish(self) -> None:
-        """All marks of a step are about to be read."""
+        """Prepare to read the marks of a step."""
 
     def read(self, mark: Mark) -> int:
         """Nanoseconds of a mark."""
         return mark
 
     def aside(self) -> bool:
-        """Whether what is called now does not hold up the model's computation."""
+        """Whether calls now do not delay the model's computation."""
         return False
 
 
 class DeviceClock:
-    """Marks are events. The time of the first one is that at which the device was empty. It is waited for that once.
+    """Marks are events. The first one is at the time when the device was empty, which the constructor waits for.
 
     Args:
         device: the module of an accelerator, such as `torch.cuda`.
@@ -62,19 +62,18 @@ class DeviceClock:
         self._stream: Any = None
 
     def mark(self) -> Mark:
-        """Here on the current stream."""
+        """An event on the current stream."""
         event = self._device.Event(enable_timing=True)
         event.record()
         return event
 
     def begin(self) -> None:
-        """A step begins: its stream is the one that computes. Times between events are in single precision, so each
-        step has a base of its own."""
+        """Begin a step, whose stream computes. Times between events are fp32, so each step has a base of its own."""
         self._stream = self._device.current_stream()
         self._bases.append(self.mark())
 
     def finish(self) -> None:
-        """All marks of the first step that is not read yet are about to be. The device has done it."""
+        """Prepare to read the marks of the first step that was not read. The device has done it."""
         base = self._bases.popleft()
         base.synchronize()
         self._at += self._base.elapsed_time(base) * 1e6
@@ -82,11 +81,11 @@ class DeviceClock:
 
     def read(self, mark: Mark) -> int:
         """Nanoseconds of a mark, on this host's clock."""
-        mark.synchronize()  # returns at once, but for the last callbacks of a step
+        mark.synchronize()  # returns at once, except for the last callbacks of a step
         return round(self._at + self._base.elapsed_time(mark) * 1e6)
 
     def aside(self) -> bool:
-        """Whether the current stream is another one than the model's."""
+        """Whether the current stream is not the model's."""
         return self._stream is not None and self._device.current_stream() != self._stream
 
 
@@ -97,14 +96,14 @@ class Message:
     """One call of an operation.
 
     Attributes:
-        call: whose.
+        call: its entry of the account.
         group: the process group, None for one that torch does not list.
-        ranks: of the job, in the group. Of a message, sender and receiver.
-        peer: place of the other one in the group, None for collectives.
+        ranks: of the group, or sender and receiver, as ranks of the job.
+        peer: place of the other rank in the group, None for collectives.
         size: bytes.
         aside: it was called on a stream of its own.
         start, end: marks. `end` is None until it is complete.
-        stalls: pairs of marks between which nothing else could go on.
+        stalls: pairs of marks between which no computation could continue.
     """
 
     __slots__ = ("aside", "call", "end", "group", "peer", "ranks", "size", "stalls", "start", "waited")
@@ -130,12 +129,12 @@ class Timer:
         self.active = False
         self.messages: list[Message] = []
         self.spans: list[tuple[str, Mark, Mark]] = []  # phases of the step
-        self._open: dict[int, Message] = {}  # by the identity of torch's handle, until somebody waits for it
+        self._open: dict[int, Message] = {}  # by the identity of torch's handle, until a wait for it
         self._silent: set[tuple[str, str]] = set()  # (backend, operation) whose handles have no future
         self._plain: Any = None
 
     def install(self) -> None:
-        """Have `Work.wait` noted."""
+        """Measure `Work.wait`."""
         self._plain = plain = dist.Work.wait
         taken, clock = self._open.pop, self.clock
 
@@ -146,7 +145,7 @@ class Timer:
             begin = clock.mark()
             result = plain(work, *args, **options)
             message.waited = clock.mark()
-            # a call that waits at once has held up everything since it began
+            # a call that waits at once has stopped computation since it began
             message.stalls.append((begin if message.stalls else message.start, message.waited))
             return result
 
@@ -169,12 +168,12 @@ class Timer:
         return taken
 
     def call(self, message: Message, plain: Callable, group: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
-        """Do the operation, and mark its begin and its end."""
+        """Do the operation, and mark its start and end."""
         clock = self.clock
         message.aside = clock.aside()
         message.start = clock.mark()
         work = plain(group, *args, **options)
-        if work is None:  # part of something larger, which has its own handle
+        if work is None:  # part of a larger operation, which has its own handle
             return work
         self.messages.append(message)
         self._open[id(work)] = message
@@ -185,7 +184,7 @@ class Timer:
         return work
 
     def _follow(self, message: Message, group: Any, work: Any) -> None:
-        """Have the end of an operation that nobody may wait for at once noted."""
+        """Mark the end of an operation by a callback, for a wait may come late or never."""
         kind = (group.name(), message.call.operation)
         if kind in self._silent:
             return
@@ -195,7 +194,7 @@ class Timer:
 
         try:
             work.get_future().add_done_callback(complete)
-        except RuntimeError:  # this backend has none for this operation: it ends when somebody has waited for it
+        except RuntimeError:  # this backend has none for this operation: it ends with the wait for it
             self._silent.add(kind)
 
 
@@ -203,10 +202,9 @@ class Timed:
     """A message with its times in nanoseconds.
 
     Attributes:
-        message: which one.
-        start, end: `end` is None where nobody saw it.
-        stalls: between which nothing else could go on, within [start, end].
-        latest: when the last rank came to it. None where nobody knows.
+        start, end: `end` is None where unknown.
+        stalls: intervals in [start, end] in which no computation could continue.
+        latest: when the last rank started it. None where unknown.
     """
 
     __slots__ = ("end", "latest", "message", "stalls", "start")
@@ -226,12 +224,12 @@ class Timed:
 
     @property
     def exposed(self) -> int:
-        """Nanoseconds in which nothing else could go on."""
+        """Nanoseconds in which no computation could continue."""
         return sum(b - a for a, b in self.stalls)
 
     @property
     def waiting(self) -> int | None:
-        """Nanoseconds until the last rank came."""
+        """Nanoseconds until the last rank started."""
         if self.latest is None or self.end is None:
             return None
         return max(0, min(self.latest, self.end) - self.start)

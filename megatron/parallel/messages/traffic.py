@@ -1,4 +1,4 @@
-"""Messages and their bytes, counted or predicted: what accounts are made of. No torch."""
+"""Messages and their bytes, counted or predicted: the entries of accounts. No torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 
 class Call(NamedTuple):
-    """Who sends what to whom.
+    """Sender, group and type of messages.
 
     Attributes:
-        phase: forward, recompute, backward, update, exchange (the trainer's sums), or what happens between steps.
-        layer: `embedding`, `layers.3.attention`, `head`. Empty where no layer asks, as for sums of gradients.
-        group: tensor, data, pipeline, expert, expert_data, world, or axes joined by `+`. Of an algorithm in levels also
+        phase: forward, recompute, backward, update, exchange (the trainer's sums), or a name of work between steps.
+            layer: `embedding`, `layers.3.attention`, `head`. Empty for messages of no layer, such as sums of gradients.
+            group: tensor, data, pipeline, expert, expert_data, world, or axes joined by `+`. An algorithm in levels
+            also has
             `data/inside` (ranks of a host) and `data/between` (a rank of each host).
         ranks: of the group. 2 for sends between a pair.
         operation: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, send, recv, barrier, ...
@@ -63,7 +64,7 @@ class Tally:
         return Tally([*self, *other])
 
     def by(self, *fields: str) -> dict[tuple, tuple[int, int]]:
-        """(messages, bytes) by some fields of the calls, sorted. Entries of no message are left out."""
+        """(messages, bytes) by some fields of the calls, sorted. Entries without messages are skipped."""
         sums: dict[tuple, tuple[int, int]] = {}
         for call, messages, size in self:
             key = tuple(getattr(call, field) for field in fields)
@@ -72,7 +73,7 @@ class Tally:
         return {key: sums[key] for key in sorted(sums) if sums[key][0]}
 
     def take(self) -> Tally:
-        """What was counted so far, which is then forgotten here."""
+        """Return the counts so far, and clear them."""
         taken = Tally()
         taken._counts, self._counts = self._counts, {}
         return taken
@@ -83,10 +84,10 @@ class Tally:
 
     @classmethod
     def of_rows(cls, rows: Iterable[list[Any]]) -> Tally:
-        """What `rows` gave.
+        """Read `rows`.
 
         Raises:
-            ValueError: a row is none of these.
+            ValueError: a row is damaged.
         """
         tally = cls()
         for row in rows:
@@ -97,26 +98,28 @@ class Tally:
         return tally
 
 
-SPLIT, LATER = "split", "later"  # kinds of messages that a table treats in another way
+SPLIT, LATER = "split", "later"  # kinds of messages that a table of algorithms handles separately
 
 
 class Messages:
-    """Messages that are predicted, by call and size: what a table of algorithms chooses by. Iterates as a `Tally` does,
-    with an entry for each size.
+    """Predicted messages by call and size, by which a table of algorithms chooses.
+
+    Iterates as a `Tally`, with an entry for each size.
     """
 
     def __init__(self) -> None:
         self._counts: dict[tuple[Call, int, str], int] = {}
 
     def add(self, call: Call, messages: int, size: int, kind: str = "") -> None:
-        """`messages` more calls of `size` bytes in all, each of as many.
+        """`messages` more calls of `size` bytes in all, each of the same size.
 
         Args:
-            kind: `SPLIT`, where the caller gives the size of each rank's part, which may differ. `LATER`, where all of
-                these are waited for together.
+            kind: `SPLIT`, where the caller gives the size of each rank's part, which may differ. `LATER`, where one
+                wait
+                is for all of them.
 
         Raises:
-            ValueError: they cannot have as many bytes each.
+            ValueError: `messages` does not divide `size`.
         """
         if messages and size % messages:
             raise ValueError(f"{size} bytes are no {messages} messages of one size: {call}")
@@ -134,7 +137,7 @@ class Messages:
             yield call, messages, each, kind
 
 
-# What a rank sends of S bytes with a ring of n ranks (nccl-tests, PERFORMANCE.md).
+# Share of S bytes that a rank sends with a ring of n ranks (nccl-tests, PERFORMANCE.md).
 _WIRE = {
     "all_reduce": lambda n: Fraction(2 * (n - 1), n),
     "all_gather": lambda n: Fraction(n - 1, n),
@@ -153,13 +156,13 @@ def wire_bytes(operation: str, ranks: int, size: int) -> float:
 def crossing_bytes(operation: str, ranks: Sequence[int], hosts: Sequence[Hashable], rank: int, size: int) -> int:
     """Bytes that a rank sends to other hosts for a call of `size` bytes.
 
-    An all-to-all goes from each to each. All else in a ring in the order of the group, so that a rank sends only to the
-    next one. (Which way a backend really takes is its own affair.)
+    An all-to-all goes from each rank to each. Other operations are rings in the order of the group, in which a rank
+    sends only to the next one. (A backend may take another way.)
 
     Args:
         ranks: of the group in its order, or sender and receiver of a message.
         hosts: of each rank of the job.
-        rank: this one.
+        rank: this rank.
     """
     there = [hosts[each] != hosts[rank] for each in ranks]
     if operation == "all_to_all":

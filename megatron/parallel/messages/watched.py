@@ -1,9 +1,9 @@
-"""Collectives that say where they are: each call of `torch.distributed` is noted in the rank's beacon.
+"""Collectives in the rank's beacon: each call of `torch.distributed` is written there.
 
-The functions are replaced for as long as a run lasts, in the modules where torch keeps them, so that calls of
-libraries (DeepSpeed, torch's own gathering of objects) are noted too. A call costs one or two microseconds more. On
-gloo a call returns when its result is there, so the time inside is the time of waiting for others. With NCCL it
-returns when the operation is queued.
+The functions are replaced during a run, in the modules of torch that have them, so that calls of libraries (DeepSpeed,
+torch's own gathering of objects) are written too. A call costs one or two microseconds more. On gloo a call returns
+with its result, so the time inside is the time of waiting for others. With NCCL it returns when the operation is
+queued.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ class _Watcher:
         self.last = -1
 
     def follow(self, group: Any) -> int:
-        """The slot of a process group that is called for the first time, where None is that of all ranks. -1 if it is
-        not followed."""
+        """The slot of a process group at its first call. None is the group of all ranks. -1: the group is skipped."""
         named = dist.group.WORLD if group is None else group
         if named is None or named is dist.GroupMember.NON_GROUP_MEMBER:
             return -1
@@ -84,8 +83,8 @@ class _Watcher:
         towards = b" to rank %d" if root == "dst" else b" from rank %d"
         beacon, slots = self.beacon, self.slots
 
-        # Between two calls a step has filled the processor's caches with other things: each further function costs more
-        # than it does in a loop, so what is done every time is written out.
+        # Between two calls a step fills the processor's caches. A function then costs more than in a loop, so this one
+        # calls as few as possible.
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.busy or is_compiling():
@@ -138,7 +137,7 @@ class _Watcher:
         return call
 
     def waiting(self, function: Callable) -> Callable:
-        """`Work.wait`: for an operation that was called without waiting, and that is not over yet."""
+        """`Work.wait`, of an operation that was called without waiting and is not complete."""
 
         @wraps(function)
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +158,7 @@ _TYPES: dict[dtype, bytes] = {}  # names of types, which are slow to make
 
 
 def _type(what: Any) -> bytes:
-    """The type of the numbers of the first argument: of a tensor or a list of them."""
+    """The type of a tensor, or of the first in a list."""
     first = what[0] if isinstance(what, (list, tuple)) and what else what
     if not isinstance(first, Tensor):
         return b""
@@ -169,7 +168,7 @@ def _type(what: Any) -> bytes:
 
 
 def _root(given: dict[str, Any], word: str) -> int:
-    """The global rank that sends to all others, or that all others send to."""
+    """The global rank that sends to all others, or receives from them."""
     if given.get(word) is not None:
         return int(given[word])
     place = given.get(f"group_{word}")
@@ -177,7 +176,7 @@ def _root(given: dict[str, Any], word: str) -> int:
 
 
 def _elements(what: Any) -> int:
-    """Of the first argument: a tensor or a list of them. 0 where it is something else."""
+    """Elements of a tensor or of a list of tensors, else 0."""
     if isinstance(what, Tensor):
         return what.numel()
     if isinstance(what, (list, tuple)):
@@ -187,7 +186,7 @@ def _elements(what: Any) -> int:
 
 @contextmanager
 def watched_collectives(beacon: Beacon, mesh: Mesh | None = None) -> Iterator[None]:
-    """Have every collective of this process noted in the beacon, until the end of the block.
+    """Write every collective of this process to the beacon, until the end of the block.
 
     Args:
         beacon: of this rank.

@@ -1,13 +1,13 @@
-"""Sums over ranks that travel in fewer bytes than they have.
+"""Sums over ranks in compressed form.
 
-A tensor is cut into as many parts as there are ranks. Each rank encodes its values of every part and sends it to the
-part's owner. The owner adds them in fp32, encodes the sum, and sends it to all. So a value is rounded twice, whatever
-the number of ranks, and every rank decodes the same bytes.
+A tensor is cut into one part per rank. Each rank encodes its values of every part and sends it to the part's owner. The
+owner adds them in fp32, encodes the sum, and sends it to all. So a value is rounded twice, for every number of ranks,
+and every rank decodes the same bytes.
 
 `int8_block` has blocks of 256 with the largest magnitude as 127. `top_k` sends the largest of every 32 values as they
-are. What these leave out is kept where it was left out, and added to the next values of the same tensor (error
-feedback, Seide et al. 2014, Karimireddy et al. 2019, arXiv 1901.09847), so that what is sent over many steps adds up to
-what should have been. `bf16` and `fp16` only round, and keep nothing.
+are. Both keep their rounding errors, and add them to the next values of the same tensor (error feedback, Seide et al.
+2014, Karimireddy et al. 2019, arXiv 1901.09847). Over many steps the sums are therefore exact. `bf16` and `fp16` only
+round, and keep no errors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def encode(wire: str, x_PE: Tensor, block: int = BLOCK) -> Tensor:
     if wire == "int8_block":
         blocks = x_PE.view(parts, -1, block)
         scale = blocks.abs().amax(-1, keepdim=True) / 127
-        # where it is no number, the scale says so for the whole block
+        # a scale that is no number makes the whole block none
         values = (blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)).nan_to_num(0.0).round().clamp(-127, 127)
         return torch.cat(
             [scale.reshape(parts, -1).view(torch.uint8), values.to(torch.int8).view(parts, -1).view(torch.uint8)], 1
@@ -48,7 +48,7 @@ def encode(wire: str, x_PE: Tensor, block: int = BLOCK) -> Tensor:
 
 
 def decode(wire: str, bytes_PB: Tensor, elements: int, block: int = BLOCK) -> Tensor:
-    """What `encode` was given, as far as it kept it: fp32 [P, elements]."""
+    """The reverse of `encode`, with its rounding errors: fp32 [P, elements]."""
     parts = len(bytes_PB)
     if wire in TYPES:
         return bytes_PB.contiguous().view(TYPES[wire]).float()
@@ -62,29 +62,29 @@ def decode(wire: str, bytes_PB: Tensor, elements: int, block: int = BLOCK) -> Te
 
 
 class CompressedSum:
-    """Sums in one form, with what was left out of earlier ones.
+    """Sums in one form, with error feedback.
 
-    Tensors are told apart by their turn since `begin`: the same ones must come in the same order every time.
+    A tensor is identified by its turn since `begin`: the same tensors must come in the same order every time.
 
     Args:
-        wire: a form of `megatron.config.arithmetic.wire`, but not none.
-        feeds_back: whether it keeps what it leaves out. False where tensors are other ones every time.
-        undoable: whether `end` may say that a step was not applied: what is left out is then kept twice.
+        wire: a form of `megatron.config.arithmetic.wire`, not none.
+        feeds_back: whether it keeps errors. False where the tensors differ every time.
+        undoable: whether a step may not be applied (`end`). Errors are then kept twice.
     """
 
     def __init__(self, wire: str, feeds_back: bool = True, undoable: bool = False) -> None:
         self.wire, self.feeds_back, self._undoable = wire, feeds_back and wire in FEEDS_BACK, undoable
         self.left_out: dict[tuple[int, int], Pair] = {}  # (turn, elements) -> [P, E] here, [E] owned
-        self._next: dict[tuple[int, int], Pair] = {}  # the same after the step at work
-        self._written: list[tuple[int, int]] = []  # of `_next`, in the step at work
+        self._next: dict[tuple[int, int], Pair] = {}  # the same after this step
+        self._written: list[tuple[int, int]] = []  # keys of `_next` that this step wrote
         self._turn, self._keep, self._scale = 0, False, 1.0
 
     def begin(self, keep: bool = False, scale: float = 1.0) -> None:
-        """The tensors of a step come, from the first one on.
+        """Begin a step, with its first tensor.
 
         Args:
-            keep: what was left out of earlier steps is added to them, and stays as it is.
-            scale: what the tensors of this step are multiples of.
+            keep: errors of earlier steps are added to its tensors, and stay as they are.
+            scale: factor of the tensors of this step.
         """
         self._turn, self._keep = 0, keep
         self._written.clear()
@@ -94,13 +94,13 @@ class CompressedSum:
             self._scale = scale
 
     def end(self, applied: bool) -> None:
-        """The step has ended. One that was not applied has left out nothing."""
+        """End the step. A step that was not applied leaves no errors."""
         for key in self._written if applied else ():
             self.left_out[key], self._next[key] = self._next[key], self.left_out[key]
         self._written.clear()
 
     def forget(self) -> None:
-        """What was left out is of steps that the run no longer has."""
+        """Drop all errors: the run no longer has their steps."""
         self.left_out.clear()
         self._next.clear()
 
@@ -123,7 +123,7 @@ class CompressedSum:
         return decode(wire, everyone.view(ranks, -1), elements).view(-1)[: flat.numel()]
 
     def _left_out(self, x_PE: Tensor) -> tuple[Pair | Nothing, Pair | Nothing]:
-        """What is added to the tensor at work and to its sum, and where what these leave out goes."""
+        """Errors that are added to the tensor and to its sum, and the memory for their new errors."""
         if not self.feeds_back:
             return NOTHING, NOTHING
         key = self._turn, x_PE.numel()
@@ -179,7 +179,7 @@ def _padded(x_PE: Tensor, wire: str) -> Tensor:
 
 
 class _Sent(torch.autograd.Function):
-    """[B, E] to what travels, [B, n]. Its gradient comes back in the same form."""
+    """[B, E] to its message, [B, n]. The gradient returns in the same form."""
 
     @staticmethod
     def forward(ctx: Any, x_BE: Tensor, wire: str, block: int) -> Tensor:
@@ -192,7 +192,7 @@ class _Sent(torch.autograd.Function):
 
 
 class _Received(torch.autograd.Function):
-    """The way back: what travels to [B, E], whose gradient goes off in the same form."""
+    """The reverse of `_Sent`."""
 
     @staticmethod
     def forward(ctx: Any, packed_Bn: Tensor, wire: str, elements: int, block: int, dtype: torch.dtype) -> Tensor:
@@ -205,7 +205,7 @@ class _Received(torch.autograd.Function):
 
 
 def _travelling(x_BE: Tensor, wire: str, block: int) -> Tensor:
-    """A float tensor, since only these have gradients between stages: the bytes of int8_block pass as fp32."""
+    """A float tensor, since only floats have gradients between stages: the bytes of int8_block pass as fp32."""
     coded = encode(wire, x_BE.float().contiguous(), block)
     return coded.view(TYPES.get(wire, torch.float32))
 
@@ -215,7 +215,7 @@ def _arrived(packed_Bn: Tensor, wire: str, elements: int, block: int) -> Tensor:
 
 
 def pack_rows(x: Tensor, wire: str, width: int) -> Tensor:
-    """A tensor [B, ...] in the form in which it goes to another rank, for autograd to go the same way back.
+    """A tensor [B, ...] in the form of its message to another rank. Its gradient returns in the same form.
 
     Args:
         width: the elements of each sample are a multiple of it.
@@ -224,7 +224,7 @@ def pack_rows(x: Tensor, wire: str, width: int) -> Tensor:
 
 
 def unpack_rows(packed: Tensor, wire: str, width: int, dtype: torch.dtype) -> Tensor:
-    """What `pack_rows` was given, [B, elements of a sample]."""
+    """The reverse of `pack_rows`, [B, elements of a sample]."""
     if wire == "none":
         return packed
     block, count = row_block(width), packed.shape[1]
@@ -233,7 +233,7 @@ def unpack_rows(packed: Tensor, wire: str, width: int, dtype: torch.dtype) -> Te
 
 
 def part_message(wire: str, elements: int, ranks: int) -> int:
-    """Bytes (nccl-tests' S) of `gathered` and `scattered_sum` of so many elements in all."""
+    """Bytes (nccl-tests' S) of `gathered` and `scattered_sum` of this number of elements in all."""
     return ranks * part_bytes(wire, part_elements(wire, elements // ranks, 1))
 
 
@@ -244,6 +244,6 @@ def sum_messages(wire: str, elements: int, ranks: int) -> tuple[int, int]:
 
 
 def describe_wire(wire: str) -> str:
-    """A line for the run's beginning."""
-    kept = "; what that leaves out is added to the next step's, and begins at zero now" if wire in FEEDS_BACK else ""
+    """A line for the start of a run."""
+    kept = ". Rounding errors are added to the next step's, and begin at zero now" if wire in FEEDS_BACK else ""
     return f"gradients travel between data parallel ranks as {wire}, and are summed in fp32{kept}"

@@ -1,15 +1,15 @@
 """Collectives in levels: inside a host by its backend, and between hosts among the ranks at the same place of each.
 
-Of n hosts with l ranks each, an all-gather first gathers each rank's block from its like on the other hosts, then these
-n blocks inside the host. a reduce-scatter goes the other way, and an all-reduce is one after the other. So a host
-receives from others what it lacks once, where a ring through all ranks passes everything through every host (PCCL,
-arXiv 2504.18658). Between hosts works the backend, a ring, or recursive doubling and halving (Thakur et al. 2005,
+On n hosts with l ranks each, an all-gather first gathers the blocks of the ranks at the same place of each host, then
+these n blocks inside the host. A reduce-scatter is the reverse, and an all-reduce is one after the other. So a host
+receives each block once, where a ring through all ranks passes all blocks through every host (PCCL, arXiv 2504.18658).
+Between hosts the algorithm is the backend's, a ring, or recursive doubling and halving (Thakur et al. 2005,
 "Optimization of collective communication operations in MPICH"), whose number of messages is logarithmic.
 
-In three levels, what is called a host here is a pair of ranks with the fastest link, and the ranks at the same place of
-each pair do the same once more, in hosts: a grid whose `outer` is one.
+In three levels, a host is a pair of ranks with the fastest link. The ranks at the same place of each pair do the same
+again among the real hosts, with the grid `outer`.
 
-Shapes: n hosts, l ranks of a host, b elements of a block, a group has n l ranks.
+Shapes: n hosts, l ranks of a host, b elements of a block, n l ranks of a group.
 """
 
 from __future__ import annotations
@@ -53,14 +53,13 @@ def places_by_host(ranks: Sequence[int], hosts: Sequence[Hashable]) -> tuple[tup
 
 @dataclass(frozen=True)
 class HostGrid:
-    """A group as this rank sees it.
+    """A group from the place of this rank.
 
     Attributes:
-        inside: ranks of its host.
-        between: the ranks at its place of every host.
-        outer: how the ranks of `between` are in hosts. None where they are not, or it makes no difference.
-        order: [l n] the group's places, by place in a host and then by host. None where that is host by host already
-            once the two are exchanged, which needs no index.
+        inside: ranks of its host. between: the ranks at its place of every host. outer: grid of the ranks of `between`
+            with three levels, else None. order: [l n] the group's places, by place in a host and then by host. None
+            where ranks are numbered host by host,
+            so that a transposition does.
     """
 
     inside: Axis
@@ -81,7 +80,7 @@ class HostGrid:
 
         Args:
             make: makes a group, or describes it by None.
-            hosts: of each rank of the job, where `places` are those of pairs: then there are three levels.
+            hosts: of each rank of the job, for three levels. `places` are then those in pairs.
         """
         at = next(host for host in places if rank in (ranks[place] for place in host))
         mine = [ranks[place] for place in at].index(rank)
@@ -90,7 +89,7 @@ class HostGrid:
         outer = None
         if hosts:
             further = places_by_host(line, hosts)
-            assert further is not None, "pairs are within hosts, and as many in each"
+            assert further is not None, "pairs are within hosts, with equal numbers in each"
             outer = cls.build(line, further, rank, make)
             between = Axis(line.index(rank), len(line), None, tuple(line))
         else:
@@ -160,8 +159,10 @@ def all_reduce(x: Tensor, grid: HostGrid, algorithm: str, op: dist.ReduceOp.RedO
 
 
 def all_to_all(out: Tensor, whole: Tensor, grid: HostGrid) -> None:
-    """out [n l b] gets the block for this rank from every rank's [n l b]: first to the place in one's own host that
-    the receiver has in its, then between hosts, in one message for each."""
+    """out [n l b] gets the block for this rank from every rank's [n l b].
+
+    A block goes to the receiver's place in the sender's host first, then between hosts, in one message for each host.
+    """
     n, inner = grid.between.size, grid.inside.size
     rows = _to_rows(whole, grid, n, inner)  # [l n b], by receiver
     if inner > 1:

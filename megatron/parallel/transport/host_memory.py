@@ -1,10 +1,9 @@
-"""Memory that the ranks of a group on one host share, and how they keep in step there.
+"""Memory that the ranks of a group on one host share, and their synchronisation.
 
-Each rank has a slab of its own that the others map: an anonymous file (`memfd_create`), which has no name in any
-folder, so that nothing is left of it whatever ends a rank, and which the size of /dev/shm does not limit. Others open
-it through /proc, which they can where both run under one user in one container. Its name has a random word, so that a
-process of another host with the same number is not taken for it. Ranks meet by eight bytes through a pipe from each to
-each: a process that ends closes its ends, which the others see at once.
+Each rank has a slab that the others map: an anonymous file (`memfd_create`). It is in no folder, so that it ends with
+the processes, and the size of /dev/shm does not limit it. Other ranks open it through /proc, under one user in one
+container. A random word in its name identifies it, for a process of another host may have the same number. Ranks meet
+by eight bytes through a pipe from each to each. A process that ends closes its pipes, which the others detect at once.
 """
 
 from __future__ import annotations
@@ -23,28 +22,28 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-WORD = 8  # bytes that ranks send each other where they meet
-Share = Callable[[list[int]], list[list[int]]]  # the numbers of all ranks of a group, from those of this one
+WORD = 8  # bytes of a meeting's message
+Share = Callable[[list[int]], list[list[int]]]  # gathers numbers of all ranks of a group
 
 
 class HostGroup:
-    """The ranks of a group as one of them sees them.
+    """Shared memory of a group.
 
     Args:
-        rank, size: its place in the group, and their number.
+        rank, size: place of this rank in the group, and number of ranks.
         slab: bytes of each rank's part.
-        share: tells all ranks of the group some numbers. Every call is one of all ranks.
+        share: gathers numbers of all ranks. All ranks call it together.
 
     Attributes:
         slabs: [slab] bytes of each rank.
-        reason: why there is no such memory, and then nothing else. Empty where they are on several hosts.
+        reason: why there is no such memory. Empty where the ranks are on several hosts.
     """
 
     def __init__(self, rank: int, size: int, slab: int, share: Share) -> None:
         self.rank, self.size = rank, size
         self.slabs: list[Tensor] = []
         self.reason = ""
-        self._ends: dict[int, tuple[int, int]] = {}  # of each other rank: where to read and where to write
+        self._ends: dict[int, tuple[int, int]] = {}  # of each other rank: file descriptors to read and to write
         self._open: set[int] = set()
         self._maps: list[mmap.mmap] = []
         self._broken = ""
@@ -62,25 +61,26 @@ class HostGroup:
                 self._ends = {other: (pipes[other][0], self._ends[other][1]) for other in pipes}
         ready = share([bool(self.slabs) and not self.reason])
         if all(each[0] for each in ready):
-            for end in (mine[0], *(write for _, write in pipes.values())):  # the others have them, and theirs close
-                self._shut(end)  # when they end
+            for end in (mine[0], *(write for _, write in pipes.values())):  # others have opened them
+                self._shut(end)
             return
         self.close()
         self.reason = (self.reason or "another rank could not") if one_host else ""
 
     @property
     def ready(self) -> bool:
-        """Whether there is such memory. The same on all ranks."""
+        """Whether there is such memory, equal on all ranks."""
         return bool(self.slabs)
 
     def meet(self, word: bytes, patience: Callable[[], timedelta]) -> None:
-        """Return when all ranks have come with the same word of eight bytes. What they wrote before is seen then.
+        """Return when all ranks have called it with the same word of eight bytes. Their earlier writes are then
+        visible.
 
         Args:
-            patience: how long to wait.
+            patience: gives the timeout.
 
         Raises:
-            RuntimeError: one has ended, did not come in time, or came with another word. From then on always.
+            RuntimeError: a rank has ended, did not call in time, or called with another word. Later calls raise, too.
         """
         if self._broken:
             raise RuntimeError(self._broken)
@@ -120,18 +120,18 @@ class HostGroup:
                     )
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release memory and pipes."""
         self.slabs, self._ends = [], {}
         for end in list(self._open):
             self._shut(end)
         for each in self._maps:
-            with contextlib.suppress(BufferError):  # a tensor of it is still in use: then with that
+            with contextlib.suppress(BufferError):  # a tensor still uses it, and will release it
                 each.close()
         self._maps = []
 
     @contextlib.contextmanager
     def _noted(self) -> Iterator[None]:
-        """What the system refuses becomes the reason."""
+        """Turn errors of the system into the reason."""
         try:
             yield
         except (OSError, AttributeError, ValueError) as error:  # no such call on other systems than Linux
@@ -167,7 +167,7 @@ class HostGroup:
 
 
 def _anonymous(word: int, size: int) -> int:
-    """A file without a place, whose pages are there: a lack of memory is seen now, and not by a signal later."""
+    """An anonymous file with allocated pages, so that a lack of memory is an error now and not a signal later."""
     end = os.memfd_create(_name(word), os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(end, 0, size)
@@ -182,8 +182,11 @@ def _name(word: int) -> str:
 
 
 def _host() -> tuple[int, int]:
-    """Of the machine's start and name, and of the space of process numbers: equal where one rank can find another's in
-    /proc, and a host is what its name says it is, as for checkpoints and tables of algorithms."""
+    """Numbers of the machine (start and name) and of its process namespace: equal where a rank can find another in
+    /proc.
+
+    The name separates hosts, as for checkpoints and tables of algorithms.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         name = blake2b(f"{boot} {socket.gethostname()}".encode(), digest_size=7)

@@ -1,12 +1,12 @@
-"""Collectives take the way that a table chooses for them, whoever calls: layers, backward passes, DeepSpeed.
+"""A table chooses the algorithm of each collective, of layers, backward passes and DeepSpeed.
 
-While a router is installed, an all-gather, reduce-scatter, all-reduce or all-to-all in a group of the mesh is looked up
-by its operation, the hosts of its group and its bytes. Every rank of a group knows the same three, so all choose the
-same. What cannot be cut into equal blocks (an all-to-all of uneven parts, a list of tensors), or is no plain sum,
-maximum or minimum, is done by the backend as ever.
+While a router is installed, the table has an algorithm for each all-gather, reduce-scatter, all-reduce or all-to-all in
+a group of the mesh, by operation, hosts of the group and bytes. These are equal on all ranks of a group, so all choose
+the same. The backend does collectives without equal blocks (an all-to-all of uneven parts, a list of tensors), and all
+reductions but sum, maximum and minimum.
 
-A call that takes another way than the backend's is complete when it returns, also where the caller asked for a handle:
-it hides nothing behind computation.
+A call by another algorithm than the backend's is complete when it returns, also where the caller asked for a handle:
+it does not overlap with computation.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Batch:
         self.sent = False
 
     def send(self) -> None:
-        """Once. Complete when it returns."""
+        """Send once. Complete when it returns."""
         if self.sent:
             return
         self.sent = True
@@ -61,7 +61,7 @@ class _Batch:
 
 
 class _Kept(Work):
-    """The handle of a gather that is sent when somebody waits."""
+    """The handle of a gather that is sent at the first wait."""
 
     def __init__(self, batch: _Batch) -> None:
         super().__init__()
@@ -76,11 +76,11 @@ class _Kept(Work):
 
 
 class Joiner:
-    """Small all-gathers that are asked for one after the other, and waited for later, as one message.
+    """Joins small all-gathers that are called one after the other, and waited for later, into one message.
 
-    A message has a cost of its own, whatever its size. ZeRO 3 gathers each norm and bias after the update, and waits
-    when it has asked for all. Here such a message is kept until somebody waits for it. Then all of its kind that are
-    kept go together. Every rank asks and waits in the same order. What arrives has the same bits.
+    A message of any size has a cost of its own. ZeRO 3 gathers each norm and bias after the update, and waits after the
+    last call. The joiner keeps such a message until a wait for it, and then sends all of its kind together. Every rank
+    calls and waits in the same order. The results have the same bits.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Joiner:
         """A handle of the gather of `block` [b] into `result` [ranks b].
 
         Args:
-            key: those with one are sent together: their group and type.
+            key: group and type. Gathers with one key are sent together.
             gather: sends one message of this kind, and waits for it.
         """
         batch = self._open.get(key)
@@ -115,16 +115,14 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Way:
-    """How a group's calls may go.
+    """The algorithms of a group.
 
     Attributes:
-        hosts, ranks: over how many of the one so many of the other are.
-        grid: for algorithms in levels. None where the table has none for such a group.
-        pairs: the same in three levels. None where the group has no pairs, and then `grid` does it.
-        others: groups of the same ranks, by the name of another backend.
+        hosts, ranks: numbers of hosts and of ranks.
+        grid: for algorithms in levels. None where the table has none for the group.
+        pairs: for three levels. None where the group has no pairs, and `grid` replaces it.
+        others: groups of the same ranks, by the name of another backend. The groups are None in a description.
         join_below: all-gathers of fewer bytes that are waited for later are joined.
-
-    Groups are None where a way is described alone.
     """
 
     hosts: int
@@ -137,12 +135,12 @@ class Way:
 
 @dataclass(frozen=True)
 class Routes:
-    """What a job knows of its ways. The same on all ranks.
+    """The algorithms of a job, equal on all ranks.
 
     Attributes:
-        table: what is chosen.
-        hosts: of each rank of the job, a name.
-        pairs: of each rank of the job, a name of the ranks of a host among which links are the fastest. May be empty.
+        table: of the choices.
+        hosts: name of the host of each rank of the job.
+        pairs: name of the pair of each rank of the job, which has the fastest link. May be empty.
     """
 
     table: AlgorithmTable
@@ -150,7 +148,7 @@ class Routes:
     pairs: Sequence[Hashable] = ()
 
     def way(self, ranks: tuple[int, ...], rank: int, make: MakeGroup) -> Way | None:
-        """How a group's calls may go. None where they go as ever. All its ranks call it.
+        """The algorithms of a group. None: only the backend's. All its ranks call it.
 
         Args:
             rank: one of them.
@@ -182,7 +180,7 @@ class Routes:
 
 
 def planned_routes(options: CommunicationOptions, ranks: int) -> Routes | None:
-    """Those of a job that has not started, on hosts of equal numbers of neighbours. None without a table.
+    """The algorithms of a job that has not started, on hosts with equal numbers of ranks. None without a table.
 
     Raises:
         OSError, ValueError: the table cannot be read, or is for another number of ranks.
@@ -198,15 +196,13 @@ def planned_routes(options: CommunicationOptions, ranks: int) -> Routes | None:
 
 
 class Router:
-    """Chooses for every call of the groups that it knows.
+    """Chooses the algorithm of every call of some groups. All ranks make it together.
 
     Args:
-        routes: how.
-        groups: the ranks of each group that this rank is in, in the same order on all ranks.
-        rank: this one.
+        routes: of the job.
+        groups: the ranks of each group of this rank, in the same order on all ranks.
+        rank: this rank.
         timeout: of the groups that are made.
-
-    All ranks make it together. As with the mesh, only members of a group meet.
     """
 
     def __init__(
@@ -228,7 +224,7 @@ class Router:
                 self.ways[ranks] = way
 
     def wrap(self, method: str, plain: Callable) -> Callable:
-        """A layer over a method of process groups. See `interception`."""
+        """A layer of `interception`."""
         operation = METHODS[method]
 
         def routed(group: ProcessGroup, *args: Any, **options: Any) -> Any:
@@ -268,7 +264,7 @@ class Router:
         return self._known[key]
 
     def choose(self, operation: str, way: Way, args: tuple) -> Callable[[], Any] | None:
-        """What does a call in another way than the backend's. None where the backend shall do it."""
+        """A function that does a call by another algorithm than the backend's. None: by the backend."""
         tensors = args[0] if operation == "all_reduce" else args[:2]
         if len(tensors) != (1 if operation == "all_reduce" else 2) or not all(map(_plain, tensors)):
             return None
@@ -316,7 +312,7 @@ _installed: Router | None = None
 
 
 def installed_routes() -> Routes | None:
-    """Those by which this process's collectives go now. None where they go as ever."""
+    """The routes of this process's collectives now. None: all by the backend."""
     return None if _installed is None else _installed.routes
 
 

@@ -1,14 +1,14 @@
-"""Sums and gathers of ranks on one host through memory that they share, in the place of gloo's messages over TCP.
+"""Sums and gathers of ranks on one host through shared memory, in the place of gloo's messages over TCP.
 
-A layer below the account: an operation is what it was, with the same bytes, and only how they get there is another
-thing. What takes part: all-reduces and reduce-scatters that add up (or average) floats, and all-gathers, in a gloo
-group whose ranks can map each other's memory, of `LEAST` bytes or more, whose caller waits at once. Everything else is
-gloo's, as are the first messages of a group, by which its ranks find each other.
+This is a layer below the account: operations and bytes are the same. It does all-reduces and reduce-scatters that add
+(or average) floats, and all-gathers, of `LEAST` bytes or more, in a gloo group whose ranks can map each other's memory,
+if the caller waits at once. gloo does all others, and the first messages of a group, by which its ranks find each
+other.
 
-A message goes in chunks that stay in the caches. Of each, a rank puts the parts that others sum into its slab, adds
-everyone's part of its own share in the order of ranks (16-bit numbers of several ranks in fp32), and takes the other
-shares from the slabs of those who summed them. So all ranks have the same bits. The three go on at once, each one chunk
-behind the one before: one meeting for each chunk.
+A message goes in chunks that stay in the caches. For each chunk, a rank writes the parts that others sum into its slab,
+adds all ranks' parts of its own share in the order of ranks (16-bit numbers of several ranks in fp32), and reads the
+other shares from the other slabs. So all ranks have the same bits. The three stages run together, each one chunk behind
+the stage before, with one meeting per chunk.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .host_memory import WORD, HostGroup
 
 LEAST = 256 * 1024  # bytes of a message
 CHUNK = 1024 * 1024  # bytes of all ranks' shares together
-MOST = 32  # ranks of a group: each meets each
+MOST = 32  # ranks of a group, for each meets each
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "allreduce", "all_gather", "reduce_scatter"
 METHODS = {
     "allreduce": ALL_REDUCE,
@@ -41,7 +41,7 @@ METHODS = {
     "reduce_scatter_single": REDUCE_SCATTER,
 }
 _NARROW = (torch.bfloat16, torch.float16)
-Stage = Callable[[int], None]  # what is done with a chunk
+Stage = Callable[[int], None]  # of the number of a chunk
 
 
 class SharedGroup:
@@ -50,7 +50,7 @@ class SharedGroup:
     Args:
         host: its ranks.
         width: bytes of a buffer, whole cache lines.
-        patience: how long to wait for the others.
+        patience: gives the timeout.
     """
 
     def __init__(self, host: HostGroup, width: int, patience: Callable[[], timedelta]) -> None:
@@ -146,8 +146,10 @@ class SharedGroup:
         return self._host.slabs[rank][start : start + like.numel() * like.element_size()].view(like.dtype)
 
     def _run(self, chunks: int, stages: Sequence[Stage], what: str) -> None:
-        """Each stage of a chunk one meeting after the stage before. What a meeting does not cover is in the other
-        buffer: a rank is never more than one meeting ahead."""
+        """Run each stage of a chunk one meeting after the stage before.
+
+        Buffers are used in turns, for a rank may be one meeting ahead.
+        """
         word = zlib.crc32(f"{what} {self._turn}".encode()).to_bytes(WORD, "little")
         last = chunks + len(stages) - 2
         for time in range(last + 1):
@@ -168,12 +170,12 @@ def _parts(chunk: Tensor, ranks: int) -> tuple[Tensor, ...]:
 
 
 class SharedSums:
-    """Takes over what it can of every group, while it is installed.
+    """Does the operations of every group that it can, while it is installed.
 
     Args:
         log: gets a line where ranks of one host cannot share memory.
         least: bytes of the smallest message that it takes.
-        chunk: bytes that are under way at once.
+        chunk: bytes of a chunk.
     """
 
     def __init__(self, log: Callable[[str], Any], least: int = LEAST, chunk: int = CHUNK) -> None:
@@ -182,7 +184,7 @@ class SharedSums:
         self._hosts: list[HostGroup] = []
 
     def wrap(self, method: str, plain: Callable) -> Callable:
-        """A layer over a method of process groups. See `interception`."""
+        """A layer of `interception`."""
         operation = METHODS[method]
 
         def shared(group: ProcessGroup, *args: Any, **options: Any) -> Any:
@@ -196,7 +198,7 @@ class SharedSums:
         return shared
 
     def _call(self, operation: str, group: ProcessGroup, args: tuple) -> Callable[[], None] | None:
-        """What does a call. None where gloo shall."""
+        """A function that does a call. None: by gloo."""
         tensors = list(args[0]) if operation == ALL_REDUCE else list(args[:2])
         if getattr(args[-1], "asyncOp", True) or not self.takes(group, *tensors):
             return None
@@ -215,7 +217,7 @@ class SharedSums:
         return partial(add, *flat, average=op == dist.ReduceOp.AVG)
 
     def takes(self, group: ProcessGroup, *tensors: Tensor) -> bool:
-        """Whether such tensors are of a kind and size for shared memory, were the ranks of the group to have it."""
+        """Whether tensors have a kind and size for shared memory, if the ranks of the group have it."""
         return (
             1 < group.size() <= MOST
             and all(each.device.type == "cpu" and not each.is_sparse and each.is_contiguous() for each in tensors)
@@ -223,7 +225,7 @@ class SharedSums:
         )
 
     def averages(self, group: ProcessGroup, *tensors: Tensor) -> bool:
-        """Whether an all-reduce of these may ask for an average. All ranks of the group ask."""
+        """Whether an all-reduce of these may be an average. All ranks of the group call it."""
         floats = all(each.is_floating_point() for each in tensors)
         return floats and self.takes(group, *tensors) and self._find(group) is not None
 
@@ -234,7 +236,7 @@ class SharedSums:
         return self._known[key]
 
     def _made(self, group: ProcessGroup) -> SharedGroup | None:
-        """All ranks of the group come to its first message of such a size together."""
+        """All ranks of the group call it with its first message of such a size."""
         try:
             backend = group._get_backend(torch.device("cpu"))
         except RuntimeError:  # none for this device
@@ -254,7 +256,7 @@ class SharedSums:
         if host.reason:
             self._log(
                 f"communication: {ranks} ranks of this host share no memory ({host.reason}): "
-                "what they sum goes through gloo, which is slower"
+                "their sums go through gloo, which is slower"
             )
         if not host.ready:
             return None
@@ -263,7 +265,7 @@ class SharedSums:
 
     @contextmanager
     def installed(self) -> Iterator[SharedSums]:
-        """Messages go through shared memory until the end of the block."""
+        """Send messages through shared memory until the end of the block."""
         global _installed
         intercept(SHARED, METHODS, self.wrap)
         _installed = self
@@ -278,7 +280,7 @@ class SharedSums:
 
 
 def _fit(operation: str, tensors: Sequence[Tensor], ranks: int) -> bool:
-    """Whether it is an operation of ours on such tensors. gloo says what is wrong with others."""
+    """Whether shared memory can do the operation. gloo reports the errors of others."""
     first, last = tensors[0], tensors[-1]
     if operation == ALL_REDUCE:
         return all(each.is_floating_point() for each in tensors)
@@ -291,6 +293,5 @@ _installed: SharedSums | None = None
 
 
 def averages(group: ProcessGroup, *tensors: Tensor) -> bool:
-    """Whether an all-reduce of these tensors may ask for an average, which gloo does not know. Where not, divide. All
-    ranks of the group ask."""
+    """Whether an all-reduce of these tensors may be an average, which gloo lacks. All ranks of the group call it."""
     return _installed is not None and _installed.averages(group, *tensors)

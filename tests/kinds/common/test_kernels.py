@@ -55,7 +55,7 @@ def settings(name: str, wanted: str = "auto"):
             "cuda",
             True,
             "torch",
-            "auto leaves fla alone, which nobody has compared with torch on a GPU",
+            "auto skips fla: not yet validated against torch on a GPU",
         ),
         ("fla", "rwkv7", "cuda", True, "fla", "model.kernels: fla"),
         ("auto", "mamba2", "cuda", False, "torch", "not installed: mamba_ssm"),
