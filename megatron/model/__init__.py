@@ -1,1 +1,1 @@
-"""What a run computes: the residual stream, the blocks that read and write it, and their counts."""
+"""The model: the residual stream, the blocks that read and write it, and their counts."""

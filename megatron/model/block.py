@@ -102,7 +102,7 @@ class Block(nn.Module):
     `channel_scales`. `injection` in the first block of a recurrent core.
 
     Args:
-        shared: modules that blocks of this rank share, by logical name. Blocks add those that are not there yet.
+        shared: modules that blocks of this rank share, by logical name. Blocks add missing modules.
     """
 
     def __init__(

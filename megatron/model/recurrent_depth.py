@@ -65,8 +65,10 @@ class Depth:
 
 
 class InitialState:
-    """The state before the first pass. A training step's depends on seed, sample and position alone. Elsewhere it
-    depends on seed and position, so that what is said of a text does not depend on where in a batch it stands."""
+    """The state before the first pass, a function of seed and position, and in training also of the sample.
+
+    Outside of training a text has the same results at every place of a batch.
+    """
 
     def __init__(self, make: ParameterFactory, options: RecurrenceOptions):
         self.mesh, self.context, self.std = make.mesh, make.context, options.state_std

@@ -175,8 +175,10 @@ class StreamForm:
         return sum(times * width for times, width in self._shapes(hidden_size, cut))
 
     def common_width(self, hidden_size: int, cut: int) -> int:
-        """The largest number that divides the floats of each tensor for each position: blocks of so many, or of a
-        divisor, hold values of one tensor alone. Arguments as those of `split`."""
+        """The largest number that divides the floats of each tensor for each position. Arguments are those of `split`.
+
+        A block of this number of values, or of a divisor, is of one tensor.
+        """
         return math.gcd(*(times * width for times, width in self._shapes(hidden_size, cut)))
 
     def split(self, tensors: tuple[Tensor, ...], hidden_size: int, cut: int) -> tuple[Tensor, ...]:

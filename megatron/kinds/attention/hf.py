@@ -39,7 +39,7 @@ def query_key_value_by_head(model: ModelSection) -> Form:
 
 
 def neighbours(turned: Tensor) -> Tensor:
-    """Channels [heads, D] of which i and i + D/2 turn together, in the order 0, D/2, 1, D/2 + 1, ..."""
+    """Channels [heads, D], where i and i + D/2 turn together, in the order 0, D/2, 1, D/2 + 1, ..."""
     return turned.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
 

@@ -38,7 +38,7 @@ from megatron.parallel.layout.shard import Role, Shard
 
 @dataclass(frozen=True)
 class SharedCall:
-    """What one of several layers that share an attention module has of its own.
+    """Own parts of one of several layers that share an attention module.
 
     Attributes:
         dropout_key: of its draws.
@@ -52,8 +52,8 @@ class SharedCall:
 class Attention(nn.Module):
     """x [B, s, H] (or of `inputs` channels) to its attention output [B, s, H].
 
-    Query heads are cut over the ranks. Key/value heads are cut too if their number allows. Else every rank
-    computes all of them and uses those of its query heads.
+    Query heads are cut over the ranks. Key/value heads are cut too if their number allows. Otherwise every rank
+    computes all of them and uses the heads that its query heads read.
     """
 
     compiled_parts = ("turned",)
@@ -112,7 +112,7 @@ class Attention(nn.Module):
         self.entropy = AttentionEntropy()
 
     def _build_norms(self, make: ParameterFactory, norm: NormOptions) -> None:
-        """Norms of queries and keys: of each head alone, or of all heads together."""
+        """Norms of queries and keys: of each head, or of all heads together."""
         options, D = self.options, self.D
         self.query_norm: Norm | WideRMSNorm | None = None
         self.key_norm: Norm | WideRMSNorm | None = None
@@ -128,9 +128,7 @@ class Attention(nn.Module):
             self.logit_clip = self._clip(options.qk_clip, make.device)
 
     def _clip(self, threshold: float, device: torch.device | str) -> LogitClip:
-        """Queries and keys shrink alike. Where several queries share the keys of a head, the queries alone, so that no
-        head changes what another one sees.
-        """
+        """Queries and keys shrink alike. Where several query heads share keys, only queries shrink."""
         shared = self.options.kv_heads < self.options.heads
         clipped = [Projection(each, ((self.D, 1.0 if shared else 0.5),)) for each in self.query.parameters()]
         if not shared:  # values come after keys
@@ -176,7 +174,7 @@ class Attention(nn.Module):
     def _projected(
         self, q: Tensor, kv: Tensor, x_BSH: Tensor, adapters: tuple[nn.Module, ...] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, S, n, D] queries and [B, S, m, D] keys and values, normalised, of what the matrices give."""
+        """[B, S, n, D] queries and [B, S, m, D] keys and values, normalised, from the results of the matrices."""
         k, v = kv.chunk(2, dim=-1)
         if adapters is not None:
             q, k, v = (each + adapter(x_BSH) for each, adapter in zip((q, k, v), adapters))
@@ -189,7 +187,7 @@ class Attention(nn.Module):
         return q, k, v
 
     def prepare(self, stream: Stream) -> None:
-        """Put into the stream's memo what forward would: a compiled block finds it there and traces none of it.
+        """Put angles and masks into the stream's memo, so that a compiled block does not trace them.
 
         For streams whose hidden state has the whole sequence.
         """
@@ -206,7 +204,7 @@ class Attention(nn.Module):
         )
 
     def _used_heads(self, x_BmSD: Tensor) -> Tensor:
-        """Of all key/value heads, those that this rank's query heads read, one for each where they do not group."""
+        """The key/value heads that this rank's query heads read, one for each where they do not group."""
         return x_BmSD[:, used_heads(self.options, self.heads, self.first_head)]
 
     @staticmethod
@@ -262,20 +260,20 @@ class Attention(nn.Module):
 
     @staticmethod
     def _saved_besides(model: ModelSection, options: AttentionOptions, sequence_length: int) -> int:
-        """Elements saved per token beside the results of the projections and of attention."""
+        """Elements saved per token in addition to the results of the projections and of attention."""
         q_width, kv_width, D = options.heads * options.head_dim, options.kv_heads * options.head_dim, options.head_dim
         saved = 0
         if options.qk_norm == "full":
-            saved += q_width + 2  # normalised queries, beside the projected ones, and two scales
+            saved += q_width + 2  # normalised queries and two scales
         elif options.qk_norm == "head":
             saved += q_width + (options.heads + options.kv_heads) * (norm_activations(model.norm, D) - D)
         turned = options.position == "rotary" and Rotary(options.rotary, D).rotated > 0
         if options.qk_norm != "none" or turned:
-            saved += kv_width  # new keys, beside the projected keys and values, which are one tensor
+            saved += kv_width  # new keys
         if options.sinks:
             saved += q_width + options.heads  # the output before a share of it goes to the sinks, and that share
         if options.dropout > 0.0 and sequence_length <= LONG:
-            saved += 3 * options.heads * sequence_length  # attention written out: probabilities and what is dropped
+            saved += 3 * options.heads * sequence_length  # attention written out: probabilities and dropout
         return saved
 
 

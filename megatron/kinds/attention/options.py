@@ -153,7 +153,7 @@ def clipped_logits_are_seen_by_one_rank(at: KindUse[Any]) -> Iterator[Problem]:
         )
 
 
-# What attention over any input needs.
+# Rules of attention over any input.
 RULES = (
     heads_are_given,
     kv_heads_divide_heads,

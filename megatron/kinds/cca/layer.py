@@ -42,12 +42,12 @@ from megatron.parallel.layout.shard import Growth, Role, Shard
 
 @dataclass
 class CCAState:
-    """What a piece of a sequence hands to the next: gradients may flow through it.
+    """State between pieces of a sequence. Gradients may flow through it.
 
     Attributes:
         cache: compressed keys and values.
         query_key: [B, taps, C], the last inputs of the two convolutions.
-        value: [B, 1, delayed channels], what the next token takes from the last one.
+        value: [B, 1, delayed channels] of the last token, for the next.
         documents: int [B, length], document of every token so far (of a chunk, of its own), where there are documents.
     """
 
@@ -93,7 +93,7 @@ class CCA(nn.Module):
         super().__init__()
         mesh, H, D = make.mesh, model.hidden_size, options.head_dim
         self.mesh, self.context, self.options, self.D = mesh, make.context, options, D
-        self.taps = options.depthwise + options.grouped - 1  # tokens that a query or a key is made of
+        self.taps = options.depthwise + options.grouped - 1  # tokens of a query or a key
         self.heads, self.kv_heads = options.heads // mesh.tensor.size, options.kv_heads // mesh.tensor.size
         q_width, kv_width = options.heads * D, options.kv_heads * D
         parts = (q_width, kv_width)
@@ -104,9 +104,7 @@ class CCA(nn.Module):
             make.scope("value"), H, (kv_width,), init=init.hidden(H, kv_width), bias=options.qkv_bias, unit=D
         )
         width, first = self.kv_heads * D, self.kv_heads * D * mesh.tensor.rank
-        self.undelayed = min(
-            max(kv_width // 2 - first, 0), width
-        )  # value channels here that come from the token itself
+        self.undelayed = min(max(kv_width // 2 - first, 0), width)  # value channels here of the token itself
         self.depthwise = Convolution(make.scope("depthwise"), parts, D, 1, options.depthwise)
         larger = init.factors.base_head_dim is not None  # heads grow in size
         self.grouped = Convolution(make.scope("grouped"), parts, D, D, options.grouped, larger)
@@ -170,11 +168,11 @@ class CCA(nn.Module):
         return self.output(y.transpose(1, 2).reshape(*x_BSH.shape[:2], -1))
 
     def _before(self, projected: Tensor, value: Tensor, starts_BS: Tensor | None, of_piece: CCAState) -> CCAState:
-        """What this rank's first tokens need of the rank before, or of the piece before."""
+        """State of the rank before, or of the piece before, for this rank's first tokens."""
         past = CCAState(of_piece.cache)
         past.query_key = taps_before(self.context, projected, of_piece.query_key, self.taps, starts_BS)
         past.value = token_before(self.context, value[..., self.undelayed :], of_piece.value)
-        if self.value.bias is not None and of_piece.value is None:  # see `_delayed`; every rank reads it
+        if self.value.bias is not None and of_piece.value is None:  # every rank reads it (see `_delayed`)
             first = float(self.context.rank == 0)
             past.value = past.value + self.value.bias[self.undelayed :] * first if past.value is not None else None
         return past
@@ -196,8 +194,8 @@ class CCA(nn.Module):
         """Queries [B, S, n, D] and keys [B, S, m, D] of length sqrt(D), the keys times their temperature."""
         first, second, D = self.options.depthwise, self.options.grouped, self.D
         length, heads = projected_BSC.shape[1], self.heads + self.kv_heads
-        # The first convolution also runs at the positions before the piece that the second one looks at. Before a
-        # document all its inputs are zero, so what it gives there is its bias.
+        # The first convolution also runs at the positions before the piece that the second one reads. Before a document
+        # all its inputs are zero, so its result there is its bias.
         padded = with_past(projected_BSC, past_BTC, first + second - 1)
         places = torch.arange(length, device=padded.device)
         if starts_BS is not None:
@@ -223,10 +221,10 @@ class CCA(nn.Module):
         return q.to(projected_BSC.dtype), (k * scale.unsqueeze(-1)).to(projected_BSC.dtype)
 
     def _delayed(self, value_BSd: Tensor, before_B1d: Tensor | None, starts_BS: Tensor | None) -> Tensor:
-        """Values whose second half (of all ranks' channels) is what the token before gave.
+        """Values whose second half (of all ranks' channels) comes from the token before.
 
-        Before a document stands a zero, which the projection makes its bias. A rank all of whose channels come from the
-        token itself reads the bias like the others: ZeRO 3 gathers what is read, and all ranks have to gather alike.
+        Before a document that half is the bias, as for a token of zeros. Every rank reads the bias, also where all its
+        channels come from the token itself: ZeRO 3 gathers tensors that are read, and all ranks have to gather alike.
         """
         now, later = value_BSd[..., : self.undelayed], value_BSd[..., self.undelayed :]
         bias = self.value.bias
@@ -265,7 +263,7 @@ class CCA(nn.Module):
         return Counts(
             parameters=projections + biases + convolutions + options.kv_heads,
             flops=2 * (projections + options.grouped * D * mixed) + 2 * 2 * seen * q_width,
-            # projected queries and keys, those that attention reads, values, attention's output and its log-sum-exp
+            # queries and keys, projected and mixed, values, attention's output and its log-sum-exp
             activations=2 * mixed + kv_width + q_width + options.heads,
             products=2 * mixed + kv_width + q_width + options.heads + H,
             state=2 * kv_width * seen + (options.depthwise + options.grouped - 2) * mixed + kv_width - kv_width // 2,

@@ -1,1 +1,1 @@
-"""What several kinds of layers share."""
+"""Parts of several kinds of layers."""

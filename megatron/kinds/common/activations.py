@@ -1,4 +1,4 @@
-"""The activations of feed-forward networks, and what each keeps for the backward pass."""
+"""The activations of feed-forward networks, and the tensors that each keeps for the backward pass."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ ACTIVATIONS = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 
-# Tensors of the MLP's width that are saved for the backward pass, plain and gated. Saved is what the derivative of
-# an operation needs; gate and up are halves of one tensor, saved together if either is.
+# Number of tensors of the MLP's width that derivatives need, plain and gated. Gate and up are halves of one tensor, saved
+# together if either is.
 SAVED = {
     "gelu": (2, 4),
     "gelu_tanh": (2, 4),

@@ -16,8 +16,8 @@ def stream_angles(
 
     Args:
         channels: of a head.
-        begin: how many tokens have been read before these.
-        x_BSH: this rank's positions, of the type and on the device of what is turned.
+        begin: number of tokens read before.
+        x_BSH: this rank's positions, with type and device of the queries.
         ranks: that share the sequence.
     """
     length = x_BSH.shape[1]

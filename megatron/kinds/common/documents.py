@@ -1,4 +1,4 @@
-"""Where a recurrence starts anew: from the documents of a sample."""
+"""Starts of recurrences at the documents of a sample."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def document_starts(documents_BS: Tensor, continued_B: Tensor | None = None) -> 
     """Index of the first token of each token's document within this piece of the sequence, int64 [B, S].
 
     Args:
-        documents_BS: number of each token's document. Tokens of one document stand together.
-        continued_B: number of the document that the token before the piece belongs to. Where the piece goes on with
-            it, the start lies before the piece: the index is below every tap's, -2**31.
+        documents_BS: number of each token's document. Tokens of one document are adjacent.
+        continued_B: number of the document of the token before the piece. Where the piece continues it, the start lies
+            before the piece: the index is below every tap's, -2**31.
     """
     places = torch.arange(documents_BS.shape[1], device=documents_BS.device).expand_as(documents_BS)
     new = torch.ones_like(documents_BS, dtype=torch.bool)
@@ -29,9 +29,9 @@ def document_starts(documents_BS: Tensor, continued_B: Tensor | None = None) -> 
 
 
 def document_bounds(starts_BS: Tensor) -> Tensor:
-    """Where documents begin in all samples laid end to end, and the end, int64: what kernels call `cu_seqlens`.
+    """Begins of documents in the concatenated samples, and the end, int64: `cu_seqlens` of kernels.
 
-    How many they are depends on the data, so the host waits for the device: make it once for all layers.
+    Their number depends on the data, so the host waits for the device: make it once for all layers.
     """
     places = torch.arange(starts_BS.shape[1], device=starts_BS.device)
     begins = (starts_BS == places).flatten().nonzero().flatten()
@@ -61,7 +61,7 @@ def shared_starts(stream: Stream, context: ContextGroup, state: Continued | None
 
 
 def piece_starts(stream: Stream, state: Continued | None) -> Tensor | None:
-    """`document_starts` of a stream, or of a piece of a sequence that goes on from a mixer's state."""
+    """`document_starts` of a stream, or of a piece of a sequence that continues from a mixer's state."""
     documents_BS = stream.documents
     if documents_BS is None:
         return None

@@ -1,4 +1,4 @@
-"""Links between our logical tensors and those of another program, read in both directions.
+"""Links between our logical tensors and the tensors of another program, read in both directions.
 
 A link names modules. It holds for their `weight` and `bias`, where they exist. Its form says how the tensors of one
 side are made of those of the other. Every form only moves elements, so both directions are exact. A form that needs

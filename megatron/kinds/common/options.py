@@ -18,7 +18,7 @@ MLP_WIDTH = "4 * model.hidden_size (gated: 8/3 * model.hidden_size rounded up to
 
 
 class RecurrentOptions(Section):
-    """What mixers with a convolution in front of a decaying state share."""
+    """Options of mixers with a convolution in front of a decaying state."""
 
     convolution: int = key(4, "Taps of the causal convolution along the sequence.", unit="tokens", gt=0)
     convolution_bias: bool = key(True, "Whether the convolution has a bias.")
@@ -28,7 +28,7 @@ class RecurrentOptions(Section):
 
 
 class StateSpaceOptions(RecurrentOptions):
-    """What the mixers of the Mamba family share."""
+    """Options of the Mamba family."""
 
     expand: int = key(2, "Inner channels of the mixer over model.hidden_size.", gt=0)
     bias: bool = key(False, "Whether the projections into and out of the mixer have biases.")
@@ -163,11 +163,11 @@ def divides_over_tensor_ranks(name: str, unit: str) -> Callable[[KindUse[Any]], 
 def parts_of_sequences_have_the_taps(
     needed: Callable[[Any], int], *names: str
 ) -> Callable[[KindUse[Any]], Iterator[Problem]]:
-    """A rule: where ranks share a sequence, the tokens that a convolution looks back to are all on the rank before.
+    """A rule: where ranks share a sequence, all tokens that a convolution reads before its own are on the rank before.
 
     Args:
-        needed: how many these are, from the options.
-        names: of the options that say so.
+        needed: number of these tokens, from the options.
+        names: of the options that decide it.
     """
 
     def rule(at: KindUse[Any]) -> Iterator[Problem]:

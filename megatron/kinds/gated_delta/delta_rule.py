@@ -6,9 +6,9 @@ values with V channels: r consecutive heads of values share one of keys.
     S_t = exp(d_t) S_{t-1} (I - b_t k_t k_t^T) + b_t v_t k_t^T      S [V, K] per head, kept here as its transpose
     y_t = S_t q_t / sqrt(K)                                         q and k of length 1
 
-What is written at position t of a chunk is n_t = b_t (v_t - what the decayed state holds under k_t). The state holds
-what came from before the chunk and the n of earlier positions, so all n of a chunk solve one triangular system with
-the right-hand sides b_t v_t and b_t k_t (the WY form of Bischof and Van Loan 1987, Yang et al. 2024, section 3.2).
+At position t of a chunk the state gets n_t = b_t (v_t - value of the decayed state under k_t). The state depends on the
+state before the chunk and the n of earlier positions, so all n of a chunk solve one triangular system with the
+right-hand sides b_t v_t and b_t k_t (the WY form of Bischof and Van Loan 1987, Yang et al. 2024, section 3.2).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def gated_delta_rule(
 
     Args:
         q_BSgK, k_BSgK: of any length. Brought to length 1 here.
-        decay_BSh: logarithms of what is left of the state, at most 0, fp32.
-        beta_BSh: share of what the state holds under the key that is replaced, in [0, 2], fp32.
+        decay_BSh: logarithms of the decays, at most 0, fp32.
+        beta_BSh: share of the value under the key that is replaced, in [0, 2], fp32.
         chunk: changes memory and speed, not the result.
         initial_BhKV: state before the first position. Zero if None.
         starts_BS: index of the first token of each token's document (`document_starts`): states do not cross it.
@@ -57,20 +57,22 @@ def gated_delta_rule(
 def ends(
     k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor | None, *, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """The state [B, h, K, V] that the sequence makes of none, and the matrix [B, h, K, K] that it multiplies one before
-    it by. Arguments as those of `gated_delta_rule`, a function to call within `recomputed`."""
+    """The state [B, h, K, V] from zeros, and the factor [B, h, K, K] of a state before the sequence.
+
+    Arguments are those of `gated_delta_rule`. `recomputed` should call it.
+    """
     own, held, keys, through, *_ = _chunks(k, v, decay, beta, starts, min(chunk, v.shape[1]))
     (B, _, h, _, V), K = own.shape, keys.shape[-1]
     one = torch.eye(K, dtype=own.dtype, device=own.device).expand(B, h, K, K)
-    # The columns of a state do not know of each other: those behind the values are the matrix.
+    # The columns of a state are independent. The columns behind the values become the factor.
     both = torch.cat([own.new_zeros(B, h, K, V), one], -1)
     *_, final = _carry(F.pad(own, (0, K)), held, keys, through, both)
     return final[..., :V], final[..., V:]
 
 
 def _chunks(k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor | None, chunk: int) -> tuple[Tensor, ...]:
-    """In chunks: what is written of itself and what is held [B, c, h, Q, V or K], keys decayed to the end, what is left
-    through a chunk. Then keys of length 1 [B, c, g, Q, K], and decays inside chunks and from their begin."""
+    """In chunks: solutions for b v (`own`) and b k (`held`) [B, c, h, Q, V or K], keys decayed to the end, decays
+    through chunks, keys of length 1 [B, c, g, Q, K], and decays inside chunks and from their begin."""
     K, V, room = k.shape[-1], v.shape[-1], -v.shape[1] % chunk
     k, v, decay, beta = (in_chunks(each, chunk) for each in (k, v, decay, beta))
     inside, to_end, from_begin, through = decays(decay, starts, room, chunk)
@@ -79,7 +81,7 @@ def _chunks(k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor | 
     keys = of_values(k, v)
     overlaps = of_values(k @ k.transpose(-1, -2), v) * inside * beta
     sides = torch.cat([v, keys * from_begin], -1) * beta
-    # only what is below the diagonal is read: 1 stands for the diagonal
+    # only elements below the diagonal are read, and the diagonal is 1
     own, held = torch.linalg.solve_triangular(overlaps, sides, upper=False, unitriangular=True).split([V, K], -1)
     return own, held, keys * to_end, through, k, inside, from_begin
 
@@ -91,7 +93,7 @@ def in_chunks(x: Tensor, chunk: int) -> Tensor:
 
 
 def of_values(x: Tensor, v: Tensor) -> Tensor:
-    """What belongs to heads of keys, for the heads of values."""
+    """Tensors of heads of keys, repeated for the heads of values."""
     return x.repeat_interleave(v.shape[2] // x.shape[2], 2)
 
 
@@ -122,14 +124,7 @@ def _unit(x: Tensor) -> Tensor:
 def _carry(
     own_BchQV: Tensor, held_BchQK: Tensor, keys_BchQK: Tensor, through_Bch: Tensor, initial_BhKV: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From chunk to chunk: what is written [B, c, h, Q, V], the state before each chunk [B, c, h, K, V], the last
-    state.
-
-    Args:
-        own: what would be written if the state before the chunk were zero, held: times that state, what it takes off.
-        keys: decayed to the end of the chunk.
-        through: what the chunk leaves of the state before it.
-    """
+    """n [B, c, h, Q, V], the state before each chunk [B, c, h, K, V], the last state. n = own - held @ state."""
     state = initial_BhKV
     if state is None:
         state = own_BchQV.new_zeros((*own_BchQV[:, 0, :, 0, 0].shape, keys_BchQK.shape[-1], own_BchQV.shape[-1]))

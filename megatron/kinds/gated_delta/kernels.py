@@ -23,9 +23,9 @@ def gated_delta_rule(
     initial_BhKV: None = None,
     starts_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `delta_rule.gated_delta_rule`. For whole sequences without a past, and no state is returned.
+    """`delta_rule.gated_delta_rule` of whole sequences without a past. No state is returned.
 
-    The kernels choose their own chunks. Inputs in fp32 and very wide keys, which they do not take, are left to torch.
+    The kernels choose their own chunks. torch computes inputs in fp32 and very wide keys.
     """
     if v_BShV.dtype == torch.float32 or q_BSgK.shape[-1] > WIDEST_KEY:
         return delta_rule.gated_delta_rule(

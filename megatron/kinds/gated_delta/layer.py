@@ -49,7 +49,7 @@ LEAST_RATE = 1e-4  # initial decay rates are no smaller, so that their logarithm
 
 @dataclass
 class GatedDeltaState:
-    """What a piece of a sequence hands to the next: gradients may flow through it.
+    """State between pieces of a sequence. Gradients may flow through it.
 
     Attributes:
         query_key, value: the last taps - 1 inputs of the convolutions, [B, taps - 1, channels].
@@ -66,8 +66,8 @@ class GatedDeltaState:
 class GatedDelta(nn.Module):
     """x [B, s, H] to its output [B, s, H]: output(norm(delta_rule(silu(conv([q k v])))) * silu(gate)).
 
-    Heads of keys are cut over the ranks if their number allows. Else every rank computes all of them and uses those of
-    its heads of values.
+    Heads of keys are cut over the ranks if their number allows. Otherwise every rank computes all of them and uses the
+    heads that its heads of values read.
     """
 
     compiled_parts = ("_rates", "_gated_norm")
@@ -149,13 +149,13 @@ class GatedDelta(nn.Module):
         starts_BS: Tensor | None,
         of_state: Tensor | None,
     ) -> Tensor:
-        """The memory before this rank's tokens, of those that share the sequence."""
+        """The memory before this rank's tokens."""
         of = functools.partial(ends, chunk=self.options.chunk)
         made, left = recomputed(of, k_BSgK, v_BShV, decay_BSh, beta_BSh, starts_BS)
         return carried_by_matrix(self.context, made, lambda: left, of_state)
 
     def _used_keys(self, x_BSgK: Tensor) -> Tensor:
-        """Heads of queries or keys that this rank's heads of values use, each by equally many."""
+        """Heads of queries or keys that this rank's heads of values use, each by the same number."""
         if self.shard_keys:
             return x_BSgK
         if len(set(self.keys_of_head)) == 1:
@@ -197,8 +197,8 @@ class GatedDelta(nn.Module):
         chunk, state = min(options.chunk, sequence_length), h * options.key_dim * options.value_dim
         convolved = 2 * keys + values
         projections = H * (2 * keys + 2 * values + 2 * h)
-        # Inside chunks: keys with keys and with queries, the triangular system, scores with what is written; between
-        # them: what is held, what is written, what is read.
+        # Inside chunks: keys with keys and with queries, the triangular system, scores with n. Between them: products
+        # with the state.
         rule = chunk * (2 * keys + h * (options.key_dim + options.value_dim) + values) + 3 * state
         made = 2 * keys + 2 * values + 2 * h
         return Counts(

@@ -1,6 +1,6 @@
 """Mamba (Gu and Dao 2023), cut over tensor parallel ranks by channels.
 
-With `heads` each equal part of the channels makes time steps, B and C of itself alone (Zamba, Glorioso et al. 2024).
+With `heads` each equal part of the channels makes its own time steps, B and C (Zamba, Glorioso et al. 2024).
 With `inner_norms` these are normalised (Jamba, Lieber et al. 2024).
 
 Shapes: B samples, S positions, H hidden, d inner channels of this rank, n heads of this rank, w channels of a head
@@ -49,7 +49,7 @@ from .selective_scan import ends, selective_scan
 
 @dataclass
 class MambaState:
-    """What a piece of a sequence hands to the next: gradients may flow through it.
+    """State between pieces of a sequence. Gradients may flow through it.
 
     Attributes:
         x: the last K - 1 inputs of the convolution, [B, K - 1, d].
@@ -186,7 +186,7 @@ class Mamba(nn.Module):
     def _memory_before(
         self, v_BSd: Tensor, dt_BSd: Tensor, B_BSnN: Tensor, starts_BS: Tensor | None, of_state: Tensor | None
     ) -> Tensor:
-        """The memory before this rank's tokens, of those that share the sequence: [B, d, N]."""
+        """The memory before this rank's tokens, [B, d, N]."""
         heads = zip(*(each.chunk(B_BSnN.shape[2], -1) for each in (v_BSd, dt_BSd)), strict=True)
         own = zip(*(each.chunk(B_BSnN.shape[2]) for each in (self.dt_bias, self.A_log)), strict=True)
         made, left = zip(
@@ -218,9 +218,7 @@ class Mamba(nn.Module):
         inner = options.expand * H
         matrices = 3 * inner * H + inner * (R + 2 * N) + inner * R
         biases = (2 * inner + H if options.bias else 0) + (inner if options.convolution_bias else 0)
-        made = (
-            2 * inner + options.heads * (R + 2 * N) + inner
-        )  # z and u; time steps before and after their projection, B, C
+        made = 2 * inner + options.heads * (R + 2 * N) + inner  # z, u, B, C, time steps before and after projection
         sizes = (R, N, N) if options.inner_norms else ()
         return Counts(
             parameters=matrices + biases + inner * (K + N + 2) + sum(sizes),
@@ -241,5 +239,5 @@ def inner_norm(model: ModelSection) -> NormOptions:
 
 
 def _joined(parts: Sequence[Tensor], dim: int = -1) -> Tensor:
-    """The parts in one. One alone is not copied."""
+    """The parts in one tensor. A single part is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)

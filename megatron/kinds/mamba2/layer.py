@@ -49,7 +49,7 @@ from .ssd import ends
 
 @dataclass
 class Mamba2State:
-    """What a piece of a sequence hands to the next: gradients may flow through it.
+    """State between pieces of a sequence. Gradients may flow through it.
 
     Attributes:
         x, bc: the last K - 1 inputs of the convolutions, [B, K - 1, channels].
@@ -213,7 +213,7 @@ class Mamba2(nn.Module):
             return [Enter(H), *row_events(H, options.bias, tensor)]
         taps: list[Event] = [Shared(read * options.convolution)]
         taps += [Shared(read)] if options.convolution_bias else []
-        # of the norm, whose inputs alone are kept
+        # of the norm, which keeps only its inputs
         sums = [] if options.norm == "none" else [Summed(options.groups, wide=True, again=True)]
         return [Enter(H), *whole_events(read, H, options.bias), *taps, *sums, *row_events(H, options.bias, tensor)]
 
@@ -235,7 +235,7 @@ class Mamba2(nn.Module):
         biases = (2 * inner + read + heads + H if options.bias else 0) + (
             inner + read if options.convolution_bias else 0
         )
-        # Inside chunks: C B^T per group and its product with x; between chunks: what is written and what is read.
+        # Inside chunks: C B^T per group and its product with x. Between chunks: products with the state.
         scan = chunk * (options.groups * N + inner) + 2 * N * inner
         made = 2 * inner + read + heads
         return Counts(

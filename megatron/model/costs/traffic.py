@@ -74,7 +74,7 @@ class Summed:
 
 @dataclass(frozen=True)
 class Shared:
-    """A replicated parameter of which each rank sees part of the uses."""
+    """A replicated parameter. Each rank has part of its uses."""
 
     elements: int
     wide: bool = False

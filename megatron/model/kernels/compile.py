@@ -4,7 +4,7 @@ A block is the unit because all blocks of a kind share one compilation, because 
 because what surrounds them (embedding, fused loss) has nothing to fuse. Of a block whose mixer or feed-forward has
 loops or kernels of its own, the other half is compiled, and of each layer the methods that it names in
 `compiled_parts`: elementwise work between its products, which reads no parameter by itself and sends nothing. Where
-collectives, hooks or chunks cut blocks, these parts are compiled alone.
+collectives, hooks or chunks cut blocks, only these parts are compiled.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ def choose_compilation(config: Config, device: torch.device | str) -> tuple[Exte
 
 
 def _cut_by(config: Config) -> str | None:
-    """What stands between the parts of a block, so that it is not compiled as one."""
+    """The reason why a block is not compiled as a whole."""
     if config.parallel.tensor > 1:
         return "collectives of tensor parallelism cut blocks"
     if config.parallel.context > 1:
         return "collectives of context parallelism cut attention"
     if config.training.sequence_chunks > 1:
-        return "each chunk of a sequence has other keys before it, and would be compiled anew"
+        return "each chunk of a sequence has other keys before it, and would be compiled again"
     model = config.model
     if model.dropout > 0 or model.attention.dropout > 0 or any("dropout" in each for each in model.variants.values()):
-        return "dropout has its own keys in each block, so each would be compiled anew"
+        return "dropout has its own keys in each block, so each would be compiled again"
     if config.training.activation_checkpointing.mode == "selective":
         return "selective recomputation chooses among single operations, which a compiled block no longer has"
     if config.zero.stage == 3:
@@ -159,7 +159,7 @@ def _compile_whole(block: Block, compiled: Callable) -> None:
 
 
 def _compile_half(block: Block, name: str, compiled: Callable) -> None:
-    """Of kinds that write nothing beside the stream."""
+    """Compile one half, of kinds without channels."""
     plain: Callable[[Tensor, Stream, BlockState], tuple[Tensor, Stream]] = getattr(block, name)
     fast, mixes = compiled(lambda x, stream: plain(x, stream, BlockState())[0]), name == "mixed"
 
@@ -174,11 +174,10 @@ def _compile_half(block: Block, name: str, compiled: Callable) -> None:
 
 
 def _options(config: Config, device: torch.device | str) -> dict[str, Any] | None:
-    """What inductor needs to be told.
+    """Options of inductor.
 
-    Two biases whose gradients are the same sum, as those of a parallel residual, become one C++ loop that stores it
-    twice. torch 2.13 then declares the number of a narrower type twice, which no compiler takes. So no loops are joined
-    side by side.
+    Two biases whose gradients are the same sum, as with a parallel residual, become one C++ loop that stores it twice.
+    torch 2.13 then declares the number of a narrower type twice, which no compiler accepts. So no loops are joined.
     """
     if graphs(config, device):
         return OPTIONS

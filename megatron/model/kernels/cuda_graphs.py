@@ -9,7 +9,7 @@ graphs, a path for the blocks in their order). Here and in
   which move them later, are refused.
 * Gradients leave the graph's memory, which the next replay overwrites while DeepSpeed still sums them: a copy of 16
   bits per weight.
-* A new pass through the model is told: what the one before has left (activations of an evaluation, which no backward
+* `begin_pass` marks a new pass through the model: activations of the pass before (of an evaluation, which no backward
   pass frees) may be overwritten then.
 """
 

@@ -73,7 +73,7 @@ class Mesh:
         Only members synchronise, axis by axis, so the cost per rank is at most seven groups for every number of ranks.
 
         Raises:
-            ValueError: the layout does not have as many ranks as the process group.
+            ValueError: layout and process group have different numbers of ranks.
         """
         if layout.world_size == 1:
             return cls(layout, 0, Coordinates(), Axis(), Axis(), Axis(), timeout=timeout)

@@ -5,7 +5,7 @@ parallel ranks cut, and the parts of this dimension: the rows of a fused `gate_u
 each rank owns a slice of each. Initialisation, checkpoints and export read the place of an element here.
 
 Dimension 0 of a tensor of experts counts them, and no tensor parallel rank cuts it. An expert parallel rank has a run
-of experts: a run of the flattened shard, and so a fragment like those that ZeRO makes.
+of experts: a run of the flattened shard, and so a fragment, as under ZeRO.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class LogicalTensor:
 
     @property
     def stacked(self) -> bool:
-        """Whether dimension 0 counts experts, each of which has matrices of its own."""
+        """Whether dimension 0 counts experts with matrices of their own."""
         return len(self.shape) == 3 and self.matrices is not None
 
     def spans(self, rank: int, ranks: int, experts: Span | None = None) -> list[list[Span]]:

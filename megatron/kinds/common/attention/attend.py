@@ -1,4 +1,4 @@
-"""Scaled dot-product attention, and the one place that chooses how it is computed.
+"""Scaled dot-product attention, and the choice of its implementation.
 
 Shapes: B samples, n query heads, m key/value heads (m divides n), Q queries, K keys, D head_dim.
 """
@@ -29,7 +29,7 @@ from .varlen import attend_by_documents, begins
 Remember = Callable[[tuple[Hashable, ...], Callable[[], Any]], Any]  # `Stream.remember`
 
 FLEX_CHANNELS = 16  # the fewest per head that FlexAttention's kernels take
-TILED = 512  # the longest sequence that torch's flash attention for CPUs would compute all pairs of
+TILED = 512  # tokens up to which torch's flash attention for CPUs would compute all pairs
 LONG = 4096  # tokens of a sequence beyond which a mask, or logits, of all pairs of tokens take too much memory
 
 
@@ -50,15 +50,15 @@ def choose(
     """The implementation ("tiles", "causal", "varlen", "masked", "flex", "math" or "pieces") and the reason for it.
 
     Args:
-        channels: of a head's queries, keys or values, whichever has the fewest.
-        compiled: whether it is part of a compiled block, where each piece would be compiled by itself.
-        narrow: whether it is in bf16. In fp32 torch's kernel, which takes head by head, rounds alike on every layout.
-        flash: whether FlashAttention takes heads of these widths.
+        channels: of a head's queries, keys or values, whichever has the fewest. compiled: whether it is part of a
+            compiled block, where each piece would be compiled separately. narrow: whether it is in bf16. In fp32
+            torch's kernel, which computes head by head, rounds alike on every layout. flash: whether FlashAttention
+            accepts heads of these widths.
     """
     windowed = pattern.window is not None and pattern.window < keys
     plain = not (documents or windowed or pattern.slopes or pattern.softcap or sinks or dropout > 0.0)
     if plain and square and narrow and device == "cpu" and keys <= TILED and not compiled:
-        return "tiles", "plain causal attention of a short sequence on a CPU: few products in vain"
+        return "tiles", "plain causal attention of a short sequence on a CPU: few masked products"
     if plain and square:
         return "causal", "plain causal attention: torch SDPA (flash on GPUs)"
     if documents and device == "cuda" and square and flash and by_documents(pattern) and dropout == 0.0 and not sinks:
@@ -66,7 +66,7 @@ def choose(
     if device == "cuda" and square and channels >= FLEX_CHANNELS and dropout == 0.0:
         return "flex", "a mask or a change of logits: FlexAttention skips what is masked"
     if square and keys > LONG and not compiled:
-        return "pieces", "memory does not grow with pairs of tokens, and pieces that are masked are skipped"
+        return "pieces", "memory does not grow with pairs of tokens, and masked pieces are skipped"
     if dropout > 0.0:
         return "math", "attention dropout is drawn by key, which fused kernels cannot do"
     if pattern.softcap or sinks:
@@ -75,12 +75,12 @@ def choose(
 
 
 def takes(query_width: int, value_width: int) -> bool:
-    """Whether FlashAttention's kernels take heads of so many channels."""
+    """Whether FlashAttention's kernels accept heads of these widths."""
     return query_width == value_width <= WIDEST and query_width % 8 == 0
 
 
 def by_documents(pattern: Pattern) -> bool:
-    """Whether documents are to be one after another, and their logits are as FlashAttention makes them."""
+    """Whether documents are to be computed one after another, with logits of FlashAttention."""
     return pattern.most_documents is not None and not (pattern.slopes or pattern.softcap)
 
 
@@ -95,13 +95,13 @@ def attend(
     sinks_n: Tensor | None = None,
     remember: Remember | None = None,
 ) -> Tensor:
-    """Causal attention. The last query stands at the last key.
+    """Causal attention. The last query is at the last key.
 
     Args:
         q: [B, n, Q, D], k, v: [B, m, K, D].
         documents_BS: int [B, K]: tokens attend only within equal numbers.
         dropout: of probabilities. None in evaluation.
-        sinks_n: a logit of each head that takes its share of the softmax and gives nothing.
+        sinks_n: a logit of each head that takes a share of the softmax and has no value.
         remember: `Stream.remember`, so that layers share masks.
 
     Returns:
@@ -142,17 +142,17 @@ def attend(
     return _math(q, k, v, pattern, mask, dropout, sinks_n)
 
 
-# torch's kernels for attention with a mask: but those of cuDNN (pytorch/pytorch#196678).
+# torch's kernels for attention with a mask, without cuDNN's (pytorch/pytorch#196678).
 KERNELS_OF_MASKS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class _OneLayout(torch.autograd.Function):
     """[B, n, Q, D] as it is. Its gradient lies in memory as [B, Q, n, D].
 
-    On Hopper torch takes cuDNN's kernels, in two thirds of the time of FlashAttention's. It remembers their plans by
-    the strides of q, k and v, but not by those of the gradient of the result: one in another layout than the first of
-    its shape gave gradients of q, k and v wrong by more than their own size (torch 2.11 on an H100: right wherever
-    there was one layout, wrong wherever it changed, as between compiled and plain code).
+    On Hopper torch uses cuDNN's kernels, in two thirds of the time of FlashAttention's. It keeps their plans by the
+    strides of q, k and v, not of the gradient. A gradient in another memory layout than the first of its shape gave
+    gradients of q, k and v with errors of more than their own size (torch 2.11 on an H100, as between compiled and
+    plain code).
     """
 
     @staticmethod
@@ -189,7 +189,7 @@ def prepare(
     sinks: bool,
     remember: Remember,
 ) -> None:
-    """Make the mask that `attend` will ask for in training without dropout, so that a compiled block finds it there.
+    """Make the mask of `attend` in training without dropout, so that a compiled block finds it in the memo.
 
     Args:
         length: of the sequence.
@@ -223,7 +223,7 @@ def _remembered(
     dtype: torch.dtype,
     remember: Remember,
 ) -> Any:
-    """What is masked, in the form that the implementation takes, made once for all layers of a pattern."""
+    """The mask in the form of the implementation, made once for all layers of a pattern."""
     if kind == "varlen":
         assert documents_BS is not None and pattern.most_documents is not None
         numbers_BS, most = documents_BS, pattern.most_documents
@@ -244,10 +244,9 @@ def _remembered(
 def _mask(
     queries: int, keys: int, pattern: Pattern, documents_BS: Tensor | None, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """What is added to the logits, -inf where attention is not allowed, [1 or B, 1, Q, K]. With ALiBi [1 or B, n, Q,
-    K].
+    """Additions to the logits, -inf where attention is not allowed, [1 or B, 1, Q, K], with ALiBi [1 or B, n, Q, K].
 
-    torch SDPA would make this of a bool mask in every layer, and keep it for each.
+    torch SDPA would make them of a bool mask in every layer, and keep them for each.
     """
     k = torch.arange(keys, device=device)
     q = torch.arange(keys - queries, keys, device=device).unsqueeze(1)
@@ -338,6 +337,6 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, blocks: BlockMask, 
 
 
 def with_sinks(y: Tensor, normalizer_BnQ: Tensor, sinks_n: Tensor) -> Tensor:
-    """Attention's output [B, n, Q, D] where sinks had their share of the softmax, whose log-sum-exp this is."""
+    """Attention's output [B, n, Q, D] with sinks, from the log-sum-exp of the logits without them."""
     left = torch.sigmoid(at_least_fp32(normalizer_BnQ) - at_least_fp32(sinks_n).view(1, -1, 1))
     return (at_least_fp32(y) * left.unsqueeze(-1)).to(y.dtype)

@@ -43,13 +43,10 @@ def describe_context(config: Config) -> list[str]:
             method = choose_method(parallel.context_method, heads, ranks, parallel.context_ulysses)
             chosen.setdefault((method.name, method.why), []).append(str(each))
         elif how == "scans":
-            choice = (
-                "all ranks at once",
-                "states before a rank's tokens follow from what the ranks before make of theirs",
-            )
+            choice = ("all ranks at once", "states before a rank's tokens follow from the tokens of the ranks before")
             chosen.setdefault(choice, []).append(str(each))
         elif how == "states":
-            choice = "one rank after the other", "each goes on from the state of the rank before"
+            choice = "one rank after the other", "each continues from the state of the rank before"
             chosen.setdefault(choice, []).append(str(each))
     return lines + [
         f"sequences over {ranks} ranks: {', '.join(names)}: {how} ({why})" for (how, why), names in chosen.items()
@@ -79,7 +76,7 @@ def attend_across(
         [B, n, s, E].
 
     Raises:
-        ValueError: keys of other chunks are to be read otherwise than by heads.
+        ValueError: keys of other chunks are read, and not by heads.
     """
     method = choose_method(context.method, q.shape[1], context.size, context.together)
     if chunked is not None and method.together != context.size:
@@ -103,10 +100,10 @@ def attend_in(
     sinks_n: Tensor | None = None,
     elsewhere: Keys | None = None,
 ) -> Tensor:
-    """Causal attention of a stream's tokens, wherever the keys before them are. Arguments as those of `attend_across`.
+    """Causal attention of a stream's tokens to all keys before them. Arguments are those of `attend_across`.
 
     Args:
-        elsewhere: the layer's state, where that has keys which are not among `k`.
+        elsewhere: the layer's state, if it has keys that are not in `k`.
     """
     documents = stream.documents
     if isinstance(elsewhere, SpreadKeys):
@@ -120,13 +117,13 @@ def attend_in(
 
 
 def chunk_of(stream: Stream) -> Chunk:
-    """Which part of a sequence the stream is.
+    """The chunk of the stream.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it has none.
     """
     if stream.chunk is None:
-        raise ValueError("a layer with the state of a chunk got a stream that is none")
+        raise ValueError("a layer with the state of a chunk got a stream without a chunk")
     return stream.chunk
 
 
@@ -150,11 +147,10 @@ def _by_heads(
     sinks_n: Tensor | None,
     chunked: ChunkedKeys | None,
 ) -> Tensor:
-    """All tokens of `together` neighbours, of some heads, for each of them, and back (Ulysses, Jacobs et al. 2023).
-    Where these are not all tokens of the sequence, keys and values pass on between the neighbourhoods.
+    """Attention of some heads on each rank, to all tokens of `together` neighbours (Ulysses, Jacobs et al. 2023).
 
-    Where the ranks do not divide the key/value heads, each of these goes to several ranks, and their gradients are
-    summed: autograd does that for repeated heads.
+    If the neighbours do not have all tokens, keys and values pass between the neighbourhoods. If the ranks do not
+    divide the key/value heads, each head goes to several ranks, and autograd sums their gradients.
     """
     u, heads, kv_heads = together, q.shape[1], k.shape[1]
     copies = math.lcm(kv_heads, u) // kv_heads
@@ -191,7 +187,7 @@ def _gathered(
     dropout: Dropped | None,
     sinks_n: Tensor | None,
 ) -> Tensor:
-    """Every rank gets all keys and values. Each run of its queries reads those that it may see."""
+    """Every rank gets all keys and values. Each run of its queries reads the keys that it may see."""
     widths = [k.shape[3], v.shape[3]]
     both_BSmW = context.gather(torch.cat([k, v], -1).transpose(1, 2))
     k, v = both_BSmW.transpose(1, 2).split(widths, -1)

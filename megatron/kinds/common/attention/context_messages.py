@@ -1,4 +1,4 @@
-"""What attention and recurrences over a shared sequence send, in closed form: `attend_across`, `carried`."""
+"""Messages of attention and recurrences over a shared sequence, in closed form: `attend_across`, `carried`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .ring import Ring, neighbourhoods, ranges_of
 def attention_messages(
     around: Around, heads: int, kv_heads: int, key_width: int, value_width: int, window: int | None
 ) -> list[LayerMessage]:
-    """Of one layer's attention.
+    """Messages of one layer's attention.
 
     Args:
         heads, kv_heads: of this rank.
@@ -57,7 +57,7 @@ def attention_messages(
 
 
 def _ring_of(around: Around, together: int, window: int | None) -> Ring:
-    """That of a micro-batch. Where nobody knows its documents, as if they masked nothing."""
+    """The ring of a micro-batch. Unknown documents mask nothing."""
     length = together * around.length
     runs = [run for each in neighbourhoods(around.context, together, length) for run in each]
     ranges = {} if around.known is None else ranges_of(around.known, runs)
@@ -65,8 +65,8 @@ def _ring_of(around: Around, together: int, window: int | None) -> Ring:
 
 
 def _ring(ring: Ring, elements: int) -> list[LayerMessage]:
-    """Keys and values on their way forward. Backward the same, and their gradients home. With documents they go as far
-    as one of them reaches."""
+    """Keys and values, forward and backward, and their gradients. With documents they go as far as one of them
+    reaches."""
     hops, place, count = ring.hops, ring.place, len(ring.members)
     found: list[LayerMessage] = []
     for step in range(max(hops) + 1):
@@ -82,10 +82,10 @@ def _ring(ring: Ring, elements: int) -> list[LayerMessage]:
 
 
 def carried_messages(around: Around, made: int, left: int) -> list[LayerMessage]:
-    """`carried`.
+    """Messages of `carried`.
 
     Args:
-        made, left: elements of the state that a rank's tokens make, and of what they leave of one before. fp32.
+        made, left: elements of `made` and `left` of `carried`, fp32.
     """
     ranks = around.context.size
     if ranks <= 2:
@@ -101,14 +101,14 @@ def carried_messages(around: Around, made: int, left: int) -> list[LayerMessage]
 def scan_messages(
     around: Around, *tokens_before: int, made: int = 0, left: int = 0, state: tuple[int, ...] = (), fixed: int = 0
 ) -> list[LayerMessage]:
-    """A recurrent layer: document starts, the channels that it needs of tokens before the first, and its state. And
-    what a chunk of the sequence leaves of all these for the next one.
+    """Messages of a recurrent layer: document starts, channels of tokens before the first, and its state, also between
+    the chunks of a sequence.
 
     Args:
         tokens_before: elements of each message, of one sample.
         made, left: of `carried`, of one sample. 0 where there is no state.
-        state: the tensors that it is kept as, of one sample. One of `made` elements where they are not given.
-        fixed: a further one, through which no gradient flows.
+        state: elements of the tensors of the state, of one sample. Default: one tensor of `made` elements.
+        fixed: elements of a further tensor, without gradient.
     """
     if around.context.size == 1:
         return []

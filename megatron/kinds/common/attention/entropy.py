@@ -1,4 +1,4 @@
-"""How sharply attention looks: the entropy of its probabilities, measured beside the computation.
+"""The entropy of attention's probabilities, measured separately from the computation.
 
 Shapes: B samples, n query heads, m key/value heads (m divides n), s positions of this rank, S of the whole sequence, D
 channels.
@@ -20,14 +20,14 @@ from .pattern import Pattern
 
 
 class AttentionEntropy:
-    """Sums what one attention layer's probabilities are worth while somebody asks for it.
+    """Sum of the entropies of one attention layer, while active.
 
-    The entropy of a query's probabilities over the keys that it sees is -sum p log p, in nats: 0 where it looks at one
-    key, log k where it looks at k keys alike. A sink counts as a key. Dropout is not applied.
+    The entropy of a query's probabilities over the keys that it sees is -sum p log p, in nats: 0 for one key, log k for
+    k equal keys. A sink counts as a key. Dropout is not applied.
 
     Attributes:
-        active: whether forward passes of training are to be measured.
-        count: of samples, heads and queries that were measured.
+        active: whether forward passes of training are measured.
+        count: number of measured queries, over samples and heads.
     """
 
     def __init__(self) -> None:
@@ -84,12 +84,12 @@ class AttentionEntropy:
                 logits = torch.cat([logits, sinks], -1)
             logs = logits.log_softmax(-1)
             found -= torch.where(logs > -torch.inf, logs.exp() * logs, 0.0).sum(dtype=torch.float64)
-        self._sums.append(found)  # added up later: selective recomputation must find the same operations each time
+        self._sums.append(found)  # added later: selective recomputation must find the same operations each time
         self.count += q.shape[0] * q.shape[1] * q.shape[2]
 
 
 def _logits(q: Tensor, k: Tensor, pattern: Pattern, places: Tensor) -> Tensor:
-    """[B, n, Q, S] of queries at these places to all keys, in fp32 at least. -inf where a query does not look."""
+    """[B, n, Q, S] of queries at these places to all keys, in fp32 at least, -inf where masked."""
     keys = k.shape[1]
     grouped = q.unflatten(1, (keys, q.shape[1] // keys))
     logits = at_least_fp32(grouped @ k[:, :, None].transpose(-1, -2)).flatten(1, 2) * pattern.scale

@@ -1,4 +1,4 @@
-"""What attention is asked for beside queries, keys and values: who attends to whom, what changes logits, dropout."""
+"""Options of attention: masks, changes of logits, dropout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.config.sections.model import FusedAttentionOptions
 
 @dataclass(frozen=True)
 class Pattern:
-    """Who attends to whom, beyond causality, and what happens to the logits.
+    """Masks in addition to causality, and changes of the logits.
 
     Attributes:
         window: a token sees itself and the window - 1 before it.
@@ -20,7 +20,7 @@ class Pattern:
         slopes: ALiBi slope of each local query head. The logit of key k at query q gets slope * (k - q).
         scale: multiplier of query-key products.
         flash: see `model.fused_attention`.
-        most_documents: that `varlen` takes of a sample, on average over a micro-batch. None where it is not asked for.
+        most_documents: of a sample for `varlen`, on average over a micro-batch. None without `varlen`.
     """
 
     scale: float
@@ -41,7 +41,7 @@ class Dropped:
     """Dropout of probabilities, drawn by key.
 
     Attributes:
-        rate: of what is dropped.
+        rate: share of dropped probabilities.
         key: of the draws, from `site_key`.
         samples_B: int64 [B], global sample numbers.
         first_head: number of the first query head in the model.

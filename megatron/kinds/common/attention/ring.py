@@ -74,7 +74,7 @@ def masks_of(
 
 
 def pieces_of(run: TokenRun, whole: int) -> tuple[TokenRun, ...]:
-    """A run of a sequence of `whole` tokens in pieces, of which masked ones are skipped."""
+    """A run of a sequence of `whole` tokens, in pieces."""
     size = max(PIECE, -(-whole // PIECES))
     begins = range(0, run.length, size)
     return tuple(TokenRun(run.begin + at, run.first + at, min(size, run.length - at)) for at in begins)

@@ -1,11 +1,10 @@
 """Plain causal attention on a CPU, a tile of queries at a time, with products of torch and a gradient that is written
 out.
 
-torch's flash attention for CPUs takes queries by 256 and keys by 512, and masks what it has computed in vain: all pairs
-of a sequence of 512, of which causal attention needs half. Here the queries of a tile meet no key behind them, its
-logits stay in the processor's cache, and nothing is kept for the backward pass but the inputs. Logits, their softmax,
-and the gradients of both are computed in fp32 (in the type of the inputs, if that is wider), and so are sums over
-queries.
+torch's flash attention for CPUs takes queries by 256 and keys by 512, so it computes all pairs of a sequence of 512,
+and causal attention needs half of them. Here a tile has no keys behind its queries, its logits stay in the processor's
+cache, and only the inputs are kept for the backward pass. Logits, their softmax, the gradients of both, and sums over
+queries are fp32 (or the type of the inputs, if that is wider).
 
 Shapes: B samples, n query heads, m key/value heads, g = n / m, S tokens, D and E channels of a key and of a value, h
 heads, Q queries and K keys of a tile.
@@ -24,7 +23,7 @@ from megatron.model.recompute import keep_whole
 from megatron.parallel.layout.precision import wide_type
 
 QUERIES = 128  # of a tile
-LOGITS = 1 << 18  # of a tile on each thread: 1 MiB, about what one core's own cache has
+LOGITS = 1 << 18  # of a tile on each thread: 1 MiB, about the cache of one core
 
 
 def attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -41,12 +40,7 @@ def attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 @dataclass(frozen=True)
 class _Heads:
-    """Some heads of one sample, and room for the logits of a tile of theirs.
-
-    Attributes:
-        queries, keys: which of the query heads and of the key/value heads they are, in `sample`.
-        group: query heads of each key/value head.
-    """
+    """Some heads of one sample: query heads, key/value heads, and the number of query heads per key/value head."""
 
     sample: int
     queries: slice
@@ -58,12 +52,12 @@ class _Heads:
         return tensor[self.sample, self.queries]
 
     def kv(self, tensor: Tensor) -> Tensor:
-        """Of a tensor [B, m, S, ...]: [h, S, ...], each key/value head as often as query heads read it."""
+        """Of a tensor [B, m, S, ...]: [h, S, ...], one key/value head for each query head."""
         part = tensor[self.sample, self.keys]
         return part if self.group == 1 else part.repeat_interleave(self.group, 0)
 
     def add_up(self, gradient_hSD: Tensor) -> Tensor:
-        """The gradient of key/value heads from that of each query head."""
+        """The gradient of key/value heads from the gradients of query heads."""
         return gradient_hSD if self.group == 1 else gradient_hSD.unflatten(0, (-1, self.group)).sum(1)
 
 
@@ -106,7 +100,7 @@ class _Softmax:
         return torch.softmax(logits, -1, out=logits)
 
     def tiles(self, length: int) -> Iterator[tuple[slice, int]]:
-        """Queries, and how many keys they see."""
+        """Queries of each tile, and the number of keys that they see."""
         for begin in range(0, length, QUERIES):
             end = min(begin + QUERIES, length)
             yield slice(begin, end), end
@@ -149,7 +143,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def _gradients(
     heads: _Heads, softmax: _Softmax, q: Tensor, k: Tensor, v: Tensor, of_y: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of these heads' queries, and of keys and values as each query head sees them: [h, S, D or E], wide."""
+    """Gradients of these heads' queries, and of keys and values for each query head: [h, S, D or E], wide."""
     queries, keys, of_out = heads.q(q), heads.kv(k), heads.q(of_y)
     scaled, keys_mT = softmax.wide(queries) * softmax.scale, softmax.wide(keys).mT
     of_wide, values_mT = softmax.wide(of_out), softmax.wide(heads.kv(v)).mT

@@ -1,4 +1,4 @@
-"""The short causal convolution in front of a recurrence: each channel alone, over its last K tokens.
+"""The short causal convolution in front of a recurrence: of each channel, over its last K tokens.
 
 Shapes: B samples, S positions, C channels, K taps (the last tap is the token itself).
 """
@@ -33,7 +33,7 @@ def causal_convolution(
 
     Args:
         past_BKC: the K - 1 tokens before. None where nothing came before.
-        starts_BS: int [B, S], index of the first token of each token's document: taps do not look before it.
+        starts_BS: int [B, S], index of the first token of each token's document: taps do not read before it.
     """
     if starts_BS is None and x_BSC.device.type == "cpu":
         return _OnCPU.apply(x_BSC, weight_C1K, bias_C, past_BKC)
@@ -41,10 +41,10 @@ def causal_convolution(
 
 
 def last_taps(x_BSC: Tensor, past_BKC: Tensor | None, taps: int, starts_BS: Tensor | None = None) -> Tensor:
-    """The last `taps` - 1 tokens of the past and x together, what a later piece of the sequence needs.
+    """The last `taps` - 1 tokens of the past and x together, for a later piece of the sequence.
 
     Args:
-        starts_BS: as above. Tokens of documents before the last one are zeroed, so that later pieces do not see them.
+        starts_BS: as above. Tokens of documents before the last one become 0.
     """
     kept = with_past(x_BSC, past_BKC, taps)[:, x_BSC.shape[1] :]
     if starts_BS is None:
@@ -77,9 +77,7 @@ def _convolve(
 
 
 class _OnCPU(torch.autograd.Function):
-    """The convolution of samples without documents. Its gradient by the same fast product, a third of the time of
-    torch's own.
-    """
+    """The convolution of samples without documents. Its gradient takes a third of the time of torch's own."""
 
     @staticmethod
     def forward(ctx: Any, x_BSC: Tensor, weight_C1K: Tensor, bias_C: Tensor | None, past_BKC: Tensor | None) -> Tensor:
@@ -112,11 +110,11 @@ def _products(padded_BSC: Tensor, weight_C1K: Tensor, bias_C: Tensor | None) -> 
 
 
 class Taps(nn.Module):
-    """Weights [channels, 1, K] and biases of a causal convolution of each channel alone, started as torch's Conv1d.
+    """Weights [channels, 1, K] and biases of a causal convolution of each channel, with the start of torch's Conv1d.
 
     Args:
-        parts: numbers of channels of the fused convolutions, each of which is cut over the ranks.
-        shard: False keeps all channels on every rank, of which each uses some.
+        parts: numbers of channels of the fused convolutions. Each is cut over the ranks.
+        shard: False keeps all channels on every rank. Each rank uses some of them.
     """
 
     def __init__(

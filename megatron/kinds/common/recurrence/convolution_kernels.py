@@ -1,7 +1,7 @@
 """The causal convolution by packages of kernels, which are loaded at the first call.
 
-Each takes what the torch function takes and gives the same, for whole sequences without a past. Other numbers of taps
-than the kernels of causal_conv1d have are left to torch.
+Each has the arguments and results of the torch function, for whole sequences without a past. torch computes numbers of
+taps that the kernels of causal_conv1d lack.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def decays(rate_BcQh: Tensor, starts_BS: Tensor | None, room: int, chunk: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What is left at one position of what was written at another, of the rates' type.
+    """Products of decays from one position to another, in the rates' type.
 
     Sums of rates are float64: a difference of two large sums must keep the digits of a short stretch.
 

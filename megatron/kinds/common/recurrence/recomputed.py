@@ -31,7 +31,7 @@ class _Recomputed(torch.autograd.Function):
 def _gradients(
     function: Callable, needed: list[bool], saved: tuple[Tensor | None, ...], gradients: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Of the inputs, None where nobody needs it."""
+    """Gradients of the inputs, None where not needed."""
     inputs = [each if each is None else each.detach().requires_grad_(wanted) for each, wanted in zip(saved, needed)]
     with torch.enable_grad():
         outputs = function(*inputs)
@@ -47,16 +47,15 @@ def _gradients(
 
 
 def call(function: Callable[..., T], *inputs: Any) -> T:
-    """`function(*inputs)`, of a pure function. A rehearsal puts another one in its place, which runs the first of calls
-    that are alike."""
+    """`function(*inputs)`, of a pure function. A rehearsal replaces it, and runs only the first of equal calls."""
     return function(*inputs)
 
 
 def recomputed(function: Callable[..., T], *inputs: Tensor | None) -> T:
-    """`function(*inputs)`, keeping nothing but the inputs for its gradient.
+    """`function(*inputs)`, which keeps only the inputs for its gradient.
 
     Args:
-        function: pure, of tensors (or None) to a tensor or a tuple of such. What it closes over gets no gradient.
+        function: pure, of tensors (or None) to a tensor or a tuple of tensors. Its closure gets no gradient.
     """
     if not torch.is_grad_enabled() or not any(isinstance(each, Tensor) and each.requires_grad for each in inputs):
         return function(*inputs)

@@ -1,8 +1,9 @@
 """Recurrences over a sequence whose tokens ranks share, in scan form.
 
-Each rank computes what its tokens leave of any state before them, and which state they make of none. From these
-follows, in steps of which each reaches twice as far, the state before each rank's first token. Then all ranks compute
-their outputs at once (Blelloch 1990). Gradients go the same way back. No rank waits for another one's outputs.
+Each rank computes the state after its tokens from zeros (`made`), and the linear map of its tokens on a state before
+them (`left`). The state before each rank's first token follows in steps that each double the distance. Then all ranks
+compute their outputs at once (Blelloch 1990). Gradients return in the same way. No rank waits for another one's
+outputs.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ def carried(
     """The state before this rank's first token. Without `before`, zeros on the first rank.
 
     Args:
-        made: the state that this rank's tokens make of none, tensors of one type.
-        left: makes what they leave of a state before them, in any form. Asked only where it is needed.
-        join: (left, earlier state, later state made of none, whether there is an earlier one) to the state after both.
-        compose: (later left, earlier left) to what both leave.
+        made: the state after this rank's tokens from zeros, tensors of one type.
+        left: makes the map of this rank's tokens on a state, in any form. Called only where it is needed.
+        join: (left, earlier state, later state from zeros, whether there is an earlier one) to the state after both.
+        compose: (later left, earlier left) to the map of both.
         before: the state before the first rank's first token, as `handed` gives it.
     """
     if before is not None:
@@ -64,17 +65,17 @@ def _with_state(
     compose: Callable[[Tensor, Tensor], Tensor],
     before: State,
 ) -> State:
-    """`carried`, where the first rank's tokens go on from a state."""
+    """`carried`, where the first rank's tokens continue from a state."""
     made = join(left, before, made, context.rank == 0)
     state = carried(context, made, lambda: left, join, compose)
     return cast(State, tuple(own + first for own, first in zip(state, before)))  # one of both is zeros
 
 
 def carried_by_decay(context: ContextGroup, made: Tensor, left: Tensor, before: Tensor | None = None) -> Tensor:
-    """`carried` of a state each number of which fades by itself.
+    """`carried` of a state whose numbers decay separately.
 
     Args:
-        left: the share that is left, broadcast to the state's shape.
+        left: the decay, broadcast to the state's shape.
     """
 
     def join(left: Tensor, earlier: tuple[Tensor], later: tuple[Tensor], there: bool) -> tuple[Tensor]:
@@ -86,7 +87,7 @@ def carried_by_decay(context: ContextGroup, made: Tensor, left: Tensor, before: 
 def carried_by_matrix(
     context: ContextGroup, made: Tensor, left: Callable[[], Tensor], before: Tensor | None = None
 ) -> Tensor:
-    """`carried` of states [..., K, V] of which [..., K, K] `left` times the state is left."""
+    """`carried` of states [..., K, V] that decay by a product with matrices `left` [..., K, K]."""
 
     def join(left: Tensor, earlier: tuple[Tensor], later: tuple[Tensor], there: bool) -> tuple[Tensor]:
         return (left @ earlier[0] + later[0],)
@@ -102,7 +103,7 @@ def _from_before(context: ContextGroup, parts: Parts, by: int) -> Parts:
 
 
 def handed(context: ContextGroup, x: Tensor) -> Tensor:
-    """What a piece of a sequence leaves for the next one, on the rank that begins with that. Zeros on others."""
+    """The state after a piece of a sequence, on the rank with the begin of the next piece, zeros on others."""
     return context.to_first(x)
 
 
@@ -118,36 +119,36 @@ def document_begins(stream: Stream, state: Continued | None, context: ContextGro
 
 
 def token_before(context: ContextGroup, x_BSH: Tensor, last_B1H: Tensor | None) -> Tensor | None:
-    """The token before the first: what a state has, or the last one of the rank before."""
+    """The token before the first: of the state, or the last one of the rank before."""
     return last_B1H if context.size == 1 else _either(context.from_before(x_BSH[:, -1:]), last_B1H)
 
 
 def taps_before(
     context: ContextGroup, x_BSC: Tensor, past_BKC: Tensor | None, taps: int, starts_BS: Tensor | None
 ) -> Tensor | None:
-    """The inputs of a convolution before the first: what a state has, or the last ones of the rank before.
+    """The inputs of a convolution before the first: of the state, or the last ones of the rank before.
 
     Raises:
-        ValueError: this rank has fewer tokens than the next one looks back at.
+        ValueError: this rank has fewer tokens than the next one reads.
     """
     if context.size == 1:
         return past_BKC
     if x_BSC.shape[1] < taps - 1:
-        raise ValueError(f"a rank has {x_BSC.shape[1]} tokens, and the next one looks back at {taps - 1}")
+        raise ValueError(f"a rank has {x_BSC.shape[1]} tokens, and the next one reads its last {taps - 1}")
     return _either(context.from_before(last_taps(x_BSC, None, taps, starts_BS)), past_BKC)
 
 
 def taps_after(
     context: ContextGroup, x_BSC: Tensor, before_BKC: Tensor | None, taps: int, starts_BS: Tensor | None
 ) -> Tensor:
-    """The inputs of a convolution that the next piece of a sequence looks back to, `handed` to it.
+    """The inputs of a convolution for the next piece of a sequence.
 
     Args:
-        before_BKC: what `taps_before` gave.
+        before_BKC: of `taps_before`.
     """
     return handed(context, last_taps(x_BSC, before_BKC, taps, starts_BS))
 
 
 def _either(of_rank_before: Tensor, of_state: Tensor | None) -> Tensor:
-    """The sum of both, of which one is zeros: the first rank has no rank before it, and others no state."""
+    """The sum of both. One is zeros: the first rank has no rank before it, and others no state."""
     return of_rank_before if of_state is None else of_rank_before + of_state.to(of_rank_before.dtype)

@@ -1,1 +1,1 @@
-"""What the RWKV mixers and feed-forward networks share."""
+"""Parts of the RWKV mixers and feed-forward networks."""

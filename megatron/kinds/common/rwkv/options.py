@@ -17,7 +17,7 @@ EXCHANGE = "deepy checkpoint to-rwkv writes RWKV-5, 6 and 7 in the layout of the
 
 
 class RWKVOptions(Section):
-    """What all of them share."""
+    """Options of all of them."""
 
     init: Start = key(
         "published",

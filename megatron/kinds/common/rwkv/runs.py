@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Runs:
-    """About sqrt(S) runs of about as many positions. The last may be shorter and is filled up.
+    """About sqrt(S) runs of about sqrt(S) positions. The last may be shorter and is padded.
 
     Attributes:
         length: S, run: Q, filled: positions that are missing in the last run.
@@ -40,14 +40,14 @@ class Runs:
         return cls(length, run, filled, starts, places)
 
     def cut(self, x_BS: Tensor) -> Tensor:
-        """[B, S, ...] to [B, c, Q, ...]. What is filled up is 0."""
+        """[B, S, ...] to [B, c, Q, ...], padded with 0."""
         return F.pad(x_BS, (0, 0) * (x_BS.dim() - 2) + (0, self.filled)).unflatten(1, (-1, self.run))
 
     def joined(self, x_BcQ: Tensor) -> Tensor:
         return x_BcQ.flatten(1, 2)[:, : self.length]
 
     def sees(self, distance: int) -> Tensor:
-        """Whether a token sees the one `distance` before it: bool [B or 1, c, Q]. Those before its run, it does not."""
+        """Whether a token sees the one `distance` before it in its run: bool [B or 1, c, Q]."""
         inside = (torch.arange(self.run, device=self.places.device) >= distance).expand_as(self.places).unsqueeze(0)
         return inside if self.starts is None else inside & (self.places - distance >= self.starts)
 
@@ -58,18 +58,18 @@ class Runs:
 
     @property
     def writes_state(self) -> Tensor:
-        """Whether the state after its run has what a token writes: bool [B or 1, c, Q]."""
+        """Whether the state after its run has the values of a token: bool [B or 1, c, Q]."""
         real = (self.places < self.length).unsqueeze(0)
         return real if self.starts is None else real & (self.places >= self.starts[:, :, -1:])
 
     @property
     def keeps_state(self) -> Tensor | None:
-        """Whether the state after a run has the state before it: bool [B, c]. None if all do."""
+        """Whether the state after a run depends on the state before it: bool [B, c]. None if all do."""
         return None if self.starts is None else self.starts[:, :, -1] < self.places[:, 0]
 
 
 def earlier_in_run(x_BcQ: Tensor, distance: int) -> Tensor:
-    """What stands `distance` positions before each in its run, 0 where nothing does."""
+    """The values `distance` positions before, in the same run, else 0."""
     if distance == 0:
         return x_BcQ
     return F.pad(x_BcQ[:, :, :-distance], (0, 0) * (x_BcQ.dim() - 3) + (distance, 0))

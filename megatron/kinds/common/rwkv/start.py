@@ -1,4 +1,4 @@
-"""How the parameters of RWKV layers start: the formulas of the authors' training code.
+"""Initial values of RWKV layers: the formulas of the authors' training code.
 
 n is a channel of C, l the layer of L. `ratio` runs from 0 in the first layer to 1 in the last, `rest` from 1 to 1/L.
 """

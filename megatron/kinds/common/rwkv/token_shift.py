@@ -1,4 +1,4 @@
-"""The token shift of RWKV: each token beside the one before it, mixed channel by channel.
+"""The token shift of RWKV: each token and the one before it, mixed channel by channel.
 
 Shapes: B samples, S positions, H hidden, m mixes.
 """
@@ -19,7 +19,7 @@ from megatron.parallel.layers.context import ContextGroup
 
 @dataclass
 class ShiftState:
-    """What a piece of a sequence hands to the next: gradients may flow through it.
+    """State between pieces of a sequence. Gradients may flow through it.
 
     Attributes:
         last: the last token, [B, 1, H].
@@ -56,5 +56,5 @@ def blended(x: Tensor, mix_mH: Tensor, last: Tensor | None, starts: Tensor | Non
 def mixed(
     x_BSH: Tensor, mix_mH: Tensor, last_B1H: Tensor | None, starts_BS: Tensor | None, blend: Blend = blended
 ) -> tuple[Tensor, ...]:
-    """`blended`, or its compiled form. Nothing but x is kept for the gradient."""
+    """`blended`, or its compiled form. Only the inputs are kept for the gradient."""
     return recomputed(blend, x_BSH, mix_mH, last_B1H, starts_BS)

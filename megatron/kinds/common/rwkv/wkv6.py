@@ -30,7 +30,7 @@ def inside_runs(r_BcQhN: Tensor, k_BcQhN: Tensor, v_BcQhN: Tensor, log_w_BcQhN: 
 
         y_t = sum_d s_td v_{t-d}          s_td = sum_N r_t k_{t-d} P_d
 
-    Keeps for the gradient what it makes, Q / 2 numbers per channel and token: a function to call within `recomputed`.
+    Keeps Q / 2 numbers per channel and token for the gradient, so `recomputed` should call it.
     """
     if torch.is_grad_enabled():
         return _Inside.apply(r_BcQhN, k_BcQhN, v_BcQhN, log_w_BcQhN, runs)
@@ -51,7 +51,7 @@ def _inside(r: Tensor, k: Tensor, v: Tensor, log_w: Tensor, runs: Runs, keep: li
 
 
 def _hide(score_BcQh1: Tensor, distance: int, runs: Runs) -> None:
-    """0 where a token does not see the one `distance` before it: the rows are those of the tokens that have one."""
+    """Set scores to 0 where a token does not see the one `distance` before it. The rows begin with token `distance`."""
     if runs.starts is not None:
         score_BcQh1 *= runs.sees(distance)[:, :, distance:, None, None]
 
@@ -88,9 +88,7 @@ class _Inside(torch.autograd.Function):
         return of_r, of_k, of_v, of_log_w if ctx.rates == len(r) else of_log_w.sum(0, keepdim=True), None
 
 
-# Of a decay: exp(-exp(5.3)) = e^-200 is 0 in fp32, as all above it are, but beside larger rates a sum loses the small
-# ones.
-MOST = 5.3
+MOST = 5.3  # of a decay. exp(-exp(5.3)) = e^-200 is 0 in fp32, and larger rates would make sums less exact
 
 
 def wkv6(
@@ -128,8 +126,7 @@ def wkv6(
 def ends(
     k: Tensor, v: Tensor, moved: Tensor | None, decay: Tensor, starts: Tensor | None, *, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """The state [B, h, N, N] that the sequence makes of none, and the shares [B, h, N, 1] of the keys that it leaves of
-    one before it. Arguments as those of `wkv6`."""
+    """The state [B, h, N, N] from zeros, and the decays of the keys [B, h, N, 1]. Arguments are those of `wkv6`."""
     b, _, h, n = k.shape
     state = k.new_zeros((b, h, n, n), dtype=wide_type(k.dtype))
     left = torch.ones_like(state[..., :1])
@@ -156,7 +153,7 @@ def _rates(k: Tensor, moved: Tensor | None, decay: Tensor) -> Tensor:
 
 
 def _between(runs: Runs, k: Tensor, v: Tensor, log_w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What each run adds to the state, the shares of the keys that it leaves, and those at each of its positions."""
+    """Additions of each run to the state, the decays of keys over each run, and up to each of its positions."""
     total = log_w.double().cumsum(2)  # a difference of two large sums must keep the digits of a short stretch
     last = total[:, :, -1:]
     from_begin, to_end, through = (each.to(log_w.dtype).exp() for each in (total - log_w, last - total, last[:, :, 0]))
