@@ -22,7 +22,7 @@ ACTIVATIONS = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 
-# Number of tensors of the MLP's width that derivatives need, plain and gated. Gate and up are halves of one tensor, saved
+# Number of tensors of the MLP's width that derivatives need, plain and gated. Gate and up are one tensor, saved
 # together if either is.
 SAVED = {
     "gelu": (2, 4),
