@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class AttentionOptions(Section):
-    heads: Needed[int] = key(None, "Number of query heads; needed where the pattern has an attention layer.", gt=0)
+    heads: Needed[int] = key(None, "Number of query heads. Needed where the pattern has an attention layer.", gt=0)
     kv_heads: Derivable[int] = key(
         None,
         "Number of key/value heads (GQA; 1 is MQA).",
@@ -61,17 +61,17 @@ class AttentionOptions(Section):
         ),
         gt=0,
     )
-    input_multiplier: float = key(1.0, "Multiplies what queries, keys and values are made of.", gt=0)
+    input_multiplier: float = key(1.0, "Multiplies the input of queries, keys and values.", gt=0)
     output_multiplier: float = key(1.0, "Multiplies the output (Falcon-H1).", gt=0)
     qk_clip: float | None = key(
         None,
-        "QK-clip (Kimi K2): after a step in which a head's largest logit (scaled product of a query and a key) was "
-        "above this, its queries and keys shrink so that it would have been this; 100 is the paper's.",
+        "QK-clip (Kimi K2): if a head's largest logit (scaled product of a query and a key) in a step was above this, "
+        "its queries and keys shrink so that it would have been this. The paper's value is 100.",
         gt=0,
     )
     sinks: bool = key(
         False,
-        "Whether each head has a trained logit that takes its share of the softmax and gives nothing (GPT-OSS); it "
+        "Whether each head has a trained logit that takes a share of the softmax and has no value (GPT-OSS). It "
         "starts at 0.",
     )
     qkv_bias: bool = key(False, "Whether the query, key and value projections have biases.")
@@ -134,7 +134,7 @@ def clipped_logits_are_seen_by_one_rank(at: KindUse[Any]) -> Iterator[Problem]:
             ".qk_clip",
             "training.sequence_chunks",
             rule="must be null with sequence_chunks: no chunk has all products of a head",
-            fix="leave sequence_chunks out, or use qk_norm: head",
+            fix="remove sequence_chunks, or use qk_norm: head",
         )
     if config.zero.offload_optimizer.device != "none":
         yield at.problem(

@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 
 class CCAOptions(Section):
-    heads: Needed[int] = key(None, "Number of query heads; needed where the pattern has a cca layer.", gt=0)
+    heads: Needed[int] = key(None, "Number of query heads. Needed where the pattern has a cca layer.", gt=0)
     kv_heads: Derivable[int] = key(
         None,
-        "Number of key/value heads; fewer than heads compress keys and values further.",
+        "Number of key/value heads. Fewer than heads compress keys and values further.",
         derived=Derived("model.cca.heads", lambda own, at: own["heads"], (".heads",)),
         gt=0,
     )
     head_dim: Derivable[int] = key(
         None,
-        "Channels per head; heads * head_dim is the compressed width in which attention runs.",
+        "Channels per head. heads * head_dim is the compressed width in which attention runs.",
         unit="channels",
         derived=Derived(
             "model.hidden_size / (2 * model.cca.heads)",
@@ -41,7 +41,7 @@ class CCAOptions(Section):
         ),
         gt=0,
     )
-    depthwise: int = key(2, "Taps of the first convolution, of each channel alone.", unit="tokens", gt=0)
+    depthwise: int = key(2, "Taps of the first convolution, of each channel.", unit="tokens", gt=0)
     grouped: int = key(2, "Taps of the second convolution, which mixes the channels of each head.", unit="tokens", gt=0)
     temperature: Literal["exponential", "linear"] = key(
         "exponential",

@@ -29,11 +29,11 @@ def _key_dim(own: dict[str, Any], at: View) -> int | None:
 
 class GatedDeltaOptions(RecurrentOptions):
     heads: Needed[int] = key(
-        None, "Number of heads of values, each with a state; needed where the pattern has a gated_delta layer.", gt=0
+        None, "Number of heads of values, each with a state. Needed where the pattern has a gated_delta layer.", gt=0
     )
     key_heads: Derivable[int] = key(
         None,
-        "Number of heads of queries and keys; each serves as many heads of values.",
+        "Number of heads of queries and keys. Each serves the same number of heads of values.",
         derived=Derived("model.gated_delta.heads", lambda own, at: own["heads"], (".heads",)),
         gt=0,
     )
@@ -61,7 +61,7 @@ class GatedDeltaOptions(RecurrentOptions):
     )
     convolution_bias: bool = key(False, "Whether the convolution has a bias.")
     negative_eigenvalues: bool = key(
-        False, "What is held under a key is replaced up to twice over (beta in [0, 2]): a state can change its sign."
+        False, "The value under a key is replaced up to twice (beta in [0, 2]): a state can change its sign."
     )
     norm_epsilon: Derivable[float] = key(
         None,
@@ -75,7 +75,7 @@ class GatedDeltaOptions(RecurrentOptions):
     )
     decay_low: float = key(0.0, "Initial decay rates A are uniform from here (and at least 1e-4) ...", ge=0)
     decay_high: float = key(16.0, "... to here.", gt=0)
-    chunk: int = key(64, "Tokens per chunk; changes memory and speed, not the result.", unit="tokens", gt=0)
+    chunk: int = key(64, "Tokens per chunk. Changes memory and speed, not the result.", unit="tokens", gt=0)
 
 
 def heads_share_keys(at: KindUse[GatedDeltaOptions]) -> Iterator[Problem]:

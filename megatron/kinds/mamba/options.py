@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 class MambaOptions(StateSpaceOptions):
     state_size: int = key(16, "State elements per channel.", gt=0)
-    heads: int = key(
-        1, "Equal parts of the channels, each of which makes time steps, B and C of its own (Zamba has 2).", gt=0
-    )
+    heads: int = key(1, "Equal parts of the channels, with time steps, B and C of their own (Zamba has 2).", gt=0)
     inner_norms: bool = key(False, "RMSNorm of the time steps before their projection, and of B and C (Jamba).")
     rank: Derivable[int] = key(
         None,
@@ -31,7 +29,7 @@ class MambaOptions(StateSpaceOptions):
         gt=0,
     )
     chunk: int = key(
-        256, "Tokens that are scanned at a time; changes memory and speed, not the result.", unit="tokens", gt=0
+        256, "Tokens that are scanned at a time. Changes memory and speed, not the result.", unit="tokens", gt=0
     )
 
 
@@ -65,8 +63,7 @@ def heads_fit_the_tensor_ranks(at: KindUse[MambaOptions]) -> Iterator[Problem]:
         yield at.problem(
             ".heads",
             "parallel.tensor",
-            rule=f"a tensor parallel rank must have whole heads of mamba, of which there are {heads}, or an equal part "
-            "of one",
+            rule=f"a tensor parallel rank must have whole heads of mamba ({heads} in all), or an equal part of one",
             fix=f"use parallel.tensor = {near(ranks, divisors(heads))} or a multiple of {heads}",
         )
 

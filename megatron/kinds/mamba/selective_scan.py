@@ -12,6 +12,7 @@ inside the runs, then from run to run. States exist for one chunk only. They are
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -72,8 +73,7 @@ def ends(
     chunk: int,
     starts_BS: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The state [B, d, N] that the sequence makes of none, and the share of each number that it leaves of one before.
-    Arguments as those of `selective_scan`."""
+    """The state [B, d, N] from zeros, and the decay of each number. Arguments are those of `selective_scan`."""
     state = u_BSd.new_zeros((u_BSd.shape[0], *A_log_dN.shape), dtype=wide_type(u_BSd.dtype))
     left = torch.ones_like(state)
     for parts, starts in pieces([u_BSd, dt_BSd, B_BSN], chunk, starts_BS):
@@ -96,18 +96,8 @@ def _end(
     return through * state + written, through * left
 
 
-def _scan(
-    u: Tensor,
-    z: Tensor,
-    dt: Tensor,
-    dt_bias: Tensor,
-    A_log: Tensor,
-    D: Tensor,
-    B: Tensor,
-    C: Tensor,
-    initial: Tensor,
-    keep: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _scan(*inputs: Any) -> tuple[Tensor, Tensor]:
+    u, z, dt, dt_bias, A_log, D, B, C, initial, keep = inputs
     dtype, length = u.dtype, u.shape[1]
     u, B, C = (at_least_fp32(each) for each in (u, B, C))
     A = -A_log.exp()

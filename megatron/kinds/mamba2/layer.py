@@ -125,19 +125,8 @@ class Mamba2(nn.Module):
         B, C = (self._used_groups(each.unflatten(-1, (-1, options.state_size))) for each in (B, C))
         v, limits = v.unflatten(-1, (self.heads, -1)), (options.least_step, options.most_step)
         before = past.memory if self.context.size == 1 else self._memory_before(v, dt, B, starts, limits, past.memory)
-        y, memory = scan(
-            v,
-            dt,
-            self.dt_bias,
-            self.A_log,
-            self.D,
-            B,
-            C,
-            chunk=options.chunk,
-            limits=limits,
-            initial_BhPN=before,
-            starts_BS=starts,
-        )
+        inputs, sizes = (v, dt, self.dt_bias, self.A_log, self.D, B, C), {"chunk": options.chunk, "limits": limits}
+        y, memory = scan(*inputs, **sizes, initial_BhPN=before, starts_BS=starts)
         if state is not None:
             state.x, state.bc = (
                 taps_after(self.context, each, old, options.convolution, starts)

@@ -26,11 +26,11 @@ class Multipliers(Section):
 
 class Mamba2Options(StateSpaceOptions):
     inner_size: int | None = key(
-        None, "Inner channels of the mixer; expand * model.hidden_size without it.", unit="channels", gt=0
+        None, "Inner channels of the mixer. Default: expand * model.hidden_size.", unit="channels", gt=0
     )
     head_dim: int = key(64, "Inner channels per head, which share one decay.", unit="channels", gt=0)
     state_size: int = key(128, "State elements per channel.", gt=0)
-    groups: int = key(1, "Groups of heads; the heads of a group share what they write (B) and read (C).", gt=0)
+    groups: int = key(1, "Groups of heads. The heads of a group share what they write (B) and read (C).", gt=0)
     least_step: float = key(0.0, "Time steps are raised to this (lower end of time_step_limit).", ge=0)
     most_step: float | None = key(None, "Time steps are cut to this (upper end of time_step_limit).", gt=0)
     norm: Literal["after_gate", "before_gate", "none"] = key(
@@ -40,7 +40,7 @@ class Mamba2Options(StateSpaceOptions):
     input_multiplier: float = key(1.0, "Multiplies what the mixer reads (Falcon-H1).", gt=0)
     multipliers: Multipliers = key(Multipliers, "Multipliers of what is projected from it.")
     output_multiplier: float = key(1.0, "Multiplies the output.", gt=0)
-    chunk: int = key(64, "Tokens per chunk; changes memory and speed, not the result.", unit="tokens", gt=0)
+    chunk: int = key(64, "Tokens per chunk. Changes memory and speed, not the result.", unit="tokens", gt=0)
 
 
 def inner_channels(options: Mamba2Options, hidden_size: int) -> int:
@@ -74,7 +74,7 @@ def step_limits_are_a_range(at: KindUse[Mamba2Options]) -> Iterator[Problem]:
             ".most_step",
             ".least_step",
             rule="the largest time step must be above the smallest",
-            fix="leave most_step out, or make it larger",
+            fix="remove most_step, or make it larger",
         )
 
 

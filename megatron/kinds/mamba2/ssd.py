@@ -54,26 +54,20 @@ def ssd(
     return _ssd(*inputs, starts_BS, chunk, limits)
 
 
-def ends(
-    x: Tensor,
-    dt: Tensor,
-    dt_bias: Tensor,
-    A_log: Tensor,
-    B: Tensor,
-    starts: Tensor | None,
-    *,
-    chunk: int,
-    limits: Limits,
-) -> tuple[Tensor, Tensor]:
-    """The state [B, h, P, N] that the sequence makes of none, and the share [B, h, 1, 1] that it leaves of one before
-    it. Arguments as those of `ssd`, a function to call within `recomputed`."""
-    chunks, (_, to_end, _, through) = _chunks(x, dt, dt_bias, A_log, B, B, starts, min(chunk, x.shape[1]), limits)
+def ends(*inputs: Any, chunk: int, limits: Limits) -> tuple[Tensor, Tensor]:
+    """The state [B, h, P, N] from zeros, and its decay over the sequence [B, h, 1, 1]. `recomputed` should call it.
+
+    Args:
+        inputs: x, dt, dt_bias, A_log, B and starts of `ssd`.
+    """
+    x, dt, dt_bias, A_log, B, starts = inputs
+    chunks, (_, to_end, _, through) = _chunks((x, dt, dt_bias, A_log, B, B), starts, min(chunk, x.shape[1]), limits)
     _, final = _carry(_written(chunks, to_end), through, None)
     return final, through.prod(1)[..., None, None]
 
 
 class _SSD(torch.autograd.Function):
-    """Keeps its inputs for the gradient, and makes what else that needs again."""
+    """Keeps only its inputs for the gradient."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -88,26 +82,17 @@ class _SSD(torch.autograd.Function):
 
 
 def _gradients(of_y: Tensor, of_final: Tensor | None, *given: Any) -> tuple[Tensor | None, ...]:
-    """Of the inputs but the last three, where there are such inputs."""
+    """Gradients of the inputs but the last three, None for missing inputs."""
     x, dt, dt_bias, A_log, D, B, C, initial, starts, chunk, limits = given
-    chunks, left = _chunks(x, dt, dt_bias, A_log, B, C, starts, chunk, limits)
+    chunks, left = _chunks((x, dt, dt_bias, A_log, B, C), starts, chunk, limits)
     before, _ = _carry(_written(chunks, left[1]), left[3], initial)
     found = ssd_gradient(of_y, of_final, dt, dt_bias, limits, A_log, D, chunks, left, before)
     return tuple(None if each is None else own.to(each.dtype) for each, own in zip(given[:8], found))
 
 
-def _chunks(
-    x: Tensor,
-    dt: Tensor,
-    dt_bias: Tensor,
-    A_log: Tensor,
-    B: Tensor,
-    C: Tensor,
-    starts: Tensor | None,
-    chunk: int,
-    limits: Limits,
-) -> tuple[Four, Four]:
+def _chunks(inputs: tuple[Tensor, ...], starts: Tensor | None, chunk: int, limits: Limits) -> tuple[Four, Four]:
     """x, time steps, B and C in fp32, [B, c, Q, ...] with zeros behind the last position, and the `decays`."""
+    x, dt, dt_bias, A_log, B, C = inputs
     dt = F.softplus(at_least_fp32(dt) + dt_bias).clamp(*limits)
     room = -x.shape[1] % chunk
     x, dt, B, C = (
@@ -118,27 +103,16 @@ def _chunks(
 
 
 def _written(chunks: Four, to_end_BcQh: Tensor) -> Tensor:
-    """What each chunk adds to the state, [B, c, h, P, N]."""
+    """Additions of each chunk to the state, [B, c, h, P, N]."""
     x, dt, B, _ = chunks
     steps = (x * (dt * to_end_BcQh).unsqueeze(-1)).flatten(3, 4).unflatten(3, (B.shape[3], -1))  # [B, c, Q, g, k]
     return torch.einsum("bcsgn,bcsgk->bcgkn", B, steps).flatten(2, 3).unflatten(2, x.shape[3:])
 
 
-def _ssd(
-    x: Tensor,
-    dt: Tensor,
-    dt_bias: Tensor,
-    A_log: Tensor,
-    D: Tensor,
-    B: Tensor,
-    C: Tensor,
-    initial: Tensor | None,
-    starts: Tensor | None,
-    chunk: int,
-    limits: Limits,
-) -> tuple[Tensor, Tensor]:
+def _ssd(*inputs: Any) -> tuple[Tensor, Tensor]:
+    x, dt, dt_bias, A_log, D, B, C, initial, starts, chunk, limits = inputs
     length, groups, heads = x.shape[1], B.shape[2], x.shape[2]
-    chunks, left = _chunks(x, dt, dt_bias, A_log, B, C, starts, chunk, limits)
+    chunks, left = _chunks((x, dt, dt_bias, A_log, B, C), starts, chunk, limits)
     (x_p, dt_p, B_p, C_p), (inside, to_end, from_begin, through) = chunks, left
     before, final = _carry(_written(chunks, to_end), through, initial)
     states = before.flatten(2, 3).unflatten(2, (groups, -1))

@@ -40,8 +40,8 @@ from megatron.parallel.layout.random import site_key
 class MLA(nn.Module):
     """x [B, s, H] to its attention output [B, s, H].
 
-    Every tensor parallel rank makes the compressed vectors of all tokens, and of them the queries, keys and values of
-    its heads.
+    Every tensor parallel rank computes the compressed vectors of all tokens, and from them the queries, keys and values
+    of its heads.
     """
 
     def __init__(self, make: ParameterFactory, model: ModelSection, options: MLAOptions, init: Initialisation):
@@ -108,16 +108,15 @@ class MLA(nn.Module):
         return self.output(y.transpose(1, 2).reshape(*x_BSH.shape[:2], -1))
 
     def _clip(self, threshold: float, device: torch.device | str) -> LogitClip:
-        """Kimi K2's shares (arXiv 2507.20534, section 2.1): turned keys are those of all heads, so their part of a
-        logit shrinks by the queries alone.
-        """
+        """Kimi K2's shares (arXiv 2507.20534, section 2.1): all heads share the turned keys, so only queries shrink
+        their part of a logit."""
         turned, own, values = self.options.rope_dim, self.options.nope_dim, self.options.value_dim
         queries = Projection(self.query.weight, ((turned, 1.0), (own, 0.5)))
         keys = Projection(self.key_value.weight, ((own, 0.5), (values, 0.0)))
         return LogitClip(threshold, self.heads, [queries, keys], device)
 
     def new_state(self) -> KeyValueCache:
-        """What is kept of a token: as its key the compressed vector, as its value the turned key, [B, 1, S, R or P]."""
+        """Cache of the compressed vectors as keys and the turned keys as values, [B, 1, S, R or P]."""
         return KeyValueCache()
 
     def _expanded(self, latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,8 +128,10 @@ class MLA(nn.Module):
     def _among_latents(
         self, q: Tensor, latent: Tensor, turned: Tensor, stream: Stream, elsewhere: Keys | None
     ) -> Tensor:
-        """The same attention without the keys and values of the tokens before: up_kv is applied to the new tokens'
-        queries and results instead, so that a step of decoding reads R + P numbers per token and not n (P + N + V).
+        """The same attention without the keys and values of earlier tokens.
+
+        up_kv is applied to the new tokens' queries and results instead, so that a step of decoding reads R + P numbers
+        per token and not n (P + N + V).
         """
         matrix = self.key_value.weight.unflatten(0, (self.heads, -1))
         for_keys, for_values = matrix.split([self.options.nope_dim, self.options.value_dim], 1)  # [n, N or V, R]
@@ -169,7 +170,7 @@ class MLA(nn.Module):
         saved = products + n * key_width  # keys, which are put together
         saved += (rank + 1 if rank else 0) + R + 1  # normed vectors and their scales
         if options.dropout > 0.0 and sequence_length <= LONG:
-            saved += 3 * n * sequence_length  # attention written out: probabilities and what is dropped
+            saved += 3 * n * sequence_length  # attention written out: probabilities and dropout
         return Counts(
             parameters=matrices + biases + rank + R,
             flops=2 * matrices + 2 * sequence_length * n * (key_width + options.value_dim),

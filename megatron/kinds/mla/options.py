@@ -29,17 +29,16 @@ def _scale(own: dict[str, Any], at: View) -> float | None:
 
 
 class MLAOptions(Section):
-    heads: Needed[int] = key(None, "Number of heads; needed where the pattern has an mla layer.", gt=0)
+    heads: Needed[int] = key(None, "Number of heads. Needed where the pattern has an mla layer.", gt=0)
     query_rank: int | None = key(
         None,
-        "Channels of the vector that the queries of all heads are made of (q_lora_rank); without one they are made of "
-        "the stream.",
+        "Channels of the compressed vector of the queries of all heads (q_lora_rank). Without it they read the stream.",
         unit="channels",
         gt=0,
     )
     kv_rank: int = key(
         512,
-        "Channels of the vector that keys and values of all heads are made of (kv_lora_rank); decoding keeps it and "
+        "Channels of the compressed vector of keys and values of all heads (kv_lora_rank). Decoding keeps it and "
         "rope_dim more per token.",
         unit="channels",
         gt=0,
@@ -47,7 +46,7 @@ class MLAOptions(Section):
     nope_dim: int = key(128, "Channels of a head's queries and keys that positions do not turn.", unit="channels", gt=0)
     rope_dim: int = key(
         64,
-        "Channels of a head's queries and keys that positions turn; these keys are the same for all heads.",
+        "Channels of a head's queries and keys that positions turn. These keys are the same for all heads.",
         unit="channels",
         gt=0,
     )
@@ -78,8 +77,8 @@ class MLAOptions(Section):
     )
     qk_clip: float | None = key(
         None,
-        "QK-clip (Kimi K2): after a step in which a head's largest logit was above this, its queries and keys shrink; "
-        "keys with positions, which all heads share, stay, and the queries' part for them shrinks by as much more.",
+        "QK-clip (Kimi K2): if a head's largest logit in a step was above this, its queries and keys shrink. All heads "
+        "share the keys with positions, so these stay, and the queries' part for them shrinks twice.",
         gt=0,
     )
     norm_epsilon: float = key(1e-6, "Of the RMSNorms of the two compressed vectors.", gt=0)
@@ -104,7 +103,7 @@ def all_of_rope_dim_is_turned(at: KindUse[MLAOptions]) -> Iterator[Problem]:
             ".rotary.fraction",
             ".rope_dim",
             rule="rope_dim says which channels are turned, so rotary.fraction must be 1",
-            fix="leave fraction out, and give the channels in rope_dim and nope_dim",
+            fix="remove fraction, and give the channels in rope_dim and nope_dim",
         )
 
 

@@ -30,13 +30,13 @@ class MLP(nn.Module):
         self.down = RowLinear(make.scope("down"), width, H, init=init.output(width, H), bias=options.bias)
 
     def forward(self, x: Tensor, stream: Stream, cache: object = None, adapter: nn.Module | None = None) -> Tensor:
-        """`adapter`: a module of one of several layers that share this one, added to its first matrix."""
+        """`adapter`: a module of one of several layers that share this module, added to its first matrix."""
         x, (h,) = entered(x, (self.up,), self.mesh)
         h = h if adapter is None else h + adapter(x)
         return scaled(self.down(self.activated(h)), self.options.output_multiplier)
 
     def activated(self, h: Tensor) -> Tensor:
-        """What the second matrix reads, of what the first gives."""
+        """Input of the second matrix, from the result of the first."""
         gate, up = h.chunk(2, dim=-1) if self.options.gated else (h, None)
         h = self.activation(scaled(gate, self.options.gate_multiplier))
         return h if up is None else h * up

@@ -24,7 +24,7 @@ class MLPOptions(Section):
     )
     activation: Activation = key(
         "gelu",
-        "Activation; gelu is the exact erf form, gelu_tanh its tanh approximation, relu2 is relu squared, quick_gelu "
+        "Activation. gelu is the exact erf form, gelu_tanh its tanh approximation, relu2 is relu squared, quick_gelu "
         "x * sigmoid(1.702 x).",
     )
     gated: bool = key(False, "Gated form: activation(gate(x)) * up(x).")

@@ -18,7 +18,7 @@ TINY = 1e-20
 
 @dataclass(frozen=True)
 class ExpertChoice:
-    """Who uses whom. Made without a gradient, and replayed where activations are recomputed.
+    """The experts of tokens, or the tokens of experts. Recomputation of activations uses the same choice.
 
     Attributes:
         experts_Tk: int64, the experts of each token. None where experts choose.
@@ -81,7 +81,7 @@ def weights_of(scores_TE: Tensor, experts_Tk: Tensor, options: MoEOptions) -> Te
 
 
 def classes(options: MoEOptions) -> int:
-    """What a router chooses from: the experts, and to use none."""
+    """Number of choices of a router: the experts, and to use none."""
     return options.experts + options.router.skip
 
 
@@ -107,8 +107,8 @@ def sinkhorn(logits_TE: Tensor, router: RouterOptions) -> Tensor:
     """Logarithms of exp(logits) with rows scaled to sums of 1/T and columns to sums of about 1/E: the order within a
     row is balanced.
 
-    A fixed number of rounds: the published tolerance compares numbers of the size of 1/T with 1e-4, and so stops after
-    the first. In logarithms, since logits of tokens may differ by more than an exponential in fp32 has room for.
+    The number of rounds is fixed: the published tolerance compares numbers of the size of 1/T with 1e-4, and stops
+    after the first round. Logarithms avoid overflow of exponentials in fp32.
     """
     tokens, experts = (math.log(size) for size in logits_TE.shape)
     column_E = torch.zeros_like(logits_TE[0]) if router.sinkhorn_start == "ones" else -logits_TE.logsumexp(0) - experts

@@ -1,10 +1,10 @@
-"""The way of rows to the ranks that have their experts, between `permute` and the experts' work, and back.
+"""Exchange of rows with the ranks of their experts, between `permute` and the experts' work, and back.
 
 Expert parallel ranks have different experts, so rows go to the ranks of their experts in one all-to-all of uneven
-parts, whose sizes are exchanged before. Tensor parallel ranks have the same tokens: each sends its share of them only
-("duplicate token dropping", Singh et al. 2023, "A Hybrid Tensor-Expert-Data Parallelism Approach"), so that nothing
-crosses the expert axis twice. Where they have slices of the same experts, what has arrived is gathered among them.
-Where experts are folded over them, they are expert parallel ranks like others, and nothing is gathered.
+parts, whose sizes are exchanged before. Tensor parallel ranks have the same tokens: each sends only its share of them
+("duplicate token dropping", Singh et al. 2023, "A Hybrid Tensor-Expert-Data Parallelism Approach"), so that no row
+crosses the expert axis twice. Where they have slices of the same experts, they gather the received rows. Where experts
+are folded over them, they are expert parallel ranks like others, and gather nothing.
 
 Shapes: T tokens, E experts, H hidden, R rows of this rank's tokens, N rows of this rank's experts, x expert parallel
 ranks, t ranks that have slices of the same experts, n = E / x experts of a rank.
@@ -31,34 +31,34 @@ from .permute import Rows, put, take
 
 
 class LocalDispatch:
-    """Every rank has all experts (or its slice of each): rows stay where they are."""
+    """Every rank has all experts (or its slice of each): rows stay on it."""
 
     def send(self, rows_RH: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Any]:
-        """Rows [R, H] as `rows` has sorted them.
+        """Send rows [R, H], sorted by `rows`.
 
         Returns:
-            The rows that this rank's experts work on, sorted by expert, their int32 ends [experts here], and what
-            `back` needs.
+            The rows of this rank's experts, sorted by expert, their int32 ends [experts here], and an argument of
+            `back`.
         """
         return rows_RH, rows.ends_E, None
 
     def back(self, y_NH: Tensor, sent: Any) -> Tensor:
-        """What the experts made of the rows of `send`, in the order of the rows given to it."""
+        """The experts' results, in the order of the rows given to `send`."""
         return y_NH
 
 
 @dataclass(frozen=True)
 class Trip:
-    """What goes where.
+    """Numbers and places of exchanged rows.
 
     Attributes:
         rows: number of rows of this rank's tokens.
-        own: int64, those that this rank sends. None if it sends all.
-        sent: rows for each expert parallel rank.
-        received: rows from each.
-        room: rows that each of the t ranks puts in when they gather. The largest number that one has.
-        place_N: int64, where among all that has arrived the n-th row of this rank's experts is.
-        ends_n: int32, where the rows of each of this rank's experts end.
+        own: int64, the rows that this rank sends. None if it sends all.
+        sent: number of rows for each expert parallel rank.
+        received: number of rows from each.
+        room: rows of each of the t ranks when they gather: their largest number of received rows.
+        place_N: int64, place of the n-th row of this rank's experts among all received rows.
+        ends_n: int32, ends of the rows of each of this rank's experts.
     """
 
     rows: int
@@ -98,7 +98,7 @@ class AllToAllDispatch:
 
     @torch.no_grad()
     def _plan(self, rows: Rows) -> Trip:
-        """Tell the others how many rows each expert gets. The one place in which the host waits for the device."""
+        """Exchange the number of rows of each expert. Only here the host waits for the device."""
         own, ends_E = self._share(rows)
         sent_xn = ends_E.diff(prepend=ends_E.new_zeros(1)).view(self.expert.size, -1)
         from_xn = sent_xn
@@ -118,15 +118,14 @@ class AllToAllDispatch:
         return Trip(len(rows.source_R), own, sent, received, room, _places(from_txn, room, sum(arrived)), ends_n)
 
     def _even(self, rows: int) -> list[int]:
-        """The sizes of `_plan` where tensors have no values, in a rehearsal: every expert gets as many rows."""
+        """The sizes of `_plan` in a rehearsal, where tensors have no values: every expert gets the same number of
+        rows."""
         own, x = rows // self.tensor.size, self.expert.size
         sent = [own // x + (place < own % x) for place in range(x)]
         return [*sent, *sent, *([own] * self.slices.size)]
 
     def _share(self, rows: Rows) -> tuple[Tensor | None, Tensor]:
-        """The rows that this rank sends (its tensor parallel share of the tokens) before all others, and their ends
-        [E].
-        """
+        """All rows, this rank's tensor parallel share of the tokens first, and the ends of the share [E]."""
         ends_E = rows.ends_E.long()
         if self.tensor.size == 1:
             return None, ends_E
@@ -136,9 +135,9 @@ class AllToAllDispatch:
 
 
 def _places(from_txn: Tensor, room: int, total: int) -> Tensor:
-    """Where the rows of this rank's experts are among those that have arrived, sorted by expert, then by origin.
+    """Places of the rows of this rank's experts among the received rows, sorted by expert, then by origin.
 
-    They have arrived sorted by rank of the slices (`room` rows each), expert parallel rank and expert.
+    Received rows are sorted by rank of the slices (`room` rows each), expert parallel rank and expert.
     """
     t, x, n = from_txn.shape
     begin_txn = (from_txn.flatten(1).cumsum(1) - from_txn.flatten(1)).view(t, x, n)
@@ -149,9 +148,10 @@ def _places(from_txn: Tensor, room: int, total: int) -> Tensor:
 
 
 def dispatch_messages(hidden_size: int, options: MoEOptions, around: Around) -> list[LayerMessage]:
-    """What a layer sends for its experts. Rows that come to this rank's experts are counted as if they were as many as
-    go out from here: over all ranks of the group they are. Ranks that have slices of the same experts gather as many
-    rows as one of them can get.
+    """Messages of a layer for its experts.
+
+    The number of received rows counts as that of sent rows, which holds over all ranks of the group. Ranks with slices
+    of the same experts gather the largest number of rows that one of them can get.
 
     Raises:
         NotPredicted: how many rows go out depends on the data.

@@ -20,9 +20,9 @@ from megatron.parallel.layout.shard import Role, Shard
 
 
 def grouped(x_RK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
-    """Each expert's rows times its matrix, [R, N]. All R rows belong to an expert: what lies behind the last end would
-    be uninitialised memory."""
-    if x_RK.dtype == torch.float64:  # which torch's grouped product has not
+    """Each expert's rows times its matrix, [R, N]. All R rows must belong to an expert: others get uninitialised
+    memory."""
+    if x_RK.dtype == torch.float64:  # which torch's grouped product lacks
         parts = x_RK.split(ends_E.diff(prepend=ends_E.new_zeros(1)).tolist())
         return torch.cat([part @ weight_NK.T for part, weight_NK in zip(parts, weight_ENK)])
     return F.grouped_mm(x_RK, weight_ENK.transpose(1, 2), offs=ends_E)
@@ -98,7 +98,7 @@ class Experts(nn.Module):
         return self.down(self.activated(self.up(rows_RH, ends_E, experts_R)), ends_E, experts_R)
 
     def activated(self, h: Tensor) -> Tensor:
-        """What the second matrices read, of what the first give."""
+        """Input of the second matrices, from the results of the first."""
         if not self.gated:
             return self.activation(h)
         gate, up = h.chunk(2, dim=-1)

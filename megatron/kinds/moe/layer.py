@@ -70,8 +70,8 @@ class Gate(nn.Module):
 
 
 class SharedExpert(nn.Module):
-    """x [T, H] to this rank's part of the output of the expert that every token uses (DeepSeekMoE, Dai et al. 2024),
-    [T, H]. Inside the same tensor region as the others."""
+    """The expert that every token uses (DeepSeekMoE, Dai et al. 2024): x [T, H] to this rank's part of its output, [T,
+    H], inside the same tensor region as the others."""
 
     def __init__(self, make: ParameterFactory, hidden_size: int, options: MoEOptions, init: Initialisation):
         super().__init__()
@@ -145,9 +145,7 @@ class MoE(nn.Module):
         )
 
     def _routed(self, x_TH: Tensor, scores_TE: Tensor, choice: ExpertChoice, rows: Rows) -> Tensor:
-        """The experts' part of this rank: of all tokens from its slices of experts, or of its tensor parallel share of
-        them.
-        """
+        """This rank's part of the experts' outputs."""
         router = self.options.router
         if choice.experts_Tk is not None:
             weights = weights_of(scores_TE, choice.experts_Tk, self.options)
@@ -158,7 +156,7 @@ class MoE(nn.Module):
         return combine(y_RH, rows, weights, self.total)
 
     def new_state(self) -> Routed:
-        """What the losses need of earlier chunks of the same samples. Decoding reads none of it."""
+        """Sums over earlier chunks of the same samples for the losses. Decoding does not read them."""
         return Routed()
 
     def _account(
@@ -171,8 +169,8 @@ class MoE(nn.Module):
         stream: Stream,
         state: Routed | None,
     ) -> dict[str, Tensor]:
-        """The auxiliary losses, of a sequence in chunks with the last one. In training the layer's tally has them and
-        the load, once for each token."""
+        """The auxiliary losses, at the last chunk of a sequence. In training they and the load go to the layer's
+        tally."""
         if not self.training:
             return {}
         experts, routed = self.options.experts, state or Routed()
@@ -196,7 +194,7 @@ class MoE(nn.Module):
         if not (options.balance or options.sequence or options.z):
             return {}
         total = sum(getattr(options, name) * loss for name, loss in losses.items()) / self.mesh.tensor.size
-        if stream.chunk is not None:  # the head takes the mean over all tokens, of which the last chunk's have it
+        if stream.chunk is not None:  # the head averages over all tokens, and only the last chunk's have the loss
             total = total * (stream.chunk.whole / stream.chunk.tokens)
         before = stream.channels.get(LOSS)
         before = y.new_zeros((*y.shape[:2], 1)) if before is None else before
@@ -218,15 +216,15 @@ class MoE(nn.Module):
 
     @staticmethod
     def sends(model: ModelSection, options: MoEOptions, tensor: TensorAxis) -> list[Event]:
-        """On the tensor axis, with experts that stay."""
+        """Messages on the tensor axis, except for spread experts."""
         H = model.hidden_size
         gate = [Shared(H, wide=True)] if options.shared_size and options.shared_gate else []
         return [Enter(H), *(Shared(size, wide=True) for size in router_tensors(H, options)), *gate, Leave(H)]
 
     @staticmethod
     def exchanges(model: ModelSection, options: MoEOptions, around: Around) -> list[LayerMessage]:
-        """How often experts were chosen, over the ranks that share a sample, and over all for one loss. Of a sequence
-        in chunks once, with the last."""
+        """Sums of the choices over the ranks that share a sample, and over all ranks for one loss, with the last
+        chunk."""
         samples = 1 if options.router.select == "expert_choice" else around.samples
         size = samples * options.experts
         load = LayerMessage("context", "all_reduce", size, "fp32", again=BEHIND, training=True, chunks=LAST)
@@ -237,7 +235,7 @@ class MoE(nn.Module):
 
     @staticmethod
     def needs_output(model: ModelSection, options: MoEOptions) -> bool:
-        """Whether something behind the sum over the ranks is kept for the backward pass: the auxiliary losses."""
+        """Whether the backward pass needs tensors after the sum over the ranks: the auxiliary losses."""
         return bool(options.losses.balance or options.losses.sequence or options.losses.z)
 
     @staticmethod
@@ -251,9 +249,8 @@ class MoE(nn.Module):
         bias = made * width + H if options.bias else 0
         saved = in_shared = SAVED[options.activation][options.gated]
         if options.gated:
-            saved += 2 if options.limit is not None else bool(options.up_offset)  # cut and shifted, beside what is cut
-        # Of each expert of a token: its row, what its activation keeps, its result; its number, its place and its
-        # weight.
+            saved += 2 if options.limit is not None else bool(options.up_offset)  # cut and shifted
+        # Of each expert of a token: its row, tensors of its activation, its result, its number, place and weight.
         routing = E + 5 * k + (k + 1 if options.router.normalize else 0)
         routing += 2 * k if options.bias else 0  # the number of each row's expert again
         network = options.router.width if options.router.network == "mlp" else 0
@@ -268,6 +265,6 @@ class MoE(nn.Module):
             + routing
             + (H + 1 if gate else 0),
             whole=2 * k * H + routing + (H + 1 if gate else 0),
-            copies=(2 if shared else 1) * H + routing,  # the router's input in fp32; shared experts keep the other, too
+            copies=(2 if shared else 1) * H + routing,  # the router's input in fp32, and that of shared experts
             products=k * (H + made * width) + (made * options.shared_size + H if shared else 0) + E + 3 * network,
         )

@@ -1,8 +1,8 @@
 """Auxiliary losses on the router, in fp32, and its balance without a loss.
 
 The z-loss and the loss per sequence are means over tokens and over sequences: no cut of the batch changes them. The
-balancing loss multiplies the load of a batch with its mean scores, so by its definition it depends on which tokens are
-counted together: those of a micro-batch (of all data parallel ranks, with `over: ranks`).
+balancing loss multiplies the load of a batch with its mean scores, so by its definition it depends on the counted
+tokens: a micro-batch (of all data parallel ranks, with `over: ranks`).
 
 Shapes: B samples, S positions, T = B S tokens, E experts.
 """
@@ -27,8 +27,8 @@ from .choice import ExpertChoice, classes
 class Balance(ExpertTally):
     """Tallies of one layer's routed tokens since the last update, and the correction that evens the load.
 
-    The correction is saved, and no parameter. Counts are of this rank's tokens. The engine adds them up over data
-    parallel ranks (all tensor parallel ranks have routed the same) and calls `finish` with the same sums on every rank.
+    Checkpoints have the correction, which is no parameter. Counts are of this rank's tokens. The engine sums them over
+    data parallel ranks (tensor parallel ranks have equal counts) and calls `finish` with the same sums on every rank.
     """
 
     def __init__(self, make: ParameterFactory, options: MoEOptions):
@@ -43,10 +43,10 @@ class Balance(ExpertTally):
 
     @torch.no_grad()
     def add(self, counts_E: Tensor, dropped: Tensor | None, losses: dict[str, Tensor]) -> None:
-        """One micro-batch.
+        """Add one micro-batch.
 
         Args:
-            counts_E: how often each expert was chosen.
+            counts_E: number of choices of each expert.
             dropped: number of choices without a place, or of no expert.
         """
         E = self.experts
@@ -68,14 +68,14 @@ class Balance(ExpertTally):
 
 @dataclass
 class Routed:
-    """What the losses are made of: sums over the tokens so far, where these come in chunks.
+    """Sums for the losses over the tokens of all chunks so far.
 
     Attributes:
-        counts_BE: how often each sample has chosen each class, the experts first and then using none.
+        counts_BE: choices of each class by each sample, the experts first and then none.
         dropped: choices without a place, or of no expert.
         tokens: of a sample.
-        share_BE: of the scores that each expert had of a token's.
-        z_B: of the squared logsumexp of the logits.
+        share_BE: each expert's share of a token's scores.
+        z_B: the squared logsumexp of the logits.
     """
 
     counts_BE: Tensor | None = None
@@ -87,7 +87,7 @@ class Routed:
     def add(
         self, logits_TE: Tensor, scores_TE: Tensor, counts_BE: Tensor, dropped: Tensor, options: MoEOptions
     ) -> None:
-        """More tokens of the same samples. Logits and scores are of all classes."""
+        """Add tokens of the same samples. Logits and scores are of all classes."""
         samples, losses = len(counts_BE), options.losses
         self.tokens += len(logits_TE) // samples
         self.counts_BE, self.dropped = _plus(self.counts_BE, counts_BE), _plus(self.dropped, dropped)
@@ -108,8 +108,8 @@ def auxiliary_losses(routed: Routed, counts_BE: Tensor, options: AuxiliaryLossOp
     """The losses that have a coefficient, without it.
 
     Args:
-        counts_BE: how often each sample has chosen each expert, on all ranks that share its tokens. The means of scores
-            are of this rank's tokens: those of such ranks are averaged where their losses are.
+        counts_BE: choices of each expert by each sample, on all ranks that share its tokens. The means of scores are of
+            this rank's tokens, and the losses of such ranks are averaged later.
         data: the data parallel axis.
     """
     found: dict[str, Tensor] = {}
@@ -131,7 +131,7 @@ def auxiliary_losses(routed: Routed, counts_BE: Tensor, options: AuxiliaryLossOp
 
 @torch.no_grad()
 def count(choice: ExpertChoice, samples: int, experts: int) -> Tensor:
-    """fp32 [B, E], how often each sample has chosen each expert. Where experts choose, [1, E]."""
+    """fp32 [B, E], number of choices of each expert by each sample. Where experts choose, [1, E]."""
     if choice.tokens_EC is not None:
         taken = choice.tokens_EC.shape[1]
         return torch.full((1, experts), float(taken), dtype=torch.float32, device=choice.tokens_EC.device)

@@ -1,4 +1,4 @@
-"""Options of the moe feed-forward: the experts, who chooses them, and what keeps their load even."""
+"""Options of the moe feed-forward: the experts, their choice, and their balance."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _balance(own: dict[str, Any], at: View) -> float:
-    """As in Switch and OLMoE, where nothing else evens the load: else a router collapses onto a few experts."""
+    """As in Switch and OLMoE, if no other option balances the load: otherwise a router collapses onto a few experts."""
     moe = at["model.moe"]
     evened = moe["router"]["select"] != "top_k" or moe["router"]["correction"] != "none" or own["sequence"] > 0
     return 0.0 if evened or moe["experts"] <= moe["top_k"] or not at.uses("moe") else 0.01
@@ -24,16 +24,16 @@ def _balance(own: dict[str, Any], at: View) -> float:
 class RouterOptions(Section):
     network: Literal["linear", "mlp"] = key(
         "linear",
-        "What gives a token's logits: one matrix, or a state of few channels and a three-layer MLP on it (ZAYA1).",
+        "Network of a token's logits: one matrix, or a state of few channels and a three-layer MLP on it (ZAYA1).",
     )
     width: int = key(256, "mlp: channels of the router's state and layers.", unit="channels", gt=0)
     average: bool = key(
         True,
-        "mlp: add the router state of the MoE layer before, times a trained number per channel; the first has none.",
+        "mlp: add the router state of the MoE layer before, times a trained number per channel. The first has none.",
     )
-    skip: bool = key(False, "One more class, of tokens that use no expert (ZAYA1); its correction stays at -1.")
+    skip: bool = key(False, "One more class, of tokens that use no expert (ZAYA1). Its correction stays at -1.")
     bias: bool = key(False, "linear: whether the router has a trained bias (BlackMamba).")
-    score: Literal["softmax", "sigmoid"] = key("softmax", "What makes scores of logits, in fp32.")
+    score: Literal["softmax", "sigmoid"] = key("softmax", "Function from logits to scores, in fp32.")
     select: Literal["top_k", "sinkhorn", "expert_choice"] = key(
         "top_k",
         "top_k: a token takes its best experts. sinkhorn: in training, the best after balancing the loads of the "
@@ -46,7 +46,7 @@ class RouterOptions(Section):
         "themselves (OLMoE).",
     )
     scale: float = key(1.0, "The weights are multiplied by this (DeepSeek's routed_scaling_factor).", gt=0)
-    groups: int = key(1, "Equal groups of experts; a token may choose from top_groups of them.", gt=0)
+    groups: int = key(1, "Equal groups of experts. A token may choose from top_groups of them.", gt=0)
     top_groups: Derivable[int] = key(
         None,
         "Groups that a token may choose from: those with the largest group_score.",
@@ -87,7 +87,7 @@ class AuxiliaryLossOptions(Section):
         ge=0,
     )
     over: Literal["micro_batch", "ranks"] = key(
-        "micro_batch", "Loads of the balancing loss: of one rank's micro-batch, or of those of all data parallel ranks."
+        "micro_batch", "Loads of the balancing loss: of one rank's micro-batch, or of all data parallel ranks'."
     )
     sequence: float = key(0.0, "Coefficient of the same loss for each sequence by itself (DeepSeek-V2).", ge=0)
     z: float = key(0.0, "Coefficient of the mean squared log-sum-exp of the router's logits (ST-MoE).", ge=0)
@@ -112,7 +112,7 @@ class MoEOptions(Section):
     up_offset: float = key(0.0, "gated: added to up (GPT-OSS: 1).")
     shared_size: int = key(
         0,
-        "Width of a shared expert that every token uses; several shared experts are one of their summed width.",
+        "Width of a shared expert that every token uses. Several shared experts are one of their summed width.",
         unit="channels",
         ge=0,
     )
@@ -121,12 +121,11 @@ class MoEOptions(Section):
     )
     capacity_factor: float | None = key(
         None,
-        "Tokens that an expert takes, over an even share; the rest are dropped. None drops nothing and computes "
-        "nothing "
-        "in vain; a factor is for comparison.",
+        "Tokens that an expert takes, over an even share. The rest are dropped. None drops no token and computes no "
+        "padding. A factor is for comparison.",
         gt=0,
     )
-    router: RouterOptions = key(RouterOptions, "Who chooses.")
+    router: RouterOptions = key(RouterOptions, "Choice of experts.")
     losses: AuxiliaryLossOptions = key(
         AuxiliaryLossOptions, "Losses on the router, of each layer, added to the model's."
     )

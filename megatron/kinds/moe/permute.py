@@ -1,5 +1,5 @@
-"""Tokens sorted by expert, and back. No size depends on the data where nothing is dropped, so an accelerator never
-waits.
+"""Tokens sorted by expert, and back. Without a capacity no size depends on the data, so the host never waits for the
+device.
 
 Shapes: T tokens, k experts per token, E experts, R rows (a row is one token at one expert), H hidden.
 """
@@ -25,7 +25,7 @@ class Rows:
 
     Attributes:
         source_R: int64, the token of each row.
-        ends_E: int32, where each expert's rows end.
+        ends_E: int32, ends of each expert's rows.
         place_Tk: int64, the row of each token's choices. None where experts choose.
         tokens: T.
         kept_Tk: which choices have a row (capacity). None where all have.
@@ -39,7 +39,7 @@ class Rows:
 
     @property
     def exact(self) -> bool:
-        """Whether rows and choices are the same things in another order."""
+        """Whether the rows are the choices in another order."""
         return self.place_Tk is not None and self.kept_Tk is None
 
 
@@ -125,7 +125,7 @@ def take(x_RH: Tensor, place_N: Tensor) -> Tensor:
 
 
 def put(y_NH: Tensor, place_N: Tensor, rows: int) -> Tensor:
-    """The rows at these places of as many rows, [rows, H], the others 0: the reverse of `take`."""
+    """Rows [rows, H] with these at their places, the others 0: the reverse of `take`."""
     return _Put.apply(y_NH, place_N, rows)
 
 
@@ -151,7 +151,7 @@ def permute(x_TH: Tensor, rows: Rows) -> Tensor:
 
 
 def weighted_sum(y_TkH: Tensor, weights_Tk: Tensor) -> Tensor:
-    """Of each token's rows, [T, H]."""
+    """Weighted sum of each token's rows, [T, H]."""
     return (at_least_fp32(y_TkH) * weights_Tk.unsqueeze(-1)).sum(1).to(y_TkH.dtype)
 
 

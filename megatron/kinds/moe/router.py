@@ -1,7 +1,7 @@
-"""What gives each token a logit per expert, in fp32 whatever the type of the stream.
+"""Routers: each token's logits of the experts, in fp32 for every type of the stream.
 
-A router stands inside the tensor region: every tensor parallel rank routes all tokens alike, and the gradient that each
-has from its slice of the experts is partial.
+A router is inside of the tensor region: every tensor parallel rank routes all tokens alike, and the gradient from its
+slice of the experts is partial.
 
 Shapes: B samples, S positions, T = B S tokens, H hidden, E classes (the experts, and perhaps none), R router channels.
 """
@@ -45,7 +45,7 @@ class LinearRouter(nn.Module):
 class MLPRouter(nn.Module):
     """x [B, S, H] to (logits [T, E], the state [B, S, R] for the next router), as in ZAYA1 (Anthony et al. 2025).
 
-    state = down(x) + scale * (state of the MoE layer before). Logits = out(gelu(fc2(gelu(fc1(norm(state)))))). Between
+    state = down(x) + scale * (state of the MoE layer before), logits = out(gelu(fc2(gelu(fc1(norm(state)))))). Between
     layers the state has the type of the stream, on one rank as on several.
     """
 

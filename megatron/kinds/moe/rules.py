@@ -1,9 +1,8 @@
-"""What a mixture of experts needs: experts to choose from, groups of equal size, widths that can be cut."""
+"""Rules of a mixture of experts: number of experts, groups of equal size, widths that can be cut."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from megatron.config.arithmetic.divisors import divisors, multiples, near
@@ -36,7 +35,7 @@ def gates_are_there_to_be_cut(at: KindUse[MoEOptions]) -> Iterator[Problem]:
                 f".{name}",
                 ".gated",
                 rule=f"{name} must go with gated experts, whose gate and up it changes",
-                fix=f"use gated: true, or leave {name} out",
+                fix=f"use gated: true, or remove {name}",
             )
 
 
@@ -96,7 +95,7 @@ def balancers_fit_the_choice(at: KindUse[MoEOptions]) -> Iterator[Problem]:
             select,
             rule="a causal model must not let experts choose tokens: they see the whole micro-batch, later tokens too, "
             "and generated text differs from what was trained on",
-            fix="use select: top_k, but for studies of the method",
+            fix="use select: top_k, except for studies of the method",
         )
     if router.select != "top_k" and router.correction != "none":
         yield at.problem(
@@ -110,7 +109,7 @@ def balancers_fit_the_choice(at: KindUse[MoEOptions]) -> Iterator[Problem]:
             ".router.top_groups",
             select,
             rule=f"all groups must be open to a token: {router.select} knows no groups",
-            fix="leave groups and top_groups out, or use select: top_k",
+            fix="remove groups and top_groups, or use select: top_k",
         )
     if router.select == "expert_choice" and router.normalize:
         yield at.problem(
@@ -123,8 +122,8 @@ def balancers_fit_the_choice(at: KindUse[MoEOptions]) -> Iterator[Problem]:
         yield at.problem(
             ".capacity_factor",
             select,
-            rule="capacity_factor must be left out: experts choose the tokens that top_k gives each of them on average",
-            fix="leave capacity_factor out, and give top_k the tokens that an expert takes over an even share",
+            rule="capacity_factor must be null: experts choose the tokens that top_k gives each of them on average",
+            fix="remove capacity_factor, and give top_k the tokens that an expert takes over an even share",
         )
 
 
@@ -142,9 +141,8 @@ def skipping_is_a_choice_of_one(at: KindUse[MoEOptions]) -> Iterator[Problem]:
         yield at.problem(
             ".capacity_factor",
             ".router.skip",
-            rule="capacity_factor must be left out: tokens that use no expert are computed beside the others, and "
-            "would take their places",
-            fix="leave capacity_factor out, or use skip: false",
+            rule="capacity_factor must be null: tokens that use no expert are computed, too, and would take places",
+            fix="remove capacity_factor, or use skip: false",
         )
 
 
@@ -155,7 +153,7 @@ def idle_moe_options(at: KindUse[MoEOptions]) -> Iterator[Problem]:
             ".shared_gate",
             ".shared_size",
             rule="shared_gate must go with a shared expert, and there is none",
-            fix="give shared_size, or leave shared_gate out",
+            fix="give shared_size, or remove shared_gate",
         )
     rate = ".router.correction_rate"
     if moe.router.correction == "none" and at.given(rate):
@@ -163,7 +161,7 @@ def idle_moe_options(at: KindUse[MoEOptions]) -> Iterator[Problem]:
             rate,
             ".router.correction",
             rule="correction_rate must go with a correction",
-            fix="use correction: sign, or leave the rate out",
+            fix="use correction: sign, or remove the rate",
         )
 
 
@@ -190,7 +188,7 @@ def experts_divide_over_expert_ranks(at: KindUse[MoEOptions]) -> Iterator[Proble
 
 
 def rows_are_aligned(context: RuleContext) -> Iterator[Problem]:
-    """torch's grouped matrix products want rows that start at multiples of 16 bytes."""
+    """Rows of torch's grouped matrix products must start at multiples of 16 bytes."""
     compute, width = context.config.precision.compute, context.config.model.hidden_size
     unit = 16 // SIZES[compute]
     if context.uses("moe") and width % unit:
@@ -224,7 +222,7 @@ def router_states_have_a_first(context: RuleContext) -> Iterator[Problem]:
 
 
 def router_states_are_whole_blocks(context: RuleContext) -> Iterator[Problem]:
-    """Where the state goes to another stage, in blocks of its own beside the hidden state."""
+    """The state goes to another stage in blocks of its own."""
     routers = [use for use in context.layers("moe") if use.options.router.network == "mlp"]
     parallel = context.config.parallel
     if not routers or not sends_blocks(parallel):
@@ -241,7 +239,7 @@ def router_states_are_whole_blocks(context: RuleContext) -> Iterator[Problem]:
 
 
 def further_tokens_have_no_router_state(context: RuleContext) -> Iterator[Problem]:
-    """A module that predicts further tokens has the stream alone of the layers before it."""
+    """A module that predicts further tokens has only the stream of the layers before it."""
     key, block = "model.multi_token_prediction.block", context.further_block
     for each in block.kinds if block else ():
         uses = [use for use in context.layers("moe") if (use.kind, use.variant) == (each.name, each.variant)]
@@ -249,64 +247,39 @@ def further_tokens_have_no_router_state(context: RuleContext) -> Iterator[Proble
             yield context.problem(
                 key,
                 "model.moe.router.network",
-                rule="must have a linear router: an MLP router averages its state with those of layers before it",
+                rule="must have a linear router: an MLP router averages its state with the states of layers before it",
                 fix="use a variant of moe with router: {network: linear}, which model.layers has too",
             )
 
 
-# (option of model.moe, the one that makes it work, what the values of that one are, what is so without, fix)
+# (option of the router, the option and its value that it must go with, reason)
 _IDLE = (
-    (
-        "router.sinkhorn_iterations",
-        "router.select",
-        ("sinkhorn",),
-        "must go with select: sinkhorn, which balances in rounds",
-        "use select: sinkhorn",
-    ),
-    (
-        "router.sinkhorn_start",
-        "router.select",
-        ("sinkhorn",),
-        "must go with select: sinkhorn, which balances in rounds",
-        "use select: sinkhorn",
-    ),
-    (
-        "router.width",
-        "router.network",
-        ("mlp",),
-        "must go with network: mlp; a linear router is one matrix",
-        "use network: mlp",
-    ),
-    (
-        "router.average",
-        "router.network",
-        ("mlp",),
-        "must go with network: mlp; a linear router has no state",
-        "use network: mlp",
-    ),
-    (
-        "router.bias",
-        "router.network",
-        ("linear",),
-        "must go with network: linear; an MLP router's layers have their own biases",
-        "use network: linear",
-    ),
+    ("sinkhorn_iterations", "select", "sinkhorn", ", which balances in rounds"),
+    ("sinkhorn_start", "select", "sinkhorn", ", which balances in rounds"),
+    ("width", "network", "mlp", ": a linear router is one matrix"),
+    ("average", "network", "mlp", ": a linear router has no state"),
+    ("bias", "network", "linear", ": an MLP router's layers have their own biases"),
 )
 
 
 def options_that_nothing_reads(context: RuleContext) -> Iterator[Problem]:
-    """Options given for all moe layers that none of them reads, each beside the one that makes it idle."""
+    """Options given for all moe layers that none of them reads, each with the option that makes it idle."""
     used = [use.options for use in context.layers("moe")]
-    for name, other, values, rule, fix in _IDLE:
-        if used and context.given(f"model.moe.{name}") and all(attrgetter(other)(moe) not in values for moe in used):
-            fix = f"{fix}, or leave {name.rsplit('.', 1)[-1]} out"
-            yield context.warning(f"model.moe.{name}", f"model.moe.{other}", rule=rule, fix=fix)
+    for name, other, value, why in _IDLE:
+        key = f"model.moe.router.{name}"
+        if used and context.given(key) and all(getattr(moe.router, other) != value for moe in used):
+            yield context.warning(
+                key,
+                f"model.moe.router.{other}",
+                rule=f"must go with {other}: {value}{why}",
+                fix=f"use {other}: {value}, or remove {name}",
+            )
     if used and context.given("model.moe.losses.over") and not any(moe.losses.balance for moe in used):
         yield context.warning(
             "model.moe.losses.over",
             "model.moe.losses.balance",
             rule="losses.over must go with a balancing loss, and there is none",
-            fix="give losses.balance a coefficient, or leave over out",
+            fix="give losses.balance a coefficient, or remove over",
         )
 
 
@@ -326,7 +299,7 @@ def there_are_experts_to_spread(context: RuleContext) -> Iterator[Problem]:
                 f"parallel.{name}",
                 "model.layers",
                 rule="the model must have experts to spread over ranks, and it has none",
-                fix=f"leave parallel.{name} out, or use layers with a moe feed-forward",
+                fix=f"remove parallel.{name}, or use layers with a moe feed-forward",
             )
 
 
@@ -353,7 +326,7 @@ def expert_ranks_divide_their_line(context: RuleContext) -> Iterator[Problem]:
         sizes = [f"parallel.{name}" for name in ("tensor", "pipeline", "context") if getattr(parallel, name) > 1]
         both = "data and context" if parallel.context > 1 else "data"
         where = f"{both} and tensor parallel ranks of a stage" if folds else f"{both} parallel ranks"
-        why = "" if folds else "; tensor parallel ranks have slices of every expert of theirs"
+        why = "" if folds else " (tensor parallel ranks have slices of every expert)"
         wider = "" if folds or replicas * parallel.tensor % parallel.expert else ", parallel.expert_tensor=1"
         yield context.problem(
             "parallel.expert",
@@ -383,7 +356,7 @@ def spread_experts_fit_the_stage(context: RuleContext) -> Iterator[Problem]:
             key,
             rule="zero.stage must be below 3: ZeRO 3 partitions every parameter over all data parallel ranks, "
             "and expert parallel ranks have different parameters",
-            fix=f"use zero.stage=1 or 2, or leave {key} out and let ZeRO 3 partition the experts",
+            fix=f"use zero.stage=1 or 2, or remove {key} and let ZeRO 3 partition the experts",
         )
 
 
@@ -408,7 +381,7 @@ def folded_experts_want_equal_shards(context: RuleContext) -> Iterator[Problem]:
 
 
 def tokens_choose_by_themselves(at: KindUse[MoEOptions]) -> Iterator[Problem]:
-    """Where tokens compete for experts, those of one rank or chunk would compete alone, and the result depend on the
+    """Where tokens compete for experts, only tokens of one rank or chunk would compete, and the result depend on the
     cut."""
     cuts = (
         ("parallel.context", at.config.parallel.context, "context parallelism", "rank"),
@@ -420,7 +393,7 @@ def tokens_choose_by_themselves(at: KindUse[MoEOptions]) -> Iterator[Problem]:
                 ".capacity_factor",
                 key,
                 rule=f"must be none with {name}: each {part} would drop tokens by the load of its own part",
-                fix=f"leave capacity_factor out, or use {key}=1",
+                fix=f"remove capacity_factor, or use {key}=1",
             )
         if count > 1 and at.options.router.select != "top_k":
             yield at.problem(
@@ -431,7 +404,7 @@ def tokens_choose_by_themselves(at: KindUse[MoEOptions]) -> Iterator[Problem]:
             )
 
 
-# Each looks at one use of the kind.
+# Rules of one use of the kind.
 RULES = (
     top_k_of_the_experts,
     gates_are_there_to_be_cut,
@@ -445,7 +418,7 @@ RULES = (
     tokens_choose_by_themselves,
 )
 
-# These look at the whole stack, and at the layout with or without experts in it.
+# Rules of the whole stack, and of the layout with or without experts in it.
 STACK_RULES = (
     rows_are_aligned,
     options_that_nothing_reads,

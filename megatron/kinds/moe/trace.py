@@ -1,4 +1,4 @@
-"""What a model's routers decide on given tokens, seen from outside."""
+"""Decisions of a model's routers on given tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def traced(
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """Layer -> (experts int64 [B, S, k], best first, their weights fp32 [B, S, k]), as in evaluation.
 
-    The number after the last expert's is that of none (`router.skip`). `positions` and `documents` are as in `Stream`.
+    The number of experts stands for none (`router.skip`). `positions` and `documents` are as in `Stream`.
 
     Raises:
         ValueError: experts choose in this model, so tokens have no list of theirs.

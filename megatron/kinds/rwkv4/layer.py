@@ -90,7 +90,7 @@ class RWKV4(nn.Module):
     def _sums_before(
         self, k_BSd: Tensor, v_BSd: Tensor, starts_BS: Tensor | None, of_state: State | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The sums before this rank's tokens, of those that share the sequence."""
+        """The sums before this rank's tokens."""
         made, aged = ends(k_BSd, v_BSd, self.decay, starts_BS, chunk=self.options.chunk)
         above, below, largest = carried(self.context, made, lambda: aged, joined, _older, of_state)
         nothing = self.context.rank == 0 and of_state is None
@@ -112,7 +112,7 @@ class RWKV4(nn.Module):
         return Counts(
             parameters=4 * H * H + 5 * H,
             flops=2 * 4 * H * H,
-            activations=3 * H + 3 * H + 2 * H,  # mixed; key, value, receptance; scanned and gated
+            activations=3 * H + 3 * H + 2 * H,  # mixed, projected, scanned and gated
             products=4 * H,
             state=4 * H,
             memory=3 * H,
@@ -120,7 +120,7 @@ class RWKV4(nn.Module):
 
 
 def _older(later: Tensor, earlier: Tensor) -> Tensor:
-    """What two parts of a sequence add to exponents."""
+    """Additions of two parts of a sequence to exponents."""
     return (later + earlier).clamp(min=NOTHING)
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 class RWKV4Options(RWKVOptions):
     chunk: int = key(
-        256, "Tokens that are scanned at a time; changes memory and speed, not the result.", unit="tokens", gt=0
+        256, "Tokens that are scanned at a time. Changes memory and speed, not the result.", unit="tokens", gt=0
     )
 
 

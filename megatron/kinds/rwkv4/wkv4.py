@@ -18,7 +18,7 @@ from megatron.kinds.common.recurrence.recomputed import recomputed
 from megatron.kinds.common.rwkv.runs import Runs, earlier_in_run, pieces
 from megatron.parallel.layout.precision import at_least_fp32, wide_type
 
-NOTHING = -1e38  # exponent of what is not there
+NOTHING = -1e38  # exponent of missing terms
 
 State = tuple[Tensor, Tensor, Tensor]
 
@@ -53,8 +53,8 @@ def wkv4(
 def ends(
     k_BSd: Tensor, v_BSd: Tensor, decay_d: Tensor, starts_BS: Tensor | None, *, chunk: int
 ) -> tuple[State, Tensor]:
-    """The state that the sequence makes of none, and what it adds to the exponent of one before it, [B, d]. Arguments
-    as those of `wkv4`."""
+    """The state from zeros, and the addition to the exponent of a state before, [B, d]. Arguments are those of
+    `wkv4`."""
     zero = k_BSd.new_zeros((k_BSd.shape[0], k_BSd.shape[2]), dtype=wide_type(k_BSd.dtype))
     state = (zero, zero, zero + NOTHING)
     for (k, v), starts in pieces([k_BSd, v_BSd], chunk, starts_BS):
@@ -64,7 +64,7 @@ def ends(
 
 
 def joined(aged: Tensor, earlier: State, later: State, there: bool) -> State:
-    """The state after two parts of a sequence, of which the later one adds `aged` to exponents.
+    """The state after two parts of a sequence. The later part adds `aged` to exponents.
 
     Args:
         there: whether there is an earlier state.

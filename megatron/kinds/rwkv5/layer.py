@@ -71,14 +71,14 @@ class RWKV5(nn.Module, Generic[Options]):
         self.output = RowLinear(make.scope("output"), H, H, unit=N, init=start.writes(H, H))
 
     def make_mixes(self, make: ParameterFactory, H: int, options: Options, start: Start) -> None:
-        """The parameters of the token shift, and of what else depends on the token alone."""
+        """Make the parameters of `mixes`."""
         powers = [start.rest * each for each in (1.0, 1.0, 0.5, 0.5)]
         self.mix = make.parameter(
             "mix", (4, H), role=Role.STATE, init=start.shares(*powers, lift=0.3 * start.ratio, lifted=1)
         )
 
     def mixes(self, x_BSH: Tensor, last: Tensor | None, starts: Tensor | None) -> Mixes:
-        """What key, value, receptance and gate read, and what the decays are moved by (None: nothing)."""
+        """Inputs of key, value, receptance and gate, and additions to the decays (None: none)."""
         k, v, r, g = mixed(x_BSH, 1 - sum_gradient(self.mix, self.mesh.tensor), last, starts)
         return k, v, r, g, None
 
@@ -91,17 +91,8 @@ class RWKV5(nn.Module, Generic[Options]):
         if self.context.size > 1:
             made, left = ends(k, v, moved, decay, starts, chunk=self.options.chunk)
             memory = carried_by_decay(self.context, made, left, memory)
-        y, memory = wkv6(
-            r,
-            k,
-            v,
-            moved,
-            decay,
-            self.bonus.view(self.heads, -1),
-            chunk=self.options.chunk,
-            initial_BhNN=memory,
-            starts_BS=starts,
-        )
+        bonus, chunk = self.bonus.view(self.heads, -1), self.options.chunk
+        y, memory = wkv6(r, k, v, moved, decay, bonus, chunk=chunk, initial_BhNN=memory, starts_BS=starts)
         if state is not None:
             state.keep(self.context, x_BSH, stream)
             state.memory = handed(self.context, memory)
@@ -128,8 +119,8 @@ class RWKV5(nn.Module, Generic[Options]):
         run = max(1, int(chunk**0.5))
         return Counts(
             parameters=5 * H * H + 8 * H,
-            flops=2 * (5 * H * H + 2 * H * N),  # of the scan, what is written to and read from the states between runs
-            activations=4 * H + 4 * H + 2 * H,  # mixed; receptance, key, value, gate; scanned and normed
+            flops=2 * (5 * H * H + 2 * H * N),  # of the scan, writes to and reads of the states between runs
+            activations=4 * H + 4 * H + 2 * H,  # mixed, projected, scanned and normed
             products=5 * H + H * N // run + H,
             state=H * N + H,
             memory=H * N,

@@ -11,7 +11,7 @@ class RWKV5Options(RWKVOptions):
     head_dim: int = key(64, "Channels per head.", unit="channels", gt=1)
     norm_epsilon: float = key(64e-5, "Added to the variance in the norm of each head's output.", gt=0)
     chunk: int = key(
-        256, "Tokens that are scanned at a time; changes memory and speed, not the result.", unit="tokens", gt=0
+        256, "Tokens that are scanned at a time. Changes memory and speed, not the result.", unit="tokens", gt=0
     )
 
 

@@ -63,7 +63,7 @@ class RWKV6(RWKV5[RWKV6Options]):
     def counts(cls, model: ModelSection, options: RWKV6Options, sequence_length: int) -> Counts:
         H, ranks = model.hidden_size, 5 * options.mix_rank + options.decay_rank
         matrices = 2 * H * ranks
-        # Besides what RWKV-5 has: another two mixed tensors, what the matrices of low rank give, and moved decays.
+        # In addition to RWKV-5: two mixed tensors, results of the matrices of low rank, and moved decays.
         more = Counts(
             parameters=matrices + 2 * H, flops=2 * matrices, activations=2 * H + ranks + H, products=ranks + 5 * H + H
         )

@@ -113,19 +113,8 @@ class RWKV7(nn.Module):
         value, blend, first = self.value(v), None, None
         if self.blend is not None:
             blend, first = self.blend(v), stream.channels[FIRST]
-        made = (
-            self.key(k),
-            value,
-            self.decay(w),
-            self.rate(a),
-            blend,
-            first,
-            self.decay_base,
-            self.rate_base,
-            self.blend_base,
-            self.key_scale,
-            self.rate_scale,
-        )
+        vectors = (self.decay_base, self.rate_base, self.blend_base, self.key_scale, self.rate_scale)
+        made = (self.key(k), value, self.decay(w), self.rate(a), blend, first, *vectors)
         before = past.memory if self.context.size == 1 else self._memory_before(made, starts, past.memory)
         alone = state is None and self.context.size == 1
         time_mix = functools.partial(
@@ -137,17 +126,8 @@ class RWKV7(nn.Module):
             epsilon=self.options.norm_epsilon,
             fused=self.fused and alone,
         )
-        y, memory = recomputed(
-            time_mix,
-            self.receptance(r),
-            self.gate(g),
-            *made,
-            self.bonus,
-            self.norm_weight,
-            self.norm_bias,
-            before,
-            starts,
-        )
+        norm = self.bonus, self.norm_weight, self.norm_bias
+        y, memory = recomputed(time_mix, self.receptance(r), self.gate(g), *made, *norm, before, starts)
         if state is not None and memory is not None:
             state.keep(self.context, x_BSH, stream)
             state.memory = handed(self.context, memory)
@@ -160,8 +140,7 @@ class RWKV7(nn.Module):
     def _memory_before(
         self, made: tuple[Tensor | None, ...], starts_BS: Tensor | None, of_state: Tensor | None
     ) -> Tensor:
-        """The memory before this rank's tokens, of those that share the sequence. What is left of one before them is
-        only computed where more than two do."""
+        """The memory before this rank's tokens. `_left` is only needed with more than two ranks."""
         own, left = (
             functools.partial(each, heads=self.heads, chunk=self.options.chunk) for each in (_made_of_none, _left)
         )
@@ -192,7 +171,7 @@ class RWKV7(nn.Module):
         ranks = options.decay_rank + options.rate_rank + options.gate_rank + (0 if first else options.value_rank)
         matrices = 4 * H * H + 2 * H * ranks
         scan = H * (9 * chunk + 4 * N)  # per head and token: scores 4 Q N, products with them 5 Q N, with states 4 N^2
-        made = (6 if first else 7) * H + ranks  # receptance, key, value, and what the matrices of low rank give
+        made = (6 if first else 7) * H + ranks  # receptance, key, value, and results of the matrices of low rank
         return Counts(
             parameters=matrices + (13 if first else 14) * H,
             flops=2 * (matrices + scan),
@@ -218,7 +197,7 @@ def _factors(
     *,
     heads: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What `wkv7` takes but r, [B, S, h, N] each in fp32. See docs/models.md for the equations."""
+    """Inputs of `wkv7` except r, [B, S, h, N] each in fp32. See docs/models.md for the equations."""
     k, v = at_least_fp32(k), at_least_fp32(v)
     log_w = FASTEST * torch.sigmoid(decay_base + at_least_fp32(w))
     a = torch.sigmoid(rate_base + at_least_fp32(a))
@@ -231,14 +210,14 @@ def _factors(
 
 
 def _made_of_none(*inputs: Any, heads: int, chunk: int) -> Tensor:
-    """The memory [B, h, N, N] that the sequence makes of none."""
+    """The memory [B, h, N, N] from zeros."""
     *made, starts = inputs
     log_w, *factors = _factors(*made, heads=heads)
     return wkv7(torch.zeros_like(log_w), log_w, *factors, chunk=chunk, starts_BS=starts)[1]
 
 
 def _left(*inputs: Any, heads: int, chunk: int) -> Tensor:
-    """The matrix that the sequence multiplies a memory before it by, from the right."""
+    """The factor of a memory before the sequence, from the right."""
     *made, starts = inputs
     log_w, _, _, a, b = _factors(*made, heads=heads)
     return left_of_state(log_w, a, b, chunk=chunk, starts_BS=starts)
@@ -249,23 +228,7 @@ def _time_mix(
     finished: Callable[..., Tensor],
     r: Tensor,
     g: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: Tensor,
-    a: Tensor,
-    blend: Tensor | None,
-    first: Tensor | None,
-    decay_base: Tensor,
-    rate_base: Tensor,
-    blend_base: Tensor | None,
-    key_scale: Tensor,
-    rate_scale: Tensor,
-    bonus: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    memory: Tensor | None,
-    starts: Tensor | None,
-    *,
+    *inputs: Any,
     heads: int,
     chunk: int,
     epsilon: float,
@@ -275,12 +238,12 @@ def _time_mix(
 
     Args:
         factors, finished: `_factors` and `_finished`, or their compiled forms.
-        fused: by kernels, which give no memory and round what their products read.
+        inputs: of `_factors`, then bonus, norm and bias of `_finished`, memory and document starts.
+        fused: by kernels, which give no memory and round the inputs of their products.
     """
+    *made, bonus, norm_weight, norm_bias, memory, starts = inputs
     dtype, r = g.dtype, at_least_fp32(r).unflatten(-1, (heads, -1))
-    log_w, k, v, a, b = factors(
-        k, v, w, a, blend, first, decay_base, rate_base, blend_base, key_scale, rate_scale, heads=heads
-    )
+    log_w, k, v, a, b = factors(*made, heads=heads)
     if fused:
         y, memory = wkv7_of_fla(r, log_w, k, v, a, b, chunk=chunk, starts_BS=starts, dtype=dtype)
     else:

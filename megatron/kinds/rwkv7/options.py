@@ -32,16 +32,16 @@ class RWKV7Options(RWKVOptions):
         None, "Rank of the matrix that gives the in-context learning rates.", derived=_rank(2.5), gt=0
     )
     value_rank: Derivable[int] = key(
-        None, "Rank of the matrix that blends values with those of the first RWKV-7 layer.", derived=_rank(1.7), gt=0
+        None, "Rank of the matrix that blends values with the first RWKV-7 layer's.", derived=_rank(1.7), gt=0
     )
     gate_rank: Derivable[int] = key(None, "Rank of the matrix that gates the output.", derived=_rank(5), gt=0)
     norm_epsilon: float = key(64e-5, "Added to the variance in the norm of each head's output.", gt=0)
     # Above 128 the products of decays inside a chunk would leave the range of fp32.
-    chunk: int = key(32, "Tokens per chunk; changes memory and speed, not the result.", unit="tokens", gt=0, le=128)
+    chunk: int = key(32, "Tokens per chunk. Changes memory and speed, not the result.", unit="tokens", gt=0, le=128)
 
 
 def first_values_are_whole_blocks(context: RuleContext) -> Iterator[Problem]:
-    """Each tensor parallel rank sends those of its heads to the next stage, in blocks of their own."""
+    """Each tensor parallel rank sends the values of its heads to the next stage, in blocks of their own."""
     parallel = context.config.parallel
     numbers = context.config.model.hidden_size // (1 if parallel.sequence else parallel.tensor)
     if context.uses("rwkv7") and sends_blocks(parallel) and numbers % LEAST_BLOCK:

@@ -36,7 +36,7 @@ def wkv7(
 ) -> tuple[Tensor, Tensor]:
     """y [B, S, h, N] and the state after the last position [B, h, N, N], of fp32 tensors.
 
-    Keeps for the gradient what it makes, not its inputs: a function to call within `recomputed`.
+    Keeps its intermediate tensors for the gradient, so `recomputed` should call it.
 
     Args:
         log_w_BShN: between -0.61 and 0: a chunk's decays and their inverses are then within fp32's range.
@@ -53,8 +53,8 @@ def wkv7(
 def left_of_state(
     log_w_BShN: Tensor, a_BShN: Tensor, b_BShN: Tensor, *, chunk: int, starts_BS: Tensor | None = None
 ) -> Tensor:
-    """The matrix [B, h, N, N] that the sequence multiplies a state before it by, from the right: what becomes of the
-    state 1 where no values are written."""
+    """The factor [B, h, N, N] of a state before the sequence, from the right: the state after it from 1 and no
+    values."""
     B, _, h, N = log_w_BShN.shape
     one = torch.eye(N, dtype=log_w_BShN.dtype, device=log_w_BShN.device).expand(B, h, N, N)
     none = torch.zeros_like(a_BShN)
@@ -80,17 +80,8 @@ class _WKV7(torch.autograd.Function):
         return *found, of_initial if ctx.continued else None, None, None
 
 
-def _wkv7(
-    r: Tensor,
-    log_w: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    initial: Tensor | None,
-    starts: Tensor | None,
-    chunk: int,
-) -> tuple[Tensor, Tensor, ForwardChunks, Documents]:
+def _wkv7(*inputs: Any) -> tuple[Tensor, Tensor, ForwardChunks, Documents]:
+    r, log_w, k, v, a, b, initial, starts, chunk = inputs
     (B, length, h, N), Q = r.shape, chunk
     room = -length % chunk
     left, readers, writers, written = _factors(*(in_chunks(each, chunk, room) for each in (r, log_w, k, v, a, b)))
@@ -145,9 +136,7 @@ def _factors(
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
-    """x y, given its memory: an operation whose results selective recomputation does not keep, and which may be
-    changed.
-    """
+    """x y, in memory that is given: selective recomputation does not keep the result, so it may change."""
     return torch.bmm(x, y, out=x.new_empty(len(x), x.shape[1], y.shape[2]))
 
 

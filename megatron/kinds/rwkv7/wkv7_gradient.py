@@ -22,13 +22,11 @@ from torch import Tensor
 
 
 class ForwardChunks(NamedTuple):
-    """What the forward pass makes of all chunks.
+    """Tensors of the forward pass for all chunks.
 
     Attributes:
-        left: what is left at each position of what was in the middle of its chunk's decays. a row for the begin before
-            them. [m, Q + 1, N].
-        between: what is left, in the middle of the next chunk or at the end of the last, of the middle of this. [m, 1,
-        N].
+        left: decays from the middle of the chunk to its begin and to each position, [m, Q + 1, N].
+        between: decays from the middle of a chunk to the middle of the next, or to the end of the last, [m, 1, N].
         readers: A over R, [m, 2 Q, N], reads: the same, 0 where the state before the chunk is another document's.
         writers: B over K, [m, 2 Q, N], writes: the same, 0 where the state after the chunk is another document's.
         scores: of all readers and writers, [m, 2 Q, 2 Q].
@@ -52,13 +50,13 @@ class ForwardChunks(NamedTuple):
 
 
 class Documents(NamedTuple):
-    """Who sees whom. None but for the first where there are no documents.
+    """Masks of documents. Without documents only the first is set.
 
     Attributes:
         unseen: writers that a reader does not see, [m or none, 2 Q, 2 Q].
         begun: readers that see the state before their chunk, [m, 2 Q, 1].
-        ended: writers that the state after it keeps, [m, 2 Q, 1].
-        through: whether it keeps the state before, [m, 1, 1].
+        ended: writers that the state after the chunk depends on, [m, 2 Q, 1].
+        through: whether the state after a chunk depends on the state before it, [m, 1, 1].
     """
 
     unseen: Tensor
@@ -68,15 +66,14 @@ class Documents(NamedTuple):
 
 
 def in_chunks(x_BShN: Tensor, chunk: int, room: int) -> Tensor:
-    """[c, B, h, Q, N], a view where nothing is missing. What is missing writes nothing and decays nothing."""
+    """[c, B, h, Q, N], a view if chunks are full. Padding is 0."""
     x_BShN = F.pad(x_BShN, (0, 0, 0, 0, 0, room)) if room else x_BShN
     return x_BShN.unflatten(1, (-1, chunk)).permute(1, 0, 3, 2, 4)
 
 
 def wkv7_gradient(of_y: Tensor, of_final: Tensor, chunks: ForwardChunks, documents: Documents) -> tuple[Tensor, ...]:
-    """Of r, log_w, k, v, a, b and the initial state, by the gradients of y [B, S, h, N] and of the last state [B, h, N,
-    N].
-    """
+    """Gradients of r, log_w, k, v, a, b and the initial state, by those of y [B, S, h, N] and the last state [B, h, N,
+    N]."""
     (B, length, h, N), Q = of_y.shape, chunks.inverse.shape[-1]
     by_head, n = (-1, B, h), B * h
     begin, written, states = chunks.left[:n, -1:], chunks.written, chunks.states
@@ -108,9 +105,8 @@ def wkv7_gradient(of_y: Tensor, of_final: Tensor, chunks: ForwardChunks, documen
 def _carry_gradient(
     of_y: Tensor, of_final: Tensor, chunks: ForwardChunks, through: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From the last chunk back: gradients of U over V (of V without what goes by U), [m, 2 Q, N]. D, [m, N, N]. Of the
-    states.
-    """
+    """From the last chunk back: gradients of U over V (of V without the path by U), [m, 2 Q, N], D [m, N, N], gradients
+    of the states."""
     n, Q = len(of_final), chunks.inverse.shape[-1]
     of_written = torch.bmm(chunks.scores[:, Q:].mT, of_y)
     of_states, of_sums = torch.empty_like(chunks.states), torch.empty_like(chunks.states[n:])
@@ -126,9 +122,10 @@ def _carry_gradient(
 
 
 def _decays_gradient(of_readers: Tensor, of_writers: Tensor, of_states: Tensor, chunks: ForwardChunks) -> Tensor:
-    """Of the logarithms, [m, Q, N]: a factor's gradient times the factor belongs to all decays up to its own.
+    """Gradients of the logarithms, [m, Q, N]: a factor's gradient times the factor is a term of all decays up to its
+    own.
 
-    Changes the gradients that it is given.
+    It overwrites its arguments.
     """
     Q, n = chunks.inverse.shape[-1], len(chunks.states) - len(chunks.left)
     by_reader, by_writer = of_readers.mul_(chunks.readers), of_writers.mul_(chunks.writers)

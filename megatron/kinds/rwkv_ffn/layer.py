@@ -96,7 +96,7 @@ class ChannelMix(nn.Module):
         return Counts(
             parameters=matrices + mixes * H,
             flops=2 * matrices,
-            activations=mixes * H + 2 * width + (2 * H if cls.gated else 0),  # relu and its square; both factors
+            activations=mixes * H + 2 * width + (2 * H if cls.gated else 0),  # relu, its square, both factors
             products=width + mixes * H,
             state=H,
         )

@@ -1,1 +1,1 @@
-"""Attention and an MLP whose weights several layers share, beside a mixer."""
+"""Attention and an MLP whose weights several layers share, next to a mixer."""

@@ -1,4 +1,4 @@
-"""Options of shared_attention, which runs beside a mixer, and their rules."""
+"""Options of shared_attention, which runs before a mixer, and their rules."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class SharedMLPOptions(MLPOptions):
 class SharedAttentionOptions(AttentionOptions):
     blocks: int = key(1, "Number of blocks of shared weights, which the layers use in turn.", gt=0)
     adapter_rank: int = key(
-        0, "Rank of what each layer adds to the first matrix of the shared MLP (LoRA); 0 adds nothing.", ge=0
+        0, "Rank of each layer's addition to the first matrix of the shared MLP (LoRA). 0 adds nothing.", ge=0
     )
     attention_adapters: bool = key(False, "Whether each layer adds to queries, keys and values, too.")
     mlp: SharedMLPOptions = key(SharedMLPOptions, "The MLP of a shared block.")
-    heads: Needed[int] = key(None, "Number of query heads; needed where the pattern has shared attention.", gt=0)
+    heads: Needed[int] = key(None, "Number of query heads. Needed where the pattern has shared attention.", gt=0)
     kv_heads: Derivable[int] = key(
         None,
         "Number of key/value heads (GQA; 1 is MQA).",
@@ -113,7 +113,7 @@ def shared_mlp_divides_over_tensor_ranks(at: KindUse[SharedAttentionOptions]) ->
 KIND = LayerKind(
     role="side",
     options=SharedAttentionOptions,
-    about="Options of shared_attention, which runs beside a mixer (Zamba, Glorioso et al. 2024).",
+    about="Options of shared_attention, which runs before a mixer (Zamba, Glorioso et al. 2024).",
     layer="megatron.kinds.shared_attention.layer:SharedAttention",
     rules=(
         *RULES,

@@ -269,7 +269,7 @@ MODEL = [
         "model: {layers: (attention/moe) x4, moe: {gated: false, limit: 7.0}}",
         "a.yml:2: model.moe.limit = 7.0",
         "limit must go with gated experts",
-        "use gated: true, or leave limit out",
+        "use gated: true, or remove limit",
     ),
     case(
         "cca turns half a pair",

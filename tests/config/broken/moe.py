@@ -83,7 +83,7 @@ MOE = [
         _MOE + "capacity_factor: 1.5, router: {select: expert_choice}}}",
         "a.yml:2: model.moe.capacity_factor = 1.5",
         "model.moe.router.select = 'expert_choice'",
-        "capacity_factor must be left out",
+        "capacity_factor must be null",
     ),
     case(
         "offloaded parameters beside a router",
@@ -168,7 +168,7 @@ MOE = [
         _MOE + "experts: 8}}\nparallel: {tensor: 2, expert_tensor: 1}\nzero: {stage: 3}",
         "a.yml:4: zero.stage = 3",
         "parallel.expert_tensor = 1",
-        "leave parallel.expert_tensor out",
+        "remove parallel.expert_tensor",
         ranks=2,
     ),
     case(
@@ -185,7 +185,7 @@ MOE = [
         "parallel: {tensor: 2, expert_tensor: 1}",
         "a.yml:2: parallel.expert_tensor = 1",
         "the model must have experts to spread",
-        "leave parallel.expert_tensor out",
+        "remove parallel.expert_tensor",
         ranks=2,
     ),
     case(

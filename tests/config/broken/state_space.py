@@ -14,7 +14,7 @@ STATE_SPACE = [
         "mamba heads over ranks",
         "model: {layers: mamba x4, hidden_size: 96, mamba: {heads: 3}}\nparallel: {tensor: 2}",
         "a.yml:2: model.mamba.heads = 3",
-        "whole heads of mamba, of which there are 3, or an equal part of one",
+        "whole heads of mamba (3 in all), or an equal part of one",
         "use parallel.tensor = 1 or 3 or a multiple of 3",
     ),
     case(
