@@ -17,7 +17,7 @@ class ExpertTally(nn.Module):
         correction: fp32 [E] or longer, added to the scores that choose experts. None without one.
     """
 
-    EXTRA = 1 + len(LOSSES) + 1  # numbers of the tally after those of the experts
+    EXTRA = 1 + len(LOSSES) + 1  # numbers of the tally after the experts'
 
     layer: int
     experts: int

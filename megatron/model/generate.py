@@ -1,4 +1,4 @@
-"""Text from a model: sampling with a key/value cache, whose logits equal those of reading the whole text again."""
+"""Text from a model: sampling with a key/value cache. Reading the whole text again gives the same logits."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def complete(
 ) -> Iterator[int]:
     """The tokens that follow one prompt, up to `tokens`, the end-of-document token, or the last learned position.
 
-    The other arguments are those of `generate`.
+    The other arguments are as in `generate`.
     """
     text = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
     tokens = int(min(tokens, tokens_left(model, len(prompt))))

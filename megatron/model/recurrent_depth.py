@@ -3,7 +3,7 @@
 e = prelude(embedding). s_0 ~ N(0, state_std^2), cut off at three standard deviations. s_{i+1} = core(W [s_i, e]). The
 coda reads norm(s_r). The first passes of a step run without gradients ("truncated backpropagation through depth").
 
-Shapes: B samples, S positions of this rank's tensor parallel group, s those of this rank, H hidden.
+Shapes: B samples, S positions of this rank's tensor parallel group, s of this rank, H hidden.
 """
 
 from __future__ import annotations

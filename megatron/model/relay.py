@@ -29,7 +29,7 @@ from .stream import Stream
 
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 _HEADER = 128  # numbers of a header: type, dimensions and sizes of each field of a state
-Form = tuple[tuple[torch.dtype, tuple[int, ...]] | None, ...]  # of each field of a state; None where it has none
+Form = tuple[tuple[torch.dtype, tuple[int, ...]] | None, ...]  # of each field of a state, None where it has none
 
 
 def _describe(tensors: list[Tensor | None]) -> Form:

@@ -171,11 +171,11 @@ class StreamForm:
         return [(1, hidden_size), *((cut if each.whole else 1, each.width) for each in self.channels.values())]
 
     def sample_width(self, hidden_size: int, cut: int) -> int:
-        """Floats of a sample for each position of the hidden state here. Arguments are those of `split`."""
+        """Floats of a sample for each position of the hidden state here. Arguments are as in `split`."""
         return sum(times * width for times, width in self._shapes(hidden_size, cut))
 
     def common_width(self, hidden_size: int, cut: int) -> int:
-        """The largest number that divides the floats of each tensor for each position. Arguments are those of `split`.
+        """The largest number that divides the floats of each tensor for each position. Arguments are as in `split`.
 
         A block of this number of values, or of a divisor, is of one tensor.
         """

@@ -178,7 +178,6 @@ def attention(pattern: Pattern, documents, dropout, sinks, chunks: int) -> list[
 def test_attention_to_earlier_chunks(window, softcap, slopes, documents, dropped, sinks, monkeypatch):
     """Of queries and keys with other numbers of channels, which no fused kernel takes, masks are written out."""
     monkeypatch.setattr(ring, "PIECE", 7)
-    monkeypatch.setattr("megatron.kinds.common.attention.chunked_keys.PIECE", 7)
     pattern = Pattern(0.4, window, softcap, slopes)
     begins = torch.zeros(B, 60, dtype=torch.int64)
     begins[0, [13, 40, 41]] = begins[1, [5, 30]] = 1

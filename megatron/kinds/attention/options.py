@@ -25,7 +25,7 @@ class AttentionOptions(Section):
     heads: Needed[int] = key(None, "Number of query heads. Needed where the pattern has an attention layer.", gt=0)
     kv_heads: Derivable[int] = key(
         None,
-        "Number of key/value heads (GQA; 1 is MQA).",
+        "Number of key/value heads (GQA, 1 is MQA).",
         derived=Derived("model.attention.heads", lambda own, at: own["heads"], (".heads",)),
         gt=0,
     )

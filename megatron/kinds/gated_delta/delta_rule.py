@@ -59,7 +59,7 @@ def ends(
 ) -> tuple[Tensor, Tensor]:
     """The state [B, h, K, V] from zeros, and the factor [B, h, K, K] of a state before the sequence.
 
-    Arguments are those of `gated_delta_rule`. `recomputed` should call it.
+    Arguments are as in `gated_delta_rule`. `recomputed` should call it.
     """
     own, held, keys, through, *_ = _chunks(k, v, decay, beta, starts, min(chunk, v.shape[1]))
     (B, _, h, _, V), K = own.shape, keys.shape[-1]

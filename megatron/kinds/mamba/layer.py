@@ -161,7 +161,7 @@ class Mamba(nn.Module):
         """The scans of this rank's heads, side by side: [B, S, d], and the state after them.
 
         Args:
-            channels: [B, S, d] each, of which every head has a part.
+            channels: [B, S, d] each, with a part for every head.
             read: [B, S, n, N] each.
         """
         n = read[0].shape[2]

@@ -73,7 +73,7 @@ def ends(
     chunk: int,
     starts_BS: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The state [B, d, N] from zeros, and the decay of each number. Arguments are those of `selective_scan`."""
+    """The state [B, d, N] from zeros, and the decay of each number. Arguments are as in `selective_scan`."""
     state = u_BSd.new_zeros((u_BSd.shape[0], *A_log_dN.shape), dtype=wide_type(u_BSd.dtype))
     left = torch.ones_like(state)
     for parts, starts in pieces([u_BSd, dt_BSd, B_BSN], chunk, starts_BS):

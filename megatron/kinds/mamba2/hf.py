@@ -8,7 +8,7 @@ from megatron.kinds.mamba2.options import inner_channels
 
 
 def _widths(model: ModelSection) -> tuple[int, int, int]:
-    """Inner channels, those of B and C together, and heads."""
+    """Numbers of inner channels, of channels of B and C together, and of heads."""
     own = model.mamba2
     inner = inner_channels(own, model.hidden_size)
     return inner, 2 * own.groups * own.state_size, inner // own.head_dim

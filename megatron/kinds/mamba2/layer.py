@@ -66,8 +66,8 @@ class Mamba2State:
 class Mamba2(nn.Module):
     """x [B, s, H] to its output [B, s, H]: output(norm(ssd(silu(conv([x B C]))) * silu(z))), and multipliers.
 
-    Groups are cut over the ranks if their number allows. Else every rank computes B and C of all groups and uses
-    those of its heads.
+    Groups are cut over the ranks if their number allows. Otherwise every rank computes B and C of all groups and uses
+    the groups of its heads.
     """
 
     compiled_parts: tuple[str, ...] = ("_gated",)
@@ -160,7 +160,7 @@ class Mamba2(nn.Module):
         limits: tuple,
         of_state: Tensor | None,
     ) -> Tensor:
-        """The memory before this rank's tokens, of those that share the sequence."""
+        """The memory before this rank's tokens."""
         of = functools.partial(ends, chunk=self.options.chunk, limits=limits)
         made, left = recomputed(of, v_BShP, dt_BSh, self.dt_bias, self.A_log, B_BSgN, starts_BS)
         return carried_by_decay(self.context, made, left, of_state)

@@ -13,9 +13,9 @@ OURS = "layers.{n}.mla"
 
 
 def _rotated(kept: int, turned: int, first: bool) -> Form:
-    """Of each head their rows are `kept` channels, then `turned` ones, of which neighbours are a pair.
+    """Of each head their rows are `kept` channels, then `turned` ones, in pairs of neighbours.
 
-    Ours are the same, with the halves of a pair half of them apart.
+    Ours are the same, with the two channels of a pair half of the turned ones apart.
 
     Args:
         first: whether the turned ones come first here.

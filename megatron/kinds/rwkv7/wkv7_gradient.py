@@ -72,8 +72,8 @@ def in_chunks(x_BShN: Tensor, chunk: int, room: int) -> Tensor:
 
 
 def wkv7_gradient(of_y: Tensor, of_final: Tensor, chunks: ForwardChunks, documents: Documents) -> tuple[Tensor, ...]:
-    """Gradients of r, log_w, k, v, a, b and the initial state, by those of y [B, S, h, N] and the last state [B, h, N,
-    N]."""
+    """Gradients of r, log_w, k, v, a, b and the initial state, by the gradients of y [B, S, h, N] and the last state
+    [B, h, N, N]."""
     (B, length, h, N), Q = of_y.shape, chunks.inverse.shape[-1]
     by_head, n = (-1, B, h), B * h
     begin, written, states = chunks.left[:n, -1:], chunks.written, chunks.states

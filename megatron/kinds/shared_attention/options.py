@@ -40,7 +40,7 @@ class SharedAttentionOptions(AttentionOptions):
     heads: Needed[int] = key(None, "Number of query heads. Needed where the pattern has shared attention.", gt=0)
     kv_heads: Derivable[int] = key(
         None,
-        "Number of key/value heads (GQA; 1 is MQA).",
+        "Number of key/value heads (GQA, 1 is MQA).",
         derived=Derived("model.shared_attention.heads", lambda own, at: own["heads"], (".heads",)),
         gt=0,
     )

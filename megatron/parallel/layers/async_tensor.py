@@ -58,7 +58,7 @@ def check_async_tensor(axis: Axis, device: torch.device | str) -> None:
 def gathered_through(x_BsH: Tensor, matrices_NH: Sequence[Tensor], axis: Axis) -> tuple[Tensor, list[Tensor]]:
     """The whole sequence, [B, S, H], and its product with each matrix transposed, [B, S, N].
 
-    The gradients of the ranks are summed, and each rank gets those of its part.
+    The gradients of the ranks are summed, and each rank gets its part.
     """
     x_BSH, *products = _Gathered.apply(axis, x_BsH, *matrices_NH)
     return x_BSH, products

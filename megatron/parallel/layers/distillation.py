@@ -4,7 +4,7 @@ With the student's logits l, the teacher's u, a temperature T, p = softmax(u / T
 weight w costs
     w * ((1 - a) * c(E, Z) + a * T**2 * KL(p || q) + z * Z**2),    KL(p || q) = sum of p * (log p - log q)
 (Hinton, Vinyals and Dean 2015, "Distilling the Knowledge in a Neural Network". T**2 keeps the size of the gradient,
-which falls with 1 / T**2). c, E, Z and z are those of `cross_entropy`. The gradient with respect to l is
+which falls with 1 / T**2). c, E, Z and z are as in `cross_entropy`. The gradient with respect to l is
     w * (((1 - a) (c'_E + c'_Z) + 2 z Z) softmax(l) - (1 - a) c'_E onehot(label) + a T (q - p)).
 Logits of both models exist for one chunk of tokens at a time. Tensor parallel ranks that share the vocabulary send the
 largest logits of a chunk in one message, and the sums in another.

@@ -49,7 +49,7 @@ def growth_of(role: Role) -> Growth:
 
 @dataclass(frozen=True)
 class Scales:
-    """Factors of a tensor's learning rate, weight decay and epsilon, in addition to those of its role."""
+    """Factors of a tensor's learning rate, weight decay and epsilon, in addition to its role's."""
 
     lr: float = 1.0
     weight_decay: float = 1.0

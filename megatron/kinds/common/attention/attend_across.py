@@ -100,7 +100,7 @@ def attend_in(
     sinks_n: Tensor | None = None,
     elsewhere: Keys | None = None,
 ) -> Tensor:
-    """Causal attention of a stream's tokens to all keys before them. Arguments are those of `attend_across`.
+    """Causal attention of a stream's tokens to all keys before them. Arguments are as in `attend_across`.
 
     Args:
         elsewhere: the layer's state, if it has keys that are not in `k`.

@@ -349,7 +349,7 @@ def ring_attention(
     sinks_n: Tensor | None,
     remember: Callable[[Any, Callable[[], Any]], Any],
 ) -> Tensor:
-    """Causal attention of a neighbourhood's tokens to all before them. Arguments are those of `attend`.
+    """Causal attention of a neighbourhood's tokens to all before them. Arguments are as in `attend`.
 
     Args:
         together: ranks of a neighbourhood, which have the same tokens here and different heads.
@@ -384,7 +384,7 @@ def attend_in_pieces(
 ) -> Tensor:
     """Causal attention of a whole sequence on this rank, in memory that grows only with its length.
 
-    Arguments and result are those of `attend`, with equal numbers of queries and keys.
+    Arguments and result are as in `attend`, with equal numbers of queries and keys.
     """
     length = q.shape[2]
     ring = remember(("pieces", length, pattern.window), lambda: Ring.alone(length, pattern.window, documents_BS))

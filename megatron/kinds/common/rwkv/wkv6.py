@@ -126,7 +126,7 @@ def wkv6(
 def ends(
     k: Tensor, v: Tensor, moved: Tensor | None, decay: Tensor, starts: Tensor | None, *, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """The state [B, h, N, N] from zeros, and the decays of the keys [B, h, N, 1]. Arguments are those of `wkv6`."""
+    """The state [B, h, N, N] from zeros, and the decays of the keys [B, h, N, 1]. Arguments are as in `wkv6`."""
     b, _, h, n = k.shape
     state = k.new_zeros((b, h, n, n), dtype=wide_type(k.dtype))
     left = torch.ones_like(state[..., :1])
