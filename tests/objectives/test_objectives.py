@@ -10,8 +10,6 @@ from megatron.data.errors import DataError
 from megatron.data.loader import build_loader
 from megatron.data.sample import Sample
 from megatron.data.targets import Targets
-from megatron.objectives.contract import Objective
-from megatron.objectives.cross_entropy.objective import CrossEntropy
 from megatron.objectives.named import objective_of
 from tests.data.make import configuration, write_documents
 
@@ -82,6 +80,6 @@ def test_weights_that_cannot_be(answer):
 
 
 def test_what_is_no_objective_is_refused(tmp_path):
-    assert type(objective_of(configuration({"synthetic": "copy"}))) is CrossEntropy
+    assert type(objective_of(configuration({"synthetic": "copy"}))) is Objective
     with pytest.raises(UserError, match="must be a subclass of megatron.objectives.contract.Objective"):
         objective_of(configuration({"synthetic": "copy"}, objective={"type": "fractions:Fraction"}))

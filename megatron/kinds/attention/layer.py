@@ -58,6 +58,8 @@ class Attention(nn.Module):
 
     compiled_parts = ("turned",)
 
+    new_state = KeyValueCache
+
     def __init__(
         self,
         make: ParameterFactory,
@@ -167,9 +169,6 @@ class Attention(nn.Module):
         """Queries and keys, turned by their positions."""
         assert self.rotary is not None
         return self.rotary.turn(q, angles), self.rotary.turn(k, angles)
-
-    def new_state(self) -> KeyValueCache:
-        return KeyValueCache()
 
     def _projected(
         self, q: Tensor, kv: Tensor, x_BSH: Tensor, adapters: tuple[nn.Module, ...] | None

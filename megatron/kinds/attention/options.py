@@ -122,35 +122,35 @@ def clipped_logits_are_seen_by_one_rank(at: KindUse[Any]) -> Iterator[Problem]:
     if at.options.qk_clip is None:
         return
     config, other = at.config, ", or qk_norm: head" if hasattr(at.options, "qk_norm") else ""
-    if config.parallel.context > 1:
-        yield at.problem(
-            ".qk_clip",
-            "parallel.context",
-            rule="must be null where ranks share the tokens of a sample: no rank has all products of a head",
-            fix=f"use parallel.context=1{other}",
-        )
-    if config.training.sequence_chunks > 1:
-        yield at.problem(
-            ".qk_clip",
-            "training.sequence_chunks",
-            rule="must be null with sequence_chunks: no chunk has all products of a head",
-            fix="remove sequence_chunks, or use qk_norm: head",
-        )
-    if config.zero.offload_optimizer.device != "none":
-        yield at.problem(
-            ".qk_clip",
-            "zero.offload_optimizer.device",
-            rule="must be null with offloaded masters, which it would change",
-            fix=f"use device: none{other}",
-        )
     kind = optimizer_kind(config)
-    if kind is not None and kind.averages:
-        yield at.problem(
-            ".qk_clip",
+    for option, wrong, rule, fix in (
+        (
+            "parallel.context",
+            config.parallel.context > 1,
+            "where ranks share the tokens of a sample: no rank has all products of a head",
+            f"use parallel.context=1{other}",
+        ),
+        (
+            "training.sequence_chunks",
+            config.training.sequence_chunks > 1,
+            "with sequence_chunks: no chunk has all products of a head",
+            "remove sequence_chunks, or use qk_norm: head",
+        ),
+        (
+            "zero.offload_optimizer.device",
+            config.zero.offload_optimizer.device != "none",
+            "with offloaded masters, which it would change",
+            f"use device: none{other}",
+        ),
+        (
             "optimizer.type",
-            rule=f"must be null with {config.optimizer.type}: the average of the weights would keep the large logits",
-            fix=f"use another optimizer{other}",
-        )
+            kind is not None and kind.averages,
+            f"with {config.optimizer.type}: the average of the weights would keep the large logits",
+            f"use another optimizer{other}",
+        ),
+    ):
+        if wrong:
+            yield at.problem(".qk_clip", option, rule=f"must be null {rule}", fix=fix)
 
 
 # Rules of attention over any input.

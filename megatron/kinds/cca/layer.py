@@ -89,6 +89,8 @@ class CCA(nn.Module):
     length. Half of the value channels come from the token before.
     """
 
+    new_state = CCAState
+
     def __init__(self, make: ParameterFactory, model: ModelSection, options: CCAOptions, init: Initialisation):
         super().__init__()
         mesh, H, D = make.mesh, model.hidden_size, options.head_dim
@@ -176,9 +178,6 @@ class CCA(nn.Module):
             first = float(self.context.rank == 0)
             past.value = past.value + self.value.bias[self.undelayed :] * first if past.value is not None else None
         return past
-
-    def new_state(self) -> CCAState:
-        return CCAState()
 
     def _mixed(
         self,

@@ -72,6 +72,8 @@ class GatedDelta(nn.Module):
 
     compiled_parts = ("_rates", "_gated_norm")
 
+    new_state = GatedDeltaState
+
     def __init__(self, make: ParameterFactory, model: ModelSection, options: GatedDeltaOptions, init: Initialisation):
         super().__init__()
         mesh, H, ranks = make.mesh, model.hidden_size, make.mesh.tensor.size
@@ -136,9 +138,6 @@ class GatedDelta(nn.Module):
             state.document = last_document(self.context, stream)
         weight = sum_gradient(self.norm, self.mesh.tensor)  # each rank norms its own heads
         return self.output(recomputed(self._gated_norm, y, gate, weight))
-
-    def new_state(self) -> GatedDeltaState:
-        return GatedDeltaState()
 
     def _memory_before(
         self,

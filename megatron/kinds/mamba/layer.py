@@ -77,6 +77,8 @@ class Mamba(nn.Module):
     # See `finished` in engine/deepspeed/buckets.py.
     uses = ("zx", "x_conv.bias", "x_conv.weight", "dt_bc", "norms", "dt", "dt_bias", "A_log", "D", "output")
 
+    new_state = MambaState
+
     def __init__(self, make: ParameterFactory, model: ModelSection, options: MambaOptions, init: Initialisation):
         super().__init__()
         H, N, R = model.hidden_size, options.state_size, options.rank
@@ -179,9 +181,6 @@ class Mamba(nn.Module):
             )
         )
         return _joined(y), None if after[0] is None else _joined(after, 1)
-
-    def new_state(self) -> MambaState:
-        return MambaState()
 
     def _memory_before(
         self, v_BSd: Tensor, dt_BSd: Tensor, B_BSnN: Tensor, starts_BS: Tensor | None, of_state: Tensor | None

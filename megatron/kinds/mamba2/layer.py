@@ -75,6 +75,8 @@ class Mamba2(nn.Module):
     uses = ("zx", "bc", "dt", "x_conv.bias", "x_conv.weight", "bc_conv.bias", "bc_conv.weight", "A_log", "dt_bias", "D",
             "norm", "output")  # fmt: skip
 
+    new_state = Mamba2State
+
     def __init__(self, make: ParameterFactory, model: ModelSection, options: Mamba2Options, init: Initialisation):
         super().__init__()
         mesh, H, ranks = make.mesh, model.hidden_size, make.mesh.tensor.size
@@ -136,9 +138,6 @@ class Mamba2(nn.Module):
             state.document = last_document(self.context, stream)
         y_BsH = self.output(recomputed(self._gated, y.flatten(2, 3), z, self.norm))
         return scaled(y_BsH, options.output_multiplier)
-
-    def new_state(self) -> Mamba2State:
-        return Mamba2State()
 
     def _project(self, x_BSH: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Gate z, inner channels x, [B C], and time steps."""

@@ -97,34 +97,35 @@ def balancers_fit_the_choice(at: KindUse[MoEOptions]) -> Iterator[Problem]:
             "and generated text differs from what was trained on",
             fix="use select: top_k, except for studies of the method",
         )
-    if router.select != "top_k" and router.correction != "none":
-        yield at.problem(
+    other, experts_choose = router.select != "top_k", router.select == "expert_choice"
+    for key, wrong, rule, fix in (
+        (
             ".router.correction",
-            select,
-            rule=f"correction must be none: {router.select} evens the load by itself",
-            fix="use correction: none, or select: top_k",
-        )
-    if router.select != "top_k" and router.top_groups < router.groups:
-        yield at.problem(
+            other and router.correction != "none",
+            f"correction must be none: {router.select} evens the load by itself",
+            "use correction: none, or select: top_k",
+        ),
+        (
             ".router.top_groups",
-            select,
-            rule=f"all groups must be open to a token: {router.select} knows no groups",
-            fix="remove groups and top_groups, or use select: top_k",
-        )
-    if router.select == "expert_choice" and router.normalize:
-        yield at.problem(
+            other and router.top_groups < router.groups,
+            f"all groups must be open to a token: {router.select} knows no groups",
+            "remove groups and top_groups, or use select: top_k",
+        ),
+        (
             ".router.normalize",
-            select,
-            rule="weights must not be normalised: a token that experts have chosen cannot know of all of them",
-            fix="use normalize: false",
-        )
-    if router.select == "expert_choice" and moe.capacity_factor is not None:
-        yield at.problem(
+            experts_choose and router.normalize,
+            "weights must not be normalised: a token that experts have chosen cannot know of all of them",
+            "use normalize: false",
+        ),
+        (
             ".capacity_factor",
-            select,
-            rule="capacity_factor must be null: experts choose the tokens that top_k gives each of them on average",
-            fix="remove capacity_factor, and give top_k the tokens that an expert takes over an even share",
-        )
+            experts_choose and moe.capacity_factor is not None,
+            "capacity_factor must be null: experts choose the tokens that top_k gives each of them on average",
+            "remove capacity_factor, and give top_k the tokens that an expert takes over an even share",
+        ),
+    ):
+        if wrong:
+            yield at.problem(key, select, rule=rule, fix=fix)
 
 
 def skipping_is_a_choice_of_one(at: KindUse[MoEOptions]) -> Iterator[Problem]:

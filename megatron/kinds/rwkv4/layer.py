@@ -51,6 +51,8 @@ class RWKV4State(ShiftState):
 class RWKV4(nn.Module):
     """x [B, s, H] to its output [B, s, H]: output(sigmoid(receptance) * wkv)."""
 
+    new_state = RWKV4State
+
     def __init__(self, make: ParameterFactory, model: ModelSection, options: RWKV4Options, init: Initialisation):
         super().__init__()
         self.mesh, self.context, self.options, H = make.mesh, make.context, options, model.hidden_size
@@ -83,9 +85,6 @@ class RWKV4(nn.Module):
             state.keep(self.context, x_BSH, stream)
             state.numerator, state.denominator, state.largest = (handed(self.context, each) for each in sums)
         return self.output(recomputed(_gated, self.receptance(r), y))
-
-    def new_state(self) -> RWKV4State:
-        return RWKV4State()
 
     def _sums_before(
         self, k_BSd: Tensor, v_BSd: Tensor, starts_BS: Tensor | None, of_state: State | None

@@ -47,6 +47,8 @@ Mixes = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]  # for key, value, 
 class RWKV5(nn.Module, Generic[Options]):
     """x [B, s, H] to its output [B, s, H]: output(norm(wkv) * silu(gate))."""
 
+    new_state = RWKV5State
+
     def __init__(self, make: ParameterFactory, model: ModelSection, options: Options, init: Initialisation):
         super().__init__()
         H, N = model.hidden_size, options.head_dim
@@ -98,9 +100,6 @@ class RWKV5(nn.Module, Generic[Options]):
             state.memory = handed(self.context, memory)
         normed = functools.partial(_normed, epsilon=self.options.norm_epsilon)
         return self.output(recomputed(normed, y, self.gate(g), self.norm_weight, self.norm_bias))
-
-    def new_state(self) -> RWKV5State:
-        return RWKV5State()
 
     @classmethod
     def sends(cls, model: ModelSection, options: Options, tensor: TensorAxis) -> list[Event]:

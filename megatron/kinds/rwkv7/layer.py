@@ -59,6 +59,8 @@ class RWKV7(nn.Module):
     indexed = True  # the first layer of the kind has no blend
     compiled_parts = ("blended", "factors", "finished")
 
+    new_state = RWKV7State
+
     def __init__(self, make: ParameterFactory, model: ModelSection, options: RWKV7Options, init: Initialisation):
         super().__init__()
         H, N = model.hidden_size, options.head_dim
@@ -133,9 +135,6 @@ class RWKV7(nn.Module):
             state.memory = handed(self.context, memory)
         y = self.output(y)
         return (y, {FIRST: value}) if self.first else y
-
-    def new_state(self) -> RWKV7State:
-        return RWKV7State()
 
     def _memory_before(
         self, made: tuple[Tensor | None, ...], starts_BS: Tensor | None, of_state: Tensor | None

@@ -42,6 +42,8 @@ class ChannelMix(nn.Module):
     compiled_parts = ("blended",)
     blended = staticmethod(blended)
 
+    new_state = ShiftState
+
     def __init__(self, make: ParameterFactory, model: ModelSection, options: Options, init: Initialisation):
         super().__init__()
         self.mesh, self.context, H, width = make.mesh, make.context, model.hidden_size, options.hidden_size
@@ -66,9 +68,6 @@ class ChannelMix(nn.Module):
             return y
         (own,) = logical_of(self.receptance.weight).spans(self.mesh.tensor.rank, self.mesh.tensor.size)[1]
         return torch.sigmoid(self.receptance(parts[1].narrow(-1, own.start, own.length))) * y
-
-    def new_state(self) -> ShiftState:
-        return ShiftState()
 
     @classmethod
     def mixes(cls, start: Start) -> Init:

@@ -93,6 +93,8 @@ class SharedAttention(nn.Module):
         shared: the shared blocks of this rank so far, by logical name.
     """
 
+    new_state = KeyValueCache
+
     def __init__(
         self,
         make: ParameterFactory,
@@ -134,9 +136,6 @@ class SharedAttention(nn.Module):
             adapters = query, key, value
         call = SharedCall(self.dropout_key, adapters)
         return self.output(self.borrowed[0](both, stream, cache, call, self.mlp_adapter))
-
-    def new_state(self) -> KeyValueCache:
-        return KeyValueCache()
 
     @staticmethod
     def channels(model: ModelSection, options: SharedAttentionOptions, ranks: int) -> dict[str, Channel]:

@@ -10,7 +10,7 @@ Shapes: B batch, S sequence, H hidden, t the tensor parallel size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,58 +57,28 @@ def _sum(x: Tensor, axis: Axis, wire: str) -> Tensor:
     return all_reduce(x.clone(), axis) if wire == NONE else summed(x, axis, wire)
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, wire: str = NONE) -> Tensor:
-        ctx.axis, ctx.wire, ctx.layer = axis, wire, here()
-        return x.view_as(x)
+def _same(x: Tensor, axis: Axis, wire: str) -> Tensor:
+    return x.view_as(x)
+
+
+Move = Callable[[Tensor, Axis, str], Tensor]
+
+
+class _Moved(torch.autograd.Function):
+    """`there` in the forward pass, `back` in the backward pass."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _sum(grad, ctx.axis, ctx.wire), None, None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, wire: str = NONE) -> Tensor:
-        return _sum(x, axis, wire)
+    def forward(ctx: Any, x: Tensor, there: Move, back: Move, axis: Axis, wire: str = NONE) -> Tensor:
+        ctx.back, ctx.axis, ctx.wire, ctx.layer = back, axis, wire, here()
+        return there(x, axis, wire)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(grad, ctx.axis, ctx.wire), None, None, None, None
 
 
-class _ReduceBoth(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis, ctx.layer = axis, here()
-        return all_reduce(x.clone(), axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad.clone(), ctx.axis), None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, wire: str = NONE) -> Tensor:
-        ctx.axis, ctx.wire, ctx.layer = axis, wire, here()
-        return _gather_sequence(x, axis, wire)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _scatter_sum_sequence(grad, ctx.axis, ctx.wire), None, None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, wire: str = NONE) -> Tensor:
-        ctx.axis, ctx.wire, ctx.layer = axis, wire, here()
-        return _scatter_sum_sequence(x, axis, wire)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _gather_sequence(grad, ctx.axis, ctx.wire), None, None
+COPY, REDUCE = (_same, _sum), (_sum, _same)
+GATHER, SCATTER = (_gather_sequence, _scatter_sum_sequence), (_scatter_sum_sequence, _gather_sequence)
 
 
 class _Exchange(torch.autograd.Function):
@@ -141,41 +111,41 @@ def exchange(x_RH: Tensor, sent: list[int], received: list[int], axis: Axis) -> 
 
 def gather_rows(x_RH: Tensor, axis: Axis) -> Tensor:
     """The rows of all ranks, [t R, H]. The gradients of the ranks are summed. R is the same everywhere."""
-    return x_RH if axis.size == 1 else _Gather.apply(x_RH.unsqueeze(0), axis).squeeze(0)
+    return x_RH if axis.size == 1 else _Moved.apply(x_RH.unsqueeze(0), *GATHER, axis).squeeze(0)
 
 
 def gather_sequence(x_BsH: Tensor, axis: Axis) -> Tensor:
     """[B, s, ...] of all ranks along the second dimension. Their gradients are summed."""
-    return x_BsH if axis.size == 1 else _Gather.apply(x_BsH, axis)
+    return x_BsH if axis.size == 1 else _Moved.apply(x_BsH, *GATHER, axis)
 
 
 def scatter_rows(x_RH: Tensor, axis: Axis) -> Tensor:
     """This rank's share [R / t, H] of the sum of the ranks' rows."""
-    return x_RH if axis.size == 1 else _ScatterSum.apply(x_RH.unsqueeze(0), axis).squeeze(0)
+    return x_RH if axis.size == 1 else _Moved.apply(x_RH.unsqueeze(0), *SCATTER, axis).squeeze(0)
 
 
 def enter(x: Tensor, mesh: Mesh) -> Tensor:
     """Into the tensor region: every rank gets the whole [B, S, H]. The gradients of the ranks are summed."""
     if mesh.tensor.size == 1:
         return x
-    return (_Gather if mesh.layout.sequence else _Copy).apply(x, mesh.tensor, mesh.layout.tensor_wire)
+    return _Moved.apply(x, *(GATHER if mesh.layout.sequence else COPY), mesh.tensor, mesh.layout.tensor_wire)
 
 
 def leave(x: Tensor, mesh: Mesh) -> Tensor:
     """Out of the tensor region: the ranks' partial [B, S, H] are summed (and cut along the sequence)."""
     if mesh.tensor.size == 1:
         return x
-    return (_ScatterSum if mesh.layout.sequence else _Reduce).apply(x, mesh.tensor, mesh.layout.tensor_wire)
+    return _Moved.apply(x, *(SCATTER if mesh.layout.sequence else REDUCE), mesh.tensor, mesh.layout.tensor_wire)
 
 
 def sum_gradient(parameter: Tensor, axis: Axis) -> Tensor:
     """A replicated parameter. Each rank has only part of its uses, so its gradient is summed over the axis."""
-    return parameter if axis.size == 1 else _Copy.apply(parameter, axis)
+    return parameter if axis.size == 1 else _Moved.apply(parameter, *COPY, axis)
 
 
 def sum_over(x: Tensor, axis: Axis) -> Tensor:
     """The sum over the axis of a value that every rank then uses. The gradient is summed too."""
-    return x if axis.size == 1 else _ReduceBoth.apply(x, axis)
+    return x if axis.size == 1 else _Moved.apply(x, _sum, _sum, axis)
 
 
 def swap(axis: Axis, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> list[dist.Work]:

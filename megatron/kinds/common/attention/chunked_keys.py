@@ -58,7 +58,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class ChunkSource:
-    """The `KeySource` of a chunk's queries.
+    """Keys of a chunk's queries, in the place of a `Ring`.
 
     Attributes:
         place: the chunk's number.

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from megatron.parallel.messages.account import here
 
 from .blocks import AttentionTile, finite, nothing_seen, tile_gradients, tile_output
 from .pattern import Dropped, Pattern
+
+if TYPE_CHECKING:
+    from .chunked_keys import ChunkSource
 
 PIECE, PIECES = 1024, 256  # least tokens of a piece, most pieces of a sequence, where one rank has all tokens
 Range = tuple[int, int]  # the lowest and the highest document of a run's tokens
@@ -200,32 +203,6 @@ def _wait(works: Sequence[dist.Work]) -> None:
         work.wait()
 
 
-class Gathering(Protocol):
-    """Sums of the gradients of keys and values."""
-
-    def add(self, step: int, owner: int, more: Tensor | None) -> None: ...
-
-    def done(self) -> Tensor:
-        """The complete gradients of the own keys and values."""
-
-
-class KeySource(Protocol):
-    """Source of keys and values: the ranks of a ring, or the chunks of a sequence (`chunked_keys`)."""
-
-    @property
-    def place(self) -> int: ...
-
-    @property
-    def runs(self) -> Sequence[tuple[TokenRun, ...]]: ...
-
-    @property
-    def masks(self) -> Masks: ...
-
-    def keys(self, kv: Tensor) -> Iterator[tuple[int, Tensor | None]]: ...
-
-    def home(self, own: Tensor) -> Gathering: ...
-
-
 @dataclass(frozen=True)
 class Task:
     """Attention of a layer to the keys of a source.
@@ -235,7 +212,7 @@ class Task:
         dropout: with the length of the whole sequence.
     """
 
-    ring: KeySource
+    ring: Ring | ChunkSource
     pattern: Pattern
     documents_BS: Tensor | None
     dropout: Dropped | None
