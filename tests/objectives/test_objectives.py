@@ -10,6 +10,7 @@ from megatron.data.errors import DataError
 from megatron.data.loader import build_loader
 from megatron.data.sample import Sample
 from megatron.data.targets import Targets
+from megatron.objectives.contract import Objective
 from megatron.objectives.named import objective_of
 from tests.data.make import configuration, write_documents
 
