@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from megatron.parallel.layout.mesh import Axis
 
 from .chunked_keys import ChunkedKeys
-from .spread_keys import Share, SpreadKeys
+from .spread_keys import SpreadKeys
 
 
 @dataclass
 class KeyValueCache:
-    """Keys and values of the tokens read so far, [B, m, length, D].
+    """Keys and values of the tokens read so far, [B, m, length, D]. Buffers grow by doubling.
 
     Where gradients flow through them, each piece makes new tensors.
     """
 
-    keys: Share = field(default_factory=Share)
-    values: Share = field(default_factory=Share)
+    keys: Tensor | None = None
+    values: Tensor | None = None
     length: int = 0
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        self.length += k.shape[2]
-        grows = not (k.requires_grad or v.requires_grad)
-        return self.keys.append(k, grows), self.values.append(v, grows)
+        end = self.length + k.shape[2]
+        if k.requires_grad or v.requires_grad:
+            if self.keys is not None and self.values is not None:
+                k = torch.cat([self.keys[:, :, : self.length], k], 2)
+                v = torch.cat([self.values[:, :, : self.length], v], 2)
+            self.keys, self.values, self.length = k, v, end
+            return k, v
+        keys, values = self.keys, self.values
+        if keys is None or values is None or end > keys.shape[2]:
+            self.keys, self.values = self._grown(keys, k, 2 * end), self._grown(values, v, 2 * end)
+            keys, values = self.keys, self.values
+        keys[:, :, self.length : end], values[:, :, self.length : end] = k, v
+        self.length = end
+        return keys[:, :, :end], values[:, :, :end]
 
     def in_chunks(self) -> ChunkedKeys:
         """State between the chunks of a sequence."""
@@ -35,6 +47,12 @@ class KeyValueCache:
     def over(self, axis: Axis) -> SpreadKeys:
         """State where ranks share the tokens of a text."""
         return SpreadKeys(axis)
+
+    def _grown(self, old: Tensor | None, new: Tensor, room: int) -> Tensor:
+        buffer = new.new_empty((new.shape[0], new.shape[1], room, new.shape[3]))
+        if old is not None:
+            buffer[:, :, : self.length] = old[:, :, : self.length]
+        return buffer
 
 
 Keys = KeyValueCache | ChunkedKeys | SpreadKeys  # states of a layer that attends

@@ -40,13 +40,8 @@ class Share:
     held: Tensor | None = None
     length: int = 0
 
-    def append(self, new: Tensor, grows: bool = True) -> Tensor:
-        """All numbers. Unless it `grows`, they are a new tensor, which has gradients."""
+    def append(self, new: Tensor) -> Tensor:
         end, held = self.length + new.shape[-2], self.held
-        if not grows:
-            self.held = new if held is None else torch.cat([held[..., : self.length, :], new], -2)
-            self.length = end
-            return self.held
         if held is None or end > held.shape[-2]:
             self.held = new.new_empty((*new.shape[:-2], 2 * end, new.shape[-1]))
             if held is not None:
