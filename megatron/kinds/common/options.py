@@ -143,20 +143,27 @@ def time_steps_are_a_range(at: KindUse[Any]) -> Iterator[Problem]:
         )
 
 
-def divides_over_tensor_ranks(name: str, unit: str) -> Callable[[KindUse[Any]], Iterator[Problem]]:
-    """A rule: tensor parallel ranks share what an option counts (heads, channels) evenly."""
+def divides_over_tensor_ranks(
+    name: str | Callable[[KindUse[Any]], int | None], unit: str, *keys: str
+) -> Callable[[KindUse[Any]], Iterator[Problem]]:
+    """A rule: tensor parallel ranks share the `unit`s (heads, channels) of a layer evenly.
+
+    Args:
+        name: the option with their number, or a function that gives it.
+        keys: that decide the number, where it is no option.
+    """
 
     def rule(at: KindUse[Any]) -> Iterator[Problem]:
-        count, ranks = getattr(at.options, name), at.config.parallel.tensor
+        count, ranks = name(at) if callable(name) else getattr(at.options, name), at.config.parallel.tensor
         if count and count % ranks:
             yield at.problem(
-                f".{name}",
+                *(keys or (f".{name}",)),
                 "parallel.tensor",
                 rule=f"each tensor parallel rank must have the same number of the {count} {unit} of {at.kind}",
                 fix=f"use parallel.tensor = {near(ranks, divisors(count))}, or another number of {unit}",
             )
 
-    rule.__name__ = f"{name}_divide_over_tensor_ranks"
+    rule.__name__ = f"{unit.replace(' ', '_')}_divide_over_tensor_ranks"
     return rule
 
 

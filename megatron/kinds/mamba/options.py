@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 from megatron.config.arithmetic.divisors import divisors, near
 from megatron.config.kind import KindUse, LayerKind
 from megatron.config.section import Derivable, Derived, key
-from megatron.kinds.common.options import StateSpaceOptions, parts_of_sequences_have_the_taps, time_steps_are_a_range
+from megatron.kinds.common.options import (
+    StateSpaceOptions,
+    divides_over_tensor_ranks,
+    parts_of_sequences_have_the_taps,
+    time_steps_are_a_range,
+)
 
 if TYPE_CHECKING:
     from megatron.config.problems import Problem
@@ -44,18 +49,6 @@ def heads_are_equal(at: KindUse[MambaOptions]) -> Iterator[Problem]:
         )
 
 
-def channels_divide_over_tensor_ranks(at: KindUse[MambaOptions]) -> Iterator[Problem]:
-    count, ranks = at.options.expand * at.hidden_size, at.config.parallel.tensor
-    if count % ranks:
-        yield at.problem(
-            ".expand",
-            "model.hidden_size",
-            "parallel.tensor",
-            rule=f"each tensor parallel rank must have the same number of the {count} inner channels",
-            fix=f"use parallel.tensor = {near(ranks, divisors(count))}",
-        )
-
-
 def heads_fit_the_tensor_ranks(at: KindUse[MambaOptions]) -> Iterator[Problem]:
     """A rank has some heads, or a part of one."""
     heads, ranks = at.options.heads, at.config.parallel.tensor
@@ -76,7 +69,9 @@ KIND = LayerKind(
     rules=(
         time_steps_are_a_range,
         heads_are_equal,
-        channels_divide_over_tensor_ranks,
+        divides_over_tensor_ranks(
+            lambda at: at.options.expand * at.hidden_size, "inner channels", ".expand", "model.hidden_size"
+        ),
         heads_fit_the_tensor_ranks,
         parts_of_sequences_have_the_taps(lambda own: own.convolution - 1, ".convolution"),
     ),

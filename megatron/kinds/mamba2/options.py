@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Literal
 from megatron.config.arithmetic.divisors import divisors, near
 from megatron.config.kind import KindUse, LayerKind
 from megatron.config.section import Section, key
-from megatron.kinds.common.options import StateSpaceOptions, parts_of_sequences_have_the_taps, time_steps_are_a_range
+from megatron.kinds.common.options import (
+    StateSpaceOptions,
+    divides_over_tensor_ranks,
+    parts_of_sequences_have_the_taps,
+    time_steps_are_a_range,
+)
 
 if TYPE_CHECKING:
     from megatron.config.problems import Problem
@@ -78,18 +83,8 @@ def step_limits_are_a_range(at: KindUse[Mamba2Options]) -> Iterator[Problem]:
         )
 
 
-def heads_divide_over_tensor_ranks(at: KindUse[Mamba2Options]) -> Iterator[Problem]:
-    """Groups of heads need no rule: where they do not divide, all ranks hold B and C of all."""
-    count = inner_channels(at.options, at.hidden_size) // at.options.head_dim
-    ranks = at.config.parallel.tensor
-    if count % ranks:
-        yield at.problem(
-            ".head_dim",
-            "model.hidden_size",
-            "parallel.tensor",
-            rule=f"each tensor parallel rank must have the same number of the {count} inner heads",
-            fix=f"use parallel.tensor = {near(ranks, divisors(count))}",
-        )
+def _heads(at: KindUse[Mamba2Options]) -> int:
+    return inner_channels(at.options, at.hidden_size) // at.options.head_dim
 
 
 KIND = LayerKind(
@@ -101,7 +96,8 @@ KIND = LayerKind(
         time_steps_are_a_range,
         heads_are_whole,
         step_limits_are_a_range,
-        heads_divide_over_tensor_ranks,
+        # Groups of heads need no rule: where they do not divide, all ranks hold B and C of all.
+        divides_over_tensor_ranks(_heads, "inner heads", ".head_dim", "model.hidden_size"),
         parts_of_sequences_have_the_taps(lambda own: own.convolution - 1, ".convolution"),
     ),
     packages={"mamba_ssm": "pip install mamba-ssm causal-conv1d", "fla": "pip install flash-linear-attention"},

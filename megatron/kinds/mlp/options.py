@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
-from megatron.config.arithmetic.divisors import multiples
-from megatron.config.kind import KindUse, LayerKind
+from megatron.config.kind import LayerKind
 from megatron.config.section import Derivable, Derived, Section, key
-from megatron.kinds.common.options import MLP_WIDTH, Activation, mlp_width
-
-if TYPE_CHECKING:
-    from megatron.config.problems import Problem
+from megatron.kinds.common.options import MLP_WIDTH, Activation, divides_over_tensor_ranks, mlp_width
 
 
 class MLPOptions(Section):
@@ -33,23 +26,12 @@ class MLPOptions(Section):
     output_multiplier: float = key(1.0, "Multiplies the output.", gt=0)
 
 
-def mlp_divides_over_tensor_ranks(at: KindUse[MLPOptions]) -> Iterator[Problem]:
-    width, ranks = at.options.hidden_size, at.config.parallel.tensor
-    if width is not None and width % ranks:
-        yield at.problem(
-            ".hidden_size",
-            "parallel.tensor",
-            rule="each tensor parallel rank must have the same share of the MLP's channels",
-            fix=f"use {multiples(width, ranks)} channels",
-        )
-
-
 KIND = LayerKind(
     role="ffn",
     options=MLPOptions,
     about="Options of the mlp feed-forward.",
     layer="megatron.kinds.mlp.layer:MLP",
-    rules=(mlp_divides_over_tensor_ranks,),
+    rules=(divides_over_tensor_ranks("hidden_size", "channels"),),
     weights=lambda options, width: ((3 if options.gated else 2) * width * (options.hidden_size or 0), 0),
     compiles=True,
     context="alone",

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.arithmetic.divisors import divisors, near
-from megatron.config.kind import KindUse, LayerKind
+from megatron.config.kind import LayerKind
 from megatron.config.section import Derivable, Derived, key
+from megatron.kinds.common.options import divides_over_tensor_ranks
 from megatron.kinds.common.rwkv.options import EXCHANGE, RWKVOptions
 
 if TYPE_CHECKING:
     from megatron.config.derive import View
-    from megatron.config.problems import Problem
 
 
 def _width(kind: str, factor: float, multiple: int, formula: str) -> Derived:
@@ -52,24 +50,13 @@ class RWKV7FFNOptions(RWKVOptions):
     )
 
 
-def channels_divide_over_tensor_ranks(at: KindUse[Any]) -> Iterator[Problem]:
-    width, ranks = at.options.hidden_size, at.config.parallel.tensor
-    if width is not None and width % ranks:
-        yield at.problem(
-            ".hidden_size",
-            "parallel.tensor",
-            rule=f"each tensor parallel rank must have the same share of the {width} channels of {at.kind}",
-            fix=f"use parallel.tensor = {near(ranks, divisors(width))}",
-        )
-
-
 def _kind(number: int, options: type[RWKVOptions]) -> LayerKind:
     return LayerKind(
         role="ffn",
         options=options,
         about=f"Options of the rwkv{number}_ffn feed-forward.",
         layer=f"megatron.kinds.rwkv_ffn.layer:RWKV{number}ChannelMix",
-        rules=(channels_divide_over_tensor_ranks,),
+        rules=(divides_over_tensor_ranks("hidden_size", "channels"),),
         exchange=EXCHANGE if number > 4 else "",
         context="scans",
     )

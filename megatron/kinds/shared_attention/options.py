@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron.config.arithmetic.divisors import multiples
 from megatron.config.kind import KindUse, LayerKind
 from megatron.config.section import Derivable, Derived, Needed, key
 from megatron.kinds.attention.options import RULES, AttentionOptions, heads_fill
+from megatron.kinds.common.options import divides_over_tensor_ranks
 from megatron.kinds.mlp.options import MLPOptions
 
 if TYPE_CHECKING:
@@ -99,17 +99,6 @@ def shared_logits_are_not_clipped(at: KindUse[SharedAttentionOptions]) -> Iterat
         )
 
 
-def shared_mlp_divides_over_tensor_ranks(at: KindUse[SharedAttentionOptions]) -> Iterator[Problem]:
-    width, ranks = at.options.mlp.hidden_size, at.config.parallel.tensor
-    if width is not None and width % ranks:
-        yield at.problem(
-            ".mlp.hidden_size",
-            "parallel.tensor",
-            rule="each tensor parallel rank must have the same share of the MLP's channels",
-            fix=f"use {multiples(width, ranks)} channels",
-        )
-
-
 KIND = LayerKind(
     role="side",
     options=SharedAttentionOptions,
@@ -120,7 +109,7 @@ KIND = LayerKind(
         heads_fill(twice=True),
         shared_blocks_are_used,
         attention_adapters_have_a_rank,
-        shared_mlp_divides_over_tensor_ranks,
+        divides_over_tensor_ranks(lambda at: at.options.mlp.hidden_size, "channels", ".mlp.hidden_size"),
         shared_logits_are_not_clipped,
     ),
     draws=lambda options: options.dropout > 0.0,

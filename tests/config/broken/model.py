@@ -183,8 +183,8 @@ MODEL = [
         "model: {layers: mamba2+shared_attention x2, shared_attention: {heads: 4, mlp: {hidden_size: 99}}}\n"
         "parallel: {tensor: 2}",
         "a.yml:2: model.shared_attention.mlp.hidden_size = 99",
-        "the same share of the MLP's channels",
-        "use 98 or 100 channels",
+        "the same number of the 99 channels of shared_attention",
+        "use parallel.tensor = 1 or 3",
     ),
     case(
         "more shared blocks than layers with them",

@@ -31,7 +31,7 @@ RWKV = [
         "width of a channel mix does not divide over ranks",
         "model: {layers: rwkv7_ffn x4, rwkv7_ffn: {hidden_size: 90}}\nparallel: {tensor: 4}",
         "a.yml:2: model.rwkv7_ffn.hidden_size = 90",
-        "the same share of the 90 channels of rwkv7_ffn",
+        "the same number of the 90 channels of rwkv7_ffn",
         ranks=4,
     ),
     case(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megatron.config.arithmetic.divisors import divisors, near
 from megatron.config.kind import KindUse
 from megatron.config.section import Section, key
+from megatron.kinds.common.options import divides_over_tensor_ranks
 
 if TYPE_CHECKING:
     from megatron.config.problems import Problem
@@ -38,12 +39,9 @@ def heads_are_whole(at: KindUse[Any]) -> Iterator[Problem]:
         )
 
 
-def heads_divide_over_tensor_ranks(at: KindUse[Any]) -> Iterator[Problem]:
-    width, size, ranks = at.hidden_size, at.options.head_dim, at.config.parallel.tensor
-    if width % size == 0 and width // size % ranks:
-        yield at.problem(
-            ".head_dim",
-            "parallel.tensor",
-            rule=f"each tensor parallel rank must have the same number of the {width // size} heads of {at.kind}",
-            fix=f"use parallel.tensor = {near(ranks, divisors(width // size))}",
-        )
+def _heads(at: KindUse[Any]) -> int | None:
+    heads, left = divmod(at.hidden_size, at.options.head_dim)
+    return None if left else heads
+
+
+heads_divide_over_tensor_ranks = divides_over_tensor_ranks(_heads, "heads", ".head_dim")
