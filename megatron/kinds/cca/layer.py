@@ -25,7 +25,7 @@ from megatron.kinds.common.attention.pattern import Pattern
 from megatron.kinds.common.documents import piece_starts, shared_starts
 from megatron.kinds.common.recurrence.convolution import with_past
 from megatron.kinds.common.recurrence.recomputed import recomputed
-from megatron.kinds.common.recurrence.sequence_scan import handed, taps_after, taps_before, token_before
+from megatron.kinds.common.recurrence.sequence_scan import taps_after, taps_before, token_before
 from megatron.model.costs.exchanges import Around, LayerMessage
 from megatron.model.costs.traffic import Enter, Event, TensorAxis, row_events
 from megatron.model.counts import Counts
@@ -153,11 +153,11 @@ class CCA(nn.Module):
         documents = stream.documents
         if state is not None:
             state.query_key = taps_after(self.context, projected, past.query_key, self.taps, starts)
-            state.value = handed(self.context, value[:, -1:, self.undelayed :])
+            state.value = self.context.to_first(value[:, -1:, self.undelayed :])
             if documents is not None:
                 if isinstance(state.cache, KeyValueCache) and state.documents is not None:
                     documents = torch.cat([state.documents, documents], 1)
-                state.documents = documents if self.context.size == 1 else handed(self.context, documents[:, -1:])
+                state.documents = documents if self.context.size == 1 else self.context.to_first(documents[:, -1:])
         elsewhere: Keys | None = past.cache
         if isinstance(elsewhere, KeyValueCache):
             if state is not None:

@@ -22,7 +22,6 @@ from megatron.kinds.common.recurrence.recomputed import recomputed
 from megatron.kinds.common.recurrence.sequence_scan import (
     carried_by_matrix,
     document_begins,
-    handed,
     last_document,
     taps_after,
     taps_before,
@@ -120,38 +119,26 @@ class GatedDelta(nn.Module):
             taps_before(self.context, each, old, options.convolution, starts)
             for each, old in ((query_key, past.query_key), (value, past.value))
         )
-        alone = self.context.size == 1
-        fused = self.fused and state is None and alone
+        fused = self.fused and state is None and self.context.size == 1
         convolve: Callable = CONVOLUTIONS["fla" if fused else "torch"]
         q, k = convolve(query_key, *self.query_key_conv.taps(), keys_before, starts).chunk(2, dim=-1)
         v = convolve(value, *self.value_conv.taps(), values_before, starts).unflatten(-1, (self.heads, -1))
         q, k = (self._used_keys(each.unflatten(-1, (-1, options.key_dim))) for each in (q, k))
         rule: Callable = kernels.gated_delta_rule if fused else gated_delta_rule
-        before = past.memory if alone else self._memory_before(k, v, decay, beta, starts, past.memory)
+        before = past.memory
+        if self.context.size > 1:
+            made, left = recomputed(functools.partial(ends, chunk=options.chunk), k, v, decay, beta, starts)
+            before = carried_by_matrix(self.context, made, lambda: left, before)
         y, memory = rule(q, k, v, decay, beta, chunk=options.chunk, initial_BhKV=before, starts_BS=starts)
         if state is not None:
             state.query_key, state.value = (
                 taps_after(self.context, each, old, options.convolution, starts)
                 for each, old in ((query_key, keys_before), (value, values_before))
             )
-            state.memory = handed(self.context, memory)
+            state.memory = self.context.to_first(memory)
             state.document = last_document(self.context, stream)
         weight = sum_gradient(self.norm, self.mesh.tensor)  # each rank norms its own heads
         return self.output(recomputed(self._gated_norm, y, gate, weight))
-
-    def _memory_before(
-        self,
-        k_BSgK: Tensor,
-        v_BShV: Tensor,
-        decay_BSh: Tensor,
-        beta_BSh: Tensor,
-        starts_BS: Tensor | None,
-        of_state: Tensor | None,
-    ) -> Tensor:
-        """The memory before this rank's tokens."""
-        of = functools.partial(ends, chunk=self.options.chunk)
-        made, left = recomputed(of, k_BSgK, v_BShV, decay_BSh, beta_BSh, starts_BS)
-        return carried_by_matrix(self.context, made, lambda: left, of_state)
 
     def _used_keys(self, x_BSgK: Tensor) -> Tensor:
         """Heads of queries or keys that this rank's heads of values use, each by the same number."""

@@ -24,7 +24,6 @@ from megatron.kinds.common.recurrence.convolution import Taps, causal_convolutio
 from megatron.kinds.common.recurrence.sequence_scan import (
     carried_by_decay,
     document_begins,
-    handed,
     last_document,
     taps_after,
     taps_before,
@@ -100,23 +99,15 @@ class Mamba(nn.Module):
         if options.inner_norms:  # every rank uses them for its own channels
             kind, sizes = inner_norm(model), {"dt_norm": R, "B_norm": N, "C_norm": N}
             self.norms = nn.ModuleList(Norm(make.scope(each), size, kind, partial=True) for each, size in sizes.items())
-        self.dt_bias = make.parameter(
-            "dt_bias",
-            (inner,),
-            role=Role.STATE,
-            shard=Shard(0),
-            keep_fp32=True,
-            init=time_steps(options.time_step_low, options.time_step_high, options.time_step_floor),
+
+        def per_channel(name: str, init: Init, *further: int) -> nn.Parameter:
+            return make.parameter(name, (inner, *further), role=Role.STATE, init=init, shard=Shard(0), keep_fp32=True)
+
+        self.dt_bias = per_channel(
+            "dt_bias", time_steps(options.time_step_low, options.time_step_high, options.time_step_floor)
         )
-        self.A_log = make.parameter(
-            "A_log",
-            (inner, N),
-            role=Role.STATE,
-            init=formula(lambda channel, n: np.log(n + 1.0)),
-            shard=Shard(0),
-            keep_fp32=True,
-        )
-        self.D = make.parameter("D", (inner,), role=Role.STATE, init=ONES, shard=Shard(0), keep_fp32=True)
+        self.A_log = per_channel("A_log", formula(lambda channel, n: np.log(n + 1.0)), N)
+        self.D = per_channel("D", ONES)
         self.output = RowLinear(make.scope("output"), inner, H, init=init.output(inner, H), bias=options.bias)
 
     def forward(self, x: Tensor, stream: Stream, state: MambaState | None = None) -> Tensor:
@@ -135,7 +126,7 @@ class Mamba(nn.Module):
         y, memory = self._scanned(scan, (v, z, dt), (B, C), initial, starts)
         if state is not None:
             state.x = taps_after(self.context, u, before, self.options.convolution, starts)
-            state.memory = None if memory is None else handed(self.context, memory)
+            state.memory = None if memory is None else self.context.to_first(memory)
             state.document = last_document(self.context, stream)
         return self.output(y)
 

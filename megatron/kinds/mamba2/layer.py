@@ -24,7 +24,6 @@ from megatron.kinds.common.recurrence.recomputed import recomputed
 from megatron.kinds.common.recurrence.sequence_scan import (
     carried_by_decay,
     document_begins,
-    handed,
     last_document,
     taps_after,
     taps_before,
@@ -126,15 +125,19 @@ class Mamba2(nn.Module):
         B, C = convolve(bc, *self.bc_conv.taps(), bc_before, starts).chunk(2, dim=-1)
         B, C = (self._used_groups(each.unflatten(-1, (-1, options.state_size))) for each in (B, C))
         v, limits = v.unflatten(-1, (self.heads, -1)), (options.least_step, options.most_step)
-        before = past.memory if self.context.size == 1 else self._memory_before(v, dt, B, starts, limits, past.memory)
-        inputs, sizes = (v, dt, self.dt_bias, self.A_log, self.D, B, C), {"chunk": options.chunk, "limits": limits}
+        sizes, before = {"chunk": options.chunk, "limits": limits}, past.memory
+        if self.context.size > 1:
+            of = functools.partial(ends, **sizes)
+            made, left = recomputed(of, v, dt, self.dt_bias, self.A_log, B, starts)
+            before = carried_by_decay(self.context, made, left, before)
+        inputs = v, dt, self.dt_bias, self.A_log, self.D, B, C
         y, memory = scan(*inputs, **sizes, initial_BhPN=before, starts_BS=starts)
         if state is not None:
             state.x, state.bc = (
                 taps_after(self.context, each, old, options.convolution, starts)
                 for each, old in ((value, x_before), (bc, bc_before))
             )
-            state.memory = handed(self.context, memory)
+            state.memory = self.context.to_first(memory)
             state.document = last_document(self.context, stream)
         y_BsH = self.output(recomputed(self._gated, y.flatten(2, 3), z, self.norm))
         return scaled(y_BsH, options.output_multiplier)
@@ -149,20 +152,6 @@ class Mamba2(nn.Module):
         else:
             bc = torch.cat([scaled(each, each_by) for each, each_by in zip(bc.chunk(2, dim=-1), (by.B, by.C))], -1)
         return scaled(z, by.z), scaled(x, by.x), bc, scaled(self.dt(x_BSH), by.dt)
-
-    def _memory_before(
-        self,
-        v_BShP: Tensor,
-        dt_BSh: Tensor,
-        B_BSgN: Tensor,
-        starts_BS: Tensor | None,
-        limits: tuple,
-        of_state: Tensor | None,
-    ) -> Tensor:
-        """The memory before this rank's tokens."""
-        of = functools.partial(ends, chunk=self.options.chunk, limits=limits)
-        made, left = recomputed(of, v_BShP, dt_BSh, self.dt_bias, self.A_log, B_BSgN, starts_BS)
-        return carried_by_decay(self.context, made, left, of_state)
 
     def _used_groups(self, x_BSgN: Tensor) -> Tensor:
         """B or C of the groups that this rank's heads use, so that the heads are equal shares of them."""

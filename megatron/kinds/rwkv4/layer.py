@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.attention.context_messages import scan_messages
 from megatron.kinds.common.recurrence.recomputed import recomputed
-from megatron.kinds.common.recurrence.sequence_scan import carried, document_begins, handed, token_before
+from megatron.kinds.common.recurrence.sequence_scan import carried, document_begins, token_before
 from megatron.kinds.common.rwkv.start import Start
 from megatron.kinds.common.rwkv.token_shift import ShiftState, mixed
 from megatron.kinds.rwkv4.options import RWKV4Options
@@ -83,7 +83,7 @@ class RWKV4(nn.Module):
         y, sums = wkv4(k, v, self.decay, self.bonus, chunk=self.options.chunk, initial=before, starts_BS=starts)
         if state is not None:
             state.keep(self.context, x_BSH, stream)
-            state.numerator, state.denominator, state.largest = (handed(self.context, each) for each in sums)
+            state.numerator, state.denominator, state.largest = (self.context.to_first(each) for each in sums)
         return self.output(recomputed(_gated, self.receptance(r), y))
 
     def _sums_before(

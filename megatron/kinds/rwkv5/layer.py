@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.attention.context_messages import scan_messages
 from megatron.kinds.common.recurrence.recomputed import recomputed
-from megatron.kinds.common.recurrence.sequence_scan import carried_by_decay, document_begins, handed, token_before
+from megatron.kinds.common.recurrence.sequence_scan import carried_by_decay, document_begins, token_before
 from megatron.kinds.common.rwkv.start import Start
 from megatron.kinds.common.rwkv.token_shift import ShiftState, mixed
 from megatron.kinds.common.rwkv.wkv6 import ends, wkv6
@@ -97,7 +97,7 @@ class RWKV5(nn.Module, Generic[Options]):
         y, memory = wkv6(r, k, v, moved, decay, bonus, chunk=chunk, initial_BhNN=memory, starts_BS=starts)
         if state is not None:
             state.keep(self.context, x_BSH, stream)
-            state.memory = handed(self.context, memory)
+            state.memory = self.context.to_first(memory)
         normed = functools.partial(_normed, epsilon=self.options.norm_epsilon)
         return self.output(recomputed(normed, y, self.gate(g), self.norm_weight, self.norm_bias))
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.attention.context_messages import scan_messages
 from megatron.kinds.common.recurrence.recomputed import recomputed
-from megatron.kinds.common.recurrence.sequence_scan import carried_by_matrix, document_begins, handed, token_before
+from megatron.kinds.common.recurrence.sequence_scan import carried_by_matrix, document_begins, token_before
 from megatron.kinds.common.rwkv.low_rank import LowRank
 from megatron.kinds.common.rwkv.start import Start
 from megatron.kinds.common.rwkv.token_shift import ShiftState, blended, mixed
@@ -132,7 +132,7 @@ class RWKV7(nn.Module):
         y, memory = recomputed(time_mix, self.receptance(r), self.gate(g), *made, *norm, before, starts)
         if state is not None and memory is not None:
             state.keep(self.context, x_BSH, stream)
-            state.memory = handed(self.context, memory)
+            state.memory = self.context.to_first(memory)
         y = self.output(y)
         return (y, {FIRST: value}) if self.first else y
 

@@ -63,7 +63,7 @@ MODEL = [
         "  multi_token_prediction: {depth: 1}}",
         "model.multi_token_prediction.block",
         "must have layers that only read the stream, and rwkv7 reads more",
-        "must have a linear router: an MLP router averages its state with those of layers before it",
+        "must have a linear router: an MLP router averages its state with the states of layers before it",
         "the first MoE layer with an MLP router must not average",
         problems=3,
     ),

@@ -39,7 +39,7 @@ def carried(
         left: makes the map of this rank's tokens on a state, in any form. Called only where it is needed.
         join: (left, earlier state, later state from zeros, whether there is an earlier one) to the state after both.
         compose: (later left, earlier left) to the map of both.
-        before: the state before the first rank's first token, as `handed` gives it.
+        before: the state before the first rank's first token, as `to_first` gives it.
     """
     if before is not None:
         return _with_state(context, made, left(), join, compose, before)
@@ -102,15 +102,10 @@ def _from_before(context: ContextGroup, parts: Parts, by: int) -> Parts:
     return tuple(each.view(own.shape) for each, own in zip(whole.split(sizes), parts))
 
 
-def handed(context: ContextGroup, x: Tensor) -> Tensor:
-    """The state after a piece of a sequence, on the rank with the begin of the next piece, zeros on others."""
-    return context.to_first(x)
-
-
 def last_document(context: ContextGroup, stream: Stream) -> Tensor | None:
     """int [B], the document of a piece's last token, for the next one. None where there are no documents."""
     documents_BS = stream.documents
-    return None if documents_BS is None else handed(context, documents_BS[:, -1])
+    return None if documents_BS is None else context.to_first(documents_BS[:, -1])
 
 
 def document_begins(stream: Stream, state: Continued | None, context: ContextGroup) -> Tensor | None:
@@ -146,7 +141,7 @@ def taps_after(
     Args:
         before_BKC: of `taps_before`.
     """
-    return handed(context, last_taps(x_BSC, before_BKC, taps, starts_BS))
+    return context.to_first(last_taps(x_BSC, before_BKC, taps, starts_BS))
 
 
 def _either(of_rank_before: Tensor, of_state: Tensor | None) -> Tensor:

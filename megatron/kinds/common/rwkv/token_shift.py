@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.kinds.common.recurrence.recomputed import recomputed
-from megatron.kinds.common.recurrence.sequence_scan import handed, last_document
+from megatron.kinds.common.recurrence.sequence_scan import last_document
 from megatron.model.stream import Stream
 from megatron.parallel.layers.context import ContextGroup
 
@@ -30,7 +30,7 @@ class ShiftState:
     document: Tensor | None = None
 
     def keep(self, context: ContextGroup, x_BSH: Tensor, stream: Stream) -> None:
-        self.last = handed(context, x_BSH[:, -1:])
+        self.last = context.to_first(x_BSH[:, -1:])
         self.document = last_document(context, stream)
 
 
