@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron.config.arithmetic.divisors import divisors, multiples, near
+from megatron.config.arithmetic.divisors import divisors, near
 from megatron.config.kind import KindUse, LayerKind
 from megatron.config.optimizer_kind import optimizer_kind
 from megatron.config.section import Derivable, Derived, Needed, Section, key
 from megatron.config.sections.rotary import RotaryOptions
 from megatron.kinds.common.options import (
+    divides_heads,
+    divides_over_tensor_ranks,
     heads_are_given,
-    kv_heads_divide_heads,
     rotary_scaling_is_complete,
     rotated_channels_are_pairs,
 )
@@ -95,16 +96,8 @@ def heads_fill(twice: bool) -> Callable[[KindUse[AttentionOptions]], Iterator[Pr
     return heads_fill_hidden_size
 
 
-def heads_divide_over_tensor_ranks(at: KindUse[AttentionOptions]) -> Iterator[Problem]:
-    """Query heads stay whole on a rank. Key/value heads need no rule: where they do not divide, all ranks hold all."""
-    heads, ranks = at.options.heads, at.config.parallel.tensor
-    if heads and heads % ranks:
-        yield at.problem(
-            ".heads",
-            "parallel.tensor",
-            rule="each tensor parallel rank must have the same number of whole heads",
-            fix=f"use {multiples(heads, ranks)} heads, or parallel.tensor = {near(ranks, divisors(heads))}",
-        )
+# Key/value heads need no rule: where they do not divide, all ranks have all of them.
+heads_divide_over_tensor_ranks = divides_over_tensor_ranks("heads", "heads")
 
 
 def normalised_logits_are_not_clipped(at: KindUse[AttentionOptions]) -> Iterator[Problem]:
@@ -156,7 +149,7 @@ def clipped_logits_are_seen_by_one_rank(at: KindUse[Any]) -> Iterator[Problem]:
 # Rules of attention over any input.
 RULES = (
     heads_are_given,
-    kv_heads_divide_heads,
+    divides_heads("kv_heads"),
     rotated_channels_are_pairs,
     rotary_scaling_is_complete,
     heads_divide_over_tensor_ranks,

@@ -9,10 +9,10 @@ from megatron.config.kind import KindUse, LayerKind
 from megatron.config.section import Derivable, Derived, Needed, Section, key
 from megatron.config.sections.rotary import RotaryOptions
 from megatron.kinds.common.options import (
+    divides_heads,
     divides_over_tensor_ranks,
     heads_are_given,
     heads_have_channels,
-    kv_heads_divide_heads,
     parts_of_sequences_have_the_taps,
     rotary_scaling_is_complete,
     rotated_channels_are_pairs,
@@ -74,7 +74,7 @@ KIND = LayerKind(
     layer="megatron.kinds.cca.layer:CCA",
     rules=(
         heads_are_given,
-        kv_heads_divide_heads,
+        divides_heads("kv_heads"),
         rotated_channels_are_pairs,
         halves_of_values_are_whole,
         heads_have_channels("head_dim", "heads", "heads"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron.config.arithmetic.divisors import divisors, near
+from megatron.config.arithmetic.divisors import divisors, multiples, near
 from megatron.config.kind import KindUse
 from megatron.config.section import Section, key
 
@@ -74,15 +74,21 @@ def heads_have_channels(width: str, count: str, unit: str) -> Callable[[KindUse[
     return rule
 
 
-def kv_heads_divide_heads(at: KindUse[Any]) -> Iterator[Problem]:
-    own = at.options
-    if own.heads and own.kv_heads and own.heads % own.kv_heads:
-        yield at.problem(
-            ".kv_heads",
-            ".heads",
-            rule="each key/value head must serve the same number of query heads: heads % kv_heads must be 0",
-            fix=f"use {near(own.kv_heads, divisors(own.heads))} kv_heads",
-        )
+def divides_heads(name: str) -> Callable[[KindUse[Any]], Iterator[Problem]]:
+    """A rule on a number of heads with keys: all of them serve the same number of heads."""
+
+    def rule(at: KindUse[Any]) -> Iterator[Problem]:
+        heads, few = at.options.heads, getattr(at.options, name)
+        if heads and few and heads % few:
+            yield at.problem(
+                f".{name}",
+                ".heads",
+                rule=f"each of the {name} must serve the same number of heads: heads % {name} must be 0",
+                fix=f"use {near(few, divisors(heads))} {name}",
+            )
+
+    rule.__name__ = f"{name}_divide_heads"
+    return rule
 
 
 def rotated_channels_are_pairs(at: KindUse[Any]) -> Iterator[Problem]:
@@ -133,14 +139,20 @@ def rotary_scaling_is_complete(at: KindUse[Any]) -> Iterator[Problem]:
         )
 
 
-def time_steps_are_a_range(at: KindUse[Any]) -> Iterator[Problem]:
-    if at.options.time_step_high < at.options.time_step_low:
-        yield at.problem(
-            ".time_step_low",
-            ".time_step_high",
-            rule="time_step_low must not exceed time_step_high",
-            fix="published models use 0.001 and 0.1",
-        )
+def in_order(low: str, high: str, fix: str, *, equal: bool = False) -> Callable[[KindUse[Any]], Iterator[Problem]]:
+    """A rule: one option is above another, or `equal` to it."""
+
+    def rule(at: KindUse[Any]) -> Iterator[Problem]:
+        least, most = getattr(at.options, low), getattr(at.options, high)
+        if most is not None and (most < least or most == least and not equal):
+            must = f"{low} must not exceed {high}" if equal else f"{high} must be above {low}"
+            yield at.problem(*sorted((f".{high}", f".{low}"), key=at.given, reverse=True), rule=must, fix=fix)
+
+    rule.__name__ = f"{low}_and_{high}_are_in_order"
+    return rule
+
+
+time_steps_are_a_range = in_order("time_step_low", "time_step_high", "published models use 0.001 and 0.1", equal=True)
 
 
 def divides_over_tensor_ranks(
@@ -160,7 +172,7 @@ def divides_over_tensor_ranks(
                 *(keys or (f".{name}",)),
                 "parallel.tensor",
                 rule=f"each tensor parallel rank must have the same number of the {count} {unit} of {at.kind}",
-                fix=f"use parallel.tensor = {near(ranks, divisors(count))}, or another number of {unit}",
+                fix=f"use parallel.tensor = {near(ranks, divisors(count))}, or {multiples(count, ranks)} {unit}",
             )
 
     rule.__name__ = f"{unit.replace(' ', '_')}_divide_over_tensor_ranks"

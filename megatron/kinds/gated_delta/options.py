@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.arithmetic.divisors import divisors, near
-from megatron.config.kind import KindUse, LayerKind
+from megatron.config.kind import LayerKind
 from megatron.config.section import Derivable, Derived, Needed, key
 from megatron.kinds.common.options import (
     RecurrentOptions,
+    divides_heads,
     divides_over_tensor_ranks,
     heads_are_given,
     heads_have_channels,
+    in_order,
     parts_of_sequences_have_the_taps,
     time_steps_are_a_range,
 )
 
 if TYPE_CHECKING:
     from megatron.config.derive import View
-    from megatron.config.problems import Problem
 
 
 def _key_dim(own: dict[str, Any], at: View) -> int | None:
@@ -78,27 +77,6 @@ class GatedDeltaOptions(RecurrentOptions):
     chunk: int = key(64, "Tokens per chunk. Changes memory and speed, not the result.", unit="tokens", gt=0)
 
 
-def heads_share_keys(at: KindUse[GatedDeltaOptions]) -> Iterator[Problem]:
-    own = at.options
-    if own.heads and own.key_heads and own.heads % own.key_heads:
-        yield at.problem(
-            ".key_heads",
-            ".heads",
-            rule="each head of keys must serve the same number of heads of values: heads % key_heads must be 0",
-            fix=f"use {near(own.key_heads, divisors(own.heads))} key_heads",
-        )
-
-
-def decays_are_a_range(at: KindUse[GatedDeltaOptions]) -> Iterator[Problem]:
-    if at.options.decay_high <= at.options.decay_low:
-        yield at.problem(
-            ".decay_high",
-            ".decay_low",
-            rule="the largest initial decay rate must be above the smallest",
-            fix="published models use 0 and 16",
-        )
-
-
 KIND = LayerKind(
     role="mixer",
     options=GatedDeltaOptions,
@@ -106,8 +84,8 @@ KIND = LayerKind(
     layer="megatron.kinds.gated_delta.layer:GatedDelta",
     rules=(
         heads_are_given,
-        heads_share_keys,
-        decays_are_a_range,
+        divides_heads("key_heads"),
+        in_order("decay_low", "decay_high", "published models use 0 and 16"),
         heads_have_channels("key_dim", "key_heads", "heads of keys"),
         time_steps_are_a_range,
         divides_over_tensor_ranks("heads", "heads"),

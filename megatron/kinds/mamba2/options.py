@@ -11,6 +11,7 @@ from megatron.config.section import Section, key
 from megatron.kinds.common.options import (
     StateSpaceOptions,
     divides_over_tensor_ranks,
+    in_order,
     parts_of_sequences_have_the_taps,
     time_steps_are_a_range,
 )
@@ -72,17 +73,6 @@ def heads_are_whole(at: KindUse[Mamba2Options]) -> Iterator[Problem]:
         )
 
 
-def step_limits_are_a_range(at: KindUse[Mamba2Options]) -> Iterator[Problem]:
-    own = at.options
-    if own.most_step is not None and own.most_step <= own.least_step:
-        yield at.problem(
-            ".most_step",
-            ".least_step",
-            rule="the largest time step must be above the smallest",
-            fix="remove most_step, or make it larger",
-        )
-
-
 def _heads(at: KindUse[Mamba2Options]) -> int:
     return inner_channels(at.options, at.hidden_size) // at.options.head_dim
 
@@ -95,7 +85,7 @@ KIND = LayerKind(
     rules=(
         time_steps_are_a_range,
         heads_are_whole,
-        step_limits_are_a_range,
+        in_order("least_step", "most_step", "remove most_step, or make it larger"),
         # Groups of heads need no rule: where they do not divide, all ranks hold B and C of all.
         divides_over_tensor_ranks(_heads, "inner heads", ".head_dim", "model.hidden_size"),
         parts_of_sequences_have_the_taps(lambda own: own.convolution - 1, ".convolution"),

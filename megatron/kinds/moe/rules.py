@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from megatron.config.arithmetic.divisors import divisors, multiples, near
 from megatron.config.arithmetic.wire import LEAST_BLOCK, PIPELINE, sends_blocks
 from megatron.config.kind import KindUse
+from megatron.kinds.common.options import divides_over_tensor_ranks
 from megatron.parallel.messages.traffic import SIZES
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ def groups_are_equal(at: KindUse[MoEOptions]) -> Iterator[Problem]:
 
 
 def widths_are_cut_and_aligned(at: KindUse[MoEOptions]) -> Iterator[Problem]:
-    moe, parallel, compute = at.options, at.config.parallel, at.config.precision.compute
-    unit, ranks = 16 // SIZES[compute], parallel.expert_tensor
+    moe, compute, ranks = at.options, at.config.precision.compute, at.config.parallel.expert_tensor
+    unit = 16 // SIZES[compute]
     cut = "parallel.expert_tensor" if at.given("parallel.expert_tensor") else "parallel.tensor"
     if moe.hidden_size % (ranks * unit):
         yield at.problem(
@@ -78,13 +79,6 @@ def widths_are_cut_and_aligned(at: KindUse[MoEOptions]) -> Iterator[Problem]:
             rule="each tensor parallel rank must have the same share of an expert's channels, "
             f"a multiple of 16 bytes ({unit} channels in {compute})",
             fix=f"use {multiples(moe.hidden_size, ranks * unit)} channels",
-        )
-    if moe.shared_size % parallel.tensor:
-        yield at.problem(
-            ".shared_size",
-            "parallel.tensor",
-            rule="each tensor parallel rank must have the same share of the shared expert's channels",
-            fix=f"use {multiples(moe.shared_size, parallel.tensor)} channels",
         )
 
 
@@ -416,6 +410,7 @@ RULES = (
     routers_learn,
     skipping_is_a_choice_of_one,
     experts_divide_over_expert_ranks,
+    divides_over_tensor_ranks("shared_size", "channels of the shared expert"),
     tokens_choose_by_themselves,
 )
 

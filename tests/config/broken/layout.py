@@ -31,8 +31,8 @@ LAYOUT = [
         "parallel: {tensor: 8}",
         "base.yml:5: model.attention.heads = 4",
         "parallel.tensor = 8 (a.yml:2)",
-        "whole heads",
-        "use 8 heads, or parallel.tensor = 4",
+        "the same number of the 4 heads of attention",
+        "use parallel.tensor = 4, or 8 heads",
         ranks=8,
     ),
     case(

@@ -175,7 +175,7 @@ MODEL = [
         "model: {layers: mamba2+shared_attention x2, shared_attention: {heads: 2}, mamba2: {head_dim: 16}}\n"
         "parallel: {tensor: 4}",
         "a.yml:2: model.shared_attention.heads = 2",
-        "each tensor parallel rank must have the same number of whole heads",
+        "the same number of the 2 heads of shared_attention",
         ranks=4,
     ),
     case(
@@ -184,7 +184,7 @@ MODEL = [
         "parallel: {tensor: 2}",
         "a.yml:2: model.shared_attention.mlp.hidden_size = 99",
         "the same number of the 99 channels of shared_attention",
-        "use parallel.tensor = 1 or 3",
+        "use parallel.tensor = 1 or 3, or 98 or 100 channels",
     ),
     case(
         "more shared blocks than layers with them",
@@ -261,7 +261,7 @@ MODEL = [
         "mla heads do not divide over ranks",
         "model: {layers: (mla/mlp) x4, mla: {heads: 6}}\nparallel: {tensor: 4}",
         "a.yml:2: model.mla.heads = 6",
-        "each tensor parallel rank must have the same number of whole heads",
+        "the same number of the 6 heads of mla",
         ranks=4,
     ),
     case(

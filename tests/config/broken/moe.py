@@ -52,8 +52,8 @@ MOE = [
         "model: {layers: (attention/moe@wide) x4, moe: {hidden_size: 64}, "
         "variants: {wide: {shared_size: 33}}}\nparallel: {tensor: 2}",
         "a.yml:2: model.variants.wide.shared_size = 33",
-        "share of the shared expert's channels",
-        "use 32 or 34",
+        "same number of the 33 channels of the shared expert of moe",
+        "or 32 or 34 channels",
     ),
     case(
         "hidden size of odd width",

@@ -29,7 +29,7 @@ STATE_SPACE = [
         "model: {layers: mamba2 x4, mamba2: {head_dim: 32, least_step: 0.1, most_step: 0.05}}",
         "a.yml:2: model.mamba2.most_step = 0.05",
         "with: model.mamba2.least_step = 0.1",
-        "the largest time step must be above the smallest",
+        "most_step must be above least_step",
     ),
     case(
         "mamba2 groups do not divide the heads",
@@ -43,7 +43,7 @@ STATE_SPACE = [
         "model: {layers: mamba x4, hidden_size: 63, mamba: {expand: 1}}\nparallel: {tensor: 2}",
         "a.yml:2: model.mamba.expand = 1",
         "the same number of the 63 inner channels",
-        "use parallel.tensor = 1 or 3",
+        "use parallel.tensor = 1 or 3, or 62 or 64 inner channels",
     ),
     case(
         "mamba2 heads do not divide over ranks",
@@ -76,7 +76,7 @@ STATE_SPACE = [
         "decay rates from nowhere",
         "model: {layers: gated_delta x4, gated_delta: {heads: 4, decay_low: 16.0}}",
         "model.gated_delta.decay_high = 16.0",
-        "the largest initial decay rate must be above the smallest",
+        "decay_high must be above decay_low",
     ),
     case(
         "gated_delta heads do not divide over ranks",
