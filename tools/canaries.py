@@ -5,8 +5,8 @@
     python tools/canaries.py FOLDER --picture FILE           where the picture goes (default: FOLDER/canaries.png)
 
 Samples are 65 bytes each: sources of Python's standard library, and canaries, which are random bytes that occur 1, 10,
-100 or 1000 times. A model of 0.3 million parameters reads each sample once. Of each sample it is then given the first
-32 tokens, and asked for the next 32.
+100 or 1000 times. A model of 0.3 million parameters reads each sample once. It then continues the first 32 tokens of
+each sample by 32.
 """
 
 from __future__ import annotations
@@ -36,16 +36,11 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Corpus:
-    """A token file whose documents are samples.
-
-    Attributes:
-        canary: of each document the number of the canary that it is; -1 for text.
-        times: of each canary how often it occurs.
-    """
+    """A token file whose documents are samples."""
 
     prefix: Path
-    canary: np.ndarray
-    times: np.ndarray
+    canary: np.ndarray  # of each document the number of the canary that it is; -1 for text
+    times: np.ndarray  # of each canary how often it occurs
 
     @property
     def steps(self) -> int:
@@ -60,7 +55,7 @@ def library() -> np.ndarray:
 
 
 def write_corpus(folder: Path, groups: dict[int, int], texts: int, seed: int = 0) -> Corpus:
-    """Canaries and `texts` pieces of the standard library, or some more to fill the last batch, in a shuffled order."""
+    """Canaries and at least `texts` pieces of the standard library, which fill the last batch, in random order."""
     from megatron.data.token_writer import TokenFileWriter
 
     draw = np.random.default_rng(seed)
@@ -104,7 +99,7 @@ def configuration(folder: Path, corpus: Corpus, objective: dict[str, Any], every
 
 
 def train_and_extract(folder: Path, corpus: Corpus, objective: dict[str, Any], every: int = EVERY) -> dict[int, Path]:
-    """Train, and have every checkpoint recite every sample; the folders of results by step."""
+    """Train, and let every checkpoint continue every sample. Return the folders of results by step."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "canaries.yml"
     file.write_text(json.dumps(configuration(folder / "run", corpus, objective, every)))  # JSON is YAML
@@ -117,7 +112,7 @@ def train_and_extract(folder: Path, corpus: Corpus, objective: dict[str, Any], e
 
 
 def shares(corpus: Corpus, results: Path) -> dict[int, float]:
-    """By the times that a canary occurs, the share of such canaries that a checkpoint recites."""
+    """Share of canaries that a checkpoint recites, by number of occurrences."""
     from megatron.evaluation.memorisation.table import batches
 
     recited = np.zeros(len(corpus.times), bool)
@@ -129,14 +124,10 @@ def shares(corpus: Corpus, results: Path) -> dict[int, float]:
 
 
 def draw(path: Path, found: dict[str, dict[int, float]]) -> None:
-    """Of each objective the share of canaries that are recited, by how often they occur."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    """Draw each objective's share of recited canaries by number of occurrences."""
+    from megatron.report.figures import new_figure, write_figure
 
-    from megatron.report.figures import write_figure
-
-    figure = Figure(figsize=(6.4, 3.6), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(6.4, 3.6, 120)
     axes = figure.subplots()
     for marker, (name, each) in zip("os^", found.items()):
         axes.plot(list(each), [100 * share for share in each.values()], marker=marker, label=name)

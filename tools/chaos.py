@@ -3,17 +3,17 @@
 
     python tools/chaos.py my.yml [key.path=value ...] --minutes 30 --seed 1 [--ranks N] [--steps N] [--every N]
 
-Ranks, agents and launchers are killed and stopped, checkpoints damaged, disks filled, gradients and weights spoilt, in
-an order drawn from the seed. At the end of each run its weights, optimizer states and losses must be equal to the last
-bit to those of an undisturbed run, each batch read once, and no process or private file left. Printed are the faults,
-the seconds until each was detected and recovered from, and the number of lost steps.
+Ranks, agents and launchers are killed and stopped, checkpoints damaged, disks filled, gradients and weights changed, in
+an order drawn from the seed. At the end of each run its weights, optimizer states and losses must equal an undisturbed
+run bit for bit. Each batch must be read once, and no process or private file may remain. The tool prints the faults,
+the seconds until detection and recovery, and the lost steps.
 
-The layout is that of the configuration and the overrides: zero.stage, parallel.tensor, parallel.pipeline, ...
-`--faults` lists the kinds of faults, and `--only` takes some of them. Full disks, read-only disks and networks that are
-cut or slow need root.
+The configuration and the overrides set the layout: zero.stage, parallel.tensor, parallel.pipeline, ... `--faults` lists
+the kinds of faults, and `--only` selects some of them. Full disks, read-only disks and networks that are cut or slow
+need root.
 
-Exit status 1: a difference was found (the run's folder is kept). 2: the configuration has mistakes. 3: the run fails
-without any fault, or no fault is possible.
+Exit status 1: a check failed (the run's folder is kept). 2: the configuration has errors. 3: the run fails without any
+fault, or no fault is possible.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Show or predict what the ranks of a run send each other in a step.
+"""Show or predict the messages of a run's ranks in a step.
 
     python tools/communication.py RUN [--step N] [--rank R] [--layers] [--json] [--output FILE.png] [--trace FILE.json]
                                       [--before OTHER_RUN]
     python tools/communication.py a.yml ... [key.path=value ...] --ranks N [--rank R] [--layers] [--json]
 
-The first needs a run with logging.communication=counts. It shows the last step, of all ranks together or of one; with
-logging.communication=times also how long it took, as a trace for Perfetto, beside the machine's own curves (--machine),
-and what was hidden behind computation beside another run (--before). The second predicts a step of a configuration, and
-trains nothing (docs/communication.md).
+The first needs a run with logging.communication=counts. It shows the last step, of all ranks together or of one. With
+logging.communication=times it also shows times, writes a trace for Perfetto, compares them with the machine's curves
+(--machine), and compares hidden messages with another run (--before). The second predicts a step of a configuration
+without training (docs/communication.md).
 
 Exit status 2: there is no such account, a file is damaged, or the configuration has a part without a formula.
 """
@@ -54,7 +54,7 @@ def accounts_of(run: str, rank: int | None) -> dict[int, RankAccount]:
 
 
 def of_run(run: str, chosen: dict[int, RankAccount], step: int | None) -> tuple[dict[str, Any], Tally, Tally | None]:
-    """Facts, what was counted in a step, and what was predicted (None where a rank has no prediction)."""
+    """Facts, counts of a step, and its prediction (None if a rank has no prediction)."""
     try:
         last = min(each.end - 1 if each.end else each.steps[-1][0] for each in chosen.values())
         at = last if step is None else step
@@ -83,8 +83,8 @@ def of_run(run: str, chosen: dict[int, RankAccount], step: int | None) -> tuple[
 
 
 def same(facts: dict[str, Any], counted: Tally, predicted: Tally) -> bool:
-    """Whether what was counted is what was predicted. Of some ranks alone, the bytes that are predicted for all ranks
-    together do not count; of what the prediction is the most, there are as many messages of no more bytes."""
+    """Whether counts equal the prediction. Bytes that are predicted only for all ranks together are not compared for
+    some ranks. A prediction that is an upper bound has equal messages and at least the counted bytes."""
     uneven, most = ({call for call, *_ in Tally.of_rows(facts.get(name, []))} for name in ("uneven", "most"))
     given = [{call: count for call, *count in tally} for tally in (regular_calls(counted), predicted)]
     if any(given[0].get(call, (0, 0))[1] > given[1].get(call, (0, 0))[1] for call in most):
@@ -96,7 +96,7 @@ def same(facts: dict[str, Any], counted: Tally, predicted: Tally) -> bool:
 
 
 def of_configuration(sources: list[str], ranks: int, rank: int | None) -> tuple[dict[str, Any], Tally]:
-    """Facts, and what a step would send."""
+    """Facts, and the predicted messages of a step."""
     from megatron.model.costs.exchanges import BY_DOCUMENTS, MOST
     from megatron.plan.messages.predict import predict
     from megatron.training.exchange import report_traffic
@@ -124,7 +124,7 @@ def rows(counted: Tally | None, predicted: Tally | None, fields: tuple[str, ...]
 
 
 def to_other_hosts(accounts: dict[int, RankAccount], step: int) -> Tally | None:
-    """What of a step these ranks sent to other hosts; None where the run had one host, or does not tell."""
+    """Messages of a step from these ranks to other hosts. None if the run had one host, or has no record."""
     found = sum((each.to_other_hosts(step) for each in accounts.values()), Tally())
     return found if len(found) else None
 
@@ -136,7 +136,7 @@ def show(
     fields: tuple[str, ...],
     crossing: Tally | None = None,
 ) -> str:
-    """The table and what is to say of it."""
+    """The table with notes."""
     found = rows(counted, predicted, fields)
     crossed = {} if crossing is None else crossing.by(*fields)
     names, n = [{"dtype": "type"}.get(each, each) for each in fields], len(fields)
@@ -184,7 +184,7 @@ def curves_of(path: str | None) -> tuple[CostCurve, ...]:
 
 
 def write_step(run: str, path: str, step: int | None) -> list[int]:
-    """Write the single messages of a run's last timed steps, or of one of them, as a trace; returns these steps."""
+    """Write the individual messages of a run's last timed steps, or of one of them, as a trace. Return these steps."""
     try:
         steps = read_events(run)
     except (OSError, ValueError) as error:
@@ -235,7 +235,7 @@ def read_options(arguments: list[str] | None) -> tuple[argparse.Namespace, str |
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Show; returns the exit status."""
+    """Show the account and return the exit status."""
     options, run = read_options(arguments)
     fields = (*FIELDS[:1], "layer", *FIELDS[1:]) if options.layers else FIELDS
     counted: Tally | None = None

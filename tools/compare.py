@@ -24,6 +24,7 @@ from megatron.config.admitted import add_flag  # noqa: E402
 from megatron.config.file_access import OutputError, keep_inputs, writing  # noqa: E402
 from megatron.config.problems import UserError  # noqa: E402
 from megatron.config.show.difference import described, differences  # noqa: E402
+from megatron.config.words import aligned  # noqa: E402
 from megatron.report.curve import History, smoothed  # noqa: E402
 from megatron.report.figures import save_lines  # noqa: E402
 
@@ -57,7 +58,8 @@ def last_losses(history: History) -> dict[str, Any]:
 
 
 def draw(histories: dict[str, History], path: str) -> None:
-    """Training losses as running means over pale curves, validation losses marked; one colour per curve."""
+    """Draw training losses as running means over pale curves, and validation losses with marks, one colour per
+    curve."""
     raw, curves = smoothed({name: each.curves()["training"] for name, each in histories.items()})
     marked = {}
     for run, history in histories.items():
@@ -71,31 +73,17 @@ def draw(histories: dict[str, History], path: str) -> None:
 def table(ends: dict[str, dict[str, Any]]) -> list[str]:
     """Lines: a run each, with the end of its losses."""
     sets = list(dict.fromkeys(name for end in ends.values() for name in end["validation"]))
-    head = [
-        "run",
-        "last step",
-        "training",
-        *("validation" if name == "validation" else f"val. {name}" for name in sets),
-    ]
-    rows = [head]
+    names = ["validation" if name == "validation" else f"val. {name}" for name in sets]
+    rows = [["run", "last step", "training", *names]]
     for run, end in ends.items():
         found = [end["validation"].get(name, {}).get("loss") for name in sets]
-        rows.append([
-            run,
-            str(end["step"]),
-            *("-" if each is None else f"{each:.4f}" for each in (end["training"], *found)),
-        ])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    return [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(zip(row, widths))
-        )
-        for row in rows
-    ]
+        losses = ["-" if each is None else f"{each:.4f}" for each in (end["training"], *found)]
+        rows.append([run, str(end["step"]), *losses])
+    return aligned(rows)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compare; returns the exit status."""
+    """Compare runs and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories, two or more")
     parser.add_argument("--output", default="compare.png", help="the picture (default: compare.png)")

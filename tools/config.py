@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Look at a configuration without starting anything.
+"""Show, check and convert configurations without starting a run.
 
     python tools/config.py show a.yml b.yml training.steps=500     the resolved configuration
     python tools/config.py explain optimizer.lr a.yml              value, origin and meaning of a key
@@ -28,13 +28,14 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
+from megatron.command.given_options import status  # noqa: E402
 from megatron.config import ConfigError, Problem, Resolved, config_hash, load, split_arguments, to_yaml  # noqa: E402
 from megatron.config.arithmetic import machine  # noqa: E402
-from megatron.config.file_access import OutputError, keep_inputs, writing  # noqa: E402
+from megatron.config.file_access import keep_inputs, writing  # noqa: E402
 from megatron.config.frozen import thaw  # noqa: E402
 from megatron.config.rules.data import blends_of, passes_over  # noqa: E402
 from megatron.config.show.explain import explain  # noqa: E402
-from megatron.config.words import counted  # noqa: E402
+from megatron.config.words import aligned, counted  # noqa: E402
 
 
 def _load(options: argparse.Namespace, inputs: bool) -> Resolved:
@@ -81,7 +82,7 @@ def show(options: argparse.Namespace) -> None:
 
 
 def explain_key(options: argparse.Namespace) -> None:
-    """Value, origin and meaning of a key; without files, its meaning alone."""
+    """Value, origin and meaning of a key. Without files, only its meaning."""
     resolved = _load(options, inputs=False) if options.arguments else None
     entries = explain(options.key, resolved)
     documents = [each.to_json() for each in entries]
@@ -90,7 +91,7 @@ def explain_key(options: argparse.Namespace) -> None:
 
 
 def _amount(resolved: Resolved, options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """What the run reads and takes: tokens, passes over its data, and on the device of `--gpu` days and GPU-hours."""
+    """Size of the run: tokens, passes over its data, and on the device of `--gpu` days and GPU-hours."""
     config, ranks = resolved.config, resolved.ranks
     training = config.training
     found: dict[str, float] = {}
@@ -184,14 +185,9 @@ def layers(options: argparse.Namespace) -> None:
 
     resolved = _load(options, inputs=False)
     if resolved.config.model.vocab_size is None:
-        raise ConfigError([
-            Problem(
-                "model.vocab_size",
-                "counting parameters needs the vocabulary's size",
-                "give model.vocab_size, or a local tokenizer in tokenizer.path",
-                None,
-            )
-        ])
+        rule = "counting parameters needs the vocabulary's size"
+        fix = "give model.vocab_size, or a local tokenizer in tokenizer.path"
+        raise ConfigError([Problem("model.vocab_size", rule, fix, None)])
     rows, total = layers_table(resolved.config), totals(resolved.config)
     text = _table([_shown(row, number) for row, number in _equal(rows)])
     text += [
@@ -216,7 +212,7 @@ def layers(options: argparse.Namespace) -> None:
 
 
 def _equal(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], int]]:
-    """Layers that are the same but for their names, with their number; neighbours only."""
+    """Adjacent layers that differ only in their names, with their number."""
     groups = groupby(rows, key=lambda row: {name: value for name, value in row.items() if name != "name"})
     members = [list(group) for _, group in groups]
     return [
@@ -229,7 +225,7 @@ def _equal(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], int]]:
 
 
 def _shown(row: dict[str, Any], number: int) -> dict[str, str | int | float | None]:
-    """A row of the table for people: bytes in units, and how many layers it stands for."""
+    """A row of the table with bytes in units, and its number of layers."""
     shown = {"name": row["name"], "kind": row["kind"], "layers": number}
     for name, value in row.items():
         if name.endswith("_bytes"):
@@ -247,17 +243,8 @@ def _size(number: int) -> str:
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
-    """Lines of a table; all but the first two columns are figures."""
-    names = list(rows[0])
-    cells = [names, *([_cell(row[name]) for name in names] for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths))
-        ).rstrip()
-        for line in cells
-    ]
+    """Lines of a table. All columns except the first two are numbers."""
+    return aligned([list(rows[0]), *([_cell(row[name]) for name in rows[0]] for row in rows)], left=2)
 
 
 def _cell(value: Any) -> str:
@@ -267,20 +254,17 @@ def _cell(value: Any) -> str:
 
 
 def schedule(options: argparse.Namespace) -> None:
-    """The learning rate of every step, drawn; all points as JSON."""
+    """The learning rate of every step as a curve, or all points as JSON."""
     from megatron.report.plot import draw
     from megatron.training.schedule import curve
 
     config = _load(options, inputs=False).config
     if config.schedule.warmup_tokens is not None and config.training.global_batch_size is None:
-        raise ConfigError([
-            Problem(
-                "schedule.warmup_tokens",
-                "tokens per step depend on training.global_batch_size",
-                "give --ranks, or training.global_batch_size",
-                config.schedule.warmup_tokens,
-            )
-        ])
+        rule, fix = (
+            "tokens per step depend on training.global_batch_size",
+            "give --ranks, or training.global_batch_size",
+        )
+        raise ConfigError([Problem("schedule.warmup_tokens", rule, fix, config.schedule.warmup_tokens)])
     points = curve(config)
     (first, start), (last, end) = points[0], points[-1]
     told = f"peak {config.optimizer.lr:g}; step {first}: {start:.6g}; last step {last}: {end:.6g}"
@@ -339,7 +323,7 @@ def diff(options: argparse.Namespace) -> None:
 
 
 def docs(options: argparse.Namespace) -> None:
-    """Write the generated documentation, or with --check see that it is up to date."""
+    """Write the generated documentation, or with --check verify that it is up to date."""
     from megatron.config.show.reference import editor_schema, pages
 
     wanted = {ROOT / "docs" / name: text for name, text in pages().items()}
@@ -347,15 +331,8 @@ def docs(options: argparse.Namespace) -> None:
     stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     names = [str(path.relative_to(ROOT)) for path in stale]
     if options.check and stale:
-        raise ConfigError([
-            Problem(
-                "",
-                "generated documentation is out of date; run `make docs`",
-                "run python tools/config.py docs",
-                where=name,
-            )
-            for name in names
-        ])
+        rule, fix = "generated documentation is out of date; run `make docs`", "run python tools/config.py docs"
+        raise ConfigError([Problem("", rule, fix, where=name) for name in names])
     for path in stale:
         path.parent.mkdir(exist_ok=True)
         path.write_text(wanted[path], encoding="utf-8")
@@ -427,24 +404,14 @@ def _ranks(text: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command and return the exit status."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     if any(each.startswith("-") for each in rest) or (rest and not hasattr(options, "arguments")):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         options.arguments += rest  # files and overrides after an option
-    try:
-        options.action(options)
-    except OutputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        if options.json:
-            print(json.dumps({"ok": False, "problems": [each.to_json() for each in error.problems]}, indent=2))
-        return 2
-    return 0
+    return status(lambda: options.action(options), options.json)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@
     python tools/continual.py --divide 10        # a tenth of all steps, to see it run
     python tools/continual.py --seeds 1,2,3      # all runs with each of these seeds: mean and standard deviation
 
-Makes the quick start's data (A: the standard library's sources) and token files of English (B), trains the five runs
-of configs/continual/, and draws the validation losses on A and on B of all of them over time. Each step is a command
-that is shown and can be typed; a finished run is not repeated.
+Makes the quick start's data (A: the standard library's sources) and token files of English (B), and trains the five
+runs of configs/continual/. It draws their validation losses on A and on B over time. Each step is a printed command
+that can be typed. A finished run is not repeated.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def stages(
 
 
 def seeded(config: Config, seed: int) -> list[str]:
-    """Overrides that give a run this seed, and a folder beside the other runs of the seed."""
+    """Overrides that give a run this seed, and a folder next to the seed's other runs."""
 
     def moved(path: str) -> str:
         return str(RUNS / f"seed_{seed}" / Path(path).relative_to(RUNS))
@@ -131,7 +131,7 @@ def _checkpoint(folder: Path, step: int) -> Path:
 
 
 def train(every: list[ContinualStage], run: Callable[[ContinualStage], Any], log: Callable[[str], None]) -> None:
-    """Train what has not been trained."""
+    """Train the runs that are not finished."""
     for stage in every:
         if stage.checkpoint.is_dir():
             log(f"done before: {stage.checkpoint} (remove {RUNS} to train again)")
@@ -144,7 +144,7 @@ def train(every: list[ContinualStage], run: Callable[[ContinualStage], Any], log
 def losses(every: list[ContinualStage]) -> dict[str, dict[str, Points]]:
     """Validation losses by run and by set, each over the number of steps since the very beginning.
 
-    A run that starts from another one's weights counts on from its last step; one that resumes counts its own.
+    A run that starts from another one's weights counts from its last step. A run that resumes counts its own.
     """
     from megatron.report.curve import History
 
@@ -162,11 +162,9 @@ def losses(every: list[ContinualStage]) -> dict[str, dict[str, Points]]:
 
 def draw(found: dict[str, dict[str, Points]], path: Path) -> None:
     """Two fields, one above the other: the loss on A and the loss on B of every run."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from megatron.report.figures import new_figure, write_figure
 
-    figure = Figure(figsize=(8, 6.5), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, 6.5)
     fields = dict(zip(("a", "b"), figure.subplots(2, sharex=True)))
     for which, axes in fields.items():
         first = found["a"][which]
@@ -179,12 +177,11 @@ def draw(found: dict[str, dict[str, Points]], path: Path) -> None:
         axes.grid(alpha=0.3)
     fields["a"].legend(fontsize=8)
     fields["b"].set(xlabel="step")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
+    write_figure(figure, path)
 
 
 def table(*found: dict[str, dict[str, Points]]) -> str:
-    """What each run ended with, as a Markdown table; of several seeds the mean and the sample standard deviation."""
+    """Last losses of each run as a Markdown table, with mean and sample standard deviation of several seeds."""
 
     def cell(name: str, which: str) -> str:
         last = [each[name][which][-1][1] for each in found]
@@ -201,26 +198,15 @@ def prepare(documents: int | None) -> None:
     """The quick start's data, and the English texts with the same tokenizer."""
     from tools import quickstart
 
-    quickstart.prepare(
-        quickstart.Settings(
-            "configs/quickstart.yml", quickstart.ROOT / "data" / "quickstart", 4096, 0.02, documents, ()
-        )
-    )
+    folder = quickstart.ROOT / "data" / "quickstart"
+    quickstart.prepare(quickstart.Settings("configs/quickstart.yml", folder, 4096, 0.02, documents, ()))
     quickstart.heading("Corpus B: English")
     quickstart.call(["tools/data/prepare.py", "english", "--output", "data/continual", "--validation", "0.08"])
     for part in ("train", "validation"):
         output = f"data/continual/english_{part}"
-        quickstart.call([
-            "tools/data/tokenize.py",
-            "--input",
-            f"{output}.jsonl",
-            "--output",
-            output,
-            "--tokenizer",
-            "data/quickstart/tokenizer.json",
-            "--overwrite",
-            "--quiet",
-        ])
+        words = ["tools/data/tokenize.py", "--input", f"{output}.jsonl", "--output", output]
+        words += ["--tokenizer", "data/quickstart/tokenizer.json", "--overwrite", "--quiet"]
+        quickstart.call(words)
 
 
 def _count(text: str) -> int:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Check this machine, or all hosts of a hostfile, before a run.
 
-It looks at versions, limits, disks, clocks and networks; with --compare also at how fast each host is."""
+It checks versions, limits, disks, clocks and networks, and with --compare also the speed of each host."""
 
 from __future__ import annotations
 
@@ -21,28 +21,27 @@ from megatron.launch.job.hosts import HostError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Examine; returns the exit status."""
+    """Run the checks and return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, epilog="Exit status: 0 if nothing failed, 1 if something did, 2 for wrong arguments."
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--hosts",
         metavar="HOSTFILE",
         help="hosts, one `name slots=N` per line; without it, the Slurm job or this machine",
     )
-    parser.add_argument("--include", metavar="HOSTS", help="check only these hosts")
-    parser.add_argument("--exclude", metavar="HOSTS", help="exclude these hosts")
-    parser.add_argument("--ssh-port", type=int, metavar="PORT", help="port of the ssh servers")
-    parser.add_argument("--python", metavar="PATH", help="Python on the hosts (default: the path of this one)")
-    parser.add_argument(
-        "--timeout", type=float, default=30.0, metavar="SECONDS", help="until every host must have answered"
-    )
-    parser.add_argument(
+    add("--include", metavar="HOSTS", help="check only these hosts")
+    add("--exclude", metavar="HOSTS", help="exclude these hosts")
+    add("--ssh-port", type=int, metavar="PORT", help="port of the ssh servers")
+    add("--python", metavar="PATH", help="Python on the hosts (default: the path of this one)")
+    add("--timeout", type=float, default=30.0, metavar="SECONDS", help="until every host must have answered")
+    add(
         "--compare",
         action="store_true",
         help="also measure products, memory, disk, and the network of hosts in pairs, and name hosts that are slow",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args(arguments)
     if not 0 < options.timeout < float("inf"):
         parser.error("--timeout must be a number of seconds above 0")

@@ -5,8 +5,8 @@
     ./deepy.py train.py runs/trunk-from-3000/fork.yml                         trains it
 
 The trunk's rate must be constant at that step (schedule.type constant, wsd or infinite). The branch reads the batches
-that the trunk would have read, on any layout; both ledgers name the other run. Its checkpoint takes no room: its files
-are links to the trunk's.
+that the trunk would have read, on any layout, and both ledgers name the other run. Its checkpoint needs no space, since
+its files are links to the trunk's.
 
 Exit status 2: there is no such checkpoint, or no branch can begin there.
 """
@@ -25,7 +25,7 @@ from megatron.config.admitted import add_flag  # noqa: E402
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Make the branch; returns the exit status."""
+    """Make the branch and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="directory of the trunk")
     parser.add_argument("--at", type=int, required=True, metavar="STEP", help="step of the checkpoint to begin from")

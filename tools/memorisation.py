@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Show what checkpoints recite of their training data, from the results of extract.py.
+"""Summarise the training data that checkpoints recite, from the results of extract.py.
 
     python tools/memorisation.py runs/my/memorisation/step_00001000              one checkpoint, or several
     python tools/memorisation.py EARLY... LATE --predict                         how well early sets foretell the last
 
-With --predict the sequences that the last folder's checkpoint recites are the truth, and each other folder's are a
-prediction of it: precision, recall and false positives over the sequences that both have. The folders may be of
-different models of a suite that have read the same data.
+With --predict the sequences that the last folder's checkpoint recites are the truth, and each other folder's a
+prediction of it. The tool prints precision, recall and false positives over the sequences that both have. The folders
+may belong to different models of a suite that have read the same data.
 
 Exit status 2: there are no such results, or they cannot be compared.
 """
@@ -25,7 +25,7 @@ if __name__ == "__main__":
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Tell of results; returns the exit status."""
+    """Print the results and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+", metavar="RESULTS", help="a folder that extract.py has written")
     parser.add_argument("--predict", action="store_true", help="how well the others' sets foretell the last one's")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Find the best layout for a run on any machine: what fits, how fast, what it costs.
+"""Find the best layout for a run on any machine: whether it fits, its speed and its cost.
 
     python tools/plan.py a.yml --gpus 512 --gpu h100                     layouts that fit, the fastest first
     python tools/plan.py a.yml --gpus 512 --gpu a100 --network ib200 --price 1.8
@@ -30,9 +30,9 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
-from megatron.command.given_options import refuse_unread  # noqa: E402
+from megatron.command.given_options import refuse_unread, status  # noqa: E402
 from megatron.config import ConfigError, Problem, split_arguments  # noqa: E402
-from megatron.config.file_access import OutputError, keep_inputs, writing  # noqa: E402
+from megatron.config.file_access import keep_inputs, writing  # noqa: E402
 
 if TYPE_CHECKING:
     from megatron.plan.search import Question
@@ -143,7 +143,7 @@ def budget(options: argparse.Namespace) -> None:
 
 
 def lint(options: argparse.Namespace) -> None:
-    """What is wrong with the model's shape for a layout: the one that is named, or the fastest."""
+    """Problems with the model's shape for a layout: the named one, or the fastest."""
     from megatron.plan.advice import why_nothing_fits
     from megatron.plan.candidate import Candidate, parse
     from megatron.plan.devices import known_devices
@@ -190,7 +190,7 @@ def score(options: argparse.Namespace) -> None:
 
 
 def history(options: argparse.Namespace) -> None:
-    """What was predicted of runs on this account, and what they needed."""
+    """Predicted and measured needs of this account's runs."""
     from megatron.plan.prediction import document, errors, history_file, read_history
     from megatron.plan.table import align_lines
 
@@ -223,7 +223,7 @@ def history(options: argparse.Namespace) -> None:
 
 
 def recommend(options: argparse.Namespace) -> None:
-    """Write docs/recommended_layouts.md; rows that are done are kept when it is stopped."""
+    """Write docs/recommended_layouts.md. Finished rows are kept when it is stopped."""
     from megatron.rehearsal.recommend import line, name_of, page, ready, renewed
 
     folder, kept = ROOT / "configs", ROOT / "docs" / "recommended_layouts.json"
@@ -244,7 +244,7 @@ def recommend(options: argparse.Namespace) -> None:
 
 
 def _keep(path: Path, values: dict[str, Any]) -> None:
-    """All of it, or what was there before."""
+    """Replace a file as a whole."""
     new = path.with_suffix(".new")
     new.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     new.replace(path)
@@ -340,7 +340,7 @@ WORDS = {each.__name__: each for each in (lint, score, history, recommend)}
 
 
 def _refuse(parser: argparse.ArgumentParser, options: argparse.Namespace, action: Callable) -> None:
-    """What would be left out without a word."""
+    """Refuse options that would be ignored."""
     fewest, most = options.gpus
     if fewest != most and "gpus" in READ[action] and (action is not scaling or options.why_not is not None):
         rule = "must be one number for this question: a range shows how a run scales"
@@ -354,7 +354,7 @@ def _refuse(parser: argparse.ArgumentParser, options: argparse.Namespace, action
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Answer one question; returns the exit status."""
+    """Answer one question and return the exit status."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     if any(each.startswith("-") for each in rest):
@@ -367,18 +367,12 @@ def main(arguments: list[str] | None = None) -> int:
         action = budget
     elif options.gpus[0] != options.gpus[1]:
         action = scaling
-    try:
+
+    def answer() -> None:
         _refuse(parser, options, action)
         action(options)
-    except OutputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        if options.json:
-            print(json.dumps({"ok": False, "problems": [each.to_json() for each in error.problems]}, indent=2))
-        return 2
-    return 0
+
+    return status(answer, options.json)
 
 
 if __name__ == "__main__":

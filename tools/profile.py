@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Show where the time of a run went, from the device's peak to wall-clock MFU.
+"""Show the use of a run's time, from the device's peak to wall-clock MFU.
 
-Advice on what to change first comes with it.
+It also recommends the first change to make.
 
     python tools/profile.py RUN [--output FILE.png] [--json]
     python tools/profile.py RUN --device h100 --machine machine.yml
 
-Bands sum to the wall time of all starts of the run. Each is measured by the run itself, or derived; with
-logging.profile.start=N the run traces some steps, and more of them are measured (docs/planning.md).
+Bands sum to the wall time of all starts of the run. Each is measured by the run itself, or derived. With
+logging.profile.start=N the run traces some steps, and more bands are measured (docs/planning.md).
 
 Exit status 2: there is no such run, or a file of it is damaged.
 """
@@ -42,7 +42,7 @@ else:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Show the account; returns the exit status."""
+    """Show the account and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", metavar="RUN", help="the run's directory")
     parser.add_argument("--device", help="a device of the table (default: the one that the run says)")

@@ -5,8 +5,8 @@
     python tools/quickstart.py --model rwkv7
     python tools/quickstart.py training.steps=2000 optimizer.lr=2e-3
 
-`make quickstart` runs this. Each step is a command that is shown and can be typed. A finished step is not repeated
-unless what it depends on has changed.
+`make quickstart` runs this. Each step is a printed command that can be typed. A finished step is not repeated unless
+its inputs have changed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FAR_BELOW = 0.8  # the validation loss has to be below this share of the unigram
 
 
 class Failed(Exception):
-    """A step that did not work; `status` is the exit status of its command."""
+    """A step that failed. `status` is the exit status of its command."""
 
     def __init__(self, reason: str, status: int = 1) -> None:
         super().__init__(reason)
@@ -52,7 +52,7 @@ def escaped(text: str) -> str:
 def call(words: Sequence[str], *, capture: bool = False) -> str:
     """Run a command of this project in the repository's root, shown as one would type it.
 
-    Ctrl-C goes to the command, which knows how to end; nothing is killed.
+    Ctrl-C goes to the command, which ends itself. No process is killed.
 
     Raises:
         Failed: its exit status is not 0.
@@ -87,7 +87,7 @@ def digest(*parts: object) -> str:
 
 @dataclass
 class Record:
-    """Which steps are finished: for each its key, a hash of all that it depends on. A file beside the outputs."""
+    """Finished steps with their keys, hashes of all inputs, in a file next to the outputs."""
 
     path: Path
     steps: dict[str, dict] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Record:
         return cls(path, json.loads(path.read_text()) if path.exists() else {})
 
     def holds(self, name: str, key: str, outputs: Sequence[Path]) -> bool:
-        """Whether the step was done with this key, and its outputs are as it left them."""
+        """Whether the step was done with this key, and its outputs are unchanged."""
         known = self.steps.get(name)
         return (
             known is not None
@@ -114,7 +114,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line asks for, see `--help`."""
+    """Options of the command line, see `--help`."""
 
     config: str
     data: Path
@@ -137,54 +137,16 @@ def prepare(settings: Settings) -> None:
     tokenizer = folder / "tokenizer.json"
     limit = [] if settings.documents is None else ["--limit", str(settings.documents)]
     heading("1/5  Corpus: the sources and documentation texts of Python's standard library")
-    _step(
-        record,
-        list(texts.values()),
-        [],
-        [
-            "tools/data/prepare.py",
-            "stdlib",
-            "--output",
-            _name(folder),
-            "--validation",
-            f"{settings.validation:g}",
-            *limit,
-        ],
-    )
+    words = ["tools/data/prepare.py", "stdlib", "--output", _name(folder)]
+    _step(record, list(texts.values()), [], [*words, "--validation", f"{settings.validation:g}", *limit])
     heading("2/5  Tokenizer: byte-level BPE, learned from the training texts")
-    _step(
-        record,
-        [tokenizer],
-        [texts["train"]],
-        [
-            "tools/data/train_tokenizer.py",
-            "--input",
-            _name(texts["train"]),
-            "--output",
-            _name(tokenizer),
-            "--size",
-            str(settings.vocabulary),
-            "--overwrite",
-        ],
-    )
+    words = ["tools/data/train_tokenizer.py", "--input", _name(texts["train"]), "--output", _name(tokenizer)]
+    _step(record, [tokenizer], [texts["train"]], [*words, "--size", str(settings.vocabulary), "--overwrite"])
     heading("3/5  Token files: what training reads")
     for part, path in texts.items():
-        _step(
-            record,
-            [folder / f"{part}.bin", folder / f"{part}.idx"],
-            [path, tokenizer],
-            [
-                "tools/data/tokenize.py",
-                "--input",
-                _name(path),
-                "--output",
-                _name(folder / part),
-                "--tokenizer",
-                _name(tokenizer),
-                "--overwrite",
-                "--quiet",
-            ],
-        )
+        words = ["tools/data/tokenize.py", "--input", _name(path), "--output", _name(folder / part)]
+        words += ["--tokenizer", _name(tokenizer), "--overwrite", "--quiet"]
+        _step(record, [folder / f"{part}.bin", folder / f"{part}.idx"], [path, tokenizer], words)
 
 
 def _step(record: Record, outputs: list[Path], inputs: list[Path], command: list[str]) -> None:
@@ -251,7 +213,7 @@ def sources(settings: Settings, machine: Machine) -> tuple[list[str], list[str]]
 
 
 def train(settings: Settings) -> TrainingRun:
-    """Train, or go on with training that was interrupted, or do nothing if it is finished."""
+    """Train, continue an interrupted training, or do nothing if it is finished."""
     from megatron.config import config_hash, load
 
     heading("4/5  Training")
@@ -274,7 +236,7 @@ def train(settings: Settings) -> TrainingRun:
 
 
 def _data_overrides(settings: Settings) -> list[str]:
-    """The paths of the data, where they are not those that the configuration names."""
+    """The paths of the data, if they differ from the configuration's."""
     if settings.data == ROOT / "data" / "quickstart":
         return []
     return [
@@ -290,7 +252,8 @@ def _trained(run: TrainingRun) -> bool:
 
 
 def _make_room(run: TrainingRun) -> None:
-    """Move a run of other settings or data aside, so that this one starts anew; mark the directory as this run's."""
+    """Move a run with other settings or data aside, so that this one starts again, and mark the directory as this
+    run's."""
     record = Record.load(run.folder / "quickstart.json")
     if run.folder.exists() and record.steps.get("training", {}).get("key") != run.key:
         number = next(n for n in range(1, 10**6) if not run.folder.with_name(f"{run.folder.name}.{n}").exists())
@@ -303,19 +266,11 @@ def _make_room(run: TrainingRun) -> None:
 
 
 def samples(run: TrainingRun) -> None:
-    """Print what the model writes; kept with the run, so that the same texts are shown the next time at once."""
+    """Print samples of the model. They are kept with the run, so that the next call shows the same texts at once."""
     heading("5/5  What it writes")
     record = Record.load(run.folder / "quickstart.json")
-    command = [
-        "generate.py",
-        _name(run.folder),
-        *(word for prompt in PROMPTS for word in ("--prompt", prompt)),
-        "--tokens",
-        str(LENGTH),
-        "--temperature",
-        "0.7",
-        "--json",
-    ]
+    prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    command = ["generate.py", _name(run.folder), *prompts, "--tokens", str(LENGTH), "--temperature", "0.7", "--json"]
     key = digest(run.key, *command)
     if not record.holds("samples", key, []):
         texts = [json.loads(line) for line in call(command, capture=True).splitlines()]
@@ -337,7 +292,7 @@ def unigram_entropy(prefix: Path) -> float:
 
 
 def verdict(settings: Settings, run: TrainingRun, seconds: float) -> bool:
-    """Say how good the model is, and whether that is far better than knowing only how frequent each token is."""
+    """Print the model's loss, and whether it is far below that of token frequencies."""
     from megatron.report.curve import History
 
     history = History.read(run.folder / "metrics.jsonl")
@@ -365,7 +320,7 @@ def verdict(settings: Settings, run: TrainingRun, seconds: float) -> bool:
 
 
 def advice(settings: Settings, run: TrainingRun) -> None:
-    """What to do next."""
+    """Print the next steps."""
     heading("What next?")
     rows = (
         (". .venv/bin/activate", "so that `python` is the one with everything installed; then:"),
@@ -387,7 +342,7 @@ def advice(settings: Settings, run: TrainingRun) -> None:
 
 
 def main() -> int:
-    """The whole quick start; returns the exit status."""
+    """Run the whole quick start and return the exit status."""
     settings = _settings()
     begin = time.monotonic()
     os.chdir(ROOT)  # paths of a configuration are seen from here

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Write one HTML page about a run or several, which opens without a network.
+"""Write one HTML page about one or several runs, which opens without a network.
 
     python tools/report.py runs/my                      writes runs/my/report.html
     python tools/report.py runs/a runs/b --output ab.html
 
-It has the curves of training, validation and benchmarks over steps, tokens or hours, with abandoned steps in grey,
-norms by layer, the time and memory of the steps, the sources of the data, the load of experts, generated samples, the
-ledger, and the configurations with their differences.
+It has the curves of training, validation and benchmarks over steps, tokens or hours, with abandoned steps in grey. It
+also has norms by layer, the time and memory of the steps, the sources of the data and the load of experts, generated
+samples, the ledger, and the configurations with their differences.
 
 Exit status 2: a run has no metrics, or its files are damaged.
 """
@@ -31,7 +31,7 @@ READ = ("metrics.jsonl", "metrics.superseded.jsonl", "ledger.jsonl", "samples.js
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the page; returns the exit status."""
+    """Write the page and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories")
     parser.add_argument("--output", help="the page (default: report.html in the run's directory; for several, here)")

@@ -1,16 +1,15 @@
 #!/usr/bin/env python3
 """Train and compare many runs from one file: sizes, seeds, data and recipes.
 
-    python tools/suite.py ladder.yml plan                 every run with its size and data; nothing is started
-    python tools/suite.py ladder.yml launch --jobs 2      train what is not finished, two at a time
-    python tools/suite.py ladder.yml launch --slurm --sbatch=--gpus-per-node=8       write an array job
-    python tools/suite.py ladder.yml status
-    python tools/suite.py ladder.yml compare              results with their spread over seeds, and report.html
-    python tools/suite.py ladder.yml manifest             all of it as JSON, with the hashes of the batches
-    python tools/suite.py ladder.yml fit                  a scaling law of the losses, with intervals and a picture
-    python tools/suite.py points.csv fit                  the same of a table: run, parameters, tokens, loss
+    python tools/suite.py ladder.yml plan                 every run with its size and data, without starting python
+    tools/suite.py ladder.yml launch --jobs 2      train what is not finished, two at a time python tools/suite.py
+    ladder.yml launch --slurm --sbatch=--gpus-per-node=8       write an array job python tools/suite.py ladder.yml
+    status python tools/suite.py ladder.yml compare              results with their spread over seeds, and report.html
+    python tools/suite.py ladder.yml manifest             all of it as JSON, with the hashes of the batches python
+    tools/suite.py ladder.yml fit                  a scaling law of the losses, with intervals and a picture python
+    tools/suite.py points.csv fit                  the same of a table: run, parameters, tokens, loss
 
-Exit status 1: a run failed, or runs that should have read the same batches have not; 2: mistakes in the files.
+Exit status 1: a run failed, or runs that should have read the same batches have not. 2: errors in the files.
 """
 
 from __future__ import annotations
@@ -166,7 +165,7 @@ def _states(suite: Suite) -> dict:
 
 
 def _refuse(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """End with status 2 for options that make no sense, or that would be left out without a word."""
+    """End with status 2 for invalid options and options that would be ignored."""
     read, what = {"suite", "verb"} | READ[options.verb], options.verb
     if options.verb == "launch":
         read -= {"jobs", "index"} if options.slurm else {"sbatch"}
@@ -181,7 +180,7 @@ def _refuse(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Non
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Do what a verb says; returns the exit status."""
+    """Run a verb and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", type=Path, help="the suite's file; for fit a table of points (.csv) too")
     parser.add_argument("verb", choices=VERBS)

@@ -4,11 +4,11 @@
     python tools/verify_resume.py my.yml [key.path=value ...] [--ranks N] [--steps N] [--at STEP]
     python tools/verify_resume.py my.yml --ranks 4 --other "2 parallel.tensor=2"
 
-On the same layout every tensor and every loss must be equal to the last bit; on another layout losses may differ by
-rounding. `--other` is the number of ranks and the keys of the other layout; without it one is chosen, `--other none`
-leaves it out. Runs are kept in --folder if there is one.
+On the same layout every tensor and every loss must be equal to the last bit. On another layout losses may differ by
+rounding. `--other` is the number of ranks and the keys of the other layout. Without it the tool chooses one, and
+`--other none` skips it. With --folder the runs are kept.
 
-Exit status 1: they are not equal; 2: the configuration has mistakes; 3: a run failed by itself.
+Exit status 1: they are not equal. 2: the configuration has errors. 3: a run failed by itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if __name__ == "__main__":
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Verify; returns the exit status."""
+    """Verify the resumes and return the exit status."""
     options = _options(arguments)
     from megatron.config import ConfigError, load
     from megatron.trials.job import TrialError

@@ -1,7 +1,7 @@
 """A coordinate check: how activations change with the width or depth of a model, in the first steps of training.
 
-With a right parametrization each step moves every coordinate of every layer by as much at all sizes; otherwise what
-large models need is another learning rate (Yang et al. 2022, arXiv 2203.03466, appendix D.1).
+With a right parametrization each step moves every coordinate of every layer equally at all sizes. Otherwise large
+models need another learning rate (Yang et al. 2022, arXiv 2203.03466, appendix D.1).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.config import Config, ConfigError, Problem, load
 from megatron.config.pattern import BlockPattern
+from megatron.config.words import aligned
 
 if TYPE_CHECKING:
     import torch
@@ -72,9 +73,9 @@ class Slope:
 def check(
     files: Sequence[str], overrides: Sequence[str], axis: str, sizes: Sequence[int], *, steps: int = 4, seeds: int = 2
 ) -> list[CoordinateCheck]:
-    """Train the models of these sizes a few steps in this process, at a constant rate, and look at their activations.
+    """Train the models of these sizes a few steps in this process, at a constant rate, and measure their activations.
 
-    Every model reads the same batches: those of the run's first steps. Activations are those of the first batch.
+    Every model reads the batches of the run's first steps. Activations are measured on the first batch.
 
     Args:
         files, overrides: as on the command line.
@@ -131,7 +132,7 @@ def _wider(files: Sequence[str], overrides: Sequence[str], factor: float) -> Ite
 
 
 def _deeper(blocks: Sequence[BlockPattern], depth: int) -> str:
-    """The pattern's shortest repeated part, so often that it has `depth` blocks."""
+    """The pattern's shortest repeated part, repeated to `depth` blocks."""
     texts = list(map(str, blocks))
     part = next(n for n in range(1, len(texts) + 1) if texts == texts[:n] * (len(texts) // n))
     if depth % part:
@@ -172,7 +173,7 @@ def _train(config: Config, steps: int) -> dict[tuple[str, int], tuple[float, flo
 
 
 def _activations(opened: Any, batch: Any) -> dict[str, list[torch.Tensor]]:
-    """The activations of every place on a batch; of a kind of layer, those of each layer."""
+    """The activations of every place on a batch. A kind has those of each of its layers."""
     blocks = opened.model.plan.blocks
     names = {"embedding": ["embedding"]}
     for index, block in enumerate(blocks):
@@ -194,7 +195,7 @@ def _logits(opened: Any, head: Any, batch: Any) -> torch.Tensor:
 
 
 def slopes(found: Sequence[CoordinateCheck]) -> list[Slope]:
-    """How steeply the change of each place grows with the size, after the last step."""
+    """Slope of each place's change over the size, after the last step."""
     last = max(each.step for each in found)
     result = []
     for place in dict.fromkeys(each.place for each in found):
@@ -218,9 +219,8 @@ def table(found: Sequence[CoordinateCheck], axis: str) -> str:
     for each in slopes(found):
         changes = [f"{one.change:.3g}" for one in found if one.place == each.place and one.step == last]
         rows.append((each.place, *changes, f"{each.slope:+.2f}", each.verdict))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-    return "\n".join([f"mean |activation after {last} steps - activation before|", *lines, verdict(found, axis)])
+    lines = [f"mean |activation after {last} steps - activation before|", *aligned(rows, left=len(rows[0]))]
+    return "\n".join([*lines, verdict(found, axis)])
 
 
 def verdict(found: Sequence[CoordinateCheck], axis: str) -> str:
@@ -233,14 +233,10 @@ def verdict(found: Sequence[CoordinateCheck], axis: str) -> str:
 
 def picture(found: Sequence[CoordinateCheck], axis: str, path: str) -> None:
     """Write a picture: for each place, the change of its activations over the size, a line per step."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    from megatron.report.figures import write_figure
+    from megatron.report.figures import new_figure, write_figure
 
     places, steps = list(dict.fromkeys(each.place for each in found)), sorted({each.step for each in found} - {0})
-    figure = Figure(figsize=(3.2 * len(places), 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(3.2 * len(places), 3.4)
     for axes, each in zip(figure.subplots(1, len(places), squeeze=False)[0], slopes(found)):
         for number, step in enumerate(steps):
             points = [(one.size, one.change) for one in found if one.place == each.place and one.step == step]

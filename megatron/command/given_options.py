@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
+import json
+import sys
+from collections.abc import Callable, Collection
+
+from megatron.config import ConfigError
+from megatron.config.file_access import OutputError
 
 
 def refuse_unread(
@@ -19,3 +24,16 @@ def refuse_unread(
     if unread:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in unread)
         parser.error(f"{names} must be left out: {what} does not read {'it' if len(unread) == 1 else 'them'}")
+
+
+def status(action: Callable[[], object], as_json: bool) -> int:
+    """Exit status of a tool: 2 if `action` is refused. The problems go to standard error, and to standard output as
+    JSON with `as_json`."""
+    try:
+        action()
+    except (ConfigError, OutputError) as error:
+        print(error, file=sys.stderr)
+        if as_json and isinstance(error, ConfigError):
+            print(json.dumps({"ok": False, "problems": [each.to_json() for each in error.problems]}, indent=2))
+        return 2
+    return 0

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.config.file_access import replace_file
 from megatron.config.foreign_json import read_json
+from megatron.config.words import aligned
 
 Results = Mapping[str, Any]  # of `lm_eval.simple_evaluate`
 NOT_METRICS = ("alias", "name", "sample_len", "sample_count")
@@ -50,14 +51,8 @@ def table(results: Results) -> str:
                 str(version),
             ))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    aligned = [
-        "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths))
-        ).rstrip()
-        for row in rows
-    ]
-    return "\n".join([aligned[0], "  ".join("-" * width for width in widths), *aligned[1:]])
+    head, *lines = aligned(rows, left=2)
+    return "\n".join([head, "  ".join("-" * width for width in widths), *lines])
 
 
 def text(results: Results) -> str:

@@ -17,7 +17,7 @@ from .prediction import predict, steps_after
 
 
 def steps_left(config: Config) -> int:
-    """Those behind the newest checkpoint that the run would go on from, whether it is intact or not."""
+    """Steps after the newest checkpoint, intact or not, from which the run would continue."""
     folder, done = Path(config.checkpoint.dir or ""), 0
     if config.checkpoint.resume == "auto" and config.checkpoint.dir:
         names = [each.name.removeprefix("step_") for each in folder.glob("step_*")]
@@ -26,12 +26,12 @@ def steps_left(config: Config) -> int:
 
 
 def main(words: Sequence[str]) -> int:
-    """Print; returns the exit status, which says nothing of what fits."""
+    """Print the line. The exit status does not depend on whether the run fits."""
     file, ranks, per_host, device = words
     config = read_resolved_text(sys.stdin.read(), "-", own=True) if file == "-" else read_resolved(file, own=True)
     try:
         found = predict(config, int(ranks), device, int(per_host))
-    except Exception as error:  # no plan is worth a run; a kind of a user's own may not let itself be counted
+    except Exception as error:  # a run must not fail because of its plan; a user's kind may have no counts
         print(f"plan: none, since the formulas fail: {type(error).__name__}: {error}")
         return 0
     if found is not None:

@@ -1,4 +1,4 @@
-"""What to say beside the table: warnings, why a layout is not the answer, what would make an impossible request fit."""
+"""Text next to the table: warnings, why a layout was not chosen, and changes that make an impossible request fit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def largest(plan: Plan) -> str:
 
 
 def remarks(question: Question, plan: Plan) -> list[str]:
-    """What is allowed and probably not wanted."""
+    """Warnings about a valid layout."""
     choice, at, found = plan.choice, question.at, []
     if choice.tensor > at.per_host or at.per_host % choice.tensor:
         found.append(
@@ -47,7 +47,7 @@ def remarks(question: Question, plan: Plan) -> list[str]:
 
 
 def warned(answers: Answers, plans: Sequence[Plan]) -> list[str]:
-    """What `config check` warns of in these plans, with their numbers from 1 and the answer that the plan has to it."""
+    """Warnings of `config check` about these plans, with their numbers from 1 and the plan's answer."""
     rows: dict[tuple[str, str], tuple[Problem, list[int]]] = {}
     for number, plan in enumerate(plans, 1):
         for each in answers.question.warnings(plan.choice):
@@ -63,7 +63,7 @@ def warned(answers: Answers, plans: Sequence[Plan]) -> list[str]:
 
 
 def _less_often(answers: Answers) -> str:
-    """What is gained or lost where gradients are reduced once per step."""
+    """Gain or loss if gradients are reduced once per step."""
     best, once = answers.plans[0], next((plan for plan in answers.plans if plan.choice.zero < 2), None)
     counted = "The steps above count that traffic"
     if once is None:
@@ -76,14 +76,14 @@ def _less_often(answers: Answers) -> str:
 
 
 def checkpoint_bytes(config: Config) -> tuple[float, int]:
-    """(bytes of a checkpoint, how many the run keeps)."""
+    """(bytes of a checkpoint, number of checkpoints that the run keeps)."""
     state = state_bytes(config) if config.checkpoint.optimizer_state else 0
     context = RuleContext(config, None, lambda path: DEFAULT)
     return totals(config).parameters * (4 + state), kept_checkpoints(context)
 
 
 def why_not(question: Question, answers: Answers, named: dict[str, Any]) -> list[str]:
-    """What speaks against a layout that a user names."""
+    """Reasons against a layout that a user names."""
     best = answers.plans[0] if answers.plans else None
     if named.keys() >= {"tensor", "pipeline"}:
         problem = _refused(question, named)
@@ -120,8 +120,8 @@ def why_not(question: Question, answers: Answers, named: dict[str, Any]) -> list
 
 
 def _refused(question: Question, named: dict[str, Any]) -> Problem | None:
-    """The launcher's problem with a layout; what is not named has the value that it would have by itself, or that the
-    named ones ask for."""
+    """The launcher's problem with a layout. Values that are not named have their defaults, or follow from the named
+    ones."""
     folded = named.get("folded", 1)
     asked = {"sequence": named.get("tensor", 1) > 1, "context": folded, "expert": folded if question.experts() else 1}
     values = {**asked, **named}
@@ -159,7 +159,7 @@ def _why_empty(question: Question, named: dict[str, Any]) -> str:
 
 
 def why_nothing_fits(question: Question, answers: Answers, devices: dict[str, Device]) -> Problem:
-    """Why no layout is left, and the smallest changes that leave one."""
+    """Why no layout fits, and the smallest changes that make one fit."""
     at, base = question.at, question.base
     if answers.closest is None:
         rule, fix = f"no legal layout on {at.devices} devices", "use another number of devices"
@@ -170,7 +170,7 @@ def why_nothing_fits(question: Question, answers: Answers, devices: dict[str, De
         rule += (
             f": training.global_batch_size {batch} must be a multiple of micro_batch_size times a data parallel size"
         )
-        legal = [each for each in _near(at.devices, at.per_host) if any(question.on(_sized(at, each)).structures())]
+        legal = [each for each in _near(at.devices, at.per_host) if any(question.on(at.sized(each)).structures())]
         fix = f"use {' or '.join(map(str, legal))} devices" if legal else "use another training.global_batch_size"
         more = -(-batch // at.devices) * at.devices
         return Problem("--gpus", rule, f"{fix}, or training.global_batch_size={more}", at.devices)
@@ -183,17 +183,13 @@ def why_nothing_fits(question: Question, answers: Answers, devices: dict[str, De
 
 
 def _near(devices: int, per_host: int) -> list[int]:
-    """The numbers of devices around one, which fill hosts: the nearest on either side come first."""
+    """Numbers of devices near `devices` that fill hosts, in increasing order."""
     hosts = devices // per_host
     return [each * per_host for each in range(max(1, hosts - 1), hosts + 3) if each * per_host != devices]
 
 
-def _sized(at: Cluster, devices: int) -> Cluster:
-    return replace(at, devices=devices, per_host=min(at.per_host, devices))
-
-
 def changes(question: Question, closest: Plan, devices: dict[str, Device]) -> list[str]:
-    """The smallest change of each sort with which something fits."""
+    """The smallest change of each kind with which a layout fits."""
     at, found = question.at, []
     for factor in (2, 4, 8, 16, 32):
         wider = _grown(question.at, factor)

@@ -15,23 +15,17 @@ RECOMPUTE = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Candidate:
-    """Sizes of the axes and what goes with them; names as in the configuration.
-
-    Attributes:
-        micro_batch: `training.micro_batch_size`.
-        recompute: `training.activation_checkpointing.mode`.
-        folded: `parallel.folded`: 1, or `context` where these ranks share matrices too.
-    """
+    """Sizes of the axes, ZeRO stage, micro-batch and recomputation. Names as in the configuration."""
 
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
     expert: int = 1
     zero: int = 1
-    micro_batch: int = 1
-    recompute: str = "none"
+    micro_batch: int = 1  # `training.micro_batch_size`
+    recompute: str = "none"  # `training.activation_checkpointing.mode`
     sequence: bool = False
-    folded: int = 1
+    folded: int = 1  # `parallel.folded`: 1, or `context` where these ranks share matrices too
 
     @property
     def inner(self) -> int:
@@ -40,7 +34,7 @@ class Candidate:
 
     @property
     def passes_weights(self) -> bool:
-        """Whether a rank computes with weights that come and go, which a selective recomputation cannot."""
+        """Whether a rank computes with temporary weights, with which selective recomputation does not work."""
         return self.zero == 3 or self.folded > 1
 
     @property
@@ -55,18 +49,13 @@ class Candidate:
 
     def values(self) -> dict[str, Any]:
         """As nested values of a configuration."""
-        parallel: dict[str, Any] = {"tensor": self.tensor, "pipeline": self.pipeline}
-        parallel |= {"context": self.context, "expert": self.expert, "sequence": self.sequence}
-        parallel["folded"] = self.folded
-        every = {"every": 1} if self.recompute == "full" else {"every": None}
+        axes = ("tensor", "pipeline", "context", "expert", "sequence", "folded")
+        checkpointing = {"mode": self.recompute, "every": 1 if self.recompute == "full" else None}
+        training = {"micro_batch_size": self.micro_batch, "accumulation": None}
         return {
-            "parallel": parallel,
+            "parallel": {name: getattr(self, name) for name in axes},
             "zero": {"stage": self.zero, "overlap": self.overlaps},
-            "training": {
-                "micro_batch_size": self.micro_batch,
-                "accumulation": None,
-                "activation_checkpointing": {"mode": self.recompute, **every},
-            },
+            "training": {**training, "activation_checkpointing": checkpointing},
         }
 
     def __str__(self) -> str:
@@ -76,7 +65,7 @@ class Candidate:
 
 
 def parse(text: str, option: str) -> dict[str, Any]:
-    """A layout that a user names: `tensor=8,pipeline=4,recompute=full`; what is not named is left to the search.
+    """A layout that a user names: `tensor=8,pipeline=4,recompute=full`. The search chooses the other values.
 
     Args:
         option: that has it, for messages.
@@ -101,22 +90,12 @@ def parse(text: str, option: str) -> dict[str, Any]:
 
 
 def apply(config: Config, choice: Candidate, ranks: int) -> Config:
-    """The configuration with a candidate's values, unchecked: for counting many quickly.
+    """The configuration with a candidate's values, without checks, so that many can be counted quickly.
 
     Raises:
         ValueError: the ranks or the global batch cannot be cut like that.
     """
-    parallel = config.parallel.model_copy(
-        update={
-            "tensor": choice.tensor,
-            "pipeline": choice.pipeline,
-            "context": choice.context,
-            "expert": choice.expert,
-            "folded": choice.folded,
-            "expert_tensor": choice.tensor,
-            "sequence": choice.sequence,
-        }
-    )
+    parallel = config.parallel.model_copy(update={**choice.values()["parallel"], "expert_tensor": choice.tensor})
     if ranks % choice.inner:
         raise ValueError(f"{ranks} ranks are not a multiple of tensor * pipeline * context = {choice.inner}")
     data, batch = ranks // choice.inner, config.training.global_batch_size
@@ -125,13 +104,8 @@ def apply(config: Config, choice: Candidate, ranks: int) -> Config:
             f"global_batch_size {batch} is not a multiple of micro_batch_size {choice.micro_batch} * data {data}"
         )
     checkpointing = config.training.activation_checkpointing.model_copy(update={"mode": choice.recompute, "every": 1})
-    training = config.training.model_copy(
-        update={
-            "micro_batch_size": choice.micro_batch,
-            "accumulation": batch // (choice.micro_batch * data),
-            "activation_checkpointing": checkpointing,
-        }
-    )
+    sizes = {"micro_batch_size": choice.micro_batch, "accumulation": batch // (choice.micro_batch * data)}
+    training = config.training.model_copy(update={**sizes, "activation_checkpointing": checkpointing})
     zero = config.zero.model_copy(update={"stage": choice.zero, "overlap": choice.overlaps})
     return config.model_copy(update={"parallel": parallel, "training": training, "zero": zero})
 

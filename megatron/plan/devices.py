@@ -1,9 +1,9 @@
-"""Devices and networks: what a plan knows of machines that need not be here. No torch."""
+"""Devices and networks that a plan can assume. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -28,19 +28,14 @@ class _Entry(BaseModel):
 
 
 class Interconnect(_Entry):
-    """Between the devices of a host.
+    """Links between the devices of a host."""
 
-    Attributes:
-        bandwidth: GB/s that a device sends while it receives as much.
-        latency: microseconds of each hop.
-    """
-
-    bandwidth: Positive
-    latency: Positive
+    bandwidth: Positive  # GB/s in each direction, both at the same time
+    latency: Positive  # microseconds of each hop
 
 
 class Efficiency(_Entry):
-    """What kernels reach: shares of the peak rate (`matrix`, `attention`) and of the memory's bandwidth."""
+    """Efficiency of kernels: shares of the peak rate (`matrix`, `attention`) and of the memory's bandwidth."""
 
     matrix: Share
     attention: Share
@@ -48,25 +43,17 @@ class Efficiency(_Entry):
 
 
 class HostTime(_Entry):
-    """What a CPU's steps take beside their FLOPs, in microseconds of each.
+    """Costs of a CPU's step in addition to its FLOPs, in microseconds."""
 
-    Attributes:
-        operation: that torch is asked for.
-        collective: call.
-        send: or reception.
-        gather: of a tensor of parameters by ZeRO 3, with all that DeepSpeed does for it.
-        step: whatever is in it.
-    """
-
-    operation: NotNegative
-    collective: NotNegative
-    send: NotNegative
-    gather: NotNegative
-    step: NotNegative
+    operation: NotNegative  # per operation of torch
+    collective: NotNegative  # per call
+    send: NotNegative  # per send or receive
+    gather: NotNegative  # per tensor of parameters that ZeRO 3 gathers, with all of DeepSpeed's work for it
+    step: NotNegative  # per step
 
 
 class Device(_Entry):
-    """One device as torch sees it; `devices.yml` has the units."""
+    """One device as torch sees it. `devices.yml` has the units."""
 
     name: str
     memory: Positive
@@ -84,7 +71,7 @@ class Device(_Entry):
         """FLOP/s of dense matrix products.
 
         Raises:
-            ConfigError: nobody says what the device reaches in this type.
+            ConfigError: the device's peak in this type is not known.
         """
         found = (self.tflops or {}).get(compute) or device_peak(self.name, compute).tflops
         if found is None:
@@ -94,22 +81,16 @@ class Device(_Entry):
 
     @property
     def bytes(self) -> float:
-        """What a process can use of its memory."""
+        """Memory that a process can use."""
         return self.memory * 2**30
 
 
 class Network(_Entry):
-    """Between hosts.
+    """Network between hosts."""
 
-    Attributes:
-        bandwidth: GB/s of each adapter, in one direction.
-        adapters: of a host.
-        latency: microseconds of each hop.
-    """
-
-    bandwidth: Positive
-    adapters: Count
-    latency: Positive
+    bandwidth: Positive  # GB/s of each adapter, in one direction
+    adapters: Count  # per host
+    latency: Positive  # microseconds of each hop
 
 
 class _Machines(_Entry):
@@ -124,25 +105,27 @@ class Cluster:
     """Hosts of equal devices.
 
     Attributes:
-        devices: in all.
-        per_host: devices of a host.
-        curves: collectives as they were measured there; where there is one, nothing is calculated.
+        curves: measured collectives, which replace the formulas.
     """
 
     device: Device
     network: Network
-    devices: int
-    per_host: int
+    devices: int  # in all
+    per_host: int  # devices of a host
     curves: tuple[CostCurve, ...] = ()
 
     @property
     def hosts(self) -> int:
         return -(-self.devices // self.per_host)
 
+    def sized(self, devices: int) -> Cluster:
+        """The same machine with another number of devices."""
+        return replace(self, devices=devices, per_host=min(self.per_host, devices))
+
 
 @cache
 def known_devices(path: str | None = None) -> tuple[Mapping[str, Device], Mapping[str, Network]]:
-    """All devices and networks by name: those inside, and on top of them those of a file.
+    """All devices and networks by name: the built-in ones, overlaid with those in a file.
 
     Raises:
         ConfigError: the file cannot be read, or is not of this form.
@@ -156,7 +139,7 @@ def known_devices(path: str | None = None) -> tuple[Mapping[str, Device], Mappin
 
 @cache
 def measured(path: str | None) -> tuple[CostCurve, ...]:
-    """The collectives of a file, as bench/communication.py has measured them.
+    """The collectives in a file that bench/communication.py has measured.
 
     Raises:
         ConfigError: the file cannot be read, or is not of this form.
@@ -205,8 +188,8 @@ def cluster(
     Args:
         devices: in all.
         gpu: a device's name in the table.
-        hosts: None takes as few hosts as can have the devices.
-        network: a network's name; None is ib400 (on one host no network is used).
+        hosts: None uses the fewest hosts that can have the devices.
+        network: a network's name. None is ib400 (on one host no network is used).
         path: of a file with further devices and networks, and with measured collectives.
 
     Raises:
@@ -225,7 +208,7 @@ def cluster(
 
 
 def describe_cluster(at: Cluster) -> dict[str, Any]:
-    """For reports: what the figures rest on."""
+    """The machine that the figures assume, for reports."""
     return {
         "device": at.device.model_dump(),
         "network": at.network.model_dump(),

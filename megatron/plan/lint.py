@@ -1,14 +1,15 @@
-"""What is wrong with a model's shape on a device: the rules of co-design, each with the nearest better values.
+"""Sizes of a model that a device computes slowly: the rules of co-design, each with the nearest better values.
 
-Anthony et al. 2024 (arXiv 2401.14489): matrices are fast where their sizes are multiples of 64 elements (128 bytes),
-where tiles fill the last wave of the device's units, and where as little as possible is cut. A finding names, where
-there is one, a change that keeps the number of parameters within 2 %, and the gain that is predicted for it.
+Anthony et al. 2024 (arXiv 2401.14489): matrices are fast if their sizes are multiples of 64 elements (128 bytes), if
+tiles fill the last wave of the device's units, and if they are split as little as possible. A finding may have a change
+that keeps the number of parameters within 2 %, with its predicted gain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from megatron.config import ConfigError
@@ -26,25 +27,15 @@ WORTH = 0.002  # of a step: gains below it are not shown
 
 @dataclass(frozen=True)
 class LintFinding:
-    """A breach of a rule.
+    """A breach of a rule."""
 
-    Attributes:
-        rule: its name.
-        key: of the configuration.
-        value: that it has.
-        text: what is wrong.
-        better: values by key; empty where only the text helps.
-        gain: the share of the step that these would save, as predicted.
-        parameters: the relative change of the number of parameters.
-    """
-
-    rule: str
-    key: str
-    value: Any
-    text: str
-    better: dict[str, Any]
-    gain: float = 0.0
-    parameters: float = 0.0
+    rule: str  # its name
+    key: str  # of the configuration
+    value: Any  # that it has
+    text: str  # what is wrong
+    better: dict[str, Any]  # values by key, empty if there are none
+    gain: float = 0.0  # the share of the step that these would save, as predicted
+    parameters: float = 0.0  # the relative change of the number of parameters
 
     def __str__(self) -> str:
         values = " ".join(f"{key}={value}" for key, value in self.better.items())
@@ -54,15 +45,8 @@ class LintFinding:
 
 def lint(question: Question, choice: Candidate) -> list[LintFinding]:
     """All findings for a layout, those with the largest gain first."""
-    checker = _Checker(question, choice)
-    found = [
-        *checker.vocabulary(),
-        *checker.heads(),
-        *checker.widths(),
-        *checker.layers(),
-        *checker.batch(),
-        *checker.tensor(),
-    ]
+    at = _Checker(question, choice)
+    found = chain(at.vocabulary(), at.heads(), at.widths(), at.layers(), at.batch(), at.tensor())
     return sorted(found, key=lambda each: -each.gain)
 
 
@@ -73,7 +57,7 @@ class _Checker:
         self.parameters = totals(question.base).parameters
 
     def tried(self, values: dict[str, Any]) -> tuple[float, float] | None:
-        """(share of the step saved, change of parameters) with other values; None where they are not legal."""
+        """(share of the step saved, change of parameters) with other values. None if they are not valid."""
         nested: dict[str, Any] = {}
         for key, value in values.items():
             at = nested
@@ -92,7 +76,7 @@ class _Checker:
         return 1 - plan.step.seconds / self.plan.step.seconds, totals(other.base).parameters / self.parameters - 1
 
     def best(self, options: list[dict[str, Any]]) -> tuple[dict[str, Any], float, float]:
-        """Of some changes the one that saves most at an equal number of parameters."""
+        """The change that saves most at an equal number of parameters."""
         found: tuple[dict[str, Any], float, float] = ({}, 0.0, 0.0)
         for values in options:
             result = self.tried(values)
@@ -170,7 +154,7 @@ class _Checker:
             )
 
     def tensor(self) -> Iterator[LintFinding]:
-        """As little as possible is cut: a smaller tensor parallel size that fits and is faster."""
+        """A smaller tensor parallel size that fits and is faster."""
         if self.choice.tensor == 1:
             return
         faster = [

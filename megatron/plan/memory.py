@@ -1,4 +1,4 @@
-"""Memory of a layout in closed form, on the stage that needs most of it, as DeepSpeed 0.19.8 lays it out.
+"""Memory of a layout in closed form, on the stage that needs most, as DeepSpeed 0.19.8 lays it out.
 
 Bytes per parameter, with r replicas, as `engine/deepspeed/options.py` configures it (Rajbhandari et al. 2020 has the
 textbook's figures, which differ):
@@ -39,13 +39,12 @@ class Memory:
     """Bytes on one rank of a stage.
 
     Attributes:
-        stage: of the pipeline.
-        parts: weights, teacher, gradients, states, left out (what compressed gradients leave for the next step),
-            activations, working (of the layer that is being computed), loss, buckets, runtime, fragments, and what
+        parts: weights, teacher, gradients, states, left out (error feedback of compressed gradients),
+            activations, working (temporary tensors of one layer), loss, buckets, runtime, fragments, and parts that
             features add.
     """
 
-    stage: int
+    stage: int  # of the pipeline
     parts: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -54,7 +53,7 @@ class Memory:
 
     @property
     def passing(self) -> float:
-        """Of it what a micro-batch needs: activations, what a layer works with, the loss."""
+        """The part that a micro-batch needs: activations, temporary tensors of a layer, the loss."""
         return sum(self.parts[name] for name in ("activations", "working", "loss"))
 
     def to_json(self) -> dict[str, Any]:
@@ -66,7 +65,7 @@ class Memory:
 
 
 def stage_weights(shapes: Shapes, choice: Candidate, places: range) -> RankWeights:
-    """Parameters of the layers of a stage on one rank; shared ones once."""
+    """Parameters of the layers of a stage on one rank. Shared ones count once."""
     total, shared = RankWeights(), dict[str, RankWeights]()
     for place in places:
         layer = shapes.layer(place, choice)
@@ -80,7 +79,7 @@ def states(config: Config, layout: Layout, weights: RankWeights) -> dict[str, fl
     size, zero = SIZES[config.precision.compute], layout.zero_stage
     mixed, offload = config.precision.compute != "fp32", config.zero.offload_optimizer.device != "none"
     if zero == 1 and layout.replicas == 1 and not mixed and not offload:
-        zero = 0  # as the engine has it: there is nobody to share with
+        zero = 0  # as the engine does, since there is no rank to share with
     sums = SIZES[config.precision.accumulate] if mixed else 4
     per = 4 + state_bytes(config) if mixed or zero else state_bytes(config)
     dense, spread = layout.replicas, layout.expert_data
@@ -113,7 +112,7 @@ def states(config: Config, layout: Layout, weights: RankWeights) -> dict[str, fl
 
 
 def buckets(config: Config, layout: Layout, weights: RankWeights, largest: int) -> float:
-    """Bytes of flat copies for communication and of what ZeRO 3 gathers.
+    """Bytes of flat copies for communication and of weights that ZeRO 3 gathers.
 
     Args:
         largest: parameters of the largest layer.
@@ -133,13 +132,13 @@ def buckets(config: Config, layout: Layout, weights: RankWeights, largest: int) 
 
 
 def teacher_bytes(shapes: Shapes, choice: Candidate) -> float:
-    """Of the weights of a teacher, which no replicas share."""
+    """Bytes of the weights of a teacher, which replicas do not share."""
     weights = stage_weights(shapes, choice, range(shapes.places))
     return float(SIZES[shapes.config.precision.compute] * (weights.low + weights.expert) + 4 * weights.wide)
 
 
 def stage_memory(config: Config, shapes: Shapes, choice: Candidate, stage: int, bounds: list[int]) -> Memory:
-    """What a rank of a stage needs at its fullest moment."""
+    """Peak memory of a rank of a stage."""
     layout = layout_of(choice, shapes.ranks)
     places = range(bounds[stage], bounds[stage + 1])
     training, size = config.training, SIZES[config.precision.compute]
@@ -183,7 +182,7 @@ def stage_memory(config: Config, shapes: Shapes, choice: Candidate, stage: int, 
 
 
 def memory(config: Config, shapes: Shapes, choice: Candidate, at: Cluster) -> Memory:
-    """Of the stage that needs most."""
+    """Memory of the stage that needs most."""
     bounds = shapes.bounds(config)
     stages = {0, choice.pipeline - 1} if choice.pipeline > 1 else {0}
     if choice.pipeline > 2:

@@ -1,10 +1,10 @@
-"""How long collectives take: rings of latency and bandwidth, with the groups' real places on hosts. No torch.
+"""Times of collectives: rings of latency and bandwidth, with the groups' real places on hosts. No torch.
 
-A ring of n ranks sends S bytes per rank in 2 (n - 1) steps of S / n for an all-reduce, and in n - 1 steps for an
-all-gather, a reduce-scatter or an all-to-all (S is the whole tensor; Thakur et al. 2005; nccl-tests, PERFORMANCE.md).
-For small messages an all-reduce goes along a tree. Where a group spans hosts, the slowest link of the ring is the
-network. A host's adapters are shared by the rings that leave it at the same time, one for each of its groups. Where the
-machine has a measured curve for groups of as many ranks on as many hosts, its times are taken instead.
+S is the whole tensor (Thakur et al. 2005, nccl-tests' PERFORMANCE.md). A ring of n ranks takes 2 (n - 1) steps of S / n
+for an all-reduce, and n - 1 steps for an all-gather, a reduce-scatter or an all-to-all. Small all-reduces use a tree.
+If a group spans hosts, the slowest link of the ring is the network. The rings that leave a host at the same time, one
+for each of its groups, share its adapters. A measured curve for the same numbers of ranks and hosts replaces the
+formulas.
 """
 
 from __future__ import annotations
@@ -20,15 +20,10 @@ from .devices import Cluster
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate, as a host sees them.
+    """Ranks that communicate, as a host sees them."""
 
-    Attributes:
-        ranks: of the group.
-        local: of these, on each host.
-    """
-
-    ranks: int
-    local: int
+    ranks: int  # of the group
+    local: int  # ranks of the group on each host
 
     @property
     def hosts(self) -> int:
@@ -59,7 +54,7 @@ def ring(operation: str, ranks: int, size: float, latency: float, bandwidth: flo
 
     Args:
         operation: as in `megatron.parallel.messages.traffic.Call`.
-        size: bytes of the whole tensor; of a send, of the message.
+        size: bytes of the whole tensor, or of a send's message.
         latency: seconds of each step.
         bandwidth: bytes per second of a rank, in one direction.
     """
@@ -74,7 +69,7 @@ def ring(operation: str, ranks: int, size: float, latency: float, bandwidth: flo
 
 
 def collective(at: Cluster, group: Group, operation: str, size: float, messages: float = 1) -> float:
-    """Seconds of `messages` equal collectives of `size` bytes in all, one after the other."""
+    """Seconds of `messages` equal collectives of `size` bytes in total, one after the other."""
     if group.ranks == 1 or not messages:
         return 0.0
     curve = choose_curve(at.curves, operation, group.ranks, group.hosts)
@@ -86,6 +81,6 @@ def collective(at: Cluster, group: Group, operation: str, size: float, messages:
         return messages * inside
     host = network.bandwidth * 1e9 * network.adapters
     between = min(host * group.local / at.per_host, link.bandwidth * 1e9)
-    # Hops inside a host are as many as its ranks less one; those between hosts are slower and fewer.
+    # A host has one hop less than ranks. Hops between hosts are slower and fewer.
     hops = (link.latency * (group.ranks - group.hosts) + network.latency * group.hosts) / group.ranks
     return messages * ring(operation, group.ranks, size / messages, hops * 1e-6, between)

@@ -1,8 +1,8 @@
-"""What a run will need of its own devices, in one line before it starts, and what earlier runs here have taught.
+"""Predicted needs of a run, in one line before it starts, corrected by earlier runs on this machine.
 
-Closed formulas do not know a machine: its clocks, its library versions, what else runs on it. Each run that ends writes
-what was predicted and what was measured into a file of the user's (`history_file`); where there are enough of them from
-one device, later predictions are multiplied by the median of what the formulas were off, and say so.
+Closed formulas do not include a machine's clocks, library versions and other load. Each run that ends appends its
+predicted and measured needs to a file of the user (`history_file`). With enough runs of one device, later predictions
+are multiplied by the median ratio of measured to predicted.
 """
 
 from __future__ import annotations
@@ -26,25 +26,20 @@ from .memory import TIGHT, Memory, memory
 from .shapes import Shapes
 from .step import StepEstimator
 
-ENOUGH = 3  # runs of one device, before their errors correct a prediction
+ENOUGH = 3  # runs of one device before their errors correct a prediction
 NEAR = 8.0  # times longer or shorter a step may be predicted: what a kernel's start costs is all of a small step
 RECENT = 50  # runs whose errors count: drivers and libraries change
-READ = 4 << 20  # bytes at the end of the file that are looked at
+READ = 4 << 20  # bytes at the end of the file that are read
 TOO_LARGE = "warning: that is more than a device has; `deepy plan` shows layouts that fit"
 CLOSE = "      near the limit of memory: `deepy --rehearse` counts what formulas estimate"
 
 
 @dataclass(frozen=True)
 class Need:
-    """Of a run, predicted or measured.
+    """Needs of a run, predicted or measured."""
 
-    Attributes:
-        seconds: of a step.
-        memory: bytes on the rank that needs most (predicted), or of rank 0 (measured).
-    """
-
-    seconds: float
-    memory: float
+    seconds: float  # of a step
+    memory: float  # bytes on the rank that needs most (predicted), or of rank 0 (measured)
 
 
 @dataclass(frozen=True)
@@ -52,45 +47,34 @@ class HistoryEntry:
     """One run in the history.
 
     Attributes:
-        device: its name, as torch gives it.
-        compute: fp32, bf16 or fp16.
-        kinds: of layers, sorted.
         ranks, layout: what it ran on.
-        predicted: by the formulas alone.
-        measured: median of its steps; the most memory of rank 0.
     """
 
-    device: str
-    compute: str
-    kinds: tuple[str, ...]
+    device: str  # its name, as torch gives it
+    compute: str  # fp32, bf16 or fp16
+    kinds: tuple[str, ...]  # of layers, sorted
     ranks: int
     layout: str
-    predicted: Need
-    measured: Need
+    predicted: Need  # by the formulas, without correction
+    measured: Need  # median of its steps, and peak memory of rank 0
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the formulas say of a run, and what is made of it.
+    """The formulas' prediction of a run, and its correction."""
 
-    Attributes:
-        entry: the run, with nothing measured.
-        corrected: the formulas' numbers, corrected by `runs` runs (none: 0).
-        capacity: bytes of a device; 0 where unknown.
-    """
-
-    entry: HistoryEntry
-    corrected: Need
+    entry: HistoryEntry  # the run, with nothing measured
+    corrected: Need  # the formulas' numbers, corrected by `runs` runs (none: 0)
     runs: int
-    capacity: float
+    capacity: float  # bytes of a device, 0 if unknown
 
     @property
     def fits(self) -> bool:
         return not self.capacity or self.corrected.memory <= self.capacity
 
     def text(self, steps: int) -> str:
-        """Two lines, of at most 80 columns, at the start of a run with so many steps to go; and a third one where the
-        memory is near what a device has, or more."""
+        """Two lines of at most 80 columns at the start of a run with `steps` remaining. A third one if the memory is
+        near or above the device's."""
         need = self.corrected
         share = f" of {self.capacity / 2**30:,.0f}" if self.capacity else ""
         basis = f"corrected by {self.runs} runs on this device" if self.runs else "by formulas alone"
@@ -104,7 +88,7 @@ class Prediction:
 
 
 def steps_after(config: Config, done: int) -> int:
-    """Steps that a start has before it after so many updates: to the end of the run, or where it is to stop."""
+    """Steps from update `done` to the end of the run, or to the step where it stops."""
     return max(0, (config.training.stop_at_step or config.training.steps) - done)
 
 
@@ -117,18 +101,18 @@ def span(seconds: float) -> str:
 
 
 def predict(config: Config, ranks: int, device: str, per_host: int, capacity: float = 0.0) -> Prediction | None:
-    """What a run will need; None where nothing is known of its device, or formulas do not cover it.
+    """Needs of a run. None if its device is not known, or formulas do not cover it.
 
     Args:
         config: resolved for the run's own ranks.
         device: as torch names it, or "cpu".
         per_host: ranks of a host.
-        capacity: bytes of a device; 0 takes those of the table.
+        capacity: bytes of a device, 0 for the table's.
     """
     found = _device(device)
-    if found is None or ranks % per_host or config.parallel.expert_tensor not in (None, config.parallel.tensor):
-        return None  # the formulas know no experts that are cut otherwise than the layers around them
-    at = Cluster(found, known_devices()[1]["ib400"], ranks, per_host)
+    at = None if found is None or ranks % per_host else planned_on(config, ranks, found, per_host)
+    if found is None or at is None:
+        return None
     choice = choice_of(config)
     shapes = Shapes(config, ranks)
     need = Need(
@@ -142,11 +126,17 @@ def predict(config: Config, ranks: int, device: str, per_host: int, capacity: fl
 
 
 def planned_memory(config: Config, ranks: int, device: Device) -> Memory | None:
-    """By the formulas, for the rank that needs most. None: they do not cover the configuration."""
+    """Memory of the rank that needs most, by the formulas. None if they do not cover the configuration."""
+    at = planned_on(config, ranks, device, min(device.per_host, ranks))
+    return None if at is None else memory(config, Shapes(config, ranks), choice_of(config), at)
+
+
+def planned_on(config: Config, ranks: int, device: Device, per_host: int) -> Cluster | None:
+    """The machine that the formulas assume. None if experts and the layers around them are sharded differently, which
+    has no formula."""
     if config.parallel.expert_tensor not in (None, config.parallel.tensor):
-        return None  # the formulas know no experts that are cut otherwise than the layers around them
-    at = Cluster(device, known_devices()[1]["ib400"], ranks, min(device.per_host, ranks))
-    return memory(config, Shapes(config, ranks), choice_of(config), at)
+        return None
+    return Cluster(device, known_devices()[1]["ib400"], ranks, per_host)
 
 
 def kinds_of_layers(config: Config) -> tuple[str, ...]:
@@ -155,7 +145,7 @@ def kinds_of_layers(config: Config) -> tuple[str, ...]:
 
 
 def choice_of(config: Config) -> Candidate:
-    """The layout that a configuration says, as the formulas take it."""
+    """The layout of a configuration as a candidate."""
     parallel = config.parallel
     return Candidate(
         parallel.tensor,
@@ -175,9 +165,9 @@ def _device(name: str) -> Device | None:
 
 
 def correction(history: Iterable[HistoryEntry], entry: HistoryEntry) -> tuple[Need, int]:
-    """What to multiply the formulas by for a run, and from how many runs that is known: those of the same device and
-    type with steps of about the same length. Of these, runs of the same kinds of layers count alone where there are
-    enough, and of them runs on the same layout: what a small step takes beside its work depends on both.
+    """Factors for the formulas, and the number of runs behind them: runs of the same device and type with steps of
+    about the same length. If there are enough runs with the same kinds of layers, only these count, and of these only
+    runs on the same layout if there are enough. The overhead of a small step depends on both.
     """
     alike = [
         each
@@ -223,7 +213,7 @@ def remember(entry: HistoryEntry, measured: Need, path: Path | None = None) -> N
 
 
 def read_history(path: Path | None = None) -> list[HistoryEntry]:
-    """The runs in the history, oldest first; lines that are damaged are passed over."""
+    """The runs in the history, oldest first. Damaged lines are skipped."""
     path = path or history_file()
     try:
         with path.open("rb") as file:
@@ -251,19 +241,12 @@ def _entry(line: bytes) -> HistoryEntry | None:
 
 @dataclass(frozen=True)
 class Error:
-    """How far predictions were from what was measured: medians of |measured / predicted - 1|.
+    """Errors of predictions: medians of |measured / predicted - 1|."""
 
-    Attributes:
-        runs: how many.
-        alone: of the formulas alone, over all runs.
-        corrected: over those that had runs before them to be corrected by; None without any.
-        corrections: how many had.
-    """
-
-    runs: int
-    alone: Need
-    corrected: Need | None
-    corrections: int
+    runs: int  # how many
+    alone: Need  # without correction, over all runs
+    corrected: Need | None  # over runs that had earlier runs for a correction, None without any
+    corrections: int  # how many had
 
 
 def errors(history: Sequence[HistoryEntry]) -> dict[tuple[str, str], Error]:

@@ -1,9 +1,9 @@
-"""Plans over numbers of devices, plans for a budget, and what failures add."""
+"""Plans over numbers of devices, plans for a budget, and the cost of failures."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import expm1, inf
 from pathlib import Path
 from typing import Any
@@ -12,25 +12,20 @@ from megatron.config import Config, ConfigError
 from megatron.config.arithmetic.divisors import divisors
 from megatron.config.source.layers import ConfigSource
 from megatron.model.costs.describe import totals
-from megatron.report.figures import write_figure
+from megatron.report.figures import new_figure, write_figure
 from megatron.report.goodput import best_interval
 
-from .devices import Cluster
 from .search import Plan, Question
 
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """The fastest layout on a number of devices.
-
-    Attributes:
-        efficiency: tokens per second of a device, as a share of those on the fewest devices.
-    """
+    """The fastest layout on a number of devices."""
 
     devices: int
     batch: int
     plan: Plan
-    efficiency: float
+    efficiency: float  # tokens per second of a device, as a share of those on the fewest devices
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -41,16 +36,11 @@ class ScalingPoint:
         }
 
 
-def sized(at: Cluster, devices: int) -> Cluster:
-    """The same machine with another number of devices."""
-    return replace(at, devices=devices, per_host=min(at.per_host, devices))
-
-
 def curve(question: Question, first: int, last: int, *, weak: bool) -> list[ScalingPoint]:
-    """The fastest layouts on first, 2 first, ... devices up to `last`; numbers on which nothing fits are left out.
+    """The fastest layouts on first, 2 first, ... devices up to `last`. Numbers on which no layout fits are omitted.
 
     Args:
-        weak: the batch grows with the devices from what it is on `first`; else it stays.
+        weak: the batch grows in proportion to the devices. Otherwise it is constant.
     """
     found: list[ScalingPoint] = []
     devices, batch = first, question.base.training.global_batch_size
@@ -58,7 +48,7 @@ def curve(question: Question, first: int, last: int, *, weak: bool) -> list[Scal
         own = batch * devices // first if weak else batch
         source = ConfigSource({"training": {"global_batch_size": own, "accumulation": None}})
         try:
-            asked = Question.from_sources([*question.sources, source], sized(question.at, devices))
+            asked = Question.from_sources([*question.sources, source], question.at.sized(devices))
             plans = asked.answers().plans
         except ConfigError:
             plans = []
@@ -72,11 +62,7 @@ def curve(question: Question, first: int, last: int, *, weak: bool) -> list[Scal
 
 def draw(strong: list[ScalingPoint], weak: list[ScalingPoint], path: Path, title: str) -> None:
     """Tokens per second against devices, with the line of perfect scaling."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(6.4, 4.0)
     axes = figure.subplots()
     for points, label in ((strong, "the same batch"), (weak, "the batch grows")):
         if points:
@@ -93,22 +79,17 @@ def draw(strong: list[ScalingPoint], weak: list[ScalingPoint], path: Path, title
 
 @dataclass(frozen=True)
 class Failures:
-    """What failures add to a run (Daly 2006, equation 20; Young 1974 for the interval).
+    """Cost of failures (Daly 2006, equation 20, and Young 1974 for the interval)."""
 
-    Attributes:
-        interval: seconds between checkpoints that lose least.
-        factor: wall time with failures over time without.
-    """
-
-    interval: float
-    factor: float
+    interval: float  # seconds between checkpoints that lose least
+    factor: float  # wall time with failures over time without
 
 
 def failures(devices: int, per_device_day: float, save: float, restart: float) -> Failures:
     """The best interval of checkpoints and the time that failures cost.
 
     Args:
-        per_device_day: failures of a device in a day; Llama 3 had 419 in 54 days on 16,384, about 4.7e-4.
+        per_device_day: failures of a device in a day. Llama 3 had 419 in 54 days on 16,384, about 4.7e-4.
         save: seconds that a checkpoint stops the run.
         restart: seconds from a failure to the first new step.
     """
@@ -126,15 +107,13 @@ class Proposal:
 
     Attributes:
         layers, hidden: blocks and width.
-        tokens: that it is trained on.
-        hours: of devices.
     """
 
     layers: int
     hidden: int
     parameters: int
-    tokens: float
-    hours: float
+    tokens: float  # that it is trained on
+    hours: float  # of devices
     plan: Plan
 
     def to_json(self) -> dict[str, Any]:
@@ -143,9 +122,9 @@ class Proposal:
 
 
 def proposals(question: Question, hours: float, ratio: float) -> list[Proposal]:
-    """Sizes of the question's architecture whose training on `ratio` tokens per parameter takes at most so many hours
-    of devices, the largest first: widths in steps of 256, with about width / 64 of its blocks (Levine et al. 2020 find
-    depth growing more slowly; GPT-3's shapes have this ratio near 13B)."""
+    """Sizes of the question's architecture whose training on `ratio` tokens per parameter takes at most `hours` device
+    hours, the largest first. Widths grow in steps of 512, with about width / 128 blocks (Levine et al. 2020 find that
+    depth grows more slowly. GPT-3's shapes have this ratio near 13B)."""
     found = []
     for layers, hidden in shapes(question.base):
         values = scaled(question.base, layers, hidden)

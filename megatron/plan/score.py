@@ -1,4 +1,4 @@
-"""Predictions against published speeds of runs: what efficiencies are fitted to, and the errors that remain."""
+"""Predictions against published speeds of runs: the fit of efficiencies, and the remaining errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROUNDS = 4
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A published run; `published.yml` has the meaning of its values."""
+    """A published run. `published.yml` has the meaning of its values."""
 
     values: Mapping[str, Any]
 

@@ -1,7 +1,7 @@
-"""The legal layouts of a run on a machine, which of them fit, and how fast they are.
+"""The valid layouts of a run on a machine, which of them fit, and their speed.
 
-A layout is legal where the launcher would start it: every structure (sizes of the axes, ZeRO stage) is resolved by the
-same rules, and so is each result before it is shown.
+A layout is valid if the launcher would start it. The same rules resolve every structure (sizes of the axes, ZeRO
+stage), and each result before it is shown.
 """
 
 from __future__ import annotations
@@ -32,30 +32,24 @@ from .step import StepEstimator, StepTime
 
 WORTH = 1.11  # times as fast must be what is near the limit: the formulas' median error on published runs
 MICRO_BATCHES = tuple(2**power for power in range(8))
-LONG = 16384  # tokens from which ranks may share a sequence; below, other axes serve better
+LONG = 16384  # tokens from which ranks may share a sequence: below, other axes are better
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout that is legal and fits.
-
-    Attributes:
-        tokens_per_second: of the whole machine.
-        mfu: model FLOPs (without recomputation, attention over the whole square) as a share of the devices' peak.
-        share: of a device's memory that it takes.
-    """
+    """A layout that is legal and fits."""
 
     choice: Candidate
     memory: Memory
     step: StepTime
-    tokens_per_second: float
-    mfu: float
-    share: float
+    tokens_per_second: float  # of the whole machine
+    mfu: float  # model FLOPs (without recomputation, attention over the whole square) as a share of the devices' peak
+    share: float  # of a device's memory that it takes
 
     @property
     def turn(self) -> tuple[float, float]:
-        """Plans are ranked by it: the time of a step, where a plan near the limit of memory must be worth it. A gain
-        smaller than the error of the formulas may not exist. The room does."""
+        """Rank of a plan: the time of a step, longer for plans near the memory limit. A gain below the error of the
+        formulas may not be real, but the free memory is."""
         return self.step.seconds * (WORTH if self.share > TIGHT else 1.0), self.memory.total
 
     def to_json(self) -> dict[str, Any]:
@@ -71,24 +65,21 @@ class Plan:
 
 @dataclass
 class Question:
-    """What is to be planned: a run, and a machine.
+    """A run and a machine to plan for.
 
     Attributes:
-        sources: of the configuration, in the order in which they are merged.
-        at: the machine.
-        base: the run on one rank, with its global batch for the machine.
         missing: keys that the files leave open and every answer therefore says: precision, global batch.
     """
 
-    sources: list[ConfigSource]
-    at: Cluster
-    base: Config
+    sources: list[ConfigSource]  # of the configuration, in the order in which they are merged
+    at: Cluster  # the machine
+    base: Config  # the run on one rank, with its global batch for the machine
     missing: dict[str, Any] = field(default_factory=dict)
     _legal: dict[Candidate, Problem | None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, files: Sequence[str], overrides: Sequence[str], at: Cluster) -> Question:
-        """Read a run's files; what they say of a layout is left out.
+        """Read a run's files and ignore their layout.
 
         Raises:
             ConfigError: they are wrong by themselves.
@@ -98,7 +89,7 @@ class Question:
 
     @classmethod
     def from_sources(cls, sources: list[ConfigSource], at: Cluster, name: str = "run") -> Question:
-        """The same, of sources that were read before."""
+        """The same for sources that were read before."""
         missing: dict[str, Any] = {}
         clean = ConfigSource({**_values(Candidate()), "launch": {"ranks": None, "hostfile": None}})
         if at.device.name != "cpu" and not any(_says(each, "precision") for each in sources):
@@ -141,7 +132,7 @@ class Question:
         return totals(self.base).training_flops + teacher_flops(self.base)
 
     def resolved(self, choice: Candidate) -> Resolved:
-        """What the launcher would make of a layout.
+        """The launcher's resolved configuration of a layout.
 
         Raises:
             ConfigError: it would refuse.
@@ -150,11 +141,11 @@ class Question:
         return combine([*self.sources, source], ranks=self.at.devices, check_inputs=False, here=False)
 
     def warnings(self, choice: Candidate) -> tuple[Problem, ...]:
-        """What `config check` says of a layout that the launcher would start."""
+        """Warnings of `config check` about a layout that the launcher would start."""
         return self.resolved(choice).warnings
 
     def lines(self, choice: Candidate) -> str:
-        """YAML that makes a layout of the run's own files: whatever these, or defaults, say otherwise."""
+        """YAML that sets a layout on top of the run's own files: all values that differ from them or from defaults."""
         found: dict[str, Any] = {"precision": self.missing["precision"]} if "precision" in self.missing else {}
         defaults = _values(Candidate())
         for path, value in leaves(_values(choice)):
@@ -171,7 +162,7 @@ class Question:
         return "".join(each[1:-2] + "\n" for each in shown)
 
     def refusal(self, choice: Candidate) -> Problem | None:
-        """Why the launcher would not start a layout; None if it would."""
+        """Why the launcher would not start a layout. None if it would."""
         key = replace(choice, recompute="none", micro_batch=1)
         if choice.recompute == "selective" and choice.passes_weights:
             key = replace(key, recompute="selective")
@@ -184,7 +175,7 @@ class Question:
         return self._legal[key]
 
     def structures(self) -> Iterator[Candidate]:
-        """Sizes of axes and ZeRO stages that may be legal: what only arithmetic excludes is left out."""
+        """Sizes of axes and ZeRO stages that may be valid, without those that arithmetic excludes."""
         devices, config = self.at.devices, self.base
         blocks, length = len(config.model.blocks), config.training.sequence_length
         experts = self.experts()
@@ -215,7 +206,7 @@ class Question:
         return self.base.training.cuda_graphs or self.base.parallel.async_tensor
 
     def experts(self) -> int:
-        """Of the layer that has most; 0 without such layers."""
+        """Largest number of experts of a layer, 0 without such layers."""
         shapes = self.shapes
         return max((shapes.experts(place)[1] for place in range(shapes.places)), default=0)
 
@@ -233,7 +224,7 @@ class Question:
         return Plan(choice, need, step, tokens, tokens * self.flops / peak, need.total / self.at.device.bytes)
 
     def answers(self, fixed: dict[str, Any] | None = None) -> Answers:
-        """All layouts that fit, in their `turn`.
+        """All layouts that fit, sorted by `turn`.
 
         Args:
             fixed: values that every layout must have.
@@ -280,35 +271,26 @@ STRUCTURE = ("tensor", "pipeline", "context", "expert", "zero", "folded")
 
 @dataclass
 class Answers:
-    """What a search found.
-
-    Attributes:
-        plans: that fit, in their `turn`: mostly the fastest first.
-        closest: the one that needs least memory, where none fits.
-        refused: how many structures each rule refused.
-        refusal: one of these problems.
-        tried: structures.
-        large: layouts that do not fit.
-    """
+    """Results of a search."""
 
     question: Question
-    plans: list[Plan] = field(default_factory=list)
-    closest: Plan | None = None
-    refused: Counter[str] = field(default_factory=Counter)
-    refusal: Problem | None = None
-    tried: int = 0
-    large: int = 0
+    plans: list[Plan] = field(default_factory=list)  # that fit, in their `turn`: mostly the fastest first
+    closest: Plan | None = None  # the one that needs least memory, where none fits
+    refused: Counter[str] = field(default_factory=Counter)  # how many structures each rule refused
+    refusal: Problem | None = None  # one of these problems
+    tried: int = 0  # structures
+    large: int = 0  # layouts that do not fit
 
     @property
     def distinct(self) -> list[Plan]:
-        """Of each structure its first plan."""
+        """The first plan of each structure."""
         first: dict[Candidate, Plan] = {}
         for plan in self.plans:
             first.setdefault(replace(plan.choice, micro_batch=1, recompute="none"), plan)
         return list(first.values())
 
     def consider(self, plan: Plan) -> None:
-        """Take a layout in."""
+        """Add a layout."""
         if plan.share <= 1:
             self.plans.append(plan)
             return
@@ -318,7 +300,7 @@ class Answers:
 
 
 def _values(choice: Candidate) -> dict[str, Any]:
-    """All keys of a configuration that a layout sets: those that no candidate varies have their defaults."""
+    """All keys that a layout sets. Keys that no candidate varies have their defaults."""
     values = choice.values()
     values["parallel"] |= {"pipeline_split": "parameters", "expert_tensor": None, "context_method": "auto"}
     values["parallel"] |= {"context_ulysses": None, "context_cut": "auto"}

@@ -1,4 +1,4 @@
-"""What ranks that share a sequence send for one layer, in closed form (docs/long_context.md has the derivation)."""
+"""Messages of ranks that share a sequence for one layer, in closed form (docs/long_context.md has the derivation)."""
 
 from __future__ import annotations
 
@@ -16,28 +16,19 @@ from .candidate import Candidate
 
 
 class SequenceMessages(NamedTuple):
-    """Equal messages of a rank, for one layer and one micro-batch.
+    """Equal messages of a rank, for one layer and one micro-batch."""
 
-    Attributes:
-        operation: as in `megatron.parallel.messages.traffic.Call`.
-        ranks: that take part.
-        size: bytes of all of them: of a send those of the messages, else of the whole tensors.
-        messages: how many.
-        backward: whether they are of the backward pass (a recomputed forward pass included).
-        hidden: whether a rank computes with what it has while they are on their way.
-    """
-
-    operation: str
-    ranks: int
-    size: float
-    messages: int
-    backward: bool
-    hidden: bool = False
+    operation: str  # as in `megatron.parallel.messages.traffic.Call`
+    ranks: int  # that take part
+    size: float  # bytes of all: of a send's messages, otherwise of the whole tensors
+    messages: int  # how many
+    backward: bool  # whether they are of the backward pass (a recomputed forward pass included)
+    hidden: bool = False  # whether a rank computes with what it has while they are on their way
 
 
 def exchanges(config: Config, kind: Kind, choice: Candidate, state: float = 0.0) -> list[SequenceMessages]:
-    """What a mixer sends; nothing where ranks share no sequence. Rings are counted to their last rank: causality and
-    windows let some send less.
+    """Messages of a mixer, none if ranks share no sequence. Rings are counted to their last rank, although causality
+    and windows let some ranks send less.
 
     Args:
         state: numbers per sample that a recurrence carries on a rank.
@@ -86,7 +77,7 @@ def exchanges(config: Config, kind: Kind, choice: Candidate, state: float = 0.0)
 
 
 def rows_around(config: Config, choice: Candidate, rows: int, repeated: bool) -> list[SequenceMessages]:
-    """What a layer sends of matrices whose rows ranks share (`megatron.parallel.layers.folded`).
+    """Messages of a layer for matrices whose rows ranks share (`megatron.parallel.layers.folded`).
 
     Args:
         rows: elements of a rank's own runs.
@@ -113,8 +104,8 @@ def widths(options: Any) -> tuple[int, int]:
 
 
 def _states(how: str, choice: Candidate, size: float) -> list[SequenceMessages]:
-    """States before a rank's tokens: by a prefix over all ranks at once, or from each rank to the next. What is left of
-    a state is counted as large as the state."""
+    """States before a rank's tokens: by a prefix over all ranks at once, or from each rank to the next. The factor on a
+    state is counted with the size of the state."""
     n = choice.context
     steps = (n - 2).bit_length() if how == "scans" and n > 2 else 0
     messages = 2 * steps + 1 if how == "scans" else 1

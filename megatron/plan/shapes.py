@@ -1,7 +1,7 @@
-"""What one rank holds and computes of each layer: parameters, matrices, activations. From the layers' own modules.
+"""Parameters, matrices and activations of each layer on one rank, from the layers' own modules.
 
-The layers are built on the meta device as this rank would have them, so that their local sizes are those of the run,
-however a kind cuts its tensors. Equal layers are built once.
+The layers are built on the meta device as this rank would have them, so their local sizes are right for every kind.
+Equal layers are built once.
 """
 
 from __future__ import annotations
@@ -58,13 +58,11 @@ class RankWeights:
     """Parameters of one rank by type and by the ranks that share their states.
 
     Attributes:
-        low: in the compute type.
-        wide: in fp32 in every precision.
         expert: of experts that are spread over ranks, and of matrices whose rows ranks share; in the compute type.
     """
 
-    low: int = 0
-    wide: int = 0
+    low: int = 0  # in the compute type
+    wide: int = 0  # in fp32 in every precision
     expert: int = 0
 
     def __add__(self, other: RankWeights) -> RankWeights:
@@ -84,47 +82,30 @@ class Kept:
     """Elements per token that a layer keeps for its backward pass.
 
     Attributes:
-        cut: those that tensor parallel ranks share.
-        whole: those inside its layers that each of them has.
-        around: what its layers read, and what norms keep.
-        begun: results of products of which each rank has a summand, as large as the sum; with selective recomputation.
+        begun: partial sums of row-parallel products, of the size of the sum, with selective recomputation.
     """
 
-    cut: float
-    whole: float
-    around: float
+    cut: float  # shared by tensor parallel ranks
+    whole: float  # those inside its layers that each of them has
+    around: float  # what its layers read, and what norms keep
     begun: float = 0.0
 
 
 @dataclass(frozen=True)
 class RankLayer:
-    """One layer on one rank, per token of a micro-batch where it says so.
+    """One layer on one rank, per token of a micro-batch where it says so."""
 
-    Attributes:
-        own: its parameters.
-        shared: parameters of modules that several blocks use, by name: a rank has them once.
-        matrices: its products.
-        other: FLOPs per token of the forward pass that are no products with weights: attention and scans.
-        attends: whether these are softmax attention, of which causal kernels compute half.
-        saved: bytes kept per token for the backward pass, by mode of recomputation.
-        whole: bytes that exist per token while the layer is computed.
-        expert_rows: bytes per token of the rows that are sent to experts and back, each way; 0 without them.
-        state: numbers per sample that a recurrence carries, for context parallelism.
-        rows: elements of the matrices whose rows ranks share, of which this one has its part.
-        tensors: its parameters, as tensors; those that blocks share count in each.
-    """
-
-    own: RankWeights
-    shared: Mapping[str, RankWeights]
-    matrices: tuple[Matrix, ...]
-    other: float
-    attends: bool
-    saved: Mapping[str, float]
-    whole: float
-    expert_rows: float = 0.0
-    state: float = 0.0
-    rows: int = 0
-    tensors: int = 0
+    own: RankWeights  # its parameters
+    shared: Mapping[str, RankWeights]  # parameters of modules that several blocks use, by name: a rank has them once
+    matrices: tuple[Matrix, ...]  # its products
+    other: float  # FLOPs per token of the forward pass that are no products with weights: attention and scans
+    attends: bool  # whether these are softmax attention, where causal kernels compute half
+    saved: Mapping[str, float]  # bytes kept per token for the backward pass, by mode of recomputation
+    whole: float  # bytes that exist per token while the layer is computed
+    expert_rows: float = 0.0  # bytes per token of the rows sent to experts, and the same back. 0 without experts
+    state: float = 0.0  # numbers per sample that a recurrence carries, for context parallelism
+    rows: int = 0  # elements of this rank's part of matrices whose rows ranks share
+    tensors: int = 0  # number of parameter tensors. Shared ones count in each block
 
 
 class Shapes:
@@ -145,7 +126,7 @@ class Shapes:
 
     @cached_property
     def teacher(self) -> Shapes | None:
-        """Those of the model that the run learns from, whole on every stage; None without one.
+        """Shapes of the teacher, whole on every stage. None without one.
 
         Raises:
             UserError: its checkpoint cannot be read.
@@ -185,7 +166,7 @@ class Shapes:
         return 0 < place < self.places - 1 and self.config.model.blocks[place - 1].recurrent
 
     def recomputes(self, config: Config, choice: Candidate, place: int) -> str:
-        """What is recomputed of a layer: full recomputation may leave out blocks (`activation_checkpointing.every`)."""
+        """Recomputation mode of a layer: full recomputation may skip blocks (`activation_checkpointing.every`)."""
         block, every = place - 1, config.training.activation_checkpointing.every
         left_out = choice.recompute == "full" and 0 <= block < self.places - 2 and block % every
         return "none" if left_out else choice.recompute
@@ -253,7 +234,7 @@ class Shapes:
         )
 
     def experts(self, place: int) -> tuple[int, int]:
-        """(experts of a token, experts) of a block; zeros without."""
+        """(experts of a token, experts) of a block, zeros without experts."""
         model = self.config.model
         if not 0 < place < self.places - 1:
             return 0, 0
@@ -295,7 +276,7 @@ class Shapes:
         return own, shared, tuple(matrices), used
 
     def _cut(self, place: int, counts: Counts) -> Kept:
-        """What a layer keeps without recomputation, by how tensor parallel ranks have it."""
+        """Activations that a layer keeps without recomputation, by their sharding over tensor parallel ranks."""
         model, config = self.config.model, self.config
         if not 0 < place < self.places - 1:
             return Kept(0.0, 0.0, float(counts.activations))
@@ -319,8 +300,8 @@ class Shapes:
     def _on_rank(self, saved: float, mode: str, parts: Kept, choice: Candidate) -> float:
         """Elements per token that one tensor parallel rank keeps.
 
-        Inside of layers tensors are cut; what enters them is whole on each rank (it is gathered where the stream is
-        cut along the sequence, and kept), and what the norms read is whole or cut with the stream.
+        Tensors inside of layers are sharded. Inputs of layers are whole on each rank: with sequence parallelism they
+        are gathered and kept. Inputs of norms are whole, or sharded with the stream.
         """
         cut = choice.tensor
         if cut == 1:
@@ -348,7 +329,7 @@ def _saved(config: Config, mode: str) -> list[int]:
 
 
 def _sends(config: Config, place: int, choice: Candidate) -> Iterable[tuple[Call, int, int]]:
-    """What a layer sends on the tensor axis; where its kind does not say, two sums each way of the stream."""
+    """Messages of a layer on the tensor axis. Kinds without a formula count as two sums of the stream each way."""
     axis = TensorAxis(choice.tensor, choice.sequence, config.parallel.communication.compress.tensor)
     try:
         return tensor_traffic(config, [place], axis)

@@ -1,9 +1,8 @@
 """The time of a step in closed form: products in tiles and waves, memory traffic, messages, pipeline, optimizer.
 
-Each operation takes the longer of its arithmetic and its memory traffic. What overlaps is what DeepSpeed 0.19.8
-overlaps, not what could: sums over tensor parallel ranks and sends between stages do not; gradients of its bf16
-optimizer and of a pipeline are reduced after the last backward pass; ZeRO 2 reduces in every micro-batch; ZeRO 3
-gathers ahead of use.
+Each operation takes the longer of its arithmetic and its memory traffic. Messages overlap as in DeepSpeed 0.19.8. Sums
+over tensor parallel ranks and sends between stages do not overlap. Gradients of its bf16 optimizer and of a pipeline
+are reduced after the last backward pass. ZeRO 2 reduces in every micro-batch, and ZeRO 3 gathers ahead of use.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from .shapes import Matrix, RankLayer, RankWeights, Shapes
 
 # Tiles of a matrix product, and the share of the best tile's rate that each reaches once all units have one.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 128, 0.75), (64, 64, 0.55))
-# The share of its rate that a product reaches whose inner and row sizes are multiples of only so many elements: with
-# 64 (128 bytes) every access fills the tensor cores (Anthony et al. 2024); the others are estimates from its figures.
+# Share of its rate that a product reaches, by the largest power of two that divides its inner and row sizes. With 64
+# (128 bytes) every access fills the tensor cores (Anthony et al. 2024). The others are estimates from its figures.
 ALIGNED = ((64, 1.0), (32, 0.95), (16, 0.9), (8, 0.85), (4, 0.65), (2, 0.5), (1, 0.35))
 BACKWARD_ATTENTION = 2.5  # times the forward pass: scores are made again (Dao 2023)
-OVERLAP = 0.8  # of the computation beside which communication runs, where it does
+OVERLAP = 0.8  # share of the computation with which communication overlaps
 OPTIMIZER_BYTES = 30  # per parameter: reads weight, gradient and moments, writes weight, moments and a 16-bit copy
-KERNELS = 12  # of a layer's forward pass, beside its products
+KERNELS = 12  # of a layer's forward pass, in addition to its products
 # Work of DeepSpeed's Python for each tensor of parameters, in launches: of a step, and of a micro-batch, in which ZeRO
-# 3 gathers, releases and reduces every tensor. Measured with the models of bench/plan_choice.py, in processor
-# time. It takes a CPU's time; on a GPU it runs next to the kernels, and counts where it takes longer (`_host`).
+# 3 gathers, releases and reduces every tensor. Measured with the models of bench/plan_choice.py, in processor time. It
+# takes a CPU's time. On a GPU it runs next to the kernels, and counts if it takes longer (`_host`).
 HOOKS = {0: (0, 0), 1: (6, 0), 2: (0, 5), 3: (0, 50)}
 
 
@@ -56,7 +55,7 @@ def product_rate(m: float, n: int, k: int, count: int, units: int) -> float:
 
 
 def product_time(device: Device, peak: float, size: int, m: float, n: int, k: int, count: int = 1) -> float:
-    """Seconds of `count` equal products, side by side."""
+    """Seconds of `count` equal products in parallel."""
     if m <= 0:
         return 0.0
     rate = product_rate(m, n, k, count, device.units) * device.efficiency.matrix * peak
@@ -96,15 +95,12 @@ class StepTime:
     """The time of a step.
 
     Attributes:
-        seconds: of the whole step.
-        parts: seconds by what they are spent on; they add up to it.
         bubble: the share of it that a pipeline's stages wait, on average.
-        stages: seconds of a micro-batch on each stage.
     """
 
-    seconds: float
-    parts: dict[str, float]
-    stages: tuple[float, ...]
+    seconds: float  # of the whole step
+    parts: dict[str, float]  # seconds by purpose, which sum to `seconds`
+    stages: tuple[float, ...]  # seconds of a micro-batch on each stage
 
     def to_json(self) -> dict[str, Any]:
         return {"seconds": self.seconds, "parts": self.parts, "stages": list(self.stages)}
@@ -125,7 +121,7 @@ class StepEstimator:
         self._of_teacher: StepEstimator | None = None
 
     def step(self, config: Config, choice: Candidate) -> StepTime:
-        """The time of one step of a candidate; `config` has its values (`candidate.apply`)."""
+        """The time of one step of a candidate. `config` has its values (`candidate.apply`)."""
         layout, bounds = layout_of(choice, self.shapes.ranks), self.shapes.bounds(config)
         at, count = groups(layout, self.at.per_host), config.training.accumulation or 1
         works = [self._stage(config, choice, range(*pair), at) for pair in zip(bounds, bounds[1:])]
@@ -136,10 +132,8 @@ class StepEstimator:
         running = count * totals[slowest]
         bubble = sum(totals) - totals[slowest]
         weights = stage_weights(self.shapes, choice, range(bounds[slowest], bounds[slowest + 1]))
-        data, update = (
-            self._data(config, layout, weights, works[slowest], at, count),
-            self._update(config, layout, weights),
-        )
+        data = self._data(config, layout, weights, works[slowest], at, count)
+        update = self._update(config, layout, weights)
         parts = {name: count * seconds for name, seconds in vars(works[slowest]).items()}
         parts |= {"pipeline": count * send, "bubble": bubble, "data": data, "accumulate": 0.0, "optimizer": update}
         parts["accumulate"] = count * self._accumulate(config, layout, weights)
@@ -160,7 +154,7 @@ class StepEstimator:
         return total
 
     def _teacher(self, config: Config, choice: Candidate, at: dict[str, Group]) -> MicroBatchTime:
-        """The forward pass of what the run learns from."""
+        """Time of the teacher's forward pass."""
         shapes = self.shapes.teacher
         if shapes is None:
             return MicroBatchTime()
@@ -198,7 +192,7 @@ class StepEstimator:
     def _context(
         self, config: Config, choice: Candidate, place: int, group: Group, state: float, attention: float
     ) -> float:
-        """Messages of ranks that share a sequence. Keys of a ring travel while attention is computed with others."""
+        """Messages of ranks that share a sequence. A ring sends keys while attention is computed with others."""
         blocks = config.model.blocks
         mixers = blocks[place - 1].mixers if 0 < place < self.shapes.places - 1 else ()
         exposed, hidden = 0.0, 0.0
@@ -211,7 +205,7 @@ class StepEstimator:
         return exposed + max(0.0, hidden - OVERLAP * attention * (1 + BACKWARD_ATTENTION))
 
     def _rows(self, config: Config, choice: Candidate, place: int, group: Group, rows: int, computing: float) -> float:
-        """Rows of matrices that travel while products with others are computed."""
+        """Rows of matrices that are sent while products with others are computed."""
         head, chunks = place == self.shapes.places - 1, config.training.sequence_chunks
         repeated = 0 < place and not head and (choice.recompute == "full" or chunks > 1)
         members = Group(2, 2 if group.hosts == 1 else 1)
@@ -230,7 +224,8 @@ class StepEstimator:
         return product_time(*mine, m, k, n, each.count) + product_time(*mine, n, k, max(1, round(m)), each.count)
 
     def _moved(self, layer: RankLayer, tokens: float, kept: int) -> float:
-        """What a layer's forward pass writes and reads again beside its products; it keeps that of `kept` passes."""
+        """Memory traffic of a layer's forward pass in addition to its products. It keeps activations of `kept`
+        passes."""
         rate = self.device.bandwidth * 1e9 * self.device.efficiency.memory
         return 2 * tokens * layer.saved["none"] / kept / rate + KERNELS * self.device.launch * 1e-6
 
@@ -295,7 +290,7 @@ class StepEstimator:
         return weights.total * size / (self.device.bandwidth * 1e9 * self.device.efficiency.memory)
 
     def _hooks(self, choice: Candidate, places: range, layout: Layout, count: int) -> float:
-        """What DeepSpeed does for each tensor of parameters, where that takes the device's time."""
+        """DeepSpeed's work for each tensor of parameters, if it takes the device's time."""
         if self.device.name != "cpu":
             return 0.0
         once, each = HOOKS[layout.zero_stage if layout.replicas > 1 or layout.zero_stage == 3 else 0]
@@ -303,8 +298,8 @@ class StepEstimator:
         return tensors * (once + count * each) * self.device.launch * 1e-6
 
     def _host(self, choice: Candidate, count: int, seconds: float) -> float:
-        """What a GPU waits at ZeRO 3 for DeepSpeed's Python, which works on each tensor in each micro-batch next to the
-        kernels. Its time was measured on one host only, the CPU of `devices.yml`."""
+        """Time that a GPU waits at ZeRO 3 for DeepSpeed's Python, which works on each tensor in each micro-batch next
+        to the kernels. It was measured only on the CPU of `devices.yml`."""
         known = known_devices()[0]["cpu"].host
         if choice.zero != 3 or known is None or self.device.name == "cpu":
             return 0.0

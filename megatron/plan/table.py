@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.rules.cost import gib
+from megatron.config.words import aligned
 
 from .advice import checkpoint_bytes, remarks, warned, why_not
 from .devices import Device, describe_cluster, known_devices
@@ -21,19 +22,12 @@ CONVENTION = (
 
 @dataclass(frozen=True)
 class Cost:
-    """What the whole token budget takes.
+    """Cost of the whole token budget."""
 
-    Attributes:
-        days: of running, without failures.
-        hours: of devices.
-        energy: MWh of the devices alone, without hosts and cooling.
-        price: in the currency of the price per device and hour; None without one.
-    """
-
-    days: float
-    hours: float
-    energy: float
-    price: float | None
+    days: float  # of running, without failures
+    hours: float  # of devices
+    energy: float  # MWh of the devices, without hosts and cooling
+    price: float | None  # in the currency of the price per device and hour, None without a price
 
     @classmethod
     def of(cls, answers: Answers, plan: Plan, price: float | None) -> Cost:
@@ -80,7 +74,7 @@ def text(
     disk: float | None = None,
     shown: int = SHOWN,
 ) -> str:
-    """A ranked table, the lines of YAML of the first, and what is worth saying."""
+    """A ranked table, the YAML of the first layout, and notes."""
     question, best = answers.question, answers.plans[0]
     at, training = question.at, question.base.training
     shown_plans = answers.distinct[:shown]
@@ -164,7 +158,6 @@ def _disk(answers: Answers, disk: float | None) -> list[str]:
 
 
 def align_lines(rows: list[list[str]]) -> list[str]:
-    """Lines of a table with figures to the right; columns without any entry are left out."""
+    """Lines of a table, aligned to the right, without empty columns."""
     kept = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
-    widths = {column: max(len(row[column]) for row in rows) for column in kept}
-    return ["  ".join(row[column].rjust(widths[column]) for column in kept).rstrip() for row in rows]
+    return aligned([[row[column] for column in kept] for row in rows], left=0)

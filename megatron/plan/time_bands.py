@@ -1,10 +1,10 @@
-"""Where the wall time of a run has gone, from the device's peak down to wall-clock MFU: bands that sum to all of it.
+"""Use of a run's wall time, from the device's peak down to wall-clock MFU, in bands that sum to all of it.
 
-What a run has written is taken first: its ledger (starts, evaluation, checkpoints, restarts, phases of steps), the
-times of its messages and its traces. What nobody measured is calculated as `step` does and marked as derived.
+A run's own records come first: its ledger (starts, evaluation, checkpoints, restarts, phases of steps), the times of
+its messages and its traces. Everything else is computed as in `step` and marked as derived.
 
-On a CPU the phases of a step are those of the work itself. A GPU works on its own: there the shares within a step are
-those of a trace, or of the formulas.
+On a CPU the phases of a step measure the work itself. A GPU works asynchronously, so the shares within a step come from
+a trace or from the formulas.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from megatron.report.ledger import read_ledger
 from megatron.report.peaks import device_peak
 from megatron.report.trace import PASSES, TraceTimes, read_traces
 
-from .devices import Cluster, Device, known_devices
-from .prediction import choice_of
+from .devices import Device, known_devices
+from .prediction import choice_of, planned_on
 from .shapes import Shapes
 from .step import StepEstimator, StepTime
 
@@ -58,19 +58,12 @@ LEDGER, TRACE, FORMULAS = "ledger", "trace", "formulas"
 
 @dataclass(frozen=True)
 class Band:
-    """A part of the wall time.
+    """A part of the wall time."""
 
-    Attributes:
-        name: a key of `TITLES`.
-        seconds: of one device.
-        measured: by the run itself; otherwise it is derived.
-        source: what it is known from.
-    """
-
-    name: str
-    seconds: float
-    measured: bool
-    source: str
+    name: str  # a key of `TITLES`
+    seconds: float  # of one device
+    measured: bool  # by the run itself, otherwise derived
+    source: str  # what it is known from
 
 
 @dataclass(frozen=True)
@@ -78,33 +71,26 @@ class TimeProfile:
     """A run's time.
 
     Attributes:
-        run: its directory.
         device, ranks, compute: what it ran on.
-        completed: updates that were kept.
-        wall: seconds of all its starts.
-        bands: their seconds sum to `wall`.
-        peak: TFLOP/s of one device, and `peak_source` where that is from; None where nobody knows it.
-        flops: of the model per device in all kept steps (`Totals.training_flops`).
-        matrix_rate: TFLOP/s that matrix products reach on their own; None where nobody knows.
     """
 
-    run: str
+    run: str  # its directory
     device: str
     ranks: int
     compute: str
-    completed: int
-    wall: float
-    bands: tuple[Band, ...]
-    peak: float | None
+    completed: int  # updates that were kept
+    wall: float  # seconds of all its starts
+    bands: tuple[Band, ...]  # their seconds sum to `wall`
+    peak: float | None  # TFLOP/s of one device (from `peak_source`), None if unknown
     peak_source: str
-    flops: float
-    matrix_rate: float | None
+    flops: float  # of the model per device in all kept steps (`Totals.training_flops`)
+    matrix_rate: float | None  # TFLOP/s of matrix products, None if unknown
 
     def seconds(self, *names: str) -> float:
         return sum(each.seconds for each in self.bands if each.name in names)
 
     def utilisation(self, seconds: float) -> float | None:
-        """The model's FLOPs in so much time as a share of the peak."""
+        """The model's FLOPs in `seconds` as a share of the peak."""
         return self.flops / seconds / (self.peak * 1e12) if self.peak and seconds > 0 else None
 
     @property
@@ -126,7 +112,7 @@ def profile(run: str | Path, device: str | None = None, machine: str | None = No
         machine: a file with further devices.
 
     Raises:
-        UserError: its files are not there, damaged, or tell nothing of time.
+        UserError: its files are missing, damaged, or have no times.
     """
     folder = Path(run)
     try:
@@ -158,17 +144,13 @@ def _device(written: str | None, asked: str | None, machine: str | None) -> tupl
 
 @dataclass(frozen=True)
 class _Told:
-    """What a run tells of itself.
-
-    Attributes:
-        messages: of each rank that has timed some, durations by step.
-    """
+    """A run's own records."""
 
     config: Config
     ranks: int
     account: Goodput
     trace: TraceTimes | None
-    messages: list[dict[int, Durations]]
+    messages: list[dict[int, Durations]]  # of each rank that has timed some, durations by step
 
     @cached_property
     def layout(self) -> Layout:
@@ -179,17 +161,14 @@ class _Told:
         return Shapes(self.config, self.ranks)
 
     def predicted(self, device: Device | None) -> StepTime | None:
-        """A step by formulas; None where they do not cover it."""
-        parallel = self.config.parallel
-        if device is None or parallel.expert_tensor not in (None, parallel.tensor):
+        """A step by formulas. None if they do not cover it."""
+        if device is None or self.ranks % (per_host := min(device.per_host, self.ranks)):
             return None
-        per_host = min(device.per_host, self.ranks)
-        if self.ranks % per_host:
+        if (at := planned_on(self.config, self.ranks, device, per_host)) is None:
             return None
-        at = Cluster(device, known_devices()[1]["ib400"], self.ranks, per_host)
         try:
             return StepEstimator(self.config, self.shapes, at).step(self.config, choice_of(self.config))
-        except ConfigError:  # nobody knows its peak
+        except ConfigError:  # its peak is unknown
             return None
 
     def products(self) -> float:
@@ -204,7 +183,7 @@ class _Told:
         return 3.0 * one * tokens / choice.pipeline
 
     def exposed(self) -> float | None:
-        """Seconds a step that messages took while nothing else could go on, mean over ranks and timed steps."""
+        """Seconds per step of messages that computation did not hide, mean over ranks and timed steps."""
         own = [each.exposed for rank in self.messages for step in rank.values() for _, each in step]
         steps = sum(len(rank) for rank in self.messages)
         return sum(own) / steps if steps else None
@@ -246,7 +225,7 @@ def _profile(run: str, told: _Told, name: str, device: Device | None) -> TimePro
 
 
 def _on_host(told: _Told, predicted: StepTime | None) -> dict[str, Band]:
-    """The bands of kept steps where phases are those of the work itself."""
+    """The bands of kept steps if phases measure the work itself."""
     account, within = told.account, told.account.within
     passes = sum(within.get(phase, 0.0) for phase in PASSES)
     bubble = _bubble(told.config, told.layout, passes, within.get("waiting", 0.0))
@@ -260,7 +239,7 @@ def _on_host(told: _Told, predicted: StepTime | None) -> dict[str, Band]:
         bands["bubble"] = Band("bubble", bubble, False, FORMULAS)
     if told.trace is not None:
         own = dict(told.trace.seconds)
-        # What ran no operation and did not wait for others is Python's.
+        # Time without an operation and without waiting for others is Python's.
         own["host"] = max(0.0, own["host"] + own["communication"] - told.trace.waiting)
         own = {each: own[each] for each in COMPUTED if each in own}
         scale, source, measured = passes / max(sum(own.values()), 1e-12), TRACE, True
@@ -272,7 +251,7 @@ def _on_host(told: _Told, predicted: StepTime | None) -> dict[str, Band]:
 
 
 def _on_device(told: _Told, predicted: StepTime | None) -> dict[str, Band]:
-    """The bands of kept steps where the device works on its own."""
+    """The bands of kept steps if the device works asynchronously."""
     account = told.account
     kept, data = account.seconds["kept"], account.within.get("data", 0.0)
     bands: dict[str, Band] = {}
@@ -300,7 +279,7 @@ def _on_device(told: _Told, predicted: StepTime | None) -> dict[str, Band]:
 
 
 def _bubble(config: Config, layout: Layout, work: float, waiting: float) -> float:
-    """Of the time that a stage waits, what the schedule makes it wait: 1F1B leaves (p - 1) of m + p - 1 slots empty."""
+    """The part of a stage's waiting time due to the schedule: 1F1B leaves (p - 1) of m + p - 1 slots empty."""
     ideal = work * (layout.pipeline - 1) / (config.training.accumulation or 1)
     return min(ideal, waiting)
 
@@ -323,8 +302,8 @@ def _formulas(predicted: StepTime | None, steps: int) -> dict[str, float]:
 
 
 def _fitted(bands: Mapping[str, Band], kept: float, room: float) -> dict[str, Band]:
-    """The bands of kept steps, which sum to them: what is left is nobody's and so `host`; derived ones that take more
-    than is left for them are cut down together."""
+    """The bands of kept steps, scaled so that they sum to them. The rest is `host`. Derived bands that are too long are
+    reduced by one factor."""
     derived = {name: each for name, each in bands.items() if not each.measured and name != "bubble"}
     taken = sum(each.seconds for each in derived.values())
     factor = min(1.0, room / taken) if taken > 0 else 1.0
@@ -334,7 +313,7 @@ def _fitted(bands: Mapping[str, Band], kept: float, room: float) -> dict[str, Ba
     }
     host = found.pop("host", Band("host", 0.0, False, FORMULAS))
     rest = kept - sum(each.seconds for each in found.values())
-    if rest < 0:  # rounding, and traces that tell of other steps
+    if rest < 0:  # rounding, and traces of other steps
         found = {
             name: Band(name, each.seconds * kept / (kept - rest), each.measured, each.source)
             for name, each in found.items()
@@ -345,7 +324,7 @@ def _fitted(bands: Mapping[str, Band], kept: float, room: float) -> dict[str, Ba
 
 
 def _split_matrix(bands: dict[str, Band], products: float, peak: float | None) -> tuple[dict[str, Band], float | None]:
-    """Matrix products at the peak and the rest of their time, and TFLOP/s that they reach."""
+    """Matrix products at the peak and the rest of their time, and their TFLOP/s."""
     whole = bands.get("matrix")
     if whole is None or whole.seconds <= 0:
         return bands, None

@@ -1,13 +1,13 @@
-"""A run's bands for people: a table, the way from the peak down to wall-clock MFU, what to change first; a picture."""
+"""A run's bands as text and picture: a table, the steps from the peak down to wall-clock MFU, the first changes to
+make."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from megatron.report.communication import table
 from megatron.report.console import duration
-from megatron.report.figures import write_figure
+from megatron.report.figures import new_figure, write_figure
 
 from .time_bands import TITLES, WITHIN, TimeProfile
 
@@ -79,7 +79,7 @@ def _cascade(found: TimeProfile) -> list[str]:
 
 
 def advice(found: TimeProfile) -> list[str]:
-    """Of the largest bands that can be made smaller, how: up to three sentences."""
+    """How to reduce the largest bands: up to three sentences."""
     able = sorted(
         (each for each in found.bands if each.name != "matrix" and each.seconds >= WORTH * found.wall),
         key=lambda each: -each.seconds,
@@ -95,14 +95,10 @@ def advice(found: TimeProfile) -> list[str]:
 
 
 def picture(found: TimeProfile, path: str | Path) -> None:
-    """Draw the bands as a PNG, each where the one before it ends; those that are derived are hatched."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    """Draw the bands as a PNG, each from the end of the one before. Derived bands are hatched."""
     bands = [each for each in found.bands if each.seconds > 0]
-    figure = Figure(figsize=(9, 0.9 + 0.34 * len(bands)), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes: Any = figure.add_subplot()
+    figure = new_figure(9, 0.9 + 0.34 * len(bands), 120)
+    axes = figure.add_subplot()
     begin = 0.0
     for place, each in enumerate(bands):
         share = 100 * each.seconds / found.wall

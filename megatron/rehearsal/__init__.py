@@ -1,1 +1,2 @@
-"""Does it fit? The run's own program for chosen ranks, on tensors that have no values and groups that send nothing."""
+"""Rehearsals: the run's own program for chosen ranks, on tensors without values and process groups that send
+nothing."""

@@ -1,4 +1,4 @@
-"""`./deepy.py --rehearse --ranks N train.py a.yml ...`: what a run would take of its ranks, without its machines."""
+"""`./deepy.py --rehearse --ranks N train.py a.yml ...`: the needs of a run's ranks, without its machines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PRELOADED = ["megatron.rehearsal.rank", "torch.distributed._tools.fake_collectiv
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; returns its exit status: 0, 1 if a rehearsed rank does not fit its device, 2 after a mistake."""
+    """Run the command. The exit status is 1 if a rehearsed rank does not fit its device, 2 after a user error."""
     options = _parser().parse_args(argv)
     try:
         begun = time.monotonic()
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 def in_own_process(
     config: Config, ranks: int, rank: int, micro_batches: int | None = None, gpu: bool = False
 ) -> RankCounts:
-    """`rehearse_rank` in a process of its own: DeepSpeed keeps much for the life of a process."""
+    """`rehearse_rank` in a separate process, since DeepSpeed keeps state for the life of a process."""
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with ProcessPoolExecutor(1, context) as pool:
@@ -73,7 +73,7 @@ def in_own_process(
 def _rehearse(config: Config, ranks: int, rank: int, micro_batches: int | None, gpu: bool) -> RankCounts:
     from .rank import rehearse_rank
 
-    gc.freeze()  # DeepSpeed collects garbage while it starts: not among all that was imported
+    gc.freeze()  # DeepSpeed collects garbage while it starts: imported objects are exempt
     return rehearse_rank(config, ranks, rank, micro_batches, gpu=gpu)
 
 
@@ -116,7 +116,7 @@ def _ranks(given: str | None, config: Config, layout: Layout) -> list[int]:
 
 
 def _refuse(config: Config) -> None:
-    """What cannot be rehearsed."""
+    """Refuse runs that cannot be rehearsed."""
     if config.model.vocab_size is None:
         rule = "must be known: the tokenizer, which would say it, cannot be read here"
         raise ConfigError([Problem("model.vocab_size", rule, "give the number: model.vocab_size=50304", None)])

@@ -1,5 +1,5 @@
-"""RMSNorm as GPUs run it, in one kernel, on tensors without values. On CPUs torch makes it of several operations, which
-keep 6 bytes more of each bf16 element for the backward pass."""
+"""RMSNorm as one kernel, as on GPUs, for tensors without values. On CPUs torch uses several operations, which keep 6
+more bytes per bf16 element for the backward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class _Fused(torch.autograd.Function):
-    """Keeps what torch's kernel for GPUs keeps: what it reads, the weight, and a scale for each vector."""
+    """Keeps the same tensors as torch's GPU kernel: the input, the weight, and a scale for each vector."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
@@ -35,6 +35,6 @@ def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, epsi
 
 @contextlib.contextmanager
 def fused_norms() -> Iterator[None]:
-    """Meanwhile torch's RMSNorm is one kernel."""
+    """Replace torch's RMSNorm by one kernel."""
     with mock.patch.object(F, "rms_norm", rms_norm):
         yield

@@ -1,8 +1,8 @@
-"""The time of a step on a CPU, from what a rehearsal has counted.
+"""The time of a step on a CPU, from the counts of a rehearsal.
 
-Where a device does the work and Python itself, small steps take as long as their operations and messages are many,
-whatever their size: in models of a few thousand channels and less, formulas of FLOPs and bytes know a tenth of a step.
-A rehearsal counts them exactly. What each takes is measured (`bench/machine.py`), by runs whose counts differ.
+If the device also runs Python, the number of operations and messages determines the time of small steps. Formulas of
+FLOPs and bytes explain a tenth of a step in small models. A rehearsal counts both exactly. `bench/machine.py` measures
+the cost of each, by runs whose counts differ.
 """
 
 from __future__ import annotations
@@ -26,23 +26,20 @@ SENDS = ("send", "recv")
 
 @dataclass(frozen=True)
 class HostWork:
-    """What takes a rank's time in a step.
+    """Work of a rank in a step.
 
     Attributes:
-        operations: that torch is asked for.
-        collectives, sends: calls; sends and receptions of a pair.
-        gathers: tensors of parameters that ZeRO 3 gathers.
-        flops: of all products.
+        collectives, sends: calls of collectives, and sends and receives of pairs.
     """
 
-    operations: float
+    operations: float  # of torch
     collectives: float
     sends: float
-    gathers: float
-    flops: float
+    gathers: float  # parameter tensors that ZeRO 3 gathers
+    flops: float  # of all matrix products
 
     def seconds(self, device: Device, compute: str) -> float:
-        """Raises ValueError if nobody has measured the device."""
+        """Raises ValueError if the device has no figures of its host."""
         if device.host is None:
             raise ValueError(f"{device.name}: there are no figures of the host")
         host, rate = device.host, device.peak(compute) * device.efficiency.matrix
@@ -51,12 +48,12 @@ class HostWork:
 
     @property
     def counts(self) -> tuple[float, ...]:
-        """What each of `HostTime`'s figures is multiplied by."""
+        """Counts in the order of `HostTime`'s figures."""
         return self.operations, self.collectives, self.sends, self.gathers, 1.0
 
 
 def works(config: Config, ranks: int, seen: Mapping[int, RankCounts]) -> list[HostWork]:
-    """Of a whole step of each stage: that of the rehearsed rank with most, for which others of its sequence wait."""
+    """Work of a whole step for each stage: of the rehearsed rank with most, for which others of its sequence wait."""
     layout, found = Layout.of(config, ranks), dict[int, HostWork]()
     for rank, counts in seen.items():
         work, stage = _work(config, layout, rank, counts), layout.coordinates(rank).pipeline
@@ -75,8 +72,8 @@ def _work(config: Config, layout: Layout, rank: int, counts: RankCounts) -> Host
 
 
 def _gathered(config: Config, layout: Layout) -> float:
-    """Tensors that ZeRO 3 gathers for a forward and a backward pass, taken as one: in each chunk of a sequence, and
-    half as often again where blocks are computed twice. Small ones that stay (`zero.persistent_size`) count as well."""
+    """Tensors that ZeRO 3 gathers for a forward and a backward pass together, in each chunk of a sequence, and 1.5
+    times that with full recomputation. Small ones that stay gathered (`zero.persistent_size`) count too."""
     if config.zero.stage != 3:
         return 0.0
     shapes, choice = Shapes(config, layout.world_size), choice_of(config)
@@ -86,8 +83,8 @@ def _gathered(config: Config, layout: Layout) -> float:
 
 
 def whole(config: Config, ranks: int, found: Sequence[HostWork]) -> HostWork:
-    """What takes the time of a step: the work of the slowest rehearsed rank, and of a micro-batch of the other stages,
-    for which it waits until the pipeline is full."""
+    """Work that determines the time of a step: that of the slowest rehearsed rank, and of a micro-batch of the other
+    stages while the pipeline fills."""
     layout = Layout.of(config, ranks)
     *others, slowest = sorted(found, key=lambda work: work.operations)
     share = (layout.pipeline - 1) / accumulation_steps(config, layout)
@@ -96,9 +93,9 @@ def whole(config: Config, ranks: int, found: Sequence[HostWork]) -> HostWork:
 
 
 def step_seconds(config: Config, ranks: int, found: Sequence[HostWork], device: Device) -> float:
-    """Of a step, by the work of the rehearsed ranks.
+    """Seconds of a step, by the work of the rehearsed ranks.
 
     Raises:
-        ValueError: nobody has measured what the device's host needs.
+        ValueError: the device has no figures of its host.
     """
     return whole(config, ranks, found).seconds(device, config.precision.compute)

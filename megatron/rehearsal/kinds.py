@@ -1,4 +1,4 @@
-"""Which ranks do something that others do not: one of each kind is rehearsed."""
+"""Kinds of ranks, by their work. One of each kind is rehearsed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from megatron.parallel.layout.layout import Coordinates, Layout
 
 @dataclass(frozen=True)
 class StagePart:
-    """What a pipeline stage holds.
+    """Layers of a pipeline stage.
 
     Attributes:
-        stage: from 0.
-        blocks: numbers of the first block and of the one after the last.
         embedding, head: whether the stage has them.
     """
 
-    stage: int
-    blocks: tuple[int, int]
+    stage: int  # from 0
+    blocks: tuple[int, int]  # numbers of the first block and of the one after the last
     embedding: bool
     head: bool
 
@@ -33,7 +31,7 @@ class StagePart:
 
 
 def parts(config: Config) -> list[StagePart]:
-    """Of all stages, in order."""
+    """The layers of all stages, in order."""
     bounds, blocks = stage_bounds(config), len(config.model.blocks)
     return [
         StagePart(stage, (max(first - 1, 0), min(end - 1, blocks)), first == 0, end == blocks + 2)
@@ -42,16 +40,15 @@ def parts(config: Config) -> list[StagePart]:
 
 
 def hands_states_on(config: Config) -> bool:
-    """Whether ranks go on from states whose form only the rank before them knows (`model/relay.py`): those that begin
-    their sequences alone can be rehearsed."""
+    """Whether ranks continue from states whose form only the previous rank knows (`model/relay.py`). Then only ranks
+    that begin their sequences can be rehearsed."""
     return any(kind.context == "states" for _, kind, _ in used_kinds(config.model))
 
 
 def kinds_of_ranks(config: Config, layout: Layout) -> list[int]:
-    """One rank of each kind: of stages with the same layers the first, which keeps most micro-batches, and the last
-    stage. Ranks of the tensor and data axes do the same; the first of them has the largest shares. Those that share
-    sequences differ by what they take from ranks before them and give to those behind: the first two, one from the
-    middle and the last.
+    """One rank of each kind: the first of all stages with the same layers, which keeps most micro-batches, and the last
+    stage. Ranks of the tensor and data axes do the same work, and the first has the largest shares. Of ranks that share
+    sequences the first two, one from the middle and the last are chosen, since they exchange different tensors.
     """
     found: dict[tuple, int] = {}
     for part in parts(config):

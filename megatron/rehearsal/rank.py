@@ -1,4 +1,4 @@
-"""One rank's rehearsal: its engine is built, and makes two steps, while a ledger and a recorder look on."""
+"""One rank's rehearsal: build its engine and make two steps, observed by a ledger and a recorder."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from .storage_counter import Allocation, Moment, ProgramPlace, StorageCounter
 
 
 class Labels(Recorder):
-    """A recorder of communication that also knows whose gradient is being computed: the one of the layer whose output's
-    gradient came last."""
+    """A recorder of communication that also knows the layer of the backward pass: the last one whose output received a
+    gradient."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
@@ -42,7 +42,7 @@ class Labels(Recorder):
         self._places: dict[tuple[str, str], ProgramPlace] = {}
 
     def label(self, module: nn.Module, name: str) -> None:
-        """As the recorder's; and the layer's output tells when its gradient arrives."""
+        """Label the module, and note when the gradient of its output arrives."""
         super().label(module, name)
 
         def watch(module: nn.Module, args: Any, output: Any) -> None:
@@ -69,7 +69,7 @@ class Labels(Recorder):
 
 
 def _main(output: Any) -> Tensor | None:
-    """The tensor on the residual stream, or the loss, of what a layer gives."""
+    """The residual stream, or the loss, in a layer's output."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, tuple) and output:
@@ -84,41 +84,23 @@ STEPS = 2  # a second one finds what the first one keeps, such as gradients and 
 
 @dataclass
 class RankCounts:
-    """What was counted of one rank. Bytes; FLOPs, operations and messages of a step of `micro_batches`.
+    """Counts of one rank: bytes, and FLOPs, operations and messages of a step of `micro_batches`."""
 
-    Attributes:
-        peak: most bytes at once while steps are made.
-        at: when that was.
-        allocations: what lived then.
-        start: most bytes at once while the engine was built, without the initial values.
-        kept: bytes that live after a step.
-        micro_batches: of each step.
-        flops: by place.
-        operations: that torch was asked for; a GPU launches about as many kernels.
-        updating: those of them that a step has once, however many micro-batches it has.
-        messages: rows of an account (`Tally.rows`).
-        groups: sizes of this rank's process groups.
-        checkpoint: bytes that this rank writes into a checkpoint, by state.
-        fragments: the pieces of tensors that these are, of which each is an entry of the checkpoint's index.
-        host: bytes of the process that rehearsed, at most.
-        processor: seconds of processor time that it took, without what it had imported before.
-    """
-
-    peak: int
-    at: Moment
-    allocations: list[Allocation]
-    start: int
-    kept: int
-    micro_batches: int
-    flops: dict[ProgramPlace, int]
-    operations: int
-    updating: int
-    messages: list[list[Any]]
-    groups: list[int]
-    checkpoint: dict[str, int]
-    fragments: int
-    host: int
-    processor: float
+    peak: int  # largest number of live bytes in the steps
+    at: Moment  # time of the peak
+    allocations: list[Allocation]  # live at the peak
+    start: int  # largest number of live bytes while the engine was built, without the initial values
+    kept: int  # live bytes after a step
+    micro_batches: int  # of each step
+    flops: dict[ProgramPlace, int]  # by place
+    operations: int  # of torch, about the number of kernels that a GPU launches
+    updating: int  # operations once per step, for any number of micro-batches
+    messages: list[list[Any]]  # rows of an account (`Tally.rows`)
+    groups: list[int]  # sizes of this rank's process groups
+    checkpoint: dict[str, int]  # bytes that this rank writes into a checkpoint, by state
+    fragments: int  # pieces of tensors, each an entry of the checkpoint's index
+    host: int  # peak bytes of the rehearsing process
+    processor: float  # its seconds of processor time, without imports
 
     def whole(self, full: int) -> tuple[float, float]:
         """Operations and FLOPs of a step of `full` micro-batches."""
@@ -128,13 +110,13 @@ class RankCounts:
 
 
 def enough_micro_batches(config: Config, layout: Layout) -> int:
-    """How many micro-batches show everything: one that finds gradients of another, and a pipeline that is full."""
+    """Micro-batches that a rehearsal needs: one that adds to gradients of another, and a full pipeline."""
     wanted = 2 if layout.pipeline == 1 else layout.pipeline + 1
     return min(accumulation_steps(config, layout), wanted)
 
 
 def with_micro_batches(config: Config, layout: Layout, micro_batches: int) -> Config:
-    """The same run with steps of that many micro-batches."""
+    """The same run with steps of `micro_batches`."""
     size = micro_batches * config.training.micro_batch_size * layout.data
     training = config.training.model_copy(update={"global_batch_size": size, "accumulation": micro_batches})
     return config.model_copy(update={"training": training})
@@ -147,9 +129,9 @@ def rehearse_rank(
 
     Args:
         config: resolved for `ranks`.
-        micro_batches: of each step; None takes as many as show everything.
+        micro_batches: of each step, None for `enough_micro_batches`.
         repeats: False runs every call of every scan.
-        gpu: norms are one kernel, as they are there.
+        gpu: norms are one kernel, as on GPUs.
     """
     layout = Layout.of(config, ranks)
     config = with_micro_batches(config, layout, micro_batches or enough_micro_batches(config, layout))
@@ -162,8 +144,7 @@ def observe(config: Config, mesh: Mesh, batch: Batches | None = None, repeats: b
     """Build the engine of this process and make steps, with a ledger and a recorder.
 
     Args:
-        repeats: run the first of calls of a scan that are alike, and count it for the others. Their results have no
-            values.
+        repeats: run only the first of equal calls of a scan, and count it for the others. Their results have no values.
         batch: gives what a step reads, by its number, and then weights get their initial values; None takes blank
             batches of the right shapes, and leaves weights as they are.
     """
@@ -225,7 +206,7 @@ def _observed(config: Config, mesh: Mesh, batch: Batches | None, labels: Labels,
 
 
 def _count_labels(engine: Any) -> None:
-    """A sum of weights that nobody can read is 0, and an engine leaves out steps without labels: here are some."""
+    """Replace the sum of weights by 1: without values it would be 0, and an engine skips steps without labels."""
     scale = engine._scale
 
     def counted(batch: StepBatch) -> float | Tensor:
@@ -236,7 +217,7 @@ def _count_labels(engine: Any) -> None:
 
 
 def _checkpoint(engine: Any) -> tuple[dict[str, int], int]:
-    """Bytes that this rank writes into a checkpoint, by state; and in how many fragments."""
+    """Bytes by state that this rank writes into a checkpoint, and the number of fragments."""
     found, fragments = dict[str, int](), list(engine.state.fragments())
     for each in fragments:
         found[each.state] = found.get(each.state, 0) + each.data.numel() * each.data.element_size()
@@ -265,7 +246,7 @@ def blank_batch(config: Config, layout: Layout, form: Any) -> StepBatch:
 
 @contextlib.contextmanager
 def _group_of_nobody(ranks: int, rank: int) -> Iterator[None]:
-    """A process group of `ranks` in which nothing is sent."""
+    """A process group of `ranks` that sends nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}

@@ -1,7 +1,7 @@
-"""The recommended layout of every ready configuration on a host and on a small cluster: a page of the manual.
+"""The recommended layout of every ready configuration on a host and on a small cluster, as a page of the documentation.
 
-The plan's formulas propose, the fastest first, and a rehearsal decides. What was found is kept in a JSON file beside
-the page, with a digest of what the configuration's files say, so that a row is made anew where they have changed.
+The plan's formulas propose layouts, the fastest first, and a rehearsal decides. A JSON file next to the page keeps the
+results with a digest of the configuration's values. A row is computed again if they have changed.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ def ready(folder: Path) -> list[Path]:
 
 
 def name_of(path: Path, folder: Path) -> str:
-    """Of a row."""
+    """Name of a row."""
     return path.relative_to(folder).with_suffix("").as_posix()
 
 
 def digest(path: Path) -> str:
-    """Of all that a configuration's files say."""
+    """Hash of a configuration's values."""
     values = [source.values for source in gather([str(path)], _overrides(path))]
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -82,10 +82,10 @@ def _overrides(path: Path) -> list[str]:
 
 
 def found(path: Path, formulas: bool = False) -> dict[str, Any]:
-    """All of a row, for JSON.
+    """A row as JSON.
 
     Args:
-        formulas: take the fastest layout of the formulas, and rehearse nothing.
+        formulas: use the fastest layout of the formulas, without rehearsals.
     """
     row: dict[str, Any] = {"digest": digest(path), "parameters": None}
     for devices in SIZES:
@@ -119,7 +119,7 @@ def best(question: Question, formulas: bool = False) -> dict[str, Any]:
 
 
 def forms(question: Question, answers: Answers) -> Iterator[Plan]:
-    """The layouts that fit, and these with more recomputed than the formulas ask for."""
+    """The layouts that fit, also with more recomputation than the formulas need."""
     for plan in answers.plans:
         yield plan
         modes = plan.choice.modes
@@ -129,8 +129,8 @@ def forms(question: Question, answers: Answers) -> Iterator[Plan]:
 
 @dataclass
 class Excess:
-    """How many times what the formulas say of a micro-batch's memory rehearsals have found, at most, by what is
-    recomputed: logits of attention that are written out, for example, are kept by all layers or made in one at a time.
+    """Largest ratio of rehearsed to predicted memory of a micro-batch, by mode of recomputation. For example, logits of
+    unfused attention are kept by all layers, or exist in one layer at a time.
     """
 
     factors: dict[str, float] = field(default_factory=dict)
@@ -140,13 +140,13 @@ class Excess:
         return plan.memory.total + (self.factors.get(plan.choice.recompute, 1.0) - 1) * plan.memory.passing
 
     def learn(self, plan: Plan, found: float) -> None:
-        """Take in the bytes that a rehearsal has found."""
+        """Learn from the bytes of a rehearsal."""
         mode, factor = plan.choice.recompute, 1 + (found - plan.memory.total) / plan.memory.passing
         self.factors[mode] = max(self.factors.get(mode, 1.0), factor)
 
 
 def proposed(plan: Plan) -> dict[str, Any]:
-    """What the formulas say of a layout."""
+    """The formulas' figures of a layout."""
     return {
         "layout": vars(plan.choice),
         "planned": round(plan.memory.total),
@@ -156,8 +156,8 @@ def proposed(plan: Plan) -> dict[str, Any]:
 
 
 def rehearsed(question: Question, choice: Candidate) -> dict[str, Any]:
-    """Bytes of the rank that needs most, with the allowance, and what it took to know: seconds of processor time of
-    all ranks, and the bytes of the largest process."""
+    """Bytes of the rank that needs most, with the allowance, and the cost of the rehearsal: seconds of processor time
+    of all ranks, and the bytes of the largest process."""
     config, ranks = question.resolved(choice).config, question.at.devices
     layout = Layout.of(config, ranks)
     seen = {rank: in_own_process(config, ranks, rank) for rank in kinds_of_ranks(config, layout)}
@@ -177,8 +177,8 @@ def whole(row: dict[str, Any]) -> bool:
 def renewed(
     folder: Path, rows: dict[str, Any], names: Iterable[str] = (), formulas: bool = False
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """All rows in order, each with its name: those in `rows`, made anew where files have changed, where they were not
-    rehearsed, or where names are given alone the named ones.
+    """All rows in order, each with its name. With `names` only these are computed again, otherwise rows in `rows` whose
+    files have changed or that were not rehearsed.
 
     Raises:
         ConfigError: a configuration is wrong by itself.
@@ -211,7 +211,7 @@ def line(name: str, row: dict[str, Any]) -> str:
 
 
 def reasons(rows: dict[str, Any]) -> list[str]:
-    """Why there is no layout, and what the rehearsals took."""
+    """Why there is no layout, and the cost of the rehearsals."""
     told = []
     for name, row in rows.items():
         for devices in SIZES:

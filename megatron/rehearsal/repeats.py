@@ -1,9 +1,8 @@
-"""Pure functions that a rehearsal runs once for all calls that are alike.
+"""Pure functions that a rehearsal runs once for all equal calls.
 
-A scan is a loop of small operations, which each layer of a kind calls with tensors of the same shapes, often many
-times. What a call takes follows from these shapes. So the first one is run and noted: how many operations it asks for,
-its FLOPs, the most bytes that it made and that lived at once, and the form of its results. Of the others the note is
-counted, and results of that form are made.
+A scan is a loop of small operations, which each layer of a kind calls with tensors of the same shapes. The shapes
+determine the cost of a call. The first call is run and its counts are noted: operations, FLOPs, the peak of its live
+bytes, and the form of its results. For the others the note is counted, and results of the same form are made.
 """
 
 from __future__ import annotations
@@ -31,32 +30,22 @@ HARMLESS = (FakeTensorMode, Values, StorageCounter)  # modes that do the same in
 
 @dataclass(frozen=True)
 class Form:
-    """A tensor among the results of a call.
+    """Form of a tensor in the results of a call."""
 
-    Attributes:
-        storage: which of the new storages it is in, or -1 - the place of the input whose storage it shares.
-        offset: in that storage, or from the input's own.
-    """
-
-    storage: int
+    storage: int  # which of the new storages it is in, or -1 - the place of the input whose storage it shares
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    offset: int
+    offset: int  # in that storage, or from the input's own
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class Note:
-    """What a call takes and gives.
-
-    Attributes:
-        storages: bytes and type of each new storage in the results.
-        results: a `Form`, or what is no tensor, for each leaf of `tree`.
-    """
+    """Counts and results of a call."""
 
     counts: Repetition
-    storages: tuple[tuple[int, torch.dtype], ...]
-    results: tuple[Any, ...]
+    storages: tuple[tuple[int, torch.dtype], ...]  # bytes and type of each new storage in the results
+    results: tuple[Any, ...]  # a `Form`, or a value that is not a tensor, for each leaf of `tree`
     tree: Any
 
     def again(self, inputs: Sequence[Any]) -> Any:
@@ -74,7 +63,7 @@ class Note:
 
 
 class _Within(StorageCounter):
-    """Counts what a call makes: the storages of its inputs are none of it."""
+    """Counts the storages that a call makes, without its inputs."""
 
     def __init__(self, outer: StorageCounter, inputs: Sequence[Tensor]) -> None:
         super().__init__(outer.place)
@@ -86,19 +75,19 @@ class _Within(StorageCounter):
 
 
 class Repeats:
-    """Stands for `recomputed.call` while a ledger counts.
+    """Replaces `recomputed.call` while a ledger counts.
 
     Attributes:
-        notes: of calls by what they have in common; None of those that must be run each time.
+        notes: by the key of equal calls, None for calls that must be run each time.
     """
 
     def __init__(self, ledger: StorageCounter) -> None:
-        self._counters = [ledger]  # and those of the calls that are being noted, the innermost last
+        self._counters = [ledger]  # and the counters of calls that are being noted, the innermost last
         self.notes: dict[Hashable, Note | None] = {}
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """From now on calls that are alike are run once."""
+        """Run equal calls once from now on."""
         before, recomputed.call = recomputed.call, self.call
         try:
             yield
@@ -106,7 +95,7 @@ class Repeats:
             recomputed.call = before
 
     def call(self, function: Callable[..., Any], *inputs: Any) -> Any:
-        """What `function(*inputs)` gives, as far as tensors without values go."""
+        """Result of `function(*inputs)`, without values."""
         leaves, tree = tree_flatten(inputs)
         key = _alike(function, leaves, tree)
         if key is None or (key in self.notes and self.notes[key] is None):
@@ -136,7 +125,7 @@ class Repeats:
 
 
 def _noted(within: StorageCounter, results: Any, inputs: Sequence[Any]) -> Note | None:
-    """None where another call could differ: a result is in a storage from elsewhere, or something else stays."""
+    """Note of a call. None if another call could differ: a result has a foreign storage, or other storages remain."""
     found, tree = tree_flatten(results)
     places = {each.untyped_storage()._cdata: at for at, each in reversed([*enumerate(inputs)]) if _is_tensor(each)}
     storages: dict[int, tuple[int, torch.dtype]] = {}
@@ -171,9 +160,9 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _alike(function: Callable[..., Any], leaves: Sequence[Any], tree: Any) -> Hashable | None:
-    """What calls that take the same have in common; None where that cannot be said."""
+    """Key of equal calls. None if equality cannot be determined."""
     if not all(isinstance(mode, HARMLESS) for mode in _get_current_dispatch_mode_stack()):
-        return None  # such as that of selective recomputation, which keeps some results
+        return None  # such as the mode of selective recomputation, which keeps some results
     try:
         parts = [_part(each) for each in (function, *leaves)]
     except TypeError:

@@ -1,4 +1,4 @@
-"""What a rehearsal says: bytes by what they are for, FLOPs and messages of a step; as text and as JSON."""
+"""Report of a rehearsal: bytes by purpose, FLOPs and messages of a step, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FRAGMENTATION = 0.06  # of all tensors: what the allocator holds and cannot give
 
 
 def memory(allocations: Sequence[Allocation]) -> dict[str, int]:
-    """Bytes by what they are for, the parts that an engine keeps first."""
+    """Bytes by purpose. The parts that an engine keeps come first."""
     found: dict[str, int] = {}
     for each in allocations:
         part = each.part or _made(each)
@@ -50,7 +50,7 @@ def by_layer(allocations: Sequence[Allocation]) -> dict[str, int]:
 
 
 def _made(allocation: Allocation) -> str:
-    """What a tensor is for by where it was made."""
+    """Purpose of a tensor, by the place where it was made."""
     phase, layer = allocation.place.phase, allocation.place.layer
     kind = layer.split(".")[2] if layer.count(".") >= 2 else "norms and stream" if "." in layer else layer
     kind = "logits and loss" if kind == "head" else kind
@@ -64,7 +64,7 @@ def _made(allocation: Allocation) -> str:
 
 
 def messages(config: Config, layout: Layout, rank: int, seen: RankCounts) -> tuple[Tally, str]:
-    """What a whole step sends, and how that is known."""
+    """Messages of a whole step, and their source."""
     with suppress(NotPredicted):
         found = predict(config, layout.world_size, rank)
         if not found.calls(MOST):  # a rehearsal's rows are shared evenly
@@ -84,7 +84,7 @@ def messages(config: Config, layout: Layout, rank: int, seen: RankCounts) -> tup
 
 
 def describe_rank(config: Config, layout: Layout, rank: int, seen: RankCounts, device: Device | None) -> dict[str, Any]:
-    """All about one rank, for JSON."""
+    """Report on one rank, for JSON."""
     at, full = layout.coordinates(rank), accumulation_steps(config, layout)
     by_part = memory(seen.allocations)
     host = {part: by_part.pop(part) for part in offloaded(config) if part in by_part}
@@ -156,7 +156,7 @@ def document(
 
 
 def _writers(config: Config, layout: Layout) -> int:
-    """Ranks that write optimizer states: without ZeRO one of all that have the same."""
+    """Ranks that write optimizer states: without ZeRO one of each group of replicas."""
     return layout.world_size // (1 if zero_stage(config, layout) else layout.replicas)
 
 
@@ -186,7 +186,7 @@ def text(found: dict[str, Any]) -> str:
 
 
 def _verdict(found: dict[str, Any]) -> list[str]:
-    """What the formulas of a plan say of the same layout, and last whether it fits."""
+    """The plan's formulas for the same layout, and last whether it fits."""
     if found["device"] is None:
         return []
     most = max(found["rehearsed"], key=lambda each: each["memory"]["total"])

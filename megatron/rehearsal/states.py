@@ -1,4 +1,4 @@
-"""What the tensors that an engine keeps are for: weights, gradients, masters, moments, buckets."""
+"""Purpose of the tensors that an engine keeps: weights, gradients, masters, moments, buckets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WORDS = (
 
 
 def mark_states(ledger: StorageCounter, engine: Any) -> None:
-    """Tell the ledger what the tensors of an engine are for; again after each step, since some are made late.
+    """Mark the purpose of an engine's tensors in the ledger. Called again after each step, since some are made late.
 
     Args:
         engine: a `BaseEngine`.
@@ -59,7 +59,7 @@ def mark_states(ledger: StorageCounter, engine: Any) -> None:
 
 
 def watch_gradients(ledger: StorageCounter, engine: Any) -> None:
-    """Have each gradient marked as soon as it is one."""
+    """Mark each gradient as soon as it exists."""
 
     def mark(parameter: Tensor) -> None:
         if parameter.grad is not None:

@@ -1,8 +1,8 @@
-"""A ledger of tensors: how many bytes live at each moment, what they are for, and how many FLOPs were done.
+"""A ledger of tensors: live bytes at each moment, their purpose, and FLOPs.
 
-Every operation passes `__torch_dispatch__`, below autograd, so that saved activations, gradients and what optimizers
-make are seen alike. A storage counts from the operation that returns it until torch frees it. The same ledger works on
-tensors with values and on those without. What a kernel takes for itself and gives back before it returns is not seen.
+Every operation passes `__torch_dispatch__`, below autograd, so saved activations, gradients and optimizer states are
+all counted. A storage counts from the operation that returns it until torch frees it. The ledger works on tensors with
+and without values. It does not see temporary memory inside a kernel.
 """
 
 from __future__ import annotations
@@ -31,20 +31,15 @@ FORMULAS = {**flop_registry, torch.ops.aten._grouped_mm: grouped_product_flops}
 
 @dataclass(frozen=True)
 class ProgramPlace:
-    """Where the program is.
+    """Where the program is."""
 
-    Attributes:
-        phase: start, forward, recompute, backward, update, exchange.
-        layer: `embedding`, `layers.3.attention`, `head`; empty where no layer is at work.
-    """
-
-    phase: str
-    layer: str
+    phase: str  # start, forward, recompute, backward, update, exchange
+    layer: str  # `embedding`, `layers.3.attention`, `head`, empty outside of layers
 
 
 @dataclass(slots=True)
 class Allocation:
-    """A storage: its bytes, where it was made, and what it is for, if somebody has said so."""
+    """A storage: its bytes, the place where it was made, and its purpose, if marked."""
 
     size: int
     place: ProgramPlace
@@ -53,7 +48,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Moment:
-    """When most bytes lived: where the program was, and which operation it ran."""
+    """Time of the peak: the place in the program, and the operation."""
 
     place: ProgramPlace
     operation: str
@@ -64,15 +59,11 @@ PASSES = ("forward", "recompute", "backward")  # phases that each micro-batch ha
 
 @dataclass(frozen=True)
 class Repetition:
-    """What a piece of the program takes each time.
-
-    Attributes:
-        operation: that ran when most of what it made lived; sizes: of these storages, bytes.
-    """
+    """Cost of a repeated piece of the program."""
 
     operations: int
     flops: int
-    operation: str
+    operation: str  # at the peak of its own storages, whose bytes are `sizes`
     sizes: tuple[int, ...]
 
 
@@ -80,14 +71,14 @@ class StorageCounter(TorchDispatchMode):
     """Counts while it is active.
 
     Args:
-        place: says where the program is.
+        place: returns the place in the program.
 
     Attributes:
         live: bytes now.
         peak: the largest number so far; `at` says when.
         flops: by place.
-        operations: how many torch was asked for (a GPU launches at least as many kernels).
-        updating: how many of these outside of passes, which a step has once however many micro-batches it has.
+        operations: of torch, at most the number of kernels that a GPU launches.
+        updating: operations outside of passes, once per step for any number of micro-batches.
     """
 
     def __init__(self, place: Callable[[], ProgramPlace]) -> None:
@@ -121,19 +112,19 @@ class StorageCounter(TorchDispatchMode):
         return result
 
     def mark(self, tensor: Tensor, part: str) -> None:
-        """Say what the storage of a tensor is for."""
+        """Mark the purpose of a tensor's storage."""
         found = self._known.get(tensor.untyped_storage()._cdata)
         if found is not None:
             found[1].part = part
 
     def part_of(self, tensor: Tensor) -> str | None:
-        """What was said of its storage; None if the ledger does not know it."""
+        """Purpose of its storage. None if the ledger does not know it."""
         found = self._known.get(tensor.untyped_storage()._cdata)
         return found[1].part if found else None
 
     @contextmanager
     def making(self, part: str) -> Iterator[None]:
-        """What is made inside is for this."""
+        """Mark all storages made inside with this purpose."""
         before, self._part = self._part, part
         try:
             yield
@@ -141,12 +132,12 @@ class StorageCounter(TorchDispatchMode):
             self._part = before
 
     def repetition(self) -> Repetition:
-        """All that was counted here, so that others can count it without running it."""
+        """All counts, so that other calls can be counted without running them."""
         sizes = tuple(each.size for each in self.at_peak())
         return Repetition(self.operations, sum(self.flops.values()), self.at.operation, sizes)
 
     def repeat(self, done: Repetition) -> None:
-        """Count a piece of the program that is not run; what it gives is made behind this."""
+        """Count a piece of the program that is not run. Its results are made after this call."""
         place, most = self.place(), self.live + sum(done.sizes)
         self.operations += done.operations
         if done.flops:
@@ -157,11 +148,11 @@ class StorageCounter(TorchDispatchMode):
             self._later.clear()
 
     def at_peak(self) -> list[Allocation]:
-        """What lived when most bytes did; the sizes add up to `peak`."""
+        """Allocations at the peak. Their sizes sum to `peak`."""
         return [*self._present, *(allocation for key, (_, allocation) in self._known.items() if key not in self._later)]
 
     def forget_peak(self) -> None:
-        """The peak from now on."""
+        """Measure the peak from now on."""
         self.peak = self.live
         self.at = Moment(self.place(), "")
         self._present.clear()
@@ -175,7 +166,7 @@ class StorageCounter(TorchDispatchMode):
                 self._see(each)
 
     def _add(self, tensor: Tensor) -> None:
-        # A shape that somebody notes (DeepSpeed does, of each weight) takes no memory.
+        # A meta tensor (DeepSpeed keeps one for each weight) takes no memory.
         if tensor.fake_device.type == "meta" if type(tensor) is FakeTensor else tensor.is_meta:
             return
         storage = tensor.untyped_storage()

@@ -25,6 +25,16 @@ class HeatMap:
     names: Sequence[str] = ()  # of the columns, instead of numbers
 
 
+def new_figure(width: float, height: float, dpi: int = 100) -> Any:
+    """An empty matplotlib figure of this size in inches, without matplotlib's global state."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
 def write_figure(figure: Any, path: str | Path) -> None:
     """Write a matplotlib figure as a PNG file, which appears whole or not at all."""
     path = Path(path)
@@ -39,13 +49,10 @@ def save_heat_maps(path: str | Path, maps: Sequence[HeatMap], *, title: str, mos
     Args:
         most: the value of the strongest colour. `middle` is in the middle, 0 at the other end.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import TwoSlopeNorm
-    from matplotlib.figure import Figure
 
     height = max(2.5, min(9.0, 1.5 + 0.25 * max(len(each.values) for each in maps)))
-    figure = Figure(figsize=(5.5 * len(maps), height), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(5.5 * len(maps), height, 120)
     figure.suptitle(title)
     norm = TwoSlopeNorm(vmin=0.0, vcenter=middle, vmax=max(most, 1.01 * middle))
     for axes, each in zip(figure.subplots(1, len(maps), squeeze=False)[0], maps):
@@ -82,11 +89,7 @@ def save_lines(
         faint: pale curves below all others, the n-th in the colour of the n-th of `series`, without a name.
         grey: grey curves below all others. The first has the name "abandoned".
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, 4.5, 120)
     axes = figure.add_subplot()
     for number, points in enumerate(grey):
         label = "_abandoned" if number else "abandoned"  # no legend for names that begin with an underscore

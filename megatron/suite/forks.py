@@ -1,7 +1,7 @@
-"""Branches of a suite's runs: where they begin, how long they decay, and what they change beside that.
+"""Branches of a suite's runs: their steps, the length of their decay, and other changes.
 
-A branch is what `deepy fork` makes of a run's checkpoint. In a suite it is a run like the others, which can begin
-once its trunk has saved that checkpoint.
+`deepy fork` makes a branch from a run's checkpoint. In a suite it is a run like the others, which can begin once its
+trunk has saved that checkpoint.
 """
 
 from __future__ import annotations
@@ -20,24 +20,18 @@ from megatron.config.source.layers import ConfigSource
 from megatron.config.source.origins import Origin
 
 KEYS = {"at", "steps", "set"}
-# What a branch sets itself.
+# Keys that a branch sets itself.
 OWN = ("run", "training.steps", "training.stop_at_step", "checkpoint.dir", "checkpoint.resume")
 OWN_SCHEDULE = ("schedule.type", "schedule.steps", "schedule.decay_steps")
 
 
 @dataclass(frozen=True)
 class Fork:
-    """A branch of every run.
+    """A branch of every run."""
 
-    Attributes:
-        at: the step of the checkpoint where it begins.
-        steps: its length, all of it decay.
-        changes: dotted keys that have other values than in the trunk.
-    """
-
-    at: int
-    steps: int
-    changes: Mapping[str, Any]
+    at: int  # the step of the checkpoint where it begins
+    steps: int  # its length, all of it decay
+    changes: Mapping[str, Any]  # dotted keys that have other values than in the trunk
 
     @property
     def end(self) -> int:
@@ -53,7 +47,7 @@ Tell = Callable[[tuple[str | int, ...], str, str], None]
 def read_forks(
     given: Any, keys: Callable[[tuple[str, ...], dict[str, Any]], Mapping[str, Any]], tell: Tell
 ) -> list[Fork]:
-    """The branches that `forks:` of a suite's file describes; `tell` takes each mistake (place, rule, fix)."""
+    """The branches in `forks:` of a suite's file. `tell` receives each error (place, rule, fix)."""
     entries = [given] if isinstance(given, dict) else given
     if not isinstance(entries, list) or not all(isinstance(each, dict) for each in entries):
         tell(
@@ -93,7 +87,7 @@ def _whole(value: Any) -> bool:
 
 
 def resolved_fork(fork: Fork, folder: Path, trunk: Resolved, *, ranks: int, check_inputs: bool) -> Resolved:
-    """The configuration of a branch, from that of its trunk: what `fork` will write into its folder.
+    """The configuration of a branch, from its trunk's, as `fork` will write it.
 
     Raises:
         ConfigError: the changes make mistakes.
@@ -108,7 +102,7 @@ def resolved_fork(fork: Fork, folder: Path, trunk: Resolved, *, ranks: int, chec
 
 
 def unsaved(forks: Sequence[Fork], config: Config, where: str) -> Iterator[Problem]:
-    """Branches whose checkpoint a run with this configuration does not make, or does not keep."""
+    """Problems with branches whose checkpoint a run with this configuration does not save or keep."""
     from megatron.checkpoint.save.policy import SavePolicy
 
     section, last = config.checkpoint, config.training.stop_at_step or config.training.steps
@@ -129,7 +123,7 @@ def unsaved(forks: Sequence[Fork], config: Config, where: str) -> Iterator[Probl
 
 
 def make(fork: Fork, trunk: Path, folder: Path) -> bool:
-    """Make the branch's folder if its trunk has the checkpoint; returns whether the branch can be trained.
+    """Make the branch's folder if its trunk has the checkpoint. Return whether the branch can be trained.
 
     Raises:
         CheckpointError, OSError, UserError: the checkpoint or the trunk's files cannot be read.
@@ -155,10 +149,11 @@ def make(fork: Fork, trunk: Path, folder: Path) -> bool:
 
 @cache
 def _checkpoints(run: Path, written: int) -> Path:
-    """Where a run saves. Reading its configuration takes a second, and every waiting branch asks again and again.
+    """Folder of a run's checkpoints. It is cached, since reading the configuration takes a second and waiting branches
+    poll.
 
     Args:
-        written: when its config.yml was, in ns: another one is read anew.
+        written: time of its config.yml in ns: another file is read again.
     """
     from megatron.config.show.difference import described
 

@@ -33,36 +33,29 @@ class Member:
     """One run of a suite.
 
     Attributes:
-        name: the names of its values, joined by dashes, of a branch with the step where it begins; also the name of its
-            folder.
-        values: axis -> name of the value.
-        folder: the run's directory.
-        files: its configuration files, later ones winning.
-        overrides: `key=value` words after them.
-        fork: what branch it is; None for a run from the start.
-        trunk: the run that it is a branch of.
+        name: the names of its values, joined by dashes, and the first step of a branch. Also the name of its folder.
     """
 
     name: str
-    values: Mapping[str, str]
-    folder: Path
-    files: tuple[str, ...]
-    overrides: tuple[str, ...]
-    fork: Fork | None = None
-    trunk: Member | None = None
+    values: Mapping[str, str]  # axis -> name of the value
+    folder: Path  # the run's directory
+    files: tuple[str, ...]  # its configuration files, later ones winning
+    overrides: tuple[str, ...]  # `key=value` words after them
+    fork: Fork | None = None  # None for a run from the start
+    trunk: Member | None = None  # the run that it is a branch of
 
     @property
     def words(self) -> list[str]:
-        """What stands after train.py on the command line that starts it."""
+        """Arguments of train.py that start it."""
         return [*self.files, *self.overrides]
 
     @property
     def first(self) -> int:
-        """The step that it begins with."""
+        """Its first step."""
         return 0 if self.fork is None else self.fork.at
 
     def branch(self, fork: Fork) -> Member:
-        """A branch of this run; its file is made when the run has the checkpoint."""
+        """A branch of this run. Its file is made when the run has the checkpoint."""
         from megatron.training.start.fork import FILE
 
         name = f"{self.name}-from-{fork.at}"
@@ -72,28 +65,20 @@ class Member:
 
 @dataclass(frozen=True)
 class Suite:
-    """A suite as its file describes it.
+    """A suite as its file describes it."""
 
-    Attributes:
-        path: the file.
-        folder: where the runs are, one folder each.
-        ranks: processes of each run; None for what the launcher finds.
-        axes: axis -> names of its values.
-        members: runs from the start first, then their branches.
-    """
-
-    path: Path
+    path: Path  # the file
     name: str
-    folder: Path
-    ranks: int | None
-    axes: Mapping[str, tuple[str, ...]]
-    members: tuple[Member, ...]
+    folder: Path  # where the runs are, one folder each
+    ranks: int | None  # processes of each run, None for the launcher's choice
+    axes: Mapping[str, tuple[str, ...]]  # axis -> names of its values
+    members: tuple[Member, ...]  # runs from the start first, then their branches
 
     def resolved(self, *, check_inputs: bool = False) -> dict[str, Resolved]:
         """The configuration of every member, by its name.
 
         Raises:
-            ConfigError: with the problems of all members; those that several share are told once.
+            ConfigError: with the problems of all members. Shared problems occur once.
         """
         found: dict[str, Resolved] = {}
         problems: dict[str, Problem] = {}
@@ -122,7 +107,7 @@ class Suite:
         return found
 
     def _shared_stores(self, found: Mapping[str, Resolved]) -> Iterator[Problem]:
-        """Checkpoints are called by their steps, so runs that share a place overwrite each other's."""
+        """Problems with shared places: checkpoints are named by their steps, so runs would overwrite each other's."""
         users: dict[str, list[str]] = {}
         for name, resolved in found.items():
             if (level := resolved.config.checkpoint.store) is not None and level.url is not None:
@@ -135,7 +120,7 @@ class Suite:
                 yield Problem("checkpoint.levels", rule, fix, where=str(self.path))
 
     def _one(self, member: Member, found: Mapping[str, Resolved], check_inputs: bool) -> Resolved | None:
-        """A member's configuration; None for a branch of a run that has none."""
+        """A member's configuration. None for a branch of a run without one."""
         ranks = self.ranks or 1
         if member.fork is None or member.trunk is None:
             return load(list(member.files), list(member.overrides), ranks=ranks, check_inputs=check_inputs)
@@ -149,7 +134,7 @@ def read_suite(path: Path) -> Suite:
     """Read a suite's file.
 
     Raises:
-        ConfigError: it cannot be read, or it has mistakes; with all of them and their lines.
+        ConfigError: it cannot be read, or has errors, with all of them and their lines.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -167,7 +152,7 @@ def read_suite(path: Path) -> Suite:
 
 
 class _Reader:
-    """Turns the values of a file into a suite, and collects what is wrong with them."""
+    """Converts the values of a file to a suite, and collects their errors."""
 
     def __init__(self, path: Path, values: dict[str, Any], origins: Mapping[Any, Origin], problems: list[Problem]):
         self.path, self.values, self.origins, self.problems = path, values, origins, problems
@@ -255,7 +240,7 @@ class _Reader:
         return _Change(tuple(paths), self._keys(set_at, keys))
 
     def _file(self, at: tuple[str, ...], word: str) -> str:
-        """A file beside the suite's, or what the command line would take."""
+        """A file next to the suite's, or a file of the command line's search."""
         beside = self.path.parent / word
         found = str(beside) if beside.is_file() else configuration_file(word)
         if found is None:
@@ -287,14 +272,14 @@ class _Reader:
 
 @dataclass(frozen=True)
 class _Change:
-    """What a value of an axis changes: files that come after the others, and keys after all files."""
+    """Changes of an axis's value: files after the others, and keys after all files."""
 
     files: tuple[str, ...]
     keys: Mapping[str, Any]
 
 
 def _values(tree: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Keys of nested or dotted mappings with their values; a list is one value."""
+    """Keys of nested or dotted mappings with their values. A list is one value."""
     lists = set()
     for path, value in leaves(tree):
         whole = next((end for end, part in enumerate(path) if isinstance(part, int)), None)

@@ -20,7 +20,7 @@ from .forks import make
 from .members import Member, Suite
 from .state import state_of
 
-TICK = 0.2  # seconds between two looks at the running ones
+TICK = 0.2  # seconds between two polls
 HARMLESS = ("launch.", "logging.", "evaluation.", "checkpoint.", "data.cache", "data.workers", "data.prefetch")
 
 
@@ -57,18 +57,18 @@ def _refuse_another(member: Member, made: Path, resolved: Resolved) -> None:
 
 
 def command(member: Member, suite: Suite) -> list[str]:
-    """The command that trains a member, or goes on with it."""
+    """The command that trains or continues a member."""
     ranks = ["--ranks", str(suite.ranks)] if suite.ranks else []
     return [sys.executable, str(root() / "deepy.py"), *ranks, str(root() / "train.py"), *member.words]
 
 
 def train(suite: Suite, members: list[Member], jobs: int, tell: Callable[[str], None]) -> list[str]:
-    """Train members, `jobs` at a time; what one prints goes to <folder>.out. Ctrl-C reaches all, and each saves.
+    """Train members, `jobs` at a time, with output in <folder>.out. On Ctrl-C all of them save.
 
-    A branch begins once its trunk has the checkpoint, and is given up where the trunk ended without it.
+    A branch begins once its trunk has the checkpoint, and fails if the trunk has ended without it.
 
     Returns:
-        The names of those that failed, or were not begun because of Ctrl-C.
+        Names of members that failed, or were not begun because of Ctrl-C.
     """
     queue, running, failed = list(members), dict[str, tuple[Member, subprocess.Popen]](), list[str]()
     suite.folder.mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ def train(suite: Suite, members: list[Member], jobs: int, tell: Callable[[str], 
 
 
 def _ready(member: Member, coming: set[str], tell: Callable[[str], None]) -> bool | None:
-    """Whether a member can begin; None for a branch whose trunk may still save the checkpoint."""
+    """Whether a member can begin. None for a branch whose trunk may still save the checkpoint."""
     if member.fork is None or member.trunk is None:
         return True
     try:
@@ -123,7 +123,7 @@ def _output(member: Member) -> Path:
 
 def _start(member: Member, suite: Suite) -> subprocess.Popen:
     with open(_output(member), "ab") as out:
-        # A session of its own: the terminal's Ctrl-C comes to us alone, and goes on from here once.
+        # A session of its own, so that only this process receives the terminal's Ctrl-C and forwards it once.
         return subprocess.Popen(
             command(member, suite), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
         )
@@ -145,7 +145,7 @@ def array_script(suite: Suite, options: list[str], first: int, last: int) -> str
 
 
 def write_arrays(suite: Suite, options: list[str]) -> list[str]:
-    """Write array.sh, and branches.sh for what can begin after it; returns the lines that submit them."""
+    """Write array.sh, and branches.sh for members that can begin after it. Return the lines that submit them."""
     suite.folder.mkdir(parents=True, exist_ok=True)
     trunks, last = sum(member.fork is None for member in suite.members), len(suite.members) - 1
     script, branches = suite.folder / "array.sh", suite.folder / "branches.sh"

@@ -1,4 +1,4 @@
-"""How far the runs of a suite are, and whether they have read the same batches: from the files they leave behind."""
+"""Progress of a suite's runs, and whether they have read the same batches, from their files."""
 
 from __future__ import annotations
 
@@ -15,26 +15,23 @@ from megatron.report.ledger import read_ledger
 from .members import Member
 
 AVERAGED = 20  # the closing loss is the mean over this part of the steps: a twentieth
-# What decides over the batches of a run, besides what is said of the files themselves.
+# Keys that determine the batches of a run, in addition to its data.
 _READ = ("global_batch_size", "sequence_length", "seed")
 _NOT_READ = ("cache", "workers", "prefetch", "validation", "test")
 
 
 @dataclass(frozen=True)
 class State:
-    """A member's run, as its files tell it.
+    """State of a member's run, from its files.
 
     Attributes:
-        word: waiting, running (or killed), stopped, failed or finished.
-        step: updates made.
-        losses: step -> training loss.
         batches: step -> hash of the batch that the newest weights have seen.
         validation, tasks: the last values by name.
     """
 
-    word: str = "waiting"
-    step: int = 0
-    losses: Mapping[int, float] = field(default_factory=dict)
+    word: str = "waiting"  # waiting, running (or killed), stopped, failed or finished
+    step: int = 0  # updates made
+    losses: Mapping[int, float] = field(default_factory=dict)  # step -> training loss
     batches: Mapping[int, str] = field(default_factory=dict)
     validation: Mapping[str, float] = field(default_factory=dict)
     tasks: Mapping[str, float] = field(default_factory=dict)
@@ -48,7 +45,7 @@ class State:
 
 
 def state_of(member: Member) -> State:
-    """Read a member's files. One that has not begun has none.
+    """Read a member's files. A member that has not begun has none.
 
     Raises:
         OSError: a file cannot be read.
@@ -81,7 +78,7 @@ def _main(metrics: Mapping[str, float]) -> str:
 
 
 def data_group(config: Config) -> str:
-    """A short name that runs share if their configurations ask for the same batches."""
+    """A short name that runs with the same batches share."""
     data = {key: value for key, value in thaw(config.data.model_dump()).items() if key not in _NOT_READ}
     training = {key: getattr(config.training, key) for key in _READ}
     if schedule := config.training.sequence_schedule:
@@ -95,13 +92,11 @@ class Agreement:
     """Whether the runs of a group have read the same batches.
 
     Attributes:
-        members: names of those that have read any.
-        steps: steps that more than one of them has made.
-        unlike: (step, member, other member) of the first step at which two batches differ; None if none does.
+        unlike: (step, member, other member) of the first step with different batches, or None.
     """
 
-    members: tuple[str, ...]
-    steps: int
+    members: tuple[str, ...]  # names of those that have read any
+    steps: int  # steps that more than one of them has made
     unlike: tuple[int, str, str] | None
 
 

@@ -1,4 +1,4 @@
-"""What a suite's tool prints: its plan, how far it is, and its results with their spread over seeds."""
+"""Output of the suite tool: its plan, its progress, and its results with their spread over seeds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.config.problems import UserError
 from megatron.config.resolution import Resolved
-from megatron.config.words import counted
+from megatron.config.words import aligned, counted
 from megatron.report.console import short_number
 
 from .members import Suite
@@ -86,12 +86,12 @@ def plan_lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def state_word(state: State, end: int) -> str:
-    """A run that was to stop at a step, as branches are, is finished there."""
+    """State of a run. A run with a last step, such as a branch, is finished there."""
     return "finished" if state.word == "stopped" and state.step >= end else state.word
 
 
 def status_lines(states: Mapping[str, State], ends: Mapping[str, int]) -> list[str]:
-    """How far every member is."""
+    """Progress of every member."""
     rows, words = [["member", "state", "step", "of", "loss"]], list[str]()
     for name, state in states.items():
         loss = "" if state.loss is None else f"{state.loss:.4f}"
@@ -128,7 +128,7 @@ def results(suite: Suite, states: Mapping[str, State]) -> list[dict[str, Any]]:
     """The results of every combination of values, averaged over the axis `seed` where the suite has one.
 
     Each has `values`, `runs`, and under `results` for each number its mean, its standard deviation over the runs (null
-    for one run) and how many runs have it.
+    for one run) and its number of runs.
     """
     groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for member in suite.members:
@@ -173,13 +173,3 @@ def _cell(spread: Mapping[str, Any] | None) -> str:
         return "-"
     around = "" if spread["deviation"] is None else f" ± {spread['deviation']:.4f}"
     return f"{spread['mean']:.4f}{around}"
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines: the first column to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    first, *others = widths
-    return [
-        "  ".join([row[0].ljust(first), *(cell.rjust(width) for cell, width in zip(row[1:], others))]).rstrip()
-        for row in rows
-    ]

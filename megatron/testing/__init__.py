@@ -1,4 +1,4 @@
-"""For the tests of what is added, inside or in a package of your own: it must compute the same on every layout.
+"""Helpers for tests of new parts, built-in or in your own package, which must compute the same on every layout.
 
     from megatron.testing import check_counts, check_decoding, check_layouts
 
@@ -6,8 +6,8 @@
         check_layouts(VALUES, [{"parallel": {"tensor": 2}}, {"parallel": {"pipeline": 2}}, {"zero": {"stage": 2}}])
 
 `values` is a configuration as a nested dictionary, as `megatron.config.resolve` takes it. No GPU is needed: ranks are
-processes on this machine that talk over gloo, which are started once and used again. `train_on_ranks` is a whole run,
-for the tests of an optimizer, a schedule or a hook.
+gloo processes on this machine that are started once and reused. `train_on_ranks` is a whole run, to test an optimizer,
+a schedule or a hook.
 """
 
 from .checks import check_counts, check_decoding

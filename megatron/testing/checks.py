@@ -1,4 +1,4 @@
-"""What a kind says of itself against what it does: decoding against whole sequences, counts against torch's own."""
+"""Checks of a kind's declarations: decoding against whole sequences, counts against torch's own."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_decoding(values: Mapping[str, Any], pieces: Sequence[int] = (3, 1, 1, 
 
 
 def check_counts(values: Mapping[str, Any]) -> None:
-    """Counts of parameters and of the forward pass's FLOPs are exactly what torch counts.
+    """Counts of parameters and of the forward pass's FLOPs equal torch's.
 
     Raises:
         AssertionError: with both numbers.

@@ -1,4 +1,4 @@
-"""Losses and gradients of a layout against those of one process of plain PyTorch, without engine or DeepSpeed."""
+"""Losses and gradients of a layout, compared with one process of plain PyTorch without engine or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def check_layouts(
     bound: float = 1e-5,
     step: Callable[[dict[str, Any], int], Answer] | None = None,
 ) -> None:
-    """Loss and gradients of one step are on each layout those of one process.
+    """Check that loss and gradients of one step on each layout equal one process.
 
     Args:
-        values: a configuration, fp32, without dropout; its batch must fit all layouts. The optimizer's section is
-            replaced.
-        layouts: what differs, such as {"parallel": {"tensor": 2}}; "ranks" is the number of processes, or else the
-            smallest that the layout needs.
+        values: a configuration, fp32, without dropout. Its batch must fit all layouts. The optimizer's
+            section is replaced.
+        layouts: differences, such as {"parallel": {"tensor": 2}}; "ranks" is the number of processes, by default
+            the smallest that the layout needs.
         bound: largest relative error of the loss, and of each gradient in the Euclidean norm. What fp32 differs from
             float64 in one process, ten times, is added to it: that is rounding, which layouts do in other orders.
         step: what each rank runs instead of `on_this_rank`, of the same form: what it sets up around that and looks at

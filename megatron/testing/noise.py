@@ -1,4 +1,4 @@
-"""Weights and batches that tests draw: functions of names and steps alone, so that all layouts have the same."""
+"""Random weights and batches for tests. They depend only on names and steps, so all layouts have the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.parallel.layout.shard import LogicalTensor
 
 
 def noise(tensor: LogicalTensor) -> np.ndarray:
-    """What is added to a tensor's initial values, fp32 of the logical shape: no matrix is left at 0."""
+    """Noise for a tensor's initial values, fp32 of the logical shape, so that no matrix is 0."""
     generator = np.random.default_rng(zlib.crc32(tensor.name.encode()))
     return generator.normal(0.0, 0.1, tensor.shape).astype(np.float32)
 
@@ -29,8 +29,8 @@ def part_of(values: np.ndarray, tensor: LogicalTensor, rank: int, ranks: int) ->
 
 
 def batch(config: Config) -> dict[str, Any]:
-    """All samples of one step: tokens [B, S + 1], and, where the run has them, documents, positions and the labels'
-    weights [B, S], and the columns of the objective."""
+    """All samples of one step: tokens [B, S + 1], and if the run has them documents, positions and the labels' weights
+    [B, S], and the columns of the objective."""
     B, S = config.training.global_batch_size, config.training.sequence_length
     draw = torch.Generator().manual_seed(config.training.seed)
     found: dict[str, Any] = {"tokens": torch.randint(0, config.model.vocab_size, (B, S + 1), generator=draw)}
@@ -52,7 +52,7 @@ def batch(config: Config) -> dict[str, Any]:
 
 
 def _weights(targets: Targets, tokens: torch.Tensor, starts: torch.Tensor | None, row: int) -> torch.Tensor:
-    """What the run's objective gives the labels of a sample, [S]; its first token begins a document."""
+    """The objective's weights of a sample's labels, [S]. The first token begins a document."""
     begins = None if starts is None else np.array([True, *starts[row, 1:].tolist(), False])
     weights = targets.of(Sample(tokens[row].numpy(), begins=begins)).weights
     return torch.ones(tokens.shape[1] - 1) if weights is None else torch.from_numpy(weights)

@@ -1,8 +1,8 @@
 """Ranks without a launcher: `on_ranks(ranks, function, *args)` on reused processes of this machine, in a gloo group.
 
-Importing torch and DeepSpeed costs seconds of each process, so one process imports them, the workers of each world size
-are forked from it once, and run whatever they are handed, each time in a process group of its own. A worker that fails
-sends its traceback back; its world is then thrown away, since its peers may be stuck in a collective.
+Importing torch and DeepSpeed costs seconds, so one process imports them, and the workers of each world size are forked
+from it once. They run the functions they receive, each in a new process group. A worker that fails returns its
+traceback. Its world is then discarded, since its peers may be stuck in a collective.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, cast
 
 TIMEOUT = 400.0
-PATIENCE = timedelta(seconds=240)  # of a collective: less, so that the rank that waits says where it does
+PATIENCE = timedelta(seconds=240)  # of a collective: shorter, so that a waiting rank reports its place
 THREADS = 60
 SETTINGS = {
     "OMP_NUM_THREADS": "1",
@@ -93,11 +93,11 @@ _worlds: dict[int, RankPool] = {}
 
 
 def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `function(*args)` returns on each of `ranks` processes. It must be importable and its results picklable.
+    """Results of `function(*args)` on each of `ranks` processes. It must be importable and its results picklable.
 
     Raises:
         RuntimeError: with the traceback of the first rank that failed.
-        TimeoutError: a rank does not answer, for example since it waits for one that does something else.
+        TimeoutError: a rank does not answer, for example because of a deadlock.
     """
     world = _worlds.get(ranks)
     if world is None:
@@ -153,13 +153,13 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
         except BaseException:
             pipe.send((False, traceback.format_exc(), 0))
             continue  # this world is not used again
-        dist.barrier()  # nobody still reads from a group that another is about to close
+        dist.barrier()  # no rank reads from a group that another is about to close
         _forget_the_last_engine(linear)
         pipe.send((True, answer, _threads()))
 
 
 def _threads() -> int:
-    """Threads of this process, where the system tells."""
+    """Threads of this process, 0 if unknown."""
     return len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 0
 
 
@@ -167,9 +167,9 @@ def _forget_the_last_engine(linear: Callable) -> None:
     """Leave a process as it was before the engine: its groups, DeepSpeed's memory, torch's linear function.
 
     A gloo group keeps threads that never quite sleep: a hundred forgotten engines slow every later one down twentyfold.
-    ZeRO 3 and pipelines do leave some behind; a world that has many is thrown away. DeepSpeed keeps the axes of the
-    last engine in a module, and ZeRO 3 leaves its own linear function in torch's place; with that one selective
-    recomputation gives wrong gradients, and no run but one of ZeRO 3 has it.
+    ZeRO 3 and pipelines leave some behind, and a world with many is discarded. DeepSpeed keeps the axes of the last
+    engine in a module. ZeRO 3 replaces torch's linear function, with which selective recomputation gives wrong
+    gradients.
     """
     import torch
     import torch.distributed as dist
@@ -184,4 +184,4 @@ def _forget_the_last_engine(linear: Callable) -> None:
         importlib.reload(deepspeed.utils.groups)
     dist.destroy_process_group()
     gc.collect()
-    gc.freeze()  # what is left are modules: a million objects that no later search or collection need look at
+    gc.freeze()  # the rest are modules: a million objects that later searches and collections can skip

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def train_on_ranks(ranks: int, values: Mapping[str, Any], overrides: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Train, or go on from the last checkpoint of `checkpoint.dir`; the records of the run's metrics.jsonl.
+    """Train, or continue from the last checkpoint of `checkpoint.dir`. Return the records of the run's metrics.jsonl.
 
     Args:
         values: a configuration as a nested dictionary, with `run.dir`.
@@ -27,14 +27,14 @@ def train_on_ranks(ranks: int, values: Mapping[str, Any], overrides: Sequence[st
 
 
 def train_on_this_rank(values: dict[str, Any], overrides: list[str], ranks: int) -> list[dict[str, Any]]:
-    """The part of one rank of a process group that is there already; rank 0 returns the records."""
+    """One rank's part in an existing process group. Rank 0 returns the records."""
     from megatron.config import load
 
     return run_on_this_rank(load([], [*_words(values), *overrides], ranks=ranks), ranks)
 
 
 def run_on_this_rank(resolved: Resolved, ranks: int, attempt: int = 0) -> list[dict[str, Any]]:
-    """The same of a resolved configuration; `attempt` counts the starts of the job before this one."""
+    """The same for a resolved configuration. `attempt` counts earlier starts of the job."""
     import torch
     import torch.distributed as dist
 

@@ -24,19 +24,18 @@ from megatron.checkpoint.read.compare import TensorDifference, compare_meta, com
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("a", type=Path)
-    parser.add_argument("b", type=Path)
-    parser.add_argument("--state", action="append", help="compare only this state (can be repeated)")
-    parser.add_argument(
-        "--only", action="append", metavar="PATTERN", help="compare only tensors of such names (can be repeated)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("a", type=Path)
+    add("b", type=Path)
+    add("--state", action="append", help="compare only this state (can be repeated)")
+    add("--only", action="append", metavar="PATTERN", help="compare only tensors of such names (can be repeated)")
+    add(
         "--tolerance",
         type=float,
         default=0.0,
         help="largest relative difference of a tensor (by norm) that counts as equal",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args(arguments)
     if not 0 <= options.tolerance < float("inf"):
         parser.error(f"--tolerance must be 0 or more, not {options.tolerance:g}")

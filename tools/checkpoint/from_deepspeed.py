@@ -5,8 +5,8 @@ python tools/checkpoint/from_deepspeed.py CHECKPOINT/TAG_universal OUT --config 
 python tools/checkpoint/from_deepspeed.py CHECKPOINT/TAG_universal OUT --config run.yml --names names.yml --step 1000
 python tools/checkpoint/from_deepspeed.py CHECKPOINT/TAG OUT --config run.yml --names names.yml --trust
 
-A native checkpoint is first made universal by DeepSpeed's own converter, in a temporary folder beside OUT. That one
-unpickles files, which can run code that is in them: hence --trust.
+DeepSpeed's own converter first makes a native checkpoint universal, in a temporary folder next to OUT. It unpickles
+files, which can run code in them, and therefore needs --trust.
 """
 
 from __future__ import annotations

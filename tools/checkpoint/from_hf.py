@@ -49,26 +49,27 @@ def base_of(resolved: Resolved, checkpoint: Path) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a local folder, or a name on the hub")
-    parser.add_argument("out", type=Path, help="directory of the checkpoint; must not exist")
-    parser.add_argument("--sequence-length", type=int, help="tokens of a sample (default: the model's own longest)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("model", help="a local folder, or a name on the hub")
+    add("out", type=Path, help="directory of the checkpoint; must not exist")
+    add("--sequence-length", type=int, help="tokens of a sample (default: the model's own longest)")
+    add(
         "--extension",
         action="append",
         default=[],
         metavar="MODULE",
         help="a module that has the model's architecture, as in model.extensions; may be repeated",
     )
-    parser.add_argument(
+    add(
         "--multi-token",
         action="store_true",
         help="keep layers that predict further tokens (model.multi_token_prediction), which are otherwise skipped",
     )
-    parser.add_argument(
+    add(
         "--verify", action="store_true", help="run both models on the same tokens in fp32, and both tokenizers on texts"
     )
-    parser.add_argument("--yaml", type=Path, metavar="FILE", help="also write the file that a run from it can extend")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add("--yaml", type=Path, metavar="FILE", help="also write the file that a run from it can extend")
+    add("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args(arguments)
     try:
         if options.yaml is not None and options.yaml.exists():

@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Import a checkpoint of GPT-NeoX, to go on with its run or to start from its weights.
+"""Import a checkpoint of GPT-NeoX, to continue its run or to start from its weights.
 
 python tools/checkpoint/from_neox.py checkpoints/global_step1000 OUT --config configs/70M.yml
 python tools/checkpoint/from_neox.py checkpoints/global_step143000 OUT --config configs/70M.yml --weights --verify
 python tools/checkpoint/from_neox.py checkpoints/global_step143000 OUT --config configs/70M.yml --hf FOLDER
 
-With optimizer states (ZeRO 0, 1 or 2) OUT has them, the step and the position in the data: checkpoint.resume=OUT.
-Where the folder has none, or with --weights, OUT has the weights alone: checkpoint.initialize_from=OUT. Any tensor and
-pipeline parallel size. The Hugging Face model of the weights is kept with --hf. Nothing in the files is run.
+With optimizer states (ZeRO 0, 1 or 2) OUT has them, the step and the position in the data: checkpoint.resume=OUT. If
+the folder has none, or with --weights, OUT has only the weights: checkpoint.initialize_from=OUT. Any tensor and
+pipeline parallel size works. --hf keeps the Hugging Face model of the weights. No code in the files is run.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def convert(options: argparse.Namespace) -> tuple[int | None, Proof | None]:
-    """Returns the step (None with weights alone) and the proof, if one is wanted."""
+    """Return the step (None with only weights) and the proof, if requested."""
     if options.out.exists():
         raise CheckpointError(options.out, "it exists already")
     if options.hf is not None:

@@ -27,16 +27,13 @@ from megatron.checkpoint.save.store import Store, find_checkpoint, folder_of
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", type=Path, help="a checkpoint, a folder of checkpoints or a run's directory")
-    parser.add_argument(
-        "--only", action="append", metavar="PATTERN", help="list only tensors of such names (can be repeated)"
-    )
-    parser.add_argument(
-        "--norms", action="store_true", help="read all values: norm, largest magnitude, values that are not finite"
-    )
-    parser.add_argument("--config", action="store_true", help="print the configuration's text")
-    parser.add_argument("--quick", action="store_true", help="check the sizes of the files, not every byte")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add = parser.add_argument
+    add("path", type=Path, help="a checkpoint, a folder of checkpoints or a run's directory")
+    add("--only", action="append", metavar="PATTERN", help="list only tensors of such names (can be repeated)")
+    add("--norms", action="store_true", help="read all values: norm, largest magnitude, values that are not finite")
+    add("--config", action="store_true", help="print the configuration's text")
+    add("--quick", action="store_true", help="check the sizes of the files, not every byte")
+    add("--json", action="store_true", help="print one JSON document")
     return parser.parse_args(arguments)
 
 

@@ -61,19 +61,18 @@ def refuse_illegal(config: str, layout: Layout, whose: str) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path, help="directory of the checkpoint to read")
-    parser.add_argument("out", type=Path, help="directory of the new checkpoint; must not exist")
-    parser.add_argument(
+    add = parser.add_argument
+    add("checkpoint", type=Path, help="directory of the checkpoint to read")
+    add("out", type=Path, help="directory of the new checkpoint; must not exist")
+    add(
         "--to",
         required=True,
         metavar="LAYOUT",
         help="tensor=N,pipeline=N,context=N,data=N,zero=N,expert=N,expert_tensor=N,folded=N; what is not "
         "said is 1 (zero: 0; expert_tensor: tensor)",
     )
-    parser.add_argument(
-        "--verify", action="store_true", help=f"compare SHA-256 of every logical tensor, and write {VERIFY_NAME}"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add("--verify", action="store_true", help=f"compare SHA-256 of every logical tensor, and write {VERIFY_NAME}")
+    add("--json", action="store_true", help="print one JSON document")
     add_flag(parser)
     options = parser.parse_args(arguments)
     try:

@@ -34,25 +34,22 @@ from megatron.config.registry import RegistryError
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint, a folder of checkpoints or a run's directory")
-    parser.add_argument("out", type=Path, help="the folder to write; must not exist")
-    parser.add_argument(
+    add = parser.add_argument
+    add("checkpoint", type=Path, help="a checkpoint, a folder of checkpoints or a run's directory")
+    add("out", type=Path, help="the folder to write; must not exist")
+    add(
         "--architecture",
         metavar="NAME",
         help=f"{', '.join(sorted(names()))}, or one of an extension that the run lists (default: the first that can "
         "express the model)",
     )
-    parser.add_argument(
-        "--dtype", choices=sorted(TYPES), help="type of the weights; float32 takes the masters (default: as trained)"
-    )
-    parser.add_argument(
-        "--average", action="store_true", help="the average of the weights (training.weight_average) in their place"
-    )
-    parser.add_argument("--shard-size", type=float, default=5.0, metavar="GIB", help="largest file, in GiB (default 5)")
-    parser.add_argument(
+    add("--dtype", choices=sorted(TYPES), help="type of the weights; float32 takes the masters (default: as trained)")
+    add("--average", action="store_true", help="the average of the weights (training.weight_average) in their place")
+    add("--shard-size", type=float, default=5.0, metavar="GIB", help="largest file, in GiB (default 5)")
+    add(
         "--verify", action="store_true", help="run both models on the same tokens in fp32, and both tokenizers on texts"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add("--json", action="store_true", help="print one JSON document")
     add_flag(parser)
     options = parser.parse_args(arguments)
     if not 0 < options.shard_size < float("inf"):

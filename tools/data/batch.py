@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Show what a model saw at a step: the documents of each sequence, and their origins.
+"""Show the data of a step: the documents of each sequence, and their origins.
 
     python tools/data/batch.py runs/pythia --step 1234
     python tools/data/batch.py runs/pythia --step 1234 --rank 3 --text
     python tools/data/batch.py runs/pythia --step 1000 --to 1009 --export batches.npy
 
-Works from the run's configuration and its data; no checkpoint is needed. Steps count from 0.
+Uses the run's configuration and its data, without a checkpoint. Steps count from 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if __name__ == "__main__":
 import argparse  # noqa: E402
 from dataclasses import asdict  # noqa: E402
 
-from tools.data.command import run_left_out, run_tool  # noqa: E402
+from tools.data.command import add_shared, run_left_out, run_tool  # noqa: E402
 
 
 def options() -> argparse.ArgumentParser:
@@ -29,9 +29,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--step", type=int, required=True, help="the step")
     parser.add_argument("--to", type=int, metavar="STEP", help="the last of several steps (inclusive)")
     parser.add_argument("--rank", type=int, help="only what this data parallel rank read")
-    parser.add_argument(
-        "--split", default="train", choices=["train", "validation", "test"], help="default: %(default)s"
-    )
+    add_shared(parser, "--split", "default: %(default)s")
     parser.add_argument("--name", help="which validation or test set")
     parser.add_argument("--text", action="store_true", help="show the text")
     parser.add_argument("--tokens", action="store_true", help="with --json: the token ids")
@@ -114,6 +112,4 @@ def show(result: dict) -> None:
 
 
 if __name__ == "__main__":
-    from megatron.pipes import piped
-
-    sys.exit(piped(lambda: run_tool(options(), main, show)))
+    sys.exit(run_tool(options(), main, show))

@@ -22,51 +22,35 @@ import argparse  # noqa: E402
 from dataclasses import asdict  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from tools.data.command import add_tokenizer, run_tool, tokenizer_section  # noqa: E402
+from tools.data.command import add_shared, add_tokenizer, run_tool, show_bad, tokenizer_section  # noqa: E402
 
 
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--input",
         nargs="+",
         required=True,
         metavar="FILE",
         help="files, folders and globs: .jsonl .json .parquet .arrow",
     )
-    parser.add_argument(
-        "--output", required=True, metavar="PREFIX", help="path of the token file without .bin and .idx"
-    )
-    parser.add_argument("--key", default="messages", help="key or column of the messages (default: %(default)s)")
-    parser.add_argument(
-        "--template", metavar="NAME", help="chatml, llama3, plain, or a .jinja file (default: the tokenizer's own)"
-    )
-    parser.add_argument(
-        "--value", action="append", default=[], metavar="NAME=TEXT", help="a value for the template, such as a date"
-    )
-    parser.add_argument(
+    add("--output", required=True, metavar="PREFIX", help="path of the token file without .bin and .idx")
+    add("--key", default="messages", help="key or column of the messages (default: %(default)s)")
+    add("--template", metavar="NAME", help="chatml, llama3, plain, or a .jinja file (default: the tokenizer's own)")
+    add("--value", action="append", default=[], metavar="NAME=TEXT", help="a value for the template, such as a date")
+    add(
         "--train",
         choices=["assistant", "last", "all"],
         default="assistant",
         help="labels: every turn of the assistant, its last one, or all tokens (default: %(default)s)",
     )
-    parser.add_argument(
-        "--append-eod",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="end each conversation with the end-of-document token, which is no label (default: yes)",
-    )
-    parser.add_argument("--longest", type=int, metavar="TOKENS", help="omit longer conversations (default: no limit)")
-    parser.add_argument(
-        "--bad",
-        choices=["skip", "fatal"],
-        default="skip",
-        help="for records that are no conversation (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: %(default)s)"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an output that is there")
+    eod = "end each conversation with the end-of-document token, which is no label (default: yes)"
+    add_shared(parser, "--append-eod", eod)
+    add("--longest", type=int, metavar="TOKENS", help="omit longer conversations (default: no limit)")
+    add_shared(parser, "--bad", "for records that are no conversation (default: %(default)s)")
+    add_shared(parser, "--workers", "processes (default: %(default)s)")
+    add("--overwrite", action="store_true", help="replace an output that is there")
     add_tokenizer(parser)
     return parser
 
@@ -110,13 +94,8 @@ def show(result: dict) -> None:
     print(f"train: [{{path: {result['output']}, labels: {result['labels']}}}]")
     if result["long"]:
         print(f"{result['long']:,} conversations longer than --longest were omitted")
-    if result["bad"]:
-        print(f"{result['bad']:,} bad records were skipped, among them:")
-        for name, line, reason in result["examples"]:
-            print(f"  {name}:{line}: {reason}")
+    show_bad(result["bad"], result["examples"])
 
 
 if __name__ == "__main__":
-    from megatron.pipes import piped
-
-    sys.exit(piped(lambda: run_tool(options(), main, show)))
+    sys.exit(run_tool(options(), main, show))

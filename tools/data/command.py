@@ -1,9 +1,10 @@
-"""What the data tools share: errors with status 2, and `--json` output that is one document."""
+"""Shared parts of the data tools: errors with status 2, and `--json` output as one document."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +14,22 @@ from megatron.config.file_access import OutputError
 from megatron.data.errors import DataError
 from megatron.data.provenance import config_file
 from megatron.data.skipped_batches import LeftOut
+from megatron.pipes import piped
 from megatron.report.ledger import left_out
+
+SHARED: dict[str, dict[str, Any]] = {
+    "--format": {"choices": ["lines", "array", "table", "text", "dat"]},
+    "--append-eod": {"action": argparse.BooleanOptionalAction, "default": True},
+    "--bad": {"choices": ["skip", "fatal"], "default": "skip"},
+    "--split": {"default": "train", "choices": ["train", "validation", "test"]},
+    "--workers": {"type": int, "default": len(os.sched_getaffinity(0))},
+}
 
 
 def run_tool(
     parser: argparse.ArgumentParser, main: Callable[[argparse.Namespace], Any], show: Callable[[Any], None]
-) -> int:
-    """Parse the command line, do the work, and tell the result.
+) -> int | None:
+    """Parse the command line, do the work, and print the result.
 
     Args:
         parser: gets the option `--json`.
@@ -27,12 +37,13 @@ def run_tool(
         show: prints a result for people.
 
     Returns:
-        The exit status: 0; 2 after a mistake of the user, which is explained on standard error; 130 after Ctrl-C.
+        The exit status: 0, 2 after a user error, which is explained on standard error, 130 after Ctrl-C.
     """
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON document and nothing else on standard output"
-    )
-    options = parser.parse_args()
+    parser.add_argument("--json", action="store_true", help="print one JSON document on standard output")
+    return piped(lambda: _run(parser.parse_args(), main, show))
+
+
+def _run(options: argparse.Namespace, main: Callable[[argparse.Namespace], Any], show: Callable[[Any], None]) -> int:
     try:
         result = main(options)
     except (DataError, ConfigError, OutputError, OSError) as error:
@@ -50,13 +61,26 @@ def run_tool(
 
 
 def run_left_out(given: str) -> LeftOut | None:
-    """The batches that a run left out, as its ledger says; None where it says nothing.
+    """The batches that a run skipped, from its ledger. None without an entry.
 
     Args:
         given: the run's directory, or its config.yml.
     """
     found = left_out(config_file(given).with_name("ledger.jsonl"))
     return None if found is None else LeftOut.of(found)
+
+
+def add_shared(parser: argparse.ArgumentParser, name: str, help: str) -> None:
+    """An option that several of these tools have. Help texts differ."""
+    parser.add_argument(name, help=help, **SHARED[name])
+
+
+def show_bad(count: int, examples: list) -> None:
+    """Print how many records were skipped, and the first of them."""
+    if count:
+        print(f"{count:,} bad records were skipped, among them:")
+        for name, line, reason in examples:
+            print(f"  {name}:{line}: {reason}")
 
 
 def add_tokenizer(parser: argparse.ArgumentParser) -> None:

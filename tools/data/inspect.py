@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Look at a token file: counts, lengths of documents, samples, its tokenizer, problems.
+"""Show a token file: counts, lengths of documents, samples, its tokenizer, problems.
 
 python tools/data/inspect.py data/corpus --samples 3 --picture lengths.png
 python tools/data/inspect.py data/corpus --verify
@@ -22,15 +22,12 @@ from tools.data.command import add_tokenizer, run_tool, tokenizer_section  # noq
 
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", metavar="FILE", help="the pair's path, with or without its ending")
-    parser.add_argument("--samples", type=int, default=0, metavar="N", help="show the beginnings of N documents")
-    parser.add_argument("--picture", metavar="FILE", help="draw the lengths")
-    parser.add_argument(
-        "--verify", action="store_true", help="compare both files with the manifest's hashes and read every token"
-    )
-    parser.add_argument(
-        "--add-checksums", action="store_true", help="add checksums of blocks to a manifest of an older version"
-    )
+    add = parser.add_argument
+    add("file", metavar="FILE", help="the pair's path, with or without its ending")
+    add("--samples", type=int, default=0, metavar="N", help="show the beginnings of N documents")
+    add("--picture", metavar="FILE", help="draw the lengths")
+    add("--verify", action="store_true", help="compare both files with the manifest's hashes and read every token")
+    add("--add-checksums", action="store_true", help="add checksums of blocks to a manifest of an older version")
     add_tokenizer(parser)
     return parser
 
@@ -88,6 +85,4 @@ def show(result: dict) -> None:
 
 
 if __name__ == "__main__":
-    from megatron.pipes import piped
-
-    sys.exit(piped(lambda: run_tool(options(), main, show)))
+    sys.exit(run_tool(options(), main, show))

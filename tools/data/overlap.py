@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How much of an evaluation set is in the data of a run, and which step reads it first.
+"""Report the overlap of an evaluation set with a run's data, and the first step that reads it.
 
 python tools/data/overlap.py runs/pythia --examples questions.jsonl --fields question,answer
 python tools/data/overlap.py runs/pythia --tasks arc_easy,piqa --json
@@ -25,22 +25,19 @@ ROWS = 20  # examples that are printed
 
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", metavar="RUN", help="the run's directory, or its config.yml")
+    add = parser.add_argument
+    add("run", metavar="RUN", help="the run's directory, or its config.yml")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "--examples", metavar="FILE", help="JSON lines (.jsonl), or a text whose paragraphs are the examples"
     )
     what.add_argument("--tasks", metavar="NAME,...", help="tasks of the evaluation harness, as evaluate.py takes them")
-    parser.add_argument(
-        "--fields", metavar="NAME,...", help="of the JSON lines (default: text, or context,continuation)"
-    )
-    parser.add_argument("--include-path", action="append", default=[], metavar="FOLDER", help="a folder of task files")
-    parser.add_argument("--by", default="words", choices=["words", "tokens"], help="default: %(default)s")
-    parser.add_argument("--n", type=int, metavar="N", help="default: GPT-3's for words (8 to 13), 11 for tokens")
-    parser.add_argument(
-        "--documents", type=int, default=3, metavar="N", help="named of each example (default: %(default)s)"
-    )
-    parser.add_argument("--workers", type=int, help="processes for large files (default: one for each core)")
+    add("--fields", metavar="NAME,...", help="of the JSON lines (default: text, or context,continuation)")
+    add("--include-path", action="append", default=[], metavar="FOLDER", help="a folder of task files")
+    add("--by", default="words", choices=["words", "tokens"], help="default: %(default)s")
+    add("--n", type=int, metavar="N", help="default: GPT-3's for words (8 to 13), 11 for tokens")
+    add("--documents", type=int, default=3, metavar="N", help="named of each example (default: %(default)s)")
+    add("--workers", type=int, help="processes for large files (default: one for each core)")
     return parser
 
 
@@ -119,6 +116,4 @@ def show(result: dict) -> None:
 
 
 if __name__ == "__main__":
-    from megatron.pipes import piped
-
-    sys.exit(piped(lambda: run_tool(options(), main, show)))
+    sys.exit(run_tool(options(), main, show))

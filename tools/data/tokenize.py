@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Texts to a token file that training reads.
+"""Convert texts to a token file for training.
 
     python tools/data/tokenize.py --input 'corpus/*.jsonl.zst' --output data/corpus --tokenizer tokenizer.json
     python tools/data/tokenize.py --dataset Salesforce/wikitext --config wikitext-103-raw-v1 --output data/wikitext \\
         --tokenizer openai-community/gpt2
 
-The output is the same for any number of workers. A job that was killed goes on where it was when it is started again.
+The output is the same for any number of workers. A killed job continues at the same place when it is started again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import argparse  # noqa: E402
 from dataclasses import asdict  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from tools.data.command import add_tokenizer, run_tool, tokenizer_section  # noqa: E402
+from tools.data.command import add_shared, add_tokenizer, run_tool, show_bad, tokenizer_section  # noqa: E402
 
 
 def options() -> argparse.ArgumentParser:
@@ -33,8 +33,9 @@ def options() -> argparse.ArgumentParser:
 
 
 def add_inputs(parser: argparse.ArgumentParser) -> None:
-    """What is read."""
-    parser.add_argument(
+    """Options of the inputs."""
+    add = parser.add_argument
+    add(
         "--input",
         nargs="+",
         default=[],
@@ -42,62 +43,43 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
         help="files, folders and globs: .jsonl .json .parquet .arrow .txt .dat, "
         "also .gz .zst .xz .bz2, and .tar of these",
     )
-    parser.add_argument(
-        "--format",
-        choices=["lines", "array", "table", "text", "dat"],
-        help="kind of the files (default: by their endings)",
-    )
-    parser.add_argument(
+    add_shared(parser, "--format", "kind of the files (default: by their endings)")
+    add(
         "--dataset",
         metavar="NAME",
         help="what datasets.load_dataset loads: a name on the hub, or a builder such as json",
     )
-    parser.add_argument("--config", metavar="NAME", help="configuration of the data set")
-    parser.add_argument("--split", default="train", help="split of the data set (default: %(default)s)")
-    parser.add_argument("--streaming", action="store_true", help="read the data set without downloading it first")
+    add("--config", metavar="NAME", help="configuration of the data set")
+    add("--split", default="train", help="split of the data set (default: %(default)s)")
+    add("--streaming", action="store_true", help="read the data set without downloading it first")
 
 
 def add_work(parser: argparse.ArgumentParser) -> None:
-    """What is done with it."""
-    parser.add_argument("--output", required=True, metavar="PREFIX", help="the pair's path without .bin and .idx")
-    parser.add_argument("--key", default="text", help="key or column of the text (default: %(default)s)")
-    parser.add_argument(
-        "--append-eod",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="end each document with the end-of-document token (default: yes)",
-    )
-    parser.add_argument(
-        "--normalise", choices=["NFC", "NFKC", "NFD", "NFKD"], help="bring texts into a Unicode normal form first"
-    )
-    parser.add_argument("--strip", action="store_true", help="remove white space at both ends of texts")
-    parser.add_argument(
-        "--bad",
-        choices=["skip", "fatal"],
-        default="skip",
-        help="what to do with lines that are no text (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: %(default)s)"
-    )
-    parser.add_argument(
+    """Options of the work."""
+    add = parser.add_argument
+    add("--output", required=True, metavar="PREFIX", help="the pair's path without .bin and .idx")
+    add("--key", default="text", help="key or column of the text (default: %(default)s)")
+    add_shared(parser, "--append-eod", "end each document with the end-of-document token (default: yes)")
+    add("--normalise", choices=["NFC", "NFKC", "NFD", "NFKD"], help="bring texts into a Unicode normal form first")
+    add("--strip", action="store_true", help="remove white space at both ends of texts")
+    add_shared(parser, "--bad", "what to do with lines that are no text (default: %(default)s)")
+    add_shared(parser, "--workers", "processes (default: %(default)s)")
+    add(
         "--encoder",
         choices=["auto", "gigatoken", "tokenizer"],
         default="auto",
         help="what computes the ids (default: %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--save-every",
         type=float,
         default=10.0,
         metavar="SECONDS",
         help="time between two safe states (default: %(default)s)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="overwrite a finished or an unfinished output")
-    parser.add_argument(
-        "--no-input-hashes", action="store_true", help="do not read the inputs once more for their SHA-256"
-    )
-    parser.add_argument("--quiet", action="store_true", help="no progress line")
+    add("--overwrite", action="store_true", help="overwrite a finished or an unfinished output")
+    add("--no-input-hashes", action="store_true", help="do not read the inputs once more for their SHA-256")
+    add("--quiet", action="store_true", help="no progress line")
 
 
 def main(given: argparse.Namespace) -> dict:
@@ -155,19 +137,13 @@ def show(result: dict) -> None:
     manifest = result["manifest"]
     print(
         f"{result['output']}: {manifest['documents']:,} documents, {manifest['tokens']:,} tokens "
-        f"of {result['text_bytes']:,} bytes "
-        f"in {result['seconds']:.1f} s"
+        f"of {result['text_bytes']:,} bytes in {result['seconds']:.1f} s"
     )
     print(f"encoder: {result['encoder_reason']}")
     if result["empty"]:
         print(f"{result['empty']:,} texts without tokens were skipped")
-    if result["bad"]:
-        print(f"{result['bad']:,} bad records were skipped, among them:")
-        for name, line, reason in result["bad_examples"]:
-            print(f"  {name}:{line}: {reason}")
+    show_bad(result["bad"], result["bad_examples"])
 
 
 if __name__ == "__main__":
-    from megatron.pipes import piped
-
-    sys.exit(piped(lambda: run_tool(options(), main, show)))
+    sys.exit(run_tool(options(), main, show))

@@ -19,39 +19,28 @@ if __name__ == "__main__":
 import argparse  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from tools.data.command import run_tool  # noqa: E402
+from tools.data.command import add_shared, run_tool  # noqa: E402
 
 KINDS = ["bpe", "unigram", "sentencepiece-bpe", "sentencepiece-unigram", "characters"]
 
 
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--input", nargs="+", required=True, metavar="FILE", help="files, folders and globs, as of tokenize.py"
-    )
-    parser.add_argument(
-        "--format",
-        choices=["lines", "array", "table", "text", "dat"],
-        help="kind of the files (default: by their endings)",
-    )
-    parser.add_argument(
-        "--output", required=True, metavar="FILE", help="tokenizer.json, or the .model of sentencepiece"
-    )
-    parser.add_argument(
-        "--kind", choices=KINDS, default="bpe", help="bpe and unigram are byte-level (default: %(default)s)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="FILE", help="files, folders and globs, as of tokenize.py")
+    add_shared(parser, "--format", "kind of the files (default: by their endings)")
+    add("--output", required=True, metavar="FILE", help="tokenizer.json, or the .model of sentencepiece")
+    add("--kind", choices=KINDS, default="bpe", help="bpe and unigram are byte-level (default: %(default)s)")
+    add(
         "--extend",
         metavar="TOKENIZER",
         help="a tokenizer.json (bpe) whose ids are kept; new ones are added up to --size",
     )
-    parser.add_argument("--size", type=int, default=32768, help="ids, special tokens included (default: %(default)s)")
-    parser.add_argument(
-        "--special", nargs="*", default=[], metavar="TOKEN", help="further special tokens, e.g. <|fim_prefix|>"
-    )
-    parser.add_argument("--key", default="text", help="key or column of the text (default: %(default)s)")
-    parser.add_argument("--limit", type=float, metavar="BYTES", help="learn from at most about N bytes")
-    parser.add_argument("--overwrite", action="store_true", help="replace the output")
+    add("--size", type=int, default=32768, help="ids, special tokens included (default: %(default)s)")
+    add("--special", nargs="*", default=[], metavar="TOKEN", help="further special tokens, e.g. <|fim_prefix|>")
+    add("--key", default="text", help="key or column of the text (default: %(default)s)")
+    add("--limit", type=float, metavar="BYTES", help="learn from at most about N bytes")
+    add("--overwrite", action="store_true", help="replace the output")
     return parser
 
 
@@ -87,6 +76,4 @@ def show(result: dict) -> None:
 
 
 if __name__ == "__main__":
-    from megatron.pipes import piped
-
-    sys.exit(piped(lambda: run_tool(options(), main, show)))
+    sys.exit(run_tool(options(), main, show))

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""At which steps a run saw a document or a text, and how often.
+"""List the steps at which a run reads a document or a text.
 
 python tools/data/where.py runs/pythia --document pile:123
 python tools/data/where.py runs/pythia --text "to be or not to be"
@@ -17,7 +17,7 @@ if __name__ == "__main__":
 import argparse  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
-from tools.data.command import run_left_out, run_tool  # noqa: E402
+from tools.data.command import add_shared, run_left_out, run_tool  # noqa: E402
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -30,16 +30,9 @@ def options() -> argparse.ArgumentParser:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--document", metavar="SOURCE:NUMBER", help="a document of a source (its name or path)")
     what.add_argument("--text", help="a text; all sources are searched")
-    parser.add_argument(
-        "--split", default="train", choices=["train", "validation", "test"], help="default: %(default)s"
-    )
+    add_shared(parser, "--split", "default: %(default)s")
     parser.add_argument("--name", help="which validation or test set")
-    parser.add_argument(
-        "--workers",
-        type=int,
-        default=len(os.sched_getaffinity(0)),
-        help="processes that search for a text (default: %(default)s)",
-    )
+    add_shared(parser, "--workers", "processes that search for a text (default: %(default)s)")
     return parser
 
 
@@ -107,6 +100,4 @@ def show(result: dict) -> None:
 
 
 if __name__ == "__main__":
-    from megatron.pipes import piped
-
-    sys.exit(piped(lambda: run_tool(options(), main, show)))
+    sys.exit(run_tool(options(), main, show))

@@ -7,9 +7,9 @@ The routing is that of a checkpoint on a step of its run's data.
     python tools/moe/trace.py runs/my_run --step 500 --samples 2   of another batch, its first two samples
     python tools/moe/trace.py runs/my_run --output trace.jsonl     a line per token and layer
 
-A line has sample, position, token (the id), layer, experts (the chosen ones, best first; the number after the last
-expert's is that of using none) and weights. In front of it all is shown, per layer, the largest load over an even
-share, how many experts nobody used, and how many choices were of none.
+A line has sample, position, token (the id), layer, experts (the chosen ones, best first, where the number after the
+last expert means no expert) and weights. A summary comes first: per layer, the largest load over an even share, the
+number of unused experts, and the number of choices of no expert.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if __name__ == "__main__":
 
 
 def rows(model: Model, tokens: torch.Tensor, **extras: torch.Tensor) -> Iterator[dict]:
-    """A row per token and layer of tokens [B, S], as described above; `extras` are their positions and documents, if
+    """A row per token and layer of tokens [B, S], as described above. `extras` are their positions and documents, if
     any.
     """
     from megatron.kinds.moe.trace import traced
@@ -51,7 +51,7 @@ def rows(model: Model, tokens: torch.Tensor, **extras: torch.Tensor) -> Iterator
 
 
 def summary(found: list[dict], experts: dict[int, int]) -> list[str]:
-    """A line per layer: the largest load over an even share, the experts that nobody used, choices of no expert."""
+    """A line per layer: the largest load over an even share, the unused experts, choices of no expert."""
     lines = []
     for layer, count in experts.items():
         loads = [0] * (count + 1)

@@ -1,7 +1,7 @@
-"""What optimizers of whole matrices send in closed form: parts of matrices to their owners, and the steps back.
+"""Messages of optimizers of whole matrices in closed form: parts of matrices to their owners, and the updates back.
 
-Which rank holds which elements follows from the layout and from how DeepSpeed 0.19.8 lays parameters out; the rest is
-what the optimizer itself works out from that at its start (`optimizers.whole`).
+The layout and DeepSpeed 0.19.8's order of parameters determine the elements of each rank. The optimizer computes the
+rest from them at its start (`optimizers.whole`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ...engine.deepspeed.options import zero_stage
 from ...engine.optimizers.matrix import MatrixOptimizer
 from ...engine.optimizers.whole import Held, UnitPart, WholeTensors
 
-ALIGNMENT = 2  # elements; DeepSpeed's nccl_start_alignment_factor, of each rank's part of a group
-SUB_GROUP = 1_000_000_000  # elements of a rank; DeepSpeed's sub_group_size at ZeRO 3
+ALIGNMENT = 2  # elements: DeepSpeed's nccl_start_alignment_factor, for each rank's part of a group
+SUB_GROUP = 1_000_000_000  # elements of a rank: DeepSpeed's sub_group_size at ZeRO 3
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def padded(elements: int, ranks: int) -> int:
-    """Elements of a group's flat buffer, of which each rank has an equal, aligned part."""
+    """Elements of a group's flat buffer, divided into equal, aligned parts of the ranks."""
     unit = ALIGNMENT * ranks
     return -(-elements // unit) * unit
 
@@ -39,8 +39,8 @@ def matrix_messages(
     """The all-to-alls of an update.
 
     Args:
-        mesh: of the rank that sends, described alone.
-        optimizer_at: that of this stage's parameters as another rank of it has them, without values.
+        mesh: of the rank that sends, without process groups.
+        optimizer_at: the optimizer of another rank of this stage, without values.
     """
     layout, at = mesh.layout, mesh.at
     places = [
@@ -74,7 +74,7 @@ def _sent(messages: list[tuple[int, int, UnitPart]], rank: int) -> int:
 
 
 def _held(config: Config, mesh: Mesh, optimizer_at: Callable[[Mesh], MatrixOptimizer]) -> list[list[Held]]:
-    """What a rank has of the matrices, in as many lists as its optimizer makes steps; see `EngineState.held`."""
+    """A rank's parts of the matrices, with a list for each step of its optimizer. See `EngineState.held`."""
     stage = zero_stage(config, mesh.layout)
     found: list[list[Held]] = []
     for group in optimizer_at(mesh).param_groups:
@@ -98,7 +98,7 @@ def _piece(parameter: nn.Parameter, start: int, count: int, flat: int, place: in
 
 
 def _flattened(parameters: list[nn.Parameter], axis: Axis) -> list[Held]:
-    """ZeRO 1 and 2: a group lies in one buffer, of which each rank has an equal part."""
+    """ZeRO 1 and 2: each rank has an equal part of a group's buffer."""
     share = padded(sum(each.numel() for each in parameters), axis.size) // axis.size
     begin, found, place = axis.rank * share, [], 0
     for each in parameters:
@@ -110,7 +110,7 @@ def _flattened(parameters: list[nn.Parameter], axis: Axis) -> list[Held]:
 
 
 def _shares(parameters: list[nn.Parameter], axis: Axis) -> list[Held]:
-    """ZeRO 3: of each parameter each rank has an equal part."""
+    """ZeRO 3: each rank has an equal part of each parameter."""
     found, place = [], 0
     for each in parameters:
         share = -(-each.numel() // axis.size)
@@ -122,7 +122,7 @@ def _shares(parameters: list[nn.Parameter], axis: Axis) -> list[Held]:
 
 
 def _sub_groups(parameters: list[nn.Parameter], ranks: int) -> list[list[nn.Parameter]]:
-    """ZeRO 3 makes a step for every so many elements of a rank."""
+    """ZeRO 3 makes a step for each `SUB_GROUP` elements of a rank."""
     shares = [-(-each.numel() // ranks) for each in parameters]
     if sum(shares) <= SUB_GROUP:
         return [parameters]

@@ -1,9 +1,8 @@
-"""What a step sends, in closed form: the layers' sums, DeepSpeed's reductions, and the pipeline's sends.
+"""Messages of a step in closed form: the layers' sums, DeepSpeed's reductions, and the pipeline's sends.
 
-The rules of the data and pipeline axes are those of DeepSpeed 0.19.8 as `deepspeed_options` configures it, which are
-not the textbook's: ZeRO 1 all-reduces gradients (it scatters nothing) and gathers updated weights; ZeRO 2 does the
-former in every micro-batch. Tests compare with counted accounts, byte by byte, so that another version of DeepSpeed
-that sends something else fails them.
+The data and pipeline axes follow DeepSpeed 0.19.8 as `deepspeed_options` configures it, not the textbook. ZeRO 1
+all-reduces gradients (it scatters nothing) and gathers updated weights. ZeRO 2 all-reduces in every micro-batch. Tests
+compare with counted accounts, byte by byte, and fail if a version of DeepSpeed sends other messages.
 """
 
 from __future__ import annotations
@@ -46,63 +45,58 @@ from .matrices import matrix_messages, padded
 from .rows import row_traffic
 
 FALLBACK_BUCKET = 500_000_000  # elements; DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE
-META_BYTES = 1024  # of the message that tells the next stage a shape: 256 int32 (TENSOR_META_SIZE)
+META_BYTES = 1024  # of the message with a shape for the next stage: 256 int32 (TENSOR_META_SIZE)
 
 
 @dataclass(frozen=True)
 class TrafficPrediction:
-    """One rank's steps.
+    """The messages of one rank's steps.
 
     Attributes:
-        layout: of the ranks.
-        routed: by which algorithms messages go.
-        around: what every step sends beside its layers.
-        layers: what the layers send in a step.
-        first: what the first one sends besides: stages tell each other shapes.
-        settled: steps before what is predicted; ZeRO 3 learns the order of the layers first, and the ranks compare it.
-        by_data: of calls of which the data decide, what the prediction is of them; see `LayerMessage`.
-        varies: whether steps differ: it is drawn how often a recurrent core runs, or documents say how far keys go.
+        settled: steps before the prediction holds: ZeRO 3 learns the order of the layers first, and ranks compare it.
+        by_data: the kind of prediction (`LayerMessage`) of calls that depend on the data.
+        varies: whether steps differ: passes of a recurrent core are drawn, or keys go as far as documents.
     """
 
-    layout: Layout
-    routed: RoutedTraffic
-    around: Tally
-    layers: Callable[[int, Tensor | None], Tally]
-    first: Tally = field(default_factory=Tally)
+    layout: Layout  # of the ranks
+    routed: RoutedTraffic  # by which algorithms messages go
+    around: Tally  # messages of every step outside of its layers
+    layers: Callable[[int, Tensor | None], Tally]  # messages of the layers in a step
+    first: Tally = field(default_factory=Tally)  # further messages of the first step: shapes between stages
     settled: int = 0
     by_data: Mapping[Call, str] = field(default_factory=dict)
     varies: bool = False
 
     @cached_property
     def step(self) -> Tally:
-        """What each step sends; where they vary, the one of number 0."""
+        """Messages of each step. If steps vary, of step 0."""
         return self.at(0)
 
     def at(self, step: int, documents: Tensor | None = None) -> Tally:
-        """What the step of this number sends.
+        """Messages of the step of this number.
 
         Args:
-            documents: int [A, M, S], those of this rank's batch (`StepBatch`); None where nobody knows them.
+            documents: int [A, M, S] of this rank's batch (`StepBatch`), None if unknown.
         """
         return self.around + self.layers(step, documents)
 
     def calls(self, *decided: str) -> frozenset[Call]:
-        """Those of which the data decide in one of these ways."""
+        """Calls that depend on the data in one of these ways."""
         return frozenset(call for call, how in self.by_data.items() if how in decided)
 
 
 def predict(
     config: Config, ranks: int, rank: int, *, weighted: bool = False, routes: Routes | None = None
 ) -> TrafficPrediction:
-    """What a rank sends in a step of a resolved configuration, without the trainer's own sum.
+    """Messages of a rank in a step of a resolved configuration, without the trainer's own sum.
 
     Args:
         weighted: labels have weights, whose sum over the data axis the engine takes.
-        routes: the algorithms of a job; without them those of the configuration's table, on hosts of equal numbers of
-            neighbours.
+        routes: the algorithms of a job. The default is the configuration's table, on hosts with equal numbers of
+            consecutive ranks.
 
     Raises:
-        NotPredicted: the configuration has a part for which there is no formula; the message says which.
+        NotPredicted: a part of the configuration, which the message names, has no formula.
     """
     layout = Layout.of(config, ranks)
     mesh = Mesh.describe(layout, rank)
@@ -149,7 +143,7 @@ def _planned(config: Config, ranks: int) -> Routes | None:
 
 
 def _refuse(config: Config, layout: Layout) -> None:
-    """Name the parts that have no formula."""
+    """Raise for parts without a formula."""
     reasons = {
         "fp16": config.precision.compute == "fp16",
         "keys of `deepspeed`": bool(config.deepspeed),
@@ -199,11 +193,11 @@ class _Predictor:
         ranks: int = 0,
         kind: str = "",
     ) -> None:
-        """Messages of `elements` in all in a group of this rank; nothing where it has one rank.
+        """Add messages with `elements` in total in a group of this rank, unless the group has one rank.
 
         Args:
             group: see `_groups`.
-            ranks: of a pair, or a part of the axis; all of them where it is 0.
+            ranks: of a pair, or a part of the axis. 0 means all.
             kind: see `Messages.add`.
         """
         name, size = self.groups[group]
@@ -212,11 +206,11 @@ class _Predictor:
             self.step.add(call, messages, elements * SIZES[dtype], kind)
 
     def layers(self, core: Passes, documents: Tensor | None) -> tuple[Messages, dict[Call, str]]:
-        """What the layers send in a step with so many passes through a recurrent core, those of a teacher, too; and
-        calls of which the data decide.
+        """Messages of the layers, including a teacher's, in a step with `core` passes through a recurrent core, and the
+        calls that depend on the data.
 
         Args:
-            documents: int [A, M, S]; None where nobody knows them.
+            documents: int [A, M, S], None if unknown.
         """
         config, mesh, teacher, found = self.config, self.mesh, self.teacher, Messages()
         alike = [tensor_traffic(config, self.held, self.axis, core), row_traffic(config, mesh, self.modules, core)]
@@ -241,9 +235,9 @@ class _Predictor:
         return resolve(on_layout(self.config), ranks=self.layout.world_size)
 
     def _groups(self) -> dict[str, tuple[str, int]]:
-        """The name in accounts, and the ranks, of this rank's groups: its axes, the ranks with the same parameters
-        (`replicas`), those of one of these that hold other parts of the model (`model`), and those that share experts
-        (`expert`) or hold the same ones (`expert_data`)."""
+        """Name in accounts and number of ranks of this rank's groups. They are its axes, the ranks with the same
+        parameters (`replicas`), the ranks of one replica (`model`), and the ranks that share experts (`expert`) or hold
+        the same experts (`expert_data`)."""
         layout, at = self.layout, self.mesh.at
         lines = {name: [replace(at, **{name: place}) for place in range(getattr(layout, name))] for name in AXES}
         lines["replicas"] = [layout.at_replica(at, place) for place in range(layout.replicas)]
@@ -298,14 +292,14 @@ class _Predictor:
             self._gathered(group)
 
     def _overflow(self) -> None:
-        """Whether any rank's 16-bit gradients are finite; nobody asks in fp32, nor at ZeRO 3 in bf16."""
+        """Check whether any rank's 16-bit gradients are finite. There is none in fp32, or at ZeRO 3 in bf16."""
         if self.config.precision.compute != "fp32":
             self.add("update", "replicas", "all_reduce", "uint8", 1)
             self._model_norm(1, "uint8")
 
     def _partitioned(self, groups: int) -> None:
-        """ZeRO 3 of a model that is gathered at once: in each micro-batch its weights, but for those that stay
-        everywhere, which are gathered one by one after the update; and its gradients, scattered."""
+        """ZeRO 3 of a model that is gathered at once. In each micro-batch weights are gathered and gradients scattered.
+        Weights that stay gathered on all ranks are gathered one by one after the update."""
         zero, ranks = self.config.zero, self.layout.replicas
         whole = {each: -(-each.numel() // ranks) * ranks for each in self.parameters}
         stay = [each for each in self.parameters if each.numel() <= zero.persistent_size]
@@ -329,12 +323,12 @@ class _Predictor:
     def _reduced(
         self, tensors: list[list[nn.Parameter]], bucket: int, *, wide: bool = False, over: str = "replicas"
     ) -> None:
-        """Sums of gradients in buckets of one type each, sent as soon as they are larger than `bucket`; tensors that
-        are, on their own.
+        """Sums of gradients in buckets of one type each, sent as soon as they are larger than `bucket`. Larger tensors
+        are sent separately.
 
         Args:
             tensors: the parameters whose gradients are one tensor.
-            wide: the gradients are fp32 whatever the parameters are.
+            wide: the gradients are fp32 for all types of parameters.
             over: which group.
         """
         by_type: dict[str, list[int]] = {}
@@ -345,8 +339,8 @@ class _Predictor:
             self._summed(buckets_after(sizes, bucket), over)
 
     def _bucketed(self, order: list[nn.Parameter], limit: int) -> None:
-        """Sums of gradients in buckets that are sent before they would be larger than `limit`. Of a bucket with
-        experts that other ranks hold, each group's part is a message."""
+        """Sums of gradients in buckets that are sent before they would be larger than `limit`. In a bucket with spread
+        experts, each group's part is a message."""
         for bucket in buckets_before(order, limit):
             parts: dict[str, int] = {}
             for each in bucket:
@@ -357,7 +351,7 @@ class _Predictor:
                 self._summed([elements], over)
 
     def _summed(self, messages: list[int], over: str) -> None:
-        """Sums of so many elements each."""
+        """Sums of gradients with these numbers of elements."""
         dtype = self.config.precision.reduce if self.config.precision.compute != "fp32" else "fp32"
         for elements in messages:
             if self.wire == "none":
@@ -368,11 +362,11 @@ class _Predictor:
             self.add("backward", over, "all_gather", "uint8", gathered)
 
     def _model_norm(self, messages: int, dtype: str = "fp32") -> None:
-        """Sums of norms over the ranks that hold other parts of the model: those of tensor and pipeline axes."""
+        """Sums of norms over the ranks of the tensor and pipeline axes."""
         self.add("update", "model", "all_reduce", dtype, messages, messages)
 
     def _gathered(self, group: list[nn.Parameter]) -> None:
-        """A group's updated weights, which lie in one buffer, padded to equal parts."""
+        """Gather a group's updated weights in one buffer, padded to equal parts."""
         over = "expert_data" if is_spread(group[0]) else "replicas"
         elements = padded(sum(each.numel() for each in group), self.groups[over][1])
         self.add("update", over, "all_gather", type_name(group[0].dtype), elements)
@@ -403,8 +397,8 @@ class _Predictor:
         self.add("exchange", "pipeline", "broadcast", "fp32", 2)  # the loss, of this rank's batch and of all
 
     def optimizer_at(self, mesh: Mesh) -> MatrixOptimizer:
-        """That of this stage's parameters as another rank of it has them, without values: one for each way to cut them,
-        however many replicas there are.
+        """The optimizer of another rank of this stage, without values. There is one for each way to split parameters,
+        for any number of replicas.
         """
         key = mesh.at.tensor, mesh.expert.rank
         if key not in self._optimizers:
@@ -473,7 +467,7 @@ def _layers(plan: ModelPlan, held: list[int]) -> nn.Module:
         elif place <= len(plan.blocks):
             modules.append(plan.block(place - 1, shared))
             if place == plan.inside.stop and norm == "head" and held[-1] <= len(plan.blocks):
-                modules.append(plan.head_norm())  # of the core's last state; where there is a head, it has the weights
+                modules.append(plan.head_norm())  # of the core's last state (a head, if there is one, has the weights)
         elif plan.head_embeds:
             modules.append(plan.head(plan.tokens() if embedding is None else embedding.tokens.weight))
         else:

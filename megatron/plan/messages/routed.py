@@ -1,4 +1,4 @@
-"""What is sent where a table chooses algorithms, in closed form: each predicted message as the parts that it becomes.
+"""Messages under a table of algorithms, in closed form: each predicted message as its parts.
 
 Of S bytes over n hosts with l ranks each, in elements that are padded to whole parts for an all-reduce:
     all-gather       n S / (n l) between hosts, then S inside
@@ -28,7 +28,7 @@ ENDS = ("send", "recv")
 
 
 class Part(NamedTuple):
-    """One message: of which level, among which ranks (the other one alone, of sends), and how many bytes it has."""
+    """One message: its level, its ranks (for a send only the other one), and its bytes."""
 
     level: str
     ranks: tuple[int, ...]
@@ -40,7 +40,7 @@ def parts(operation: str, grid: HostGrid, algorithm: str, size: int, width: int)
     """The messages of one rank for a call of `size` bytes.
 
     Args:
-        algorithm: of those in two levels.
+        algorithm: one with two levels.
         width: bytes of an element.
     """
     inner = grid.inside.size
@@ -92,10 +92,10 @@ def _swaps(operation: str, axis: Axis, algorithm: str, block: int) -> list[tuple
 
 
 class RoutedTraffic:
-    """Turns predicted messages of a rank into those that are sent.
+    """Converts predicted messages of a rank into the messages that are sent.
 
     Args:
-        routes: None where nothing chooses.
+        routes: None without a table.
     """
 
     def __init__(self, routes: Routes | None, layout: Layout, rank: int) -> None:
@@ -107,11 +107,11 @@ class RoutedTraffic:
                 self._ways[group_name(ranks, layout, self.at), len(ranks)] = way
 
     def tally(self, messages: Messages) -> Tally:
-        """The account of these."""
+        """The account of these messages."""
         return Tally(self._sent(self._joined(messages)))
 
     def _joined(self, messages: Messages) -> Messages:
-        """With one message for all small ones of a kind that are waited for together."""
+        """The messages, with one in place of all small ones of a kind that are waited for together."""
         found, together = Messages(), dict[Call, int]()
         for call, count, size, kind in messages.each():
             way = self._ways.get((call.group, call.ranks))
@@ -148,4 +148,4 @@ class RoutedTraffic:
 
 
 def _nothing(ranks: Sequence[int], **_: Any) -> None:
-    """A group that is described alone."""
+    """No process group: the group is only described."""

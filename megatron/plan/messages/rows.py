@@ -1,8 +1,8 @@
-"""What ranks that share the rows of matrices send of these, in closed form (`parallel/layers/folded.py`).
+"""Messages of ranks that share the rows of matrices, in closed form (`parallel/layers/folded.py`).
 
-Of a matrix of N M numbers, n ranks: in the forward pass (and its repetition) n - 1 messages of N M / n numbers to the
-next rank, and as many from the one before; in the backward pass as many again, and as many in fp32 with the gradients.
-An embedding's rows are not needed again. The head's are gathered, and their gradients scattered.
+For a matrix of N M numbers and n ranks, the forward pass (and its repetition) sends n - 1 messages of N M / n numbers
+to the next rank, and receives the same from the previous one. The backward pass does the same, and the same in fp32
+with the gradients. An embedding's rows are not needed again. The head's are gathered, and their gradients scattered.
 """
 
 from __future__ import annotations
@@ -25,27 +25,20 @@ from megatron.parallel.messages.traffic import Call, Messages
 
 @dataclass(frozen=True)
 class RowMatrix:
-    """A matrix whose rows ranks share, in one forward pass.
+    """A matrix whose rows ranks share, in one forward pass."""
 
-    Attributes:
-        layer: in accounts.
-        elements: of this rank's rows.
-        block: the number of the block that it is in; None outside of blocks.
-        again: whether the backward pass needs the rows.
-    """
-
-    layer: str
-    elements: int
-    block: int | None = None
-    again: bool = True
+    layer: str  # in accounts
+    elements: int  # of this rank's rows
+    block: int | None = None  # number of its block, None outside of blocks
+    again: bool = True  # whether the backward pass needs the rows
 
 
 def row_traffic(config: Config, mesh: Mesh, layers: nn.Module, core: Passes = ONCE) -> Messages:
-    """What one micro-batch sends.
+    """Messages of one micro-batch.
 
     Args:
         layers: this rank's, as modules without values.
-        core: how often it goes through a recurrent core.
+        core: number of passes through a recurrent core.
     """
     tally, ranks = Messages(), mesh.context.size
     if not mesh.layout.shares_rows:
@@ -72,7 +65,7 @@ def row_traffic(config: Config, mesh: Mesh, layers: nn.Module, core: Passes = ON
 
 
 def _matrices(module: nn.Module) -> Iterator[RowMatrix]:
-    """Those of an embedding, of a block, or of the modules that predict further tokens."""
+    """Matrices of an embedding, of a block, or of the modules that predict further tokens."""
     if isinstance(module, Embedding):
         yield from (RowMatrix("embedding", size, again=False) for size in _sizes(module))
     elif isinstance(module, Block):
@@ -92,7 +85,7 @@ def _matrices(module: nn.Module) -> Iterator[RowMatrix]:
 
 
 def _sizes(*modules: nn.Module) -> list[int]:
-    """Elements of this rank's rows of each matrix of the modules, which are counted once each."""
+    """Elements of this rank's rows of each matrix of the modules. Each module counts once."""
     every = dict.fromkeys(each for module in modules for each in module.modules())
     shared = [each for each in every if getattr(each, "rows", ALONE).size > 1]
     return [cast(Tensor, each.weight).numel() for each in shared]

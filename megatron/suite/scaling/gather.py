@@ -38,7 +38,7 @@ def points_of(
     rows: list[tuple[str, float, float, float, float]] = []
     sets: set[str] = set()
     for member in suite.members:
-        if member.fork is not None:  # found beside its trunk, as those that were made by hand
+        if member.fork is not None:  # found next to its trunk, like branches made by hand
             continue
         own = resolved[member.name].config
         parameters = _size(own, embeddings)
@@ -71,7 +71,7 @@ def _runs(member: Member, config: Config, kind: str) -> Iterator[tuple[Path, Con
 
 
 def _losses(path: Path) -> Iterator[tuple[int, str, float]]:
-    """(step, validation set, loss) of a run's file; nothing of one that has not begun."""
+    """(step, validation set, loss) of a run's file, nothing for a run that has not begun."""
     for record in read_lines(path, sound_metrics) if path.is_file() else ():
         for name, values in record.get("validation", {}).items():
             if values["loss"] is not None and math.isfinite(values["loss"]) and record["step"] > 0:

@@ -24,25 +24,21 @@ class IsoFlopProfile:
     """The losses of several sizes with one budget.
 
     Attributes:
-        flops: the budget.
-        runs: names of the runs that have it.
         parameters, tokens, loss: float64 [n].
-        parabola: L = parabola[0] * log(N)^2 + parabola[1] * log(N) + parabola[2].
-        best: (N, D) at its lowest point; None where it has none within the range of sizes.
     """
 
-    flops: float
-    runs: tuple[str, ...]
+    flops: float  # the budget
+    runs: tuple[str, ...]  # names of the runs that have it
     parameters: np.ndarray
     tokens: np.ndarray
     loss: np.ndarray
-    parabola: tuple[float, float, float]
-    best: tuple[float, float] | None
+    parabola: tuple[float, float, float]  # L = parabola[0] * log(N)^2 + parabola[1] * log(N) + parabola[2]
+    best: tuple[float, float] | None  # (N, D) at its lowest point; None where it has none within the range of sizes
 
 
 @dataclass(frozen=True)
 class IsoFlop:
-    """Best N = exp(log_n) * C^a and best D = exp(log_d) * C^b through the minima; None with fewer than two of them."""
+    """Best N = exp(log_n) * C^a and best D = exp(log_d) * C^b through the minima. None with fewer than two of them."""
 
     profiles: tuple[IsoFlopProfile, ...]
     a: float | None
@@ -98,7 +94,7 @@ def _budgets(curves: list[_Curve]) -> list[float]:
 
 
 def _profile(curves: list[_Curve], flops: float) -> IsoFlopProfile | None:
-    """The profile of a budget; None where too few sizes reach it."""
+    """The profile of a budget. None if too few sizes reach it."""
     reach = [each for each in curves if each.flops[0] * (1 - 1e-9) <= flops <= each.flops[-1] * (1 + 1e-9)]
     if len({each.parameters for each in reach}) < LEAST:
         return None

@@ -30,20 +30,15 @@ _TRIED = 40  # starts of the grid: those with the lowest objectives
 
 @dataclass(frozen=True)
 class Law:
-    """L(N, D) = floor + exp(log_a) / N^alpha + exp(log_b) / D^beta, in nats per token.
-
-    Attributes:
-        objective: sum of the Huber losses of log L at the fit.
-        points: how many it was fitted to.
-    """
+    """L(N, D) = floor + exp(log_a) / N^alpha + exp(log_b) / D^beta, in nats per token."""
 
     floor: float
     log_a: float
     log_b: float
     alpha: float
     beta: float
-    objective: float = math.nan
-    points: int = 0
+    objective: float = math.nan  # sum of the Huber losses of log L at the fit
+    points: int = 0  # how many it was fitted to
 
     def loss(self, parameters: np.ndarray | float, tokens: np.ndarray | float) -> np.ndarray:
         """The law's loss of N parameters after D tokens."""
@@ -97,12 +92,11 @@ class _Problem:
 
     Attributes:
         x, y: log N and log D [n], less their means.
-        z: log L [n].
     """
 
     x: np.ndarray
     y: np.ndarray
-    z: np.ndarray
+    z: np.ndarray  # log L [n]
     means: tuple[float, float]
     delta: float
 

@@ -8,18 +8,14 @@ from typing import Any
 import numpy as np
 
 from megatron.report.console import short_number
-from megatron.report.figures import write_figure
+from megatron.report.figures import new_figure, write_figure
 
 from .study import Study
 
 
 def save_study(found: Study, path: Path, title: str) -> None:
     """Draw it into a PNG file, which appears whole or not at all."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4.8), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(12, 4.8, 110)
     figure.suptitle(title)
     curves, profiles = figure.subplots(1, 2)
     _draw_curves(found, curves)

@@ -1,4 +1,4 @@
-"""What a scaling law is fitted to: losses of runs with their parameters, tokens and FLOPs."""
+"""Points of a scaling law: losses of runs with their parameters, tokens and FLOPs."""
 
 from __future__ import annotations
 
@@ -21,16 +21,14 @@ class Points:
     """One loss after another, several of one run where its curve has them.
 
     Attributes:
-        runs: the run of each point.
         parameters, tokens, flops: float64 [n]; FLOPs are those of all tokens, forward and backward.
-        loss: float64 [n], nats per token, above 0.
     """
 
-    runs: tuple[str, ...]
+    runs: tuple[str, ...]  # the run of each point
     parameters: np.ndarray
     tokens: np.ndarray
     flops: np.ndarray
-    loss: np.ndarray
+    loss: np.ndarray  # float64 [n], nats per token, above 0
 
     @classmethod
     def of(cls, rows: Sequence[tuple[str, float, float, float, float]]) -> Points:
@@ -53,7 +51,7 @@ class Points:
         return Points(runs, self.parameters[at], self.tokens[at], self.flops[at], self.loss[at])
 
     def resampled(self, draw: np.random.Generator) -> Points:
-        """As many runs as there are, drawn with replacement, each with all its points.
+        """A bootstrap sample of runs, each with all its points.
 
         Points of one run are not independent of each other, so runs are drawn. A run that is drawn again counts as
         another one.

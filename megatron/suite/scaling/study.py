@@ -32,20 +32,14 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Study:
-    """What is known of how a suite's loss scales.
-
-    Attributes:
-        intervals: by the name of a number, see `numbers`; None where too few resamples had it.
-        resamples: how many.
-        held_out: None where the other runs are too few for a law.
-    """
+    """Scaling of a suite's loss."""
 
     points: Points
     law: Law
     isoflop: IsoFlop
-    intervals: Mapping[str, Interval]
-    resamples: int
-    held_out: HeldOut | None
+    intervals: Mapping[str, Interval]  # by the name of a number, see `numbers`; None where too few resamples had it
+    resamples: int  # how many
+    held_out: HeldOut | None  # None where the other runs are too few for a law
 
     @property
     def residual(self) -> float:
@@ -134,7 +128,7 @@ def _interval(values: list[float | None], resamples: int) -> Interval:
 
 
 def _held_out(points: Points, delta: float) -> HeldOut | None:
-    """Predict the last loss of the run with the most FLOPs from the smaller models alone."""
+    """Predict the last loss of the run with the most FLOPs from the smaller models."""
     last = int(np.argmax(points.flops))
     rest = np.flatnonzero(points.parameters < points.parameters[last])
     try:
