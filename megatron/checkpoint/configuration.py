@@ -10,6 +10,5 @@ from .read.reader import Checkpoint
 
 
 def config_of(checkpoint: Checkpoint) -> Config:
-    """The configuration of the run that wrote a checkpoint, as of the stage of sequence length that it was written in:
-    its sequences are those that the model has learned from, and its rotary options those that it was trained with."""
+    """The configuration that wrote a checkpoint, as of its stage of sequence length (length and rotary options)."""
     return as_of(read_resolved_text(checkpoint.meta.config, f"checkpoint {checkpoint.path}"), checkpoint.meta.step)

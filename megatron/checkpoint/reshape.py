@@ -1,4 +1,4 @@
-"""Writing a checkpoint again in the fragments of another layout. Needed for nothing but the shape of the files."""
+"""Rewrite a checkpoint in the fragments of another layout. Only the shape of its files changes."""
 
 from __future__ import annotations
 
@@ -35,11 +35,10 @@ KEYS = {
 
 
 def parse_layout(text: str) -> Layout:
-    """`tensor=4,pipeline=2,data=2,zero=1` as a layout; what is not said is 1 (ZeRO: 0; expert_tensor: tensor).
+    """Parse `tensor=4,pipeline=2,data=2,zero=1`. Omitted keys are 1 (ZeRO: 0, expert_tensor: tensor).
 
     Raises:
-        ValueError: an unknown key, a value that is not a number in range, or ranks of experts that do not divide
-        theirs.
+        ValueError: an unknown key, a value out of range, or sizes of experts that do not divide the ranks.
     """
     values = {}
     for item in filter(None, text.split(",")):
@@ -51,25 +50,24 @@ def parse_layout(text: str) -> Layout:
     sizes: dict[str, Any] = values | {"folded": slices < values.get("tensor", 1)}
     if rows > 1:
         if not values.get("context", rows) == values.get("expert", rows) == rows:
-            raise ValueError(f"--to {text}: context and expert are left out or that of folded, {rows}")
+            raise ValueError(f"--to {text}: context and expert must be omitted or equal folded={rows}")
         sizes |= {"context": rows, "expert": rows, "shares_rows": True}
     layout = Layout(**sizes)
     if min(layout.tensor, layout.context, layout.data, layout.pipeline, layout.expert, rows) < 1:
-        raise ValueError(f"--to {text}: sizes are at least 1")
+        raise ValueError(f"--to {text}: sizes must be at least 1")
     if layout.zero_stage > 3:
-        raise ValueError(f"--to {text}: ZeRO stages are 0 to 3")
+        raise ValueError(f"--to {text}: the ZeRO stage must be 0 to 3")
     if layout.shares_rows and layout.tensor > 1:
-        raise ValueError(f"--to {text}: tensor is 1 where ranks share rows (folded)")
+        raise ValueError(f"--to {text}: tensor must be 1 where ranks share rows (folded)")
     if slices not in (1, layout.tensor):
-        raise ValueError(f"--to {text}: expert_tensor is 1 (folded) or that of tensor, {layout.tensor}")
+        raise ValueError(f"--to {text}: expert_tensor must be 1 (folded) or equal tensor={layout.tensor}")
     if layout.expert_line % layout.expert:
         raise ValueError(
             f"--to {text}: {layout.expert_line} ranks cannot be cut into groups of {layout.expert} for the experts"
         )
     if layout.spreads_experts and layout.zero_stage == 3:
         raise ValueError(
-            f"--to {text}: ZeRO 3 cuts every tensor over all data parallel ranks, so neither experts nor rows are "
-            "spread"
+            f"--to {text}: with ZeRO 3 expert and folded must be 1, since every tensor is cut over all data ranks"
         )
     return layout
 
@@ -82,18 +80,17 @@ def reshape(
     verify: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, dict[str, dict[str, str]]]:
-    """Write `source` as `layout` would have written it. Memory: a few chunks, however large the tensors are.
+    """Write `source` as `layout` would have written it. Memory: a few chunks, for tensors of any size.
 
     Args:
-        target: the new checkpoint's directory; must not exist.
-        verify: compare SHA-256 of every logical tensor before and after, and write them to `sha256.json` there.
-        progress: is told what is being done.
+        verify: compare the SHA-256 of every logical tensor before and after, and write them to `sha256.json` there.
+        progress: called with each step of the work.
 
     Returns:
         {tensor: {state: {before, after}}} if `verify`, else empty.
 
     Raises:
-        CheckpointError: the source is damaged, the target exists, or a tensor is not the same afterwards.
+        CheckpointError: the source is damaged, the target exists, or a tensor has changed.
     """
     if target.exists():
         raise CheckpointError(target, "it exists already")
@@ -117,7 +114,6 @@ def reshape(
 def _reader(
     stream: TensorStream, items: Sequence[tuple[FragmentSpec, torch.dtype]]
 ) -> Callable[[int], Iterable[torch.Tensor]]:
-    """Gives the elements of the item with a number."""
     return lambda number: stream.values(items[number][0])
 
 

@@ -1,12 +1,13 @@
 """DeepSpeed's universal checkpoints: a folder per parameter, `zero/<name>/{fp32,exp_avg,exp_avg_sq,step}.pt`.
 
-Each file of values is a dictionary: the whole parameter as `param`, and how tensor parallel ranks cut it: `cat_dim`
-and, for equally large parts that are each cut alone, `param_n_sub_params` (deepspeed's universal_checkpoint.py).
-`step.pt` is a number. Optimizers with other states have files of their names; DeepSpeed's loader takes any.
-Beside the folders its engine reads `zero/optimizer_state.pt` (what an optimizer has once) and a file of model states
-(how many steps were done), of one name for ZeRO 1 and 2 and another for ZeRO 3.
-DeepSpeed's native checkpoints become this by its own converter (`made_universal`). Without ZeRO they have one file of
-model states, which has the optimizer's in the order of its parameters. It is read here.
+Each file of values is a dictionary. `param` is the whole parameter. `cat_dim` and `param_n_sub_params` (for equal parts
+that are cut separately) say how tensor parallel ranks cut it (deepspeed's universal_checkpoint.py). `step.pt` is a
+number. Other optimizers' states have files of their own names. DeepSpeed's engine also reads `zero/optimizer_state.pt`
+(states of the whole optimizer) and a file of model states (numbers of steps). The latter has one name for ZeRO 1 and 2
+and another for ZeRO 3.
+
+DeepSpeed's own converter makes this form of native checkpoints (`made_universal`). Without ZeRO a native checkpoint is
+one file of model states with the optimizer's states in the order of its parameters. It is read here.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ from .read.reader import Checkpoint
 from .save.writer import write_tensors
 
 FP32, STEP, PARAM = "fp32", "step", "param"
-STATE_OF = {FP32: MASTER}  # their file -> our state; others have the same name
+STATE_OF = {FP32: MASTER}  # their file -> our state. Others have the same name
 FILE_OF = {MASTER: FP32}
 OPTIMIZER = "optimizer_state.pt"
-MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")  # ZeRO 1 and 2; ZeRO 3
+MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")  # ZeRO 1 and 2, then ZeRO 3
 LATEST = "latest_universal"
-DS_VERSION = "0.19.8"  # whose files these are
+DS_VERSION = "0.19.8"  # format of these files
 
 
 def read_names(path: Path) -> dict[str, str]:
-    """A YAML file of `our name: their name`.
+    """Read a YAML file of `our name: their name`.
 
     Raises:
-        ValueError: it is not that.
+        ValueError: it is no such mapping.
     """
     values, _, problems = parse(path.read_text(encoding="utf-8"), lambda line: Origin("file", str(path), line))
     if problems or not isinstance(values, dict):
@@ -63,15 +64,15 @@ def read_names(path: Path) -> dict[str, str]:
 
 @contextmanager
 def made_universal(source: Path, out: Path, trust: bool) -> Iterator[Path]:
-    """The universal form of a checkpoint of DeepSpeed: itself, or what its own converter makes of a native one.
+    """The universal form of a DeepSpeed checkpoint: itself, or the converted native one.
 
     Args:
-        source: a folder that has `zero/`, or a native one.
-        out: where our checkpoint will be; the universal form is beside it for as long as it is needed.
-        trust: whether code in the native files may run: the converter unpickles them.
+        source: a folder with `zero/`, or a native checkpoint.
+        out: the future checkpoint. The universal form is a temporary folder next to it.
+        trust: allow the converter to unpickle native files, which can run code.
 
     Raises:
-        CheckpointError: a native one that is not trusted, or that the converter does not understand.
+        CheckpointError: a native checkpoint without trust, or one that the converter rejects.
     """
     if (source / "zero").is_dir() or not any(source.glob("*_model_states.pt")):
         yield source
@@ -84,24 +85,13 @@ def made_universal(source: Path, out: Path, trust: bool) -> Iterator[Path]:
     if not trust:
         raise CheckpointError(
             source,
-            "native files are pickles, which can run code when they are read: "
-            "give --trust if you know where they are from",
+            "native files are pickles, which can run code when they are read: give --trust if you trust their source",
         )
     with tempfile.TemporaryDirectory(dir=out.resolve().parent, prefix=".universal-") as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "deepspeed.checkpoint.ds_to_universal",
-            "--input_folder",
-            str(source),
-            "--output_folder",
-            folder,
-            "--num_extract_workers",
-            "1",
-            "--num_merge_workers",
-            "1",
-            "--inject_missing_state",  # its sharding of tensors, which plain programs do not save
-        ]
+        command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+        command += ["--input_folder", str(source), "--output_folder", folder]
+        command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+        command.append("--inject_missing_state")  # DeepSpeed's sharding of tensors, which plain programs do not save
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise CheckpointError(source, f"DeepSpeed's converter failed: {done.stderr.strip().splitlines()[-1:]}")
@@ -109,11 +99,9 @@ def made_universal(source: Path, out: Path, trust: bool) -> Iterator[Path]:
 
 
 def _split(source: Path, folder: Path) -> None:
-    """A folder per parameter of a checkpoint without ZeRO. Its optimizer's states have numbers for names. They are
-    taken where one group has all parameters, in the order of the module.
+    """Write a folder per parameter of a checkpoint without ZeRO.
 
-    Raises:
-        CheckpointError: there are several files (tensor or pipeline parallel ranks), or it is damaged.
+    Its optimizer's states are numbered. They are taken where one group has all parameters, in the module's order.
     """
     files = sorted(source.glob("*_model_states.pt"))
     if len(files) > 1:
@@ -147,15 +135,15 @@ def export(checkpoint: Checkpoint, out: Path, names: Mapping[str, str] | None = 
     """Write a checkpoint's masters and optimizer states, one tensor at a time.
 
     Args:
-        out: a folder that does not exist, and appears whole or not at all; DeepSpeed calls it by its tag
+        out: a folder that does not exist. It appears complete or not at all. Its name is DeepSpeed's tag
             (`global_step10_universal`).
-        names: our name -> theirs, for all tensors; None keeps our names.
+        names: our name -> theirs, for all tensors. None keeps our names.
 
     Returns:
         The number of parameters.
 
     Raises:
-        CheckpointError: it exists, a tensor has no name, two have the same, or there is no fp32 value of one.
+        CheckpointError: `out` exists, a tensor has no name or fp32 value, or two have one name.
     """
     theirs = _named(checkpoint, names)
     if out.exists():
@@ -186,7 +174,7 @@ def export(checkpoint: Checkpoint, out: Path, names: Mapping[str, str] | None = 
 
 
 def mark_latest(out: Path) -> bool:
-    """Write the file by which DeepSpeed finds this checkpoint where no tag is given; False where it names another."""
+    """Write DeepSpeed's file of the newest tag. Returns False if it names another checkpoint."""
     path = out.parent / LATEST
     if path.exists():
         return path.read_text(encoding="utf-8").strip() == out.name
@@ -195,11 +183,12 @@ def mark_latest(out: Path) -> bool:
 
 
 def _write_engine_state(folder: Path, meta: Meta, parameters: int) -> None:
-    """What DeepSpeed's engine (0.19.8) reads beside the parameters.
+    """Write the files that DeepSpeed's engine (0.19.8) reads in addition to the parameters.
 
-    Its loader pairs the groups of parameters here with those of its optimizer, and leaves out parameters of groups that
-    have no partner: there are never more groups than parameters. They are empty, because the learning rate, betas and
-    weight decay are those of the configuration that it is started with.
+    Its loader pairs these groups of parameters with its optimizer's groups, and ignores parameters of unpaired groups.
+    So
+    there is one group per parameter. The groups are empty: learning rate, betas and weight decay come from its
+    configuration.
     """
     done = torch.tensor(float(meta.optimizer.get("step", meta.step)))
     optimizer = {
@@ -223,7 +212,7 @@ def _write_engine_state(folder: Path, meta: Meta, parameters: int) -> None:
 
 
 def _save(value: Any, path: Path) -> None:
-    """torch.save, whose own writer says of a full disk that it is at an unexpected position."""
+    """Call torch.save, but raise the OSError of a full disk. Its own error is about a file position."""
     with open(path, "wb", buffering=0) as file:
         try:
             torch.save(value, file)
@@ -234,7 +223,6 @@ def _save(value: Any, path: Path) -> None:
 
 
 def _check_names(names: Iterable[str], path: Path) -> None:
-    """Names of tensors and states become those of folders and files."""
     problems = []
     for name in dict.fromkeys(names):
         try:
@@ -272,7 +260,7 @@ def _doubled(names: Mapping[str, str]) -> list[str]:
 
 
 def _cut(tensor: LogicalTensor) -> dict[str, int]:
-    """What DeepSpeed's loader needs to cut the tensor as our layouts do; nothing where its loader cannot."""
+    """DeepSpeed's description of how our layouts cut the tensor, empty where it has none."""
     if tensor.shard is None:
         return {}
     parts = tensor.shard.parts or (tensor.shape[tensor.shard.dim],)
@@ -285,8 +273,8 @@ class Universal:
     """An opened universal checkpoint.
 
     Attributes:
-        names: of its parameters, as DeepSpeed calls them.
-        extra: names of buffers and of parameters that are another one under a second name.
+        names: DeepSpeed's names of the parameters.
+        extra: names of buffers and of second names of parameters.
 
     Raises:
         CheckpointError: it has no parameters.
@@ -299,18 +287,18 @@ class Universal:
         if not self.names:
             raise CheckpointError(
                 folder,
-                f"it has no zero/<parameter>/{FP32}.pt; native checkpoints become "
-                "universal by: python -m deepspeed.checkpoint.ds_to_universal --input_folder "
+                f"it has no zero/<parameter>/{FP32}.pt. Convert a native checkpoint by: "
+                "python -m deepspeed.checkpoint.ds_to_universal --input_folder "
                 "CHECKPOINT/TAG --output_folder CHECKPOINT/TAG_universal",
             )
 
     def states(self, name: str) -> list[str]:
-        """The states of a parameter, as we call them."""
+        """Our names of a parameter's states."""
         files = sorted(path.stem for path in (self.folder / name).glob("*.pt") if path.stem != STEP)
         return [STATE_OF.get(file, file) for file in files]
 
     def read(self, name: str, state: str) -> Tensor:
-        """The values of one state; the file is mapped, not read.
+        """The values of one state, memory-mapped.
 
         Raises:
             CheckpointError: the file is damaged, or has no values.
@@ -323,10 +311,10 @@ class Universal:
         return values
 
     def step(self) -> int | None:
-        """The optimizer's step; None if none was kept.
+        """The optimizer's step. None if none is stored.
 
         Raises:
-            CheckpointError: parameters have different ones.
+            CheckpointError: parameters have different steps.
         """
         found = {float(load_tensors(path)): path for path in sorted(self.folder.rglob(f"{STEP}.pt"))}
         if len(found) > 1:
@@ -334,14 +322,13 @@ class Universal:
         return int(next(iter(found))) if found else None
 
     def global_steps(self) -> int | None:
-        """Updates that were made, by the count of DeepSpeed's engine."""
+        """Number of updates, from the counters of DeepSpeed's engine."""
         found = _model_states(self.folder.parent)
         done, skipped = found.get("global_steps"), found.get("skipped_steps") or 0
         return done - skipped if isinstance(done, int) and isinstance(skipped, int) else None
 
 
 def _model_states(folder: Path) -> dict[str, Any]:
-    """The first file of model states or {} where there is none that can be read safely."""
     for path in sorted(folder.glob("*_model_states.pt")):
         try:
             found = load_tensors(path)
@@ -366,17 +353,15 @@ def restore(
     names: Mapping[str, str] | None,
     step: int | None = None,
 ) -> Meta:
-    """Write a universal checkpoint as one of ours, one tensor at a time.
+    """Convert a universal checkpoint to a native one of ours, one tensor at a time.
 
     Args:
-        out: directory of the checkpoint, which does not exist.
-        tensors: the logical tensors of the model, by our names.
-        config: text of its resolved configuration.
-        names: our name -> theirs; None where they are called the same.
-        step: completed updates of the run; by default the optimizer's.
+        out: directory of the checkpoint, which must not exist.
+        names: our name -> theirs. None: the same names.
+        step: completed updates of the run. Default: the optimizer's.
 
     Raises:
-        CheckpointError: parameters are missing or left over, have another shape, or not all the same states.
+        CheckpointError: parameters are missing, unknown or of another shape, or have different states.
     """
     if out.exists():
         raise CheckpointError(out, "it exists already")
@@ -386,7 +371,7 @@ def restore(
     done = step if step is not None else source.global_steps() if updates is None else updates
     whole = all(len(source.states(theirs[name])) > 1 for name in tensors)
     if done is None and whole:
-        raise CheckpointError(source.folder, "it does not say how many updates were done; give --step")
+        raise CheckpointError(source.folder, "it has no number of updates: give --step")
     meta = Meta(
         step=done or 0,
         config=config,
@@ -404,7 +389,6 @@ def restore(
 
 
 def _check_tensors(source: Universal, tensors: Mapping[str, LogicalTensor], theirs: Mapping[str, str]) -> None:
-    """That the checkpoint has the model's parameters, no others, and each in its shape."""
     problems = [
         f"missing: {name} ({theirs.get(name, 'no name in the mapping')})"
         for name in tensors

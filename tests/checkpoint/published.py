@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from megatron.checkpoint.hf.real_texts import real_texts
+from megatron.checkpoint.hf.tokenizer_files import real_texts
 from tests.model.parity import randomise
 
 ROWS = 640  # of the embedding; tokenizers have fewer

@@ -221,12 +221,12 @@ def test_any_error_of_a_rank_reaches_all(tmp_path):
     [
         (
             lambda found: [replace(found[0], start=1, data=found[0].data[1:].clone()), *found[1:]],
-            "nobody wrote elements 0 to 1",
+            "no rank wrote elements 0 to 1",
         ),
         (lambda found: [*found, found[0]], "same fragment twice"),
         (lambda found: [*found, replace(found[0], data=found[0].data[:-1].clone())], "same fragment twice"),
         (lambda found: [*found, replace(found[0], start=1, data=found[0].data[1:].clone())], "were written twice"),
-        (lambda found: [replace(found[0], data=found[0].data[:-2].clone()), *found[1:]], "nobody wrote elements"),
+        (lambda found: [replace(found[0], data=found[0].data[:-2].clone()), *found[1:]], "no rank wrote elements"),
         (
             lambda found: [
                 *found,
@@ -271,7 +271,7 @@ def test_a_tensor_parallel_rank_that_wrote_nothing(tmp_path):
     results = Together(2).run(
         lambda member: save(tmp_path, 1, [] if member.rank else fragments(model, layout, 0), meta(1), member)
     )
-    assert all("embedding.weight (weight): nobody wrote elements 0 to " in str(result) for result in results)
+    assert all("embedding.weight (weight): no rank wrote elements 0 to " in str(result) for result in results)
 
 
 # -- damaged afterwards ------------------------------------------------------------------------------------------------
@@ -405,5 +405,5 @@ def test_the_newer_version_is_told(directory):
     outer["content"] = outer["content"].replace('"format": 2', '"format": 3')
     outer["checksum"] = checksum(outer["content"].encode())
     path.write_text(json.dumps(outer))
-    with pytest.raises(CheckpointError, match="format 3; this version reads formats 1 to 2"):
+    with pytest.raises(CheckpointError, match="its format is 3. This version reads format 2"):
         open_checkpoint(directory / "step_00000002")

@@ -22,8 +22,7 @@ from megatron.checkpoint.configuration import config_of
 from megatron.checkpoint.hf.config import hf_config
 from megatron.checkpoint.hf.export import export
 from megatron.checkpoint.hf.importer import import_model
-from megatron.checkpoint.hf.real_texts import COUNT, real_texts
-from megatron.checkpoint.hf.tokenizer_files import write_tokenizer
+from megatron.checkpoint.hf.tokenizer_files import COUNT, real_texts, write_tokenizer
 from megatron.checkpoint.hf.verify import prove
 from megatron.config import resolve
 from megatron.config.frozen import thaw

@@ -31,7 +31,7 @@ def test_further_layers_are_left_out(tmp_path):
     saved(CASES["deepseek_v3"], tmp_path / "theirs", **further)
     said: list[str] = []
     import_model(tmp_path / "theirs", tmp_path / "ours", progress=said.append)
-    assert "left out: 2 tensors of layers that predict further tokens, such as model.layers.3.eh_proj.weight" in said
+    assert "skipped: 2 tensors of layers that predict further tokens, such as model.layers.3.eh_proj.weight" in said
     names = set(open_checkpoint(tmp_path / "ours").tensors)
     assert "layers.2.moe.router.correction" in names and not any(name.startswith("layers.3.") for name in names)
 
@@ -72,7 +72,7 @@ def test_further_layers_are_kept(tmp_path):
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert again.keys() == whole.keys() and all(again[name].equal(value) for name, value in whole.items())
     assert json.loads((tmp_path / "again" / "config.json").read_text())["num_nextn_predict_layers"] == 1
-    assert not any("left out" in note for note in found.notes)
+    assert not any("skipped" in note for note in found.notes)
     assert prove(checkpoint, tmp_path / "again", None).holds
 
 
@@ -98,7 +98,7 @@ def test_other_architectures_are_exported_without(tmp_path):
     checkpoint, _ = checkpoint_of(tmp_path / "ours", values)
     found = export(checkpoint, tmp_path / "theirs")
     assert found.architecture.name == "llama"
-    assert any("left out: 22 tensors of modules that predict further tokens" in note for note in found.notes)
+    assert any("skipped: 22 tensors of modules that predict further tokens" in note for note in found.notes)
     assert prove(checkpoint, tmp_path / "theirs", None).holds
 
 

@@ -83,19 +83,19 @@ def overlapping(header: Header, data: bytes) -> bytes:
 
 
 DAMAGED: dict[str, tuple[Callable[[Header, bytes], bytes], str]] = {
-    "an unknown type": (entry(dtype="F4"), "has the type 'F4'; it must be one of F64, F32"),
+    "an unknown type": (entry(dtype="F4"), "has the type 'F4'. It must be one of F64, F32"),
     "a type that is no word": (entry(dtype=["F32"]), "damaged"),
-    "whole numbers": (entry(dtype="I32"), "has the type int32; weights must be float64, float32"),
-    "a negative size": (entry(shape=[-1, 4]), "it must be a list of sizes"),
-    "a size of half": (entry(shape=[0.5, 4]), "it must be a list of sizes"),
-    "a shape that is a word": (entry(shape="61"), "it must be a list of sizes"),
-    "a huge size": (entry(shape=[2**62, 2**62]), "it must have"),
-    "a size beyond all": (entry(shape=[2**70]), "it must be a list of sizes"),
-    "dimensions beyond all": (entry(shape=[1] * 100), "it must be a list of sizes"),
-    "another size": (entry(shape=[1]), "it must have 4 bytes"),
-    "an end beyond the file": (shifted(0, 2**50), "it must have"),
+    "whole numbers": (entry(dtype="I32"), "has the type int32. Weights must be float64, float32"),
+    "a negative size": (entry(shape=[-1, 4]), "It must be a list of sizes"),
+    "a size of half": (entry(shape=[0.5, 4]), "It must be a list of sizes"),
+    "a shape that is a word": (entry(shape="61"), "It must be a list of sizes"),
+    "a huge size": (entry(shape=[2**62, 2**62]), "It must have"),
+    "a size beyond all": (entry(shape=[2**70]), "It must be a list of sizes"),
+    "dimensions beyond all": (entry(shape=[1] * 100), "It must be a list of sizes"),
+    "another size": (entry(shape=[1]), "It must have 4 bytes"),
+    "an end beyond the file": (shifted(0, 2**50), "It must have"),
     "a place beyond the file": (shifted(2**50, 2**50), "its header promises"),
-    "a place before the file": (shifted(-4, -4), "it must have"),
+    "a place before the file": (shifted(-4, -4), "It must have"),
     "places that are words": (entry(data_offsets=["0", "8"]), "damaged"),
     "one place": (entry(data_offsets=[0]), "damaged"),
     "no places": (lambda header, data: joined({"a": {"dtype": "F32", "shape": []}}, data), "'data_offsets' is missing"),
@@ -132,8 +132,8 @@ def test_json_of_strangers_is_refused_in_words(name: str, text: str, llama: Path
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; it must be at most 100000"),
-        ({"num_hidden_layers": 90_000}, "it must be at most one for each of the"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers must be at most 100000, not 1000000000000"),
+        ({"num_hidden_layers": 90_000}, "its configuration must have at most "),
         ({"num_hidden_layers": 1}, "left over: model.layers.1."),
         ({"vocab_size": 10**6}, "it must be (1000000, "),
         ({"vocab_size": 2**62}, "sizes of a model must be at most"),
@@ -158,7 +158,7 @@ def test_gate_and_up_are_not_cut_elsewhere(llama: Path, capsys) -> None:
     low["data_offsets"][1] = high["data_offsets"][0] = end - 2 * (end - begin) // rows
     file.write_bytes(joined(header, data))
     said = refused(llama, capsys)
-    assert f"has the shape ({rows - 2}, {columns}); it must be ({rows}, {columns})" in said
+    assert f"has the shape ({rows - 2}, {columns}), and must have ({rows}, {columns})" in said
 
 
 class Shapes:
@@ -191,7 +191,7 @@ def test_reversed_shapes_are_refused_whatever_the_architecture(kind: str, tmp_pa
             source.shapes[name] = other
             with pytest.raises(CheckpointError) as caught:
                 importer._check_shapes(Path("folder"), steps, logical, source, there)
-            assert f"{name} has the shape {other}; it must be {shape}" in str(caught.value)
+            assert f"{name} has the shape {other}, and must have {shape}" in str(caught.value)
             reversed_ones += other == shape[::-1]
         source.shapes[name] = shape
     assert reversed_ones
@@ -208,7 +208,7 @@ def test_weights_that_are_no_numbers_are_not_imported(value: float, kind: str, l
     save_file(tensors, llama / "model.safetensors")
     capsys.readouterr()
     assert tool("from_hf").main([str(llama), str(llama.parent / "out")]) == 2
-    assert f"{name} has values that are infinite or no numbers; all must be finite" in capsys.readouterr().err
+    assert f"{name} has values that are infinite or no numbers. All must be finite" in capsys.readouterr().err
     assert [each.name for each in sorted(llama.parent.iterdir())] == ["model", "whole"]
 
 
@@ -217,7 +217,7 @@ def test_names_that_steer_a_terminal_are_shown_and_not_printed(llama: Path, caps
     header["a\x1b[2Jb"] = {"dtype": "F32", "shape": [0], "data_offsets": [len(data), len(data)]}
     (llama / "model.safetensors").write_bytes(joined(header, data))
     said = refused(llama, capsys)
-    assert r"'a\x1b[2Jb' is no name of a tensor; it must be printable" in said and "\x1b" not in said
+    assert r"'a\x1b[2Jb' is no name of a tensor: it must be printable" in said and "\x1b" not in said
 
 
 def test_two_names_of_one_tensor_are_refused(llama: Path, capsys) -> None:
@@ -226,4 +226,4 @@ def test_two_names_of_one_tensor_are_refused(llama: Path, capsys) -> None:
     header["norm.weight"] = {"dtype": "F32", "shape": [32], "data_offsets": [len(data), len(data) + 128]}
     (llama / "model.safetensors").write_bytes(joined(header, data + bytes(128)))
     said = refused(llama, capsys)
-    assert "norm.weight and " in said and "are two names of one tensor; there must be one" in said
+    assert "norm.weight and " in said and "are two names of one tensor: keep one of them" in said

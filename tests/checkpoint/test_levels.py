@@ -308,7 +308,7 @@ def rank_that_leaves_a_branch(folder: str) -> dict[str, object]:
         seen["no note"] = str(error.value)
     seen["as before"] = read(levels_at(folder, NEXT), new, ZERO_1, rank)[0]
     together(rank, lambda: Path(folder, "checkpoints/.levels").write_text("what") and None)
-    with pytest.raises(CheckpointError, match=r"\.levels is damaged; remove it"):
+    with pytest.raises(CheckpointError, match=r"\.levels is damaged: remove it"):
         levels_at(folder, NEXT)
     return seen
 
@@ -331,10 +331,10 @@ def test_what_a_read_only_disk_keeps_of_a_branch_that_is_left_is_void(tmp_path: 
 def test_a_folder_that_others_can_read_is_refused(tmp_path: Path) -> None:
     assert private(tmp_path / "a/own").stat().st_mode & 0o777 == 0o700
     (tmp_path / "open").mkdir(mode=0o755)
-    with pytest.raises(CheckpointError, match="nobody else can read"):
+    with pytest.raises(CheckpointError, match="only this user owns"):
         private(tmp_path / "open")
     os.symlink(tmp_path / "a/own", tmp_path / "link")
-    with pytest.raises(CheckpointError, match="nobody else can read"):
+    with pytest.raises(CheckpointError, match="only this user owns"):
         private(tmp_path / "link")
 
 
@@ -352,6 +352,6 @@ def test_a_folder_that_another_user_has_taken_costs_only_its_saves(tmp_path: Pat
     for number in range(2, 8):
         (tmp_path / f"deepy-{number}").mkdir(exist_ok=True)
         os.chown(tmp_path / f"deepy-{number}", 65534, 65534)
-    with pytest.raises(CheckpointError, match="belongs to user nobody; remove it"):
+    with pytest.raises(CheckpointError, match="belongs to user nobody: remove it"):
         own_folder(tmp_path / "deepy")
     assert hint_for("checkpoint.levels: host1: /dev/shm/deepy-0-a-b: it must be a folder of this user's", 2) is None

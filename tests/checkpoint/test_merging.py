@@ -122,7 +122,7 @@ def test_gaps_are_found_in_parts_as_in_the_whole(tmp_path: Path, monkeypatch):
         with pytest.raises(CheckpointError) as caught:
             write_merged(tmp_path, given, [], whole=True)
         told = [
-            re.fullmatch(r"(\S+) \((\w+)\): nobody wrote elements .* of tensor rank (\d) of 2", each)
+            re.fullmatch(r"(\S+) \((\w+)\): no rank wrote elements .* of tensor rank (\d) of 2", each)
             for each in caught.value.problems
         ]
         assert {(each[1], each[2], int(each[3])) for each in told} == lost and len(told) == len(lost)

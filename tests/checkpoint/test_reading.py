@@ -62,7 +62,7 @@ def test_mismatches_are_listed_all_at_once(tmp_path):
     assert sorted(error.value.problems) == sorted([
         "missing: extra.weight is in the run, but not in the checkpoint",
         "wrong shape: embedding.weight is (38, 12) in the run, (37, 12) in the checkpoint",
-        "missing: embedding.weight (momentum_buffer) is in the run; the checkpoint has only "
+        "missing: embedding.weight (momentum_buffer) is in the run. The checkpoint has only "
         "exp_avg, exp_avg_sq, master, weight of it",
         *(
             f"left over: layers.2.mlp.down.weight ({state}) is in the checkpoint, but not in the run"

@@ -50,7 +50,7 @@ def test_a_missing_checkpoint_is_an_error_that_says_what_is_there(tmp_path):
     write(tmp_path, 5)
     with pytest.raises(CheckpointError, match="does not exist.*step_00000005"):
         Store(tmp_path / "new").resume(str(tmp_path / "step_00000006"))
-    with pytest.raises(CheckpointError, match="does not exist; there is no checkpoint in"):
+    with pytest.raises(CheckpointError, match="does not exist. There is no checkpoint in"):
         Store(tmp_path / "new").resume(str(tmp_path / "nothing" / "step_00000006"))
 
 
@@ -88,7 +88,7 @@ def test_retention(tmp_path):
     assert store.retain(3, 20) == ["step_00000010", "step_00000030"]
     assert store.retain(2, None, protect={"step_00000040"}) == ["step_00000020", "step_00000050"]
     assert names(tmp_path) == ["step_00000040", "step_00000060", "step_00000070"]
-    with pytest.raises(ValueError, match="keep_last is 0"):
+    with pytest.raises(ValueError, match="keep_last must be at least 1, not 0"):
         store.retain(0)
 
 
@@ -146,7 +146,7 @@ def test_policy_from_the_configuration():
     assert saved(replace(policy, at_end=False), 10) == [3, 4, 8, 9]
     assert policy.due(1, seconds_since_save=119.9) is None
     assert policy.due(1, seconds_since_save=120.0) == "every 2 minutes"
-    assert policy.due(1, stopping=True) == "the run was told to stop"
+    assert policy.due(1, stopping=True) == "the run was asked to stop"
     assert saved(SavePolicy(), 10) == [10]
 
 

@@ -107,7 +107,7 @@ def test_reshape_refuses(source, tmp_path, capsys):
             [source, tmp_path / "new", "--to", "tensors=2"],
             "is not one of tensor=N, context=N, data=N, pipeline=N, zero=N, expert=N, ",
         ),
-        ([source, tmp_path / "new", "--to", "zero=4"], "ZeRO stages are 0 to 3"),
+        ([source, tmp_path / "new", "--to", "zero=4"], "the ZeRO stage must be 0 to 3"),
         ([tmp_path / "nothing", tmp_path / "new", "--to", "tensor=2"], "there is no such checkpoint"),
     ):
         assert reshape.main([str(argument) for argument in arguments]) == 2
@@ -204,11 +204,11 @@ def test_rows_fall_to_the_ranks_of_a_run(to, ranks):
 @pytest.mark.parametrize(
     ("to", "message"),
     [
-        ("folded=2,context=4", "context and expert are left out or that of folded, 2"),
-        ("folded=2,expert=4", "context and expert are left out or that of folded, 2"),
-        ("folded=0", "sizes are at least 1"),
-        ("folded=2,tensor=2", "tensor is 1 where ranks share rows"),
-        ("folded=2,zero=3", "neither experts nor rows are spread"),
+        ("folded=2,context=4", "context and expert must be omitted or equal folded=2"),
+        ("folded=2,expert=4", "context and expert must be omitted or equal folded=2"),
+        ("folded=0", "sizes must be at least 1"),
+        ("folded=2,tensor=2", "tensor must be 1 where ranks share rows"),
+        ("folded=2,zero=3", "with ZeRO 3 expert and folded must be 1"),
     ],
 )
 def test_rows_on_layouts_that_no_run_has(to, message):
@@ -218,13 +218,13 @@ def test_rows_on_layouts_that_no_run_has(to, message):
 
 def test_experts_that_do_not_divide():
     tensor = LogicalTensor("moe.experts.down.weight", (6, 4, 4), Role.OUTPUT, Shard(2), matrices=(4,))
-    with pytest.raises(CheckpointError, match="6 experts do not divide over 4 ranks"):
+    with pytest.raises(CheckpointError, match="6 experts must be divisible by 4 ranks"):
         owned(parse_layout("data=4,expert=4"), {(tensor.name, "master"): torch.float32}, {tensor.name: tensor})
     for to, message in (
         ("data=4,expert=3", "4 ranks cannot be cut into groups of 3"),
         ("expert=0", "at least 1"),
-        ("tensor=4,expert_tensor=2", "1 \\(folded\\) or that of tensor, 4"),
-        ("data=2,expert=2,zero=3", "neither experts nor rows are spread"),
+        ("tensor=4,expert_tensor=2", "1 \\(folded\\) or equal tensor=4"),
+        ("data=2,expert=2,zero=3", "with ZeRO 3 expert and folded must be 1"),
     ):
         with pytest.raises(ValueError, match=message):
             parse_layout(to)

@@ -89,7 +89,7 @@ def test_a_signal_saves_and_stops(tmp_path, name):
     assert signal.getsignal(getattr(signal, name)) == before
     ledger = read_ledger(tmp_path / "run" / "ledger.jsonl")
     assert ledger[-1]["reason"] == f"signal {name}"
-    assert [entry["reason"] for entry in ledger if entry["event"] == "checkpoint"] == ["the run was told to stop"]
+    assert [entry["reason"] for entry in ledger if entry["event"] == "checkpoint"] == ["the run was asked to stop"]
 
 
 class Hands:

@@ -1,4 +1,4 @@
-"""What checkpoints need from other ranks: to meet, and to show each other a few small facts."""
+"""The exchange of small facts between ranks that save or load together."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from megatron.worker.rendezvous import SealedStore
 class Communicator(Protocol):
     """The ranks that save or load together.
 
-    They carry only what JSON can say: no tensor ever goes through them. What all ranks hear of all ranks grows with the
-    square of their number, so `gather` is for what is rare (see `all_problems`) or a few bytes per rank; the others'
-    cost is that of what they carry.
+    Values are JSON. Tensors never travel this way. The traffic of `gather` grows with the square of the number of
+    ranks, so
+    it is for rare cases (see `all_problems`) or a few bytes per rank. The other methods cost their values' size.
     """
 
     rank: int
@@ -31,17 +31,17 @@ class Communicator(Protocol):
         """The values of all ranks in rank order, on every rank."""
 
     def collect(self, value: Any) -> list[Any] | None:
-        """The values of all ranks in rank order, on rank 0; None elsewhere."""
+        """The values of all ranks in rank order, on rank 0. None elsewhere."""
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank; what the others give is not looked at."""
+        """Rank 0's value, on every rank. Other ranks' arguments are ignored."""
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        """For each flag, whether any rank has set it, on every rank. All give as many."""
+        """For each flag, whether any rank has set it. All ranks give the same number of flags."""
 
 
 def all_problems(communicator: Communicator, problems: Iterable[str]) -> list[str]:
-    """What any rank has found, each once, on every rank. As long as nothing is wrong, a flag is all that is sent."""
+    """The problems of all ranks, each once, on every rank. Without a problem only a flag is sent."""
     own = list(dict.fromkeys(problems))
     if not communicator.any_rank([bool(own)])[0]:
         return []
@@ -49,7 +49,7 @@ def all_problems(communicator: Communicator, problems: Iterable[str]) -> list[st
 
 
 class Solo:
-    """One process that is all there is."""
+    """A single process."""
 
     rank = 0
     size = 1
@@ -71,11 +71,11 @@ class Solo:
 
 
 class GroupCommunicator:
-    """Over a `torch.distributed` group. Whoever saves in the background needs a group that nobody else uses.
+    """Over a `torch.distributed` group. Saving in the background needs a group of its own.
 
     Args:
-        group: a process group; None is the default group.
-        device: where the messages travel ("cpu" for gloo).
+        group: a process group. None: the default group.
+        device: device of the messages ("cpu" for gloo).
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> None:
@@ -122,16 +122,17 @@ class GroupCommunicator:
 
 
 class StoreCommunicator:
-    """Over the key-value store of the rendezvous: no connections between ranks, and safe in a thread of its own.
+    """Over the key-value store of the rendezvous: without connections between ranks, and safe in a thread of its own.
 
-    Rank 0 collects and hands out. For 10,000 ranks that is one small message in and one list out per rank, where a
-    second gloo group would open a connection between every two of them.
+    Rank 0 collects and answers: one small message in and one list out per rank. A second gloo group would open a
+    connection
+    between every two of 10,000 ranks.
 
     Args:
-        store: of the default process group, or any other that all ranks share.
-        name: keeps this communicator's messages apart from others'.
-        timeout: how long to wait for the slowest rank, in seconds.
-        secret: of the run; None is the one in the environment.
+        store: of the default process group, or another that all ranks share.
+        name: separates this communicator's messages from others.
+        timeout: seconds to wait for the slowest rank.
+        secret: of the run. None: the one in the environment.
     """
 
     def __init__(
@@ -163,10 +164,10 @@ class StoreCommunicator:
         return own
 
     def _round_of(self, value: Any, answer: Callable[[list[str]], str]) -> tuple[list[str] | None, Any]:
-        """Every rank gives its value to rank 0, which answers all of them alike.
+        """Every rank sends its value to rank 0, which sends one answer to all.
 
         Returns:
-            What all ranks said, on rank 0, and the answer.
+            All ranks' texts on rank 0, and the answer.
         """
         self._round += 1
         result, texts = f"{self._round}/all", None
@@ -175,8 +176,7 @@ class StoreCommunicator:
             texts = self._collect()
             self._store.set(result, answer(texts))
         values = json.loads(self._store.get(result, self._timeout))
-        # Whoever has read the result of a round has no more use for the one before, and neither has anybody else:
-        # a rank enters a round only after it has read the previous result.
+        # Every rank has read the previous result: it enters a round only after that.
         if self.rank == 0 and self._round > 1:
             self._store.delete(f"{self._round - 1}/all")
         return texts, values

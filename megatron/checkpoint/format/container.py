@@ -1,7 +1,7 @@
-"""The safetensors layout, written as a stream: a header that is known before any value, then the values in order.
+"""The safetensors layout, written as a stream: first the header, then the values in order.
 
-A file is an 8-byte length, a JSON header {name: {dtype, shape, data_offsets}}, and the data without gaps; any
-safetensors reader opens it. The library's own writer wants all tensors in memory at once, so this one is ours.
+A file is an 8-byte length, a JSON header {name: {dtype, shape, data_offsets}}, and the data without gaps. Any
+safetensors reader opens it. The library's own writer needs all tensors in memory at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .durable import read_fully
+from .durable import opened, read_fully
 from .errors import CheckpointError, understanding
 
 DTYPES = {
@@ -33,13 +33,13 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library too
+MAX_HEADER = 100_000_000  # bytes. The safetensors library has the same limit
 MAX_DIMENSIONS, MAX_SIZE = 64, 2**63  # of a shape: PyTorch has no more dimensions, and no larger numbers
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a file: its type, its shape, and its bytes [begin, end) counted from the start of the file."""
+    """Type, shape and bytes [begin, end) of one tensor, counted from the start of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class TensorEntry:
 def header(
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]
 ) -> tuple[bytes, dict[str, TensorEntry]]:
-    """The first bytes of a file that holds `tensors` in this order, and where each of them goes."""
+    """The header of a file that holds `tensors` in this order, and the entry of each."""
     described: dict[str, dict[str, Any]] = {"__metadata__": dict(metadata)}
     place = 0
     for name, (dtype, shape) in tensors.items():
@@ -63,14 +63,13 @@ def header(
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """The tensors of a file and its metadata.
+    """Read the entries and the metadata of a file.
 
     Raises:
-        CheckpointError: the file is not whole or not of this format.
+        CheckpointError: the file is truncated or not of this format.
         OSError: it cannot be read.
     """
-    handle = os.open(path, os.O_RDONLY)
-    try:
+    with opened(path) as handle:
         size = os.fstat(handle).st_size
         first = bytearray(8)
         if read_fully(handle, memoryview(first), 0) < 8:
@@ -80,16 +79,14 @@ def read_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
             raise CheckpointError(path, f"not a whole safetensors file: a header of {length} bytes in a file of {size}")
         text = bytearray(length)
         read_fully(handle, memoryview(text), 8)
-    finally:
-        os.close(handle)
     return parse_header(path, bytes(text), size)
 
 
 def parse_header(path: Path, text: bytes, size: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """The tensors and the metadata of a file of `size` bytes, from the text of its header.
+    """Parse a header: the entries and the metadata of a file of `size` bytes.
 
     Raises:
-        CheckpointError: it is not of this format, or not the header of such a file.
+        CheckpointError: it is not of this format, or contradicts the size.
     """
     with understanding(path):
         described = json.loads(text)
@@ -103,11 +100,10 @@ def parse_header(path: Path, text: bytes, size: int) -> tuple[dict[str, TensorEn
 
 
 def metadata_of(text: bytes) -> dict[str, str]:
-    """The metadata in the text of a header, of which no more is read where they come first, as `header` puts them: ten
-    thousand ranks write a hundred entries each.
+    """The metadata in a header's text. Entries after the metadata are not parsed: at 10,000 ranks there are a million.
 
     Raises:
-        ValueError, LookupError: it is no header, or has none.
+        ValueError, LookupError: it is no header, or has no metadata.
     """
     first = b'{"__metadata__":'
     if text.startswith(first):
@@ -121,28 +117,23 @@ def _entries(described: dict, base: int) -> dict[str, TensorEntry]:
 
 
 def _entry(name: str, info: dict, base: int) -> TensorEntry:
-    """
-    Raises:
-        ValueError: no tensor is described so.
-        TypeError, LookupError: this is no description.
-    """
     kind, shape, (begin, end) = info["dtype"], info["shape"], info["data_offsets"]
     if kind not in DTYPES:
-        raise ValueError(f"{name!r:.200} has the type {kind!r:.40}; it must be one of {', '.join(DTYPES)}")
+        raise ValueError(f"{name!r:.200} has the type {kind!r:.40}. It must be one of {', '.join(DTYPES)}")
     if len(shape) > MAX_DIMENSIONS or any(type(size) is not int or not 0 <= size < MAX_SIZE for size in shape):
-        raise ValueError(f"{name!r:.200} has the shape {shape!r:.100}; it must be a list of sizes")
+        raise ValueError(f"{name!r:.200} has the shape {shape!r:.100}. It must be a list of sizes")
     size = prod(shape) * DTYPES[kind].itemsize
     if type(begin) is not int or type(end) is not int or begin < 0 or end - begin != size:
         place = f"{begin!r:.40} to {end!r:.40}"
-        raise ValueError(f"{name!r:.200} of {kind} {shape} has the bytes {place}; it must have {size} bytes")
+        raise ValueError(f"{name!r:.200} of {kind} {shape} has the bytes {place}. It must have {size} bytes")
     return TensorEntry(DTYPES[kind], tuple(shape), base + begin, base + end)
 
 
 def _refuse_gaps(path: Path, entries: dict[str, TensorEntry], place: int) -> None:
-    """Bytes of no tensor, or of two, are no safetensors file: every reader would take another part for the data."""
+    """Refuse gaps and overlaps between tensors: readers would disagree about the data."""
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != place:
             raise CheckpointError(
-                path, f"damaged: {name!r:.200} begins at byte {entry.begin}; it must be byte {place}, where others end"
+                path, f"damaged: {name!r:.200} begins at byte {entry.begin}, and must begin at byte {place}"
             )
         place = entry.end

@@ -1,4 +1,4 @@
-"""What goes wrong with checkpoints: one exception that carries every problem found, not only the first."""
+"""`CheckpointError` carries all problems found, not only the first."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _REFUSALS = {
     )
     if hasattr(errno, name)
 }  # fmt: skip
-LISTED = 100  # problems that a message has room for: ten thousand lost files are one mishap
-SHOWN = 3  # problems of one checkpoint among several that a line has room for
+LISTED = 100  # problems that a message lists
+SHOWN = 3  # problems that a line lists for one of several checkpoints
 
 
 class CheckpointError(Exception):
@@ -44,25 +44,25 @@ class CheckpointError(Exception):
 
 
 class StoreRefuses(CheckpointError):
-    """A checkpoint was not written because the disk has no room for it, or refuses; on every rank alike."""
+    """A checkpoint was not written because the disk is full or refuses to write. Raised on every rank."""
 
 
 class Unreachable(CheckpointError):
-    """Nobody can say what a store has, or it does not give out what it has: later it may."""
+    """A store gave no answer, or does not send a file. It may do so later."""
 
 
 def disk_refuses(error: BaseException | None) -> bool:
-    """Whether an error of the system says that a disk cannot be written now, but may be later: it, or a user's share of
-    it, is full; it has become read-only; its server, or the right to it, is gone."""
+    """Whether an error says that a disk cannot be written now but may be later: full, over quota, read-only, server
+    gone."""
     return isinstance(error, OSError) and error.errno in _REFUSALS
 
 
 @contextmanager
 def understanding(subject: object) -> Iterator[None]:
-    """Around the reading of what a file says: content that no version writes is damage, said in words.
+    """Context for parsing a file's content. Malformed content is reported as damage, in words.
 
     Raises:
-        CheckpointError: about `subject`, in place of what Python says of the content.
+        CheckpointError: about `subject`, in place of Python's own error.
     """
     try:
         yield
@@ -74,10 +74,10 @@ def understanding(subject: object) -> Iterator[None]:
 
 @contextmanager
 def reading(subject: object) -> Iterator[None]:
-    """Around the reading of a file that must be there.
+    """Context for reading a file that must exist.
 
     Raises:
-        CheckpointError: about `subject`: it is lost, or cannot be read.
+        CheckpointError: about `subject`: the file is missing or cannot be read.
     """
     try:
         yield
@@ -85,6 +85,18 @@ def reading(subject: object) -> Iterator[None]:
         raise CheckpointError(subject, "it is lost") from error
     except OSError as error:
         raise CheckpointError(subject, f"it cannot be read: {error}") from error
+
+
+def refuse_size(subject: object, found: int, size: int) -> None:
+    """Raise CheckpointError for a file of another size than the recorded one."""
+    if found != size:
+        raise CheckpointError(subject, f"it has {found} bytes instead of {size}")
+
+
+def refuse_checksum(subject: object, found: str | bytes, written: str | bytes) -> None:
+    """Raise CheckpointError for content with another checksum than the recorded one."""
+    if found != written:
+        raise CheckpointError(subject, "it does not have the checksum it was written with")
 
 
 def _in_words(error: Exception) -> str:
@@ -102,7 +114,7 @@ def _in_words(error: Exception) -> str:
 
 
 def by_layer(problems: Iterable[str]) -> list[str]:
-    """Problems that differ in nothing but the layer as one: `missing: layers.0-31.mlp.up.weight ...`."""
+    """Join problems that differ only in the layer: `missing: layers.0-31.mlp.up.weight ...`."""
     groups: dict[tuple[str, str], list[int]] = {}
     for problem in dict.fromkeys(problems):
         layer = _LAYER.search(problem)
@@ -112,7 +124,7 @@ def by_layer(problems: Iterable[str]) -> list[str]:
 
 
 def brief(problems: list[str]) -> str:
-    """The first problems in one line, and how many there are beside them."""
+    """The first problems in one line, and the number of the others."""
     rest = len(problems) - SHOWN
     return "; ".join(problems[:SHOWN]) + (f"; and {rest} more" if rest > 0 else "")
 
@@ -128,5 +140,5 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def describe_error(error: Exception) -> str:
-    """An error in one line that says what kind it is."""
+    """An error in one line, with its type."""
     return f"{type(error).__name__}: {error}" if not isinstance(error, (OSError, CheckpointError)) else str(error)

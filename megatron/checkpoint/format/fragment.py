@@ -1,7 +1,7 @@
-"""Fragments: what a rank owns of a logical tensor.
+"""Fragments: the part of a logical tensor that a rank owns.
 
-With tensor parallelism a rank has a *shard* of a tensor; with ZeRO it owns a piece of that shard, cut anywhere.
-Both are one thing here: elements [start, start + length) of the flattened (row-major) local shard, for one state.
+With tensor parallelism a rank has a *shard* of a tensor. With ZeRO it owns a piece of that shard, cut anywhere. Both
+are elements [start, start + length) of the flattened (row-major) local shard, for one state.
 """
 
 from __future__ import annotations
@@ -16,20 +16,14 @@ from ...parallel.layout.shard import LogicalTensor
 WEIGHT = "weight"  # in the type that the forward pass uses
 MASTER = "master"  # the fp32 copy that the optimizer updates
 AVERAGE = "average"  # fp32, of the weights over steps
-TRAINED = "trained"  # fp32, where gradients are taken, if an optimizer takes them elsewhere than at the master
+TRAINED = "trained"  # fp32, the point of the gradients, for optimizers that take them elsewhere than at the master
 
 
 @dataclass(frozen=True)
 class FragmentSpec:
-    """A range of a local shard, without its values.
+    """Elements start ... start + length of shard `tensor_rank` of `tensor_ranks`, flattened, without their values.
 
-    Attributes:
-        tensor: the logical tensor.
-        state: "weight", "master", "exp_avg", "exp_avg_sq", "momentum_buffer", ...; any value per element.
-        tensor_rank: which shard of the tensor ...
-        tensor_ranks: ... of how many.
-        start: first element, in the flattened local shard.
-        length: number of elements.
+    The state is "weight", "master", "exp_avg", "exp_avg_sq", "momentum_buffer" or another with one value per element.
 
     Raises:
         ValueError: the range does not lie in the shard.
@@ -65,7 +59,7 @@ class FragmentSpec:
 
     @classmethod
     def whole(cls, tensor: LogicalTensor, state: str, tensor_rank: int = 0, tensor_ranks: int = 1) -> FragmentSpec:
-        """All of a shard; by default all of the logical tensor."""
+        """All of a shard. By default all of the logical tensor."""
         return cls(tensor, state, tensor_rank, tensor_ranks, 0, prod(tensor.local_shape(tensor_rank, tensor_ranks)))
 
     def part(self, offset: int, length: int) -> FragmentSpec:

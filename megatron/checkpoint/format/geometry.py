@@ -1,10 +1,10 @@
-"""Where the elements of a fragment lie in the logical tensor, and what two fragments have in common.
+"""Position of a fragment's elements in the logical tensor, and the intersection of two fragments.
 
-A shard cuts one dimension. Seen as a matrix [rows, width], where `rows` runs over the dimensions before the cut one
-and `width` over the cut one and those after it, a shard is a set of column ranges, one per part of the cut
-dimension: the rows of the local shard are those ranges side by side. A flat range of the local shard is then a
-partial first row, whole rows and a partial last row, so a fragment is a handful of rectangles of that matrix however
-large the tensor is. Rectangles intersect in rectangles, and a rectangle is copied by one strided copy.
+A shard cuts one dimension. The tensor is seen as a matrix [rows, width]: `rows` runs over the dimensions before the cut
+one, `width` over the cut one and those after it. A shard is a set of column ranges of it, one per part of the cut
+dimension. A row of the local shard is those ranges side by side. A flat range of the local shard is a partial first
+row, whole rows and a partial last row: a few rectangles, however large the tensor is. Rectangles intersect in
+rectangles, and one strided copy moves a rectangle.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .fragment import FragmentSpec
 
 @dataclass(frozen=True)
 class FragmentRectangle:
-    """Elements of the logical matrix, and where they lie in the fragment.
+    """Elements of the logical matrix, and their position in the fragment.
 
     Attributes:
         row, rows, column, columns: the rectangle, in the logical tensor seen as a matrix.
@@ -36,7 +36,7 @@ class FragmentRectangle:
 
 @dataclass(frozen=True)
 class Piece:
-    """`count` runs of `length` elements that go from one fragment (source) to another (target).
+    """`count` runs of `length` elements to copy from one fragment (source) to another (target).
 
     Run i is at source + i * source_stride in the source and at target + i * target_stride in the target.
     """
@@ -50,12 +50,12 @@ class Piece:
 
 
 def natural_width(tensor: LogicalTensor) -> int:
-    """Width of the matrix in which the tensor's shards are column ranges (all of it for a tensor that is not cut)."""
+    """Width of the matrix in which the shards are column ranges. All elements, for a tensor that is not cut."""
     return prod(tensor.shape[tensor.shard.dim :]) if tensor.shard is not None else prod(tensor.shape)
 
 
 def common_width(*tensors: LogicalTensor) -> int:
-    """The matrix width that serves several cuts of one logical tensor; it divides each natural width."""
+    """The matrix width that serves several cuts of one logical tensor. It divides each natural width."""
     return min(natural_width(tensor) for tensor in tensors)
 
 
@@ -63,7 +63,7 @@ def rectangles(spec: FragmentSpec, width: int | None = None) -> list[FragmentRec
     """The fragment as rectangles of the logical matrix of `width` columns, in the order of its elements.
 
     Args:
-        width: a divisor of the natural width that is a product of trailing dimensions; None is the natural width.
+        width: a divisor of the natural width that is a product of trailing dimensions. None: the natural width.
     """
     own_width = natural_width(spec.tensor)
     runs = _row_runs(spec)
@@ -84,7 +84,7 @@ def rectangles(spec: FragmentSpec, width: int | None = None) -> list[FragmentRec
 
 
 def overlap(source: list[FragmentRectangle], target: list[FragmentRectangle]) -> list[Piece]:
-    """What two fragments, as rectangles of one matrix width, have in common: how to copy it from source to target."""
+    """Intersect two fragments, as rectangles of one matrix width: how to copy from source to target."""
     pieces = []
     for ours in target:
         for theirs in source:
@@ -102,7 +102,7 @@ def _position(rectangle: FragmentRectangle, row: int, column: int) -> int:
 
 
 def _joined(piece: Piece) -> Piece:
-    """Runs that follow each other without a gap on both sides are one run."""
+    """Join runs that are contiguous on both sides."""
     if piece.count == 1 or piece.length == piece.source_stride == piece.target_stride:
         length = piece.count * piece.length
         return Piece(1, length, piece.source, length, piece.target, length)
@@ -138,7 +138,7 @@ def _row_bands(start: int, stop: int, width: int) -> list[tuple[int, int, int, i
 
 
 def _refine(rectangle: FragmentRectangle, width: int, finer: int) -> list[FragmentRectangle]:
-    """The same elements as rectangles of a narrower matrix, of which each row of the wide one is several rows."""
+    """The same elements as rectangles of a narrower matrix. One row of the wide matrix is several of its rows."""
     refined = []
     for row in range(rectangle.rows):
         start = (rectangle.row + row) * width + rectangle.column

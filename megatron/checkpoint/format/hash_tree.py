@@ -1,8 +1,8 @@
-"""Trust in a part of a file: a hash tree.
+"""A hash tree: verifies any part of a file without the rest.
 
-Each block of the content has a checksum, each block of these checksums has one in turn, and so on up to one block,
-whose checksum is the root. Whoever knows the root can trust any range of the content after reading its blocks and one
-block of each level above them, three for a content of a gigabyte. The levels follow the content, the lowest first.
+Each block of the content has a checksum. Each block of these checksums has one in turn, up to one block, whose checksum
+is the root. To verify a range, its blocks and one block of each level above are read: three levels for a gigabyte. The
+levels follow the content, the lowest first.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections.abc import Callable
 
 import xxhash
 
-from .errors import CheckpointError, reading
+from .errors import reading, refuse_checksum
 
-BLOCK = 4096  # bytes; of checksums, 256
+BLOCK = 4096  # bytes: 256 checksums
 DIGEST = 16  # bytes, of xxh3_128
-AT_ONCE = 256  # blocks: what a checksum's block is of
+AT_ONCE = 256  # blocks read at once: one block of checksums
 
 
 class Growth:
-    """The tree above a content that comes in parts, of which none is kept."""
+    """The tree over a content that arrives in parts. No part is kept."""
 
     def __init__(self) -> None:
         self._lowest, self._rest = bytearray(), bytearray()
 
     def add(self, part: bytes | memoryview) -> None:
-        """The content goes on with these bytes."""
+        """Append bytes to the content."""
         self._rest += part
         whole = max(0, len(self._rest) - 1) // BLOCK * BLOCK  # the last block may be the only one
         with memoryview(self._rest) as blocks:
@@ -49,7 +49,7 @@ def _digests(content: bytes | memoryview) -> bytes:
 
 
 def spans(size: int) -> list[tuple[int, int]]:
-    """Where a content of `size` bytes, and each level above it, begins and ends."""
+    """(begin, end) of a content of `size` bytes, and of each level above it."""
     found = [(0, size)]
     while (blocks := _blocks(*found[-1])) > 1:
         found.append((found[-1][1], found[-1][1] + blocks * DIGEST))
@@ -61,11 +61,11 @@ def _blocks(begin: int, end: int) -> int:
 
 
 class HashTree:
-    """Compares ranges of a content with their checksums, each block once.
+    """Verifies ranges of a content, each block once.
 
     Args:
         subject: the file, for messages.
-        fetch: gives bytes `begin` to `end` of the content and its levels, or OSError.
+        fetch: returns bytes `begin` to `end` of the content and its levels, or raises OSError.
         size: bytes of the content.
         root: as of `Growth.finish`.
     """
@@ -77,21 +77,21 @@ class HashTree:
 
     @property
     def read(self) -> int:
-        """Bytes that were compared so far."""
+        """Bytes verified so far."""
         sizes = (end - begin for begin, end in self._spans)
         return sum(min(sum(known) * BLOCK, size) for known, size in zip(self._known, sizes, strict=True))
 
     def check(self, begin: int, end: int) -> None:
-        """Compare bytes `begin` to `end` of the content.
+        """Verify bytes `begin` to `end` of the content.
 
         Raises:
-            CheckpointError: they are not what was written, or cannot be read.
+            CheckpointError: they differ from the written ones, or cannot be read.
         """
         if begin < end:
             self._check(0, begin // BLOCK, _blocks(0, end))
 
     def check_share(self, share: tuple[int, int]) -> None:
-        """Compare one of several equal parts of the content: (number, count)."""
+        """Verify share (number, count) of the content, cut in equal parts."""
         blocks = len(self._known[0])
         self._check(0, *(blocks * number // share[1] for number in (share[0], share[0] + 1)))
 
@@ -103,12 +103,11 @@ class HashTree:
             with reading(self._subject):
                 found = self._fetch(begin + first * BLOCK, min(begin + stop * BLOCK, end))
             parts = (found[place : place + BLOCK] for place in range(0, (stop - first) * BLOCK, BLOCK))
-            if b"".join(map(xxhash.xxh3_128_digest, parts)) != self._written(level, first, stop):
-                raise CheckpointError(self._subject, "it does not have the checksum it was written with")
+            digests = b"".join(map(xxhash.xxh3_128_digest, parts))
+            refuse_checksum(self._subject, digests, self._written(level, first, stop))
             known[first:stop] = b"\1" * (stop - first)
 
     def _written(self, level: int, first: int, last: int) -> bytes:
-        """The checksums of some blocks of a level, themselves compared with those above them."""
         if level + 1 == len(self._spans):
             return self._root
         self._check(level + 1, first * DIGEST // BLOCK, _blocks(0, last * DIGEST))

@@ -1,8 +1,8 @@
-"""The index: which part of which logical tensor each stored fragment is.
+"""The index: the part of a logical tensor that each stored fragment is.
 
-Rows are sorted by (tensor, state, tensor rank, start). Beside them is a group for each state of each tensor, with its
-first row: as many as the model has, however many ranks have written it. Whoever needs ten tensors of a very large
-checkpoint finds their groups, and looks at a few rows of each.
+Rows are sorted by (tensor, state, tensor rank, start). A group for each state of each tensor has its first row. The
+number of groups depends on the model only. To read ten tensors of a very large checkpoint, a rank finds their groups
+and reads a few rows of each.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ INDEX_NAME = "index.safetensors"
 
 # One row per state of a tensor: 20 bytes.
 GROUP = np.dtype([("tensor", "<i4"), ("state", "<i2"), ("dtype", "<i2"), ("tensor_ranks", "<i4"), ("first", "<i8")])
-MOST_RANKS = 1 << 16  # tensor parallel ranks of a tensor, each of which a reader asks for its part
+MOST_RANKS = 1 << 16  # tensor parallel ranks of a tensor. A reader asks for each one's part
 
 Trust = Callable[[int, int], None]  # raises unless rows `begin` to `end` are what was written
 Key = Callable[[np.void], tuple[int, int]]
 
 
 def _trusted(begin: int, end: int) -> None:
-    """Of rows that were made here."""
+    """Rows made in this process need no check."""
 
 
 class Run:
-    """The fragments of one state of one tensor, by (tensor rank, start). Only rows that are asked for are read.
+    """The fragments of one state of one tensor, by (tensor rank, start). Rows are read on access only.
 
     Attributes:
         tensor: as it was stored.
-        ranks: tensor parallel ranks that it is cut over.
+        ranks: number of tensor parallel ranks that it is cut over.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Run:
         return found
 
     def between(self, rank: int, low: int, high: int) -> np.ndarray:
-        """Rows of what a tensor rank has of elements `low` to `high` of its flattened shard."""
+        """Rows of a tensor rank that hold elements `low` to `high` of its flattened shard."""
         size = max(1, prod(self.tensor.local_shape(rank, self.ranks)))
         expected = (rank * size + low) * len(self) // (self.ranks * size)  # where equal pieces are
         first = self._first((rank, low + 1), lambda row: (row["tensor_rank"], row["start"] + row["length"]), expected)
@@ -66,8 +66,8 @@ class Run:
         return self._rows[self._begin + first : self._begin + last]
 
     def _first(self, least: tuple[int, int], key: Key, near: int) -> int:
-        """The first row whose key is at least this, by halves of a window that grows around a place: a search from the
-        middle of all would read rows all over them."""
+        """The first row whose key is at least `least`. The search window grows around `near`: a plain bisection would
+        touch rows all over the file."""
         low, high, step = near, near, 1
         while low > 0 and key(self[low - 1]) >= least:
             high, low, step = low - 1, max(0, low - step), 2 * step
@@ -80,14 +80,14 @@ class Index:
     """Stored fragments of all ranks.
 
     Attributes:
-        vocabulary: what tensors and states the rows refer to.
+        vocabulary: tensors and states that the rows refer to.
         groups: array of `GROUP`, sorted.
     """
 
     def __init__(
         self, vocabulary: Vocabulary, rows: np.ndarray, groups: np.ndarray | None = None, trust: Trust = _trusted
     ) -> None:
-        """`rows` are sorted; without `groups` all of them are read."""
+        """`rows` are sorted. Without `groups` all of them are read."""
         self.vocabulary = vocabulary
         self.groups = groups_of(rows) if groups is None else groups
         self._rows, self._trust = rows, trust
@@ -98,7 +98,7 @@ class Index:
         }
 
     def __len__(self) -> int:
-        """Fragments."""
+        """Number of fragments."""
         return len(self._rows)
 
     @property
@@ -108,7 +108,7 @@ class Index:
         return self._rows
 
     def find(self, name: str, state: str) -> Run | None:
-        """The fragments of one state of one tensor; None if it is not stored."""
+        """The fragments of one state of one tensor. None if it is not stored."""
         if (name, state) not in self._stored:
             return None
         _, tensor, ranks, first, end = self._stored[name, state]
@@ -120,7 +120,7 @@ class Index:
 
 
 def groups_of(rows: np.ndarray) -> np.ndarray:
-    """Of sorted rows: where each state of each tensor begins."""
+    """The groups of sorted rows."""
     after, before = rows[1:], rows[:-1]
     change = (after["tensor"] != before["tensor"]) | (after["state"] != before["state"])
     first = np.append(0, np.flatnonzero(change) + 1)[: len(rows)]
@@ -132,12 +132,12 @@ def groups_of(rows: np.ndarray) -> np.ndarray:
 
 
 def checksum(content: bytes) -> str:
-    """128 bits of xxh3: 29 GB/s on one core, where SHA-256 did 1.8; it is meant for faults, not for enemies."""
+    """128 bits of xxh3: 29 GB/s on one core, where SHA-256 has 1.8. It detects faults, not attacks."""
     return xxhash.xxh3_128_hexdigest(content)
 
 
 def refuse_strange(groups: np.ndarray, vocabulary: Vocabulary, rows: int) -> None:
-    """Raise ValueError for groups that no version writes, which numbers alone would not show."""
+    """Raise ValueError for malformed groups."""
     first = groups["first"]
     ordered = np.all(first[1:] > first[:-1]) and (not len(first) or (first[0] == 0 and first[-1] < rows))
     negative = any((groups[name] < 0).any() for name in ("tensor", "state", "dtype"))

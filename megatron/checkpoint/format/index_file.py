@@ -1,8 +1,8 @@
-"""The file of the index: its rows, and the records of the ranks' files, of which every reader looks at a few.
+"""The file of the index: its rows and the records of the ranks' files.
 
-Its header (the vocabulary) and the groups are the model's and read whole. All that follows the header is the content of
-a hash tree, whose levels are the last entry: the file is mapped, and what a reader comes to is compared with its
-checksums then. So what it reads and holds does not grow with the ranks that wrote the checkpoint.
+Its header (the vocabulary) and the groups depend on the model only, and are read whole. All that follows the header is
+the content of a hash tree, whose levels are the last entry. The file is mapped, and each range is verified on first
+use. A reader's cost therefore does not grow with the number of ranks that wrote the checkpoint.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol, overload
@@ -21,7 +21,7 @@ import torch
 
 from .container import TensorEntry, header, parse_header
 from .durable import read_fully
-from .errors import CheckpointError, reading, understanding
+from .errors import reading, refuse_checksum, refuse_size, understanding
 from .hash_tree import Growth, HashTree, spans
 from .index import GROUP, Index, Trust, checksum, refuse_strange
 from .rankfile import FileRecord
@@ -40,12 +40,12 @@ FILE = np.dtype([
 
 @dataclass(frozen=True)
 class IndexSeal:
-    """All that must be known of an index to trust it.
+    """Checksums and sizes that an index is verified by.
 
     Attributes:
         size: bytes of the file.
         header: checksum of its header.
-        begin, end: the content of the hash tree, up to whose root the levels follow.
+        begin, end: bytes of the hash tree's content. The levels follow it.
         root: of the hash tree.
     """
 
@@ -55,15 +55,12 @@ class IndexSeal:
     end: int
     root: str
 
-    def to_dict(self) -> dict:
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, values: dict) -> IndexSeal:
-        """A seal that was read from a file.
+        """A seal as read from a file.
 
         Raises:
-            ValueError, TypeError: it is not one.
+            ValueError, TypeError: the values are no seal.
         """
         seal = cls(**values)
         places = (0, seal.begin, seal.end, seal.size)
@@ -77,10 +74,10 @@ class IndexSeal:
 
 
 class Rows(Protocol):
-    """What is known of the rows of an index before they are written.
+    """The rows of an index before they are written.
 
     Attributes:
-        vocabulary: what tensors and states the rows refer to.
+        vocabulary: tensors and states that the rows refer to.
         groups: array of `GROUP`, sorted.
     """
 
@@ -88,7 +85,7 @@ class Rows(Protocol):
     groups: np.ndarray
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of rows."""
 
 
 def write_index(
@@ -97,12 +94,12 @@ def write_index(
     parts: Iterable[np.ndarray],
     records: Sequence[FileRecord],
 ) -> IndexSeal:
-    """Write an index from its beginning to its end; returns how it is known again.
+    """Write an index as a stream. Returns its seal.
 
     Args:
-        write: takes the bytes that follow.
-        parts: of the rows, one behind the other.
-        records: in the order of the numbers that the rows have for files.
+        write: appends bytes to the file.
+        parts: the rows, in consecutive parts.
+        records: by the file numbers in the rows.
     """
     heads = {"groups": index.groups.tobytes(), "files": _rows_of(records).tobytes()}
     sizes = {**{name: len(part) for name, part in heads.items()}, "rows": len(index) * ROW.itemsize}
@@ -114,14 +111,14 @@ def write_index(
     write(start)
     growth = Growth()
 
-    def go_on(part: bytes | memoryview) -> None:
+    def append(part: bytes | memoryview) -> None:
         growth.add(part)
         write(part)
 
     for part in heads.values():
-        go_on(part)
+        append(part)
     for rows in parts:
-        go_on(rows.view(np.uint8).data)
+        append(rows.view(np.uint8).data)
     levels, root = growth.finish()
     write(levels)
     begin = len(start)
@@ -134,19 +131,17 @@ def read_index(
     """Map a written index: its fragments, and the records of its files.
 
     Args:
-        share: which part of it (number, count) is read now and compared with its checksums; None is only what the
-            caller comes to. The header and the groups always are.
+        share: the part (number, count) that is verified now. None verifies only on use. The header and the groups are
+            always verified.
 
     Raises:
-        CheckpointError: it is lost or damaged; later, what is looked at may be.
+        CheckpointError: it is missing or damaged. Reading rows later may raise it, too.
     """
     with reading(path), understanding(path):
         file = _MappedFile(path)
-        if len(file.data) != seal.size:
-            raise CheckpointError(path, f"it has {len(file.data)} bytes instead of {seal.size}")
+        refuse_size(path, len(file.data), seal.size)
         start = file.fetch(0, seal.begin)
-        if checksum(start) != seal.header:
-            raise CheckpointError(path, "it does not have the checksum it was written with")
+        refuse_checksum(path, checksum(start), seal.header)
         entries, metadata = parse_header(path, start[8:], seal.size)
         tree = HashTree(path, partial(file.fetch, base=seal.begin), seal.end - seal.begin, seal.root)
         if share is not None:
@@ -160,8 +155,8 @@ def read_index(
 
 
 class _MappedFile:
-    """A file whose tables are mapped, but read before they are touched: whoever touches a mapped page that the disk
-    does not give, or that is gone, is killed."""
+    """A mapped file. Tables are read before the mapping is touched: a page that the disk cannot provide kills the
+    process."""
 
     def __init__(self, path: Path) -> None:
         handle = os.open(path, os.O_RDONLY)
@@ -170,7 +165,7 @@ class _MappedFile:
         self.data = memoryview(mmap.mmap(handle, 0, access=mmap.ACCESS_READ) if os.fstat(handle).st_size else b"")
 
     def fetch(self, begin: int, end: int, base: int = 0) -> bytes:
-        """Bytes `begin` to `end`, counted from `base`; fewer where the file has become shorter."""
+        """Bytes `begin` to `end`, counted from `base`. Fewer where the file has become shorter."""
         found = bytearray(end - begin)
         count = read_fully(self._handle, memoryview(found), base + begin)
         return bytes(found[:count])
@@ -180,11 +175,11 @@ _TABLES = {"groups": GROUP, "files": FILE, "rows": ROW}
 
 
 class _Table:
-    """An entry of the file as an array, and what its rows are trusted by."""
+    """An entry of the file as an array, and the check of its rows."""
 
     def __init__(self, data: memoryview, entry: TensorEntry, dtype: np.dtype, seal: IndexSeal, tree: HashTree) -> None:
         if not seal.begin <= entry.begin <= entry.end <= seal.end:
-            raise ValueError("a table of the index does not lie in what its checksums are of")
+            raise ValueError("a table of the index lies outside of its hash tree")
         self.rows = np.frombuffer(data[entry.begin : entry.end], dtype)
         self._place, self._tree = entry.begin - seal.begin, tree
 
@@ -195,7 +190,7 @@ class _Table:
 
 
 class StoredRecords(Sequence[FileRecord]):
-    """The records in an index; each is read, and compared with its checksum, when it is asked for."""
+    """The records in an index. Each is read and verified on access."""
 
     def __init__(self, path: Path, rows: np.ndarray, trust: Trust) -> None:
         self._path, self._rows, self._trust = path, rows, trust

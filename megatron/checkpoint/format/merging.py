@@ -1,7 +1,7 @@
-"""The rows of all ranks' files as one sorted table, made in memory that does not grow with them.
+"""The rows of all ranks' files as one sorted table, in memory of constant size.
 
-Rows are sorted in batches. While there is more than one, sorted batches wait in a file without a name; then the table
-is made part by part, each of a few groups, of what every batch has of these.
+Rows are sorted in batches. With more than one batch, the sorted batches wait in an unnamed temporary file. The table is
+then merged part by part, a few groups at a time.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .errors import understanding
 from .index import groups_of
 from .table import ROW, Vocabulary
 
-BATCH = 1 << 16  # rows that are sorted at once: 3.4 MB, and a few times that meanwhile
-VOCABULARIES = 64  # that are kept; ranks which follow each other have the same few
+BATCH = 1 << 16  # rows that are sorted at once: 3.4 MB, and a few times that while sorting
+VOCABULARIES = 64  # parsed ones that are cached. Neighbouring ranks share a few
 
 
 @dataclass
@@ -32,10 +32,10 @@ class _Batch:
     """Sorted rows.
 
     Attributes:
-        keys: of each group that it has rows of; they increase.
-        bounds: where these groups begin in it, and the number of its rows.
-        groups: as of an index with these rows alone.
-        rows: None if they wait in the file ...
+        keys: of each group in the batch, increasing.
+        bounds: first row of each group, then the number of rows.
+        groups: as of an index with only these rows.
+        rows: None if they are in the file ...
         place: ... from this byte on.
     """
 
@@ -47,7 +47,7 @@ class _Batch:
 
 
 class Merged:
-    """The rows of several files, as an index has them. A context, which gives back the disk that it needs meanwhile.
+    """The merged rows of several files. A context manager, which frees the temporary disk space.
 
     Attributes:
         vocabulary: of all files.
@@ -57,14 +57,13 @@ class Merged:
     def __init__(
         self, pieces: Iterable[tuple[str, np.ndarray]], folder: Path, name: Callable[[int], str] = "file {}".format
     ) -> None:
-        """
-        Args:
-            pieces: (vocabulary as JSON, rows) of each file, in the order of their numbers. One is taken at a time.
-            folder: where rows that do not fit in a batch wait.
-            name: of the file with this number, for what is wrong with it.
+        """Args:
+            pieces: (vocabulary as JSON, rows) of each file, by file number. Read one at a time.
+            folder: folder of the temporary file.
+            name: name of the file with a given number, for messages.
 
         Raises:
-            CheckpointError: about the file whose names are no vocabulary, or mean other tensors than before.
+            CheckpointError: a file's vocabulary is damaged or contradicts the files before it.
             OSError: the disk is full, ...
         """
         self.vocabulary = Vocabulary()
@@ -99,7 +98,7 @@ class Merged:
         self._close()
 
     def parts(self) -> Iterator[np.ndarray]:
-        """All rows in order; no group is in two parts."""
+        """All rows in order. A group is never split over two parts."""
         begin = 0
         while begin < len(self._keys):
             fitting = np.searchsorted(self._bounds, self._bounds[begin] + BATCH, side="right") - 1
@@ -121,7 +120,6 @@ class Merged:
         self._batches.append(_batch(waiting))
 
     def _renamed(self, number: int, text: str, rows: np.ndarray) -> np.ndarray:
-        """The rows of a file with the numbers that tensors and states have here."""
         renamed = rows.copy()
         with understanding(self._name(number)):
             tensors, states = self._numbers(text)
@@ -130,7 +128,7 @@ class Merged:
         return renamed
 
     def _take(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers that tensors and states of a file's vocabulary have here."""
+        """Numbers of a file's tensors and states in the common vocabulary."""
         local = Vocabulary.from_json(text)
         return (
             np.array([self.vocabulary.tensor(tensor) for tensor in local.tensors], dtype=np.int32),
@@ -146,7 +144,7 @@ class Merged:
         self._written += int(batch.bounds[-1]) * ROW.itemsize
 
     def _rows(self, batch: _Batch, low: np.int64, high: np.int64) -> np.ndarray:
-        """What a batch has of the groups with keys from `low` to `high`."""
+        """A batch's rows of the groups with keys from `low` to `high`."""
         first, last = np.searchsorted(batch.keys, low), np.searchsorted(batch.keys, high, side="right")
         begin, end = int(batch.bounds[first]), int(batch.bounds[last])
         if batch.rows is not None:

@@ -1,4 +1,4 @@
-"""What a checkpoint knows besides tensors: the step, the configuration, where the data and the ledger stand."""
+"""Meta data of a checkpoint: step, configuration, positions in the data and in the ledger."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .errors import CheckpointError, understanding
 
 
 def versions() -> dict[str, str]:
-    """Versions of what made a checkpoint; a package that is not installed is left out."""
+    """Versions of the programs that make a checkpoint. Packages that are not installed are omitted."""
     found = {"python": platform.python_version()}
     for package in ("torch", "deepspeed", "transformers", "safetensors", "numpy"):
         try:
@@ -25,27 +25,25 @@ def versions() -> dict[str, str]:
     return {"megatron": __version__, **found}
 
 
-IMPORTED = "hugging_face"  # in `extra`: what an imported model has besides weights; runs that start from it keep it
+IMPORTED = "hugging_face"  # key of `extra`: an imported model's further facts. Runs that start from it keep them
 
 
 @dataclass(frozen=True)
 class Meta:
-    """Everything of a run's state that is not a tensor; plain values that JSON can hold.
+    """A run's state except for tensors, as plain JSON values.
 
     There is no state of a random generator: every draw is a function of (seed, step, place).
 
     Attributes:
         step: optimizer steps done.
         config: the resolved configuration's text.
-        layout: the layout that wrote it, to be shown; nothing depends on it.
-        optimizer: what optimizers count besides tensors (name, steps per group).
+        layout: the layout that wrote it, for display only.
+        optimizer: the optimizer's state besides tensors (name, steps per group).
         schedule: state of the learning-rate schedule, if it has any beyond the step.
-        loss_scaler: state of the fp16 loss scaler.
         data: position in the data (samples and tokens consumed, hash of the last sample).
         ledger: position in the run's ledger.
-        versions: what wrote it.
-        resumable: False for a checkpoint of weights alone.
-        extra: anything else.
+        versions: of the programs that wrote it.
+        resumable: False for a checkpoint with only weights.
     """
 
     step: int
@@ -65,15 +63,15 @@ class Meta:
         return hashlib.sha256(self.config.encode()).hexdigest()
 
     def to_bytes(self) -> bytes:
-        """JSON, floats with all their digits."""
+        """JSON with all digits of floats."""
         return json.dumps({**asdict(self), "config_hash": self.config_hash}, indent=1).encode()
 
     @classmethod
     def from_bytes(cls, text: bytes, subject: object) -> Meta:
-        """Read what `to_bytes` wrote.
+        """Read the output of `to_bytes`.
 
         Raises:
-            CheckpointError: it is not that, or the configuration does not have the hash that was written with it.
+            CheckpointError: it is damaged, or the configuration does not have the recorded hash.
         """
         with understanding(subject):
             values = json.loads(text)

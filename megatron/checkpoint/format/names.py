@@ -1,4 +1,4 @@
-"""Names on the disk: which directory is a checkpoint, and which is what a killed run left behind."""
+"""Names of checkpoint directories, and of what a killed run leaves behind."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def step_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int | None:
-    """The step of a checkpoint directory's name; None for any other name."""
+    """The step in a checkpoint directory's name. None for any other name."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def number_of(path: Path) -> int:
-    """The step of a directory that is known to have a checkpoint's name; ValueError for any other."""
+    """The step in a checkpoint directory's name. ValueError for any other name."""
     step = step_of(path)
     if step is None:
         raise ValueError(f"{path} does not have the name of a checkpoint")
@@ -32,10 +32,7 @@ def number_of(path: Path) -> int:
 
 
 def wrong_name(path: Path, step: int) -> str | None:
-    """What is wrong with a checkpoint of this step being called so; None if nothing is.
-
-    A name that is no step's says nothing and may stay; one of another step would be believed by whoever lists names.
-    """
+    """Why a checkpoint of this step must not have this name, or None. A name without a step is always allowed."""
     named = step_of(path)
     if named is None or named == step:
         return None
@@ -43,11 +40,11 @@ def wrong_name(path: Path, step: int) -> str | None:
 
 
 def leftover_name(target: Path, kind: str, token: str) -> Path:
-    """A name beside the checkpoint: "tmp" while it is written, "old" while replaced, "trash" while deleted."""
+    """A name next to the checkpoint: "tmp" while it is written, "old" while replaced, "trash" while deleted."""
     return target.with_name(f"{target.name}.{kind}-{token}")
 
 
 def leftover_of(path: Path) -> tuple[str, str] | None:
-    """(checkpoint name, kind) of a name made by `leftover_name`; None for any other."""
+    """(checkpoint name, kind) of a name made by `leftover_name`. None for any other."""
     match = _LEFTOVER.fullmatch(path.name)
     return (match[1], match[2]) if match and _STEP.fullmatch(match[1]) else None

@@ -1,4 +1,4 @@
-"""Tensors in files of `torch.save`. They are pickles, which can run code: what is no tensor is refused, not loaded."""
+"""Read the tensors of `torch.save` files. Pickles can run code, so any object that is no tensor is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WANTED = re.compile(r"GLOBAL ([\w.]+)|type ([\w.]+) (?:was|is) not")
 
 
 class Inert:
-    """Stands for an object of another program's class: what it was made of and its attributes, and no code of it."""
+    """Stands for an object of another program's class: its arguments and attributes, without its code."""
 
     arguments: tuple[Any, ...]
 
@@ -34,25 +34,20 @@ class Inert:
 
 
 def _member(of: Any, name: Any) -> Inert:
-    """In the place of `getattr`, with which Python 3.11.0 to 3.11.3 write members of enumerations; it looks nothing up.
-
-    Raises:
-        pickle.UnpicklingError: it is asked for something of another object.
-    """
+    """Stands for `getattr`, which Python 3.11.0 to 3.11.3 write for members of enumerations. It looks nothing up."""
     if of is not Inert:
         raise pickle.UnpicklingError("GLOBAL builtins.getattr")
     return Inert(name)
 
 
 def load_tensors(path: Path, inert: Collection[str] = ()) -> Any:
-    """The content of a file, mapped and not read. No code in it is run.
+    """The content of a file, memory-mapped. No code in it is run.
 
     Args:
-        inert: modules and packages whose classes and functions may be named in the file: objects of theirs become
-            `Inert`. Nothing of theirs is imported.
+        inert: modules and packages whose objects become `Inert`. They are not imported.
 
     Raises:
-        CheckpointError: it is damaged, or has anything but tensors, plain values and what `inert` names.
+        CheckpointError: the file is damaged, or has other objects than tensors, plain values and `inert` ones.
     """
     try:
         stand_ins: list[Any] = [(Inert, name) for name in _named(path, inert)]
@@ -64,8 +59,8 @@ def load_tensors(path: Path, inert: Collection[str] = ()) -> Any:
         what = f" ({found[1] or found[2]})" if found else ""
         raise CheckpointError(
             path,
-            f"it was not read: it contains objects that are not tensors{what}, and reading that can run code of "
-            "whoever made it; ask for a file of tensors alone",
+            f"it was not read: it contains objects that are not tensors{what}, and reading them can run code of "
+            "its author. Ask for a file with only tensors",
         ) from None
     except (RuntimeError, EOFError, OSError, ValueError) as error:
         said = str(error).strip() or type(error).__name__
@@ -73,6 +68,5 @@ def load_tensors(path: Path, inert: Collection[str] = ()) -> Any:
 
 
 def _named(path: Path, inert: Collection[str]) -> list[str]:
-    """Full names of what the file asks for in the modules and packages of `inert`."""
     wanted = get_unsafe_globals_in_checkpoint(path) if inert else []
     return [name for name in wanted if any(name.startswith(f"{each}.") for each in inert)]

@@ -1,4 +1,4 @@
-"""Fragments as rows of a table: the compact form in which they stand in files and in the index."""
+"""Fragments as rows of a table, in files and in the index."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...parallel.layout.shard import LogicalTensor, Role, Shard
 from .container import DTYPES
 from .fragment import FragmentSpec
 
-DTYPE_ORDER = tuple(DTYPES)  # a row names a type by its place here; append only
+DTYPE_ORDER = tuple(DTYPES)  # a row names a type by its place here, so append only
 
 # One row per stored fragment: 52 bytes, so that 10,000 ranks with a hundred fragments each fit in 52 MB.
 ROW = np.dtype([
@@ -32,15 +32,15 @@ ROW = np.dtype([
 
 def tensor_to_dict(tensor: LogicalTensor) -> dict[str, Any]:
     values = {**asdict(tensor), "role": tensor.role.value}
-    del values["scales"]  # a matter of the run that trains it
+    del values["scales"]  # belongs to the run, not to the checkpoint
     return values
 
 
 def tensor_from_dict(values: dict[str, Any]) -> LogicalTensor:
-    """A tensor that was read from a file.
+    """A tensor as read from a file.
 
     Raises:
-        ValueError, TypeError, LookupError: it is not one.
+        ValueError, TypeError, LookupError: the values are no tensor.
     """
     shard, shape = values["shard"], values["shape"]
     if any(type(size) is not int or size < 0 for size in shape):
@@ -63,8 +63,8 @@ class Vocabulary:
     """The tensors and states that rows refer to by number.
 
     Attributes:
-        tensors: logical tensors, in the order of their numbers.
-        states: names of states, likewise.
+        tensors: logical tensors, by number.
+        states: names of states, by number.
     """
 
     def __init__(self, tensors: list[LogicalTensor] | None = None, states: list[str] | None = None) -> None:
@@ -74,10 +74,10 @@ class Vocabulary:
         self._state = {state: number for number, state in enumerate(self.states)}
 
     def tensor(self, tensor: LogicalTensor) -> int:
-        """The number of a tensor, a new one if need be.
+        """The number of a tensor, which is added if it is new.
 
         Raises:
-            ValueError: the name stands for a tensor of another shape or cut already.
+            ValueError: the name already stands for another tensor.
         """
         number = self._tensor.setdefault(tensor.name, len(self.tensors))
         if number == len(self.tensors):
@@ -93,7 +93,7 @@ class Vocabulary:
         return number
 
     def find(self, name: str, state: str) -> tuple[int, int] | None:
-        """Numbers of a tensor and a state, None if either is unknown."""
+        """Numbers of a tensor and a state. None if either is unknown."""
         if name not in self._tensor or state not in self._state:
             return None
         return self._tensor[name], self._state[state]
@@ -108,18 +108,12 @@ class Vocabulary:
 
 
 def spec_of(row: np.void, vocabulary: Vocabulary) -> FragmentSpec:
-    return FragmentSpec(
-        vocabulary.tensors[row["tensor"]],
-        vocabulary.states[row["state"]],
-        int(row["tensor_rank"]),
-        int(row["tensor_ranks"]),
-        int(row["start"]),
-        int(row["length"]),
-    )
+    numbers = (int(row[name]) for name in ("tensor_rank", "tensor_ranks", "start", "length"))
+    return FragmentSpec(vocabulary.tensors[row["tensor"]], vocabulary.states[row["state"]], *numbers)
 
 
 def coverage_problems(rows: np.ndarray, vocabulary: Vocabulary) -> list[str]:
-    """What the fragments leave out of each (tensor, state), or hold twice. Rows sorted as in the index."""
+    """Elements of each (tensor, state) that are missing or stored twice. Rows sorted as in the index."""
     problems = []
     groups = np.flatnonzero(np.diff(rows["tensor"].astype(np.int64) * len(vocabulary.states) + rows["state"])) + 1
     for group in np.split(rows, groups) if len(rows) else []:
@@ -139,7 +133,7 @@ def coverage_problems(rows: np.ndarray, vocabulary: Vocabulary) -> list[str]:
 
 
 def _gaps(starts: np.ndarray, lengths: np.ndarray, size: int, rank: int, ranks: int) -> list[str]:
-    """Where sorted ranges do not tile [0, size): the first place only."""
+    """The first place where sorted ranges do not tile [0, size)."""
     begins = np.append(starts, size)
     ends = np.append(0, starts + lengths)
     wrong = np.flatnonzero(begins != ends)
@@ -148,5 +142,5 @@ def _gaps(starts: np.ndarray, lengths: np.ndarray, size: int, rank: int, ranks: 
     begin, end = int(begins[wrong[0]]), int(ends[wrong[0]])
     where = f"of the shard of tensor rank {rank} of {ranks}"
     if end < begin:
-        return [f"nobody wrote elements {end} to {begin} {where}"]
+        return [f"no rank wrote elements {end} to {begin} {where}"]
     return [f"elements {begin} to {end} {where} were written twice"]

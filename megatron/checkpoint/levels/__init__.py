@@ -1,4 +1,4 @@
-"""Copies of a run's state that are nearer than its folder of checkpoints: on its own hosts, or a neighbour's."""
+"""Copies of a run's state on its own hosts or their neighbours, nearer than its folder of checkpoints."""
 
 from .levels import Levels
 

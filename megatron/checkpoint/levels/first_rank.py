@@ -1,7 +1,8 @@
-"""Index, meta data and manifest of a checkpoint whose files lie on several hosts: made by rank 0, brought to all hosts.
+"""Index, meta data and manifest (the head) of a checkpoint whose files lie on several hosts.
 
-Every host has those of its own part. They come to rank 0 one host after the other, and what it makes of them goes from
-host to host along a binary tree; nobody holds more than a part of any, and ranks that do not lead a host hear nothing.
+Each host has the head of its own part. Rank 0 receives them one host after the other, merges them, and sends the result
+along a binary tree of hosts. No host holds more than a part of a head in memory. Only each host's first rank takes
+part.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ INBOX = "head"  # in the folder of the whole, on rank 0's host
 
 
 class SharedHead:
-    """See the module. Every rank makes one, and calls every method.
+    """The exchange of heads. Every rank makes one, and calls every method.
 
     Args:
         root: the folder of the whole checkpoint, the same on all hosts.
         part: the folder of this host's part, None if it has none.
-        holders: by file, the numbers of the hosts that have it; the first tells of it.
+        holders: file -> numbers of the hosts that have it. The first one reports it.
     """
 
     def __init__(
@@ -49,10 +50,10 @@ class SharedHead:
         self._givers = sorted({numbers[0] for numbers in holders.values()})
 
     def share(self) -> list[str]:
-        """Have it on all hosts; what went wrong, on every rank."""
+        """Bring the head to all hosts. Returns the problems, on every rank."""
         brought = self._brought()
         problems = self._make(brought) if self._talk.rank == 0 else []
-        for _ in brought:  # all on other ranks; on rank 0 what it has not come to
+        for _ in brought:  # on rank 0 the remaining ones
             pass
         if self._talk.rank == 0:
             shutil.rmtree(self._root / INBOX, ignore_errors=True)
@@ -70,7 +71,7 @@ class SharedHead:
         return list(problems)
 
     def _make(self, brought: Iterator[tuple[int, Path, list[str]]]) -> list[str]:
-        """On rank 0; what went wrong, since the others wait to hear of it."""
+        """Merge the parts on rank 0. Returns the problems, since the other ranks wait."""
         records: list[FileRecord] = []
         metas: list[bytes] = []
 
@@ -90,13 +91,12 @@ class SharedHead:
             index = write_merged(self._root, tables(), records, whole=True)
             write_file(self._root / META_NAME, metas[0], wait=False)
             write_file(self._root / MANIFEST_NAME, manifest_of(index, metas[0]), wait=False)
-        except Exception as error:  # whatever it is, the other ranks bring what is theirs, and then hear of it
+        except Exception as error:  # the other ranks wait for the report
             return [f"{self._hosts.name}: {describe_error(error)}"]
         return []
 
     def _brought(self) -> Iterator[tuple[int, Path, list[str]]]:
-        """(number of a host, where rank 0 has the head of its part, what went wrong there), for each host that tells of
-        files. All ranks take them together."""
+        """For each host that reports files: (number, folder on rank 0 with its part's head, problems). Collective."""
         sizes = self._talk.gather([_size(self._part, name) for name in HEAD] if self._hosts.leads else [])
         for number in self._givers:
             lead = self._hosts.members[number][0]
@@ -113,7 +113,7 @@ class SharedHead:
 
 
 def _size(folder: Path | None, name: str) -> int:
-    """Of a file, 0 if it cannot be seen: it is not read as a whole one then."""
+    """Size of a file. 0 if it cannot be read, so that it is not taken for complete."""
     try:
         return 0 if folder is None else part_of(folder, name).stat().st_size
     except (CheckpointError, OSError):

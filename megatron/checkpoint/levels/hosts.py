@@ -1,4 +1,4 @@
-"""Which ranks share a machine, and a folder there that nobody else can read."""
+"""The hosts of a run, and private folders on them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,7 @@ def host_name() -> str:
 
 @dataclass(frozen=True)
 class Hosts:
-    """The machines of a run.
-
-    Attributes:
-        names: of each rank's machine, by rank.
-        rank: this one.
-    """
+    """The machines of a run: `names` by rank, and the `rank` of this process."""
 
     names: tuple[str, ...]
     rank: int
@@ -60,13 +55,13 @@ class Hosts:
 
     @property
     def place(self) -> tuple[int, int]:
-        """(this rank among those of its host, their number)."""
+        """(position of this rank on its host, number of ranks there)."""
         ranks = self.members[self.own]
         return ranks.index(self.rank), len(ranks)
 
     @property
     def leads(self) -> bool:
-        """Whether this rank does what is done once on each host."""
+        """Whether this rank does the work that is done once per host."""
         return self.place[0] == 0
 
 
@@ -74,7 +69,7 @@ def private(folder: Path) -> Path:
     """Make a folder that only this user can read.
 
     Raises:
-        CheckpointError: somebody else has made it, or others may read it: its content is not to be trusted.
+        CheckpointError: it belongs to another user or is readable by others, so its content cannot be trusted.
         OSError: it cannot be made.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -85,12 +80,12 @@ def private(folder: Path) -> Path:
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         whose = "" if found.st_uid == os.geteuid() else f", and it belongs to {_user(found.st_uid)}"
-        raise CheckpointError(folder, f"it must be a folder of this user's that nobody else can read{whose}; remove it")
+        raise CheckpointError(folder, f"it must be a folder that only this user owns and can read{whose}: remove it")
     return folder
 
 
 def own_folder(folder: Path) -> tuple[Path, str]:
-    """A folder that only this user can read: `folder`, or the first of `folder-1` to `folder-7` that no other user has.
+    """A private folder: `folder`, or the first of `folder-1` to `folder-7` that belongs to no other user.
 
     All ranks of a host, and all starts of a run, find the same one.
 

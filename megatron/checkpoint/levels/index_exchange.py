@@ -1,4 +1,4 @@
-"""A checkpoint whose files lie on several hosts: found, verified, and read as one."""
+"""Find, verify and read a checkpoint whose files lie on several hosts."""
 
 from __future__ import annotations
 
@@ -24,14 +24,8 @@ from .peer_transfer import Courier, Parcel
 
 @dataclass(frozen=True)
 class FoundSave:
-    """A save that seems to have everything.
-
-    Attributes:
-        level: number of the level.
-        step: completed updates.
-        save: tells saves of one step apart.
-        total: files of all hosts.
-    """
+    """A save that seems complete. `save` identifies it among saves of the step, and `total` counts the files of all
+    hosts."""
 
     level: int
     step: int
@@ -41,13 +35,7 @@ class FoundSave:
 
 @dataclass(frozen=True)
 class Verified:
-    """What the ranks have found to be intact.
-
-    Attributes:
-        part: this host's, None if it has none.
-        holders: by file, the numbers of the hosts that have it.
-        problems: what was not intact.
-    """
+    """The intact files of a save: this host's part, file -> numbers of the hosts that have it, and damage."""
 
     part: Checkpoint | None
     holders: dict[str, list[int]]
@@ -55,7 +43,7 @@ class Verified:
 
 
 def verify(found: FoundSave, folder: Path, key: str, hosts: Hosts, communicator: Communicator) -> Verified:
-    """Read every byte that any host has of a save; the ranks of a host share the work."""
+    """Verify every byte that any host has of a save. The ranks of a host share the work."""
     part, good, problems = None, [], []
     path = folder / step_name(found.step)
     try:
@@ -88,10 +76,10 @@ def gather(
     communicator: Communicator,
     courier: Courier | None,
 ) -> GatheredCheckpoint:
-    """Open a save of all hosts; every rank calls it.
+    """Open a save of all hosts. Every rank calls it.
 
     Raises:
-        CheckpointError: on every rank: something is lost or damaged on every host that had it.
+        CheckpointError: on every rank: a file is missing or damaged on all hosts.
     """
     title = f"{level}, step {found.step}"
     seen = verify(found, folder, key, hosts, communicator)
@@ -119,8 +107,10 @@ def gather(
 
 
 def _lay_out(root: Path, seen: Verified, hosts: Hosts) -> list[str]:
-    """A folder for the whole checkpoint without files of other hosts; why it cannot be. This host's own intact ones are
-    links, not copies. A damaged one must not be: what comes in its place would be written into it."""
+    """Make the folder of the whole checkpoint. Returns the problems.
+
+    This host's intact files are hard links. A damaged one must not be linked, since its replacement would overwrite it.
+    """
     try:
         private(root.parent.parent)
         root.mkdir(parents=True)
@@ -135,7 +125,7 @@ def _lay_out(root: Path, seen: Verified, hosts: Hosts) -> list[str]:
 
 
 class GatheredCheckpoint(Checkpoint):
-    """A checkpoint of which each host has a part. What ranks need of other hosts comes when they read it."""
+    """A checkpoint that is spread over hosts. Files of other hosts are fetched on reading."""
 
     def __init__(
         self,
@@ -162,20 +152,19 @@ class GatheredCheckpoint(Checkpoint):
         communicator: Communicator = SOLO,
         threads: int = 4,
     ) -> list[str]:
-        """See `Checkpoint.read_into`; all ranks call it."""
+        """See `Checkpoint.read_into`. All ranks call it."""
         targets = list(targets)
         self._bring(self._needed(targets))
         return super().read_into(targets, cast=cast, communicator=communicator, threads=threads)
 
     def release(self) -> None:
-        """Forget what was brought here; the hosts keep their own parts."""
+        """Delete the gathered folder. The hosts keep their own parts."""
         self._talk.barrier()
         if self._hosts.leads:
             shutil.rmtree(self.path, ignore_errors=True)
         self._talk.barrier()
 
     def _needed(self, targets: list[Fragment]) -> set[str]:
-        """Files that hold a part of what this rank reads."""
         numbers: set[int] = set()
         for target in targets:
             source = self.source(target.spec, target.data.dtype) if target.data.numel() else None
@@ -197,11 +186,10 @@ class GatheredCheckpoint(Checkpoint):
         if not parcels:
             return {}
         if self._courier is None:
-            raise CheckpointError(self._title, "files of other hosts are needed, and nothing can bring them")
+            raise CheckpointError(self._title, "files of other hosts are needed, but no process group can send them")
         return self._courier.carry(parcels, self.path, self.path)
 
     def _parcels(self, wanted: list[list[str]]) -> list[Parcel]:
-        """Each file that a host lacks comes to it once, from hosts that have it in turn."""
         sizes = {record.path: record.size for record in self.records}
         receivers: dict[tuple[str, int], int] = {}
         for rank, names in enumerate(wanted):

@@ -1,7 +1,7 @@
-"""One level: a folder on each host, in which a checkpoint is what the ranks of that host own.
+"""One level: a folder on each host with the files of the host's ranks.
 
-A host's part is a checkpoint like any other, with an index and a manifest of the files that are there; that they are
-not all, its meta data say. With neighbours a host has the files of the hosts before it, too.
+A host's part is a checkpoint like any other, with an index and a manifest of its own files. Its meta data say how many
+files all hosts have. With neighbours a host also has the files of the hosts before it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import shutil
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ..format.communicator import Communicator
@@ -25,19 +25,18 @@ from ..save.store import Store
 from .hosts import Hosts, private
 from .peer_transfer import Courier, Parcel
 
-NOTES, NOTE_BYTES = "notes", 256  # of as many as every rank's note has, with spaces, so that nobody must tell
-KEY = "level"  # in `Meta.extra`: which save a part belongs to, and how many files that had in all
+NOTES, NOTE_BYTES = "notes", 256  # padded with spaces, so that receivers know the size
+KEY = "level"  # in `Meta.extra`: the save of a part, and its number of files
 
 
 @dataclass(frozen=True)
 class HostPart:
-    """What a host has of a save.
+    """A host's part of a save.
 
     Attributes:
-        step: completed updates.
-        save: tells saves of one step apart.
+        save: identifies the save among saves of the step.
         total: files of all hosts.
-        writers: whose files are here, not looked at yet.
+        writers: ranks whose files are here, not verified yet.
         branch: how often the run had gone back before.
     """
 
@@ -49,14 +48,12 @@ class HostPart:
 
 
 class Level:
-    """See the module.
+    """A level on all hosts, whose ranks call every method together.
 
     Args:
-        name: in messages.
         folder: on this host.
-        keep: how many saves stay.
-        neighbours: so many hosts after this one have its files too.
-        hosts, communicator, courier: of all ranks, which call every method together.
+        keep: number of saves that stay.
+        neighbours: number of following hosts that get copies of this host's files.
     """
 
     def __init__(
@@ -75,13 +72,13 @@ class Level:
     # ---- writing
 
     def save(self, step: int, fragments: Iterable[Fragment], meta: Meta, branch: int = 0) -> None:
-        """Write a step. Nobody waits for a disk: what its host has lost with it is seen by its checksums.
+        """Write a step without fsync. Checksums detect losses of a crashed host.
 
         Args:
             branch: how often the run has gone back.
 
         Raises:
-            StoreRefuses: on every rank, if a disk or a memory is full, or refuses.
+            StoreRefuses: on every rank, if a disk or memory is full or refuses.
             CheckpointError: on every rank, if it could not be written for another reason.
         """
         save, ledger = self._communicator.broadcast([uuid.uuid4().hex[:12], meta.ledger])
@@ -91,7 +88,7 @@ class Level:
 
         def write() -> None:
             nonlocal size
-            private(self.folder.parent)  # somebody may have tidied up, or the disk is back again
+            private(self.folder.parent)  # it may have been deleted, or its disk is back
             size = _write(draft, self._hosts.rank, list(fragments))
 
         self._together(draft, write)
@@ -105,11 +102,11 @@ class Level:
         self._together(draft, lambda: self._retain(step), "it was saved, but others could not be deleted")
 
     def _together(self, draft: Path, work: Callable[[], None], result: str = "it was not saved") -> None:
-        """Do something on every rank; raise the error of any on all, after the draft is gone."""
+        """Work on every rank. Any rank's error deletes the draft, and is raised on all."""
         failure: Exception | None = None
         try:
             work()
-        except Exception as error:  # the other ranks are waiting to hear of it
+        except Exception as error:  # the other ranks wait for the report
             failure = error
         refused = disk_refuses(failure)
         failed, otherwise = self._communicator.any_rank([failure is not None, failure is not None and not refused])
@@ -128,7 +125,6 @@ class Level:
             raise next(iter(problems.values()))
 
     def _commit(self, draft: Path, sizes: list[int], parcels: list[Parcel], meta: Meta) -> None:
-        """Once on each host: what makes its files a checkpoint."""
         if not self._hosts.leads:
             return
         mine = self._hosts.members[self._hosts.own]
@@ -144,7 +140,6 @@ class Level:
         write_file(draft / MANIFEST_NAME, manifest_of(index, content), wait=False)
 
     def _parcels(self, sizes: list[int]) -> list[Parcel]:
-        """Each rank's file, and what is noted of it, to the next hosts."""
         members, found = self._hosts.members, []
         for distance in range(1, self._neighbours + 1):
             for number, ranks in enumerate(members):
@@ -158,12 +153,12 @@ class Level:
 
     def _take_name(self, draft: Path, path: Path) -> None:
         if self._hosts.leads and draft.exists():
-            if path.exists():  # of another branch, or of a start that died before the others had theirs
+            if path.exists():  # of another branch, or of a start that died early
                 remove(path, uuid.uuid4().hex[:12])
             move(draft, path)
 
     def _retain(self, step: int) -> None:
-        """Later saves than the one just made are of a branch that the run has left: no reason to delete one of this."""
+        """Delete all but the newest saves. Later saves than `step` belong to a branch that the run has left."""
         paths = Store(self.folder).paths() if self._hosts.leads else []
         own = [path for path in paths if number_of(path) <= step]
         for path in [*paths[len(own) :], *own[: -self.keep]]:
@@ -172,7 +167,7 @@ class Level:
     # ---- what is there
 
     def parts(self) -> list[HostPart]:
-        """What this host has, as its manifests say; what cannot be read is left out."""
+        """This host's parts, by their manifests. Unreadable ones are skipped."""
         found: list[HostPart] = []
         try:
             paths = Store(self.folder).paths()
@@ -191,7 +186,7 @@ class Level:
         return found
 
     def clean(self) -> None:
-        """Delete what killed starts have left on this host."""
+        """Delete leftovers of killed starts on this host."""
         try:
             found = sorted(self.folder.iterdir()) if self.folder.is_dir() else []
         except OSError:  # a disk that is gone
@@ -201,7 +196,7 @@ class Level:
                 shutil.rmtree(path, ignore_errors=True)
 
     def drop(self, after: int) -> tuple[list[str], str]:
-        """Delete this host's saves of later steps: their names, and what the disk says where it refuses."""
+        """Delete this host's saves of later steps. Returns their names, and the disk's error if it refuses."""
         gone: list[str] = []
         try:
             for path in Store(self.folder).paths():
@@ -214,23 +209,21 @@ class Level:
 
 
 def _noted(path: Path) -> FileRecord:
-    """The record in a note, which may have come from another host."""
     with understanding(path):
         return FileRecord.from_dict(json.loads(path.read_bytes()))
 
 
 def note_name(rank: int) -> str:
-    """Where a rank notes the record of its file until its host and those after it have made their parts."""
+    """File with a rank's record, until its host and the following ones have made their parts."""
     return f"{NOTES}/rank_{rank:05d}.json"
 
 
 def _write(draft: Path, rank: int, fragments: list[Fragment]) -> int:
-    """The bytes of the rank's file; 0 if it has none."""
     draft.mkdir(parents=True, exist_ok=True)
     items = [(fragment.spec, fragment.data.dtype) for fragment in fragments]
     record = write_rank_file(draft, rank, items, lambda number: host_chunks(fragments[number].data), wait=False)
     if record is None:
         return 0
     (draft / NOTES).mkdir(exist_ok=True)
-    write_file(draft / note_name(rank), json.dumps(record.to_dict()).encode().ljust(NOTE_BYTES), wait=False)
+    write_file(draft / note_name(rank), json.dumps(asdict(record)).encode().ljust(NOTE_BYTES), wait=False)
     return record.size

@@ -1,4 +1,4 @@
-"""The levels of a run: where they are on this host, and the newest save that is whole in any."""
+"""The levels of a run: their folders on this host, and the newest complete save of all levels."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ from .index_exchange import FoundSave, gather
 from .level import KEY, HostPart, Level
 from .peer_transfer import Courier, GroupCourier
 
-MEMORY = "/dev/shm"  # noqa: S108  (a file system in memory; folders in it are made private)
-# In the folder of checkpoints: which folders on hosts belong to it, and after which steps the run has left a branch.
+MEMORY = "/dev/shm"  # noqa: S108  (a file system in memory, with private folders).
+# File in the folder of checkpoints: the token of its folders on hosts, and the steps after which it left a branch.
 TOKEN = ".levels"
 
 
 class Levels:
-    """All levels of a run; every rank calls every method together.
+    """All levels of a run. Every rank calls every method together.
 
     Args:
-        sections: those of `checkpoint.levels` that are on the hosts, the nearest first.
+        sections: of `checkpoint.levels` that are on hosts, the nearest first.
         directory: the run's folder of checkpoints, which all hosts see.
         communicator: of all ranks, for the main thread.
-        courier: brings files from host to host; None in a run of one process.
-        insist: whether all folders must be there now. Else a disk that refuses is tried again when its level is saved.
+        courier: sends files from host to host. None in a run of one process.
+        insist: whether all folders must exist now. Otherwise a disk that refuses is tried again at each save of its
+            level.
 
     Attributes:
-        refused: folders that are not there now, or elsewhere, the same on all ranks.
+        refused: folders that are missing now or were replaced, the same on all ranks.
 
     Raises:
-        CheckpointError: on every rank: a folder cannot be had on some host, or there are too few hosts.
+        CheckpointError: on every rank: a folder cannot be made on some host, or there are too few hosts.
     """
 
     def __init__(
@@ -90,14 +91,14 @@ class Levels:
         device: torch.device | str = "cpu",
         insist: bool = True,
     ) -> Levels | None:
-        """Those of a run, None if it has none."""
+        """The levels of a run, None if it has none."""
         if not sections:
             return None
         courier = GroupCourier(communicator.rank, device) if communicator.size > 1 else None
         return cls(sections, directory, communicator, courier, insist)
 
     def save(self, number: int, step: int, fragments: Iterable[Fragment], meta: Meta) -> str | None:
-        """Save a step at a level. Returns why that was not possible: a run goes on without a level."""
+        """Save a step at a level. Returns the reason if that failed: a run continues without a level."""
         try:
             self.levels[number].save(step, fragments, meta, len(self._left))
         except StoreRefuses as error:
@@ -105,8 +106,8 @@ class Levels:
         return None
 
     def newest(self, least: int) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
-        """The newest save of at least `least` updates that is whole and undamaged, of the nearest level that has it;
-        and those that were passed over, with the reason."""
+        """The newest complete and undamaged save of at least `least` updates, of the nearest level that has it. Then
+        the skipped saves, with reasons."""
         skipped: list[tuple[Path, str]] = []
         for found in self._candidates(least):
             level = self.levels[found.level]
@@ -118,11 +119,13 @@ class Levels:
         return None, skipped
 
     def drop(self, after: int) -> list[str]:
-        """Leave the branch of later steps: what any host has of it is not read again, also of one that is away now. It
-        is deleted, but where a disk refuses that. Returns what was done, on every rank.
+        """Leave the branch of later steps. Saves of it are void on all hosts, and are deleted where the disk allows it.
+
+        Returns:
+            Descriptions of the changes, on every rank.
 
         Raises:
-            CheckpointError: on every rank: the folder of checkpoints cannot take note of it.
+            CheckpointError: on every rank: the folder of checkpoints cannot record it.
         """
         self._leave(after)
         gone, refused = set[str](), []
@@ -138,7 +141,7 @@ class Levels:
         return done + [line for _, lines in told for line in lines]
 
     def remove(self) -> None:
-        """Delete everything: the run has ended, and its folder of checkpoints has its end."""
+        """Delete all folders: the run has ended, and its folder of checkpoints has its last state."""
         if self.hosts.leads:
             for folder in self._folders:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -184,8 +187,10 @@ class Levels:
         return all(part.step <= after for after in self._left[part.branch :])
 
     def _known(self) -> tuple[str, list[int]]:
-        """What tells this run's folders on the hosts from those of others, and from those of a run that was deleted and
-        begun anew in the same place; and the steps after which it has left a branch."""
+        """The token in the names of this run's folders on hosts, and the steps after which it left a branch.
+
+        The token differs for another run, also for one that starts again in the same place after a deletion.
+        """
 
         def read() -> list[str]:
             self._note.parent.mkdir(parents=True, exist_ok=True)
@@ -193,7 +198,7 @@ class Levels:
                 write_file(self._note, uuid.uuid4().hex[:16].encode())
             text = self._note.read_text(errors="replace").strip()
             if not re.fullmatch(r"[0-9a-f]{16}(\n-?[0-9]{1,12})*", text):
-                raise CheckpointError("checkpoint.levels", f"{self._note} is damaged; remove it")
+                raise CheckpointError("checkpoint.levels", f"{self._note} is damaged: remove it")
             return text.split("\n")
 
         token, *left = self._on_rank_0(read)
@@ -211,7 +216,6 @@ class Levels:
         self._left = left
 
     def _on_rank_0(self, work: Callable[[], list[str]]) -> list[str]:
-        """What rank 0 finds, on every rank; its error too."""
         answer = None
         if self._communicator.rank == 0:
             try:

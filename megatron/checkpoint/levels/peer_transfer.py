@@ -1,4 +1,4 @@
-"""Files from one host to another, over the process group: the only tensors that checkpoints ever send."""
+"""Send files from host to host over the process group."""
 
 from __future__ import annotations
 
@@ -17,13 +17,7 @@ from ..format.durable import CHUNK, read_fully, write_fully
 
 @dataclass(frozen=True)
 class Parcel:
-    """A file that one rank reads and another writes.
-
-    Attributes:
-        name: path inside the checkpoint, the same on both sides.
-        size: bytes.
-        sender, receiver: ranks.
-    """
+    """A file that one rank reads and another writes. `name` is the path inside the checkpoint on both sides."""
 
     name: str
     size: int
@@ -32,35 +26,29 @@ class Parcel:
 
 
 class Courier(Protocol):
-    """Whoever can bring files from rank to rank."""
+    """Sends files from rank to rank."""
 
     def carry(self, parcels: Iterable[Parcel], source: Path, target: Path) -> dict[str, OSError]:
-        """Bring all; every rank calls with the same list.
+        """Send all files. Every rank calls with the same list.
 
         Args:
-            source: folder that this rank's own files are sent from.
-            target: folder that what it receives is written into.
+            source: folder of this rank's own files.
+            target: folder for the received files.
 
         Returns:
-            What this rank could not read or write, by name. What could not be read arrives as zeros, which its checksum
-            tells.
+            This rank's read and write errors, by name. An unreadable file arrives as zeros, which its checksum detects.
         """
 
 
 class GroupCourier:
-    """Over a process group: gloo from the host's memory, NCCL through the device's.
-
-    Args:
-        rank: this one.
-        device: where messages travel.
-    """
+    """Over a process group: gloo from the host's memory, NCCL through the device's."""
 
     def __init__(self, rank: int, device: torch.device | str = "cpu") -> None:
         self._rank, self._device = rank, torch.device(device)
 
     def carry(self, parcels: Iterable[Parcel], source: Path, target: Path) -> dict[str, OSError]:
-        """See `Courier`. A rank takes part in its own parcels alone, in the order of the list: pairs of ranks go side
-        by side, and nobody waits in a circle."""
+        """See `Courier`. A rank takes part only in its own parcels, in the order of the list. So pairs of ranks work in
+        parallel, without deadlock."""
         problems: dict[str, OSError] = {}
         for parcel in parcels:
             if self._rank not in (parcel.sender, parcel.receiver):
@@ -90,7 +78,7 @@ class GroupCourier:
         return failure
 
     def _receive(self, parcel: Parcel, folder: Path) -> OSError | None:
-        """What has come must be taken, though the disk is full: the sender waits."""
+        """Receive all chunks even if the disk is full, since the sender waits."""
         failure, handle, path = None, -1, folder / parcel.name
         with ExitStack() as stack:
             try:

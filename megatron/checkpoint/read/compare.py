@@ -1,4 +1,4 @@
-"""Two checkpoints of any layouts, tensor by tensor."""
+"""Compare two checkpoints of any layouts, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -16,15 +16,12 @@ ELEMENTS = 8 << 20  # elements compared at a time, in float64
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How one state of one tensor differs.
+    """Difference of one state of one tensor.
 
     Attributes:
-        tensor, state: which.
-        problem: why it cannot be compared (only in one of them, another shape), or "".
-        dtypes: types in A and in B.
-        elements: number of elements.
-        differing: how many have other values (NaN equals NaN).
-        largest: largest absolute difference; NaN if one side alone is NaN somewhere.
+        problem: reason why it cannot be compared (only in one of them, another shape), or "".
+        differing: number of elements with other values (NaN equals NaN).
+        largest: largest absolute difference. NaN if only one side is NaN somewhere.
         relative: norm of the difference over the norm of A (0 if there is no difference).
     """
 
@@ -45,10 +42,10 @@ class TensorDifference:
 def compare_tensors(
     a: Checkpoint, b: Checkpoint, wanted: Callable[[str, str], bool] = lambda tensor, state: True
 ) -> Iterator[TensorDifference]:
-    """Compare everything stored in either, chunk by chunk.
+    """Compare all stored tensors of both, chunk by chunk.
 
     Args:
-        wanted: function of (tensor name, state): whether to look at it.
+        wanted: function of (tensor name, state): whether to compare it.
     """
     for name, state in dict.fromkeys([*a.stored, *b.stored]):
         if not wanted(name, state):
@@ -62,7 +59,7 @@ def compare_tensors(
 
 
 def compare_meta(a: Meta, b: Meta) -> dict[str, tuple[object, object]]:
-    """Entries of the meta data that differ: name -> (in A, in B). Configurations are compared line by line."""
+    """Entries of the meta data that differ: name -> (in A, in B). Of configurations, the lines that differ."""
     differing = {}
     for item in fields(Meta):
         ours, theirs = getattr(a, item.name), getattr(b, item.name)
@@ -87,7 +84,7 @@ def to_json(tensors: list[TensorDifference], meta: dict[str, tuple[object, objec
 
 
 def _compare(a: Checkpoint, b: Checkpoint, name: str, state: str) -> TensorDifference:
-    dtypes = (a.stored[name, state], b.stored[name, state])
+    dtypes = (str(a.stored[name, state]).removeprefix("torch."), str(b.stored[name, state]).removeprefix("torch."))
     ours, theirs = FragmentSpec.whole(a.tensors[name], state), FragmentSpec.whole(b.tensors[name], state)
     differing, largest, squares, norm = 0, 0.0, 0.0, 0.0
     for one, two in zip(ours.parts(ELEMENTS), theirs.parts(ELEMENTS), strict=True):
@@ -101,13 +98,4 @@ def _compare(a: Checkpoint, b: Checkpoint, name: str, state: str) -> TensorDiffe
             squares += float(gap.square().sum())
         norm += float(x.square().sum())
     relative = sqrt(squares / norm) if squares and norm > 0 else (float("inf") if squares else 0.0)
-    return TensorDifference(
-        name,
-        state,
-        "",
-        (str(dtypes[0]).removeprefix("torch."), str(dtypes[1]).removeprefix("torch.")),
-        ours.length,
-        differing,
-        largest,
-        relative,
-    )
+    return TensorDifference(name, state, "", dtypes, ours.length, differing, largest, relative)

@@ -1,4 +1,4 @@
-"""Parts of logical tensors as streams of values, a chunk at a time, whoever wrote them."""
+"""Logical tensors as streams of values, a chunk at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ class TensorStream:
     """Reads ranges of any size through one buffer.
 
     Args:
-        checkpoint: where from.
         chunk: bytes of the buffer.
     """
 
@@ -34,10 +33,10 @@ class TensorStream:
         self._files.close()
 
     def values(self, spec: FragmentSpec) -> Iterator[torch.Tensor]:
-        """The range as consecutive 1-D tensors in the stored type; each is good until the next is asked for.
+        """The range as consecutive 1-D tensors in the stored type. Each is valid until the next is taken.
 
         Raises:
-            CheckpointError: it is not stored, nor what can stand for it.
+            CheckpointError: neither the state nor a substitute is stored.
         """
         source = self._checkpoint.source(spec)
         if source is None:
@@ -49,7 +48,7 @@ class TensorStream:
             yield buffer[: part.length]
 
     def sha256(self, name: str, state: str) -> str:
-        """Hash of a logical tensor's bytes (row-major, little-endian): the same whatever layout wrote it."""
+        """Hash of a logical tensor's bytes (row-major, little-endian), independent of the layout that wrote it."""
         digest = hashlib.sha256()
         for values in self.values(FragmentSpec.whole(self._checkpoint.tensors[name], state)):
             digest.update(values.view(torch.uint8).numpy().data)

@@ -1,9 +1,9 @@
-"""Who would own what: the fragments of a layout, without a run.
+"""Ownership of fragments in a layout, without a run.
 
-A checkpoint has no layout, so this is only a choice of how its files are cut. It follows a run's own: tensors fall
-to pipeline stages in their order, tensor parallel ranks have their shards, and with ZeRO what the optimizer needs of
-a rank's shards, laid end to end, falls to the data parallel ranks in equal pieces. Experts that are spread fall to
-their ranks, and likewise to those that have the same ones; so do the rows of matrices that ranks share.
+A checkpoint has no layout, so this only decides how files are cut. It follows a run's choice. Tensors go to pipeline
+stages in order, and tensor parallel ranks have their shards. With ZeRO, the optimizer's states of a rank's shards are
+laid end to end and cut into equal pieces for the data parallel ranks. Spread experts and shared rows of matrices go to
+their ranks, and are cut over the ranks with the same ones.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def owned(
     """For each rank of a layout, the fragments it would write, with their types.
 
     Args:
-        stored: (tensor name, state) -> type, of all that is to be written.
+        stored: (tensor name, state) -> type, of all that is written.
         tensors: the logical tensors by name, in the model's order.
     """
     states: dict[str, list[tuple[str, torch.dtype]]] = {}
@@ -70,9 +70,9 @@ def owned(
 
 
 def _is_spread(tensor: LogicalTensor, layout: Layout) -> bool:
-    """Whether ranks have runs of its first dimension: of experts, or of the rows of a matrix where they divide these.
+    """Whether each rank has a range of the first dimension: of experts, or of a matrix's rows that are divisible.
 
-    A few small matrices of recurrent mixers stay whole in a run that folds; here nothing tells them from others.
+    In a run a few small matrices of recurrent mixers stay whole. Their tensors look like others, so here they are cut.
     """
     if layout.shares_rows and len(tensor.shape) == 2:
         is_matrix = tensor.matrices is not None or tensor.role in (Role.EMBEDDING, Role.HEAD)
@@ -81,23 +81,19 @@ def _is_spread(tensor: LogicalTensor, layout: Layout) -> bool:
 
 
 def _shard(tensor: LogicalTensor, state: str, layout: Layout, at: Coordinates) -> FragmentSpec:
-    """The rank's shard of the tensor; where experts are spread, its run of them (or of its slices of them).
-
-    Raises:
-        CheckpointError: the ranks do not divide the experts.
-    """
+    """The rank's shard of the tensor. Of spread experts, its range of them (or of its slices of them)."""
     if not _is_spread(tensor, layout):
         return FragmentSpec.whole(tensor, state, at.tensor, layout.tensor)
     count, left = divmod(tensor.shape[0], layout.expert)
     if left:
-        raise CheckpointError(tensor.name, f"its {tensor.shape[0]} experts do not divide over {layout.expert} ranks")
+        raise CheckpointError(tensor.name, f"its {tensor.shape[0]} experts must be divisible by {layout.expert} ranks")
     whole = FragmentSpec.whole(tensor, state, *((0, 1) if layout.folded else (at.tensor, layout.tensor)))
     size = whole.length // tensor.shape[0] * count
     return whole.part(layout.expert_place(at) % layout.expert * size, size)
 
 
 def _share(shards: list[FragmentSpec], owner: int, owners: int) -> Iterable[FragmentSpec]:
-    """What one of several owners has of the shards laid end to end; those beyond `owners` hold copies."""
+    """One owner's piece of the shards laid end to end. Ranks beyond `owners` hold copies and get nothing."""
     total = sum(shard.length for shard in shards)
     if owner >= owners:
         return

@@ -1,4 +1,4 @@
-"""The read plan: which bytes of which stored fragments a wanted range is made of, and their way into memory."""
+"""The read plan: the stored bytes that make up a wanted range, and their copies into memory."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 
 from ..format.container import DTYPES
 from ..format.durable import CHUNK, read_fully
-from ..format.errors import CheckpointError, understanding
+from ..format.errors import CheckpointError, refuse_size, understanding
 from ..format.fragment import FragmentSpec
 from ..format.geometry import Piece, common_width, overlap, rectangles
 from ..format.index import Index, Run, checksum
 from ..format.rankfile import FileRecord
 from ..format.table import DTYPE_ORDER, Vocabulary, spec_of
 
-LONG_RUN = 256 << 10  # bytes; runs at least this long are read one by one, shorter ones with what lies between them
+LONG_RUN = 256 << 10  # bytes. Runs of this length are read one by one, shorter ones together with the gaps
 OPEN_FILES = 64
 
 
@@ -38,10 +38,10 @@ def plan(index: Index, wanted: FragmentSpec, state: str | None = None) -> list[R
     """The reads that fill `wanted`, in the order of the stored bytes.
 
     Args:
-        state: read this stored state in place of the wanted one.
+        state: stored state to read in place of the wanted one.
 
     Raises:
-        CheckpointError: the tensor or the state is not stored, has another shape, or is not stored whole.
+        CheckpointError: the tensor or the state is missing, incomplete, or has another shape.
     """
     name, state = wanted.tensor.name, state or wanted.state
     run = index.find(name, state)
@@ -78,7 +78,7 @@ def _reads(vocabulary: Vocabulary, run: Run, wanted: FragmentSpec, state: str) -
 
 
 class Files:
-    """The ranks' files of a checkpoint, opened when needed, and no more than some at a time. One thread uses it."""
+    """The ranks' files of a checkpoint, opened on demand, at most `OPEN_FILES` at once. For one thread."""
 
     def __init__(self, root: Path, records: Sequence[FileRecord]) -> None:
         self.root = root
@@ -87,7 +87,7 @@ class Files:
         self._scratch: torch.Tensor | None = None
 
     def scratch(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Room for values on their way; one buffer for all, because the C library's heap grows by each large one."""
+        """A buffer for values in transit. One for all: the C library's heap grows with each large one."""
         size = elements * dtype.itemsize
         if self._scratch is None or self._scratch.numel() < size:
             self._scratch = torch.empty(max(size, CHUNK), dtype=torch.uint8)
@@ -97,7 +97,7 @@ class Files:
         """Fill `buffer` from byte `offset` of file `number`.
 
         Raises:
-            CheckpointError: the file is lost, has the wrong size, or cannot be read.
+            CheckpointError: the file is missing, has another size, or cannot be read.
         """
         path = self.root / self._record(number).path
         try:
@@ -140,11 +140,9 @@ class Files:
 
 
 def _refuse_other(path: Path, handle: int, record: FileRecord) -> None:
-    """Raise unless this is the file of the record. Its table, of 52 bytes for each fragment, has the checksums of all
-    values: another rank's file, or this rank's of another step, has another one."""
-    size = os.fstat(handle).st_size
-    if size != record.size:
-        raise CheckpointError(path, f"it has {size} bytes instead of {record.size}")
+    """Refuse a file that is not the record's. Its table (52 bytes per fragment) has the checksums of all values, so the
+    table of another rank or step differs."""
+    refuse_size(path, os.fstat(handle).st_size, record.size)
     table = bytearray(record.size - record.end)
     read_fully(handle, memoryview(table), record.end)
     if checksum(bytes(table)) != record.table:
@@ -152,44 +150,29 @@ def _refuse_other(path: Path, handle: int, record: FileRecord) -> None:
 
 
 def execute(reads: list[Read], files: Files, target: torch.Tensor) -> None:
-    """Fill the 1-D contiguous `target` (any device, any type); holds at most `CHUNK` bytes besides it."""
+    """Fill the 1-D contiguous `target` of any device and type, with at most `CHUNK` bytes of buffer."""
     for read in reads:
         for piece, gap in _chunks(read.piece, read.dtype.itemsize):
             _copy(read, piece, gap, files, target)
 
 
 def _chunks(piece: Piece, itemsize: int) -> list[tuple[Piece, int]]:
-    """The piece in parts that fit in a chunk, each with the distance of its runs in the bytes that are read for it."""
+    """The piece in parts that fit in a chunk, each with the distance of its runs in the bytes to read."""
     limit = CHUNK // itemsize
     if piece.count == 1 or piece.length * itemsize >= LONG_RUN:
-        return [
-            (
-                Piece(
-                    1,
-                    min(limit, piece.length - at),
-                    piece.source + run * piece.source_stride + at,
-                    0,
-                    piece.target + run * piece.target_stride + at,
-                    0,
-                ),
-                0,
-            )
-            for run in range(piece.count)
-            for at in range(0, piece.length, limit)
-        ]
+        found = []
+        for run in range(piece.count):
+            source, target = piece.source + run * piece.source_stride, piece.target + run * piece.target_stride
+            for at in range(0, piece.length, limit):
+                found.append((Piece(1, min(limit, piece.length - at), source + at, 0, target + at, 0), 0))
+        return found
     rows = max(1, limit // piece.source_stride)
-    return [
-        (
-            replace(
-                piece,
-                count=min(rows, piece.count - row),
-                source=piece.source + row * piece.source_stride,
-                target=piece.target + row * piece.target_stride,
-            ),
-            piece.source_stride,
-        )
-        for row in range(0, piece.count, rows)
-    ]
+    found = []
+    for row in range(0, piece.count, rows):
+        source, target = piece.source + row * piece.source_stride, piece.target + row * piece.target_stride
+        part = replace(piece, count=min(rows, piece.count - row), source=source, target=target)
+        found.append((part, piece.source_stride))
+    return found
 
 
 def _copy(read: Read, piece: Piece, gap: int, files: Files, target: torch.Tensor) -> None:

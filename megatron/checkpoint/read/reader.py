@@ -1,4 +1,4 @@
-"""Reading a checkpoint: verify, list, and fill any fragment of any layout."""
+"""Read a checkpoint: verify it, list it, and fill any fragment of any layout."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ import xxhash
 from ...parallel.layout.shard import LogicalTensor
 from ..format.communicator import SOLO, Communicator, all_problems
 from ..format.container import DTYPES
-from ..format.durable import read_fully
+from ..format.durable import opened, read_fully
 from ..format.errors import CheckpointError, by_layer, describe_error
 from ..format.fragment import AVERAGE, MASTER, TRAINED, WEIGHT, Fragment, FragmentSpec
-from ..format.manifest import open_index, read_manifest, read_part
-from ..format.meta import Meta
-from ..format.names import META_NAME, wrong_name
+from ..format.manifest import open_index, read_manifest, read_meta
+from ..format.names import wrong_name
 from ..format.rankfile import FileRecord, read_table
 from ..format.table import Vocabulary, spec_of
 from .read_plan import Files, execute, plan
 
 VERIFY_CHUNK = 4 << 20  # bytes, per thread
-STAND_INS = {MASTER: WEIGHT, WEIGHT: MASTER}  # each can be made of the other
-IMPLIED = {TRAINED: MASTER}  # whoever reads the one needs no other to go on
+STAND_INS = {MASTER: WEIGHT, WEIGHT: MASTER}  # each can be computed from the other
+IMPLIED = {TRAINED: MASTER}  # reading the key makes reading the value unnecessary
 
 
 def open_checkpoint(
@@ -42,13 +41,13 @@ def open_checkpoint(
         verify: "none", "sizes" of all files, or "checksums" of every byte. The ranks share the work.
 
     Raises:
-        CheckpointError: on every rank, with all that is wrong on any.
+        CheckpointError: on every rank, with the problems of all.
     """
     if verify not in ("none", "sizes", "checksums"):
         raise ValueError(f"verify is 'none', 'sizes' or 'checksums', not {verify!r}")
     checkpoint, problems = None, []
     try:
-        # Together the ranks read the index whole; each reads its share of it, and later the rows that it needs.
+        # Each rank verifies its share of the index now, and the rows that it needs later.
         checkpoint = Checkpoint(Path(path), share=(communicator.rank, communicator.size))
     except CheckpointError as error:
         part = os.path.relpath(error.subject, path)
@@ -74,14 +73,13 @@ class Checkpoint:
     """
 
     def __init__(self, path: Path, *, share: tuple[int, int] = (0, 1)) -> None:
-        """`share`: which part of the index (number, count) is compared with its checksums now; the rest is when it is
-        looked at."""
+        """`share`: the part of the index (number, count) that is verified now. The rest is verified on use."""
         if not path.is_dir():
             raise CheckpointError(path, "there is no such checkpoint")
         self.path = path
         self._averaged = False
         manifest = read_manifest(path)
-        self.meta = Meta.from_bytes(read_part(path, META_NAME, manifest.meta), path / META_NAME)
+        self.meta = read_meta(path, manifest.meta)
         self.index, self.records = open_index(path, manifest, share)
         wrong = wrong_name(path, self.meta.step)
         if wrong:
@@ -93,11 +91,11 @@ class Checkpoint:
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """Name in messages."""
         return str(self.path)
 
     def release(self) -> None:
-        """Nobody reads it any more; all ranks call it."""
+        """Free resources at the end of reading. All ranks call."""
 
     @cached_property
     def tensors(self) -> dict[str, LogicalTensor]:
@@ -110,10 +108,10 @@ class Checkpoint:
         return {key: DTYPES[name] for key, name in self.index.stored().items()}
 
     def averaged(self) -> Checkpoint:
-        """The same checkpoint with the average of the weights in their place.
+        """The same checkpoint with the average of the weights in place of the weights.
 
         Raises:
-            CheckpointError: it has none.
+            CheckpointError: it has no average.
         """
         if not any(state == AVERAGE for _, state in self.stored):
             raise CheckpointError(self.path, "it has no average of the weights: its run had no training.weight_average")
@@ -122,17 +120,17 @@ class Checkpoint:
         return found
 
     def has_weights(self, name: str) -> bool:
-        """Whether a tensor is a parameter; some optimizers keep states that are tensors of their own."""
+        """Whether a tensor is a parameter. Some optimizers store states under tensors of their own."""
         return (name, WEIGHT) in self.stored or (name, MASTER) in self.stored
 
     # -- trust -----------------------------------------------------------------------------------------------------
 
     def damage(self, *, checksums: bool = True, share: tuple[int, int] = (0, 1), threads: int = 4) -> list[str]:
-        """What is wrong with the ranks' files; empty if nothing is.
+        """Problems of the ranks' files.
 
         Args:
-            checksums: read every byte; without, sizes alone.
-            share: (rank, ranks) when several look at a part of the files each.
+            checksums: read every byte. Otherwise only sizes are compared.
+            share: (rank, ranks) that share the files.
         """
         mine = range(share[0], len(self.records), share[1])
         with ThreadPoolExecutor(max(1, threads)) as pool:
@@ -140,7 +138,7 @@ class Checkpoint:
             return [problem for problems in found for problem in problems]
 
     def file_damage(self, number: int, checksums: bool = True) -> list[str]:
-        """What is wrong with one rank's file; empty if nothing is."""
+        """Problems of one rank's file."""
         try:
             record = self.records[number]
         except CheckpointError as error:
@@ -173,11 +171,11 @@ class Checkpoint:
         communicator: Communicator = SOLO,
         states: Collection[str] | None = None,
     ) -> None:
-        """Raise unless everything wanted by any rank is stored, and everything stored is wanted by some rank.
+        """Compare the fragments that the ranks want with the stored ones, both ways.
 
         Args:
-            wanted: what this rank will read.
-            states: only these stored states must be wanted (initialising from weights leaves the moments alone).
+            wanted: fragments that this rank will read.
+            states: only these stored states must be wanted (to initialise from weights, without the moments).
 
         Raises:
             CheckpointError: on every rank, with every tensor that is missing, left over or of another shape.
@@ -200,8 +198,8 @@ class Checkpoint:
         if problems and not weights:
             problems.insert(
                 0,
-                "the weights fit, the optimizer's states are another one's: resume with the optimizer that it was "
-                "saved with, or take the weights alone (checkpoint.initialize_from)",
+                "the weights fit, but the states belong to another optimizer: resume with the optimizer that it was "
+                "saved with, or take only the weights (checkpoint.initialize_from)",
             )
         if problems:
             raise CheckpointError(self.path, problems)
@@ -215,7 +213,7 @@ class Checkpoint:
             return [f"wrong shape: {spec.tensor.name} is {shapes}"]
         if self.source(spec, None) is None:
             have = sorted(state for name, state in self.stored if name == spec.tensor.name)
-            return [f"missing: {spec.label} is in the run; the checkpoint has only {', '.join(have)} of it"]
+            return [f"missing: {spec.label} is in the run. The checkpoint has only {', '.join(have)} of it"]
         return []
 
     # -- values ----------------------------------------------------------------------------------------------------
@@ -224,7 +222,7 @@ class Checkpoint:
         """One fragment, on the host.
 
         Args:
-            dtype: type to convert to; None leaves the stored one.
+            dtype: type to convert to. None keeps the stored one.
         """
         source = self.source(spec, dtype)
         if source is None:
@@ -235,7 +233,7 @@ class Checkpoint:
         return fragment
 
     def load(self, specs: Iterable[FragmentSpec]) -> Iterator[Fragment]:
-        """The wanted fragments one by one, in the types they are stored in; only one is in memory at a time."""
+        """The wanted fragments one by one, in their stored types. Only one is in memory at a time."""
         for spec in specs:
             yield self.read(spec)
 
@@ -247,21 +245,22 @@ class Checkpoint:
         communicator: Communicator = SOLO,
         threads: int = 4,
     ) -> list[str]:
-        """Fill the data of each fragment, on whatever device it is. Beside the targets it holds a chunk per thread.
+        """Fill the data of each fragment, on any device, with one chunk of memory per thread.
 
-        A weight and its fp32 master stand for each other where only one is stored, and a weight of another type than
-        the stored one is made of the master.
+        A weight and its fp32 master replace each other where only one is stored. A weight of another type than the
+        stored one
+        is converted from the master.
 
         Args:
-            cast: states that may be converted to another floating-point type; else another type is an error.
-            communicator: ranks that load at the same time; all call. Each begins at another place, so that thousands
-                do not open the same file at once.
+            cast: states that may be converted to another floating-point type. For others another type is an error.
+            communicator: ranks that load at the same time. All call. Each begins at another fragment, so that thousands
+                of ranks do not open one file at once.
 
         Returns:
-            What was converted or taken from a stand-in, one sentence per kind.
+            Conversions and substitutions, one sentence per kind.
 
         Raises:
-            CheckpointError: on every rank; something does not fit (then nothing was filled), or a file is damaged.
+            CheckpointError: on every rank. Something does not fit (then nothing was filled), or a file is damaged.
         """
         targets = [target for target in targets if target.data.numel()]
         problems: list[str] = []
@@ -282,7 +281,7 @@ class Checkpoint:
         return [f"{number} fragments: {note}" for note, number in notes.items()]
 
     def _fill(self, targets: list[Fragment]) -> list[str]:
-        """Fill some targets; returns what went wrong instead of raising it, because other ranks must hear of it."""
+        """Fill some targets. Returns problems, since other ranks must receive them."""
         with Files(self.path, self.records) as files:
             try:
                 for target in targets:
@@ -293,13 +292,12 @@ class Checkpoint:
         return []
 
     def _raise_together(self, problems: list[str], communicator: Communicator) -> None:
-        """Raise on every rank what any rank found."""
         everything = all_problems(communicator, problems)
         if everything:
             raise CheckpointError(self.path, everything)
 
     def source(self, spec: FragmentSpec, dtype: torch.dtype | None = None) -> str | None:
-        """The stored state to read a wanted one (in this type) from: itself, or what can stand for it, or None."""
+        """The stored state to read a wanted one from (in this type): itself, a substitute, or None."""
         name, state = spec.tensor.name, spec.state
         if self._averaged and state == WEIGHT and (name, AVERAGE) in self.stored:
             return AVERAGE
@@ -329,11 +327,9 @@ class Checkpoint:
 
 
 def _changed_rows(path: Path, record: FileRecord, rows: np.ndarray) -> Iterator[np.void]:
-    """The rows whose bytes in the file do not have their checksum."""
     buffer = bytearray(VERIFY_CHUNK)
     ends = np.append(rows["offset"][1:], record.end)
-    handle = os.open(path, os.O_RDONLY)
-    try:
+    with opened(path) as handle:
         for row, end in zip(rows, ends, strict=True):
             digest = xxhash.xxh3_64()
             for offset in range(int(row["offset"]), int(end), len(buffer)):
@@ -342,5 +338,3 @@ def _changed_rows(path: Path, record: FileRecord, rows: np.ndarray) -> Iterator[
                 digest.update(part)
             if digest.intdigest() != row["checksum"]:
                 yield row
-    finally:
-        os.close(handle)

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, for people and for scripts."""
+"""Content of a checkpoint, for people and scripts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .reader import Checkpoint
 def describe(
     checkpoint: Checkpoint, *, norms: bool = False, wanted: Callable[[str], bool] = lambda name: True
 ) -> dict[str, Any]:
-    """Step, layout, versions, sizes and the tensors of a checkpoint as plain values.
+    """Step, layout, versions, sizes and tensors of a checkpoint as plain values.
 
     Args:
         norms: also the 2-norm and the largest magnitude of each tensor and state, which reads all values.

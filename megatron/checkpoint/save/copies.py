@@ -1,4 +1,4 @@
-"""What a run has uploaded: which checkpoints elsewhere are its own, and which of them it still stands by."""
+"""A run's uploads: its own copies in a store, and the ones of its present branch."""
 
 from __future__ import annotations
 
@@ -8,34 +8,29 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Copy:
-    """A checkpoint elsewhere.
-
-    Attributes:
-        url: of the checkpoint itself.
-        manifest: checksum of its manifest. Two runs use the same names, but never have the same manifest.
-    """
+    """A checkpoint in a store, with the checksum of its manifest. Two runs use the same names, but never have the same
+    manifest."""
 
     url: str
     manifest: str
 
 
 class Copies:
-    """The copies that one run has made. Names at a URL cannot tell whose they are, so the run keeps its own account.
+    """The copies that one run has made. Names at a URL do not identify the run, so the run keeps this account.
 
     Attributes:
-        own: step -> copy of the state that the run had after it. Copies of steps that the run went back from are not
-            among them.
-        urls: of all copies that the run ever made, those as well.
+        own: step -> copy of the run's state after it. Without steps of branches that the run has left.
+        urls: of all copies that the run ever made.
     """
 
     def __init__(self, record: Callable[[int, Copy], None] | None = None) -> None:
-        """`record` is called, from whatever thread, with each copy that is new."""
+        """`record` is called, from any thread, with each new copy."""
         self.own: dict[int, Copy] = {}
         self.urls: set[str] = set()
         self._record = record
 
     def add(self, step: int, copy: Copy) -> None:
-        """The copy is there in full."""
+        """Add a complete copy."""
         known = self.own.get(step) == copy
         self.own[step] = copy
         self.urls.add(copy.url)
@@ -43,9 +38,9 @@ class Copies:
             self._record(step, copy)
 
     def go_back(self, step: int) -> None:
-        """The run goes on from this step (-1: from its beginning): later ones are of a branch that it leaves."""
+        """Forget copies of later steps, of a branch that the run leaves. -1: it starts from the beginning."""
         self.own = {each: copy for each, copy in self.own.items() if each <= step}
 
     def within(self, url: str) -> list[int]:
-        """Steps of its own copies in a folder elsewhere, oldest first."""
+        """Steps of its own copies in a store's folder, oldest first."""
         return sorted(step for step, copy in self.own.items() if copy.url.rpartition("/")[0] == url.rstrip("/"))

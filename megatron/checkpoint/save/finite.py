@@ -1,4 +1,4 @@
-"""Are the values that are about to be saved numbers? A checkpoint of broken weights would be the newest intact one."""
+"""Refuse to save infinite or NaN values: such a checkpoint would be the newest intact one."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ SHOWN = 3
 
 
 def non_finite(fragments: Iterable[Fragment], compute: torch.dtype = torch.float32) -> list[str]:
-    """What this rank's fragments have that no run can go on from: one sentence per tensor, the first few of them.
+    """Values of this rank's fragments that no run can continue from. One sentence per tensor, the first few.
 
-    One pass over the memory, and one wait for the device.
+    One pass over the memory, and one synchronization with the device.
 
     Args:
-        compute: the type of the forward pass. A master beyond its range is infinite there.
+        compute: type of the forward pass. A master beyond its range is infinite there.
     """
     looked = [each for each in fragments if each.data.is_floating_point() and each.data.numel()]
     if not looked:
         return []
-    # An infinity or a nan anywhere is an infinity or a nan of the extremes, and no sum can overflow.
+    # An infinity or a NaN anywhere shows in the extremes, and no sum can overflow.
     extremes = [torch.stack(torch.aminmax(each.data.detach())).abs().amax() for each in looked]
     largest = torch.stack([value.double() for value in extremes]).tolist()
     range_of = torch.finfo(compute).max

@@ -1,4 +1,4 @@
-"""One run writes to a folder of checkpoints at a time, and a second one is told so before it does any harm."""
+"""The lock of a folder of checkpoints: one run writes to it at a time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from ..format.errors import CheckpointError
 
 @contextmanager
 def sole_writer(directory: str | Path, communicator: Communicator = SOLO, *, insist: bool = True) -> Iterator[None]:
-    """Hold a folder for one run; the system lets go of it when rank 0's process ends, however it ends.
-
-    Does nothing on disks without locks.
+    """Hold a folder for one run, until rank 0's process ends in any way. Does nothing on disks without locks.
 
     Args:
-        insist: an error if another run holds it. Without, the folder is taken as it is: a run that is started again
-            must not wait until a file server has noticed that the host of its former self is gone.
+        insist: raise if another run holds it. A restarted run passes False: it must not wait until a file server
+            notices that its former host is gone.
 
     Raises:
         CheckpointError: on every rank, with the host and the process that hold it.

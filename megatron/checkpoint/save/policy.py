@@ -1,4 +1,4 @@
-"""When to save. Pure functions of the step and of time; ranks that ask alike get the same answer."""
+"""When to save: functions of the step and of time, with equal answers on all ranks."""
 
 from __future__ import annotations
 
@@ -14,16 +14,12 @@ LOG_SPACED = frozenset([0, *(2**power for power in range(10))])  # 0, 1, 2, 4, .
 
 @dataclass(frozen=True)
 class SavePolicy:
-    """The rules of when to save; see the configuration's `checkpoint` section for their meaning.
+    """The rules of when to save, from the configuration's `checkpoint` section.
 
     Attributes:
-        every: save at multiples of this many steps (step 0 apart).
-        minutes: save when this much time has passed since the last save.
-        steps: save at these.
+        every, store: save at multiples of these numbers of steps, except step 0. The latter also goes to the store.
         log_spaced: save at steps 0, 1, 2, 4, ..., 512.
-        at_end: save after the last step.
-        auto: save when somebody who knows what failures and saves cost says that it is time.
-        store: save at multiples of this many steps too, for the copies in an object store.
+        auto: save at the interval that follows from the costs of failures and saves.
     """
 
     every: int | None = None
@@ -50,16 +46,16 @@ class SavePolicy:
         stopping: bool = False,
         time_is_up: bool = False,
     ) -> str | None:
-        """Why to save after `step` optimizer steps (0: before the first), or None.
+        """Reason to save after `step` optimizer steps (0: before the first), or None.
 
         Args:
             last_step: the run's last step.
-            seconds_since_save: since the last save or the start. Clocks of ranks differ: all must pass rank 0's.
-            time_is_up: with `auto`, whether it is time; all must pass rank 0's answer.
-            stopping: the run was told to stop (a signal, a wall-time limit); all ranks must agree on it.
+            seconds_since_save: since the last save or the start. Clocks differ, so all ranks pass rank 0's value.
+            stopping: the run must stop (a signal, a wall-time limit). All ranks pass the same value.
+            time_is_up: with `auto`, whether the interval has passed. All ranks pass rank 0's value.
         """
         if stopping:
-            return "the run was told to stop"
+            return "the run was asked to stop"
         if self.at_end and last_step is not None and step == last_step:
             return "the last step"
         if self.every and step and step % self.every == 0:
@@ -81,14 +77,14 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, si
 
 
 class StopSignals:
-    """Remembers that a signal asked the run to stop; the loop asks once per step. A second one acts as it always did.
+    """Remembers that a signal asked the run to stop. The loop asks once per step. A second signal acts as usual.
 
-    A signal that was ignored when the process started stays so: `nohup` means that a lost terminal is no reason.
-
-    Use as a context in the main thread: handlers are put back at its end.
+    A signal that was ignored when the process started stays ignored: under `nohup` a lost terminal stops no run. Use it
+    as
+    a context in the main thread, which restores the handlers at its end.
 
     Attributes:
-        received: the signal's name, None as long as there was none.
+        received: name of the signal, or None.
     """
 
     def __init__(self, signals: Iterable[signal.Signals] = STOP_SIGNALS) -> None:

@@ -1,4 +1,4 @@
-"""What a tool says while it works: a line now and then, however many steps there are."""
+"""Progress lines of tools."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ PAUSE = 5.0  # seconds between lines
 
 
 def now_and_then(quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> Callable[[str], None]:
-    """A function that shows on standard error what it is told, unless it has just said something."""
+    """A function that prints a line to standard error, at most one per `PAUSE`."""
     last = clock()
 
-    def tell(text: str) -> None:
+    def show(text: str) -> None:
         nonlocal last
         if not quiet and clock() - last >= PAUSE:
             last = clock()
             print(text, file=sys.stderr)
 
-    return tell
+    return show

@@ -1,4 +1,4 @@
-"""Saving as the trainer does it: now or in the background, then upload and retention."""
+"""The trainer's saves: in the foreground or the background, then upload and retention."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ from .writer import save
 
 @dataclass(frozen=True)
 class Saved:
-    """A save that is over.
+    """A finished save.
 
     Attributes:
-        path: the checkpoint.
-        stall: seconds the training step stood still for it.
-        seconds: seconds from the call until the disk had it.
+        stall: seconds of the training step that it took.
+        seconds: seconds from the call until it was on the disk.
         deleted: names of older checkpoints that retention removed.
-        uploaded: where it was copied to, if anywhere.
-        upload_problem: why it, or an earlier one, could not be copied; it is tried again after the next save.
-        failure: why it was not written at all; earlier checkpoints are as they were.
+        uploaded: URL of the copy, if any.
+        upload_problem: why it, or an earlier one, was not copied. The next save tries again.
+        failure: why it was not written. Earlier checkpoints are unchanged.
     """
 
     path: Path
@@ -49,13 +48,13 @@ class Saved:
 
 
 class HostCopy:
-    """Copies of fragments in host memory that is used again at every save: no page faults, no new pinned memory."""
+    """Copies of fragments in host memory that every save uses again: no page faults, no new pinned memory."""
 
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []
 
     def take(self, fragments: Iterable[Fragment]) -> list[Fragment]:
-        """Copy everything; the originals may change when this returns."""
+        """Copy all fragments. The originals may change after the return."""
         copies, devices = [], set()
         for place, fragment in enumerate(fragments):
             buffer = self._buffer(place, fragment.data)
@@ -68,7 +67,7 @@ class HostCopy:
         return copies
 
     def prepare(self, fragments: Iterable[Fragment]) -> None:
-        """Allocate everything now, pages included, so that the first save is as quick as the later ones."""
+        """Allocate the memory and touch its pages, so that the first save is as fast as the later ones."""
         for place, fragment in enumerate(fragments):
             self._buffer(place, fragment.data).zero_()
 
@@ -88,8 +87,8 @@ class Saver:
     Args:
         directory: folder of checkpoints.
         section: the configuration's `checkpoint` section.
-        communicator: used from a thread when saving in the background or uploading, so nobody else may use its group.
-        copies: what the run has uploaded so far, on rank 0; takes what is uploaded from now on.
+        communicator: used by a background thread, so its group must have no other user.
+        copies: the run's uploads, on rank 0. New ones are added.
     """
 
     def __init__(
@@ -107,23 +106,24 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[Saved] | None = None
         self._ended: list[Saved] = []
-        self._owed: list[Path] | None = None  # not known before the first look at what is there
+        self._owed: list[Path] | None = None  # None until the store is listed
         self._upload_problem: str | None = None
         self._refused: StoreRefuses | None = None  # the last save's
         self._host = HostCopy()
 
     def prepare(self, fragments: Iterable[Fragment]) -> None:
-        """Get the host memory of background saves ready; optional, before the first step."""
+        """Allocate the host memory of background saves. Optional, before the first step."""
         if self._section.asynchronous:
             self._host.prepare(fragments)
 
     def save(self, step: int, fragments: Iterable[Fragment], meta: Meta) -> float:
-        """Save a step; all ranks call. Returns the seconds for which the training stood still.
+        """Save a step. All ranks call. Returns the seconds for which the training stood still.
 
-        In the background the step waits for the end of the previous save, if it still runs, and for the copy to host
-        memory. What then goes wrong is raised by the next `poll`, `save` or `close`. A disk that is full or refuses
-        does not stop a run, which loses nothing by going on: `poll` tells of it, and only `close` raises it, if no
-        later save went well.
+        In the background, this waits only for the previous save and for the copy to host memory. Errors are raised by
+        the next
+        `poll`, `save` or `close`. A disk that is full or refuses does not stop the run: `poll` reports it, and only
+        `close`
+        raises it if no later save succeeded.
         """
         began = time.perf_counter()
         self._settle()
@@ -153,15 +153,15 @@ class Saver:
         return ended
 
     def wait(self) -> list[Saved]:
-        """Like `poll`, but waits for a save that still runs."""
+        """Like `poll`, but waits for a running save."""
         self._settle()
         return self.poll()
 
     def close(self) -> list[Saved]:
-        """Wait for everything, give what is not uploaded a last chance, and stop the thread.
+        """Wait for all saves, try the missing uploads a last time, and stop the thread.
 
         Raises:
-            CheckpointError: a save failed, or a checkpoint could still not be uploaded.
+            CheckpointError: a save failed, or a checkpoint could not be uploaded.
         """
         try:
             ended = self.wait()
@@ -202,8 +202,8 @@ class Saver:
         return Saved(path, stall, seconds, deleted, uploaded, self._upload_problem)
 
     def _upload(self, path: Path, level: LevelSection) -> str | None:
-        """Copy this checkpoint and those that could not be copied before. An outage of a remote store does not stop a
-        run whose checkpoints are safe on its own disk; it is told, tried again, and an error in the end."""
+        """Copy this checkpoint and earlier ones that failed. A store's outage does not stop a run whose checkpoints are
+        safe on its disk: it is reported, retried, and raised at the end."""
         owed = self._find_owed()
         due = path not in owed and _goes_there(path, level)
         left = self._upload_owed([*owed, path] if due else owed)
@@ -221,10 +221,9 @@ class Saver:
         return self._owed
 
     def _upload_owed(self, owed: list[Path]) -> list[Path]:
-        """Try to copy all; what is still owed."""
         self._owed, self._upload_problem = [], None
         for each in owed:
-            patience: dict[str, Any] = {"attempts": 1} if self._upload_problem else {}  # an outage is waited for once
+            patience: dict[str, Any] = {"attempts": 1} if self._upload_problem else {}  # wait for an outage only once
             try:
                 upload(each, self._url, self._communicator, **patience)
                 if self._communicator.rank == 0:
@@ -235,12 +234,15 @@ class Saver:
         return self._owed
 
     def _not_there(self) -> list[Path]:
-        """What an earlier start has saved and could not copy any more: complete ones that are newer than the newest of
-        this run there. Names do not tell: of a branch that the run has left, or of another run, there may be the same
-        ones. Where the run has none there, the newest alone: older ones may be of a time without upload."""
+        """Checkpoints of an earlier start that were not copied: complete ones newer than this run's newest copy.
+
+        Copies are compared by content, since another branch or run may use the same names. If this run has no copy,
+        only the
+        newest checkpoint counts: older ones may be from a time without upload.
+        """
         owed: list[Path] = []
         due = [path for path in self.store.paths() if self._level is not None and _goes_there(path, self._level)]
-        with suppress(CheckpointError):  # what cannot be seen is not there
+        with suppress(CheckpointError):  # an unreachable store counts as empty
             for path in reversed(due):
                 if not is_complete(path):
                     continue
@@ -253,11 +255,10 @@ class Saver:
         return [path for path in reversed(owed) if number_of(path) > known[-1]] if known else owed[:1]
 
     def _count(self, path: Path) -> None:
-        """The checkpoint is there in full."""
         manifest = checksum((path / MANIFEST_NAME).read_bytes())
         self._copies.add(number_of(path), Copy(f"{self._url}/{path.name}", manifest))
 
 
 def _goes_there(path: Path, level: LevelSection) -> bool:
-    """Whether a checkpoint has a copy in the store: by `auto` each, since copying costs the steps nothing."""
+    """Whether the store gets a copy. `auto` copies all, since copying costs the steps no time."""
     return level.every == "auto" or number_of(path) % level.every == 0

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: which to resume from, which to keep, and what killed runs left behind.
+"""A folder of checkpoints: choose one to resume from, retain some, remove leftovers of killed runs.
 
 One run writes to a folder at a time.
 """
@@ -23,12 +23,12 @@ from ..read.reader import Checkpoint, open_checkpoint
 
 @dataclass(frozen=True)
 class Resume:
-    """What a run starts from.
+    """The start of a run.
 
     Attributes:
-        checkpoint: the opened checkpoint, None to start anew.
-        skipped: newer checkpoints that were passed over, with the reason.
-        reason: one sentence that says what was chosen and why.
+        checkpoint: the opened checkpoint. None: the run starts from step 0.
+        skipped: newer checkpoints that were skipped, with the reason.
+        reason: one sentence: the choice and its reason.
     """
 
     checkpoint: Checkpoint | None
@@ -36,18 +36,18 @@ class Resume:
     reason: str = ""
 
 
-NEITHER = "it is neither a checkpoint nor a folder with one; name a run's directory or one of its checkpoints"
+NEITHER = "it is neither a checkpoint nor a folder with one: name a run's directory or one of its checkpoints"
 
 
 def folder_of(path: Path) -> Path | None:
-    """The folder of checkpoints that `path` is, or that the run's directory `path` has; None for anything else."""
+    """The folder of checkpoints at `path`, or in the run's directory `path`. None for anything else."""
     if (path / MANIFEST_NAME).exists():
         return None
     return next((folder for folder in (path / "checkpoints", path) if Store(folder).paths()), None)
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that `path` is, or the newest in the folder of checkpoints or the run's directory that it is.
+    """The checkpoint at `path`, or the newest in the folder of checkpoints or run directory `path`.
 
     Raises:
         CheckpointError: there is none.
@@ -64,8 +64,8 @@ class Store:
     """The checkpoints in a folder.
 
     Args:
-        directory: the folder; it need not exist yet.
-        communicator: the ranks that work on it together; all call every method.
+        directory: the folder, which need not exist yet.
+        communicator: the ranks that use it together. All call every method.
     """
 
     def __init__(self, directory: str | Path, communicator: Communicator = SOLO) -> None:
@@ -82,42 +82,42 @@ class Store:
     # -- resume ----------------------------------------------------------------------------------------------------
 
     def resume(self, how: str = "auto", *, verify: str = "checksums", before: int | None = None) -> Resume:
-        """The checkpoint to go on from.
+        """The checkpoint to continue from.
 
         Args:
-            how: "auto": the newest intact one here, if there is any; "none": start anew; otherwise the path of a
+            how: "auto": the newest intact one here, if any. "none": start from step 0. A path: that of a
                 checkpoint, or of a folder of them or a run's directory (then its newest intact one).
-            verify: how far to trust the disk; see `open_checkpoint`.
+            verify: see `open_checkpoint`.
             before: with "auto", only checkpoints of earlier steps than this.
 
         Raises:
-            CheckpointError: the one asked for is not there, damaged or cannot be resumed; or there are checkpoints
-                here and none is intact. A run never starts anew because it could not read.
+            CheckpointError: the given one is missing, damaged or not resumable, or none of those here is intact. A run
+                never starts from step 0 because of unreadable checkpoints.
         """
         self._refuse_foreign(self.directory)
         if how == "none":
-            return Resume(None, reason="started anew: checkpoint.resume is none")
+            return Resume(None, reason="started from step 0: checkpoint.resume is none")
         if how == "auto":
             return self._newest_intact(verify, before=before)
         found = self._named(Path(how), "checkpoint.resume", verify)
         checkpoint = found.checkpoint
         if checkpoint is not None and not checkpoint.meta.resumable:
             raise CheckpointError(
-                checkpoint.path, "it has only weights; name it in checkpoint.initialize_from to start from them"
+                checkpoint.path, "it has only weights: name it in checkpoint.initialize_from to start from them"
             )
         return found
 
     def weights(self, path: str | Path, *, verify: str = "checksums") -> Resume:
-        """The checkpoint to take weights from: the one named, or the newest intact one of a folder or a run's
+        """The checkpoint to take weights from: the given one, or the newest intact one of a folder or a run's
         directory.
 
         Raises:
-            CheckpointError: it is not there or damaged.
+            CheckpointError: it is missing or damaged.
         """
         return self._named(Path(path), "checkpoint.initialize_from", verify, weights=True)
 
     def _refuse_foreign(self, path: Path) -> None:
-        """Another program's checkpoints are not `no checkpoint`, and nothing of ours is put among them."""
+        """Refuse a folder with another program's checkpoints. It is not empty, and nothing is written into it."""
         found = self._on_rank_0(lambda: str(neox_checkpoint(path) or ""))
         if found:
             name = Path(found).name
@@ -132,7 +132,7 @@ class Store:
                 raise CheckpointError(path, f"{key} asks for it, but {NEITHER}")
             return Resume(found.checkpoint, found.skipped, f"{found.reason}, as {key} asks")
         if not there:
-            raise CheckpointError(path, f"{key} asks for it, but it does not exist; {self._offer(path)}")
+            raise CheckpointError(path, f"{key} asks for it, but it does not exist. {self._offer(path)}")
         if not whole and step_of(path) is None:
             raise CheckpointError(path, f"{key} asks for it, but {NEITHER}")
         checkpoint = open_checkpoint(path, verify=verify, communicator=self.communicator)
@@ -140,7 +140,6 @@ class Store:
         return Resume(checkpoint, reason=f"{verb} from {path} (step {checkpoint.step}), as {key} asks")
 
     def _listing(self) -> list[Path]:
-        """Rank 0's view of the folder, so that all ranks walk through the same names."""
         return [Path(name) for name in self._on_rank_0(lambda: [str(path) for path in self.paths()])]
 
     def _newest_intact(self, verify: str, *, weights: bool = False, before: int | None = None) -> Resume:
@@ -164,43 +163,43 @@ class Store:
             none = (
                 "none is intact"
                 if weights
-                else ("none can be resumed; repair or move them away, or set checkpoint.resume to none")
+                else ("none can be resumed: repair or move them away, or set checkpoint.resume to none")
             )
             raise CheckpointError(
                 self.directory,
                 [f"there are checkpoints, but {none}", *(f"{path.name}: {why}" for path, why in skipped)],
             )
-        return Resume(None, reason=f"started anew: no checkpoint in {self.directory}")
+        return Resume(None, reason=f"started from step 0: no checkpoint in {self.directory}")
 
     def _offer(self, path: Path) -> str:
-        beside = Store(path.parent).paths()
-        if not beside:
-            return f"there is no checkpoint in {path.parent}"
-        return f"{path.parent} has {', '.join(found.name for found in beside[-5:])}"
+        siblings = Store(path.parent).paths()
+        if not siblings:
+            return f"There is no checkpoint in {path.parent}"
+        return f"{path.parent} has {', '.join(found.name for found in siblings[-5:])}"
 
     # -- housekeeping ----------------------------------------------------------------------------------------------
 
     def clean(self) -> list[str]:
-        """Remove what killed saves and deletions left; put back a checkpoint that was being replaced.
+        """Remove leftovers of killed saves and deletions, and put back a checkpoint that was being replaced.
 
-        Call when a run starts, before it resumes. Rank 0 does it, the others wait.
+        Call when a run starts, before it resumes. Only rank 0 works.
 
         Returns:
-            What was done, on every rank.
+            Descriptions of the changes, on every rank.
         """
         return self._on_rank_0(self._clean)
 
     def set_aside(self, after: int) -> list[str]:
-        """Put checkpoints of later steps where `resume("auto")` does not look: the run goes back and leaves that
+        """Move checkpoints of later steps out of the sight of `resume("auto")`: the run goes back and leaves that
         branch.
 
-        They move into `superseded_1`, `superseded_2`, … within the folder, and stay whole there.
+        They move into `superseded_1`, `superseded_2`, … within the folder.
 
         Args:
-            after: the step that the run goes on from; -1 if it starts anew.
+            after: the step that the run continues from. -1: from the beginning.
 
         Returns:
-            What was done, on every rank.
+            Descriptions of the changes, on every rank.
         """
         return self._on_rank_0(lambda: self._set_aside(after))
 
@@ -209,22 +208,22 @@ class Store:
     ) -> list[str]:
         """Delete all but the newest `keep_last` complete checkpoints and those at multiples of `keep_every` steps.
 
-        The newest complete one always stays. One that lacks something is not deleted and does not count.
+        The newest complete one always stays. Incomplete ones are not deleted and do not count.
 
         Args:
-            protect: names that stay for another reason.
+            protect: names that stay in any case.
 
         Returns:
-            Names of the deleted, on every rank.
+            Names of the deleted ones, on every rank.
         """
         if keep_last is None:
             return []
         if keep_last < 1:
-            raise ValueError(f"keep_last is {keep_last}; at least the newest checkpoint stays")
+            raise ValueError(f"keep_last must be at least 1, not {keep_last}")
         return self._on_rank_0(lambda: self._retain(keep_last, keep_every, protect))
 
     def _on_rank_0(self, work: Callable[[], Any]) -> Any:
-        """What rank 0 finds (JSON values), on every rank; its error too."""
+        """Rank 0's result (JSON values) or error, on every rank."""
         answer = None
         if self.communicator.rank == 0:
             try:
@@ -267,8 +266,8 @@ class Store:
         return [f"{names} set aside in {aside}: this run leaves that branch"]
 
     def _retain(self, keep_last: int, keep_every: int | None, protect: Collection[str]) -> list[str]:
-        """To see that one is complete takes a look at each of its files, so only those are looked at that matter: the
-        newest ones, until `keep_last` were complete, and before them those that may go."""
+        """To see whether one is complete, each of its files is inspected. So only the newest ones are inspected, until
+        `keep_last` are complete, and candidates for deletion."""
         complete, deleted = 0, []
         for path in reversed(self.paths()):
             stays = path.name in protect or bool(keep_every and number_of(path) % keep_every == 0)
@@ -283,9 +282,7 @@ class Store:
 
 
 def _look(path: Path) -> tuple[str | None, bool, bool]:
-    """(the folder of checkpoints that is meant, if one is; whether the path is a directory; whether it has a
-    manifest).
-    """
+    """(folder of checkpoints or None, whether the path is a directory, whether it has a manifest)."""
     folder = folder_of(path)
     return None if folder is None else str(folder), path.is_dir(), (path / MANIFEST_NAME).exists()
 
@@ -294,7 +291,7 @@ _DOING = {"tmp": "writing", "old": "replacing", "trash": "deleting"}
 
 
 def is_complete(path: Path) -> bool:
-    """Whether all files of a checkpoint are there with their sizes."""
+    """Whether all files of a checkpoint exist with their sizes."""
     try:
         open_checkpoint(path, verify="sizes")
     except CheckpointError:

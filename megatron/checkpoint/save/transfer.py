@@ -1,4 +1,4 @@
-"""Checkpoints elsewhere: to and from any fsspec URL (s3://, gs://, file://, memory://), with retries."""
+"""Copy checkpoints to and from any fsspec URL (s3://, gs://, file://, memory://), with retries."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ PATIENCE, SLOWEST = 120.0, 1e5  # seconds without an answer, bytes a second
 
 
 def upload(path: Path, url: str, communicator: Communicator = SOLO, *, attempts: int = 5, wait: float = 1.0) -> str:
-    """Copy a checkpoint to `<url>/<name of its directory>`; the ranks share the files.
+    """Copy a checkpoint to `<url>/<name of its directory>`. The ranks share the files.
 
-    The manifest goes last, so what has a manifest there is whole.
+    The manifest goes last, so a copy with a manifest is complete.
 
     Args:
         attempts: tries per file.
-        wait: seconds before the second try; doubles with each.
+        wait: seconds before the second try, doubled with each.
 
     Returns:
-        Where it is.
+        URL of the copy.
 
     Raises:
         CheckpointError: on every rank, with the first file of each rank that could not be copied.
@@ -52,14 +52,14 @@ def upload(path: Path, url: str, communicator: Communicator = SOLO, *, attempts:
         names += [INDEX_NAME, META_NAME] if communicator.rank == communicator.size - 1 else []
     except CheckpointError as error:
         problems = [str(error)]
-    if not problems and communicator.rank == 0:  # of another branch's checkpoint of that step, which is about to go
+    if not problems and communicator.rank == 0:  # of another branch's checkpoint of that step, about to be replaced
         problems = _persistent(lambda: _withdraw(f"{target}/{MANIFEST_NAME}"), MANIFEST_NAME, attempts, wait)
     if communicator.broadcast(problems):
         names = []
     for name in names:
         problems += _persistent(partial(_put, part_of(path, name), f"{target}/{name}"), name, attempts, wait)
         if problems:
-            break  # what has failed so often will not take the next file either
+            break  # the next file would fail as well
     problems = all_problems(communicator, problems)
     if not problems and communicator.rank == 0:
         problems = _persistent(
@@ -76,7 +76,7 @@ def download(url: str, directory: str | Path, *, attempts: int = 5, wait: float 
 
     Raises:
         Unreachable: it could not be copied.
-        CheckpointError: it is not there, or is damaged.
+        CheckpointError: it is missing or damaged.
     """
     target = part_of(Path(directory), url.rstrip("/").rsplit("/", 1)[-1])
     if target.exists():
@@ -87,13 +87,8 @@ def download(url: str, directory: str | Path, *, attempts: int = 5, wait: float 
         _fetch(url, {MANIFEST_NAME: MOST}, draft, attempts, wait)
         manifest = read_manifest(draft)
         room = free_bytes(draft) or 1 << 60
-        _fetch(
-            url,
-            {INDEX_NAME: min(manifest.index.size, room), META_NAME: min(manifest.meta.size, MOST)},
-            draft,
-            attempts,
-            wait,
-        )
+        head = {INDEX_NAME: min(manifest.index.size, room), META_NAME: min(manifest.meta.size, MOST)}
+        _fetch(url, head, draft, attempts, wait)
         sizes = {record.path: record.size for record in open_index(draft, manifest)[1]}
         if (needed := sum(sizes.values())) > room:
             raise CheckpointError(url, f"it has {needed} bytes, and {directory} has room for {room}: free some")
@@ -106,7 +101,7 @@ def download(url: str, directory: str | Path, *, attempts: int = 5, wait: float 
 
 
 def put_file(path: Path, url: str) -> None:
-    """Copy a file that no checkpoint depends on. A failure is ignored, since each save copies it again."""
+    """Copy a file that no checkpoint needs. A failure is ignored, since each save copies it again."""
     with suppress(Exception):  # every store has its own exceptions
         _put(path, url)
 
@@ -126,11 +121,11 @@ def fetch_file(url: str, target: Path, *, attempts: int = 5, wait: float = 1.0) 
 
 
 def newest(url: str) -> str:
-    """The URL of the checkpoint that is meant: itself, or if it is a folder of checkpoints, the newest whole one in it.
+    """The URL itself if it is a checkpoint, or of the newest complete checkpoint in that folder.
 
     Raises:
-        Unreachable: the place cannot be read.
-        CheckpointError: no whole checkpoint is there.
+        Unreachable: the store cannot be read.
+        CheckpointError: it has no complete checkpoint.
     """
     found, steps = _whole(url)
     if not found:
@@ -139,7 +134,7 @@ def newest(url: str) -> str:
 
 
 def _whole(url: str) -> tuple[list[str], list[str]]:
-    """URLs of whole checkpoints, oldest first: of that one, or of those in a folder; and names of all in it."""
+    """URLs of complete checkpoints at a URL or in the folder there, oldest first, and names of all in it."""
     url = url.rstrip("/")
     try:
         system, root = fsspec.core.url_to_fs(url)
@@ -153,23 +148,24 @@ def _whole(url: str) -> tuple[list[str], list[str]]:
 
 
 def _steps(system: Any, root: str) -> list[str]:
-    """Names of checkpoints in a folder of a file system, oldest step first, whole or not."""
     names = [Path(found).name for found in system.ls(root, detail=False)] if system.isdir(root) else []
     return sorted((name for name in names if step_of(Path(name)) is not None), key=lambda name: number_of(Path(name)))
 
 
 def retain_there(url: str, oldest: int, own: Collection[str]) -> list[str]:
-    """Delete checkpoints of steps before `oldest` in a folder elsewhere, the manifest of each first: what is half
-    deleted has none, and goes as well, as do uploads that were never finished.
+    """Delete checkpoints of steps before `oldest` in a store's folder.
+
+    Manifests go first, so a half-deleted one has none. Those without a manifest are deleted as well, as are unfinished
+    uploads. Failed deletions are left for the next call.
 
     Args:
-        own: URLs of checkpoints that may be deleted. Other whole ones are another run's, and stay.
+        own: URLs of checkpoints that may be deleted. Other complete ones belong to another run, and stay.
 
     Returns:
-        Names of those that are gone. What cannot be deleted is left for the next time.
+        Names of the deleted ones.
     """
     gone, url = [], url.rstrip("/")
-    with suppress(Exception):  # every store has its own exceptions; nothing depends on it
+    with suppress(Exception):  # every store has its own exceptions, and nothing depends on it
         system, root = fsspec.core.url_to_fs(url)
         system.invalidate_cache()
         for name in [name for name in _steps(system, root) if number_of(Path(name)) < oldest]:
@@ -185,10 +181,10 @@ def retain_there(url: str, oldest: int, own: Collection[str]) -> list[str]:
 
 
 def manifest_at(url: str) -> bytes | None:
-    """The manifest of a checkpoint elsewhere; None if it is not there, or not whole.
+    """The manifest of a checkpoint in a store. None if it is missing or incomplete.
 
     Raises:
-        Unreachable: nobody can say.
+        Unreachable: the store gives no answer.
     """
     try:
         system, place = fsspec.core.url_to_fs(f"{url.rstrip('/')}/{MANIFEST_NAME}")
@@ -200,7 +196,7 @@ def manifest_at(url: str) -> bytes | None:
 
 
 def remote_manifest(url: str, *, attempts: int = 5, wait: float = 1.0) -> bytes:
-    """The manifest of a checkpoint elsewhere; no two checkpoints have the same one.
+    """The manifest of a checkpoint in a store. It identifies the checkpoint.
 
     Raises:
         Unreachable: it could not be read.
@@ -218,7 +214,6 @@ def remote_manifest(url: str, *, attempts: int = 5, wait: float = 1.0) -> bytes:
 
 
 def _fetch(url: str, sizes: Mapping[str, int], draft: Path, attempts: int, wait: float) -> None:
-    """Copy files. `sizes` has the most bytes of each."""
     problems, lost = [], 0
     for name, most in sizes.items():
         target, place = part_of(draft, name), f"{url.rstrip('/')}/{name}"
@@ -232,8 +227,7 @@ def _fetch(url: str, sizes: Mapping[str, int], draft: Path, attempts: int, wait:
 
 
 def _is_lost(url: str) -> bool:
-    """Whether a store says that it has no such file."""
-    with suppress(Exception):  # every store has its own exceptions; what cannot be asked may be there
+    with suppress(Exception):  # every store has its own exceptions. The file may exist
         system, place = fsspec.core.url_to_fs(url)
         system.invalidate_cache()
         return not system.exists(place)
@@ -241,14 +235,14 @@ def _is_lost(url: str) -> bool:
 
 
 def _persistent(work: Callable[[], None], name: str, attempts: int, wait: float) -> list[str]:
-    """Try several times; returns the last error, if every try failed."""
+    """Try several times. Returns the last error if all tries failed."""
     for attempt in range(attempts):
         try:
             work()
             return []
         except CheckpointError as error:  # the next try would find the same
             return [f"{name}: {describe_error(error)}"]
-        except Exception as error:  # every store has its own exceptions; what is left after the last try is reported
+        except Exception as error:  # every store has its own exceptions. The last one is reported
             failure = error
             if attempt + 1 < attempts:
                 time.sleep(wait * 2**attempt)
@@ -256,7 +250,6 @@ def _persistent(work: Callable[[], None], name: str, attempts: int, wait: float)
 
 
 def _put(source: Path, url: str) -> None:
-    """Copy a file and look whether it arrived in full."""
     system, target = fsspec.core.url_to_fs(url)
     system.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
     system.put_file(str(source), target)
@@ -273,7 +266,7 @@ def _withdraw(url: str) -> None:
 
 
 def _get(url: str, target: Path, most: int = MOST) -> None:
-    """Copy a file of at most `most` bytes. A store that sends less than `SLOWEST` bytes a second counts as gone."""
+    """Copy a file of at most `most` bytes. A store slower than `SLOWEST` bytes a second counts as unreachable."""
     system, source = fsspec.core.url_to_fs(url)
     size = _within(PATIENCE, lambda: system.size(source))
     if size is not None and size > most:
@@ -282,11 +275,7 @@ def _get(url: str, target: Path, most: int = MOST) -> None:
 
 
 def _within(seconds: float, work: Callable[[], Any]) -> Any:
-    """Return the result of `work`, or raise its error. Work that takes too long is left to its thread.
-
-    Raises:
-        TimeoutError: there is no answer in time.
-    """
+    """Return the result of `work`, or raise its error. Work that takes too long is abandoned to its thread."""
     answer: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue()
 
     def run() -> None:

@@ -1,9 +1,9 @@
-"""Writing a checkpoint: complete or absent.
+"""Write a checkpoint: complete or absent.
 
-Every rank writes one file into `step_00001000.tmp-<token>`, waits for the disk, and tells the others how it went.
-Rank 0 then merges the tables of the files into the index, writes what else belongs to the checkpoint, the manifest
-last, and renames the directory. No tensor is sent to anybody. A run that is killed leaves a directory whose name is
-not a checkpoint's; an error on any rank is raised on all, and leaves what was there before as it was.
+Every rank writes one file into `step_00001000.tmp-<token>`, calls fsync, and reports the result. Rank 0 then merges the
+tables of the files into the index, writes the meta data and, last, the manifest, and renames the directory. No tensor
+travels between ranks. A killed run leaves a directory whose name is not a checkpoint's. An error on any rank is raised
+on all, and earlier checkpoints stay as they were.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -29,19 +30,19 @@ from ..format.rankfile import FileRecord, host_chunks, tables_of, write_rank_fil
 def save(
     directory: str | Path, step: int, fragments: Iterable[Fragment], meta: Meta, communicator: Communicator = SOLO
 ) -> Path:
-    """Save one step; every rank calls with what it owns.
+    """Save one step. Every rank calls with the fragments it owns.
 
     Args:
         directory: folder of checkpoints, visible to all ranks.
         step: optimizer steps done.
-        fragments: what this rank owns. Together the ranks must own each element of each state once.
-        meta: the rest of the run's state; rank 0's is kept.
+        fragments: together the ranks must own each element of each state once.
+        meta: the rest of the run's state. Rank 0's is used.
 
     Returns:
-        The checkpoint's directory. A checkpoint of the same step that was there is replaced.
+        The checkpoint's directory. It replaces a checkpoint of the same step.
 
     Raises:
-        StoreRefuses: on every rank, if the disk alone is to blame: it is full, or refuses.
+        StoreRefuses: on every rank, if all errors are a disk's that is full or refuses.
         CheckpointError: on every rank, if any rank could not write, or elements are missing or written twice.
     """
     if meta.step != step:
@@ -58,7 +59,7 @@ def save(
             lambda number: host_chunks(owned[number].data),
         )
         records = [record] if record else []
-    except Exception as error:  # whatever it is, the other ranks are waiting to hear of it; `finish` raises it
+    except Exception as error:  # the other ranks wait for the report. `finish` raises it
         failure = error
     draft.finish(records, failure, meta, communicator)
     return target
@@ -70,13 +71,13 @@ def write_tensors(
     values: Callable[[int], Iterable[torch.Tensor]],
     meta: Meta,
 ) -> Path:
-    """One process writes a whole checkpoint, tensor by tensor, and holds no more than it is given at a time.
+    """Write a whole checkpoint from one process, tensor by tensor.
 
     Args:
         target: the checkpoint's directory.
-        items: what is written, with its types.
-        values: gives the elements of the item with that number, as consecutive 1-D host tensors. Called once per item,
-            in the order of the items (those of wider types first, if types differ).
+        items: fragments with their types.
+        values: returns the elements of the item with that number, as consecutive 1-D host tensors. Called once per
+            item, in their order (wider types first, if types differ).
 
     Raises:
         CheckpointError: it could not be written, or the items do not cover each tensor exactly once.
@@ -86,7 +87,7 @@ def write_tensors(
     try:
         record = write_rank_file(draft.root, 0, items, values)
         records = [record] if record else []
-    except Exception as error:  # raised by `finish`, after what was written is gone
+    except Exception as error:  # raised by `finish`, after it has deleted the draft
         failure = error
     draft.finish(records, failure, meta)
     return target
@@ -96,8 +97,8 @@ class Draft:
     """A checkpoint that is being written.
 
     Attributes:
-        target: what it will be called.
-        root: what it is called until then.
+        target: its final path.
+        root: its path until then.
     """
 
     def __init__(self, target: Path, token: str) -> None:
@@ -107,7 +108,7 @@ class Draft:
 
     @classmethod
     def begin(cls, target: Path, communicator: Communicator = SOLO) -> Draft:
-        """Rank 0 makes the directory; everybody learns its name."""
+        """Make the directory on rank 0, and share its name."""
         answer = None
         if communicator.rank == 0:
             draft = cls(target, uuid.uuid4().hex[:12])
@@ -124,13 +125,13 @@ class Draft:
     def finish(
         self, records: list[FileRecord], failure: Exception | None, meta: Meta, communicator: Communicator = SOLO
     ) -> None:
-        """Commit if every rank succeeded, or take everything back and raise on every rank.
+        """Commit if every rank succeeded. Otherwise delete the draft and raise on every rank.
 
         Args:
             records: the files that this rank wrote.
             failure: why it could not.
         """
-        own = [[record.to_dict() for record in records], failure and describe_error(failure), disk_refuses(failure)]
+        own = [[asdict(record) for record in records], failure and describe_error(failure), disk_refuses(failure)]
         reports = communicator.collect(own)
         problems, full = [], False
         if reports is not None:
@@ -143,11 +144,10 @@ class Draft:
         problems, full = communicator.broadcast([problems, full])
         if problems:
             raise (StoreRefuses if full else CheckpointError)(
-                self.target, ["it was not saved; earlier checkpoints are untouched", *problems]
+                self.target, ["it was not saved. Earlier checkpoints are unchanged", *problems]
             ) from failure
 
     def _try_commit(self, records: list[FileRecord], meta: Meta) -> tuple[list[str], bool]:
-        """What went wrong, and whether it is that the disk is full."""
         try:
             self.commit(records, meta)
         except CheckpointError as error:
@@ -155,16 +155,16 @@ class Draft:
                 return error.problems, False
             file = error.subject.removeprefix(f"{self.root}{os.sep}")  # the draft is gone when this is read
             return [f"{file}: {each}" for each in error.problems], False
-        except Exception as error:  # the other ranks wait for the answer; every rank raises it
+        except Exception as error:  # the other ranks wait for the answer, and all raise it
             return [describe_error(error)], disk_refuses(error)
         return [], False
 
     def commit(self, records: list[FileRecord], meta: Meta) -> None:
-        """Write index, meta data and manifest, and give the directory its name.
+        """Write index, meta data and manifest, and rename the directory.
 
         Raises:
             CheckpointError: the fragments do not cover each tensor exactly once.
-            OSError, ValueError: as they come.
+            OSError, ValueError: errors of the disk.
         """
         if wrong := wrong_name(self.target, meta.step):
             raise CheckpointError(self.target, wrong)
@@ -180,7 +180,7 @@ class Draft:
         self._rename()
 
     def _rename(self) -> None:
-        """Take the final name. One of the same step steps aside first; a kill in between is mended by `Store.clean`."""
+        """Take the final name. An old checkpoint of the step steps aside. `Store.clean` repairs a kill in between."""
         aside = leftover_name(self.target, "old", self.token)
         if self.target.exists():
             move(self.target, aside)
