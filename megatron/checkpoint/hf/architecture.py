@@ -1,7 +1,7 @@
-"""What the converters know of a Hugging Face architecture: its tensors, its configuration, its names.
+"""Description of a Hugging Face architecture: its tensors, its configuration, its names.
 
-An architecture is described once, in a file of `architectures/` or in a user's package, and read in both directions.
-`megatron/config/registry.py` names it (role `architecture`); nothing else knows a single one.
+An architecture is described once, in a file of `architectures/` or in a user's package, and used in both directions.
+Only `megatron/config/registry.py` names it (role `architecture`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Field:
     Attributes:
         ours: dotted key below `model`.
         theirs: attribute of the configuration object.
-        values: our value -> theirs, where they are called differently; None copies the value.
-        also: other values of theirs that mean one of ours.
-        optional: their configuration may lack the attribute; our option is derived then.
+        values: our value -> theirs, where they differ. None copies the value.
+        also: other values of theirs -> ours.
+        optional: their configuration may lack the attribute. Our option is then derived.
     """
 
     ours: str
@@ -37,14 +37,14 @@ class Field:
     optional: bool = False
 
     def read(self, theirs: Any) -> Any:
-        """Our value of their configuration object; raises KeyError for one that we do not have."""
+        """Our value from their configuration object. KeyError for a value that we do not have."""
         return self.from_hf(getattr(theirs, self.theirs, None) if self.optional else getattr(theirs, self.theirs))
 
     def to_hf(self, value: Any) -> Any:
         return value if self.values is None else self.values.get(value)
 
     def from_hf(self, value: Any) -> Any:
-        """Our value; raises KeyError for one that we do not have."""
+        """Our value. KeyError for one that we do not have."""
         if self.values is None:
             return value
         return {**{theirs: ours for ours, theirs in self.values.items()}, **self.also}[value]
@@ -52,7 +52,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Power(Field):
-    """Our number is theirs to a power (-1: the inverse); whole numbers of theirs stay whole."""
+    """Our number is theirs to a power (-1: the inverse). Integers of theirs stay integers."""
 
     power: float = -1.0
 
@@ -72,21 +72,21 @@ class Architecture:
         name: its `model_type`.
         class_name: of the causal language model.
         links: its tensors and ours.
-        layers: which of our blocks it has, and how its configuration says which layer is which.
+        layers: its blocks, and how its configuration orders them.
         fields: options that both sides have.
-        fixed: our options (dotted, below `model`) that it always computes this way.
-        required: attributes of its configuration with the one value that we compute.
-        parts: what else is read from its configuration and written to it, such as rotary options.
+        fixed: our options (dotted, below `model`) with the values that it always has.
+        required: attributes of its configuration with the only value that we compute.
+        parts: further conversions of its configuration, such as rotary options.
         aliases: names in a module's state dict -> names on disk, where they differ.
-        renamed: (pattern, replacement): parts of names in a module's state dict -> what they are called on disk.
-        prefix: may be absent from all names of a checkpoint that was saved from the model without its head.
+        renamed: (pattern, replacement) for parts of names in a module's state dict -> on disk.
+        prefix: missing from all names of a checkpoint that was saved from the model without its head.
         buffers: patterns of names that are no parameters.
-        predicts_more: its files may have layers behind the last, which predict further tokens.
-        further_block: the pattern of those layers, where they can be ours (`model.multi_token_prediction`); "" leaves
-            them out.
-        further_copies: tensors of each of those layers that are copies of others (see `source`).
-        newer: why version 4 of transformers does not give this model's logits; "" if it does.
-        older: settings that version 4 reads beside those of version 5, from the latter.
+        predicts_more: its files may have layers after the last, which predict further tokens.
+        further_block: the pattern of such a layer, if ours can be one (`model.multi_token_prediction`). Without it they
+            are skipped.
+        further_copies: tensors of each such layer that are copies of others (see `source`).
+        newer: why version 4 of transformers does not give this model's logits. "" if it does.
+        older: settings that version 4 reads in addition, from settings of version 5.
     """
 
     name: str
@@ -109,12 +109,12 @@ class Architecture:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """The patterns of its layers, variants left out."""
+        """The patterns of its layers, without variants."""
         return tuple(self.layers.blocks)
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """Patterns of which a model of this architecture has some layer."""
+        """Patterns: every model of this architecture has at least one."""
         return self.layers.needed or self.blocks[:1]
 
     def all_links(self, ours: Collection[str]) -> tuple[Link, ...]:
@@ -122,7 +122,7 @@ class Architecture:
         return (*self.links, *self.layers.links(ours))
 
     def source(self, name: str, saved: Collection[str]) -> str | None:
-        """The tensor, among those that a model is saved with, that a name is a second name of; None if of none."""
+        """The saved tensor that a name is a second name of, or None."""
         return self.layers.source(name, saved)
 
     @property
@@ -134,12 +134,12 @@ class Architecture:
         return any(re.fullmatch(pattern, name) for pattern in self.buffers)
 
     def further(self, names: Collection[str], layers: int) -> list[str]:
-        """Of these names on disk those of layers from this number on, where it may have such behind its last."""
+        """Names on disk of the layers from this number on, if it may have layers after its last."""
         numbers = {name: re.match(rf"{re.escape(self.prefix)}layers\.(\d+)\.", name) for name in names}
         return [name for name, found in numbers.items() if self.predicts_more and found and int(found[1]) >= layers]
 
     def keeps_further(self, model: ModelSection) -> bool:
-        """Whether it has the modules of our model that predict further tokens."""
+        """Whether it has our model's modules that predict further tokens."""
         return any(without_variants(block) == self.further_block for block in model.further_blocks)
 
     def canonical(self, name: str) -> str:

@@ -1,8 +1,8 @@
-"""What belongs to a Hugging Face model besides its weights: read at import, kept by every checkpoint of the runs that
-start from it, and written back by an export.
+"""An imported model's settings and tokenizer files, which every checkpoint of its runs keeps and an export writes back.
 
-The settings of config.json and generation_config.json are kept as they are. The tokenizer's files stay in the imported
-folder, and their names and checksums are kept.
+The contents of config.json and generation_config.json are kept. The tokenizer's files stay in the imported folder.
+Their
+names and checksums are kept.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TOKENIZER_FILES = (
     *("chat_template.jinja", "chat_template.json"),
 )
 _TEMPLATE = re.compile(r"additional_chat_templates/[\w.-]+\.jinja", re.ASCII)
-# Settings that name code or files of another folder, or that belong to the writing program.
+# Settings that name code or files of another folder, or that the writing program sets.
 _NOT_KEPT = ("auto_map", "transformers_weights", "_name_or_path", "transformers_version")
 LARGEST_SETTINGS = 2**20  # bytes of config.json: every rank of every run from it reads them
 
@@ -44,7 +44,7 @@ def file_in(folder: Path, name: str) -> Path:
     """A file of a Hugging Face folder. In the hub's cache it is a link to one in `blobs`.
 
     Raises:
-        CheckpointError: the name, or a link, leads out of the folder or the cache of its model.
+        CheckpointError: the name or a link leads out of the folder or the model's cache.
     """
     snapshots = folder.resolve().parent
     cached = snapshots.name == "snapshots" and (snapshots.parent / "blobs").is_dir()
@@ -56,14 +56,12 @@ def file_in(folder: Path, name: str) -> Path:
 
 @dataclass(frozen=True)
 class Companions:
-    """What an imported folder has besides weights.
+    """Content of an imported folder except for its weights.
 
     Attributes:
-        folder: where it was, absolute.
-        config: the content of config.json.
-        generation: that of generation_config.json, or None.
-        files: the tokenizer's files, with the SHA-256 of each.
-        tokenizer: the hash of tokenizer.json as a run knows it, or None.
+        config, generation: the contents of config.json and, if any, of generation_config.json.
+        files: the tokenizer's files -> SHA-256.
+        tokenizer: a run's hash of tokenizer.json, or None.
         dtype: of most of its weights.
     """
 
@@ -76,7 +74,7 @@ class Companions:
 
     @classmethod
     def read(cls, folder: Path, section: TokenizerSection, dtype: str) -> Companions:
-        """Those of a folder.
+        """Read a folder.
 
         Raises:
             CheckpointError: a file is damaged, too large, or a link that leads elsewhere.
@@ -90,7 +88,7 @@ class Companions:
 
     @classmethod
     def of(cls, extra: Mapping[str, Any], subject: object) -> Companions | None:
-        """Those in a checkpoint's metadata, or None where its run started from no imported model."""
+        """From a checkpoint's meta data. None if its run started from no imported model."""
         if IMPORTED not in extra:
             return None
         with understanding(subject):
@@ -100,7 +98,7 @@ class Companions:
         return found
 
     def extra(self) -> dict[str, Any]:
-        """The entry of a checkpoint's meta data."""
+        """The entry in a checkpoint's meta data."""
         return {IMPORTED: asdict(self)}
 
     @property
@@ -108,7 +106,7 @@ class Companions:
         return self.config["model_type"]
 
     def same_tokenizer(self, section: TokenizerSection) -> bool:
-        """Whether a run reads the tokenizer that the model came with, or none."""
+        """Whether a run reads the imported model's tokenizer, or none."""
         if section.type == "none":
             return True
         try:
@@ -120,11 +118,11 @@ class Companions:
         """Its configuration.
 
         Args:
-            more: settings in place of its own, special ids excepted.
-            ids: with the special ids. Otherwise each is None.
+            more: settings that replace its own, except for special ids.
+            ids: keep the special ids. Otherwise each is None.
 
         Raises:
-            ValueError, TypeError, StrictDataclassError: the installed transformers does not accept it.
+            ValueError, TypeError, StrictDataclassError: the installed transformers rejects it.
         """
         values = {name: finite(value) for name, value in self.config.items() if name not in _NOT_KEPT}
         values |= {name: value for name, value in more.items() if name not in IDS}
@@ -134,10 +132,10 @@ class Companions:
         """Copy the tokenizer's files, byte for byte.
 
         Returns:
-            The names of files that have changed or are gone. If there are any, no file is copied.
+            Names of files that have changed or are gone. If there are any, no file is copied.
 
         Raises:
-            CheckpointError: a name is that of no such file.
+            CheckpointError: a name is no tokenizer file's.
         """
         contents = {}
         for name, checksum in self.files.items():
@@ -156,7 +154,7 @@ class Companions:
         return lost
 
     def changed(self, theirs: PreTrainedConfig) -> list[str]:
-        """A sentence for each setting with another value in an exported configuration, and for each that is dropped."""
+        """A sentence for each setting that differs in an exported configuration, and for each dropped one."""
         before, after = self.settings().to_dict(), theirs.to_dict()
         names = sorted(name for name in before if name not in _NOT_KEPT and before[name] != after.get(name))
         dropped = [name for name in _NOT_KEPT[:2] if self.config.get(name)]
@@ -170,7 +168,7 @@ class Companions:
 
 
 def not_kept(folder: Path) -> list[str]:
-    """Names in an imported folder that no export will have. The model card is written anew."""
+    """Names in an imported folder that no export will have. The model card is written again."""
     known = {"config.json", GENERATION, "README.md", *TOKENIZER_FILES}
     used = (".safetensors", ".safetensors.index.json", "additional_chat_templates/")
     names = sorted(each.name + "/" * each.is_dir() for each in folder.iterdir())

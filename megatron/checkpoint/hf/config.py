@@ -1,7 +1,7 @@
 """Configurations both ways: a Hugging Face configuration as our `model` section, and ours as theirs.
 
-What an architecture cannot express is found without a list of its limits: our section is mapped to a Hugging Face
-configuration, that one back to a section, and every option that then computes something else is named.
+Limits of an architecture are found without a list of them. Our section is converted to a Hugging Face configuration and
+back, and every option that then computes something else is reported.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ UNLIMITED = 2048  # tokens of a sample where the model itself sets no limit
 
 
 def names(extensions: Extensions = ()) -> tuple[str, ...]:
-    """The model_types that we have tables of, in the order in which export tries them."""
+    """The known model_types, in the order in which export tries them."""
     return registry_of(extensions).names(ARCHITECTURE)
 
 
 def extensions_for(name: Any, extensions: Extensions = ()) -> Extensions:
-    """The extensions with which a model_type is known: these, or one more that an installed package offers for it."""
+    """The extensions that know a model_type: the given ones, or one more that an installed package offers."""
     if isinstance(name, str) and name not in names(extensions) and (module := offered_by(ARCHITECTURE, name)):
         return (*extensions, module)
     return extensions
@@ -47,13 +47,13 @@ def known_architectures(name: Any, extensions: Extensions = ()) -> Architecture:
     """The tables of a model_type.
 
     Raises:
-        CheckpointError: we have none.
-        RegistryError: those of an extension cannot be used.
+        CheckpointError: there are none.
+        RegistryError: an extension's table is unusable.
     """
     extensions = extensions_for(name, extensions)
     if not isinstance(name, str) or name not in names(extensions):
         there = ", ".join(sorted(names(extensions)))
-        raise CheckpointError(str(name), f"models of this architecture are not exchanged; there are {there}")
+        raise CheckpointError(str(name), f"models of this architecture are not exchanged. Known are {there}")
     registry = registry_of(extensions)
     found = registry.load(ARCHITECTURE, name)
     if not isinstance(found, Architecture) or found.name != name:
@@ -65,7 +65,7 @@ def known_architectures(name: Any, extensions: Extensions = ()) -> Architecture:
 
 
 def architecture_of(config: PreTrainedConfig, extensions: Extensions = ()) -> Architecture:
-    """The tables of a Hugging Face configuration; errors as of `known`."""
+    """The tables of a Hugging Face configuration. Errors as of `known_architectures`."""
     return known_architectures(config.model_type, extensions)
 
 
@@ -91,8 +91,8 @@ def model_values(theirs: PreTrainedConfig, extensions: Extensions = ()) -> dict[
             _put(values, field.ours, field.read(theirs))
         except KeyError as error:
             problems.append(
-                f"{field.theirs}={error.args[0]!r} is not computed here; "
-                f"{field.ours} is one of {', '.join(map(str, field.values or ()))}"
+                f"{field.theirs}={error.args[0]!r} is not computed here: "
+                f"{field.ours} must be one of {', '.join(map(str, field.values or ()))}"
             )
     for name, value in architecture.required.items():
         if getattr(theirs, name) != value:
@@ -116,7 +116,7 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def longest(theirs: PreTrainedConfig) -> int:
-    """Tokens of the longest sequence that a model was made for; a usual length where nothing limits it (Mamba)."""
+    """Tokens of the longest sequence that a model was made for. `UNLIMITED` where nothing limits it (Mamba)."""
     return _limit(theirs) or UNLIMITED
 
 
@@ -131,17 +131,18 @@ def _limit(theirs: PreTrainedConfig) -> int | None:
 def hf_config(
     config: Config, name: str | None = None, kept: Companions | None = None, *, ids: bool = True
 ) -> tuple[Architecture, PreTrainedConfig]:
-    """The Hugging Face configuration that computes what ours does.
+    """The Hugging Face configuration that computes the same as ours.
 
     Args:
         config: resolved.
-        name: model_type of the architecture; None takes that of the imported model, or else the first that can express
-            the model.
-        kept: of the imported model that the weights began as. Its settings stay where they do not contradict ours.
-        ids: with its special ids.
+        name: model_type of the architecture. None: that of the imported model, else the first that can express the
+            model.
+        kept: companions of the imported model that the weights began as. Its settings stay where they do not contradict
+            ours.
+        ids: whether to keep its special ids.
 
     Raises:
-        CheckpointError: none can (or the named one cannot), with the options that are in the way.
+        CheckpointError: none can (or the given one cannot), with the options in the way.
     """
     config = folded_config(config)
     extensions = tuple(config.model.extensions)
@@ -166,27 +167,26 @@ def _kinds(blocks: Iterable[BlockPattern]) -> set[str]:
 
 
 def _known(architecture: Architecture) -> set[str]:
-    """The kinds of layers that an architecture has."""
     return _kinds(block for text in architecture.blocks for block in parse(text))
 
 
 def _distance(
     model: ModelSection, architecture: Architecture, theirs: PreTrainedConfig | None, problems: list[str]
 ) -> tuple:
-    """How far an architecture is from a model: by its mixers, its other layers, then by what it computes otherwise."""
+    """Distance of an architecture from a model: by its mixers, its other layers, then by differing options."""
     ours, own = _kinds(model.blocks), _known(architecture)
-    other_layers = problems[0].startswith("model.layers")  # farther than what their own validation does not like
+    other_layers = problems[0].startswith("model.layers")  # farther than errors of their own validation
     mixers = sum(kinds_of(tuple(model.extensions))[kind].role == "mixer" for kind in ours - own)
     return mixers, len(ours - own), len(own - ours), theirs is None, other_layers, len(problems)
 
 
 def _refuse_unknown_kinds(model: ModelSection) -> None:
-    """Raises CheckpointError for kinds of layers that are in no architecture at all, and for a repeated core."""
+    """Raise CheckpointError for kinds of layers that no architecture has, and for a repeated core."""
     if core_of(model.blocks):
         raise CheckpointError(
             "the model",
-            "no class of transformers repeats a core of blocks (`recurrent(...)` in model.layers); its checkpoints are "
-            "read with megatron.training.text.load_model",
+            "no class of transformers repeats a core of blocks (`recurrent(...)` in model.layers): read its "
+            "checkpoints with megatron.training.text.load_model",
         )
     extensions = tuple(model.extensions)
     everywhere = set().union(*map(_known, _all(extensions)))
@@ -200,7 +200,6 @@ def _refuse_unknown_kinds(model: ModelSection) -> None:
 def _express(
     config: Config, architecture: Architecture, kept: Companions | None, ids: bool
 ) -> tuple[PreTrainedConfig | None, list[str]]:
-    """A configuration of this architecture, and what it computes differently."""
     model = config.model
     blocks = model.blocks
     strange = sorted({str(block) for block in blocks if without_variants(block) not in architecture.blocks})
@@ -220,7 +219,6 @@ def _express(
 
 
 def _settings(config: Config, architecture: Architecture) -> dict[str, Any]:
-    """All that our configuration says, by their names."""
     model = config.model
     settings: dict[str, Any] = {
         "num_hidden_layers": len(model.blocks),
@@ -235,7 +233,7 @@ def _settings(config: Config, architecture: Architecture) -> dict[str, Any]:
     kinds, extensions = _kinds(model.blocks), tuple(model.extensions)
     for field in architecture.fields:
         section = field.ours.split(".")[0]
-        if section in kinds or section not in kinds_of(extensions):  # sizes of layers that are not there are not known
+        if section in kinds or section not in kinds_of(extensions):  # sizes of absent layers are unknown
             settings[field.theirs] = field.to_hf(_get(model, field.ours))
     for part in (*architecture.parts, architecture.layers):
         settings.update(part.write(config))
@@ -245,14 +243,14 @@ def _settings(config: Config, architecture: Architecture) -> dict[str, Any]:
 def _tried(
     config: Config, architecture: Architecture, make: Callable[[], PreTrainedConfig]
 ) -> tuple[PreTrainedConfig | None, list[str]]:
-    """The configuration that `make` gives, and what it computes differently, or None where it cannot be read back."""
+    """The configuration that `make` gives and its differences. None if it cannot be read back."""
     model, extensions = config.model, tuple(config.model.extensions)
     try:
         theirs = make()
         training = {"steps": 1, "sequence_length": config.training.sequence_length}
         again = {**model_values(theirs, extensions), "extensions": list(extensions)}
         back = resolve({"model": again, "training": training})
-    # their own validation, or ours of what they made of it
+    # their own validation, or ours of their configuration
     except (ValueError, TypeError, StrictDataclassError, ConfigError, CheckpointError) as error:
         return None, [str(error)]
     return theirs, differences(model, back.model)

@@ -1,4 +1,4 @@
-"""Conversion tensor by tensor: what must be read together to write what, and that nothing is left over or missing."""
+"""Conversion tensor by tensor: sets of tensors that belong together, and checks for missing and extra ones."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ EMBEDDING, HEAD = "embedding.tokens.weight", "head.weight"
 
 @dataclass(frozen=True)
 class ConversionStep:
-    """The smallest set of tensors that can be converted alone: these of ours are those of theirs."""
+    """The smallest set of tensors that can be converted together: ours and theirs."""
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
     form: Form
 
     def to_hf(self, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Their tensors, contiguous, made of ours; `read` gives one of ours by its name."""
+        """Their tensors, contiguous, made of ours. `read` gives one of ours by its name."""
         made = self.form.to_hf([read(name) for name in self.ours])
         return ((name, tensor.contiguous()) for name, tensor in zip(self.theirs, made, strict=True))
 
     def from_hf(self, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Our tensors, contiguous, made of theirs; `read` gives one of theirs by its name."""
+        """Our tensors, contiguous, made of theirs. `read` gives one of theirs by its name."""
         made = self.form.from_hf([read(name) for name in self.theirs])
         return ((name, tensor.contiguous()) for name, tensor in zip(self.ours, made, strict=True))
 
     def shapes(self, ours: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
-        """The shapes of their tensors, from those of ours."""
+        """The shapes of their tensors, from ours."""
         made = self.to_hf(lambda name: torch.empty(tuple(ours[name]), device="meta"))
         return {name: tuple(tensor.shape) for name, tensor in made}
 
     def cut_otherwise(self, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> bool:
-        """Whether shapes differ only in where the rows of one tensor are cut into several, and the form joins them."""
+        """Whether only the cuts between joined rows differ, and the form accepts any cut."""
         if not self.form.any_cut or not all(found.values()):
             return False
         sides = (found.values(), wanted.values())
@@ -57,7 +57,7 @@ def plan(architecture: Architecture, ours: Iterable[str], model: ModelSection) -
         model: has the number of layers, and the widths that forms need.
 
     Raises:
-        CheckpointError: a tensor has no counterpart in the architecture, or only part of what one is made of exists.
+        CheckpointError: a tensor has no counterpart in the architecture, or only part of a set exists.
     """
     wanted, steps, problems = set(ours), list[ConversionStep](), []
     layers = len(model.blocks) + len(model.further_blocks)
@@ -80,7 +80,7 @@ def plan(architecture: Architecture, ours: Iterable[str], model: ModelSection) -
 
 
 def further_tensors(ours: Iterable[str], model: ModelSection) -> list[str]:
-    """The names of our tensors that are of modules which predict further tokens."""
+    """Names of our tensors in modules that predict further tokens."""
     parts = {name: name.split(".") for name in ours}
     return [name for name, each in parts.items() if each[0] == "layers" and int(each[1]) >= len(model.blocks)]
 
@@ -88,7 +88,7 @@ def further_tensors(ours: Iterable[str], model: ModelSection) -> list[str]:
 def further_copies(
     architecture: Architecture, steps: list[ConversionStep], model: ModelSection
 ) -> list[ConversionStep]:
-    """The steps that write once more what each of those modules shares with the model, where files have it."""
+    """The steps that write copies of the model's shared tensors in each of those modules, where files have them."""
     made = {step.theirs[0]: step for step in steps}
     found = []
     for layer in range(len(model.blocks), len(model.blocks) + len(model.further_blocks)):
@@ -101,7 +101,7 @@ def further_copies(
 
 
 def to_hf(steps: Iterable[ConversionStep], read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the Hugging Face model; the tensors of one step are in memory at a time."""
+    """Every tensor of the Hugging Face model. Only one step's tensors are in memory."""
     for step in steps:
         yield from step.to_hf(read)
 
@@ -109,22 +109,23 @@ def to_hf(steps: Iterable[ConversionStep], read: Callable[[str], Tensor]) -> Ite
 def match(
     architecture: Architecture, steps: list[ConversionStep], present: Collection[str], read: Callable[[str], Tensor]
 ) -> dict[str, str]:
-    """Where each tensor that the steps need stands in a Hugging Face checkpoint: canonical name -> name as it is there.
+    """Find the steps' tensors in a Hugging Face checkpoint: canonical name -> name there.
 
-    Buffers that older checkpoints keep (masks, rotary frequencies) are no tensors of the model; nor is a head that is
-    tied to the embedding, or a second name of a tensor that layers share, but they must be equal.
+    Buffers of older checkpoints (masks, rotary frequencies) are ignored. A head that is tied to the embedding, and a
+    second
+    name of a shared tensor, must equal the original.
 
     Args:
         present: names of all tensors of the checkpoint, as on disk or as in a module's state dict.
         read: gives one of them.
 
     Raises:
-        CheckpointError: tensors are missing or left over, or a head that should be the embedding is not.
+        CheckpointError: tensors are missing or left over, or a tied head is not the embedding.
     """
     there, problems = dict[str, str](), list[str]()
     for name in present:
         if not architecture.is_buffer(name) and (first := there.setdefault(architecture.canonical(name), name)) != name:
-            problems.append(f"{first} and {name} are two names of one tensor; there must be one")
+            problems.append(f"{first} and {name} are two names of one tensor: keep one of them")
     needed = [name for step in steps for name in step.theirs]
     left = set(there) - set(needed)
     for name in sorted(left):  # of the names of a shared tensor, transformers 4 keeps only the last one
@@ -151,9 +152,9 @@ def match(
 def from_hf(
     architecture: Architecture, steps: list[ConversionStep], present: Collection[str], read: Callable[[str], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every one of our tensors, made of a Hugging Face checkpoint's; the tensors of one step are in memory at a time.
+    """Every one of our tensors, made of a Hugging Face checkpoint's. Only one step's tensors are in memory.
 
-    Arguments and errors are those of `match`.
+    Arguments and errors as of `match`.
     """
     there = match(architecture, steps, present, read)
     for step in steps:

@@ -1,4 +1,4 @@
-"""A checkpoint of any layout as a folder that transformers opens."""
+"""Export a checkpoint of any layout as a folder that transformers opens."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ GIBIBYTE = 2**30
 def tensor_reader(
     checkpoint: Checkpoint, dtype: torch.dtype | dict[str, torch.dtype] | None
 ) -> Callable[[str], torch.Tensor]:
-    """Gives a whole logical tensor by its name; fp32 comes from the masters.
+    """A function that gives a logical tensor by name. fp32 comes from the masters.
 
     Args:
-        dtype: of all tensors, or of each. None leaves the stored types.
+        dtype: of all tensors, or of each. None: as stored.
     """
 
     def read(name: str) -> torch.Tensor:
@@ -103,7 +103,7 @@ def type_of(checkpoint: Checkpoint) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: where, as what, in which type, and what is worth saying."""
+    """A finished export, with notes for the user."""
 
     folder: Path
     architecture: Architecture
@@ -121,12 +121,12 @@ def export(
     limit: int = 5 * GIBIBYTE,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Exported:
-    """Write the model of a checkpoint as a Hugging Face folder. The tensors of one module are in memory at a time.
+    """Write the model of a checkpoint as a Hugging Face folder. Only one module's tensors are in memory.
 
     Args:
-        out: the folder; must not exist. It appears whole or not at all.
-        name: model_type to write; None takes the first that can express the model.
-        dtype: one of TYPES; None leaves each weight in its own type.
+        out: the folder, which must not exist. It appears complete or not at all.
+        name: model_type to write. None: the first that can express the model.
+        dtype: one of TYPES. None keeps each weight's own type.
         limit: bytes of one file of weights.
 
     Raises:
@@ -161,7 +161,7 @@ def export(
         notes = _beside(draft, config, theirs, kept, same)
         version, reason = least_version(architecture, config.model)
         notes += [f"needs transformers {version}: {reason}"] if reason else []
-        notes += [f"left out: {len(left_out)} tensors of modules that predict further tokens"] if left_out else []
+        notes += [f"skipped: {len(left_out)} tensors of modules that predict further tokens"] if left_out else []
         theirs.save_pretrained(draft)
         make_readable(draft, architecture)
         notes += _tokenizer_notes(draft, config)
@@ -173,10 +173,10 @@ def export(
 
 
 def _beside(draft: Path, config: Config, theirs: PreTrainedConfig, kept: Companions | None, same: bool) -> list[str]:
-    """Write the tokenizer and the settings of generation, and set the special ids of the configuration.
+    """Write the tokenizer and the generation settings, and set the configuration's special ids.
 
     Args:
-        kept: of the imported model, or None where there is none of this architecture.
+        kept: companions of the imported model, or None if it had another architecture.
         same: whether the run reads the tokenizer of the imported model.
     """
     length = config.training.sequence_length
@@ -215,7 +215,6 @@ def _beyond(theirs: PreTrainedConfig) -> list[str]:
 
 
 def _tokenizer_notes(draft: Path, config: Config) -> list[str]:
-    """Whether transformers makes of texts the ids that the run was trained with."""
     if config.tokenizer.type == "none" or not (draft / "tokenizer_config.json").is_file():
         return []
     try:

@@ -1,4 +1,4 @@
-"""A Hugging Face model as one of our checkpoints, from which a run can be initialised."""
+"""Convert a Hugging Face model to a checkpoint, from which a run can be initialised."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from .written import INDEX
 
 CONFIG = "config.json"
 WEIGHTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # such as a zero, or no list
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
@@ -43,7 +44,7 @@ class Folder:
     """The tensors of a Hugging Face folder of safetensors, read one by one.
 
     Raises:
-        CheckpointError: there are none, a file of the index is lost, or the index is not true.
+        CheckpointError: there are none, a file is missing, or the index is wrong.
     """
 
     def __init__(self, path: Path):
@@ -55,7 +56,7 @@ class Folder:
         for file in sorted(set(listed.values())) if listed else [self._file("model.safetensors")]:
             for name, entry in _header(file).items():
                 if not name.isprintable():
-                    raise CheckpointError(file, f"{name!r:.200} is no name of a tensor; it must be printable")
+                    raise CheckpointError(file, f"{name!r:.200} is no name of a tensor: it must be printable")
                 if name in self.places:
                     raise CheckpointError(path, f"{name} is in {self.places[name].name} and in {file.name}")
                 self.types[name], self.shapes[name], self.places[name] = entry.dtype, entry.shape, file
@@ -69,7 +70,6 @@ class Folder:
             raise CheckpointError(path, wrong)
 
     def _listed(self) -> dict[str, Path]:
-        """Name of each tensor -> its file, as the index says; empty where there is no index."""
         index = self._file(INDEX, must=False)
         if not index.is_file():
             return {}
@@ -86,8 +86,7 @@ class Folder:
         if must and not place.is_file():
             raise CheckpointError(
                 self.path,
-                "it has no safetensors; older files (pytorch_model.bin) run code when they are "
-                "read: save them as safetensors first",
+                "it has no safetensors. Older files (pytorch_model.bin) can run code: save them as safetensors first",
             )
         return place
 
@@ -110,11 +109,11 @@ def _header(file: Path) -> dict[str, TensorEntry]:
     try:
         return read_header(file)[0]
     except CheckpointError as error:
-        raise CheckpointError(file, [f"{each}; fetch or save the file again" for each in error.problems]) from error
+        raise CheckpointError(file, [f"{each}: fetch or save the file again" for each in error.problems]) from error
 
 
 def locate(model: str, extensions: Extensions = ()) -> Path:
-    """A local folder, or the files of a model on the hub, fetched.
+    """A local folder, or the downloaded files of a model on the hub.
 
     Raises:
         CheckpointError: it is neither.
@@ -124,7 +123,7 @@ def locate(model: str, extensions: Extensions = ()) -> Path:
         if snapshots and not (Path(model) / CONFIG).exists():
             there = " or ".join(map(str, snapshots))
             raise CheckpointError(
-                model, f"it is a model's folder in the hub's cache; give one of its versions: {there}"
+                model, f"it is a model's folder in the hub's cache: give one of its versions, {there}"
             )
         return Path(model)
     from huggingface_hub import constants, hf_hub_download, snapshot_download
@@ -146,10 +145,10 @@ def locate(model: str, extensions: Extensions = ()) -> Path:
 
 
 def read_config(folder: Path, extensions: Extensions = ()) -> PreTrainedConfig:
-    """The configuration of a Hugging Face folder. No code that the folder brings is run.
+    """The configuration of a Hugging Face folder. No code in the folder is run.
 
     Raises:
-        CheckpointError: there is none, its architecture is not known here, or transformers does not accept it.
+        CheckpointError: there is none, its architecture is unknown, or transformers rejects it.
     """
     file = folder / CONFIG
     try:
@@ -160,12 +159,12 @@ def read_config(folder: Path, extensions: Extensions = ()) -> PreTrainedConfig:
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(file, f"it is damaged, or has no model_type: {error!r}") from error
     known_architectures(kind, extensions)
-    for name in LAYERS:  # before anybody makes lists of so many
+    for name in LAYERS:  # before lists of that length are made
         count = written.get(name)
         if isinstance(count, (int, float)) and count > MAX_BLOCKS:
-            raise CheckpointError(file, f"{name} is {count!r:.40}; it must be at most {MAX_BLOCKS}")
+            raise CheckpointError(file, f"{name} must be at most {MAX_BLOCKS}, not {count!r:.40}")
     if written.get("quantization_config"):
-        raise CheckpointError(file, "its weights are quantised (quantization_config); take a model in 16 or 32 bits")
+        raise CheckpointError(file, "its weights are quantised (quantization_config): take a model in 16 or 32 bits")
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # each class checks its own values in its own way
@@ -175,19 +174,13 @@ def read_config(folder: Path, extensions: Extensions = ()) -> PreTrainedConfig:
 def settings(
     folder: Path, sequence_length: int | None = None, extensions: Extensions = (), further: bool = False
 ) -> Resolved:
-    """The configuration of a run with this model; arguments and errors as of `import_model`."""
+    """The configuration of a run with this model. Arguments and errors as of `import_model`."""
     theirs = read_config(folder, extensions)
     extensions = extensions_for(theirs.model_type, extensions)
     length = sequence_length or longest(theirs)
     try:
         model = model_values(theirs, extensions)
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        TypeError,
-        ValueError,
-    ) as error:  # a list that is none, a zero
+    except MALFORMED as error:
         raise CheckpointError(
             folder / CONFIG, f"a setting has another form than in {theirs.model_type}: {error!r}"
         ) from error
@@ -204,13 +197,12 @@ def settings(
 
 
 def _further(folder: Path, theirs: PreTrainedConfig, extensions: Extensions) -> dict[str, Any]:
-    """The options of the modules that predict further tokens."""
     block, depth = architecture_of(theirs, extensions).further_block, getattr(theirs, "num_nextn_predict_layers", 0)
     if not block or not isinstance(depth, int) or depth < 1:
         raise CheckpointError(
             folder / CONFIG,
-            f"it has no layers that predict further tokens and can be kept (num_nextn_predict_layers: {depth}); "
-            "leave them out",
+            f"it has no layers that predict further tokens and can be kept (num_nextn_predict_layers: {depth}): "
+            "import it without them",
         )
     return {"depth": depth, "block": block}
 
@@ -224,17 +216,17 @@ def import_model(
     further: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Resolved:
-    """Write the weights of a Hugging Face folder as a checkpoint of step 0 (weights alone, in their own type).
+    """Write the weights of a Hugging Face folder as a checkpoint of step 0 (only weights, in their own type).
 
     Args:
-        extensions: modules that may have its architecture; the checkpoint's configuration lists them.
-        further: keep layers that predict further tokens (`model.multi_token_prediction`), which are left out otherwise.
+        extensions: modules that may have its architecture. The checkpoint's configuration lists them.
+        further: keep layers that predict further tokens (`model.multi_token_prediction`). They are skipped otherwise.
 
     Returns:
         The configuration with which it was written.
 
     Raises:
-        CheckpointError: something that our model does not compute, tensors missing, left over or of another shape.
+        CheckpointError: settings that our model does not compute, or tensors missing, left over or of another shape.
     """
     if out.exists():
         raise CheckpointError(out, "it exists already")
@@ -246,7 +238,7 @@ def import_model(
 
 
 class WeightSource(Protocol):
-    """Where tensors are read: type, shape and place of each by name, and a way to read one."""
+    """A source of tensors: type, shape and place of each by name, and a method to read one."""
 
     path: Path
     types: dict[str, torch.dtype]
@@ -264,20 +256,20 @@ def write(
     progress: Callable[[str], None],
     kept: Companions | None = None,
 ) -> None:
-    """Write the tensors of a source as a checkpoint of step 0; errors as of `import_model`."""
+    """Write the tensors of a source as a checkpoint of step 0. Errors as of `import_model`."""
     logical = _logical_tensors(source, resolved)
     steps = plan(architecture, logical, resolved.config.model)
     model = resolved.config.model
     further = architecture.further(source.places, len(model.blocks) + len(model.further_blocks))
     if further:
-        progress(f"left out: {len(further)} tensors of layers that predict further tokens, such as {further[0]}")
+        progress(f"skipped: {len(further)} tensors of layers that predict further tokens, such as {further[0]}")
     present = [name for name in source.places if name not in set(further)]
     try:
         there = match(architecture, steps, present, read=source.read)
     except CheckpointError as error:
         raise CheckpointError(f"{source.path} as {error.subject}", error.problems) from error
     _check_shapes(source.path, steps, logical, source, there)
-    # Each tensor in the type it has; the writer asks for those of wide types first, so that steps stay whole.
+    # Each tensor keeps its type. The writer takes wide types first, so the tensors of a step stay together.
     items = [
         (FragmentSpec.whole(logical[name], WEIGHT), source.types[there[step.theirs[0]]])
         for step in steps
@@ -300,13 +292,12 @@ def logical_tensors(resolved: Resolved) -> dict[str, LogicalTensor]:
 
 
 def _logical_tensors(source: WeightSource, resolved: Resolved) -> dict[str, LogicalTensor]:
-    """The same, for sizes that somebody else's configuration says."""
     blocks = len(resolved.config.model.blocks)
     if blocks > len(source.places):
         raise CheckpointError(
             source.path,
-            f"the configuration says {blocks} layers; it must be at most one for each of the {len(source.places)} "
-            "tensors in the files: correct the configuration, or fetch all files",
+            f"its configuration must have at most {len(source.places)} layers, the number of tensors in its files, not "
+            f"{blocks}: correct the configuration, or fetch all files",
         )
     try:
         return logical_tensors(resolved)
@@ -321,14 +312,14 @@ def _check_shapes(
     source: WeightSource,
     there: dict[str, str],
 ) -> None:
-    """Before anything is written: each tensor has the shape that ours are written in, and those of a step one type."""
+    """Refuse tensors of other shapes than ours, and of different types in one step, before anything is written."""
     problems = []
     for step in steps:
         names = [there[name] for name in step.theirs]
         if len({source.types[name] for name in names}) > 1:
             problems.append(f"{' and '.join(names)} are of different types")
         problems += [
-            f"{name} has the type {str(source.types[name]).removeprefix('torch.')}; weights must be float64, float32, "
+            f"{name} has the type {str(source.types[name]).removeprefix('torch.')}. Weights must be float64, float32, "
             "bfloat16 or float16"
             for name in names
             if source.types[name] not in WEIGHTS
@@ -337,7 +328,7 @@ def _check_shapes(
         found = {name: source.shapes[there[name]] for name in step.theirs}
         if found != wanted and not step.cut_otherwise(found, wanted):
             problems += [
-                f"{there[name]} has the shape {found[name]}; it must be {shape}, as the configuration says"
+                f"{there[name]} has the shape {found[name]}, and must have {shape} by the configuration"
                 for name, shape in wanted.items()
                 if found[name] != shape
             ]
@@ -348,7 +339,7 @@ def _check_shapes(
 def _values(
     steps: list[ConversionStep], source: WeightSource, there: dict[str, str], progress: Callable[[str], None]
 ) -> Callable[[str], Iterator[torch.Tensor]]:
-    """Gives one of our tensors by name, as one flat piece; those of the last step are kept until they are asked for."""
+    """A function that gives one of our tensors by name, flat. The last step's tensors are kept until they are read."""
     step_of = {name: step for step in steps for name in step.ours}
     kept: dict[str, torch.Tensor] = {}
 
@@ -363,15 +354,11 @@ def _values(
 
 
 def _finite(source: WeightSource, name: str) -> torch.Tensor:
-    """A tensor that a run can start from.
-
-    Raises:
-        CheckpointError: it has infinite values, or some that are no numbers.
-    """
+    """Read a tensor, and refuse infinite and NaN values."""
     tensor = source.read(name)
-    # An infinity or a nan anywhere is one of the extremes, and there is no copy of the tensor.
+    # An infinity or a NaN anywhere shows in the extremes, without a copy of the tensor.
     if tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
         raise CheckpointError(
-            source.path, f"{name} has values that are infinite or no numbers; all must be finite: take another copy"
+            source.path, f"{name} has values that are infinite or no numbers. All must be finite: take another copy"
         )
     return tensor

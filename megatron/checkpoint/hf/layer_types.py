@@ -1,6 +1,6 @@
-"""Attention that differs by layer: a window, no positions, or rotary options of its own in some.
+"""Attention that differs by layer: a window, no positions, or own rotary options in some.
 
-Our base options are those of the layers without a window; the others are variants: `sliding`, `nope`, `nope_sliding`.
+Our base options belong to layers without a window. Others are variants: `sliding`, `nope`, `nope_sliding`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,21 @@ from .rope import rope_parameters, rope_values
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def _no_more(_: Any) -> dict[str, Any]:
-    return {}
+def mixers_of(model: ModelSection) -> list[Any]:
+    """The options of each layer's mixer."""
+    return [options_of(model, block.mixer) for block in model.blocks if block.mixer is not None]
+
+
+def window_settings(mixers: list[Any]) -> dict[str, Any]:
+    """`layer_types`, and the smallest window. Reading back shows other windows."""
+    windows = {each.window for each in mixers if each.window is not None}
+    kinds = [FULL if each.window is None else SLIDING for each in mixers]
+    return {"layer_types": kinds, "sliding_window": min(windows, default=None)}
 
 
 @dataclass(frozen=True)
 class Windowed(Layers):
-    """Layers of one pattern, of which some have a window (`layer_types`, `use_sliding_window`)."""
+    """Layers of one pattern, some with a window (`layer_types`, `use_sliding_window`)."""
 
     def pattern(self, theirs: PreTrainedConfig) -> str:
         (block,) = self.blocks
@@ -43,15 +51,9 @@ class Windowed(Layers):
         return values | ({"variants": {"sliding": window}} if SLIDING in theirs.layer_types else {}), []
 
     def write(self, config: Config) -> dict[str, Any]:
-        """What they cannot express shows when it is read back."""
-        model = config.model
-        windows = [options_of(model, block.mixer).window for block in model.blocks if block.mixer is not None]
-        used = sorted({window for window in windows if window is not None})
-        return {
-            "use_sliding_window": bool(used),
-            "sliding_window": used[0] if used else None,
-            "layer_types": [FULL if window is None else SLIDING for window in windows],
-        }
+        """Reading back shows options that they cannot express."""
+        settings = window_settings(mixers_of(config.model))
+        return {"use_sliding_window": settings["sliding_window"] is not None, **settings}
 
 
 def windowed(block: str) -> Windowed:
@@ -60,17 +62,17 @@ def windowed(block: str) -> Windowed:
 
 @dataclass(frozen=True)
 class ByLayer(Layers):
-    """Layers of one pattern whose attention differs.
+    """Layers of one pattern with different attention.
 
     Attributes:
         ropes: `rope_parameters` has an entry for each type of layer.
-        unturned: `no_rope_layers` says which layers have no positions.
+        unturned: `no_rope_layers` lists the layers without positions.
         more: further options of ours, from their configuration.
     """
 
     ropes: bool = False
     unturned: bool = False
-    more: Callable[[PreTrainedConfig], dict[str, Any]] = _no_more
+    more: Callable[[PreTrainedConfig], dict[str, Any]] = lambda theirs: {}
 
     def pattern(self, theirs: PreTrainedConfig) -> str:
         (block,) = self.blocks
@@ -79,7 +81,6 @@ class ByLayer(Layers):
         return runs_of([f"{mixer}@{name}{slash}{ffn}" if name else block for name in variants])
 
     def _variants(self, theirs: PreTrainedConfig) -> list[str]:
-        """The variant of each layer; "" is none."""
         turned = theirs.no_rope_layers if self.unturned else [1] * theirs.num_hidden_layers
         parts = (
             ([] if has else ["nope"]) + (["sliding"] if kind == SLIDING else [])
@@ -105,25 +106,18 @@ class ByLayer(Layers):
 
     def write(self, config: Config) -> dict[str, Any]:
         model = config.model
-        mixers = [options_of(model, block.mixer) for block in model.blocks if block.mixer is not None]
-        kinds = [FULL if each.window is None else SLIDING for each in mixers]
-        windows = sorted({each.window for each in mixers if each.window is not None})
-        found = {
-            "max_position_embeddings": config.training.sequence_length,
-            "layer_types": kinds,
-            "sliding_window": windows[0] if windows else None,
-        }
+        mixers = mixers_of(model)
+        found = {"max_position_embeddings": config.training.sequence_length, **window_settings(mixers)}
         if self.unturned:
             found |= {"no_rope_layers": [int(each.position == "rotary") for each in mixers]}
-            found |= {"use_sliding_window": bool(windows)}
+            found |= {"use_sliding_window": found["sliding_window"] is not None}
         if self.ropes:
-            rotary = {kind: each.rotary for kind, each in zip(reversed(kinds), reversed(mixers))}
+            rotary = dict(zip(reversed(found["layer_types"]), (each.rotary for each in reversed(mixers))))
             ropes = {each: rotary.get(each, model.attention.rotary) for each in (FULL, SLIDING)}
             found["rope_parameters"] = {each: rope_parameters(ropes[each], partial=False) for each in ropes}
         return found
 
 
 def near_rotary(model: ModelSection) -> Any:
-    """Rotary options of layers with a window; None where no layer has one."""
-    mixers = (options_of(model, block.mixer) for block in model.blocks if block.mixer)
-    return next((each.rotary for each in mixers if getattr(each, "window", None)), None)
+    """Rotary options of layers with a window. None without such a layer."""
+    return next((each.rotary for each in mixers_of(model) if getattr(each, "window", None)), None)

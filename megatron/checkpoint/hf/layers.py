@@ -1,10 +1,10 @@
-"""Which layers an architecture has: our pattern of a configuration's list of layers, and back."""
+"""The order of an architecture's layers: our pattern of a configuration's list of layers, and back."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -14,48 +14,36 @@ from megatron.config.pattern import BlockPattern
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.links import Link
 
-from .parts import Found, nothing_read
-
-
-def _no_links(_ours: Collection[str]) -> tuple[Link, ...]:
-    return ()
-
-
-def _no_source(_name: str, _saved: Collection[str]) -> str | None:
-    return None
-
-
-def _no_settings(_model: ModelSection, _names: list[str]) -> dict[str, Any]:
-    return {}
+from .parts import Found
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The layers of an architecture whose configuration lists them. Those that say it otherwise are subclasses.
+    """The layers of an architecture whose configuration lists them. Subclasses read other forms.
 
     Attributes:
-        blocks: the patterns of its layers, variants left out, and the name that the configuration has for each.
-        values: further options of ours (dotted), and what we do not compute, from their configuration.
+        blocks: patterns of its layers, without variants -> names in the configuration.
+        values: further options of ours (dotted) from their configuration, and problems.
         settings: further settings of theirs, from our section and their names of our layers.
         links: further tensors, from the names of all of ours.
-        source: the tensor that a name is a second name of, among the names that a model is saved with; None if of none.
-        needed: a model with none of these patterns is not one of this architecture; empty stands for the first.
+        source: the saved tensor that a name is a second name of, or None.
+        needed: patterns. A model of this architecture has at least one. Default: the first.
     """
 
     blocks: dict[str, str]
-    values: Callable[[PreTrainedConfig], Found] = nothing_read
-    settings: Callable[[ModelSection, list[str]], dict[str, Any]] = _no_settings
-    links: Callable[[Collection[str]], tuple[Link, ...]] = field(default=_no_links)
-    source: Callable[[str, Collection[str]], str | None] = field(default=_no_source)
+    values: Callable[[PreTrainedConfig], Found] = lambda theirs: ({}, [])
+    settings: Callable[[ModelSection, list[str]], dict[str, Any]] = lambda model, names: {}
+    links: Callable[[Collection[str]], tuple[Link, ...]] = lambda ours: ()
+    source: Callable[[str, Collection[str]], str | None] = lambda name, saved: None
     needed: tuple[str, ...] = ()
 
     def read(self, theirs: PreTrainedConfig) -> Found:
-        """The pattern, and further options; what we do not compute."""
+        """The pattern and further options, and problems."""
         values, problems = self.values(theirs)
         return {"layers": self.pattern(theirs), **values}, problems
 
     def write(self, config: Config) -> dict[str, Any]:
-        """Settings of theirs that say which layer is which."""
+        """Their settings that order the layers."""
         settings = self.settings(config.model, self.names(config.model))
         return {"max_position_embeddings": config.training.sequence_length, **settings}
 
@@ -89,7 +77,7 @@ def uniform(block: str) -> Uniform:
 
 
 def runs_of(blocks: list[str]) -> str:
-    """A pattern of these blocks, each run of equal ones written once."""
+    """A pattern of these blocks, with each run of equal ones written once."""
     runs = ((block, len(list(run))) for block, run in itertools.groupby(blocks))
     return " ".join(f"({block}) x{count}" if count > 1 else block for block, count in runs)
 
@@ -100,6 +88,6 @@ def numbers_of(ours: Collection[str]) -> list[int]:
 
 
 def without_variants(block: BlockPattern) -> str:
-    """A block's pattern by the names of its kinds; mixers side by side are a sum, so their order is the alphabet's."""
+    """A block's pattern by the names of its kinds. Parallel mixers are a sum, so they are sorted."""
     mixers = "+".join(("&".join(sorted(kind.name for kind in block.mixers)), *(kind.name for kind in block.side)))
     return "/".join(filter(None, (mixers, block.ffn.name if block.ffn else "")))

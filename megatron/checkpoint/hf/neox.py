@@ -1,7 +1,7 @@
-"""GPT-NeoX's own checkpoints: as a Hugging Face folder (weights), or as one of ours that a run goes on from.
+"""GPT-NeoX's own checkpoints: as a Hugging Face folder (weights), or as one of ours to continue from.
 
 Column-parallel matrices are cut along rows, row-parallel ones along columns. Rows of query_key_value are ordered by
-head ([n, 3, D]) on every rank, as in GPTNeoXForCausalLM, so shards below each other are the whole. `neox_files` and
+head ([n, 3, D]) on every rank, as in GPTNeoXForCausalLM, so the shards are concatenated. `neox_files` and
 `neox_optimizer` read the files.
 """
 
@@ -57,10 +57,12 @@ Log = Callable[[str], None]
 def merge(name: str, shards: list[Tensor], parallel_residual: bool, log: Log, state: str = WEIGHT) -> Tensor:
     """One tensor from its shards: a weight, or an optimizer's state of it.
 
-    Every rank has all of an output bias. With the parallel residual each adds its own before the sum over the ranks, so
-    that the sum is what the model computes with; otherwise one is added after it. The gradient of the sum is that of
-    each, so that moments are never summed. Norms (and such a bias) should be the same on all ranks; where training let
-    them drift, their mean is taken, as GPT-NeoX's own converter does, and said.
+    Every rank has all of an output bias. With the parallel residual each rank adds its own before the sum over ranks,
+    so the
+    model computes with the sum of biases. Otherwise one bias is added after it. The gradient of the sum is that of each
+    bias, so moments are never summed. Norms (and such a bias) should be equal on all ranks. If training let them drift,
+    the
+    mean is taken, as in GPT-NeoX's own converter, and logged.
 
     Raises:
         KeyError: no such tensor is known.
@@ -77,7 +79,7 @@ def merge(name: str, shards: list[Tensor], parallel_residual: bool, log: Log, st
         return shards[0]
     values = torch.stack([shard.float() for shard in shards])
     what = name if state == WEIGHT else f"{name} ({state})"
-    log(f"{what} differs between ranks by up to {(values.amax(0) - values.amin(0)).max():.3g}; their mean was taken")
+    log(f"{what} differs between ranks by up to {(values.amax(0) - values.amin(0)).max():.3g}. Their mean was taken")
     return values.mean(0).to(shards[0].dtype)
 
 
@@ -86,12 +88,10 @@ class NeoXCheckpoint:
     """A checkpoint of GPT-NeoX with the configuration of its run.
 
     Attributes:
-        folder: global_stepN.
         layers: the weights, by layer and tensor parallel rank.
-        places: where each tensor stands, by its Hugging Face name.
+        places: position of each tensor, by its Hugging Face name.
         resolved: our configuration on one rank.
         theirs: Hugging Face's.
-        log: takes messages on what was done to tensors that differ between ranks.
     """
 
     folder: Path
@@ -108,25 +108,25 @@ class NeoXCheckpoint:
         return merge(name, shards, parallel, lambda text: self.log(f"layer {number}: {text}"), state).contiguous()
 
     def weights(self, place: Place) -> list[Tensor]:
-        """The shards of a weight."""
         return [shard.read()[place[1]] for shard in self.layers[place[0]]]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Type of the weights."""
         return self.weights(next(iter(self.places.values())))[0].dtype
 
 
 def open_run(folder: Path, config: Sequence[str], log: Log, batch: int | None = None) -> NeoXCheckpoint:
-    """Read what is in a checkpoint.
+    """Open a checkpoint.
 
     Args:
         folder: global_stepN.
         config: files of the run's configuration, GPT-NeoX's or ours.
-        batch: samples per step; None has the configuration's on one rank.
+        batch: samples per step. None: the configuration's on one rank.
 
     Raises:
-        CheckpointError: files are lost or damaged, tensors are unknown, or GPTNeoXForCausalLM cannot express the model.
+        CheckpointError: files are missing or damaged, tensors are unknown, or GPTNeoXForCausalLM cannot express the
+            model.
         ConfigError: the configuration has mistakes.
     """
     layers = layers_of(folder)
@@ -140,7 +140,7 @@ def open_run(folder: Path, config: Sequence[str], log: Log, batch: int | None = 
 
 
 def configuration(folder: Path, config: Sequence[str], vocabulary: int, batch: int | None = None) -> Resolved:
-    """Our configuration of GPT-NeoX's, with the number of rows that its embedding really has."""
+    """Our configuration of GPT-NeoX's, with the actual number of rows of its embedding."""
     overrides = [*ONE_RANK, f"model.vocab_size={vocabulary}"]
     if batch is not None:
         overrides += [f"training.global_batch_size={batch}", "training.accumulation=null"]
@@ -152,7 +152,7 @@ def configuration(folder: Path, config: Sequence[str], vocabulary: int, batch: i
 
 
 def _places(folder: Path, layers: dict[int, list[LayerShard]], embedding: list[Tensor]) -> dict[str, Place]:
-    """Where each tensor stands, by its Hugging Face name; blocks are numbered as they come."""
+    """Position of each tensor, by its Hugging Face name. Blocks are numbered in their order."""
     found: dict[str, Place] = {}
     problems, block = [], 0
     for number, shards in layers.items():
@@ -166,7 +166,7 @@ def _places(folder: Path, layers: dict[int, list[LayerShard]], embedding: list[T
             for name in names.values()
             if name not in ROWS + COLUMNS + OUTPUT_BIASES + NORMS
         ]
-        for again in sorted(set(names) & set(found)):  # a tied head is kept where it is used, too
+        for again in sorted(set(names) & set(found)):  # a tied head is stored in both layers
             tied = [shard[EMBEDDING] for shard in tensors if EMBEDDING in shard]
             if names[again] != EMBEDDING or not all(map(torch.equal, tied, embedding)):
                 problems.append(f"{shards[0].path.name}: {again} is in an earlier layer, too")
@@ -183,7 +183,7 @@ def _whole_name(name: str, block: int) -> str:
 
 
 def to_folder(run: NeoXCheckpoint, out: Path) -> None:
-    """Write a Hugging Face folder of the weights; the tensors of one layer are in memory at a time.
+    """Write a Hugging Face folder of the weights. Only one layer's tensors are in memory.
 
     Args:
         out: an existing empty folder.
@@ -203,12 +203,12 @@ def to_folder(run: NeoXCheckpoint, out: Path) -> None:
 
 
 def to_checkpoint(folder: Path, config: Sequence[str], out: Path, log: Log) -> tuple[NeoXCheckpoint, Meta]:
-    """Write masters, optimizer states, step and position in the data: a checkpoint that a run goes on from.
+    """Write a checkpoint to continue from: masters, optimizer states, step and position in the data.
 
-    One tensor is in memory at a time. The masters are compared with the weights, which must be what they round to.
+    Only one tensor is in memory. The masters must round to the weights.
 
     Raises:
-        CheckpointError: as of `open_run`; or states are lost, or are not those of these weights.
+        CheckpointError: as of `open_run`, or states are missing or belong to other weights.
     """
     optimizer = read_optimizer(folder, layers_of(folder))
     iteration, batch = _progress(folder, optimizer)
@@ -253,18 +253,14 @@ def to_checkpoint(folder: Path, config: Sequence[str], out: Path, log: Log) -> t
     write_tensors(out, items, values, meta)
     if optimizer.step != iteration:
         log(
-            f"{iteration - optimizer.step:g} of {iteration} steps were without an update (overflow of fp16 gradients); "
-            "GPT-NeoX's learning rate is as many steps behind, here it follows the step"
+            f"{iteration - optimizer.step:g} of {iteration} steps were without an update (overflow of fp16 gradients). "
+            "GPT-NeoX's learning rate lags by these steps. Here it follows the step"
         )
     return run, meta
 
 
 def _progress(folder: Path, optimizer: OptimizerStates) -> tuple[int, int | None]:
-    """The run's step and its samples per step (None in files that do not say).
-
-    Raises:
-        CheckpointError: the files do not say the step.
-    """
+    """The run's step and its samples per step (None if unknown)."""
     engine = optimizer.engine
     number = next((engine[key] for key in ("iteration", "total_iters", "global_steps") if key in engine), None)
     if not isinstance(number, int):
@@ -276,7 +272,7 @@ def _progress(folder: Path, optimizer: OptimizerStates) -> tuple[int, int | None
 
 
 def _same_model(run: NeoXCheckpoint, optimizer: OptimizerStates) -> None:
-    """What the run itself recorded of its model; most of it shows in no tensor's shape, like the number of heads."""
+    """Compare the run's own record of its model. Some of it, like the number of heads, shows in no tensor's shape."""
     recorded = optimizer.engine.get("args")
     ours = {
         "num_layers": run.theirs.num_hidden_layers,
@@ -293,11 +289,7 @@ def _same_model(run: NeoXCheckpoint, optimizer: OptimizerStates) -> None:
 
 
 def _fit(run: NeoXCheckpoint, place: Place, state: str, shards: list[Tensor], weights: list[Tensor]) -> None:
-    """Whether states are of these weights: of their shapes, and masters what the weights are rounded from.
-
-    Raises:
-        CheckpointError: they are not. Files of different steps, or another order of the parameters.
-    """
+    """Compare states with weights: equal shapes, and masters that round to the weights."""
     for rank, (shard, weight) in enumerate(zip(shards, weights, strict=True)):
         if shard.shape != weight.shape:
             problem = f"is {tuple(shard.shape)}, the weight {tuple(weight.shape)}"

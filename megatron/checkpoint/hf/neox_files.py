@@ -1,9 +1,8 @@
-"""The weights in GPT-NeoX's own checkpoints, layer by layer and tensor parallel rank by rank.
+"""The weights in GPT-NeoX's own checkpoints, by layer and tensor parallel rank.
 
 With a pipeline (`pipe_parallel_size` of at least 1) each layer is a file per rank, `layer_XX-model_YY-model_states.pt`.
-Without, `mp_rank_YY_model_states.pt` has all layers of a rank, called `sequential.XX.`. Layers are recognised by what
-they hold, not by their numbers, among which are layers without parameters; version 2 later renamed the matrices of the
-MLP.
+Without, `mp_rank_YY_model_states.pt` has all layers of a rank, named `sequential.XX.`. Layers are identified by their
+content, since some numbers belong to layers without parameters. Version 2 later renamed the matrices of the MLP.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ..format.pickles import load_tensors
 LAYER = re.compile(r"layer_(\d{1,6})-model_(\d{1,5})-model_states\.pt")
 MODEL = re.compile(r"mp_rank_(\d{1,5})_model_states\.pt")
 OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,5})_optim_states\.pt")
-# Whose objects stand beside the tensors: counters, random states, addresses. They are read as plain values.
+# Programs with objects among the tensors: counters, random states, addresses. They are read as plain values.
 PROGRAMS = ("deepspeed", "megatron", "numpy", "_codecs")
 
 RENAMED = {"mlp.linear1.": "mlp.dense_h_to_4h.", "mlp.linear2.": "mlp.dense_4h_to_h."}
@@ -34,21 +33,21 @@ _SEQUENTIAL = re.compile(r"sequential\.(\d+)\.(.+)")
 
 @dataclass(frozen=True)
 class LayerShard:
-    """What one tensor parallel rank has of a layer, under its first names.
+    """One tensor parallel rank's part of a layer, under the names of version 1.
 
     Attributes:
         path: the file.
-        values: its tensors if they have been read with others, else they are read when they are asked for.
+        values: its tensors if they were read with others. Otherwise they are read on demand.
     """
 
     path: Path
     values: dict[str, Tensor] | None = None
 
     def read(self) -> dict[str, Tensor]:
-        """The tensors, mapped and not read. No code in the file is run.
+        """The tensors, memory-mapped. No code in the file is run.
 
         Raises:
-            CheckpointError: it is damaged, or has anything but tensors.
+            CheckpointError: it is damaged, or has other objects than tensors.
         """
         values = load_tensors(self.path) if self.values is None else self.values
         if not isinstance(values, dict) or not all(isinstance(value, Tensor) for value in values.values()):
@@ -57,7 +56,7 @@ class LayerShard:
 
 
 def first_name(name: str) -> str:
-    """What a tensor of a layer was called in version 1."""
+    """A tensor's name in version 1."""
     for new, old in RENAMED.items():
         if name.startswith(new):
             return old + name.removeprefix(new)
@@ -68,7 +67,7 @@ def layers_of(folder: Path) -> dict[int, list[LayerShard]]:
     """The shards of each layer, by rank.
 
     Raises:
-        CheckpointError: there are none, or a rank's file is lost.
+        CheckpointError: there are none, or a rank's file is missing.
     """
     found: dict[int, dict[int, LayerShard]] = {}
     for path, layer, rank in matching(folder, LAYER):
@@ -78,7 +77,7 @@ def layers_of(folder: Path) -> dict[int, list[LayerShard]]:
     if not found:
         raise CheckpointError(
             folder,
-            "it has no layer_XX-model_YY-model_states.pt, and no mp_rank_YY_model_states.pt that holds the layers; "
+            "it has no layer_XX-model_YY-model_states.pt, and no mp_rank_YY_model_states.pt that holds the layers: "
             "give the global_stepN folder of a run of GPT-NeoX",
         )
     ranks = max(rank for shards in found.values() for rank in shards) + 1
@@ -108,19 +107,19 @@ def _without_pipeline(folder: Path) -> dict[int, dict[int, LayerShard]]:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """`mp_rank_XX_model_states.pt` of each model parallel rank (those of one pipeline stage after another).
+    """`mp_rank_XX_model_states.pt` of each model parallel rank, ordered by pipeline stage.
 
     Raises:
-        CheckpointError: one is lost.
+        CheckpointError: one is missing.
     """
     return complete(folder, {rank: path for path, rank in matching(folder, MODEL)}, "mp_rank_{:02d}_model_states.pt")
 
 
 def complete(folder: Path, files: dict[int, Path], name: str) -> list[Path]:
-    """The files by rank; `name` is that of a rank that is lost.
+    """The files by rank. `name` formats the name of a missing one.
 
     Raises:
-        CheckpointError: one is.
+        CheckpointError: one is missing.
     """
     lost = sorted(set(range(max(files, default=-1) + 1)) - set(files))
     if lost:
@@ -129,10 +128,10 @@ def complete(folder: Path, files: dict[int, Path], name: str) -> list[Path]:
 
 
 def read_model_file(path: Path) -> dict[str, Any]:
-    """The content of a file that has more than tensors: classes of other programs become plain values.
+    """The content of a file with more than tensors. Classes of other programs become plain values.
 
     Raises:
-        CheckpointError: it is damaged, or asks for anything else.
+        CheckpointError: it is damaged, or has any other object.
     """
     values = load_tensors(path, inert=PROGRAMS)
     if not isinstance(values, dict):
@@ -141,7 +140,7 @@ def read_model_file(path: Path) -> dict[str, Any]:
 
 
 def matching(folder: Path, pattern: re.Pattern) -> Collection[tuple]:
-    """Files of these names, each with the numbers in its name.
+    """Files whose names match, each with the numbers in its name.
 
     Raises:
         CheckpointError: one leads out of the folder.

@@ -1,14 +1,14 @@
 """The fp32 masters and optimizer states in GPT-NeoX's own checkpoints, which DeepSpeed wrote.
 
-* ZeRO 1 and 2: `zero_pp_rank_R_mp_rank_M_optim_states.pt`, one per data and model parallel rank. Each group of
-  parameters is one flat tensor of which a data parallel rank has a slice; `param_slice_mappings` says where each
-  parameter lies, `param_shapes` in the file of the model parallel rank gives shapes (and, in files before there were
-  mappings, the order).
+* ZeRO 1 and 2: `zero_pp_rank_R_mp_rank_M_optim_states.pt`, one per data and model parallel rank. A group of
+  parameters is one flat tensor, and a data parallel rank has a slice of it. `param_slice_mappings` has the position of
+  each parameter. `param_shapes` in the model parallel rank's file has the shapes (and the order, in files without
+  mappings).
 * ZeRO 0: in `mp_rank_M_model_states.pt`, for all data parallel ranks. In fp32 it is torch's own list of a state per
-  parameter; in fp16 and bf16 one flat tensor per group. Neither has names: the order is that in which GPT-NeoX groups
-  parameters, those with weight decay first, then biases and norms.
+  parameter, in fp16 and bf16 one flat tensor per group. Neither has names. GPT-NeoX orders parameters with weight decay
+  first, then biases and norms.
 
-Model parallel ranks are those of one pipeline stage after another, the tensor parallel ones of a stage together.
+Model parallel ranks are ordered by pipeline stage, then by tensor parallel rank.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """What is read of an optimizer, of all model parallel ranks or of one.
+    """An optimizer's states, of all model parallel ranks or of one.
 
     Attributes:
-        parameters: for each parameter, a way to read a state of each tensor parallel rank.
-        states: names of the states, as we call them; the masters are the first.
+        parameters: for each parameter, a function per tensor parallel rank that reads a state.
+        states: our names of the states. The masters are the first.
         step: updates of the optimizer.
-        scaler: of the fp16 loss scale; empty where there is none.
-        engine: what DeepSpeed's engine and GPT-NeoX keep beside it (`iteration`, `global_samples`, ...).
+        scaler: of the fp16 loss scale. Empty without one.
+        engine: entries of DeepSpeed's engine and of GPT-NeoX (`iteration`, `global_samples`, ...).
     """
 
     parameters: Mapping[Place, list[Read]]
@@ -69,7 +69,7 @@ def has_optimizer(folder: Path) -> bool:
 
 
 def read_optimizer(folder: Path, layers: Mapping[int, list[LayerShard]]) -> OptimizerStates:
-    """All states of a checkpoint; tensors are mapped, and read when they are asked for.
+    """All states of a checkpoint. Tensors are mapped, and read on demand.
 
     Args:
         layers: the weights, by layer and tensor parallel rank.
@@ -106,7 +106,7 @@ def read_optimizer(folder: Path, layers: Mapping[int, list[LayerShard]]) -> Opti
 def _together(
     folder: Path, found: list[OptimizerStates], layers: Mapping[int, list[LayerShard]], ranks: int
 ) -> OptimizerStates:
-    """Of all model parallel ranks. A tied embedding is on the first and the last stage, and taken from the first."""
+    """Join all model parallel ranks. A tied embedding is on the first and the last stage, and taken from the first."""
     parameters: dict[Place, dict[int, Read]] = {}
     for rank, part in enumerate(found):
         for place, (read,) in part.parameters.items():
@@ -129,7 +129,7 @@ def _together(
 
 
 def _of_zero(model: dict[str, Any], files: list[Path], layers: Mapping[int, list[LayerShard]]) -> OptimizerStates:
-    """One model parallel rank's part with ZeRO 1 or 2; `files`: one per data parallel rank."""
+    """One model parallel rank's part with ZeRO 1 or 2. `files`: one per data parallel rank."""
     parts = [read_model_file(path)["optimizer_state_dict"] for path in files]
     if len(parts) != model.get("dp_world_size", len(parts)):
         raise ValueError(
@@ -157,7 +157,7 @@ def _of_zero(model: dict[str, Any], files: list[Path], layers: Mapping[int, list
 
 
 def _mapped(mappings: list[Mapping[str, Any]], names: Iterable[str]) -> dict[str, list[tuple[int, int, int]]]:
-    """Where each parameter lies: (data parallel rank, start, length) of its pieces, in their order."""
+    """Position of each parameter: (data parallel rank, start, length) of its pieces, in order."""
     return {
         name: [
             (rank, int(mapping[name].start), int(mapping[name].numel))
@@ -169,7 +169,7 @@ def _mapped(mappings: list[Mapping[str, Any]], names: Iterable[str]) -> dict[str
 
 
 def _in_order(shapes: Mapping[Name, Any], lengths: list[int]) -> dict[Name, list[tuple[int, int, int]]]:
-    """The same where parameters follow each other in one flat tensor, cut into slices of these lengths."""
+    """As `_mapped`, for consecutive parameters of one flat tensor, cut into slices of these lengths."""
     found, place = {}, 0
     for name, shape in shapes.items():
         own, begin = [], 0
@@ -188,13 +188,13 @@ def _of_plain(model: dict[str, Any], here: Mapping[int, Mapping[str, Tensor]], r
 
     Args:
         here: the weights of all layers on its tensor parallel rank.
-        rest: the layers of its pipeline stage, and of those after it.
+        rest: the layers of its pipeline stage and of later stages.
     """
     optimizer = model.get("optimizer")
     if not optimizer:
         raise ValueError(
-            "it has no optimizer states, nor are there zero_pp_rank_* files (DeepSpeed did not save them for bf16 with "
-            "ZeRO 0 until 2026); --weights takes the weights alone"
+            "it has no optimizer states, and there are no zero_pp_rank_* files (DeepSpeed did not save them for bf16 "
+            "with ZeRO 0 until 2026): take only the weights (--weights)"
         )
     base = optimizer.get("optimizer_state_dict", optimizer)
     flat, masters = optimizer.get("fp32_groups_flat"), optimizer.get("fp32_groups")
@@ -226,11 +226,11 @@ def _of_plain(model: dict[str, Any], here: Mapping[int, Mapping[str, Tensor]], r
 
 
 def _stage(here: Mapping[int, Mapping[str, Tensor]], rest: list[int], amount: int, count: bool) -> list[Place]:
-    """The parameters of the first layers of `rest` that have `amount` of them (or of elements), in the order of the
-    modules.
+    """The parameters of the first layers of `rest` that have `amount` of them (or of elements), in module order.
 
-    An embedding that is the head, too, is kept in a module of its own before all layers, and once. The last stage has
-    its own copy, which is in no file of a layer.
+    A tied embedding is stored once, in a module before all layers. The last stage has its own copy, which no layer's
+    file
+    has.
     """
     first = (next(iter(here)), EMBEDDING)
     found: dict[Place, int] = {}
@@ -253,7 +253,7 @@ def _stage(here: Mapping[int, Mapping[str, Tensor]], rest: list[int], amount: in
 
 
 def _grouped(places: list[Place], groups: int) -> list[list[Place]]:
-    """As GPT-NeoX gives them to the optimizer: one group where there is no weight decay, else two."""
+    """GPT-NeoX's groups of the optimizer: one without weight decay, else two."""
     if groups == 1:
         return [places]
     bare = [place for place in places if place[1].endswith(".bias") or _NORM.fullmatch(place[1])]
@@ -263,7 +263,7 @@ def _grouped(places: list[Place], groups: int) -> list[list[Place]]:
 def _pieces(
     name: str, flats: list[dict[str, Tensor]], slices: list[tuple[int, int, int]], shape: Sequence[int]
 ) -> Read:
-    """A way to read a parameter that lies in these pieces (see `_mapped`) of flat tensors."""
+    """A function that reads a parameter from these pieces (see `_mapped`) of flat tensors."""
     beyond = [rank for rank, start, length in slices if start < 0 or start + length > len(flats[rank][MASTER])]
     if beyond or sum(length for *_, length in slices) != prod(shape):
         raise ValueError(f"{name} is of the shape {tuple(shape)}, and the optimizer's flat tensors have not all of it")
@@ -280,12 +280,10 @@ def _flattened(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _of_elements(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Of an optimizer's state, what has a value for each element."""
     return {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim()}
 
 
 def _step(state: Mapping[str, Any], options: Mapping[str, Any], elsewhere: Any) -> float:
-    """Updates done, which optimizers count for each tensor or for each group."""
     found = state.get("step", options.get("step", elsewhere))
     if found is None:
         raise ValueError("the optimizer does not say how many updates it has done")
@@ -299,7 +297,6 @@ def _scaler(held: Any) -> dict[str, Any]:
 
 
 def _place(name: str, layers: Mapping[int, list[LayerShard]]) -> Place:
-    """Which parameter DeepSpeed calls so."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(f"the optimizer has a parameter {name!r}, which is none of a layer's")

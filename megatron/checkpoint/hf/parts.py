@@ -1,4 +1,4 @@
-"""Parts of a Hugging Face configuration that no table of fields has: read from it, and written to it."""
+"""Parts of a Hugging Face configuration that are more than a table of fields."""
 
 from __future__ import annotations
 
@@ -17,15 +17,7 @@ from .rope import rope_parameters, rope_values
 MOST = torch.finfo(torch.float32).max  # stands for no limit: JSON has no infinite numbers
 
 Found = tuple[dict[str, Any], list[str]]
-"""Our options (dotted, below `model`), and what we do not compute, a sentence each."""
-
-
-def nothing_read(_theirs: Any) -> Found:
-    return {}, []
-
-
-def nothing_written(_config: Config) -> dict[str, Any]:
-    return {}
+"""Our options (dotted, below `model`), and a sentence for each setting that we do not compute."""
 
 
 class ConfigPart(Protocol):
@@ -44,8 +36,8 @@ class ConfigPart(Protocol):
 class Functions:
     """A part that is two functions."""
 
-    read: Callable[[Any], Found] = nothing_read
-    write: Callable[[Config], dict[str, Any]] = nothing_written
+    read: Callable[[Any], Found] = lambda theirs: ({}, [])
+    write: Callable[[Config], dict[str, Any]] = lambda config: {}
 
 
 @dataclass(frozen=True)
@@ -53,7 +45,7 @@ class RotaryPart:
     """Rotary options that all layers share, and the longest sequence.
 
     Attributes:
-        partial: it can rotate part of a head's channels.
+        partial: whether it can rotate only part of a head's channels.
         section: of our options.
     """
 
@@ -84,11 +76,11 @@ class WindowPart:
         return {f"{self.section}.window": theirs.sliding_window}, []
 
     def write(self, config: Config) -> dict[str, Any]:
-        """That of the first layer: where another differs, it shows when the configuration is read back."""
+        """The window of the first layer. Reading back shows layers that differ."""
         first = config.model.blocks[0].mixer
         return {"sliding_window": None if first is None else options_of(config.model, first).window}
 
 
 def unlimited(value: float) -> bool:
-    """Whether an upper limit, read from a configuration, limits nothing."""
+    """Whether an upper limit in a configuration has no effect."""
     return math.isinf(value) or value >= MOST

@@ -1,6 +1,6 @@
-"""The layout of the published RWKV files (`.pth`): one dict of tensors, under the names of the authors' code.
+"""The published RWKV files (`.pth`): a dict of tensors with the names of the authors' code.
 
-RWKV-5 (x052), RWKV-6 (x060) and RWKV-7 (x070). Links are those of the Hugging Face tables; vectors have the shapes
+RWKV-5 (x052), RWKV-6 (x060) and RWKV-7 (x070). The links are the Hugging Face tables'. Vectors have the shapes
 [1, 1, C] and [heads, head_dim] there, and matrices of low rank are [inputs, outputs].
 """
 
@@ -49,10 +49,10 @@ LINKS = {"rwkv5": rwkv5.published(), "rwkv6": rwkv6.published(), "rwkv7": rwkv7.
 
 
 def kind_of(config: Config) -> str:
-    """The mixer that all layers have, with the channel mix of the same name.
+    """The mixer of all layers, with the channel mix of the same name.
 
     Raises:
-        CheckpointError: they have others.
+        CheckpointError: the layers have other kinds.
     """
     blocks = {str(block) for block in config.model.blocks}
     for kind in LINKS:
@@ -74,14 +74,14 @@ def architecture_of(config: Config) -> Architecture:
         fixed={},
         prefix="",
         buffers=(r"blocks\.0\.att\.v[012]",),
-    )  # the authors' code makes them in the first layer, too: unused
+    )  # unused tensors of the first layer
 
 
 def steps_of(config: Config) -> list[ConversionStep]:
     """The steps that convert a model with this configuration, in either direction.
 
     Raises:
-        CheckpointError: it has something that the published files have not.
+        CheckpointError: a tensor has no counterpart in published files.
     """
     names = [logical_of(parameter).name for parameter in build_model(config, device="meta").parameters()]
     return plan(architecture_of(config), names, config.model)
@@ -91,7 +91,7 @@ class Published:
     """The tensors of a published file.
 
     Raises:
-        CheckpointError: it cannot be read, or has anything but tensors. No code in it is run.
+        CheckpointError: it cannot be read, or has other objects than tensors. No code in it is run.
     """
 
     def __init__(self, path: Path):
@@ -107,14 +107,14 @@ class Published:
         return self.tensors[name]
 
     def size(self, name: str, dim: int) -> int:
-        """Raises CheckpointError where there is no such tensor or dimension."""
+        """Size of a dimension. CheckpointError without such a tensor or dimension."""
         shape = self.shapes.get(name, ())
         if len(shape) <= dim:
             raise CheckpointError(self.path, f"{name} of {dim + 1} dimensions or more is missing")
         return shape[dim]
 
     def model(self) -> dict[str, Any]:
-        """Our `model` section: the kind by its names, sizes by shapes."""
+        """Our `model` section: the kind from names, sizes from shapes."""
         kinds = {"rwkv7": "r_k", "rwkv6": "time_maa_x", "rwkv5": "time_mix_g"}
         kind = next((kind for kind, name in kinds.items() if f"blocks.0.att.{name}" in self.shapes), None)
         if kind is None:
@@ -165,13 +165,13 @@ def import_published(
 
 
 def export_published(checkpoint: Checkpoint, out: Path, *, dtype: str | None = None) -> torch.dtype:
-    """Write a checkpoint of any layout as a file in the published layout; all of it is in memory at once.
+    """Write a checkpoint of any layout as a published file. All of it is in memory at once.
 
     Args:
-        dtype: one of `export.TYPES`; None leaves the type of the weights.
+        dtype: one of `export.TYPES`. None keeps the type of the weights.
 
     Raises:
-        CheckpointError: the model has layers or options that the published files have not, or `out` exists.
+        CheckpointError: published files do not have the model's layers or options, or `out` exists.
     """
     if out.exists():
         raise CheckpointError(out, "it exists already")
@@ -190,7 +190,6 @@ def export_published(checkpoint: Checkpoint, out: Path, *, dtype: str | None = N
 
 
 def _differences(config: Config) -> list[str]:
-    """Options that compute something else than the authors' code."""
     kind = kind_of(config)
     blocks = config.model.blocks
     values = {

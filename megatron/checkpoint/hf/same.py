@@ -1,4 +1,4 @@
-"""Whether two `model` sections compute the same, option by option."""
+"""Compare two `model` sections by the function that they compute."""
 
 from __future__ import annotations
 
@@ -10,28 +10,22 @@ from megatron.config.pattern import BlockPattern
 from megatron.config.sections.model import ModelSection
 from megatron.config.variants import options_of
 
+from .rope import NAMES
+
 _TRAINING_ONLY = (
     *("init", "dropout", "vocab_multiple", "layers", "variants", "extensions", "multi_token_prediction"),
     *kinds_of(),
 )
 _ROUTER_TRAINING = ("jitter", "correction_rate", "sinkhorn_iterations", "sinkhorn_start", "width")
 _NOT_COMPUTED = (
-    "init",
-    "losses",
-    "dropout",
-    "chunk",
-    "qk_clip",
-    "time_step_low",
-    "time_step_high",
-    "time_step_floor",
-    "decay_low",
-    "decay_high",
+    *("init", "losses", "dropout", "chunk", "qk_clip", "decay_low", "decay_high"),
+    *("time_step_low", "time_step_high", "time_step_floor"),
 )
 
 
 def differences(model: ModelSection, other: ModelSection) -> list[str]:
-    """The options of `model` that `other` computes differently, one sentence each. What only matters in training
-    (initial values, dropout) and what has no effect beside other options does not count."""
+    """Options of `model` that `other` computes differently, one sentence each. Options that matter only in training
+    (initial values, dropout), or that have no effect, are ignored."""
     found = list(_differing("model", _stack(model), _stack(other)))
     blocks, others = _blocks(model), _blocks(other)
     if len(blocks) != len(others):
@@ -46,7 +40,6 @@ def differences(model: ModelSection, other: ModelSection) -> list[str]:
 
 
 def _stack(model: ModelSection) -> dict[str, Any]:
-    """The options of the stack itself that have an effect."""
     values = {name: value for name, value in model.model_dump().items() if name not in _TRAINING_ONLY}
     if model.norm.type != "layernorm":
         values["norm"]["bias"] = None
@@ -54,7 +47,7 @@ def _stack(model: ModelSection) -> dict[str, Any]:
         values["norm"]["unit_offset"] = None
     if model.embedding.position != "learned":
         values["embedding"]["max_positions"] = None
-    del values["residual"]["fp32"]  # it rounds otherwise, and is the same function
+    del values["residual"]["fp32"]  # other rounding of the same function
     return values
 
 
@@ -68,8 +61,8 @@ def _block(model: ModelSection, block: BlockPattern) -> dict[str, Any]:
         values = options_of(model, kind).model_dump()
         values = {name: value for name, value in values.items() if name not in _NOT_COMPUTED}
         if "inner_size" in values and values["inner_size"] == values["expand"] * model.hidden_size:
-            values["inner_size"] = None  # what it is without being given
-        values.pop("mscale_all_dim", None)  # which has its effect in `scale`
+            values["inner_size"] = None  # the default
+        values.pop("mscale_all_dim", None)  # its effect is in `scale`
         if "rotary" in values:
             _drop_idle_rotary(values)
         if isinstance(values.get("router"), dict):
@@ -83,15 +76,9 @@ def _drop_idle_rotary(values: dict[str, Any]) -> None:
     if values["position"] != "rotary":
         values["rotary"] = None
         return
-    used = {
-        "none": (),
-        "linear": ("factor",),
-        "dynamic": ("factor", "original_length"),
-        "llama3": ("factor", "original_length", "low_frequency_factor", "high_frequency_factor"),
-        "yarn": ("factor", "original_length", "beta_fast", "beta_slow", "truncate", "attention_factor"),
-    }[values["rotary"]["scaling"]["type"]]
     scaling = values["rotary"]["scaling"]
-    values["rotary"]["scaling"] = {"type": scaling["type"], **{name: scaling[name] for name in used}}
+    used = ("type", *NAMES[scaling["type"]], *(("original_length",) if scaling["type"] == "dynamic" else ()))
+    values["rotary"]["scaling"] = {name: scaling[name] for name in used}
 
 
 def _differing(path: str, mine: Any, theirs: Any) -> Iterator[str]:
@@ -103,6 +90,6 @@ def _differing(path: str, mine: Any, theirs: Any) -> Iterator[str]:
 
 
 def _close(mine: Any, theirs: Any) -> bool:
-    """Floats that differ by the rounding of a derivation or of a text are equal."""
+    """Floats that differ by rounding of a derivation or of a text are equal."""
     both = isinstance(mine, (int, float)) and isinstance(theirs, (int, float))
     return both and not isinstance(mine, bool) and abs(mine - theirs) <= 1e-12 * max(abs(mine), abs(theirs))

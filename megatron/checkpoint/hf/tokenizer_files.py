@@ -1,10 +1,10 @@
-"""Tokenizers of exported folders: written so that every version of transformers opens tokenizer.json as it is, and
-compared on real texts with the tokenizer that the run reads."""
+"""Tokenizers of exported folders: for all versions of transformers, and compared with the run's on real texts."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,8 @@ from megatron.config.foreign_json import read_json
 from megatron.config.sections.data import TokenizerSection
 from megatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 
-from .real_texts import real_texts
-
-# Model types for which version 5 replaces a class that tokenizer_config.json names by one with rules of its own, unless
-# the file also names code (`auto_map`), which it reads only with trust_remote_code=True.
+# Model types for which version 5 replaces the class in tokenizer_config.json by one with other rules, unless the
+# file also names code (`auto_map`), which it runs only with trust_remote_code=True.
 REPLACED = ("qwen2",)
 CODE = '''"""tokenizer.json as it is: transformers 5 has other rules of its own for this type of model."""
 
@@ -28,6 +26,26 @@ from transformers import PreTrainedTokenizerFast
 class PlainTokenizer(PreTrainedTokenizerFast):
     pass
 '''
+# Texts on which tokenizers are compared, in addition to this package's own: other scripts and signs.
+COUNT = 1000
+_SPECIAL = (
+    "Der Fluß über die Brücke, naïve façade: señor, İstanbul, Ångström, œuvre.",
+    "A\u0308 o\u0308 e\u0301 n\u0303: letters and marks in two characters each.",
+    "中文和日本語の文章、「かな」もカタカナも。한국어 문장입니다.",
+    "Привет, мир! Ёлка, ъезд. Γειά σου Κόσμε. שלום עולם. مرحبا بالعالم",
+    "हिन्दी में एक वाक्य। ภาษาไทยไม่มีช่องว่าง Tiếng Việt có dấu.",
+    "🙂👩‍👩‍👧‍👦 🇳🇴 ½ ① ﬁ ﬀ Ⅳ № ™ … — – ‘’ “”",
+    "1234567890 3.14159 1,000,000 0xFF 1e-05 2026-11-24T16:30:00Z 192.168.0.1",
+    "  leading, trailing  \n\n\n\ttabs\t\tand   runs    of     spaces      \r\nlines\rof all\r\nkinds\n ",
+    "don't we'll I'M THEY'RE it's 'quoted' rock'n'roll",
+    "def f(x):\n    return {k: v[::-1] for k, v in x.items() if v != ''}  # !@#$%^&*()_+-=[]{}|;:\\\"<>/?`~\n",
+    "<b>mark</b> &amp; [link](https://example.org/a?b=c&d=%20) $x^2 + \\frac{1}{2}$",
+    "\u00a0no-break\u2003em\u200bzero\ufeffmark\u3000wide",
+    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
+    "",
+    " ",
+    "\n",
+)
 _TOKENS = ("bos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 _AS_THEY_ARE = ("chat_template", "padding_side", "truncation_side", "model_input_names")
 
@@ -35,7 +53,7 @@ _AS_THEY_ARE = ("chat_template", "padding_side", "truncation_side", "model_input
 def write_tokenizer(
     folder: Path, section: TokenizerSection, model_type: str, length: int
 ) -> tuple[dict[str, int | None], list[str]]:
-    """Write a run's own tokenizer, with the chat template and the special tokens of the folder that it comes from.
+    """Write a run's own tokenizer, with the chat template and the special tokens of its folder.
 
     Args:
         model_type: of the exported model.
@@ -52,7 +70,7 @@ def write_tokenizer(
     if section.type not in ("huggingface", "gpt2") or file is None or not file.is_file():
         return ids, [
             f"the tokenizer ({section.type} {section.path or ''}) is no local tokenizer.json and was not written: "
-            "put its files beside the model"
+            "add its files to the model's folder"
         ]
     tokenizer = build_tokenizer(section)
     assert isinstance(tokenizer, HuggingFaceTokenizer)
@@ -125,13 +143,13 @@ def _text(token: Any) -> str | None:
 
 
 def _prefix(tokenizer: HuggingFaceTokenizer) -> dict[str, bool]:
-    """Version 4 sets the space before a text to what tokenizer_config.json says, and to none where it says nothing."""
+    """The space before a text. Version 4 reads it from tokenizer_config.json only."""
     before = json.loads(tokenizer.backend.to_str())["pre_tokenizer"] or {}
     return {"add_prefix_space": before["add_prefix_space"]} if "add_prefix_space" in before else {}
 
 
 def differing(folder: Path, tokenizer: Tokenizer) -> str:
-    """How the tokenizer that transformers opens differs from the run's on real texts, "" where all ids agree."""
+    """Difference of ids on real texts between transformers' tokenizer and the run's, "" without one."""
     try:
         theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # each class fails in its own way
@@ -143,3 +161,13 @@ def differing(folder: Path, tokenizer: Tokenizer) -> str:
     kind = f"{type(theirs).__name__} of transformers {transformers.__version__}"
     told = f"{kind} makes other ids of {other} of {len(texts)} texts than tokenizer.json, which the run reads"
     return told if other else ""
+
+
+@cache
+def real_texts() -> tuple[str, ...]:
+    """The same texts on every machine with the same version of this package."""
+    root = Path(__file__).resolve().parents[2]
+    files = sorted(root.rglob("*.py"))
+    paragraphs = [each for file in files for each in file.read_text(encoding="utf-8").split("\n\n") if each]
+    wanted = COUNT - len(_SPECIAL)
+    return (*_SPECIAL, *(paragraphs[number * len(paragraphs) // wanted] for number in range(wanted)))

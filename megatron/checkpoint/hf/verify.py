@@ -1,4 +1,4 @@
-"""Proof of a conversion: both models run on the same tokens, and both tokenizers on the same texts."""
+"""Verify a conversion: run both models on the same tokens, and both tokenizers on the same texts."""
 
 from __future__ import annotations
 
@@ -19,25 +19,23 @@ from megatron.parallel.layers.parameters import logical_of, stored_tensors
 from ..format.errors import CheckpointError
 from ..read.reader import Checkpoint
 from .export import config_of, tensor_reader
-from .real_texts import real_texts
-from .tokenizer_files import differing
+from .tokenizer_files import differing, real_texts
 
-ROUNDING = 2.0**-23  # what one rounding to fp32 changes a number by at most, relative to it
-# Two programs of one function round each number some times, in another order. The change of the logits when every
-# weight is rounded once more is multiplied by this; the tests have models that need half of it.
+ROUNDING = 2.0**-23  # largest relative change by one rounding to fp32
+# Two programs of one function round each number several times, in different orders. The change of the logits when every
+# weight is rounded once more is multiplied by this. Models in the tests need half of it.
 ROUNDINGS = 16
 
 
 @dataclass(frozen=True)
 class Proof:
-    """How two models and their tokenizers compare.
+    """Comparison of two models and their tokenizers.
 
     Attributes:
-        difference: the largest of two logits.
-        largest: the largest logit.
-        rounding: what rounding every weight once more changes a logit by.
+        difference: largest difference of two logits.
+        rounding: largest change of a logit if every weight is rounded once more.
         same_choice: whether all likeliest next tokens are the same.
-        tokenizer: how the tokenizers differ, "" where they do not, or None where there are not two.
+        tokenizer: the tokenizers' difference, "" without one, None without two tokenizers.
     """
 
     difference: float
@@ -56,7 +54,7 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Whether the difference is that of fp32 rounding, and texts have the same ids."""
+        """Whether the difference is fp32 rounding, and the texts' ids are equal."""
         return self.relative <= self.bound and not self.tokenizer
 
     @property
@@ -70,7 +68,7 @@ class Proof:
         ids = {None: "no tokenizer to compare", "": f"the same ids of {len(real_texts())} texts"}
         return (
             f"{'verified' if self.holds else 'NOT verified'}: largest logit difference {self.difference:.3g} (relative "
-            f"to the largest logit {self.relative:.3g}, at most {self.bound:.3g} by rounding); the likeliest next "
+            f"to the largest logit {self.relative:.3g}, at most {self.bound:.3g} by rounding). The likeliest next "
             f"tokens are {choice}, and {ids.get(self.tokenizer, self.tokenizer)}"
         )
 
@@ -79,8 +77,7 @@ def prove(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | None, *, to
     """Run our model with the checkpoint's weights and transformers' with the folder's, both in fp32.
 
     Args:
-        dtype: type in which the weights were exchanged: both models get values that have been rounded to it. None is
-            the stored type of each.
+        dtype: type of the exchanged weights, to which both models' values are rounded. None: each stored type.
         tokens: length of the two samples: random ids, and a text if the run has a tokenizer.
     """
     config = config_of(checkpoint)
@@ -129,11 +126,7 @@ def _samples(config: Config, tokenizer: Tokenizer | None, length: int, seed: int
 
 
 def _load(folder: Path) -> torch.nn.Module:
-    """The model as transformers reads it.
-
-    Raises:
-        CheckpointError: it does not; which error it raises depends on what is wrong with which of its files.
-    """
+    """The model as transformers reads it."""
     for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which warns of libraries for GPUs
         logging.getLogger(name).setLevel(logging.ERROR)
     disable_progress_bar()

@@ -1,7 +1,7 @@
-"""What version 4 of transformers reads, beside what version 5 does, so that either opens what is exported.
+"""Settings for version 4 of transformers in addition to version 5, so that both open an export.
 
-Version 5 has all rotary options in `rope_parameters`, writes infinite numbers as mappings, and calls the layers of
-hybrids otherwise. Version 4 knows none of that, and takes defaults without a word.
+Version 5 has all rotary options in `rope_parameters`, writes infinite numbers as mappings, and has other names for the
+layers of hybrids. Version 4 silently takes defaults for them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ _LEGACY_LAYERS = {"linear_attention": "mamba"}  # of `layers_block_type`
 
 
 def least_version(architecture: Architecture, model: ModelSection) -> tuple[str, str]:
-    """The least version of transformers that gives the model's logits, and why it is no older one ("" if 4.57 does)."""
+    """The least version of transformers that gives the model's logits, and why ("" if 4.57 does)."""
     reason = architecture.newer(model)
     return NEW if reason else OLD, reason
 
 
 def for_both(settings: dict[str, Any], architecture: Architecture | None = None) -> dict[str, Any]:
-    """The content of a config.json of version 5, with what version 4 reads: what the architecture itself says, and what
-    is so in all of them.
+    """The content of a config.json of version 5, with version 4's settings, general ones and the architecture's.
 
     Raises:
-        ValueError: an infinite number stands where nobody knows what to write for it.
+        ValueError: an infinite number that cannot be replaced.
     """
     found = {name: finite(value) for name, value in settings.items()}
     rope = found.get("rope_parameters") or {}
@@ -50,7 +49,6 @@ def for_both(settings: dict[str, Any], architecture: Architecture | None = None)
 
 
 def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Rotary options as version 4 calls them."""
     own = ("rope_theta", "partial_rotary_factor")
     scaling = {name: value for name, value in parameters.items() if name not in own and value is not None}
     found = {"rope_theta": parameters["rope_theta"]}
@@ -61,10 +59,10 @@ def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """Values without the mappings that version 5 writes for infinite numbers.
+    """Replace version 5's mappings of infinite numbers.
 
     Raises:
-        ValueError: one stands where nobody knows what to write for it.
+        ValueError: an infinite number that cannot be replaced.
     """
     if isinstance(value, dict) and "__float__" in value:
         number = float(value["__float__"])
@@ -80,7 +78,7 @@ def make_readable(folder: Path, architecture: Architecture) -> None:
     """Rewrite the config.json of a folder that version 5 has saved."""
     path = folder / "config.json"
     settings = for_both(json.loads(path.read_text(encoding="utf-8")), architecture)
-    settings = dict.fromkeys(IDS) | settings  # one that is absent is the class's own, in some vocabulary of its own
+    settings = dict.fromkeys(IDS) | settings  # an absent one means the class's default, of another vocabulary
     if settings["eos_token_id"] is None:  # some classes take null for absent
         read = CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
         settings["eos_token_id"] = None if read.eos_token_id is None else []

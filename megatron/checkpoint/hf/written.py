@@ -1,4 +1,4 @@
-"""Writing a Hugging Face folder: sharded safetensors as a stream, and the files beside them."""
+"""Write a Hugging Face folder: sharded safetensors as a stream, and their index."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def shapes_of(
 
 
 def files_of(planned: list[Planned], limit: int) -> list[list[Planned]]:
-    """The steps in files of at most `limit` bytes (a step is never cut, so one alone may be larger)."""
+    """The steps in files of at most `limit` bytes. A step is never split, so a single one may be larger."""
     files: list[list[Planned]] = [[]]
     size = 0
     for step, shapes in planned:
@@ -49,10 +49,9 @@ def files_of(planned: list[Planned], limit: int) -> list[list[Planned]]:
 
 
 def write_tensors(folder: Path, planned: list[Planned], read: Callable[[str], Tensor], limit: int) -> Iterator[str]:
-    """Write all tensors; the tensors of one step are in memory at a time. Yields the name of each file when it is done.
+    """Write all tensors, with one step's tensors in memory at a time. Yields the name of each finished file.
 
     Args:
-        planned: as of `shapes_of`.
         read: gives one of our tensors by its name, in its planned type.
         limit: bytes of a file.
     """

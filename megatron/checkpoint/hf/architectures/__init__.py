@@ -1,1 +1,1 @@
-"""The architectures that models can be exchanged with, a family a file. The registry names each."""
+"""The architectures that models can be exchanged with, a family per file. The registry names each."""

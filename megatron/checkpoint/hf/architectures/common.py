@@ -1,12 +1,16 @@
-"""What architectures share: tensors and options by their names on both sides, and what all compute the same way."""
+"""Tables that architectures share: tensors and options by both names, and options with one value."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from megatron.kinds.attention import hf as attention
 from megatron.kinds.common.links import Link
 from megatron.kinds.mlp import hf as mlp
 
-from ..architecture import Field
+from ..architecture import Architecture, Field
+from ..layers import Layers, uniform
+from ..parts import ConfigPart, RotaryPart
 
 OURS, THEIRS = "layers.{n}", "model.layers.{n}"
 ACTIVATIONS = {
@@ -26,6 +30,16 @@ ALSO = {
 }
 
 
+def options(section: str, **values: Any) -> dict[str, Any]:
+    """Values of a section by their dotted keys."""
+    return {f"{section}.{name}": value for name, value in values.items()}
+
+
+def fields(section: str, **theirs: str) -> tuple[Field, ...]:
+    """Options of a section (ours=theirs) that both sides have."""
+    return tuple(Field(f"{section}.{ours}" if section else ours, name) for ours, name in theirs.items())
+
+
 def activation(theirs: str, section: str = "mlp") -> Field:
     return Field(f"{section}.activation", theirs, ACTIVATIONS, ALSO)
 
@@ -36,16 +50,12 @@ def rms_norm(theirs: str = "rms_norm_eps") -> Field:
 
 # -- options -----------------------------------------------------------------------------------------------------------
 
-SIZES = (
-    Field("hidden_size", "hidden_size"),
-    Field("vocab_size", "vocab_size"),
-    Field("attention.heads", "num_attention_heads"),
-    Field("embedding.tied", "tie_word_embeddings"),
-)
-QKV_BIAS, OUTPUT_BIAS = (
-    Field("attention.qkv_bias", "attention_bias"),
-    Field("attention.output_bias", "attention_bias"),
-)
+STREAM = fields("", hidden_size="hidden_size", vocab_size="vocab_size")
+TIED = Field("embedding.tied", "tie_word_embeddings")
+SIZES = (*STREAM, TIED, Field("attention.heads", "num_attention_heads"))
+ATTENTION_BIASES = fields("attention", qkv_bias="attention_bias", output_bias="attention_bias")
+QKV_BIAS, OUTPUT_BIAS = ATTENTION_BIASES
+MLP_BIAS = Field("mlp.bias", "mlp_bias")
 LLAMA_SIZES = (
     *SIZES,
     Field("attention.kv_heads", "num_key_value_heads"),
@@ -54,17 +64,11 @@ LLAMA_SIZES = (
     rms_norm(),
 )
 HEAD_DIM = Field("attention.head_dim", "head_dim")
-LLAMA_FIXED = {
-    "norm.type": "rmsnorm",
-    "residual.form": "sequential",
-    "residual.norm": "pre",
-    "attention.position": "rotary",
-    "attention.qk_norm": "none",
-    "mlp.gated": True,
-    "embedding.position": "none",
-}
-NO_BIAS = {"attention.qkv_bias": False, "attention.output_bias": False, "mlp.bias": False}
 BARE = {"norm.type": "rmsnorm", "residual.norm": "pre", "embedding.position": "none"}
+ATTENTION_FIXED = {**BARE, "residual.form": "sequential", **options("attention", position="rotary", qk_norm="none")}
+LLAMA_FIXED = {**ATTENTION_FIXED, "mlp.gated": True}
+NO_ATTENTION_BIAS = options("attention", qkv_bias=False, output_bias=False)
+NO_BIAS = {**NO_ATTENTION_BIAS, "mlp.bias": False}
 
 
 def experts(width: str, count: str) -> tuple[Field, ...]:
@@ -74,25 +78,15 @@ def experts(width: str, count: str) -> tuple[Field, ...]:
         Field("attention.kv_heads", "num_key_value_heads"),
         rms_norm(),
         activation("hidden_act", "moe"),
-        Field("moe.hidden_size", width),
-        Field("moe.experts", count),
-        Field("moe.top_k", "num_experts_per_tok"),
+        *fields("moe", hidden_size=width, experts=count, top_k="num_experts_per_tok"),
     )
 
 
-MOE_FIXED = {
-    **{key: value for key, value in LLAMA_FIXED.items() if not key.startswith("mlp.")},
-    "moe.gated": True,
-    "moe.shared_size": 0,
-    "moe.capacity_factor": None,
-    "moe.router.network": "linear",
-    "moe.router.bias": False,
-    "moe.router.score": "softmax",
-    "moe.router.select": "top_k",
-    "moe.router.scale": 1.0,
-    "moe.router.groups": 1,
-    "moe.router.correction": "none",
+EXPERTS_FIXED = {
+    **options("moe", gated=True, capacity_factor=None),
+    **options("moe.router", network="linear", bias=False, score="softmax", select="top_k", correction="none"),
 }
+MOE_FIXED = {**ATTENTION_FIXED, **EXPERTS_FIXED, "moe.shared_size": 0, **options("moe.router", scale=1.0, groups=1)}
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
@@ -111,6 +105,28 @@ LLAMA_COMMON = (EMBEDDING, *LLAMA_ATTENTION, *LLAMA_MLP, FINAL_NORM, HEAD)
 def norms(mixer: str, ffn: str) -> tuple[Link, ...]:
     """The two norms of a layer, by their names there."""
     return Link(f"{OURS}.mixer_norm", f"{THEIRS}.{mixer}"), Link(f"{OURS}.ffn_norm", f"{THEIRS}.{ffn}")
+
+
+def dense(
+    name: str,
+    class_name: str,
+    links: tuple[Link, ...],
+    layers: Layers | None = None,
+    *,
+    more: tuple[Field, ...] = (),
+    fixed: dict[str, Any] | None = None,
+    parts: tuple[ConfigPart, ...] = (RotaryPart(),),
+    **others: Any,
+) -> Architecture:
+    """A variant of Llama.
+
+    Args:
+        layers: by default an attention and an MLP in every layer.
+        more: options in addition to `LLAMA_SIZES`.
+        fixed: values in addition to `LLAMA_FIXED`, or in their place.
+    """
+    layers, values = layers or uniform("attention/mlp"), LLAMA_FIXED | (fixed or {})
+    return Architecture(name, class_name, links, layers, (*LLAMA_SIZES, *more), values, parts=parts, **others)
 
 
 PRE_NORMS = norms("input_layernorm", "post_attention_layernorm")

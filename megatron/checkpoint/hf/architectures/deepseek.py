@@ -20,17 +20,17 @@ from ..architecture import Architecture, Field
 from ..layers import Layers, runs_of
 from ..parts import Found, Functions
 from ..rope import rope_parameters, rope_values
-from .common import BARE, EMBEDDING, FINAL_NORM, HEAD, LLAMA_MLP, MOE_FIXED, PRE_NORMS, THEIRS, activation, rms_norm
+from . import common
 
-_ATTENTION, _MOE = f"{THEIRS}.self_attn", f"{THEIRS}.mlp"
+_ATTENTION, _MOE = f"{common.THEIRS}.self_attn", f"{common.THEIRS}.mlp"
 FFNS = (  # of all layers: an MLP, or experts
-    *LLAMA_MLP,
+    *common.LLAMA_MLP,
     Link(f"{moe.OURS}.router", f"{_MOE}.gate", suffixes=("weight",)),
     *moe.experts(f"{_MOE}.experts"),
     *moe.shared_alone(f"{_MOE}.shared_experts"),
 )
 CORRECTION = Link(f"{moe.OURS}.router.correction", f"{_MOE}.gate.e_score_correction_bias", suffixes=("",))
-_LINKS = (EMBEDDING, FINAL_NORM, HEAD, *PRE_NORMS, *mla.mixer(_ATTENTION), *FFNS)
+_LINKS = (common.EMBEDDING, common.FINAL_NORM, common.HEAD, *common.PRE_NORMS, *mla.mixer(_ATTENTION), *FFNS)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class FirstDense(Layers):
 
 
 def dense_layers(_model: ModelSection, kinds: list[str]) -> dict[str, Any]:
-    """Where layers with an MLP follow others, it shows when the configuration is read back."""
+    """Reading back shows layers with an MLP that follow others."""
     return {"first_k_dense_replace": kinds.count("dense")}
 
 
@@ -52,18 +52,18 @@ def _queries(ours: Collection[str]) -> tuple[Link, ...]:
     return mla.queries(_ATTENTION, any(".mla.query_down." in name for name in ours))
 
 
-# Of a layer that predicts further tokens: what it shares with the model, and its own tensors beside its block's.
+# Of a layer that predicts further tokens: copies of the model's tensors, and its own tensors outside of its block.
 _COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
 _FURTHER = (
-    Link("layers.{n}.embedding_norm", f"{THEIRS}.enorm"),
-    Link("layers.{n}.hidden_norm", f"{THEIRS}.hnorm"),
-    Link("layers.{n}.projection", f"{THEIRS}.eh_proj"),
-    Link("layers.{n}.output_norm", f"{THEIRS}.shared_head.norm"),
+    Link("layers.{n}.embedding_norm", f"{common.THEIRS}.enorm"),
+    Link("layers.{n}.hidden_norm", f"{common.THEIRS}.hnorm"),
+    Link("layers.{n}.projection", f"{common.THEIRS}.eh_proj"),
+    Link("layers.{n}.output_norm", f"{common.THEIRS}.shared_head.norm"),
 )
 
 
 def _copied(name: str, saved: Collection[str]) -> str | None:
-    """What a tensor of such a layer is a copy of; a tied head is the embedding."""
+    """Source of such a layer's copy. A tied head is the embedding."""
     found = re.fullmatch(r"model\.layers\.\d+\.(.+)", name)
     source = _COPIES.get(found[1]) if found else None
     return "model.embed_tokens.weight" if source == "lm_head.weight" and source not in saved else source
@@ -95,14 +95,10 @@ def _read_rotary(theirs: PreTrainedConfig) -> Found:
 
 
 def _read_heads(theirs: PreTrainedConfig) -> Found:
-    """Their classes have the option, but keys and values of as many heads as queries."""
+    """Their classes have the option, but the same number of heads for keys as for queries."""
     if theirs.num_key_value_heads != theirs.num_attention_heads:
         return {}, [f"num_key_value_heads={theirs.num_key_value_heads!r} must be num_attention_heads"]
     return {}, []
-
-
-def _write_heads(config: Config) -> dict[str, Any]:
-    return {"num_key_value_heads": config.model.mla.heads}
 
 
 def _write_rotary(config: Config) -> dict[str, Any]:
@@ -153,52 +149,28 @@ def _further_layers(config: Config) -> dict[str, Any]:
 
 MOE_FIELDS = (
     Field("mlp.hidden_size", "intermediate_size"),
-    activation("hidden_act"),
-    activation("hidden_act", "moe"),
-    Field("moe.hidden_size", "moe_intermediate_size"),
-    Field("moe.experts", "n_routed_experts"),
-    Field("moe.top_k", "num_experts_per_tok"),
+    common.activation("hidden_act"),
+    common.activation("hidden_act", "moe"),
+    *common.fields("moe", hidden_size="moe_intermediate_size", experts="n_routed_experts", top_k="num_experts_per_tok"),
     Field("moe.router.scale", "routed_scaling_factor"),
 )
 _FIELDS = (
-    Field("hidden_size", "hidden_size"),
-    Field("vocab_size", "vocab_size"),
-    Field("embedding.tied", "tie_word_embeddings"),
-    rms_norm(),
-    Field("mla.heads", "num_attention_heads"),
-    Field("mla.query_rank", "q_lora_rank"),
-    Field("mla.kv_rank", "kv_lora_rank"),
-    Field("mla.nope_dim", "qk_nope_head_dim"),
-    Field("mla.rope_dim", "qk_rope_head_dim"),
-    Field("mla.value_dim", "v_head_dim"),
+    *(*common.STREAM, common.TIED, common.rms_norm(), *MOE_FIELDS),
+    *common.fields("mla", heads="num_attention_heads", query_rank="q_lora_rank", kv_rank="kv_lora_rank"),
+    *common.fields("mla", nope_dim="qk_nope_head_dim", rope_dim="qk_rope_head_dim", value_dim="v_head_dim"),
     Field("mla.bias", "attention_bias"),
-    *MOE_FIELDS,
 )
-V3_FIELDS = (
-    Field("moe.router.normalize", "norm_topk_prob"),
-    Field("moe.router.groups", "n_group"),
-    Field("moe.router.top_groups", "topk_group"),
-)
-_OTHER = ("moe.shared_size", "moe.router.scale", "moe.router.groups")
-_MOE_FIXED = {
-    "mlp.gated": True,
-    "mlp.bias": False,
-    **{key: value for key, value in MOE_FIXED.items() if key.startswith("moe.") and key not in _OTHER},
-    "moe.shared_gate": False,
-}
-V3_FIXED = {
-    **_MOE_FIXED,
-    "moe.router.score": "sigmoid",
-    "moe.router.correction": "sign",
-    "moe.router.group_score": "top_two",
-}
+V3_FIELDS = common.fields("moe.router", normalize="norm_topk_prob", groups="n_group", top_groups="topk_group")
+_MOE_FIXED = {**common.options("mlp", gated=True, bias=False), **common.EXPERTS_FIXED, "moe.shared_gate": False}
+V3_ROUTER = common.options("moe.router", score="sigmoid", correction="sign", group_score="top_two")
+V3_FIXED = {**_MOE_FIXED, **V3_ROUTER}
 _BASE = {
-    **BARE,
+    **common.BARE,
     "residual.form": "sequential",
-    "mla.position": "rotary",
-    "mla.norm_epsilon": 1e-6,
-}  # all in their class
-_PARTS = (Functions(_read_heads, _write_heads), Functions(_read_rotary, _write_rotary), SHARED_EXPERTS)
+    **common.options("mla", position="rotary", norm_epsilon=1e-6),
+}  # of their class
+_HEADS = Functions(_read_heads, lambda config: {"num_key_value_heads": config.model.mla.heads})
+_PARTS = (_HEADS, Functions(_read_rotary, _write_rotary), SHARED_EXPERTS)
 
 
 def _newer_v2(model: ModelSection) -> str:

@@ -15,25 +15,9 @@ from ..architecture import Architecture, Field
 from ..layer_types import ByLayer
 from ..layers import Layers, runs_of, uniform
 from ..parts import RotaryPart, WindowPart
-from .common import (
-    EMBEDDING,
-    FINAL_NORM,
-    HEAD,
-    HEAD_DIM,
-    LLAMA_ATTENTION,
-    LLAMA_MLP,
-    MOE_FIXED,
-    OURS,
-    OUTPUT_BIAS,
-    PRE_NORMS,
-    QK_NORMS,
-    QKV_BIAS,
-    THEIRS,
-    activation,
-    experts,
-)
+from . import common
 
-_MIXER = (EMBEDDING, *LLAMA_ATTENTION, FINAL_NORM, HEAD, *PRE_NORMS)
+_MIXER = (common.EMBEDDING, *common.LLAMA_ATTENTION, common.FINAL_NORM, common.HEAD, *common.PRE_NORMS)
 _NORMALIZE = Field("moe.router.normalize", "norm_topk_prob")
 
 
@@ -41,26 +25,26 @@ def _router(theirs: str) -> Link:
     return Link(f"{moe.OURS}.router", f"{theirs}.gate")
 
 
-_MIXTRAL_MOE = f"{THEIRS}.block_sparse_moe"
+_MIXTRAL_MOE = f"{common.THEIRS}.block_sparse_moe"
 MIXTRAL = Architecture(
     "mixtral",
     "MixtralForCausalLM",
     (*_MIXER, _router(_MIXTRAL_MOE), *moe.experts(f"{_MIXTRAL_MOE}.experts", "w1", "w3", "w2")),
     uniform("attention/moe"),
-    fields=(*experts("intermediate_size", "num_local_experts"), HEAD_DIM),
-    fixed={**MOE_FIXED, "attention.qkv_bias": False, "attention.output_bias": False, "moe.router.normalize": True},
+    fields=(*common.experts("intermediate_size", "num_local_experts"), common.HEAD_DIM),
+    fixed={**common.MOE_FIXED, **common.NO_ATTENTION_BIAS, "moe.router.normalize": True},
     required={"router_jitter_noise": 0.0},
     parts=(RotaryPart(), WindowPart()),
 )
 
-_MLP_MOE = (_router(f"{THEIRS}.mlp"), *moe.experts(f"{THEIRS}.mlp.experts"))
+_MLP_MOE = (_router(f"{common.THEIRS}.mlp"), *moe.experts(f"{common.THEIRS}.mlp.experts"))
 OLMOE = Architecture(
     "olmoe",
     "OlmoeForCausalLM",
-    (*_MIXER, *QK_NORMS, *_MLP_MOE),
+    (*_MIXER, *common.QK_NORMS, *_MLP_MOE),
     uniform("attention/moe"),
-    fields=(*experts("intermediate_size", "num_experts"), _NORMALIZE, QKV_BIAS, OUTPUT_BIAS),
-    fixed={**MOE_FIXED, "attention.qk_norm": "full"},
+    fields=(*common.experts("intermediate_size", "num_experts"), _NORMALIZE, *common.ATTENTION_BIASES),
+    fixed={**common.MOE_FIXED, "attention.qk_norm": "full"},
     required={"clip_qkv": None},
     parts=(RotaryPart(),),
 )
@@ -72,24 +56,20 @@ GPT_OSS = Architecture(
     "GptOssForCausalLM",
     (
         *_MIXER,
-        Link(f"{OURS}.attention.sinks", f"{THEIRS}.self_attn.sinks", suffixes=("",)),
-        Link(f"{moe.OURS}.router", f"{THEIRS}.mlp.router"),
-        *moe.experts_turned(f"{THEIRS}.mlp.experts"),
+        Link(f"{common.OURS}.attention.sinks", f"{common.THEIRS}.self_attn.sinks", suffixes=("",)),
+        Link(f"{moe.OURS}.router", f"{common.THEIRS}.mlp.router"),
+        *moe.experts_turned(f"{common.THEIRS}.mlp.experts"),
     ),
     ByLayer({"attention/moe": ""}),
     fields=(
-        *(field for field in experts("intermediate_size", "num_local_experts") if field.theirs != "hidden_act"),
-        *(HEAD_DIM, QKV_BIAS, OUTPUT_BIAS),
-        Field("moe.limit", "swiglu_limit"),
+        *(field for field in common.experts("intermediate_size", "num_local_experts") if field.theirs != "hidden_act"),
+        *(common.HEAD_DIM, *common.ATTENTION_BIASES, Field("moe.limit", "swiglu_limit")),
     ),
     fixed={
-        **MOE_FIXED,
+        **common.MOE_FIXED,
         "attention.sinks": True,
-        "moe.activation": "quick_gelu",
-        "moe.bias": True,
-        "moe.up_offset": 1.0,
-        "moe.router.bias": True,
-        "moe.router.normalize": True,
+        **common.options("moe", activation="quick_gelu", bias=True, up_offset=1.0),
+        **common.options("moe.router", bias=True, normalize=True),
     },
     required={"hidden_act": "silu", "swiglu_alpha": 1.702},
     parts=(RotaryPart(),),
@@ -116,17 +96,20 @@ def _settings(_model: ModelSection, kinds: list[str]) -> dict[str, Any]:
 
 _SPARSE = _Sparse({"attention/moe": "sparse", "attention/mlp": "dense"}, settings=_settings)
 _QWEN = (
-    *experts("moe_intermediate_size", "num_experts"),
+    *common.experts("moe_intermediate_size", "num_experts"),
     _NORMALIZE,
     Field("mlp.hidden_size", "intermediate_size"),
-    activation("hidden_act"),
+    common.activation("hidden_act"),
 )
-_QWEN_FIXED = {**MOE_FIXED, "mlp.gated": True, "mlp.bias": False}
+_QWEN_FIXED = {**common.MOE_FIXED, **common.options("mlp", gated=True, bias=False)}
 
 QWEN2_MOE = Architecture(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
-    (*(*_MIXER, *_MLP_MOE, *LLAMA_MLP), *moe.shared(f"{THEIRS}.mlp.shared_expert", f"{THEIRS}.mlp.shared_expert_gate")),
+    (
+        *(*_MIXER, *_MLP_MOE, *common.LLAMA_MLP),
+        *moe.shared(f"{common.THEIRS}.mlp.shared_expert", f"{common.THEIRS}.mlp.shared_expert_gate"),
+    ),
     _SPARSE,
     fields=(
         *_QWEN,
@@ -143,19 +126,14 @@ QWEN2_MOE = Architecture(
 )
 
 
-def _older_qwen3(settings: dict[str, Any]) -> dict[str, Any]:
-    """Version 4 knows no other name and would make 128 experts."""
-    return {"num_experts": settings["num_local_experts"]}
-
-
 QWEN3_MOE = Architecture(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
-    (*_MIXER, *QK_NORMS, *_MLP_MOE, *LLAMA_MLP),
+    (*_MIXER, *common.QK_NORMS, *_MLP_MOE, *common.LLAMA_MLP),
     _SPARSE,
-    fields=(*_QWEN, Field("attention.head_dim", "head_dim", optional=True), QKV_BIAS, OUTPUT_BIAS),
+    fields=(*_QWEN, Field("attention.head_dim", "head_dim", optional=True), *common.ATTENTION_BIASES),
     fixed={**_QWEN_FIXED, "attention.qk_norm": "head"},
     required={"use_sliding_window": False},
     parts=(RotaryPart(),),
-    older=_older_qwen3,
+    older=lambda settings: {"num_experts": settings["num_local_experts"]},  # without it version 4 makes 128
 )

@@ -1,4 +1,4 @@
-"""Falcon-H1: attention and Mamba-2 side by side in each layer, with multipliers all over the model."""
+"""Falcon-H1: attention and Mamba-2 in parallel in each layer, with multipliers throughout the model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron.kinds.mamba2 import hf as mamba2
 from megatron.kinds.mamba2.options import inner_channels
 from megatron.kinds.mlp import hf as mlp
 
-from ..architecture import Architecture, Field
+from ..architecture import Field
 from ..layers import uniform
 from ..parts import Found, Functions, RotaryPart
-from .common import EMBEDDING, HEAD, LLAMA_ATTENTION, LLAMA_FIXED, LLAMA_SIZES, OUTPUT_BIAS, QKV_BIAS, THEIRS, norms
-from .mamba import heads, newer_limits, read_steps, write_steps
+from .common import ATTENTION_BIASES, EMBEDDING, HEAD, LLAMA_ATTENTION, MLP_BIAS, THEIRS, dense, fields, norms
+from .mamba import MAMBA2_SIZES, heads, newer_limits, read_steps, write_steps
 
 _PARTS = ("z", "x", "B", "C", "dt")  # of Mamba-2's first projection, in the order of their list
 
@@ -29,7 +29,7 @@ def _read(theirs: PreTrainedConfig) -> Found:
     gate, down = theirs.mlp_multipliers
     values, problems = read_steps(theirs)
     if theirs.mamba_proj_bias != theirs.projectors_bias:
-        problems.append("mamba_proj_bias and projectors_bias must be equal: both projections have a bias here, or none")
+        problems.append("mamba_proj_bias and projectors_bias must be equal: both projections have a bias here or none")
     return {
         **values,
         "attention.scale": head_dim**-0.5 * theirs.key_multiplier,
@@ -59,7 +59,7 @@ def _write(config: Config) -> dict[str, Any]:
     }
 
 
-FALCON_H1 = Architecture(
+FALCON_H1 = dense(
     "falcon_h1",
     "FalconH1ForCausalLM",
     (
@@ -72,26 +72,14 @@ FALCON_H1 = Architecture(
         HEAD,
     ),
     uniform("attention&mamba2/mlp"),
-    fields=(
-        *LLAMA_SIZES,
-        QKV_BIAS,
-        OUTPUT_BIAS,
+    more=(
+        *(*ATTENTION_BIASES, MLP_BIAS, *MAMBA2_SIZES),
         Field("attention.head_dim", "head_dim", optional=True),
-        Field("attention.input_multiplier", "attention_in_multiplier"),
-        Field("attention.output_multiplier", "attention_out_multiplier"),
-        Field("mlp.bias", "mlp_bias"),
-        Field("mamba2.expand", "mamba_expand"),
-        Field("mamba2.state_size", "mamba_d_state"),
-        Field("mamba2.convolution", "mamba_d_conv"),
-        Field("mamba2.groups", "mamba_n_groups"),
-        Field("mamba2.convolution_bias", "mamba_conv_bias"),
-        Field("mamba2.bias", "mamba_proj_bias"),
-        Field("mamba2.input_multiplier", "ssm_in_multiplier"),
-        Field("mamba2.output_multiplier", "ssm_out_multiplier"),
+        *fields("attention", input_multiplier="attention_in_multiplier", output_multiplier="attention_out_multiplier"),
+        *fields("mamba2", input_multiplier="ssm_in_multiplier", output_multiplier="ssm_out_multiplier"),
         Field("embedding.multiplier", "embedding_multiplier"),
         Field("head.multiplier", "lm_head_multiplier"),
     ),
-    fixed=LLAMA_FIXED,
     required={"hidden_act": "silu"},
     parts=(RotaryPart(), Functions(_read, _write)),
     newer=newer_limits,

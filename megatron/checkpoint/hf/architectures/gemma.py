@@ -11,56 +11,35 @@ from megatron.kinds.common.links import Link
 
 from ..architecture import Architecture, Field, Power
 from ..layer_types import ByLayer, near_rotary
-from ..layers import uniform
 from ..parts import Functions, RotaryPart
-from .common import (
-    EMBEDDING,
-    FINAL_NORM,
-    HEAD,
-    HEAD_DIM,
-    LLAMA_ATTENTION,
-    LLAMA_FIXED,
-    LLAMA_LINKS,
-    LLAMA_MLP,
-    LLAMA_SIZES,
-    OURS,
-    OUTPUT_BIAS,
-    QK_NORMS,
-    QKV_BIAS,
-    THEIRS,
-    activation,
-)
+from . import common
 
 _LINKS = (
-    *(EMBEDDING, *LLAMA_ATTENTION, *LLAMA_MLP, HEAD, FINAL_NORM),
-    Link(f"{OURS}.mixer_norm", f"{THEIRS}.input_layernorm"),
-    Link(f"{OURS}.mixer_output_norm", f"{THEIRS}.post_attention_layernorm"),
-    Link(f"{OURS}.ffn_norm", f"{THEIRS}.pre_feedforward_layernorm"),
-    Link(f"{OURS}.ffn_output_norm", f"{THEIRS}.post_feedforward_layernorm"),
+    *(common.EMBEDDING, *common.LLAMA_ATTENTION, *common.LLAMA_MLP, common.HEAD, common.FINAL_NORM),
+    Link(f"{common.OURS}.mixer_norm", f"{common.THEIRS}.input_layernorm"),
+    Link(f"{common.OURS}.mixer_output_norm", f"{common.THEIRS}.post_attention_layernorm"),
+    Link(f"{common.OURS}.ffn_norm", f"{common.THEIRS}.pre_feedforward_layernorm"),
+    Link(f"{common.OURS}.ffn_output_norm", f"{common.THEIRS}.post_feedforward_layernorm"),
 )
 _FIELDS = (
-    *(field for field in LLAMA_SIZES if field.theirs != "hidden_act"),
-    activation("hidden_activation"),
-    HEAD_DIM,
-    QKV_BIAS,
-    OUTPUT_BIAS,
+    *(field for field in common.LLAMA_SIZES if field.theirs != "hidden_act"),
+    *(common.activation("hidden_activation"), common.HEAD_DIM, *common.ATTENTION_BIASES),
     Power("attention.scale", "query_pre_attn_scalar", power=-0.5),
     Field("head.softcap", "final_logit_softcapping"),
 )
-_FIXED = {**LLAMA_FIXED, "residual.norm": "both", "norm.unit_offset": True, "mlp.bias": False}
+_FIXED = {**common.LLAMA_FIXED, "residual.norm": "both", "norm.unit_offset": True, "mlp.bias": False}
 
 
 def _more(theirs: PreTrainedConfig) -> dict[str, Any]:
     return {"embedding.multiplier": theirs.hidden_size**0.5}
 
 
-GEMMA = Architecture(
+GEMMA = common.dense(
     "gemma",
     "GemmaForCausalLM",
-    LLAMA_LINKS,
-    uniform("attention/mlp"),
-    fields=(*LLAMA_SIZES, HEAD_DIM, QKV_BIAS, OUTPUT_BIAS),
-    fixed={**LLAMA_FIXED, "norm.unit_offset": True, "mlp.bias": False},
+    common.LLAMA_LINKS,
+    more=(common.HEAD_DIM, *common.ATTENTION_BIASES),
+    fixed={"norm.unit_offset": True, "mlp.bias": False},
     required={"use_bidirectional_attention": None},
     parts=(RotaryPart(), Functions(lambda theirs: (_more(theirs), []))),
 )
@@ -90,7 +69,7 @@ def _older(settings: dict[str, Any]) -> dict[str, Any]:
 GEMMA3 = Architecture(
     "gemma3_text",
     "Gemma3ForCausalLM",
-    (*_LINKS, *QK_NORMS),
+    (*_LINKS, *common.QK_NORMS),
     ByLayer({"attention/mlp": ""}, ropes=True, more=_more),
     fields=_FIELDS,
     fixed={**_FIXED, "attention.qk_norm": "head"},

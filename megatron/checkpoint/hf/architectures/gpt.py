@@ -5,16 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.config import Config
-from megatron.config.sections.model import ModelSection
 from megatron.kinds.attention import hf as attention
-from megatron.kinds.common.links import Form, Link, transposed
+from megatron.kinds.common.links import Link, transposed
 from megatron.kinds.mlp import hf as mlp
 
 from ..architecture import Architecture, Field
 from ..layers import uniform
 from ..parts import Functions, RotaryPart
-from .common import HEAD, OUTPUT_BIAS, QKV_BIAS, SIZES, activation
+from .common import ATTENTION_BIASES, HEAD, SIZES, activation, options
 
+LAYERNORM_FIXED = {
+    **options("norm", type="layernorm", bias=True),
+    "residual.norm": "pre",
+    **options("attention", position="rotary", qk_norm="none"),
+    "embedding.position": "none",
+}
+PARALLEL = Field("residual.form", "use_parallel_residual", {"parallel": True, "sequential": False})
+GPT2_FIELDS = (
+    *(*SIZES, activation("activation_function")),
+    Field("mlp.hidden_size", "n_inner"),
+    Field("norm.epsilon", "layer_norm_epsilon"),
+)
 _OURS, _NEOX, _GPT2 = "layers.{n}", "gpt_neox.layers.{n}", "transformer.h.{n}"
 
 
@@ -41,25 +52,12 @@ GPT_NEOX = Architecture(
     ),
     uniform("attention/mlp"),
     fields=(
-        *SIZES,
+        *(*SIZES, *ATTENTION_BIASES, activation("hidden_act")),
         Field("mlp.hidden_size", "intermediate_size"),
-        activation("hidden_act"),
         Field("norm.epsilon", "layer_norm_eps"),
-        Field("residual.form", "use_parallel_residual", {"parallel": True, "sequential": False}),
-        QKV_BIAS,
-        OUTPUT_BIAS,
+        PARALLEL,
     ),
-    fixed={
-        "norm.type": "layernorm",
-        "norm.bias": True,
-        "residual.norm": "pre",
-        "residual.shared_norm": False,
-        "attention.position": "rotary",
-        "attention.qk_norm": "none",
-        "mlp.gated": False,
-        "mlp.bias": True,
-        "embedding.position": "none",
-    },
+    fixed={**LAYERNORM_FIXED, "residual.shared_norm": False, **options("mlp", gated=False, bias=True)},
     parts=(RotaryPart(partial=True),),
     aliases={"lm_head.weight": "embed_out.weight"},
     prefix="gpt_neox.",
@@ -68,12 +66,8 @@ GPT_NEOX = Architecture(
 )
 
 
-def _turned(model: ModelSection) -> Form:
-    return transposed(attention.query_key_value(model))
-
-
 def _positions(config: Config) -> dict[str, Any]:
-    """A model without learned positions is none of this architecture, which shows when it is read back."""
+    """Reading back shows a model without learned positions, which this architecture cannot express."""
     return {"n_positions": config.model.embedding.max_positions or config.training.sequence_length}
 
 
@@ -84,31 +78,24 @@ GPT2 = Architecture(
         Link("embedding.tokens", "transformer.wte"),
         Link("embedding.positions", "transformer.wpe"),
         Link(f"{_OURS}.mixer_norm", f"{_GPT2}.ln_1"),
-        *attention.joined(f"{_GPT2}.attn.c_attn", f"{_GPT2}.attn.c_proj", _turned, transposed()),
+        *attention.joined(
+            f"{_GPT2}.attn.c_attn",
+            f"{_GPT2}.attn.c_proj",
+            lambda model: transposed(attention.query_key_value(model)),
+            transposed(),
+        ),
         Link(f"{_OURS}.ffn_norm", f"{_GPT2}.ln_2"),
         *mlp.plain(f"{_GPT2}.mlp.c_fc", f"{_GPT2}.mlp.c_proj", transposed()),
         Link("final_norm", "transformer.ln_f"),
         HEAD,
     ),
     uniform("attention/mlp"),
-    fields=(
-        *SIZES,
-        Field("mlp.hidden_size", "n_inner"),
-        activation("activation_function"),
-        Field("norm.epsilon", "layer_norm_epsilon"),
-        Field("embedding.max_positions", "n_positions"),
-    ),
+    fields=(*GPT2_FIELDS, Field("embedding.max_positions", "n_positions")),
     fixed={
-        "norm.type": "layernorm",
-        "norm.bias": True,
+        **LAYERNORM_FIXED,
         "residual.form": "sequential",
-        "residual.norm": "pre",
-        "attention.position": "none",
-        "attention.qk_norm": "none",
-        "attention.qkv_bias": True,
-        "attention.output_bias": True,
-        "mlp.gated": False,
-        "mlp.bias": True,
+        **options("attention", position="none", qkv_bias=True, output_bias=True),
+        **options("mlp", gated=False, bias=True),
         "embedding.position": "learned",
     },
     required={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},

@@ -15,18 +15,11 @@ from megatron.kinds.moe import hf as moe
 
 from ..architecture import Architecture, Field
 from ..layers import Layers
-from .common import EMBEDDING, HEAD, LLAMA_ATTENTION, MOE_FIXED, OURS, THEIRS, activation, experts
+from . import common
 
-MAMBA_SIZES = tuple(
-    Field(f"mamba.{ours}", theirs)
-    for ours, theirs in {
-        "expand": "mamba_expand",
-        "state_size": "mamba_d_state",
-        "convolution": "mamba_d_conv",
-        "rank": "mamba_dt_rank",
-        "convolution_bias": "mamba_conv_bias",
-        "bias": "mamba_proj_bias",
-    }.items()
+MAMBA_SIZES = (
+    *common.fields("mamba", expand="mamba_expand", state_size="mamba_d_state", convolution="mamba_d_conv"),
+    *common.fields("mamba", rank="mamba_dt_rank", convolution_bias="mamba_conv_bias", bias="mamba_proj_bias"),
 )
 
 
@@ -51,8 +44,7 @@ def _settings(model: ModelSection, kinds: list[str]) -> dict[str, Any]:
 
 
 def _every(chosen: list[bool]) -> tuple[int, int]:
-    """The period and the offset of the chosen layers; those of none where they are not at regular distances, so that
-    what is different shows when the configuration is read back."""
+    """Period and offset of the chosen layers, or of none if they are irregular. Reading back then shows it."""
     for period in range(1, len(chosen) + 2):
         for offset in range(period):
             if all((index % period == offset) == each for index, each in enumerate(chosen)):
@@ -64,17 +56,17 @@ JAMBA = Architecture(
     "jamba",
     "JambaForCausalLM",
     (
-        EMBEDDING,
-        Link(f"{OURS}.mixer_norm", f"{THEIRS}.input_layernorm"),
-        *LLAMA_ATTENTION,
-        *mamba.inner_norms(f"{THEIRS}.mamba"),
-        *mamba.mixer(f"{THEIRS}.mamba"),
-        Link(f"{OURS}.ffn_norm", f"{THEIRS}.pre_ff_layernorm"),
-        *mlp.gated(f"{THEIRS}.feed_forward"),
-        Link(f"{OURS}.moe.router", f"{THEIRS}.feed_forward.router"),
-        *moe.experts(f"{THEIRS}.feed_forward.experts"),
+        common.EMBEDDING,
+        Link(f"{common.OURS}.mixer_norm", f"{common.THEIRS}.input_layernorm"),
+        *common.LLAMA_ATTENTION,
+        *mamba.inner_norms(f"{common.THEIRS}.mamba"),
+        *mamba.mixer(f"{common.THEIRS}.mamba"),
+        Link(f"{common.OURS}.ffn_norm", f"{common.THEIRS}.pre_ff_layernorm"),
+        *mlp.gated(f"{common.THEIRS}.feed_forward"),
+        Link(f"{common.OURS}.moe.router", f"{common.THEIRS}.feed_forward.router"),
+        *moe.experts(f"{common.THEIRS}.feed_forward.experts"),
         Link("final_norm", "model.final_layernorm"),
-        HEAD,
+        common.HEAD,
     ),
     _Jamba(
         dict.fromkeys(("mamba/moe", "mamba/mlp", "attention/mlp", "attention/moe"), ""),
@@ -82,21 +74,17 @@ JAMBA = Architecture(
         needed=("mamba/moe", "mamba/mlp"),
     ),
     fields=(
-        *experts("intermediate_size", "num_experts"),
+        *common.experts("intermediate_size", "num_experts"),
         Field("mlp.hidden_size", "intermediate_size"),
         *MAMBA_SIZES,
-        activation("hidden_act"),
+        common.activation("hidden_act"),
     ),
     fixed={
-        **MOE_FIXED,
+        **{**common.MOE_FIXED, **common.NO_BIAS},
         "attention.position": "none",
-        "attention.qkv_bias": False,
-        "attention.output_bias": False,
         "moe.router.normalize": False,
         "mlp.gated": True,
-        "mlp.bias": False,
-        "mamba.heads": 1,
-        "mamba.inner_norms": True,
+        **common.options("mamba", heads=1, inner_norms=True),
     },
     required={"hidden_act": "silu"},
 )

@@ -2,176 +2,113 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.attention import hf as attention
 from megatron.kinds.common.links import Link
 from megatron.kinds.mlp import hf as mlp
 
-from ..architecture import Architecture, Field, Power
+from ..architecture import Field, Power
 from ..layer_types import ByLayer, near_rotary, windowed
-from ..layers import uniform
 from ..parts import RotaryPart, WindowPart
-from .common import (
-    EMBEDDING,
-    FINAL_NORM,
-    HEAD,
-    HEAD_DIM,
-    INTERLEAVED_ATTENTION,
-    LLAMA_ATTENTION,
-    LLAMA_COMMON,
-    LLAMA_FIXED,
-    LLAMA_LINKS,
-    LLAMA_MLP,
-    LLAMA_SIZES,
-    NO_BIAS,
-    OURS,
-    OUTPUT_BIAS,
-    POST_NORMS,
-    PRE_NORMS,
-    QK_NORMS,
-    QKV_BIAS,
-    THEIRS,
-)
+from . import common
 
 _BLOCK = "attention/mlp"
+_BIASES = (*common.ATTENTION_BIASES, common.MLP_BIAS)
+_QKV_ONLY = {"attention.output_bias": False, "mlp.bias": False}
 
-LLAMA = Architecture(
-    "llama",
-    "LlamaForCausalLM",
-    LLAMA_LINKS,
-    uniform(_BLOCK),
-    fields=(*LLAMA_SIZES, HEAD_DIM, QKV_BIAS, OUTPUT_BIAS, Field("mlp.bias", "mlp_bias")),
-    fixed=LLAMA_FIXED,
-    parts=(RotaryPart(),),
-)
+LLAMA = common.dense("llama", "LlamaForCausalLM", common.LLAMA_LINKS, more=(common.HEAD_DIM, *_BIASES))
 
-MISTRAL = Architecture(
+MISTRAL = common.dense(
     "mistral",
     "MistralForCausalLM",
-    LLAMA_LINKS,
-    uniform(_BLOCK),
-    fields=(*LLAMA_SIZES, HEAD_DIM),
-    fixed={**LLAMA_FIXED, **NO_BIAS},
+    common.LLAMA_LINKS,
+    more=(common.HEAD_DIM,),
+    fixed=common.NO_BIAS,
     parts=(RotaryPart(), WindowPart()),
 )
 
-QWEN2 = Architecture(
-    "qwen2",
-    "Qwen2ForCausalLM",
-    LLAMA_LINKS,
-    windowed(_BLOCK),
-    fields=LLAMA_SIZES,
-    fixed={**LLAMA_FIXED, "attention.qkv_bias": True, "attention.output_bias": False, "mlp.bias": False},
-    parts=(RotaryPart(),),
+QWEN2 = common.dense(
+    "qwen2", "Qwen2ForCausalLM", common.LLAMA_LINKS, windowed(_BLOCK), fixed={"attention.qkv_bias": True, **_QKV_ONLY}
 )
 
-QWEN3 = Architecture(
+QWEN3 = common.dense(
     "qwen3",
     "Qwen3ForCausalLM",
-    LLAMA_LINKS + QK_NORMS,
+    common.LLAMA_LINKS + common.QK_NORMS,
     windowed(_BLOCK),
-    fields=(*LLAMA_SIZES, HEAD_DIM, QKV_BIAS, OUTPUT_BIAS),
-    fixed={**LLAMA_FIXED, "attention.qk_norm": "head", "mlp.bias": False},
-    parts=(RotaryPart(),),
+    more=(common.HEAD_DIM, *common.ATTENTION_BIASES),
+    fixed={"attention.qk_norm": "head", "mlp.bias": False},
 )
 
-SMOLLM3 = Architecture(
-    "smollm3",
-    "SmolLM3ForCausalLM",
-    LLAMA_LINKS,
-    ByLayer({_BLOCK: ""}, unturned=True),
-    fields=(*LLAMA_SIZES, QKV_BIAS, OUTPUT_BIAS, Field("mlp.bias", "mlp_bias")),
-    fixed=LLAMA_FIXED,
-    parts=(RotaryPart(),),
+SMOLLM3 = common.dense(
+    "smollm3", "SmolLM3ForCausalLM", common.LLAMA_LINKS, ByLayer({_BLOCK: ""}, unturned=True), more=_BIASES
 )
 
-SEED_OSS = Architecture(
+SEED_OSS = common.dense(
     "seed_oss",
     "SeedOssForCausalLM",
-    LLAMA_LINKS,
-    uniform(_BLOCK),
-    fields=(
-        *LLAMA_SIZES,
-        HEAD_DIM,
-        QKV_BIAS,
-        Field("attention.output_bias", "attention_out_bias"),
-        Field("mlp.bias", "mlp_bias"),
-    ),
-    fixed=LLAMA_FIXED,
-    parts=(RotaryPart(),),
+    common.LLAMA_LINKS,
+    more=(common.HEAD_DIM, common.QKV_BIAS, Field("attention.output_bias", "attention_out_bias"), common.MLP_BIAS),
 )
 
-_UNGATED = mlp.plain(f"{THEIRS}.mlp.up_proj", f"{THEIRS}.mlp.down_proj")
-ARCEE = Architecture(
+_UNGATED = mlp.plain(f"{common.THEIRS}.mlp.up_proj", f"{common.THEIRS}.mlp.down_proj")
+ARCEE = common.dense(
     "arcee",
     "ArceeForCausalLM",
-    (EMBEDDING, *LLAMA_ATTENTION, *_UNGATED, FINAL_NORM, HEAD, *PRE_NORMS),
-    uniform(_BLOCK),
-    fields=(*LLAMA_SIZES, HEAD_DIM, QKV_BIAS, OUTPUT_BIAS, Field("mlp.bias", "mlp_bias")),
-    fixed={**LLAMA_FIXED, "mlp.gated": False},
-    parts=(RotaryPart(),),
+    (common.EMBEDDING, *common.LLAMA_ATTENTION, *_UNGATED, common.FINAL_NORM, common.HEAD, *common.PRE_NORMS),
+    more=(common.HEAD_DIM, *_BIASES),
+    fixed={"mlp.gated": False},
 )
 
-GRANITE = Architecture(
+GRANITE = common.dense(
     "granite",
     "GraniteForCausalLM",
-    LLAMA_LINKS,
-    uniform(_BLOCK),
-    fields=(
-        *LLAMA_SIZES,
-        QKV_BIAS,
-        OUTPUT_BIAS,
-        Field("mlp.bias", "mlp_bias"),
+    common.LLAMA_LINKS,
+    more=(
+        *_BIASES,
         Field("embedding.multiplier", "embedding_multiplier"),
         Field("residual.multiplier", "residual_multiplier"),
         Field("attention.scale", "attention_multiplier"),
         Power("head.multiplier", "logits_scaling"),
     ),
-    fixed=LLAMA_FIXED,
-    parts=(RotaryPart(),),
 )
 
 # -- OLMo --------------------------------------------------------------------------------------------------------------
 
-OLMO = Architecture(
+_OLMO = common.dense(
     "olmo",
     "OlmoForCausalLM",
-    (EMBEDDING, *LLAMA_ATTENTION, *LLAMA_MLP, HEAD),
-    uniform(_BLOCK),
-    fields=(*(field for field in LLAMA_SIZES if field.ours != "norm.epsilon"), QKV_BIAS, OUTPUT_BIAS),
-    fixed={**LLAMA_FIXED, "norm.type": "nonparametric", "norm.epsilon": 1e-5, "mlp.bias": False},  # both in its class
+    (common.EMBEDDING, *common.LLAMA_ATTENTION, *common.LLAMA_MLP, common.HEAD),
+    more=common.ATTENTION_BIASES,
+    fixed={**common.options("norm", type="nonparametric", epsilon=1e-5), "mlp.bias": False},  # both in its class
     required={"clip_qkv": None},
-    parts=(RotaryPart(),),
 )
+OLMO = replace(_OLMO, fields=tuple(field for field in _OLMO.fields if field.ours != "norm.epsilon"))
 
-_OLMO = LLAMA_COMMON + POST_NORMS + QK_NORMS
-_OLMO_FIXED = {**LLAMA_FIXED, "residual.norm": "post", "attention.qk_norm": "full", "mlp.bias": False}
-
-OLMO2 = Architecture(
+OLMO2 = common.dense(
     "olmo2",
     "Olmo2ForCausalLM",
-    _OLMO,
-    uniform(_BLOCK),
-    fields=(*LLAMA_SIZES, QKV_BIAS, OUTPUT_BIAS),
-    fixed=_OLMO_FIXED,
-    parts=(RotaryPart(),),
+    common.LLAMA_COMMON + common.POST_NORMS + common.QK_NORMS,
+    more=common.ATTENTION_BIASES,
+    fixed={"residual.norm": "post", "attention.qk_norm": "full", "mlp.bias": False},
 )
 
 
 def _newer_olmo3(model: ModelSection) -> str:
     near = near_rotary(model)
     if near and (near.base != model.attention.rotary.base or near.scaling.type != "none"):
-        return "version 4 has one rotary base for all layers, and no scaling in those with a window"
+        return "version 4 has one rotary base for all layers, and no scaling in layers with a window"
     return ""
 
 
-OLMO3 = Architecture(
-    "olmo3",
-    "Olmo3ForCausalLM",
-    _OLMO,
-    ByLayer({_BLOCK: ""}, ropes=True),
-    fields=(*LLAMA_SIZES, QKV_BIAS, OUTPUT_BIAS),
-    fixed=_OLMO_FIXED,
+OLMO3 = replace(
+    OLMO2,
+    name="olmo3",
+    class_name="Olmo3ForCausalLM",
+    layers=ByLayer({_BLOCK: ""}, ropes=True),
+    parts=(),
     buffers=(r".*rotary_emb\..*",),
     newer=_newer_olmo3,
 )
@@ -184,64 +121,55 @@ def _newer_phi3(model: ModelSection) -> str:
     return "version 4 refuses rotary scaling of this type" if scaled else ""
 
 
-_QKV, _OUTPUT = attention.joined(f"{THEIRS}.self_attn.qkv_proj", f"{THEIRS}.self_attn.o_proj")
-_GATE_UP, _DOWN = mlp.gate_up_joined(f"{THEIRS}.mlp")
-PHI3 = Architecture(
+_QKV, _OUTPUT = attention.joined(f"{common.THEIRS}.self_attn.qkv_proj", f"{common.THEIRS}.self_attn.o_proj")
+_GATE_UP, _DOWN = mlp.gate_up_joined(f"{common.THEIRS}.mlp")
+PHI3 = common.dense(
     "phi3",
     "Phi3ForCausalLM",
-    (EMBEDDING, _OUTPUT, _DOWN, FINAL_NORM, HEAD, *PRE_NORMS, _QKV, _GATE_UP),
-    uniform(_BLOCK),
-    fields=LLAMA_SIZES,
-    fixed={**LLAMA_FIXED, **NO_BIAS},
+    (common.EMBEDDING, _OUTPUT, _DOWN, common.FINAL_NORM, common.HEAD, *common.PRE_NORMS, _QKV, _GATE_UP),
+    fixed=common.NO_BIAS,
     parts=(RotaryPart(partial=True), WindowPart()),
     newer=_newer_phi3,
 )
 
 # -- rotary channels that are neighbours -------------------------------------------------------------------------------
 
-_QUERY, _KEY_VALUE, _ = INTERLEAVED_ATTENTION
-_INTERLEAVED = (EMBEDDING, *INTERLEAVED_ATTENTION, FINAL_NORM, HEAD, *PRE_NORMS)
-ERNIE4_5 = Architecture(
+_QUERY, _KEY_VALUE, _ = common.INTERLEAVED_ATTENTION
+_INTERLEAVED = (common.EMBEDDING, *common.INTERLEAVED_ATTENTION, common.FINAL_NORM, common.HEAD, *common.PRE_NORMS)
+ERNIE4_5 = common.dense(
     "ernie4_5",
     "Ernie4_5ForCausalLM",
-    (*_INTERLEAVED, *LLAMA_MLP),
-    uniform(_BLOCK),
-    fields=(*LLAMA_SIZES, HEAD_DIM, *(Field(key, "use_bias") for key in NO_BIAS)),
-    fixed=LLAMA_FIXED,
-    parts=(RotaryPart(),),
+    (*_INTERLEAVED, *common.LLAMA_MLP),
+    more=(common.HEAD_DIM, *(Field(key, "use_bias") for key in common.NO_BIAS)),
 )
 
-HELIUM = Architecture(
+HELIUM = common.dense(
     "helium",
     "HeliumForCausalLM",
-    (*_INTERLEAVED, *LLAMA_MLP),
-    uniform(_BLOCK),
-    fields=(*LLAMA_SIZES, HEAD_DIM, QKV_BIAS, Field("mlp.bias", "mlp_bias")),
-    fixed={**LLAMA_FIXED, "attention.output_bias": False},
-    parts=(RotaryPart(),),
+    (*_INTERLEAVED, *common.LLAMA_MLP),
+    more=(common.HEAD_DIM, common.QKV_BIAS, common.MLP_BIAS),
+    fixed={"attention.output_bias": False},
 )
 
-GLM = Architecture(
+GLM = common.dense(
     "glm",
     "GlmForCausalLM",
     (*_INTERLEAVED, _GATE_UP, _DOWN),
-    uniform(_BLOCK),
-    fields=(*LLAMA_SIZES, HEAD_DIM, QKV_BIAS),
-    fixed={**LLAMA_FIXED, "attention.output_bias": False, "mlp.bias": False},
+    more=(common.HEAD_DIM, common.QKV_BIAS),
+    fixed=_QKV_ONLY,
     parts=(RotaryPart(partial=True),),
 )
 
-GLM4 = Architecture(
+GLM4 = common.dense(
     "glm4",
     "Glm4ForCausalLM",
     (
-        *(EMBEDDING, _OUTPUT, _DOWN, FINAL_NORM, HEAD, *PRE_NORMS, _QUERY, _KEY_VALUE),
-        Link(f"{OURS}.mixer_output_norm", f"{THEIRS}.post_self_attn_layernorm"),
-        Link(f"{OURS}.ffn_output_norm", f"{THEIRS}.post_mlp_layernorm"),
+        *(common.EMBEDDING, _OUTPUT, _DOWN, common.FINAL_NORM, common.HEAD, *common.PRE_NORMS, _QUERY, _KEY_VALUE),
+        Link(f"{common.OURS}.mixer_output_norm", f"{common.THEIRS}.post_self_attn_layernorm"),
+        Link(f"{common.OURS}.ffn_output_norm", f"{common.THEIRS}.post_mlp_layernorm"),
         _GATE_UP,
     ),
-    uniform(_BLOCK),
-    fields=(*LLAMA_SIZES, HEAD_DIM, QKV_BIAS),
-    fixed={**LLAMA_FIXED, "residual.norm": "both", "attention.output_bias": False, "mlp.bias": False},
+    more=(common.HEAD_DIM, common.QKV_BIAS),
+    fixed={"residual.norm": "both", **_QKV_ONLY},
     parts=(RotaryPart(partial=True),),
 )

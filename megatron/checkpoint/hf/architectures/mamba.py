@@ -1,4 +1,4 @@
-"""Mamba and Mamba-2 alone, and Bamba: Mamba-2 or attention, each with an MLP."""
+"""Mamba, Mamba-2, and Bamba: Mamba-2 or attention, each with an MLP."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from megatron.config import Config
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.links import Link
 from megatron.kinds.mamba import hf as mamba
@@ -18,45 +17,34 @@ from megatron.kinds.mlp import hf as mlp
 from ..architecture import Architecture, Field
 from ..layers import Layers, uniform
 from ..parts import Found, Functions, RotaryPart, unlimited
-from .common import (
-    BARE,
-    EMBEDDING,
-    HEAD,
-    LLAMA_ATTENTION,
-    LLAMA_FIXED,
-    LLAMA_SIZES,
-    OURS,
-    OUTPUT_BIAS,
-    QKV_BIAS,
-    THEIRS,
-)
+from . import common
 
 _THEIRS = "backbone.layers.{n}"
 _COMMON = (
     Link("embedding.tokens", "backbone.embeddings"),
-    Link(f"{OURS}.mixer_norm", f"{_THEIRS}.norm"),
+    Link(f"{common.OURS}.mixer_norm", f"{_THEIRS}.norm"),
     Link("final_norm", "backbone.norm_f"),
-    HEAD,
+    common.HEAD,
 )
 
 
 def _state_space(kind: str) -> tuple[Field, ...]:
-    """Options that Mamba and Mamba-2 call alike; those of initial values are told, too."""
+    """Options with the same names for Mamba and Mamba-2, including initial values."""
     return (
-        Field("hidden_size", "hidden_size"),
-        Field("vocab_size", "vocab_size"),
-        Field("embedding.tied", "tie_word_embeddings"),
-        Field("norm.epsilon", "layer_norm_epsilon"),
-        Field(f"{kind}.expand", "expand"),
-        Field(f"{kind}.state_size", "state_size"),
-        Field(f"{kind}.convolution", "conv_kernel"),
-        Field(f"{kind}.convolution_bias", "use_conv_bias"),
-        Field(f"{kind}.bias", "use_bias"),
-        Field(f"{kind}.time_step_low", "time_step_min"),
-        Field(f"{kind}.time_step_high", "time_step_max"),
-        Field(f"{kind}.time_step_floor", "time_step_floor"),
-        Field("residual.fp32", "residual_in_fp32"),
+        *(
+            *common.STREAM,
+            common.TIED,
+            common.rms_norm("layer_norm_epsilon"),
+            Field("residual.fp32", "residual_in_fp32"),
+        ),
+        *common.fields(kind, expand="expand", state_size="state_size", convolution="conv_kernel"),
+        *common.fields(kind, convolution_bias="use_conv_bias", bias="use_bias"),
+        *common.fields(kind, **STEPS),
     )
+
+
+NO_STEP = 1e-30  # their limit where we have none: they take its logarithm, and a default for 0
+STEPS = {"time_step_low": "time_step_min", "time_step_high": "time_step_max", "time_step_floor": "time_step_floor"}
 
 
 MAMBA = Architecture(
@@ -65,7 +53,7 @@ MAMBA = Architecture(
     (*_COMMON, *mamba.mixer(f"{_THEIRS}.mixer")),
     uniform("mamba"),
     fields=(*_state_space("mamba"), Field("mamba.rank", "time_step_rank")),
-    fixed=BARE,
+    fixed=common.BARE,
     required={"hidden_act": "silu"},
     prefix="backbone.",
     buffers=(),
@@ -93,25 +81,26 @@ def _newer_groups(model: ModelSection) -> str:
     return "version 4 norms the groups of Mamba-2 as one and gives other logits" if grouped else ""
 
 
-def _write_mamba2(config: Config) -> dict[str, Any]:
-    return {"num_heads": heads(config.model), **write_steps(config.model)}
-
-
 MAMBA2 = Architecture(
     "mamba2",
     "Mamba2ForCausalLM",
     (*_COMMON, *mamba2.mixer(f"{_THEIRS}.mixer")),
     uniform("mamba2"),
     fields=(*_state_space("mamba2"), Field("mamba2.groups", "n_groups"), Field("mamba2.head_dim", "head_dim")),
-    fixed=BARE,
+    fixed=common.BARE,
     required={"hidden_act": "silu"},
-    parts=(Functions(read_steps, _write_mamba2),),
+    parts=(Functions(read_steps, lambda config: {"num_heads": heads(config.model), **write_steps(config.model)}),),
     prefix="backbone.",
     buffers=(),
     newer=_newer_groups,
 )
 
 # -- Bamba -------------------------------------------------------------------------------------------------------------
+
+MAMBA2_SIZES = (
+    *common.fields("mamba2", expand="mamba_expand", state_size="mamba_d_state", convolution="mamba_d_conv"),
+    *common.fields("mamba2", groups="mamba_n_groups", convolution_bias="mamba_conv_bias", bias="mamba_proj_bias"),
+)
 
 
 def _bamba_values(theirs: PreTrainedConfig) -> Found:
@@ -129,7 +118,7 @@ def _bamba_settings(model: ModelSection, kinds: list[str]) -> dict[str, Any]:
 
 
 def newer_limits(model: ModelSection) -> str:
-    """Why version 4 gives other logits for limits of time steps; "" without any."""
+    """Why version 4 gives other logits for limits of time steps. Empty without limits."""
     limited = model.mamba2.least_step > 0.0 or model.mamba2.most_step is not None
     return "version 4 does not limit the time steps and gives other logits" if limited else ""
 
@@ -138,33 +127,21 @@ def _newer_bamba(model: ModelSection) -> str:
     return _newer_groups(model) or newer_limits(model)
 
 
-BAMBA = Architecture(
+BAMBA = common.dense(
     "bamba",
     "BambaForCausalLM",
     (
-        EMBEDDING,
+        common.EMBEDDING,
         Link("final_norm", "model.final_layernorm"),
-        HEAD,
-        Link(f"{OURS}.mixer_norm", f"{THEIRS}.input_layernorm"),
-        *mamba2.mixer(f"{THEIRS}.mamba"),
-        Link(f"{OURS}.ffn_norm", f"{THEIRS}.pre_ff_layernorm"),
-        *LLAMA_ATTENTION,
-        *mlp.gated(f"{THEIRS}.feed_forward"),
+        common.HEAD,
+        Link(f"{common.OURS}.mixer_norm", f"{common.THEIRS}.input_layernorm"),
+        *mamba2.mixer(f"{common.THEIRS}.mamba"),
+        Link(f"{common.OURS}.ffn_norm", f"{common.THEIRS}.pre_ff_layernorm"),
+        *common.LLAMA_ATTENTION,
+        *mlp.gated(f"{common.THEIRS}.feed_forward"),
     ),
     Layers({"mamba2/mlp": "linear_attention", "attention/mlp": "full_attention"}, _bamba_values, _bamba_settings),
-    fields=(
-        *LLAMA_SIZES,
-        QKV_BIAS,
-        OUTPUT_BIAS,
-        Field("mlp.bias", "mlp_bias"),
-        Field("mamba2.expand", "mamba_expand"),
-        Field("mamba2.state_size", "mamba_d_state"),
-        Field("mamba2.convolution", "mamba_d_conv"),
-        Field("mamba2.groups", "mamba_n_groups"),
-        Field("mamba2.convolution_bias", "mamba_conv_bias"),
-        Field("mamba2.bias", "mamba_proj_bias"),
-    ),
-    fixed=LLAMA_FIXED,
+    more=(*common.ATTENTION_BIASES, common.MLP_BIAS, *MAMBA2_SIZES),
     required={"hidden_act": "silu"},
     parts=(RotaryPart(partial=True),),
     newer=_newer_bamba,

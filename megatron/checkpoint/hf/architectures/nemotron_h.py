@@ -16,17 +16,17 @@ from megatron.kinds.moe import hf as moe
 from ..architecture import Architecture, Field
 from ..layers import Layers
 from ..parts import Found
-from .common import BARE, HEAD, MOE_FIXED, OURS, activation, rms_norm
-from .mamba import heads
+from . import common
+from .deepseek import V3_FIELDS, V3_ROUTER
+from .mamba import NO_STEP, heads
 
 _LAYER = "backbone.layers.{n}"
 _MIXER = f"{_LAYER}.mixer"
-NO_STEP = 1e-30  # stands for a limit of 0, below which transformers' own default would be taken
 
 _LINKS = (
     Link("embedding.tokens", "backbone.embeddings"),
-    Link(f"{OURS}.mixer_norm", f"{_LAYER}.norm"),
-    Link(f"{OURS}.ffn_norm", f"{_LAYER}.norm"),
+    Link(f"{common.OURS}.mixer_norm", f"{_LAYER}.norm"),
+    Link(f"{common.OURS}.ffn_norm", f"{_LAYER}.norm"),
     *mamba2.mixer(_MIXER),
     *attention.separate(_MIXER),
     *mlp.plain(f"{_MIXER}.up_proj", f"{_MIXER}.down_proj"),
@@ -36,7 +36,7 @@ _LINKS = (
     Link(f"{moe.OURS}.shared.up", f"{_MIXER}.shared_experts.up_proj"),
     Link(f"{moe.OURS}.shared.down", f"{_MIXER}.shared_experts.down_proj"),
     Link("final_norm", "backbone.norm_f"),
-    HEAD,
+    common.HEAD,
 )
 
 
@@ -57,34 +57,24 @@ def _settings(model: ModelSection, kinds: list[str]) -> dict[str, Any]:
     }
 
 
-_FIELDS = {  # ours -> theirs
-    "hidden_size": "hidden_size",
-    "vocab_size": "vocab_size",
-    "residual.fp32": "residual_in_fp32",
-    "attention.heads": "num_attention_heads",
-    "attention.kv_heads": "num_key_value_heads",
-    "attention.head_dim": "head_dim",
-    "mlp.hidden_size": "intermediate_size",
-    "mlp.bias": "mlp_bias",
-    "mamba2.expand": "expand",
-    "mamba2.head_dim": "mamba_head_dim",
-    "mamba2.state_size": "ssm_state_size",
-    "mamba2.groups": "n_groups",
-    "mamba2.convolution": "conv_kernel",
-    "mamba2.convolution_bias": "use_conv_bias",
-    "mamba2.bias": "use_bias",
-    "mamba2.time_step_high": "time_step_max",
-    "mamba2.time_step_floor": "time_step_floor",
-    "moe.hidden_size": "moe_intermediate_size",
-    "moe.shared_size": "moe_shared_expert_intermediate_size",
-    "moe.experts": "n_routed_experts",
-    "moe.top_k": "num_experts_per_tok",
-    "moe.router.scale": "routed_scaling_factor",
-    "moe.router.normalize": "norm_topk_prob",
-    "moe.router.groups": "n_group",
-    "moe.router.top_groups": "topk_group",
-}
-_OTHER = ("moe.gated", "moe.shared_size", "moe.router.scale", "moe.router.groups")
+_FIELDS = (
+    *(*common.STREAM, Field("residual.fp32", "residual_in_fp32"), common.MLP_BIAS, common.HEAD_DIM),
+    *common.fields("attention", heads="num_attention_heads", kv_heads="num_key_value_heads"),
+    Field("mlp.hidden_size", "intermediate_size"),
+    *common.fields(
+        "mamba2", expand="expand", head_dim="mamba_head_dim", state_size="ssm_state_size", groups="n_groups"
+    ),
+    *common.fields("mamba2", convolution="conv_kernel", convolution_bias="use_conv_bias", bias="use_bias"),
+    *common.fields("mamba2", time_step_high="time_step_max", time_step_floor="time_step_floor"),
+    *common.fields("moe", hidden_size="moe_intermediate_size", shared_size="moe_shared_expert_intermediate_size"),
+    *common.fields("moe", experts="n_routed_experts", top_k="num_experts_per_tok"),
+    *(*V3_FIELDS, Field("moe.router.scale", "routed_scaling_factor")),
+    *(
+        common.rms_norm("layer_norm_epsilon"),
+        common.activation("mlp_hidden_act"),
+        common.activation("mlp_hidden_act", "moe"),
+    ),
+)
 
 NEMOTRON_H = Architecture(
     "nemotron_h",
@@ -93,26 +83,13 @@ NEMOTRON_H = Architecture(
     Layers(
         {"mamba2": "linear_attention", "attention": "full_attention", "mlp": "mlp", "moe": "moe"}, _values, _settings
     ),
-    fields=(
-        *(Field(ours, theirs) for ours, theirs in _FIELDS.items()),
-        rms_norm("layer_norm_epsilon"),
-        activation("mlp_hidden_act"),
-        activation("mlp_hidden_act", "moe"),
-    ),
+    fields=_FIELDS,
     fixed={
-        **BARE,
+        **common.BARE,
         "embedding.tied": False,
-        "attention.position": "none",
-        "attention.qk_norm": "none",
-        "attention.qkv_bias": False,
-        "attention.output_bias": False,
+        **{**common.NO_ATTENTION_BIAS, **common.options("attention", position="none", qk_norm="none")},
         "mlp.gated": False,
-        **{key: value for key, value in MOE_FIXED.items() if key.startswith("moe.") and key not in _OTHER},
-        "moe.gated": False,
-        "moe.shared_gate": False,
-        "moe.router.score": "sigmoid",
-        "moe.router.correction": "sign",
-        "moe.router.group_score": "top_two",
+        **{**common.EXPERTS_FIXED, **V3_ROUTER, **common.options("moe", gated=False, shared_gate=False)},
         "mamba2.most_step": None,
     },
     required={

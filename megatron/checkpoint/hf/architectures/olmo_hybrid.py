@@ -11,25 +11,21 @@ from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.links import Link
 from megatron.kinds.gated_delta import hf as gated_delta
 
-from ..architecture import Architecture, Field
+from ..architecture import Architecture
 from ..layers import Layers, numbers_of
 from ..parts import Found
 from ..rope import rope_parameters, rope_values
-from .common import LLAMA_COMMON, LLAMA_FIXED, LLAMA_SIZES, OUTPUT_BIAS, QK_NORMS, QKV_BIAS
+from .common import ATTENTION_BIASES, LLAMA_COMMON, LLAMA_FIXED, LLAMA_SIZES, QK_NORMS, fields
 
-_OPTIONS = {
-    "heads": "linear_num_value_heads",
-    "key_heads": "linear_num_key_heads",
-    "key_dim": "linear_key_head_dim",
-    "value_dim": "linear_value_head_dim",
-    "convolution": "linear_conv_kernel_dim",
-    "negative_eigenvalues": "linear_allow_neg_eigval",
-    "decay_low": "linear_a_log_min",
-    "decay_high": "linear_a_log_max",
-    "time_step_low": "linear_dt_min",
-    "time_step_high": "linear_dt_max",
-    "time_step_floor": "linear_dt_init_floor",
-}
+_KIND = "gated_delta"
+_OPTIONS = (
+    *fields(_KIND, heads="linear_num_value_heads", key_heads="linear_num_key_heads", key_dim="linear_key_head_dim"),
+    *fields(_KIND, value_dim="linear_value_head_dim", convolution="linear_conv_kernel_dim"),
+    *fields(_KIND, negative_eigenvalues="linear_allow_neg_eigval"),
+    *fields(_KIND, decay_low="linear_a_log_min", decay_high="linear_a_log_max"),
+    *fields(_KIND, time_step_low="linear_dt_min", time_step_high="linear_dt_max"),
+    *fields(_KIND, time_step_floor="linear_dt_init_floor"),
+)
 
 
 def _values(theirs: PreTrainedConfig) -> Found:
@@ -50,9 +46,7 @@ def _settings(model: ModelSection, kinds: list[str]) -> dict[str, Any]:
 
 
 def _links(ours: Collection[str]) -> tuple[Link, ...]:
-    """transformers saves the norm after a mixer under one name, whether it is the mixer's own (attention) or
-    the MLP's.
-    """
+    """transformers has one name for the norm after a mixer: the mixer's own (attention), or the MLP's."""
     links: list[Link] = []
     for layer in numbers_of(ours):
         mine, theirs = f"layers.{layer}", f"model.layers.{layer}"
@@ -75,19 +69,14 @@ OLMO_HYBRID = Architecture(
     "OlmoHybridForCausalLM",
     LLAMA_COMMON + QK_NORMS,
     Layers({"gated_delta/mlp": "linear_attention", "attention/mlp": "full_attention"}, _values, _settings, _links),
-    fields=(
-        *LLAMA_SIZES,
-        QKV_BIAS,
-        OUTPUT_BIAS,
-        *(Field(f"gated_delta.{ours}", theirs) for ours, theirs in _OPTIONS.items()),
-    ),
+    fields=(*(*LLAMA_SIZES, *ATTENTION_BIASES, *_OPTIONS),),
     fixed={
         **{key: value for key, value in LLAMA_FIXED.items() if key != "attention.position"},
         "residual.norm": "hybrid",
         "attention.qk_norm": "full",
         "mlp.bias": False,
         "gated_delta.convolution_bias": False,
-        "gated_delta.norm_epsilon": 1e-5,  # written into their class
+        "gated_delta.norm_epsilon": 1e-5,  # a constant of their class
     },
     required={"hidden_act": "silu"},
     renamed=(

@@ -14,7 +14,7 @@ from megatron.kinds.rwkv_ffn import hf as rwkv_ffn
 from ..architecture import Architecture, Field
 from ..layers import uniform
 from ..parts import Found, Functions
-from .common import OURS
+from .common import OURS, STREAM, TIED, options
 
 _THEIRS = "rwkv.blocks.{n}"
 
@@ -46,20 +46,13 @@ RWKV = Architecture(
     ),
     uniform("rwkv4/rwkv4_ffn"),
     fields=(
-        Field("hidden_size", "attention_hidden_size"),
-        Field("hidden_size", "hidden_size"),
-        Field("vocab_size", "vocab_size"),
-        Field("embedding.tied", "tie_word_embeddings"),
+        *(*STREAM, TIED, Field("hidden_size", "attention_hidden_size")),
         Field("rwkv4_ffn.hidden_size", "intermediate_size"),
     ),
     fixed={
-        "norm.type": "layernorm",
-        "norm.bias": True,
-        "residual.form": "sequential",
-        "residual.norm": "pre",
-        "embedding.norm": True,
-        "embedding.position": "none",
-        "norm.epsilon": 1e-5,
+        **options("norm", type="layernorm", bias=True, epsilon=1e-5),
+        **options("residual", form="sequential", norm="pre"),
+        **options("embedding", norm=True, position="none"),
     },
     # transformers' last norm has this epsilon whatever the configuration says
     required={"layer_norm_epsilon": 1e-5},

@@ -18,11 +18,16 @@ from ..architecture import Architecture, Field
 from ..layers import Layers, numbers_of
 from ..parts import Found
 from ..rope import rope_parameters, rope_values
-from .common import ACTIVATIONS, ALSO, BARE, EMBEDDING, HEAD, rms_norm
+from .common import BARE, EMBEDDING, HEAD, STREAM, activation, fields, options, rms_norm
 from .jamba import MAMBA_SIZES
-from .mamba import heads
+from .mamba import NO_STEP, STEPS, heads
 
 _SHARED = "shared_attention"
+_SIZES = (
+    *fields(_SHARED, heads="num_attention_heads", kv_heads="num_key_value_heads"),
+    Field(f"{_SHARED}.mlp.hidden_size", "intermediate_size"),
+    activation("hidden_act", f"{_SHARED}.mlp"),
+)
 _ENDS = (EMBEDDING, Link("final_norm", "model.final_layernorm"), HEAD)
 
 
@@ -48,7 +53,7 @@ def _mixers(layers: list[int], calls: list[int], mixer: Callable[[str, str], tup
 
 
 def _source(module: str) -> Callable[[str, Collection[str]], str | None]:
-    """A later layer's names of its shared block stand for those of the block's first layer."""
+    """A later layer's names of its shared block stand for the first layer's names."""
 
     def source(name: str, saved: Collection[str]) -> str | None:
         found = re.fullmatch(rf"model\.layers\.(\d+)\.{module}\.(.+)", name)
@@ -66,7 +71,7 @@ def _source(module: str) -> Callable[[str, Collection[str]], str | None]:
     return source
 
 
-# -- Zamba: Mamba of several heads, one shared block ------------------------------------------------------------------
+# -- Zamba: Mamba of several heads, one shared block -------------------------------------------------------------------
 
 
 def _zamba_values(theirs: PreTrainedConfig) -> Found:
@@ -79,10 +84,6 @@ def _zamba_values(theirs: PreTrainedConfig) -> Found:
     if list(theirs.layers_block_type).count("hybrid") < 2:
         problems.append("layers_block_type: transformers builds no Zamba with fewer than two layers that share")
     return {}, problems
-
-
-def _zamba_settings(model: ModelSection, kinds: list[str]) -> dict[str, Any]:
-    return {"layers_block_type": kinds}
 
 
 def _zamba_links(ours: Collection[str]) -> tuple[Link, ...]:
@@ -101,44 +102,28 @@ ZAMBA = Architecture(
     Layers(
         {"mamba+shared_attention": "hybrid", "mamba": "linear_attention"},
         _zamba_values,
-        _zamba_settings,
+        lambda model, kinds: {"layers_block_type": kinds},
         _zamba_links,
         _source("shared_transf"),
     ),
     fields=(
-        Field("hidden_size", "hidden_size"),
-        Field("vocab_size", "vocab_size"),
-        rms_norm(),
-        *MAMBA_SIZES,
-        Field("mamba.heads", "n_mamba_heads"),
-        Field("mamba.time_step_low", "time_step_min"),
-        Field("mamba.time_step_high", "time_step_max"),
-        Field("mamba.time_step_floor", "time_step_floor"),
-        Field(f"{_SHARED}.heads", "num_attention_heads"),
-        Field(f"{_SHARED}.kv_heads", "num_key_value_heads"),
+        *(*STREAM, rms_norm(), *MAMBA_SIZES, *_SIZES),
+        *fields("mamba", heads="n_mamba_heads", **STEPS),
         Field(f"{_SHARED}.head_dim", "attention_head_dim"),
-        Field(f"{_SHARED}.mlp.hidden_size", "intermediate_size"),
-        Field(f"{_SHARED}.mlp.activation", "hidden_act", ACTIVATIONS, ALSO),
     ),
     # as for Zamba2, shared blocks are tied where the embedding is
     fixed={
         **BARE,
         "embedding.tied": True,
         "mamba.inner_norms": False,
-        f"{_SHARED}.blocks": 1,
-        f"{_SHARED}.adapter_rank": 0,
-        f"{_SHARED}.position": "none",
-        f"{_SHARED}.mlp.gated": True,
-        f"{_SHARED}.mlp.bias": False,
+        **options(_SHARED, blocks=1, adapter_rank=0, position="none"),
+        **options(f"{_SHARED}.mlp", gated=True, bias=False),
     },
     required={"tie_word_embeddings": True, "hidden_mamba_act": "silu"},
 )
 
 
 # -- Zamba2: Mamba-2, shared blocks used in turn, adapters -------------------------------------------------------------
-
-# Their lower bound of time steps where we have none: they take its logarithm while they build a model.
-NO_STEP = 1e-30
 
 
 def _zamba2_values(theirs: PreTrainedConfig) -> Found:
@@ -170,7 +155,7 @@ def _zamba2_settings(model: ModelSection, kinds: list[str]) -> dict[str, Any]:
 
 
 def _zamba2_links(ours: Collection[str]) -> tuple[Link, ...]:
-    """A shared block is saved with its first layer; the adapters of all its layers are saved there, too."""
+    """A shared block is saved with its first layer, together with the adapters of all its layers."""
     layers, calls, blocks = _layers(ours)
     links = _mixers(layers, calls, lambda theirs, ours: mamba2.mixer(theirs, f"{ours}.mamba2"))
     for number, layer in enumerate(calls):
@@ -193,21 +178,11 @@ ZAMBA2 = Architecture(
         _source("shared_transformer"),
     ),
     fields=(
-        Field("hidden_size", "hidden_size"),
-        Field("vocab_size", "vocab_size"),
-        Field("mamba2.expand", "mamba_expand"),
-        Field("mamba2.state_size", "mamba_d_state"),
-        Field("mamba2.convolution", "mamba_d_conv"),
-        Field("mamba2.groups", "mamba_ngroups"),
-        Field("mamba2.time_step_high", "time_step_max"),
-        Field("mamba2.time_step_floor", "time_step_floor"),
-        Field(f"{_SHARED}.heads", "num_attention_heads"),
-        Field(f"{_SHARED}.kv_heads", "num_key_value_heads"),
-        Field(f"{_SHARED}.blocks", "num_mem_blocks"),
-        Field(f"{_SHARED}.adapter_rank", "adapter_rank"),
+        *(*STREAM, *_SIZES),
+        *fields("mamba2", expand="mamba_expand", state_size="mamba_d_state", convolution="mamba_d_conv"),
+        *fields("mamba2", groups="mamba_ngroups", time_step_high="time_step_max", time_step_floor="time_step_floor"),
+        *fields(_SHARED, blocks="num_mem_blocks", adapter_rank="adapter_rank"),
         Field(f"{_SHARED}.attention_adapters", "use_shared_attention_adapter"),
-        Field(f"{_SHARED}.mlp.hidden_size", "intermediate_size"),
-        Field(f"{_SHARED}.mlp.activation", "hidden_act", ACTIVATIONS, ALSO),
     ),
     # transformers ties the shared blocks where it ties the embedding, and only there
     fixed={

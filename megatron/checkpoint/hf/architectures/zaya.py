@@ -1,6 +1,4 @@
-"""ZAYA1: compressed convolutional attention and experts in every layer, routers that hand on a state, scaled
-residuals.
-"""
+"""ZAYA1: compressed convolutional attention, experts with routers that pass on a state, and scaled residuals."""
 
 from __future__ import annotations
 
@@ -10,16 +8,16 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from megatron.config.sections.model import ModelSection
-from megatron.config.variants import options_of
 from megatron.kinds.cca import hf as cca
 from megatron.kinds.common.links import Link
 from megatron.kinds.moe import hf as moe
 
 from ..architecture import Architecture, Field
+from ..layer_types import mixers_of, window_settings
 from ..layers import Layers
 from ..parts import Found
 from ..rope import rope_parameters, rope_values
-from .common import EMBEDDING, FINAL_NORM, HEAD, OURS, THEIRS, activation
+from . import common
 
 _FULL, _SLIDING = "hybrid", "hybrid_sliding"
 _SCALES = {
@@ -31,72 +29,54 @@ _SCALES = {
 
 
 def _scales(ours: str, theirs: str) -> tuple[Link, ...]:
-    """Factors and shifts of a residual merge."""
     return tuple(
-        Link(f"{OURS}.{ours}.{mine}", f"{THEIRS}.{theirs}.{each}", suffixes=("",)) for mine, each in _SCALES.items()
+        Link(f"{common.OURS}.{ours}.{mine}", f"{common.THEIRS}.{theirs}.{each}", suffixes=("",))
+        for mine, each in _SCALES.items()
     )
 
 
 _LINKS = (
-    EMBEDDING,
+    common.EMBEDDING,
     Link("embedding.scale", "model.input_hidden_states_scale", suffixes=("",)),
     Link("embedding.shift", "model.input_hidden_states_bias", suffixes=("",)),
-    Link(f"{OURS}.mixer_norm", f"{THEIRS}.input_layernorm"),
-    *cca.mixer(f"{THEIRS}.self_attn"),
+    Link(f"{common.OURS}.mixer_norm", f"{common.THEIRS}.input_layernorm"),
+    *cca.mixer(f"{common.THEIRS}.self_attn"),
     *_scales("mixer_joint", "post_attention_residual_scale"),
-    Link(f"{OURS}.ffn_norm", f"{THEIRS}.post_attention_layernorm"),
-    *moe.network_router(f"{THEIRS}.mlp.gate"),
-    *moe.experts_as_one(f"{THEIRS}.mlp.experts"),
+    Link(f"{common.OURS}.ffn_norm", f"{common.THEIRS}.post_attention_layernorm"),
+    *moe.network_router(f"{common.THEIRS}.mlp.gate"),
+    *moe.experts_as_one(f"{common.THEIRS}.mlp.experts"),
     *_scales("ffn_joint", "post_mlp_residual_scale"),
-    FINAL_NORM,
-    HEAD,
+    common.FINAL_NORM,
+    common.HEAD,
 )
 
-_FIELDS = {  # ours -> theirs
-    "hidden_size": "hidden_size",
-    "vocab_size": "vocab_size",
-    "embedding.tied": "tie_word_embeddings",
-    "head.bias": "lm_head_bias",
-    "norm.epsilon": "rms_norm_eps",
-    "cca.heads": "num_attention_heads",
-    "cca.kv_heads": "num_key_value_heads",
-    "cca.head_dim": "head_dim",
-    "cca.qkv_bias": "attention_bias",
-    "cca.output_bias": "attention_bias",
-    "cca.depthwise": "cca_time0",
-    "cca.grouped": "cca_time1",
-    "moe.experts": "num_experts",
-    "moe.top_k": "num_experts_per_tok",
-    "moe.hidden_size": "moe_intermediate_size",
-    "moe.router.width": "router_hidden_size",
-}
+_FIELDS = (
+    *(
+        *common.STREAM,
+        common.TIED,
+        common.rms_norm(),
+        Field("head.bias", "lm_head_bias"),
+        common.activation("hidden_act", "moe"),
+    ),
+    *common.fields("cca", heads="num_attention_heads", kv_heads="num_key_value_heads", head_dim="head_dim"),
+    *common.fields(
+        "cca", qkv_bias="attention_bias", output_bias="attention_bias", depthwise="cca_time0", grouped="cca_time1"
+    ),
+    *common.fields("moe", experts="num_experts", top_k="num_experts_per_tok", hidden_size="moe_intermediate_size"),
+    Field("moe.router.width", "router_hidden_size"),
+)
 _FIXED = {
-    "norm.type": "rmsnorm",
-    "residual.form": "sequential",
-    "residual.norm": "pre",
-    "residual.channel_scales": True,
-    "embedding.position": "none",
-    "cca.position": "rotary",
-    "cca.temperature": "linear",
-    "moe.gated": True,
-    "moe.shared_size": 0,
-    "moe.capacity_factor": None,
-    "moe.router.network": "mlp",
-    "moe.router.skip": True,
-    "moe.router.score": "softmax",
-    "moe.router.select": "top_k",
-    "moe.router.normalize": False,
-    "moe.router.scale": 1.0,
-    "moe.router.groups": 1,
-    "moe.router.correction": "sign",
+    **{**common.BARE, **common.options("residual", form="sequential", channel_scales=True)},
+    **common.options("cca", position="rotary", temperature="linear"),
+    **{**common.EXPERTS_FIXED, "moe.shared_size": 0},
+    **common.options("moe.router", network="mlp", skip=True, normalize=False, scale=1.0, groups=1, correction="sign"),
 }
+del _FIXED["moe.router.bias"]
 
 
 @dataclass(frozen=True)
 class _Zaya(Layers):
-    """The first layer's router has no state before it; some layers may have a window, and rotary options of
-    their own.
-    """
+    """The first layer's router has no previous state. Layers with a window have their own rotary options."""
 
     def pattern(self, theirs: PreTrainedConfig) -> str:
         mixers = ["cca@sliding" if each == _SLIDING else "cca" for each in theirs.layer_types]
@@ -106,7 +86,7 @@ class _Zaya(Layers):
 
 
 def _values(theirs: PreTrainedConfig) -> Found:
-    """Its stream is always fp32, for which it has no option."""
+    """Its stream is always fp32, without an option."""
     rotary, problems = rope_values(theirs.rope_parameters[_FULL], partial=True)
     variants: dict[str, Any] = {"first": {"router": {"average": False}}}
     if _SLIDING in theirs.layer_types:
@@ -117,12 +97,11 @@ def _values(theirs: PreTrainedConfig) -> Found:
 
 
 def _settings(model: ModelSection, kinds: list[str]) -> dict[str, Any]:
-    mixers = [options_of(model, block.mixer) for block in model.blocks if block.mixer is not None]
+    mixers = mixers_of(model)
     kinds = [_FULL if each.window is None else _SLIDING for each in mixers]
     rotary = {kind: each.rotary for kind, each in zip(reversed(kinds), reversed(mixers))}
     ropes = {kind: rope_parameters(rotary.get(kind, model.cca.rotary), partial=True) for kind in (_FULL, _SLIDING)}
-    windows = sorted({each.window for each in mixers if each.window is not None})
-    return {"layer_types": kinds, "rope_parameters": ropes, "sliding_window": windows[0] if windows else None}
+    return {**window_settings(mixers), "layer_types": kinds, "rope_parameters": ropes}
 
 
 ZAYA = Architecture(
@@ -130,7 +109,7 @@ ZAYA = Architecture(
     "ZayaForCausalLM",
     _LINKS,
     _Zaya({"cca/moe": _FULL}, _values, _settings),
-    fields=(*(Field(ours, theirs) for ours, theirs in _FIELDS.items()), activation("hidden_act", "moe")),
+    fields=_FIELDS,
     fixed=_FIXED,
     newer=lambda model: "version 4 does not have the class",
 )
