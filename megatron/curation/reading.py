@@ -57,7 +57,17 @@ class StoreError(RuntimeError):
     """A store gave no answer. That says nothing about the file: the task fails, and is started again."""
 
 
-class _Remote(io.RawIOBase):
+class _Readable(io.RawIOBase):
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        part = self.read(len(buffer)) or b""
+        buffer[: len(part)] = part
+        return len(part)
+
+
+class _Remote(_Readable):
     """A file of a store. A failure to read it says nothing about its content."""
 
     def __init__(self, url: str) -> None:
@@ -73,19 +83,11 @@ class _Remote(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         return bytes(self._try(lambda: self._file.read(size)))
 
-    def readinto(self, buffer: Any) -> int:
-        part = self.read(len(buffer))
-        buffer[: len(part)] = part
-        return len(part)
-
     def seek(self, place: int, whence: int = 0) -> int:
         return int(self._try(lambda: self._file.seek(place, whence)))
 
     def tell(self) -> int:
         return int(self._file.tell())
-
-    def readable(self) -> bool:
-        return True
 
     def seekable(self) -> bool:
         return True
@@ -96,7 +98,6 @@ class _Remote(io.RawIOBase):
 
 
 def _opened(file: InputFile) -> Any:
-    """The bytes of a file as they are stored."""
     return fsspec.open(file.url, "rb") if file.url.startswith("file://") else _Remote(file.url)
 
 
@@ -144,15 +145,12 @@ def _excerpt(content: bytes) -> str:
     return content[:EXCERPT].decode("utf-8", "backslashreplace")
 
 
-class _Bounded(io.RawIOBase):
+class _Bounded(_Readable):
     """A decompressed stream that ends with an error where the file has expanded by more than a factor."""
 
     def __init__(self, stream: Any, size: int, factor: int) -> None:
         self._stream, self._most = stream, max(FREE, size * factor)
         self._factor, self._count = factor, 0
-
-    def readable(self) -> bool:
-        return True
 
     def read(self, size: int = -1) -> bytes:
         part = bytes(self._stream.read(BLOCK if size < 0 else min(size, BLOCK)))
@@ -160,11 +158,6 @@ class _Bounded(io.RawIOBase):
         if self._count > self._most:
             raise Broken(f"the file expands by more than a factor of {self._factor}")
         return part
-
-    def readinto(self, buffer: Any) -> int:
-        part = self.read(len(buffer))
-        buffer[: len(part)] = part
-        return len(part)
 
 
 def open_input(file: InputFile, limits: LimitsSection, raw: IO[bytes]) -> Any:
@@ -290,7 +283,6 @@ def _parquet(file: InputFile, source: SourceSection, limits: LimitsSection) -> I
 
 
 def _plain(value: Any) -> Any:
-    """A value of a table as JSON has it."""
     if isinstance(value, (str, int, float, bool)) or value is None:
         return value
     if isinstance(value, list):

@@ -134,7 +134,6 @@ def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
 
 
 def _cross(section: RecipeSection, where: Any) -> list[Problem]:
-    """Rules about several keys, and about names that become parts of ids."""
     found, names = [], [each.name for each in section.sources]
     for number, name in enumerate(names):
         at = ("sources", number, "name")
@@ -193,7 +192,6 @@ def _problem(model: type[Section], error: Any, at: tuple, where: Any) -> Problem
 
 
 def _inside(annotation: Any) -> Any:
-    """The section in a list of sections, or in an optional one."""
     from typing import get_args
 
     for each in get_args(annotation) or (annotation,):

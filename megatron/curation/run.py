@@ -60,7 +60,6 @@ def run(recipe: Recipe, quiet: bool = False) -> dict[str, Any]:
 
 
 def _steps(recipe: Recipe, shards: list[list[InputFile]], quiet: bool) -> Iterator[tuple[PipelineStep, int]]:
-    """The steps in their order, with the number of tasks of each."""
     for phase in phases_of(recipe):
         yield ShardTask(recipe, shards, quiet, phase), len(shards)
         if phase.compare:

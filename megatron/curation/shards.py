@@ -14,17 +14,8 @@ from megatron.data.errors import DataError
 
 from .recipe import RecipeSection, SourceSection
 
-FORMATS = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".parquet": "parquet",
-    ".warc": "warc",
-    ".wet": "warc",
-    ".txt": "text",
-    ".md": "text",
-    ".rst": "text",
-    ".py": "text",
-}
+ENDINGS = {"jsonl": ".jsonl .ndjson", "parquet": ".parquet", "warc": ".warc .wet", "text": ".txt .md .rst .py"}
+FORMATS = {ending: name for name, endings in ENDINGS.items() for ending in endings.split()}
 STDLIB = "{stdlib}"  # in a path: the folder of Python's standard library
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 
@@ -34,11 +25,9 @@ class InputFile:
     """One file of a source.
 
     Attributes:
-        source: name of the source.
         url: what fsspec opens.
         name: path below the source's folder. It is a part of ids.
         format: "jsonl", "parquet", "warc" or "text".
-        size: bytes.
         state: a time or tag of its last change.
         problem: why it must not be read. Empty if it may be.
     """

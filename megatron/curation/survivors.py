@@ -23,7 +23,6 @@ def components(documents: int, bands: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def _roots(parent: np.ndarray, nodes: np.ndarray) -> np.ndarray:
-    """The roots of nodes."""
     found = parent[nodes]
     while (parent[found] != found).any():
         found = parent[found]

@@ -93,6 +93,14 @@ def _add(counts: dict[str, int], name: str, number: int = 1) -> None:
     counts[name] = counts.get(name, 0) + number
 
 
+def _add_all(counts: dict[str, Any], more: dict[str, Any]) -> None:
+    for name, value in more.items():
+        if isinstance(value, dict):
+            _add_all(counts.setdefault(name, {}), value)
+        else:
+            _add(counts, name, value)
+
+
 class Step(PipelineStep):
     """A step that a worker process receives by pickle. A quiet one switches datatrove's log off there."""
 
@@ -150,7 +158,6 @@ class ShardTask(Step):
     def _documents(
         self, folder: Folder, rank: int, account: Account, quarantine: Lines, removed: Lines
     ) -> Iterator[Document]:
-        """Documents that enter the phase."""
         for document in self._input(folder, rank, account, removed):
             if isinstance(document, Quarantined):
                 _quarantine(document, account, quarantine)
@@ -195,7 +202,6 @@ class ShardTask(Step):
 
 
 def _line(document: Document) -> dict[str, Any]:
-    """A document as a line of the output."""
     return {"id": document.id, "text": document.text, "metadata": document.metadata}
 
 
@@ -256,7 +262,6 @@ class DecideTask(Step):
         return np.concatenate(parts)
 
     def _names(self, folder: Folder, former: str, starts: np.ndarray, wanted: np.ndarray) -> dict[int, str]:
-        """The ids of documents, by their place among all."""
         found = {}
         for number, first in enumerate(starts[:-1].tolist()):
             own = set(wanted[(wanted >= first) & (wanted < starts[number + 1])].tolist())
@@ -292,16 +297,8 @@ class PageTask(Step):
 def _sum(total: Account, one: dict[str, Any], first: bool, last: bool) -> None:
     """Add what one task has counted. Documents enter in the first phase and are kept in the last."""
     names = [*(("documents", "characters") if first else ()), *(("kept", "kept_characters") if last else ())]
-    for name in names:
-        for source, number in one[name].items():
-            _add(getattr(total, name), source, number)
-    for reason, sources in one["quarantined"].items():
-        for source, number in sources.items():
-            _add(total.quarantined.setdefault(reason, {}), source, number)
-    for stage, reasons in one["removed"].items():
-        for reason, sources in reasons.items():
-            for source, number in sources.items():
-                _add(total.removed.setdefault(stage, {}).setdefault(reason, {}), source, number)
+    for name in (*names, "quarantined", "removed"):
+        _add_all(getattr(total, name), one[name])
     for stage, by_reason in one["samples"].items():
         for reason, samples in by_reason.items():
             kept = total.samples.setdefault(stage, {}).setdefault(reason, [])

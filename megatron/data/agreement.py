@@ -1,4 +1,4 @@
-"""Token files of one blend must come from one tokenizer, and it should be the run's."""
+"""Agreement of tokenizers: one for all token files of a blend, and the run's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WITHOUT_FILES = ("bytes", "characters")
 def refuse_unlike_tokenizers(files: list[SourceFile], section: TokenizerSection) -> None:
     """Refuse sources whose manifests name different tokenizers, or another than the run's.
 
-    Files without a manifest (made by other programs) cannot be compared.
+    Files without a manifest (of other programs) cannot be compared.
     """
     known = [(each.path, each.manifest.tokenizer) for each in files if each.manifest is not None]
     for path, tokenizer in known[1:]:
@@ -28,7 +28,7 @@ def refuse_unlike_tokenizers(files: list[SourceFile], section: TokenizerSection)
             raise DataError(
                 path,
                 f"it was made with the tokenizer {tokenizer['name']}, but {known[0][0]} "
-                f"with {known[0][1]['name']}; their ids mean different texts",
+                f"with {known[0][1]['name']}, so their ids mean different texts",
                 "tokenize both with one tokenizer",
             )
     if known and is_local(section):
@@ -42,7 +42,7 @@ def refuse_unlike_tokenizers(files: list[SourceFile], section: TokenizerSection)
 
 
 def is_local(section: TokenizerSection) -> bool:
-    """Whether the run's tokenizer is on this machine (it is not fetched only to compare it)."""
+    """Whether the run's tokenizer is on this machine. It is not downloaded only to be compared."""
     return section.type in _WITHOUT_FILES or (
         section.type != "none" and section.path is not None and Path(section.path).exists()
     )
@@ -62,11 +62,6 @@ def end_of_document(files: list[SourceFile], section: TokenizerSection) -> int |
     if section.type == "none" or (section.path is None and section.type not in _WITHOUT_FILES):
         return None
     return build_tokenizer(section).eod_id
-
-
-def token_id(section: TokenizerSection, token: str, key: str) -> int:
-    """The one id of a special token of the run's tokenizer. See `token_ids`."""
-    return token_ids(section, [token], key)[0]
 
 
 def token_ids(section: TokenizerSection, tokens: Sequence[str], key: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What one data parallel rank reads in one optimizer step."""
+"""The part of an optimizer step that one data parallel rank reads."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class StepBatch:
 
     Attributes:
         step: the optimizer step, from 0.
-        tokens: int64 [A, M, S+1]; inputs are `[..., :-1]`, labels `[..., 1:]`.
-        sample_ids: int64 [A, M]; global number n of each sample, step*B <= n < (step+1)*B.
-        hash: sum modulo 2**64 of `hashing.sample_hash` over this rank's samples; the global batch's hash is the sum
-            modulo 2**64 over data parallel ranks.
-        loss_mask: float32 [A, M, S], the weight of each label; None means all ones, on all ranks and in all steps.
-        documents: int32 [A, M, S], the index of each input token's document inside its sample; None when documents of
+        tokens: int64 [A, M, S+1]. Inputs are `[..., :-1]`, labels `[..., 1:]`.
+        sample_ids: int64 [A, M], the global number n of each sample, step*B <= n < (step+1)*B.
+        hash: sum modulo 2**64 of `hashing.sample_hash` over this rank's samples. The sum over data parallel ranks is
+            the global batch's hash.
+        loss_mask: float32 [A, M, S], the weight of each label. None: all ones, on all ranks and in all steps.
+        documents: int32 [A, M, S], the index of each input token's document inside its sample. None if documents of
             one sample attend to each other.
-        positions: int32 [A, M, S], each input token's place in its document; None with `documents`.
+        positions: int32 [A, M, S], each input token's place in its document. None without `documents`.
         columns: float32 [A, M, S], further numbers of each label, by name.
     """
 

@@ -1,7 +1,7 @@
-"""Checksums of a token file's blocks, so that tokens that a disk has changed are noticed when they are first read.
+"""Checksums of a token file's blocks, which detect tokens that a disk has changed.
 
-A changed token within the vocabulary is a wrong token that nothing else notices. The manifest of a pair has a CRC-32 of
-every block of the .bin. A process checks a block before it reads from it for the first time.
+A changed token within the vocabulary is otherwise undetectable. The manifest of a pair has a CRC-32 of every block of
+the .bin. A process checks a block before its first read.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from .token_file import TokenFile
 
 BLOCK = 1 << 18  # bytes
-NO_CHECKSUMS = "has no checksums of blocks, so changed tokens are not noticed; deepy data inspect {} --add-checksums"
+NO_CHECKSUMS = "has no checksums of blocks, so changed tokens are not detected: deepy data inspect {} --add-checksums"
 
 
 class DamagedTokens(DataError):
-    """Tokens are not those that were written.
+    """Tokens differ from the written ones.
 
     Attributes:
-        document: the first document, of those that were to be read, that has bytes in the damaged block.
+        document: the first of the documents to read that has bytes in the damaged block.
     """
 
     def __init__(self, path: object, document: int, what: str, reader: str = ""):
@@ -40,15 +40,15 @@ class DamagedTokens(DataError):
         )
 
     def read_by(self, step: int, sample: int) -> DamagedTokens:
-        """The same with the step that was to read it."""
-        return DamagedTokens(self.path, self.document, self.what, f"; step {step} reads it (sample {sample})")
+        """The same error, with the step that reads the tokens."""
+        return DamagedTokens(self.path, self.document, self.what, f". Step {step} reads it (sample {sample})")
 
     def __reduce__(self) -> tuple[type[DataError], tuple[object, ...]]:
         return DamagedTokens, (self.path, self.document, self.what)
 
 
 def checksums_of(path: Path) -> dict[str, Any]:
-    """The entry `blocks` of a manifest, for a .bin; reads all of it."""
+    """The entry `blocks` of a .bin's manifest. Reads the whole file."""
     with open(path, "rb") as file:
         sums = [zlib.crc32(block) for block in iter(lambda: file.read(BLOCK), b"")]
     table = np.array(sums, "<u4").tobytes()
@@ -83,10 +83,10 @@ class BlockChecksums:
         self._sums, self._checked = sums, bytearray(len(sums))
 
     def check(self, document: int, start: int, length: int) -> None:
-        """Before tokens of a document are read.
+        """Check the blocks of a document's tokens before they are read.
 
         Raises:
-            DamagedTokens: a block that they are in is damaged.
+            DamagedTokens: a block is damaged.
         """
         if not length:
             return
@@ -98,13 +98,13 @@ class BlockChecksums:
                 self._checked[block] = 1
 
     def damaged(self) -> list[str]:
-        """All damaged blocks, each with the documents that have bytes in it; reads everything."""
+        """All damaged blocks, each with its documents. Reads everything."""
         found = []
         for block in range(len(self._sums)):
             if self._differs(block):
                 offsets, last = self._file.offsets, (block + 1) * self._size - 1
                 first, last = (int(np.searchsorted(offsets, at, "right")) - 1 for at in (block * self._size, last))
-                found.append(f"{self._place(block)} differ from what was written (documents {first} to {last})")
+                found.append(f"{self._place(block)} differ from the written ones (documents {first} to {last})")
         return found
 
     def _differs(self, block: int) -> bool:

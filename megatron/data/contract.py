@@ -1,4 +1,4 @@
-"""What a source of samples is that a run has instead of token files: `synthetic.Copy`, or one from a user's package."""
+"""The contract of a source of samples that replaces token files, such as `synthetic.Copy` or a user's."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from .sample import Sample
 
 
 class SampleSource(Protocol):
-    """Samples by their number: a task that is drawn, or what another program keeps.
+    """Samples by number: drawn, or of another program.
 
-    Sample n must be a function of the configuration, the set's name and n alone: ranks, threads that read ahead and
-    resumed runs ask for any number, in any order. So draws are keyed (`megatron.data.keyed.generator`), never counted.
+    Sample n must be a function of the configuration, the set's name and n only: ranks, threads that read ahead and
+    resumed
+    runs ask for any number, in any order. So draws are keyed (`megatron.data.keyed.generator`), never counted.
 
     Attributes:
-        masked: whether samples have weights. All ranks must know it before they read anything.
+        masked: whether samples have weights. All ranks need it before they read.
     """
 
     masked: bool
@@ -33,5 +34,5 @@ class SampleSource(Protocol):
         """
 
     def sample(self, number: int) -> Sample:
-        """Sample n: tokens int64 [S+1], ids below `model.vocab_size`; weights [S] if `masked`; and, where it has
-        several documents, `begins`. Without `begins` it is one document."""
+        """Sample n: tokens int64 [S+1] with ids below `model.vocab_size`, weights [S] if `masked`, and optionally
+        `begins`, without which it is one document."""

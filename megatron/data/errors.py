@@ -1,4 +1,4 @@
-"""The one error of this folder that a user sees: what is wrong, with which file, which rule it breaks, and the fix."""
+"""The error of this folder that users see: the file, the broken rule, and the fix."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ from megatron.config.problems import UserError
 
 
 class DataError(UserError):
-    """A data file, tokenizer or blend that cannot be used as asked."""
+    """A data file, tokenizer or blend that cannot be used."""
 
     def __init__(self, subject: object, rule: str, fix: str):
-        """
-        Args:
-            subject: the file or key that is at fault.
-            rule: what is wrong and what must hold.
-            fix: what the user can do.
-        """
+        """`subject` is the file or key, `rule` the problem and what must hold, `fix` what the user can do."""
         self.subject, self.rule, self.fix = str(subject), rule, fix
         super().__init__(f"{subject}: {rule}\n    fix: {fix}")
 

@@ -18,7 +18,7 @@ def sample_hash(index: int, tokens: np.ndarray) -> int:
 
     Args:
         index: the sample's place in the global batch, 0 <= index < B.
-        tokens: the sample's token ids, [S+1].
+        tokens: the sample's token ids [S+1].
     """
     digest = hashlib.blake2b(int(index).to_bytes(8, "little"), digest_size=8)
     digest.update(np.ascontiguousarray(tokens, dtype="<u4").data)
@@ -26,12 +26,12 @@ def sample_hash(index: int, tokens: np.ndarray) -> int:
 
 
 def batch_hash(hashes: Iterable[int]) -> int:
-    """The hash of a batch, or of a rank's part of it: the sum of sample hashes modulo 2**64, so parts simply add up."""
+    """Hash of a batch or of a rank's part: the sum of sample hashes modulo 2**64, so parts add up."""
     return sum(hashes) % MODULUS
 
 
 def content_hash(*parts: bytes | str | np.ndarray) -> str:
-    """128-bit hash, in hexadecimal, of arrays and texts one after the other; each part's length counts."""
+    """128-bit hash, in hexadecimal, of arrays and texts one after the other, with each part's length."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         data = _bytes(part)
@@ -41,7 +41,6 @@ def content_hash(*parts: bytes | str | np.ndarray) -> str:
 
 
 def _bytes(part: bytes | str | np.ndarray) -> bytes | memoryview:
-    """What is hashed of a part; arrays are not copied."""
     if isinstance(part, str):
         return part.encode()
     if isinstance(part, np.ndarray):

@@ -1,4 +1,4 @@
-"""Whether the model hub can be reached, found out at once: its library tries for half a minute before it says so."""
+"""A quick check whether the model hub answers. Its own library takes half a minute to fail."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import threading
 import urllib.request
 from urllib.parse import urlsplit
 
-PATIENCE = 2.5  # seconds for an answer to a connection; the library's own variable gives another value
+PATIENCE = 2.5  # seconds for an answer to a connection. The library's own variable replaces it
 
 
 def unreachable(endpoint: str) -> str | None:
-    """Why a server cannot be reached, in words; None if it, or the proxy on the way to it, takes a connection.
+    """Why a server cannot be reached, or None if it, or the proxy on the way to it, accepts a connection.
 
     Args:
         endpoint: its URL.

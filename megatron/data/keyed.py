@@ -1,4 +1,4 @@
-"""Randomness by key: each draw is a function of what it is for, never of how often a generator was called before."""
+"""Randomness by key: each draw depends on its purpose, not on the number of draws before it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""The loader: what a data parallel rank reads in a step, as a function of the step, prepared in the background."""
+"""The loader: a data parallel rank's part of a step, as a function of the step, read ahead in the background."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,13 +28,12 @@ if TYPE_CHECKING:
 class Loader:
     """Reads one data parallel rank's part of each step.
 
-    `step(s)` depends on (configuration, batches that are left out, s, data_rank) alone; threads only prepare the steps
-    that are likely to follow.
+    `step(s)` depends only on (configuration, skipped batches, s, data_rank). Threads only prepare the next steps.
 
     Attributes:
-        plan: which sample is what.
+        plan: the samples.
         steps: steps of the set: of the run, or of one evaluation (which starts at 0 each time: a fixed probe).
-        left_out: batches that are not read; see `leave_out`.
+        left_out: skipped batches. See `leave_out`.
     """
 
     def __init__(
@@ -49,12 +47,12 @@ class Loader:
         prefetch: int = 2,
         length: Callable[[int], int] | None = None,
     ):
-        """`length`: tokens of the samples that a step's own are cut into (`pieces.cut`); None leaves them whole."""
+        """`length`: step -> tokens of the samples that its own are cut into. None keeps them whole."""
         per_pass = micro_batch_size * data_ranks
         if plan.batch % per_pass:
             raise DataError(
                 "training.global_batch_size",
-                f"{plan.batch} samples are no multiple of micro_batch_size * data parallel "
+                f"{plan.batch} samples must be a multiple of micro_batch_size * data parallel "
                 f"size = {micro_batch_size} * {data_ranks}",
                 "change one of them",
             )
@@ -66,14 +64,15 @@ class Loader:
         self._ready: dict[int, Future[StepBatch]] = {}
 
     def leave_out(self, left_out: LeftOut) -> None:
-        """Read other batches from now on; what was prepared is forgotten."""
+        """Skip these batches from now on. Prepared steps are discarded."""
         self.left_out = left_out
         for each in self._ready.values():
             each.cancel()
         self._ready.clear()
 
     def indices(self) -> np.ndarray:
-        """Places of this rank's samples in the global batch, int64 [A, M]; item b of micro-step g: (g*R + r)*M + b."""
+        """Positions of this rank's samples in the global batch, int64 [A, M]: (g*R + r)*M + b for item b of micro-step
+        g."""
         micro, place = np.arange(self.accumulation)[:, None], np.arange(self.micro_batch_size)
         return (micro * self.data_ranks + self.data_rank) * self.micro_batch_size + place
 
@@ -81,7 +80,7 @@ class Loader:
         """This rank's part of a step.
 
         Raises:
-            DataError: the files have changed under the run, are damaged, or hold ids beyond the vocabulary.
+            DataError: the files have changed during the run, are damaged, or have ids beyond the vocabulary.
         """
         if self._pool is None:
             return self.read(step)
@@ -121,7 +120,7 @@ class Loader:
             raise error.read_by(step, number) from error
 
     def close(self) -> None:
-        """Stop the threads; the loader is not used afterwards."""
+        """Stop the threads."""
         for each in self._ready.values():
             each.cancel()
         self._ready.clear()
@@ -143,7 +142,7 @@ def _columns(samples: list[Sample], names: tuple[str, ...], shape: tuple[int, ..
 
 
 def _boundaries(samples: list[Sample], shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    """Documents and positions [A, M, S]; None without boundaries."""
+    """Documents and positions [A, M, S]. None without boundaries."""
     pairs = [documents_and_positions(sample.begins) for sample in samples if sample.begins is not None]
     if not pairs:
         return None, None
@@ -151,24 +150,11 @@ def _boundaries(samples: list[Sample], shape: tuple[int, ...]) -> tuple[torch.Te
     return documents, positions
 
 
-def _length(config: Config, step: int) -> int:
-    return stage_at(config, step).length
-
-
 def build_loader(
     config: Config, *, data_rank: int, data_ranks: int, split: str = "train", name: str | None = None
 ) -> Loader:
-    """The loader of a set for one data parallel rank.
-
-    Args:
-        config: the resolved configuration.
-        data_rank, data_ranks: this rank's place among the data parallel ranks.
-        split: "train", "validation" or "test".
-        name: which validation or test set; by default the only one.
-
-    Raises:
-        DataError: there is no such set, or its files cannot be used.
-    """
+    """The loader of a set for one data parallel rank. Arguments and errors as of `build_plan`."""
+    scheduled = split == "train" and config.training.sequence_schedule
     loader = Loader(
         build_plan(config, split, name),
         micro_batch_size=config.training.micro_batch_size,
@@ -176,7 +162,7 @@ def build_loader(
         data_ranks=data_ranks,
         workers=config.data.workers,
         prefetch=config.data.prefetch,
-        length=partial(_length, config) if split == "train" and config.training.sequence_schedule else None,
+        length=(lambda step: stage_at(config, step).length) if scheduled else None,
     )
     if split == "train":
         loader.leave_out(LeftOut.given(config))

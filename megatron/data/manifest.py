@@ -1,4 +1,4 @@
-"""The small file beside a `.bin/.idx` pair that says what it was made from, with what."""
+"""The manifest of a `.bin/.idx` pair: its inputs, tokenizer and hashes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 
 from ..config.file_access import replace_file
 from ..config.foreign_json import read_json
+from .block_checksums import checksums_of
 from .errors import DataError
+from .hashing import file_hash
 from .token_file import with_ending
 
 ENDING = ".json"
@@ -20,7 +22,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is known of a token file beyond its tokens.
+    """Facts about a token file besides its tokens.
 
     Attributes:
         tokenizer: kind, name, hash, size and eod_id of the tokenizer.
@@ -28,13 +30,13 @@ class Manifest:
         largest: the largest id.
         dtype: type of the stored tokens.
         bin_hash, idx_hash: SHA-256 of the two files.
-        inputs: for each input file its path, bytes, SHA-256 (where it is a file), documents and tokens.
-        origin: what the numbers of the `.origin` table beside the pair are ("bytes", "rows"); None without a table.
-        options: how the texts were treated.
-        encoder: what computed the ids.
+        inputs: for each input file its path, bytes, SHA-256 (of files), documents and tokens.
+        origin: unit of the numbers in the pair's `.origin` table ("bytes", "rows"). None without a table.
+        options: treatment of the texts.
+        encoder: program that computed the ids.
         version: of this program.
-        blocks: checksums of the .bin by block (`block_checksums`); None in manifests of older versions.
-        job: hash of the inputs and options it was tokenized with; "" for a file made otherwise.
+        blocks: checksums of the .bin by block (`block_checksums`), or None.
+        job: hash of the inputs and options of a tokenizing job, or "".
     """
 
     tokenizer: dict[str, Any]
@@ -52,21 +54,21 @@ class Manifest:
     job: str = ""
     blocks: dict[str, Any] | None = None
 
-    def text(self) -> str:
-        return (
-            json.dumps({"format": FORMAT, "format_version": VERSION, **asdict(self)}, indent=1, ensure_ascii=False)
-            + "\n"
-        )
-
     def write(self, prefix: str | os.PathLike) -> Path:
-        """Write it beside a pair, whole or not at all."""
+        """Write it next to a pair, completely or not at all."""
         path = with_ending(prefix, ENDING)
-        replace_file(path, self.text())
+        values = {"format": FORMAT, "format_version": VERSION, **asdict(self)}
+        replace_file(path, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
         return path
 
 
+def pair_hashes(binary: Path, index: Path) -> dict[str, Any]:
+    """The entries of a manifest that depend on the content of a pair."""
+    return {"bin_hash": file_hash(binary), "idx_hash": file_hash(index), "blocks": checksums_of(binary)}
+
+
 def keep_others(prefix: str | os.PathLike) -> None:
-    """Refuse to put a manifest in the place of a file that is none.
+    """Refuse to overwrite a file that is no manifest.
 
     Raises:
         DataError: there is such a file.
@@ -85,7 +87,7 @@ def keep_others(prefix: str | os.PathLike) -> None:
 
 
 def read_manifest(prefix: str | os.PathLike) -> Manifest | None:
-    """The manifest beside a pair; None if there is none (files of other programs have none).
+    """The manifest of a pair. None if there is none, as with other programs' files.
 
     Raises:
         DataError: it is damaged.

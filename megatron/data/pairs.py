@@ -1,8 +1,7 @@
 """Preference pairs from token files: document n of two files is the chosen and the rejected answer to one prompt.
 
-A sample has one pair, the chosen document first, each a document of its own, and is filled up with labels that do not
-count. Labels weigh one over their number in the pair, so that all pairs count alike. The first token of a document is
-no label.
+A sample has one pair as two documents, the chosen one first, and is filled up with labels that do not count. Labels
+weigh one over their number in the pair, so that all pairs count equally. The first token of a document is no label.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ KEYS = {f"{side}{what}" for side in SIDES for what in ("", "_labels", "_referenc
 
 
 class Pairs:
-    """Pairs in an order of its own for each pass.
+    """Pairs in a new order for each pass.
 
     Args:
-        files: of each side the paths of its token file, its label file (-100: no label), and its log-probabilities
-            under the reference. The latter two may be None.
+        files: side -> paths of its token file, its label file (-100: no label) or None, and its log-probabilities under
+            the reference or None.
         length: S.
         filler: id of added tokens.
 
     Raises:
-        DataError: files do not fit each other, or a pair has more than S + 1 tokens.
+        DataError: files do not match, or a pair has more than S + 1 tokens.
     """
 
     masked = True
@@ -61,8 +60,8 @@ class Pairs:
 
     @classmethod
     def build(cls, config: Config, name: str) -> Self:
-        """From `data.options`: `chosen`, `rejected`, and optional keys with the endings `_labels` and `_reference`.
-        Its key `validation` has the same keys for the validation set.
+        """Read `data.options`: `chosen`, `rejected`, and optional keys with the endings `_labels` and `_reference`. Its
+        key `validation` has the same keys for the validation set.
 
         Raises:
             UserError: an option is missing or unknown.
@@ -123,7 +122,7 @@ def _order(seed: int, epoch: int, count: int) -> np.ndarray:
 
 
 def _reference(path: str, file: TokenFile) -> np.ndarray:
-    """Log-probabilities, one for each token of the file, read in place."""
+    """Log-probabilities, one for each token of the file, memory-mapped."""
     fix = "write them with numpy.save, one number for each token of the token file"
     try:
         found = np.load(path, mmap_mode="r", allow_pickle=False)

@@ -1,8 +1,8 @@
-"""What a run reads, as arithmetic: which sample of which source sample n is.
+"""The plan of a set: the source and the sample in it for each sample n of a run.
 
-A plan belongs to one set (training, a validation set, a test set) and depends on the configuration alone: not on ranks,
-micro-batches or what was read before. Training data may change their blend at given steps (phases); a source that goes
-on in a later phase goes on where it stopped.
+A plan belongs to one set (training, a validation set, a test set) and depends on the configuration only: not on ranks,
+micro-batches or earlier reads. Training data may change their blend at given steps (phases). A source that continues in
+a later phase continues where it stopped.
 """
 
 from __future__ import annotations
@@ -29,13 +29,11 @@ MANY_EPOCHS = 4.0  # repetition beyond this hurts (Muennighoff et al., 2023)
 
 @dataclass(frozen=True)
 class SourceUse:
-    """What the run takes from one source.
+    """A run's use of one source.
 
     Attributes:
-        weight: share of the samples that was asked for (of the first phase that has it).
-        samples, tokens: what is read of it in all.
-        epochs: tokens read, as a multiple of those it has.
-        available: tokens it has.
+        weight: requested share of the samples (of its first phase).
+        epochs: tokens read, as a multiple of the `available` ones.
     """
 
     name: str
@@ -49,7 +47,7 @@ class SourceUse:
 
 
 class SampleSet(Protocol):
-    """What a loader needs to know of a plan."""
+    """The plan's interface for a loader."""
 
     steps: int
     batch: int
@@ -62,7 +60,7 @@ class SampleSet(Protocol):
     def warnings(self) -> list[str]: ...
 
     def document_weights(self) -> dict[str, str]:
-        """The hash of the documents' weights, of each source that has some."""
+        """For each source with weights of documents, their hash."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +68,8 @@ class PlannedPhase:
     """A blend for samples start ... start + length of the run.
 
     Attributes:
-        members: number of each of its sources in the plan.
-        counts: what each label of each source counts here.
+        members: numbers of its sources in the plan.
+        counts: weight of each label of each source.
         offsets: samples that earlier phases took of each of its sources.
     """
 
@@ -88,11 +86,10 @@ class SamplePlan:
 
     Attributes:
         batch: B, samples per step.
-        steps: steps the set is asked for (for validation: per evaluation).
+        steps: steps of the set (for validation: per evaluation).
         sources: each different source once.
-        period: after this many samples the run reads the same again; None if that never happens.
-        masked: whether any label of any sample may not count. Ranks must know it alike: who has a mask adds up weights
-            with the others.
+        period: the run repeats itself after this many samples. None: never.
+        masked: whether any label of any sample may not count. It is equal on all ranks, which add up weights together.
     """
 
     def __init__(
@@ -106,12 +103,9 @@ class SamplePlan:
         parts: int = 1,
         weighted: bool = True,
     ):
-        """A plan.
-
-        Args:
-            parts: an order that repeats itself does so after whole parts of a batch; there are so many in one.
-            weighted: sources and documents have the weights that training gives them.
-        """
+        """Args:
+        parts: number of parts in a batch. A repeating order repeats after whole parts.
+        weighted: whether sources and documents have their training weights."""
         self.weighted = weighted
         self.phases, self.sources, self.options, self.targets = phases, sources, options, targets
         self.batch, self.steps = batch, steps
@@ -131,7 +125,7 @@ class SamplePlan:
         self.period = (only.length // unit * unit or only.length) if repeats else None
 
     def place(self, number: int) -> tuple[PlannedPhase, int, int]:
-        """Of sample n: its phase, the source's place in it, and the sample k of that source."""
+        """For sample n: its phase, the source's position in it, and the sample k of that source."""
         number = number % self.period if self.period else number
         phase = self.phases[bisect_right(self._starts, number) - 1]
         if number - phase.start >= phase.blend.size:
@@ -151,7 +145,7 @@ class SamplePlan:
         return self.targets.of(made)
 
     def drawn(self, source: int, samples: int) -> int:
-        """How many of the first `samples` samples come from a source."""
+        """Number of the first `samples` samples that come from a source."""
         passes, rest = divmod(samples, self.period) if self.period else (0, samples)
         return passes * self._drawn(source, self.period or 0) + self._drawn(source, rest)
 
@@ -181,7 +175,7 @@ class SamplePlan:
                 yield from range(phase.start + draw, below, self.period or max(below, 1))
 
     def uses(self) -> list[SourceUse]:
-        """What the whole run takes from each source."""
+        """The whole run's use of each source."""
         total, result = self.steps * self.batch, []
         for source in self.sources:
             samples = self.drawn(source.index, total)
@@ -192,18 +186,8 @@ class SamplePlan:
                 if source.index in phase.members
             )
             available = source.order.tokens
-            result.append(
-                SourceUse(
-                    source.name,
-                    str(source.file.prefix),
-                    source.order.description,
-                    weight,
-                    samples,
-                    tokens,
-                    tokens / available,
-                    available,
-                )
-            )
+            texts = (source.name, str(source.file.prefix), source.order.description)
+            result.append(SourceUse(*texts, weight, samples, tokens, tokens / available, available))
         return result
 
     def document_weights(self) -> dict[str, str]:
@@ -211,7 +195,7 @@ class SamplePlan:
         return {name: hash for name, hash in hashes.items() if hash is not None}
 
     def warnings(self) -> list[str]:
-        """What is allowed but probably not meant."""
+        """Settings that are allowed but probably mistakes."""
         found = [note for source in self.sources if (note := source.file.note)]
         length = self.options.sequence_length
         found += [
@@ -224,17 +208,17 @@ class SamplePlan:
         ) > 0.01:
             found.append(
                 f"data.span_corruption: about {empty:.0%} of a sample is empty, where documents that are not corrupted "
-                "do not grow; rate=1 fills it"
+                "do not grow. rate=1 fills it"
             )
         if self.period and self.steps * self.batch > self.period:
             found.append(
-                f"the order has {self.period:,} samples; from step {self.period // self.batch} on they are read again"
+                f"the order has {self.period:,} samples, and repeats them from step {self.period // self.batch}"
             )
         return found
 
 
 class SyntheticPlan:
-    """The plan of a set that is read from no token file."""
+    """The plan of a set without token files."""
 
     def __init__(self, made: SampleSource, config: Config, steps: int, targets: Targets):
         self.made, self.steps, self.targets = made, steps, targets
@@ -248,7 +232,7 @@ class SyntheticPlan:
         """Sample n of the run.
 
         Raises:
-            DataError: the source gives something that cannot be a sample.
+            DataError: the source returns an invalid sample.
         """
         found = self.made.sample(number)
         self._check(number, found)
@@ -272,7 +256,7 @@ class SyntheticPlan:
             if column is None or column.shape != (length - 1,) or column.dtype != np.float32:
                 wrong = f"must have the column {name!r}, float32 [{length - 1}], which the objective reads"
         if wrong:
-            raise DataError("data.synthetic", f"sample {number} of {self.name} {wrong}", "mend its method sample")
+            raise DataError("data.synthetic", f"sample {number} of {self.name} {wrong}", "fix its method sample")
 
     def uses(self) -> list[SourceUse]:
         return []

@@ -1,4 +1,4 @@
-"""A configuration's plans: its sets, the files of a set, their weights, orders and phases."""
+"""Build the plans of a configuration: files, weights, orders and phases of each set."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from .contract import SampleSource
 from .errors import DataError
 from .order.blend import Blend, normalised_weights, weights_by_documents
 from .order.span_corruption import Corruption
+from .plan import PlannedPhase, SamplePlan, SyntheticPlan
 from .sample import AssemblyOptions, Infilling
 from .skipped_batches import reserve
 from .source import OrderedSource, OrderRequest, SourceFile
@@ -26,11 +27,8 @@ if TYPE_CHECKING:
     from megatron.config.sections.data import SourceSection, SpanCorruptionSection
 
 
-from .plan import PlannedPhase, SamplePlan, SyntheticPlan
-
-
 def set_names(config: Config, split: str) -> list[str]:
-    """The names of the validation or test sets that a configuration has."""
+    """Names of the validation or test sets of a configuration."""
     data = config.data
     given = list(getattr(data, split))
     share = {"validation": 1, "test": 2}[split]
@@ -45,7 +43,7 @@ def build_plan(config: Config, split: str = "train", name: str | None = None) ->
     Args:
         config: the resolved configuration.
         split: "train", "validation" or "test".
-        name: which validation or test set; by default the only one.
+        name: of the validation or test set. Default: the only one.
 
     Raises:
         DataError: there is no such set, or its files cannot be used.
@@ -54,8 +52,6 @@ def build_plan(config: Config, split: str = "train", name: str | None = None) ->
 
 
 class _Builder:
-    """Collects what a plan is made of."""
-
     def __init__(self, config: Config, split: str, name: str | None):
         if split not in ("train", "validation", "test"):
             raise DataError("split", f"there is no split {split!r}", "use train, validation or test")
@@ -66,11 +62,11 @@ class _Builder:
         if name not in names:
             raise DataError(
                 f"data.{split}",
-                f"there is no set {name!r}; there are {', '.join(map(str, names)) or 'none'}",
+                f"there is no set {name!r}, only {', '.join(map(str, names)) or 'none'}",
                 f"give data.{split}, or a share in data.split",
             )
         self.name, self.batch = name, config.training.global_batch_size
-        objective = objective_of(config) if split == "train" else None  # others are judged by their cross-entropy
+        objective = objective_of(config) if split == "train" else None  # other sets are scored by cross-entropy
         self.targets = Targets(objective, self.data.reset_attention_at_eod)
         if self.targets.columns and self.data.synthetic == "none":
             columns = ", ".join(self.targets.columns)
@@ -87,18 +83,18 @@ class _Builder:
 
     @property
     def requested(self) -> tuple[int, bool]:
-        """Steps that are read, and whether instead the set is read once as a whole (the steps are then not known)."""
+        """Steps to read, and whether the set is read once as a whole instead (its steps are then unknown)."""
         if self.split == "train":
             return self.config.training.steps, False
         return self.config.evaluation.batches, self.config.evaluation.batches == 0
 
     @property
     def reserve(self) -> int:
-        """Batches beyond the steps, for those that are left out."""
+        """Batches beyond the steps, to replace skipped ones."""
         return reserve(self.config) if self.split == "train" else 0
 
     def asked(self) -> int:
-        """Samples that GPT-NeoX would ask for; the pythia order's number of epochs follows from it."""
+        """Samples that GPT-NeoX would request. The pythia order's number of epochs follows from it."""
         steps = self.requested[0] + self.reserve
         if self.split == "validation" and self.config.evaluation.every:
             steps *= self.config.training.steps // self.config.evaluation.every + 1
@@ -139,7 +135,6 @@ class _Builder:
         return SamplePlan(phases, sources, options, self.batch, steps, self.targets, self.data.epoch_parts, weighted)
 
     def _sections(self) -> list[tuple[int, list[SourceSection]]]:
-        """Blends by their first step."""
         if self.split != "train":
             return [(0, self.data.train if self.data.split is not None else getattr(self.data, self.split)[self.name])]
         phases = [(0, list(self.data.train))] if self.data.train else []
@@ -180,7 +175,6 @@ class _Builder:
         return bounds[part], bounds[part + 1]
 
     def _weights(self, files: list[SourceFile], whole: bool) -> list[float]:
-        """The blend's weights before normalisation."""
         if whole:
             return [float(each.file.tokens) for each in files]
         kind, alpha = self.data.weighting, self.data.alpha
@@ -194,7 +188,7 @@ class _Builder:
         return [each.weight * float(size(each)) ** alpha for each in files]
 
     def _options(self, files: list[SourceFile]) -> AssemblyOptions:
-        from .agreement import end_of_document, token_id
+        from .agreement import end_of_document, token_ids
 
         data = self.data
         fim = data.fim if data.fim.rate > 0 and self.split == "train" else None
@@ -216,7 +210,7 @@ class _Builder:
             fim.rate,
             fim.suffix_first_rate,
             *(
-                token_id(self.config.tokenizer, getattr(fim, part), f"data.fim.{part}")
+                token_ids(self.config.tokenizer, [getattr(fim, part)], f"data.fim.{part}")[0]
                 for part in ("prefix", "middle", "suffix")
             ),
         )
@@ -249,7 +243,7 @@ class _Builder:
     def _order(
         self, files: list[SourceFile], parts: list, whole: bool, options: AssemblyOptions
     ) -> list[OrderedSource]:
-        """Order each file; the pythia order is told how many samples all blends together will ask it for."""
+        """Order each file. The pythia order needs the number of samples of all blends together."""
         total = [0] * len(files)
         for number, (start, _, members, weights) in enumerate(parts):
             end = parts[number + 1][0] * self.batch if number + 1 < len(parts) else self.asked()

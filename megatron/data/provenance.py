@@ -1,4 +1,4 @@
-"""Which text a model saw at which step, from the run's configuration and its token files alone."""
+"""The text that a model read at each step, from the run's configuration and its token files."""
 
 from __future__ import annotations
 
@@ -29,10 +29,7 @@ if TYPE_CHECKING:
 
 
 def run_config(run: str | os.PathLike) -> Config:
-    """The resolved configuration of a run.
-
-    Args:
-        run: the run's directory, or its config.yml.
+    """The resolved configuration of a run, from its directory or its config.yml.
 
     Raises:
         DataError: there is none.
@@ -47,7 +44,7 @@ def run_config(run: str | os.PathLike) -> Config:
 
 
 def config_file(run: str | os.PathLike) -> Path:
-    """The resolved configuration that a run's directory, or its own path, stands for."""
+    """The resolved configuration in a run's directory, or the given file."""
     return Path(run) / "config.yml" if Path(run).is_dir() else Path(run)
 
 
@@ -58,8 +55,8 @@ class TextPiece:
     Attributes:
         source, file: the source's name and the token file's prefix.
         document, start, length: tokens start ... start + length of that document.
-        input: the file that the document was made from, if known; `input_start`, `input_length` its place there,
-            counted in `unit`: "bytes" of the uncompressed content (of the whole record), or "rows".
+        input: the file that the document was made from, if known. `input_start` and `input_length` are its position
+            there in `unit`: "bytes" of the uncompressed content (of the whole record), or "rows".
     """
 
     source: str
@@ -75,7 +72,7 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class Sequence:
-    """A sequence of a step: its place in the global batch, the data parallel rank and micro-batch that read it."""
+    """A sequence of a step: its place in the global batch, and the data parallel rank and micro-batch that read it."""
 
     index: int
     number: int
@@ -87,7 +84,7 @@ class Sequence:
 
 
 class Origins:
-    """Where the documents of a token file came from."""
+    """Origins of a token file's documents."""
 
     def __init__(self, file: TokenFile):
         self.table, self.manifest = read_origin(file.prefix), read_manifest(file.prefix)
@@ -99,7 +96,7 @@ class Origins:
             )
 
     def of(self, document: int) -> dict[str, Any]:
-        """The origin's fields of a `TextPiece`; nothing if it is not known."""
+        """The origin's fields of a `TextPiece`. Empty if unknown."""
         if self.table is None or self.manifest is None:
             return {}
         row = self.table[document]
@@ -113,14 +110,13 @@ class Origins:
 
 
 class Provenance:
-    """Answers questions about one set of a run.
+    """Finds the text of steps, and the steps of a text, for one set of a run.
 
     Args:
-        left_out: batches that the run did not read (`megatron.report.ledger.left_out` has a run's); by default those
-            of `data.left_out`.
+        left_out: batches that the run skipped (`megatron.report.ledger.left_out` reads them). Default: `data.left_out`.
 
     Attributes:
-        plan: which sample is what.
+        plan: the samples.
         data_ranks: data parallel ranks that the run was resolved for.
     """
 
@@ -135,19 +131,19 @@ class Provenance:
         self._origins = lru_cache(None)(lambda source: Origins(self.plan.sources[source].file))
 
     def step(self, step: int, rank: int | None = None) -> list[Sequence]:
-        """The sequences of a step, or those that one data parallel rank read, in the order of the global batch.
+        """The sequences of a step, or of one data parallel rank, in the order of the global batch.
 
         Raises:
             DataError: there is no such step or rank.
         """
         if not 0 <= step < self.plan.steps:
             raise DataError(
-                "--step", f"there is no step {step}; the run has {self.plan.steps}", f"give 0 ... {self.plan.steps - 1}"
+                "--step", f"there is no step {step} of {self.plan.steps}", f"give 0 ... {self.plan.steps - 1}"
             )
         if rank is not None and not 0 <= rank < self.data_ranks:
             raise DataError(
                 "--rank",
-                f"there is no data parallel rank {rank}; the run has {self.data_ranks}",
+                f"there is no data parallel rank {rank} of {self.data_ranks}",
                 f"give 0 ... {self.data_ranks - 1}",
             )
         micro, (pieces, length) = self.config.training.micro_batch_size, self._cut(step)
@@ -161,21 +157,12 @@ class Provenance:
             for piece in range(pieces):
                 place, tokens = index * pieces + piece, sample.tokens[piece * length : (piece + 1) * length + 1]
                 spans = sample.spans if self._moved else tuple(_part(sample.spans, piece * length, length + 1))
-                found.append(
-                    Sequence(
-                        place,
-                        number * pieces + piece,
-                        own,
-                        pass_number,
-                        sample_hash(place, tokens),
-                        self._pieces(sample.source, spans),
-                        tokens,
-                    )
-                )
+                numbers = (place, number * pieces + piece, own, pass_number, sample_hash(place, tokens))
+                found.append(Sequence(*numbers, self._pieces(sample.source, spans), tokens))
         return found
 
     def _cut(self, step: int) -> tuple[int, int]:
-        """How many pieces a step cuts each sample into, and their length: see `data.pieces`."""
+        """Number and length of the pieces of each sample in a step. See `data.subsequences`."""
         longest = self.config.training.sequence_length
         if not self._trains:
             return 1, longest
@@ -184,7 +171,7 @@ class Provenance:
 
     @property
     def _moved(self) -> bool:
-        """Whether tokens do not stand in a sample as in its documents, so that nobody can say in which piece of it."""
+        """Whether samples reorder the tokens of documents, so that a token's piece is unknown."""
         return self._trains and (self.config.data.fim.rate > 0 or self.config.data.span_corruption.rate > 0)
 
     def _pieces(self, source: int, spans: tuple[TokenRange, ...]) -> list[TextPiece]:
@@ -204,23 +191,23 @@ class Provenance:
         """
         if isinstance(self.plan, SyntheticPlan):
             raise DataError(
-                "data.synthetic", "this run makes its data; there are no documents", "use batch.py to see a step"
+                "data.synthetic", "this run makes its data, so there are no documents", "use batch.py to see a step"
             )
         found = [source.index for source in self.plan.sources if source.name == name or str(source.file.prefix) == name]
         if len(found) != 1:
             names = ", ".join(source.name for source in self.plan.sources)
             raise DataError(
                 "--document",
-                f"{len(found)} sources are called {name!r}; there are {names}",
+                f"{len(found)} sources are called {name!r}, and there are {names}",
                 "give the path of the token file",
             )
         return found[0]
 
     def seen(self, source: int, document: int, start: int = 0, length: int | None = None) -> list[tuple[int, int]]:
-        """The steps that saw (a part of) a document, as (step, index in the global batch), in order.
+        """The steps that read (a part of) a document, as (step, index in the global batch), in order.
 
         Args:
-            start, length: only sequences that have some of these tokens count.
+            start, length: only sequences with some of these tokens count.
 
         Raises:
             DataError: there is no such document.
@@ -235,13 +222,12 @@ class Provenance:
         return sorted({(step, index) for step, index, _ in places})
 
     def readings(self, source: int, document: int, start: int, end: int) -> Iterator[tuple[int, TokenRange]]:
-        """What the run's steps read of tokens start ... end-1 of a document and around them, in no order."""
+        """The run's reads of tokens start ... end-1 of a document and around them, as (step, tokens), unordered."""
         for step, _, span in self._places(source, document, start, end):
             yield step, span
 
     def _places(self, source: int, document: int, start: int, end: int) -> Iterator[tuple[int, int, TokenRange]]:
-        """The step, the place in the global batch and the piece of the document of each sequence that has some of these
-        tokens."""
+        """(step, position in the global batch, piece of the document) of each sequence with some of these tokens."""
         for number, begin, span in self._readings(source, document, start, end):
             if (step := self._step(number)) is None:
                 continue
@@ -252,13 +238,11 @@ class Provenance:
                 yield from ((step, place, each) for each in own if _overlaps(each, document, start, end))
 
     def _step(self, number: int) -> int | None:
-        """The step that reads sample n; None if the run ends before."""
         step = self.left_out.step(number // self.plan.batch)
         return step if step is not None and step < self.plan.steps else None
 
     def _readings(self, source: int, document: int, start: int, end: int) -> Iterator[tuple[int, int, TokenRange]]:
-        """Samples that have some of these tokens, with the pieces of the document that have them and their places in
-        the sample."""
+        """(sample, position in it, piece of the document) for each sample with some of these tokens."""
         plan = self.plan
         if isinstance(plan, SyntheticPlan):
             return
@@ -273,7 +257,7 @@ class Provenance:
 
 
 def _part(spans: Iterable[TokenRange], begin: int, length: int) -> Iterator[TokenRange]:
-    """What of pieces, one after the other, are tokens begin ... begin + length - 1; `begin` may be below 0."""
+    """Tokens begin ... begin + length - 1 of consecutive pieces. `begin` may be below 0."""
     at = 0
     for span in spans:
         first, last = max(begin, at), min(begin + length, at + span.length)
@@ -287,5 +271,5 @@ def _overlaps(span: TokenRange, document: int, start: int, end: int) -> bool:
 
 
 def step_hash(sequences: list[Sequence]) -> int:
-    """The hash of a step (or of a rank's part of it), as the run's ledger and metrics have it."""
+    """The hash of a step (or of a rank's part of it), as in the run's ledger and metrics."""
     return batch_hash(sequence.hash for sequence in sequences)

@@ -1,4 +1,4 @@
-"""From pieces of documents to one sample: tokens, the weight of each label, and where documents begin."""
+"""Assemble a sample from pieces of documents: tokens, the weight of each label, and starts of documents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .keyed import generator
 from .order.order import TokenRange
 from .order.span_corruption import Corruption, corrupt
 
-IGNORED = -100  # a label file's mark of a token that is no target
+IGNORED = -100  # in a label file: this token is no target
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,19 @@ class Infilling:
 
 @dataclass(frozen=True)
 class AssemblyOptions:
-    """How samples are made of pieces.
+    """Options of assembling samples.
 
     Attributes:
         sequence_length: S.
-        seed: of the data order; infilling draws from it.
-        eod: id of the end-of-document token, if it matters.
+        seed: of the data order. Infilling draws from it.
+        eod: id of the end-of-document token, if needed.
         mask_eod: the end-of-document token is no target.
-        boundaries: say where documents begin.
-        infilling, corruption: one of them, or None, which leaves documents as they are.
-        context: tokens before a sample to read too, where it begins within a document.
-        read: new tokens of a sample's pieces where documents grow; S by default.
-        filler: id that fills samples up and is a target like any other where all tokens are, as in GPT-NeoX; None fills
-            them with `eod`, which is no target there.
+        boundaries: mark starts of documents.
+        infilling, corruption: at most one of them. None keeps documents as they are.
+        context: number of tokens before a sample to read too, where it starts within a document.
+        read: new tokens of a sample's pieces where documents grow. Default: S.
+        filler: id that fills samples up and is a target if all tokens are, as in GPT-NeoX. None fills them with `eod`,
+            which is no target there.
     """
 
     sequence_length: int
@@ -55,12 +55,12 @@ class AssemblyOptions:
 
     @property
     def new_tokens(self) -> int:
-        """Tokens of its pieces that no other sample begins with."""
+        """Tokens of its pieces that are not another sample's first."""
         return self.sequence_length if self.read is None else self.read
 
     @property
     def reorders(self) -> bool:
-        """Whether tokens do not stand in a sample as in its documents."""
+        """Whether samples reorder the tokens of documents."""
         return self.infilling is not None or self.corruption is not None
 
 
@@ -70,12 +70,11 @@ class Sample:
 
     Attributes:
         tokens: int64 [S+1].
-        weights: float32 [S], the weight of each label; None means all ones.
-        begins: bool [S+1], whether a document begins at this token; None if not asked for.
+        weights: float32 [S], the weight of each label. None: all ones.
+        begins: bool [S+1], whether a document begins at this token. None if not requested.
         source: number of its source in the plan.
         spans: the pieces it was made of, before infilling.
-        lead: the tokens before it in the document that it begins within, `AssemblyOptions.context` of them or fewer;
-            none where documents are reordered.
+        lead: up to `AssemblyOptions.context` tokens before it in its first document. None if documents are reordered.
         columns: further numbers of each label, float32 [S], by name.
     """
 
@@ -89,10 +88,11 @@ class Sample:
 
 
 def infill(tokens: np.ndarray, options: Infilling, draw: np.random.Generator) -> np.ndarray:
-    """A document's tokens with a middle moved to the end (PSM, or SPM with the suffix first), or as they are.
+    """Move the middle of a document's tokens to the end (PSM, or SPM with the suffix first), or return them unchanged.
 
-    Two cuts at random places make prefix, middle and suffix. PSM is <prefix> prefix <suffix> suffix <middle> middle;
-    SPM is <prefix> <suffix> suffix <middle> prefix middle.
+    Two random cuts make prefix, middle and suffix. PSM is <prefix> prefix <suffix> suffix <middle> middle. SPM is
+    <prefix>
+    <suffix> suffix <middle> prefix middle.
     """
     chance, order = draw.random(2)
     cuts = np.sort(draw.integers(0, len(tokens) + 1, size=2))
@@ -107,7 +107,6 @@ def infill(tokens: np.ndarray, options: Infilling, draw: np.random.Generator) ->
 
 
 def _documents(tokens: np.ndarray, lengths: list[int], eod: int | None) -> list[np.ndarray]:
-    """Pieces cut further where an end-of-document token stands inside."""
     cuts = np.cumsum(lengths[:-1], dtype=np.int64)
     if eod is not None:
         cuts = np.union1d(cuts, np.flatnonzero(tokens[:-1] == eod) + 1)
@@ -115,7 +114,7 @@ def _documents(tokens: np.ndarray, lengths: list[int], eod: int | None) -> list[
 
 
 def _infilled(documents: list[np.ndarray], options: AssemblyOptions, how: Infilling, number: int) -> list[np.ndarray]:
-    """Each document infilled by a draw of its own; its end-of-document token stays at the end."""
+    """Infill each document by its own draw. Its end-of-document token stays at the end."""
     result = []
     for index, tokens in enumerate(documents):
         draw = generator(options.seed, "fim", number, index)
@@ -128,10 +127,11 @@ def _infilled(documents: list[np.ndarray], options: AssemblyOptions, how: Infill
 def _corrupted(
     documents: list[np.ndarray], options: AssemblyOptions, how: Corruption, number: int
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """Each document corrupted by a draw of its own, and which tokens of all of them are targets.
+    """Corrupt each document by its own draw. Returns the documents, and which of all tokens are targets.
 
-    They read fewer tokens than a sample has (`config.span_lengths`). Short documents may grow by more than what one
-    long one would: those that find less room than they need have fewer spans, or stay as they are, so nothing is lost.
+    They read fewer tokens than a sample has (`config.span_lengths`). Several short documents may grow by more than a
+    single
+    long one. With too little room a document has fewer spans or stays unchanged, so nothing is lost.
     """
     result, targets = list[np.ndarray](), list[np.ndarray]()
     room = max(0, options.sequence_length + 1 - sum(map(len, documents)))
@@ -157,9 +157,9 @@ def assemble(
     """Make a sample.
 
     Args:
-        pieces: tokens of its spans, S+1 in all, or fewer: then it is filled up; see `AssemblyOptions.filler`.
+        pieces: tokens of its spans, S+1 in total. Fewer are filled up (see `AssemblyOptions.filler`).
         number: the sample's global number, for keyed draws.
-        targets: what each token counts as a target, at least 0 (or bool: whether it is one); None means 1 for all.
+        targets: weight of each token as a target, at least 0 (or bool). None: 1 for all.
         scale: of all weights.
     """
     width = options.sequence_length + 1
@@ -174,13 +174,13 @@ def assemble(
         if options.reorders:
             tokens = np.concatenate(documents)[:width]
         if options.boundaries:
-            firsts = np.cumsum([0, *(len(each) for each in documents)])  # with the end: what fills up is a document too
+            firsts = np.cumsum([0, *(len(each) for each in documents)])  # the filler is a document too
             begins = np.zeros(width, bool)
             begins[firsts[firsts < width]] = True
     counts = np.full(width, scale, np.float32)
     if targets is not None:
         counts[: len(targets)] *= targets
-        counts[len(targets) :] = 0.0  # what was added
+        counts[len(targets) :] = 0.0  # the filler
     if learned is not None:
         counts[: len(learned)] *= learned
     if options.filler is None or learned is not None:
@@ -195,7 +195,7 @@ def assemble(
 
 
 def documents_and_positions(begins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Document index and position in the document of each input token; int32 [S] each, from `Sample.begins`."""
+    """Document index and position in the document of each input token, int32 [S] each, from `Sample.begins`."""
     begins = begins[:-1]
     documents = np.maximum(np.cumsum(begins) - 1, 0)
     places = np.arange(len(begins))

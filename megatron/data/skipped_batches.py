@@ -1,4 +1,4 @@
-"""Which batch each step reads where some are left out: the batches of the plan in their order, without those."""
+"""The batch of the plan that each step reads if some batches are skipped."""
 
 from __future__ import annotations
 
@@ -6,27 +6,31 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron.config.features.feature import wanted_features
+
 if TYPE_CHECKING:
     from megatron.config import Config
-from megatron.config.features.feature import wanted_features
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Pairs (step, batches) in the order in which they were decided: from that step on, everything is read so many
-    batches later than it would have been before. Without any, step s reads batch s.
+    """Skipped batches as pairs (step, batches), in the order of the decisions.
+
+    From that step on, each step reads the batch that is `batches` later than without the pair. Without pairs, step s
+    reads
+    batch s.
     """
 
     pairs: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, pairs: Iterable[Iterable[int]]) -> LeftOut:
-        """From lists of two numbers, as JSON has them."""
+        """From lists of two numbers, as in JSON."""
         return cls(tuple((int(step), int(batches)) for step, batches in pairs))
 
     @classmethod
     def given(cls, config: Config) -> LeftOut:
-        """Those of `data.left_out`."""
+        """From `data.left_out`."""
         return cls.of((each.step, each.batches) for each in config.data.left_out)
 
     def __bool__(self) -> bool:
@@ -37,7 +41,7 @@ class LeftOut:
 
     @property
     def total(self) -> int:
-        """Batches that are left out."""
+        """Number of skipped batches."""
         return sum(batches for _, batches in self.pairs)
 
     def batch(self, step: int) -> int:
@@ -48,7 +52,7 @@ class LeftOut:
         return step
 
     def step(self, batch: int) -> int | None:
-        """The step that reads a batch; None if it is left out."""
+        """The step that reads a batch. None if it is skipped."""
         for first, batches in self.pairs:
             if batch >= first + batches:
                 batch -= batches
@@ -58,6 +62,6 @@ class LeftOut:
 
 
 def reserve(config: Config) -> int:
-    """Batches of training data that the plan has beyond `training.steps`: as many as can be left out."""
+    """Training batches of the plan beyond `training.steps`: the largest number that can be skipped."""
     more = (feature.skipped_batches(config) for feature in wanted_features(config).values())
     return LeftOut.given(config).total + sum(more)

@@ -1,4 +1,4 @@
-"""One source of a run: a token file, the order of its samples, and whether its tokens are targets."""
+"""One source of a run: a token file, the order of its samples, and the weights of its tokens."""
 
 from __future__ import annotations
 
@@ -25,21 +25,12 @@ from .token_file import TokenFile
 if TYPE_CHECKING:
     from megatron.config.sections.data import SourceSection
 
-PIECE = 1 << 24  # weights that are looked at together
+PIECE = 1 << 24  # weights that are checked together
 
 
 @dataclass(frozen=True)
 class OrderRequest:
-    """What an order is made of besides the file.
-
-    Attributes:
-        kind: data.order.
-        packing: data.packing.
-        drop_long: data.drop_long.
-        sequence_length: S.
-        seed: data.seed.
-        cache: data.cache; None keeps arrays in memory.
-    """
+    """The keys of `data` that an order depends on, and S. A `cache` of None keeps arrays in memory."""
 
     kind: Literal["pythia", "stream", "sequential"]
     packing: Literal["continuous", "best_fit", "until_overflow"]
@@ -50,15 +41,10 @@ class OrderRequest:
 
 
 class SourceFile:
-    """A token file of a blend, examined, before anything is ordered.
-
-    Attributes:
-        name, path: as in the configuration.
-        first, last: documents first ... last-1 are used.
-    """
+    """A token file of a blend, examined but not ordered yet. Documents first ... last-1 are used."""
 
     def __init__(self, section: SourceSection, cache: str | os.PathLike | None, bounds: tuple[int, int] | None = None):
-        """Open and examine; `bounds` are the documents to use, by default all.
+        """Open and examine. `bounds` are the documents to use, by default all.
 
         Raises:
             DataError: the pair is missing, truncated or damaged.
@@ -79,17 +65,17 @@ class SourceFile:
         if self.labels and not np.array_equal(self.labels.sizes, self.file.sizes):
             raise DataError(
                 section.labels,
-                f"its documents differ in size from those of {section.path}",
-                "make the label file beside the token file, document for document",
+                f"its documents must have the sizes of the documents of {section.path}",
+                "make the label file together with the token file, document by document",
             )
 
         self.label_checksums = _checksums(self.labels, read_manifest(self.labels.prefix)) if self.labels else None
 
     def check(self, spans: tuple[TokenRange, ...]) -> None:
-        """Before tokens are read: the index agrees with itself there, and their blocks are what was written.
+        """Check the index entries and blocks of these tokens before they are read.
 
         Raises:
-            DamagedTokens: they are not.
+            DamagedTokens: they are damaged.
         """
         file, width = self.file, self.file.dtype.itemsize
         last = len(file) - 1
@@ -104,16 +90,16 @@ class SourceFile:
 
     @cached_property
     def weights_hash(self) -> str | None:
-        """Of the documents' weights, which are read whole for it, once."""
+        """Hash of the documents' weights, computed once."""
         return None if self.document_weights is None else content_hash(self.document_weights)
 
     @property
     def identity(self) -> tuple:
-        """What makes two entries of different phases the same source."""
+        """Equal for entries of different phases that are the same source."""
         return os.path.abspath(self.file.prefix), self.first, self.last
 
     def check_ids(self, vocabulary: int) -> None:
-        """Refuse ids that the model has no embedding for, as far as they are known without reading everything."""
+        """Refuse ids that the model has no embedding for, if they are known without reading everything."""
         largest = self.facts["largest"]
         if largest is None and self.manifest is not None:
             largest = self.manifest.largest
@@ -126,7 +112,7 @@ class SourceFile:
             )
 
     def order(self, request: OrderRequest, samples: int | None, epochs: int | None) -> Order:
-        """The order of its samples; pythia wants to know how many samples, or epochs, will be asked for."""
+        """The order of its samples. pythia needs the number of samples, or epochs, that will be read."""
         where = (self.file, self.first, self.last, request.sequence_length)
         known = {"fingerprint": self.facts["fingerprint"], "cache": request.cache}
         if request.packing == "best_fit":
@@ -152,10 +138,11 @@ def _checksums(file: TokenFile, manifest: Manifest | None) -> BlockChecksums | N
 
 
 def read_document_weights(path: str, file: TokenFile) -> np.ndarray:
-    """The weights of a file's documents, one number each; read in place.
+    """The weights of a file's documents, one number each, memory-mapped.
 
     Raises:
-        DataError: they cannot be read, are not as many as documents, or are no numbers of at least 0 that fp32 holds.
+        DataError: they cannot be read, have another count than the documents, or are no numbers of at least 0 in fp32's
+            range.
     """
     fix = "write them with numpy.save, one number for each document of the token file"
     try:
@@ -197,8 +184,8 @@ class OrderedSource:
         Args:
             sample: k.
             number: n.
-            counts: weight of each of its labels here.
-            by_document: these are multiplied by the weights of the documents, where it has some.
+            counts: weight of each of its labels.
+            by_document: multiply by the documents' weights, if any.
 
         Raises:
             DataError: an id that the model has no embedding for, or a label that contradicts its token.
@@ -218,7 +205,6 @@ class OrderedSource:
         return Sample(made.tokens, made.weights, made.begins, self.index, spans, lead)
 
     def _lead(self, span: TokenRange, options: AssemblyOptions) -> np.ndarray | None:
-        """Up to `options.context` tokens before a piece in its document."""
         length = min(span.start, options.context)
         if not length:
             return None
@@ -228,7 +214,7 @@ class OrderedSource:
         return tokens[ends[-1] + 1 :] if len(ends) else tokens
 
     def _targets(self, spans: tuple[TokenRange, ...], counts: float, by_document: bool) -> np.ndarray | None:
-        """What each token counts, but for `counts`."""
+        """The weight of each token, without `counts`."""
         targets = self._labelled(spans) if counts else None
         if not by_document or self.opened.document_weights is None:
             return targets
@@ -237,7 +223,7 @@ class OrderedSource:
         return weights if targets is None else weights * targets
 
     def _labelled(self, spans: tuple[TokenRange, ...]) -> np.ndarray | None:
-        """Which tokens the label file has as targets; None where all are."""
+        """Which tokens are targets in the label file. None without one."""
         if self.opened.labels is None:
             return None
         labels = np.concatenate([self.opened.labels.read(*span) for span in spans])

@@ -1,4 +1,4 @@
-"""A batch in shorter samples: the same tokens and labels, with less text before each."""
+"""Cut a batch into shorter samples: the same tokens and labels, with less text before each."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from .hashing import batch_hash, sample_hash
 
 
 def cut_samples(batch: StepBatch, length: int, samples: int) -> StepBatch:
-    """Cut each sample into pieces of `length` tokens, which become samples of their own; each label stays one label.
+    """Cut each sample into pieces of `length` tokens, which become samples. Each label stays one label.
 
-    Piece k of sample n is sample n * pieces + k of a batch with as many times more samples, so numbers, hashes,
-    documents and positions are those of a batch that was read with samples of this length.
-
-    Args:
-        length: divides the tokens of a sample.
-        samples: B, of the whole global batch as it is.
+    Piece k of sample n is sample n * pieces + k of the new batch. Its numbers, hashes, documents and positions are as
+    if the
+    batch had been read with samples of this length. `samples` is B, of the whole global batch before the cut.
     """
     pieces = batch.inputs.shape[-1] // length
     if pieces == 1:

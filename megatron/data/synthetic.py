@@ -1,4 +1,4 @@
-"""Data that a run makes itself: for tests, and to see a model learn where there are no files."""
+"""Data that a run makes itself, for tests and for models that learn without files."""
 
 from __future__ import annotations
 
@@ -12,22 +12,17 @@ from .sample import Sample
 
 
 class Copy:
-    """Random tokens, then the same tokens again; the second half can be predicted, the first cannot.
+    """Random tokens, then the same tokens again. Only the second half can be predicted.
 
     Sample n is a function of (seed, n, vocabulary, sequence length). A model that has learned to copy has a loss of
-    about ln(symbols) / 2, from ln(symbols) for one that only knows which tokens there are.
+    about
+    ln(symbols) / 2. A model that knows only the tokens' frequencies has ln(symbols).
     """
 
     masked = False
 
     def __init__(self, seed: int, vocabulary: int, sequence_length: int, name: str = "train"):
-        """
-        Args:
-            seed: data.seed.
-            vocabulary: ids are below it.
-            sequence_length: S; samples have S+1 tokens.
-            name: name of the set, so that training and validation have different samples.
-        """
+        """Ids are below `vocabulary`. `name` is the set's, so that training and validation have different samples."""
         if vocabulary < 2:
             raise DataError("model.vocab_size", "synthetic data need at least 2 ids", "set model.vocab_size")
         self.seed, self.sequence_length, self.name = seed, sequence_length, name

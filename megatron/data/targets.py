@@ -1,4 +1,4 @@
-"""The weights that an objective gives the labels of a sample, times those that the data give."""
+"""Final weights of a sample's labels: the objective's times the data's."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .sample import Sample
 
 @dataclass(frozen=True)
 class Targets:
-    """How a plan finishes its samples.
+    """Final treatment of a plan's samples.
 
     Attributes:
-        objective: None leaves the weights as the data give them.
-        boundaries: say where documents begin.
+        objective: None keeps the weights of the data.
+        boundaries: mark starts of documents.
     """
 
     objective: Objective | None = None
@@ -40,14 +40,14 @@ class Targets:
 
     @property
     def marks_documents(self) -> bool:
-        """Whether samples must be made with the places where documents begin."""
+        """Whether samples must mark starts of documents."""
         return self.boundaries or (self.objective is not None and self.objective.needs_documents)
 
     def of(self, sample: Sample) -> Sample:
         """The sample with its labels' final weights.
 
         Raises:
-            DataError: the objective gives something else than a weight of at least 0 for each label.
+            DataError: the objective does not give a weight of at least 0 for each label.
         """
         begins = sample.begins if self.boundaries else None
         if self.objective is None or not self.objective.weighs:
@@ -59,13 +59,13 @@ class Targets:
                 f"each of a sample's {len(sample.tokens) - 1} labels must have a finite weight of at least 0: "
                 f"{type(self.objective).__name__} gives an array {weights.shape} from {weights.min(initial=np.inf)} "
                 f"to {weights.max(initial=-np.inf)}",
-                "mend its method weights",
+                "fix its method weights",
             )
         return replace(sample, weights=weights if sample.weights is None else weights * sample.weights, begins=begins)
 
     @staticmethod
     def _weights(sample: Sample, objective: Objective) -> np.ndarray:
-        """What an objective gives the labels of a sample, read with the tokens before it."""
+        """The objective's weights of a sample's labels, read with the tokens before it."""
         tokens, begins = sample.tokens, sample.begins if objective.needs_documents else None
         lead = 0 if sample.lead is None else len(sample.lead)
         if sample.lead is not None and lead:

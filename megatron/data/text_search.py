@@ -1,8 +1,8 @@
-"""Finding a text in token files: in the bytes that their tokens stand for.
+"""Find a text in token files, by the bytes of their tokens.
 
-Nearly every tokenizer gives each id a fixed string of bytes, and a document's text is these strings one after another.
-So a text is found however its tokens are cut, at the speed of joining bytes. Where ids have no fixed bytes, documents
-are decoded one by one.
+Nearly every tokenizer gives each id a fixed string of bytes, and a document's text is these strings in sequence. So a
+text is found for any cut into tokens, at the speed of joining bytes. Where ids have no fixed bytes, documents are
+decoded one by one.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from .token_file import TokenFile
 from .tokenizer import Tokenizer
 
-CHUNK = 1 << 20  # tokens that are looked at together
+CHUNK = 1 << 20  # tokens that are searched together
 CHECKED = 64  # documents on which the table of bytes is compared with the tokenizer's own decoding
-ALONE = 1 << 23  # files with fewer tokens than this are searched by one process: starting others takes longer
+ALONE = 1 << 23  # smaller files, in tokens, are searched by one process: starting others takes longer
 ALONE_DECODING = 1 << 18  # the same where documents are decoded
 
+Found = TypeVar("Found")
 Place = tuple[int, int, int]  # document, first token, tokens
 
 
 @dataclass(frozen=True)
 class TextSearch:
-    """What each process needs; `table` has the bytes of each id, or is None where documents are decoded."""
+    """The work of a process. `table` has the bytes of each id, or is None if documents are decoded."""
 
     path: str
     tokenizer: Tokenizer
@@ -37,7 +38,7 @@ class TextSearch:
     table: list[bytes] | None
 
     def run(self, begin: int, end: int) -> list[Place]:
-        """Places that begin in tokens begin ... end-1 (or, where documents are decoded, in documents)."""
+        """Matches that begin in tokens begin ... end-1 (or in these documents, where documents are decoded)."""
         file = TokenFile(self.path)
         if self.table is not None:
             return _in_bytes(file, self.table, self.text.encode(), begin, end)
@@ -51,11 +52,10 @@ def find_text(
     workers: int | None = None,
     show: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[Place]:
-    """Places of a text in a token file, in order: the smallest stretch of tokens of a document whose text has it.
+    """Matches of a text in a token file, in order: the smallest ranges of a document's tokens with the text.
 
-    Args:
-        workers: processes for large files; None takes one for each core.
-        show: told how many tokens of how many are done.
+    `workers` are processes for large files (None: one for each core), and `show` is called with (tokens done, all
+    tokens).
     """
     table = table_of(file, tokenizer)
     search = TextSearch(os.fspath(file.prefix), tokenizer, text, table)
@@ -64,43 +64,56 @@ def find_text(
     if file.tokens < (ALONE if table is not None else ALONE_DECODING):
         workers = 1
     done = 0
-    for (begin, end), found in zip(bounds, _results(search, bounds, workers)):
+    for (begin, end), found in zip(bounds, in_processes(search, bounds, workers)):
         yield from found
         done += end - begin if table is not None else int(file.sizes[begin:end].sum())
         show(done, file.tokens)
 
 
-def _results(search: TextSearch, bounds: list[tuple[int, int]], workers: int) -> Iterator[list[Place]]:
-    if workers == 1 or len(bounds) == 1:
-        yield from (search.run(*each) for each in bounds)
+class Ranges(Protocol[Found]):
+    """Work on a range of tokens or documents, which worker processes can unpickle."""
+
+    def run(self, begin: int, end: int) -> list[Found]: ...
+
+
+def in_processes(work: Ranges[Found], bounds: list[tuple[int, int]], workers: int) -> Iterator[list[Found]]:
+    """The results of `work.run` for each range, in order."""
+    if workers == 1 or len(bounds) < 2:
+        yield from (work.run(*each) for each in bounds)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=_prepare, initargs=(search,)) as pool:
-        yield from pool.map(_run, bounds)
+    with ProcessPoolExecutor(workers, context, initializer=_prepare, initargs=(work,)) as pool:
+        for first in range(0, len(bounds), 4 * workers):  # results wait for their turn, so only some at once
+            yield from pool.map(_run, bounds[first : first + 4 * workers])
 
 
-_search: list[TextSearch] = []  # of a worker process
+_work: list[Ranges] = []  # of a worker process
 
 
-def _prepare(search: TextSearch) -> None:
-    _search[:] = [search]
+def _prepare(work: Ranges) -> None:
+    _work[:] = [work]
 
 
-def _run(bounds: tuple[int, int]) -> list[Place]:
-    return _search[0].run(*bounds)
+def _run(bounds: tuple[int, int]) -> list:
+    return _work[0].run(*bounds)
 
 
 def _bounds(file: TokenFile, by_token: bool) -> list[tuple[int, int]]:
-    """Equal runs of tokens, or runs of documents with about as many."""
+    """Equal ranges of tokens, or ranges of documents with about the same number of tokens."""
     if by_token:
         return [(begin, min(begin + CHUNK, file.tokens)) for begin in range(0, file.tokens, CHUNK)]
-    cuts = np.searchsorted(file.starts(slice(None)), np.arange(0, file.tokens, CHUNK // 16), side="left")
+    return document_bounds(file, CHUNK // 16)
+
+
+def document_bounds(file: TokenFile, tokens: int) -> list[tuple[int, int]]:
+    """Ranges of documents with about this number of tokens."""
+    cuts = np.searchsorted(file.starts(slice(None)), np.arange(0, file.tokens, tokens), side="left")
     edges = sorted({0, *cuts.tolist(), len(file)})
     return list(zip(edges, edges[1:]))
 
 
 def table_of(file: TokenFile, tokenizer: Tokenizer) -> list[bytes] | None:
-    """The bytes of each id; None if the tokenizer has none, or decodes documents of this file differently."""
+    """The bytes of each id. None if the tokenizer has none, or decodes documents of this file differently."""
     table = tokenizer.bytes_of_ids()
     if table is None or file.tokens == 0:
         return table
@@ -116,12 +129,12 @@ def table_of(file: TokenFile, tokenizer: Tokenizer) -> list[bytes] | None:
 
 
 def _in_bytes(file: TokenFile, table: list[bytes], needle: bytes, begin: int, end: int) -> list[Place]:
-    """Places whose first token is one of begin ... end-1 of the file."""
+    """Matches whose first token is one of begin ... end-1 of the file."""
     lengths = np.fromiter(map(len, table), np.int64, len(table))
     ids = file.flat(begin, end - begin)
     own = int(lengths[ids].sum())
     reach, last = own, end
-    while reach < own + len(needle) - 1 and last < file.tokens:  # a place may go on after the last token
+    while reach < own + len(needle) - 1 and last < file.tokens:  # a match may continue after the last token
         more = file.flat(last, len(needle))
         reach, last = reach + int(lengths[more].sum()), last + len(more)
     ids = file.flat(begin, last - begin)
@@ -140,7 +153,6 @@ def _in_bytes(file: TokenFile, table: list[bytes], needle: bytes, begin: int, en
 
 
 def _of_documents(file: TokenFile, firsts: np.ndarray, counts: np.ndarray) -> list[Place]:
-    """Stretches of tokens of the file, without those that go over the end of a document, each once."""
     itemsize = file.dtype.itemsize
     documents = np.searchsorted(file.offsets, firsts * itemsize, side="right") - 1
     inside = firsts - file.offsets[documents] // itemsize
@@ -150,7 +162,6 @@ def _of_documents(file: TokenFile, firsts: np.ndarray, counts: np.ndarray) -> li
 
 
 def _decoded(file: TokenFile, tokenizer: Tokenizer, document: int, text: str) -> Iterator[Place]:
-    """Places in a document, by decoding it."""
     ids = file[document].tolist()
     whole = tokenizer.decode(ids)
     seen, begin = set(), whole.find(text)
@@ -163,24 +174,17 @@ def _decoded(file: TokenFile, tokenizer: Tokenizer, document: int, text: str) ->
 
 
 def tokens_of(tokenizer: Tokenizer, ids: list[int], begin: int, end: int) -> tuple[int, int]:
-    """The tokens that characters begin ... end-1 of the decoded text stand in: the first, and one past the last."""
-    length = partial(_characters, tokenizer, ids)
-    return _least(len(ids), partial(_reaches, length, begin + 1, 1)), _least(
-        len(ids), partial(_reaches, length, end, 0)
-    )
+    """The tokens of characters begin ... end-1 of the decoded text: the first, and one past the last."""
 
+    def length(count: int) -> int:
+        return len(tokenizer.decode(ids[:count]))
 
-def _reaches(length: Callable[[int], int], end: int, more: int, count: int) -> bool:
-    """Whether `count` tokens and `more` have at least `end` characters."""
-    return length(count + more) >= end
-
-
-def _characters(tokenizer: Tokenizer, ids: list[int], count: int) -> int:
-    return len(tokenizer.decode(ids[:count]))
+    first = _least(len(ids), lambda count: length(count + 1) > begin)
+    return first, _least(len(ids), lambda count: length(count) >= end)
 
 
 def _least(high: int, reached: Callable[[int], bool]) -> int:
-    """The least count below `high` from which on `reached` holds; `high` if there is none."""
+    """The least count below `high` from which `reached` holds, or `high`."""
     low = 0
     while low < high:
         middle = (low + high) // 2

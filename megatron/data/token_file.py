@@ -1,4 +1,4 @@
-"""Megatron's token files: a `.bin` of tokens back to back and a `.idx` that says where each document lies.
+"""Megatron's token files: a `.bin` of consecutive tokens and a `.idx` with the position of each document.
 
 `.idx`, little-endian, without padding:
 
@@ -11,7 +11,7 @@
     i64[n]   byte offset of each sequence in the .bin: the running sum of the sizes
     i64[]    document index: the first sequence of each document, then n
 
-Like GPT-NeoX's training data set, the readers here take each sequence for one document.
+Like GPT-NeoX's training data set, the readers here treat each sequence as a document.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.
 CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 UINT16_VOCABULARY = 65500  # Megatron's own bound below which ids are stored in two bytes
 REMAKE = "make the pair again, or copy it again from where it is intact"
-_CHUNK = 1 << 24  # entries that are looked at together
+_CHUNK = 1 << 24  # entries that are processed together
 
 
 def prefix_of(path: str | os.PathLike) -> Path:
-    """The path that a pair has in common: `path` without a `.bin` or `.idx` ending."""
+    """`path` without a `.bin` or `.idx` ending."""
     path = Path(path)
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
 
 def with_ending(prefix: str | os.PathLike, ending: str) -> Path:
-    """`prefix` with an ending appended; prefixes may have dots in them."""
+    """`prefix` with an ending appended. Prefixes may contain dots."""
     return Path(f"{os.fspath(prefix)}{ending}")
 
 
@@ -64,7 +64,7 @@ class TokenFile:
     """
 
     def __init__(self, path: str | os.PathLike):
-        """Open a pair and check what costs nothing: header, file lengths, end of the last document.
+        """Open a pair and check the cheap facts: header, file lengths, end of the last document.
 
         Raises:
             DataError: a file is missing, truncated, damaged, or does not belong to the other.
@@ -88,7 +88,7 @@ class TokenFile:
         _, version, code, count, entries = HEADER.unpack(head)
         if version != 1 or code not in DTYPES:
             raise DataError(
-                self.idx_path, f"version {version} with token type {code} is not known; version 1 is", REMAKE
+                self.idx_path, f"version {version} with token type {code} is unknown. The version must be 1", REMAKE
             )
         self.dtype = np.dtype(DTYPES[code]).newbyteorder("<")
         if self.dtype.kind not in "iu":
@@ -97,7 +97,7 @@ class TokenFile:
         if size != expected:
             raise DataError(self.idx_path, f"it has {size} bytes, but its header announces {expected}", REMAKE)
         sizes_end = HEADER.size + 4 * count
-        # As a plain array on the same memory: its items are faster to get at.
+        # A plain array on the same memory has faster item access.
         data = np.memmap(self.idx_path, mode="r", dtype=np.uint8).view(np.ndarray)
         self.sizes = data[HEADER.size : sizes_end].view("<i4")
         self.offsets = data[sizes_end : sizes_end + 8 * count].view("<i8")
@@ -127,7 +127,7 @@ class TokenFile:
         return self._data[first : first + count]
 
     def starts(self, documents: np.ndarray | slice) -> np.ndarray:
-        """The place of documents' first tokens in the .bin, in tokens; int64."""
+        """Position of documents' first tokens in the .bin, in tokens, int64."""
         return self.offsets[documents] // self.dtype.itemsize
 
     def flat(self, start: int, length: int) -> np.ndarray:
@@ -138,7 +138,7 @@ class TokenFile:
         """Check every entry of the index: no negative size, and offsets that are the running sum of the sizes.
 
         Raises:
-            DataError: naming the first document at fault.
+            DataError: with the first damaged document.
         """
         end = 0
         for first in range(0, len(self), _CHUNK):
@@ -160,20 +160,18 @@ class TokenFile:
 
     @property
     def note(self) -> str | None:
-        """What a user may want to know of the pair though it is sound; None if there is nothing.
-
-        GPT-NeoX's `merge_file_` appends sequences without adding them to the document index.
-        """
+        """A remark on a valid pair, or None. GPT-NeoX's `merge_file_` adds sequences without extending the document
+        index."""
         index = self.document_index
         if not len(index) or index[-1] == len(self):
             return None
         return (
             f"{self.idx_path}: its document index ends at sequence {int(index[-1]):,} of {len(self):,}, as GPT-NeoX's "
-            "merging of files leaves it; nothing is lost: each sequence is one document here, as in GPT-NeoX's training"
+            "merging of files leaves it. Nothing is lost: each sequence is one document here, as in GPT-NeoX's training"
         )
 
     def extent(self) -> tuple[int, int]:
-        """The smallest and largest token id of the whole file; (0, 0) for an empty one. Reads everything."""
+        """The smallest and largest token id, (0, 0) for an empty file. Reads everything."""
         low, high = 0, 0
         for first in range(0, self.tokens, _CHUNK):
             part = self._data[first : first + _CHUNK]
@@ -181,5 +179,5 @@ class TokenFile:
         return low, high
 
     def fingerprint(self) -> str:
-        """Hash of what the sample order depends on: the documents' sizes and their token type."""
+        """Hash of the facts that the sample order depends on: the documents' sizes and the token type."""
         return content_hash(self.dtype.name, self.sizes)

@@ -1,4 +1,4 @@
-"""Writing token files that GPT-NeoX and Megatron-LM read."""
+"""Write token files for GPT-NeoX and Megatron-LM."""
 
 from __future__ import annotations
 
@@ -15,13 +15,10 @@ _CHUNK = 1 << 24
 
 
 def write_index(file: BinaryIO, sizes: np.ndarray, dtype: np.dtype, document_index: np.ndarray | None = None) -> None:
-    """Write an `.idx`.
+    """Write an `.idx` of sequences with these numbers of tokens, each below 2**31.
 
     Args:
-        file: open for writing in binary.
-        sizes: tokens of each sequence, below 2**31.
-        dtype: type of the stored tokens.
-        document_index: first sequence of each document and the number of sequences; by default each is a document.
+        document_index: first sequence of each document and the number of sequences. Default: each is a document.
     """
     dtype, count = np.dtype(dtype), len(sizes)
     entries = count + 1 if document_index is None else len(document_index)
@@ -41,15 +38,15 @@ def write_index(file: BinaryIO, sizes: np.ndarray, dtype: np.dtype, document_ind
 
 
 def durable(file: BinaryIO) -> None:
-    """Bring what was written to the disk."""
+    """Flush and fsync."""
     file.flush()
     os.fsync(file.fileno())
 
 
 class TokenFileWriter:
-    """Writes a pair document by document; the pair appears under its name only when it is complete.
+    """Writes a pair document by document. The pair gets its name only when it is complete.
 
-    Use as a context manager: an exception inside leaves no pair behind.
+    Use as a context manager: an exception inside leaves no pair.
     """
 
     def __init__(self, path: str | os.PathLike, dtype: np.dtype | type):
@@ -64,7 +61,7 @@ class TokenFileWriter:
         self.documents = self.tokens = self.largest = 0
 
     def append(self, tokens: np.ndarray | list[int]) -> None:
-        """Add one document (it may be empty)."""
+        """Add one document, which may be empty."""
         array = np.asarray(tokens)
         self.extend(array, np.array([len(array)]))
 
@@ -72,7 +69,7 @@ class TokenFileWriter:
         """Add several documents: their tokens back to back, and the size of each.
 
         Raises:
-            DataError: an id does not fit into the token type, or the sizes do not add up.
+            DataError: an id is out of the token type's range, or the sizes do not add up.
         """
         tokens, sizes = np.asarray(tokens), np.asarray(sizes)
         if len(tokens) != int(sizes.sum()) or (sizes < 0).any():
@@ -92,7 +89,7 @@ class TokenFileWriter:
         self.tokens += len(tokens)
 
     def finish(self) -> Path:
-        """Complete the pair and give it its name; returns the prefix. The index comes last: it makes the pair."""
+        """Complete the pair and rename it, the index last. Returns the prefix."""
         durable(self._file)
         self._file.close()
         index = with_ending(self.prefix, f".idx.{os.getpid()}")
@@ -106,7 +103,7 @@ class TokenFileWriter:
         return self.prefix
 
     def abandon(self) -> None:
-        """Remove what was written."""
+        """Remove the unfinished files."""
         self._file.close()
         self._part.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""Tokenizers: text to ids and back, the size of the vocabulary, the end-of-document id, and a hash that names them."""
+"""Tokenizers: ids of texts and back, size of the vocabulary, end-of-document id, and an identifying hash."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .errors import DataError
 if TYPE_CHECKING:
     from megatron.config.sections.data import TokenizerSection
 
-# Tokens that end a document in published vocabularies, looked for in this order.
+# Tokens that end a document in published vocabularies, searched in this order.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
 # GPT-2's alphabet: printable bytes of Latin-1 are themselves, the others are the characters from 256 on.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -26,14 +26,12 @@ CHARACTER_SIZE = 512  # of GPT-NeoX's CharLevelTokenizer
 
 
 class Tokenizer(ABC):
-    """What every tokenizer offers.
+    """Interface of all tokenizers.
 
     Attributes:
-        kind: `tokenizer.type` of the configuration.
-        name: what to call it in reports.
         size: the largest id plus one.
-        eod_id: id of the end-of-document token; None if there is none.
-        hash: SHA-256 of all that determines the ids; token files of one blend must agree in it.
+        eod_id: id of the end-of-document token, or None.
+        hash: SHA-256 of everything that determines the ids. Token files of one blend must have the same.
     """
 
     kind: str
@@ -42,20 +40,25 @@ class Tokenizer(ABC):
     eod_id: int | None
     hash: str
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The entry of a manifest."""
+        return {name: getattr(self, name) for name in ("kind", "name", "hash", "size", "eod_id")}
+
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """The ids of a text; nothing is added at its ends."""
+        """The ids of a text, with nothing added at its ends."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens written out."""
+        """The text of ids, with special tokens spelled out."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of several texts, each as by `encode`."""
         return [self.encode(text) for text in texts]
 
     def bytes_of_ids(self) -> list[bytes] | None:
-        """The bytes that each id stands for, so that a text's bytes are those of its ids; None where ids have none."""
+        """The bytes of each id, whose sequence is a text's bytes. None if ids have none."""
         return None
 
     def token(self, identity: int) -> str:
@@ -70,16 +73,13 @@ def digest(kind: str, content: Any) -> str:
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizer.json` run by the `tokenizers` library; also GPT-2's vocabulary and merges."""
+    """A `tokenizer.json` run by the `tokenizers` library. Also GPT-2's vocabulary and merges."""
 
     def __init__(self, backend: Any, content: Any, name: str, end: str | None = None, kind: str = "huggingface"):
-        """
-        Args:
-            backend: a `tokenizers.Tokenizer`.
-            content: what its files hold, for the hash.
-            name: what to call it.
-            end: text of the end-of-document token; by default one of END_TOKENS that the vocabulary has.
-        """
+        """Args:
+        backend: a `tokenizers.Tokenizer`.
+        content: the content of its files, for the hash.
+        end: text of the end-of-document token. Default: one of END_TOKENS in the vocabulary."""
         backend.no_truncation()
         backend.no_padding()
         self.backend, self.name, self.kind = backend, name, kind
@@ -108,7 +108,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return self.backend.decode(list(ids), skip_special_tokens=False)
 
     def bytes_of_ids(self) -> list[bytes] | None:
-        """Of byte-level vocabularies: their characters stand for bytes, and added tokens are plain text."""
+        """For byte-level vocabularies: their characters stand for bytes, and added tokens are plain text."""
         decoder = json.loads(self.backend.to_str())["decoder"] or {}
         if decoder.get("type") != "ByteLevel":
             return None
@@ -144,7 +144,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self.model.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Control pieces (the end of a document) are written out as SentencePiece's own decoder does not."""
+        """Control pieces (the end of a document) are spelled out, unlike in SentencePiece's own decoder."""
         parts: list[str] = []
         run: list[int] = []
         for each in map(int, ids):
@@ -187,7 +187,7 @@ class TiktokenTokenizer(Tokenizer):
         self.hash = digest(self.kind, [self.encoding._pat_str, ranks, sorted(special.items())])
 
     def encode(self, text: str) -> list[int]:
-        """Text that looks like a special token is text, as GPT-NeoX has it."""
+        """Text that looks like a special token is text, as in GPT-NeoX."""
         return self.encoding.encode(text, disallowed_special=())
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -227,7 +227,7 @@ class BytesTokenizer(Tokenizer):
 
 
 class CharactersTokenizer(Tokenizer):
-    """One id per character of a JSON list; then one for characters that are not in it, then the end of document."""
+    """One id per character of a JSON list, then one for unknown characters, then the end of document."""
 
     kind = "characters"
 
@@ -263,10 +263,10 @@ class CharactersTokenizer(Tokenizer):
 
 
 def build_tokenizer(section: TokenizerSection) -> Tokenizer:
-    """The tokenizer that a `tokenizer` section describes.
+    """The tokenizer of a `tokenizer` section.
 
     Raises:
-        DataError: its files are missing or damaged, or the end-of-document token is not in it.
+        DataError: its files are missing or damaged, or it lacks the end-of-document token.
     """
     if section.type == "none":
         raise DataError(
@@ -284,6 +284,15 @@ def build_tokenizer(section: TokenizerSection) -> Tokenizer:
     return tokenizer
 
 
+def tokenizer_for(section: TokenizerSection, append_eod: bool) -> Tokenizer:
+    """The tokenizer of a section, for documents that may end with its end-of-document token."""
+    tokenizer = build_tokenizer(section)
+    if append_eod and tokenizer.eod_id is None:
+        rule = f"{tokenizer.name} must have an end-of-document token"
+        raise DataError("--tokenizer", rule, "name one with --eod-token, or use --no-append-eod")
+    return tokenizer
+
+
 def _path(section: TokenizerSection, what: str) -> str:
     if not section.path:
         raise DataError("tokenizer.path", f"a {section.type} tokenizer needs {what}", "set tokenizer.path")
@@ -294,13 +303,13 @@ def _file(section: TokenizerSection, what: str) -> Path:
     file = Path(_path(section, what))
     if not file.is_file():
         raise DataError(
-            file, f"this file does not exist; a {section.type} tokenizer needs {what}", "correct tokenizer.path"
+            file, f"this file does not exist, and a {section.type} tokenizer needs {what}", "correct tokenizer.path"
         )
     return file
 
 
 def from_json(file: Path, name: str, end: str | None = None) -> HuggingFaceTokenizer:
-    """The tokenizer of a tokenizer.json. Truncation and padding are switched off and do not count in its hash."""
+    """The tokenizer of a tokenizer.json, without truncation and padding, which do not count in its hash."""
     from tokenizers import Tokenizer as Backend
 
     if not file.is_file():
@@ -313,14 +322,13 @@ def from_json(file: Path, name: str, end: str | None = None) -> HuggingFaceToken
 
 
 def _end_of_folder(folder: Path) -> str | None:
-    """The end token that a Hugging Face folder names beside its tokenizer.json."""
     file = folder / "tokenizer_config.json"
     if not file.is_file():
         return None
     try:
         token = read_json(file).get("eos_token")
     except (ValueError, AttributeError) as error:
-        raise DataError(file, f"it must be a JSON object ({error})", "mend it, or give tokenizer.eod_token") from error
+        raise DataError(file, f"it must be a JSON object ({error})", "fix it, or give tokenizer.eod_token") from error
     found = token.get("content") if isinstance(token, dict) else token
     return found if isinstance(found, str) else None
 
@@ -337,7 +345,6 @@ def _huggingface(section: TokenizerSection) -> Tokenizer:
 
 
 def _from_hub(name: str, file: str) -> Path:
-    """A file of a repository on the hub, from the local cache if it is there."""
     from huggingface_hub import constants, hf_hub_download
 
     from .hub import unreachable

@@ -187,7 +187,7 @@ def test_standard_library_corpus(tmp_path):
 
 
 def test_a_part_without_documents_is_refused(tmp_path):
-    with pytest.raises(DataError, match="of its 5 documents none belongs to validation"):
+    with pytest.raises(DataError, match="none of its 5 documents belongs to validation"):
         prepare("stdlib", tmp_path, 1e-9, limit=5)
     assert not list(tmp_path.iterdir())
     assert prepare("stdlib", tmp_path, 0.0, limit=5)["files"]["validation"]["documents"] == 0

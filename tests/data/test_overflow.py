@@ -66,7 +66,7 @@ def test_a_run_reads_them(tmp_path):
         assert sample.tokens.tolist() == tokens
         weights = np.ones(64) if sample.weights is None else sample.weights
         assert (weights > 0).tolist() == counted[1:]
-    assert plan.masked and "documents left out" in plan.uses()[1].order
+    assert plan.masked and "documents skipped" in plan.uses()[1].order
     padded = [number for number in range(0, 64, 2) if (plan.sample(number).tokens == 0).any()]
     assert padded and all(plan.sample(number).weights is None for number in padded)  # they count, as in GPT-NeoX
 

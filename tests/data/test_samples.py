@@ -168,7 +168,7 @@ def test_label_files(files):
     with pytest.raises(DataError, match="neither -100 nor its token"):
         build_loader(config, data_rank=0, data_ranks=1).step(1)
     write_documents(files / "labels", labels[:-1], np.int32)
-    with pytest.raises(DataError, match="differ in size"):
+    with pytest.raises(DataError, match="must have the sizes"):
         build_plan(config)
 
 

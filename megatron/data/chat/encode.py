@@ -13,8 +13,7 @@ from ..corpus.inputs import InputChunk
 from ..errors import DataError
 from ..sample import IGNORED
 from ..tokenizer import HuggingFaceTokenizer, build_tokenizer
-from .conversation import BadConversation, conversation_of
-from .template import ChatTemplate, Span, control_tokens
+from .template import BadConversation, ChatTemplate, Span, control_tokens, conversation_of
 
 if TYPE_CHECKING:
     from megatron.config.sections.data import TokenizerSection

@@ -12,16 +12,14 @@ import numpy as np
 from megatron.config.file_access import keep_inputs
 from megatron.config.words import counted
 
-from ..block_checksums import checksums_of
 from ..corpus.inputs import Input, InputChunk, read_chunks
 from ..corpus.workers import in_order
 from ..errors import DataError
-from ..hashing import file_hash
-from ..manifest import ENDING, Manifest, keep_others
+from ..manifest import ENDING, Manifest, keep_others, pair_hashes
 from ..sample import IGNORED
 from ..token_file import TokenFile, prefix_of, token_dtype, with_ending
 from ..token_writer import TokenFileWriter
-from ..tokenizer import build_tokenizer
+from ..tokenizer import tokenizer_for
 from .encode import ChatEncoder, ChatTreatment, arrays
 from .template import ChatTemplate
 
@@ -52,18 +50,13 @@ class ChatCounts:
 
 @dataclass(frozen=True)
 class ChatJob:
-    """What to do.
+    """A job. Conversations are written in the order of the inputs, and the output is the same for any number of
+    workers.
 
     Attributes:
-        inputs: in the order in which their conversations are written.
         output: prefix of the token file. The label file has LABELS behind it.
-        tokenizer: a `tokenizer` section.
-        template: of the conversations.
-        treatment: which tokens are labels, and what is omitted.
-        workers: processes. The output is the same for any number.
         bad: "skip" or "fatal", for bad records.
-        overwrite: Replace an output that is there.
-        version: Of this program, for the manifests.
+        version: of this program, for the manifests.
     """
 
     inputs: list[Input]
@@ -90,13 +83,7 @@ def run(job: ChatJob) -> ChatCounts:
         DataError: an input is missing or damaged, the output is there already, a bad record was to be fatal, or
             nothing is left to train on.
     """
-    tokenizer = build_tokenizer(job.tokenizer)
-    if job.treatment.append_eod and tokenizer.eod_id is None:
-        raise DataError(
-            "--tokenizer",
-            f"{tokenizer.name} must have an end-of-document token",
-            "name one with --eod-token, or use --no-append-eod",
-        )
+    tokenizer = tokenizer_for(job.tokenizer, job.treatment.append_eod)
     _check_room(job)
     counts, (tokens, labels) = ChatCounts(), job.prefixes
     with TokenFileWriter(tokens, token_dtype(tokenizer.size)) as ids:
@@ -112,9 +99,8 @@ def run(job: ChatJob) -> ChatCounts:
             counts.conversations, counts.tokens = ids.documents, ids.tokens
             if not ids.documents:
                 raise DataError(job.output, f"no conversation was found{_why(counts)}", "check --key and the inputs")
-    about = {"kind": tokenizer.kind, "name": tokenizer.name, "hash": tokenizer.hash, "size": tokenizer.size}
     for prefix in (labels, tokens):
-        _describe(job, prefix, {**about, "eod_id": tokenizer.eod_id}, counts)
+        _describe(job, prefix, tokenizer.facts, counts)
     return counts
 
 
@@ -156,10 +142,8 @@ def _describe(job: ChatJob, prefix: Path, tokenizer: dict[str, Any], counts: Cha
         tokens=file.tokens,
         largest=file.extent()[1],
         dtype=file.dtype.name,
-        bin_hash=file_hash(with_ending(prefix, ".bin")),
-        idx_hash=file_hash(with_ending(prefix, ".idx")),
         inputs=[{"path": entry.name} for entry in job.inputs],
         options={**asdict(job.treatment), **template, "bad": counts.bad, "long": counts.long},
         version=job.version,
-        blocks=checksums_of(with_ending(prefix, ".bin")),
+        **pair_hashes(with_ending(prefix, ".bin"), with_ending(prefix, ".idx")),
     ).write(prefix)

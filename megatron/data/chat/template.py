@@ -1,4 +1,4 @@
-"""Chat templates: where a tokenizer's is, what it renders, and which characters of that are the assistant's."""
+"""Conversations, and chat templates: find, render, and locate the characters of the assistant."""
 
 from __future__ import annotations
 
@@ -12,22 +12,95 @@ from megatron.config.foreign_json import read_json
 
 from ..errors import DataError
 from ..hashing import content_hash
-from .conversation import BadConversation
-from .shipped import TEMPLATES
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# ShareGPT's names: `{"from": "human", "value": "..."}`.
+SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
+# Templates for tokenizers without one. `{% generation %}` marks the assistant's text and the token after it.
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}"
+    "{{ '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+LLAMA3 = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] | trim + '<|eot_id|>' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+)
+# Needs no token but the one that ends a text, which ends the assistant's turns.
+PLAIN = (
+    "{% for message in messages %}"
+    "{{ message['role'] | capitalize + ':' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ ' ' + message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ ' ' + message['content'] }}{% endif %}"
+    "{{ '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "plain": PLAIN}
 TAGS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 Span = tuple[int, int]
 
 
+class BadConversation(ValueError):
+    """Why a record is no conversation that can be trained on."""
+
+
+def conversation_of(value: Any) -> list[dict[str, Any]]:
+    """The messages of a record, each with `role`, `content` and what else it has.
+
+    Args:
+        value: of the record's key: a list of `{"role", "content"}`, or ShareGPT's list of `{"from", "value"}`.
+
+    Raises:
+        BadConversation: it is something else, has an unknown role, or no assistant answers in it.
+    """
+    if not isinstance(value, list) or not value:
+        raise BadConversation("a conversation must be a list of messages")
+    found = [_message(number, each) for number, each in enumerate(value, 1)]
+    if not any(each["role"] == "assistant" for each in found):
+        raise BadConversation("no message is the assistant's")
+    return found
+
+
+def _message(number: int, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise BadConversation(f"message {number} must be an object with role and content")
+    message = {key: part for key, part in value.items() if part is not None}  # tables fill absent keys with null
+    if "from" in message and "role" not in message:
+        role = message.pop("from")
+        message = {**message, "role": SHAREGPT.get(role, role) if isinstance(role, str) else role}
+        message["content"] = message.pop("value", None)
+    if (role := message.get("role")) not in ROLES:
+        raise BadConversation(f"message {number} has the role {role!r}, which must be one of {', '.join(ROLES)}")
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        message["content"] = content = ""
+    if not isinstance(content, str):
+        raise BadConversation(f"message {number} must have a text as content")
+    return message
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template and what it needs besides messages.
+    """A template with its values.
 
     Attributes:
-        name: where it is from, for the manifest.
+        name: its origin, for the manifest.
         text: in Jinja.
-        values: texts of the special tokens, and values that the user gives.
+        values: texts of the special tokens, and the user's values.
     """
 
     name: str
@@ -90,11 +163,11 @@ class ChatTemplate:
 
 
 def find_template(tokenizer: str, name: str | None, values: dict[str, Any]) -> ChatTemplate:
-    """The template that was asked for.
+    """The requested template.
 
     Args:
         tokenizer: a folder, or a file in one. Its tokenizer_config.json or chat_template.jinja is read.
-        name: One of TEMPLATES, or a .jinja file, with None for the tokenizer's own.
+        name: One of TEMPLATES, or a .jinja file. None: the tokenizer's own.
         values: The user's values for the template.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Texts to ids: what a worker does with a chunk, and which encoder computes the ids."""
+"""Encode the texts of a chunk in a worker, and choose the encoder."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ LITTLE = 16 << 20  # bytes below which the probes are not worth their seconds
 
 @dataclass(frozen=True)
 class Treatment:
-    """How texts are treated.
+    """Treatment of texts.
 
     Attributes:
         key: of the text in JSON objects and tables.
-        append_eod: an end-of-document token ends each document.
+        append_eod: end each document with an end-of-document token.
         normalise: Unicode normal form ("NFC", ...), or None.
         strip: remove white space at both ends.
     """
@@ -39,16 +39,14 @@ class Treatment:
 
 @dataclass
 class Encoded:
-    """What became of a chunk.
+    """The encoded documents of a chunk.
 
     Attributes:
         tokens: ids, document after document.
         sizes: int32, tokens of each document.
-        origin: where each document came from (ORIGIN; the input's number is filled in).
+        origin: origin of each document (ORIGIN).
         bad: (line, reason) of lines that are no text.
-        empty: texts without any token.
-        text_bytes: bytes of the texts.
-        lines: lines of the chunk.
+        empty: number of texts without any token.
     """
 
     tokens: np.ndarray
@@ -61,7 +59,7 @@ class Encoded:
 
 
 def texts_of(chunk: InputChunk, treatment: Treatment) -> tuple[list[str], list[tuple[int, int]], list[tuple[int, str]]]:
-    """The texts of a chunk, (start, length) of each in the input, and (line, reason) of what is none."""
+    """The texts of a chunk, (start, length) of each in the input, and (line, reason) of bad records."""
     if chunk.kind == "lines" and isinstance(chunk.content, bytes):
         return _texts_of_lines(chunk, chunk.content, treatment)
     texts, places, bad = [], [], []
@@ -108,7 +106,7 @@ def _texts_of_lines(
 
 
 def _as_text(value: Any, treatment: Treatment) -> tuple[str, str]:
-    """A value as a treated text, or the reason why it is none; lists of paragraphs are joined, as in lm_dataformat."""
+    """A value as a treated text, or the reason why it is none. Lists of paragraphs are joined, as in lm_dataformat."""
     if isinstance(value, list) and all(isinstance(part, str) for part in value):
         value = "\n\n".join(value)
     try:
@@ -125,7 +123,6 @@ def _as_text(value: Any, treatment: Treatment) -> tuple[str, str]:
 
 
 def encode_chunk(chunk: InputChunk, encode: Encode, treatment: Treatment, eod: int | None, dtype: np.dtype) -> Encoded:
-    """Everything that a worker does with a chunk."""
     texts, places, bad = texts_of(chunk, treatment)
     tokens, sizes = encode(texts)
     kept = sizes > 0
@@ -148,7 +145,7 @@ def encode_chunk(chunk: InputChunk, encode: Encode, treatment: Treatment, eod: i
 
 
 def with_gigatoken(tokenizer: HuggingFaceTokenizer) -> Encode:
-    """Encoding by gigatoken alone, on the calling thread."""
+    """Encoding by gigatoken on the calling thread."""
     import awkward
     import gigatoken
 
@@ -164,10 +161,11 @@ def with_gigatoken(tokenizer: HuggingFaceTokenizer) -> Encode:
 
 
 def mixed(fast: Encode, exact: Encode, unsafe: str) -> Encode:
-    """Encoding by `fast` where it is known to be exact, by `exact` elsewhere.
+    """Encoding by `fast` where it is known to be exact, by `exact` otherwise.
 
-    Texts go to `exact` if they are not in Unicode's composed normal form, or have one of the `unsafe` characters. There
-    the libraries differ in the version of Unicode that they know.
+    Texts go to `exact` if they are not in Unicode's composed normal form, or have one of the `unsafe` characters. For
+    these
+    the libraries use different versions of Unicode.
     """
     pattern = re.compile(f"[{re.escape(unsafe)}]") if unsafe else None
 
@@ -205,7 +203,7 @@ def with_tokenizer(tokenizer: Tokenizer) -> Encode:
 
 @dataclass(frozen=True)
 class EncoderChoice:
-    """An encoder: "gigatoken" or "tokenizer", why, and the characters that gigatoken is not trusted with."""
+    """An encoder: "gigatoken" or "tokenizer", the reason, and the characters that gigatoken must not encode."""
 
     name: str
     reason: str
@@ -213,14 +211,14 @@ class EncoderChoice:
 
 
 def choose_encoder(tokenizer: Tokenizer, requested: str = "auto", text_bytes: int | None = None) -> EncoderChoice:
-    """Which encoder to use.
+    """Choose an encoder. "auto" takes gigatoken if it is installed and agrees with the tokenizer's own library on all
+    probes.
 
     Args:
-        requested: "auto" takes gigatoken if it is installed and agrees with the tokenizer's own library on all probes.
-        text_bytes: how much there is to encode; the probes cost more than they save on little.
+        text_bytes: bytes to encode. The probes cost more than they save on little text.
 
     Raises:
-        DataError: gigatoken was demanded and cannot be used.
+        DataError: gigatoken was requested and cannot be used.
     """
     own = {"huggingface": "tokenizers", "gpt2": "tokenizers"}.get(tokenizer.kind, tokenizer.kind)
     if requested == "tokenizer":
@@ -231,7 +229,7 @@ def choose_encoder(tokenizer: Tokenizer, requested: str = "auto", text_bytes: in
     if not reason:
         return EncoderChoice(
             "gigatoken",
-            f"gigatoken: agrees with {own} on all probes; {len(unsafe)} rare characters are left to {own}",
+            f"gigatoken: agrees with {own} on all probes. {own} encodes {len(unsafe)} rare characters",
             unsafe,
         )
     if requested == "gigatoken":
@@ -240,7 +238,7 @@ def choose_encoder(tokenizer: Tokenizer, requested: str = "auto", text_bytes: in
 
 
 def _try_gigatoken(tokenizer: Tokenizer) -> tuple[str, str]:
-    """Why gigatoken cannot be used ("" if it can), and the characters that it is not trusted with."""
+    """Why gigatoken cannot be used ("" if it can), and the characters that it must not encode."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return f"gigatoken is not used for {tokenizer.kind} tokenizers", ""
     try:
@@ -260,7 +258,7 @@ def _try_gigatoken(tokenizer: Tokenizer) -> tuple[str, str]:
 
 
 def build_encoder(tokenizer: Tokenizer, choice: EncoderChoice) -> Encode:
-    """The encoder that `choose_encoder` chose."""
+    """The encoder of a choice."""
     exact = with_tokenizer(tokenizer)
     if choice.name != "gigatoken" or not isinstance(tokenizer, HuggingFaceTokenizer):
         return exact

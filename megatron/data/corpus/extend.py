@@ -1,7 +1,7 @@
-"""More tokens for a tokenizer that a model was trained with: byte-pair merges learned on new texts, after its own.
+"""Add tokens to the tokenizer of a trained model: byte-pair merges learned on new texts.
 
-Every id keeps its meaning, so the rows of an embedding do too. The merges that the tokenizer has come first, so a text
-is cut as before, and what it learned here then joins the pieces.
+Every id keeps its meaning, and so do the rows of an embedding. The old merges come first, so a text is cut as before.
+The new merges then join the pieces.
 """
 
 from __future__ import annotations
@@ -22,15 +22,13 @@ def extend(old: Path, corpus: Iterator[str], size: int, output: Path) -> dict:
 
     Args:
         old: a tokenizer.json with byte-pair merges.
-        corpus: texts to learn from.
-        size: ids of the new vocabulary, those of the old one included.
-        output: the file.
+        size: ids of the new vocabulary, including the old ones.
 
     Returns:
-        `path`, `kind` and `size` of what was written, and how many tokens were `added`.
+        `path`, `kind` and `size` of the file, and the number of `added` tokens.
 
     Raises:
-        DataError: the old one cannot be read, has no merges, or has as many ids already.
+        DataError: the old one cannot be read, has no merges, or has this number of ids already.
     """
     tokenizer = from_json(old, old.name)
     content = read_json(old)
@@ -57,12 +55,12 @@ def extend(old: Path, corpus: Iterator[str], size: int, output: Path) -> dict:
 
 
 def merges(words: list[tuple[list[str], int]], known: set[str], wanted: int) -> Iterator[tuple[str, str]]:
-    """Pairs of pieces to join, the most frequent first, each counted in the words as the pairs before have joined them.
+    """Pairs of pieces to join, the most frequent first, counted in the words as joined so far.
 
     Args:
-        words: pieces of each word, and how often it occurs; changed in place.
-        known: tokens that there are; a pair that would make one of them is left alone.
-        wanted: how many; fewer if no pair occurs twice.
+        words: pieces of each word, and its number of occurrences. Changed in place.
+        known: existing tokens. A pair that would make one of them is skipped.
+        wanted: number of pairs. Fewer if no pair occurs twice.
     """
     pairs: Counter[tuple[str, str]] = Counter()
     where: defaultdict[tuple[str, str], set[int]] = defaultdict(set)

@@ -1,9 +1,9 @@
-"""Whole token files: joining several, cutting one, looking at one."""
+"""Operations on whole token files: merge, split, add checksums."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,8 @@ from megatron.config.file_access import keep_inputs, replacing
 from ..block_checksums import checksums_of
 from ..errors import DataError
 from ..hashing import file_hash
-from ..manifest import ENDING, Manifest, keep_others, read_manifest
+from ..manifest import ENDING, Manifest, keep_others, pair_hashes, read_manifest
+from ..order.order import split_bounds
 from ..token_file import REMAKE, TokenFile, prefix_of, with_ending
 from ..token_writer import TokenFileWriter
 from .encode import ORIGIN
@@ -23,7 +24,7 @@ _TOKENS = 1 << 24  # tokens that are copied together
 
 
 def read_origin(prefix: str | os.PathLike) -> np.ndarray | None:
-    """Where each document of a pair came from (ORIGIN); None without a table.
+    """Origin of each document of a pair (ORIGIN). None without a table.
 
     Raises:
         DataError: the table is damaged.
@@ -37,7 +38,7 @@ def read_origin(prefix: str | os.PathLike) -> np.ndarray | None:
 
 
 def write_origin(prefix: str | os.PathLike, parts: list[np.ndarray]) -> None:
-    """Write the table beside a pair, whole or not at all."""
+    """Write the table of a pair, completely or not at all."""
     path = with_ending(prefix, ".origin")
     with replacing(path, durable=True) as file:
         for part in parts:
@@ -55,10 +56,10 @@ def copy_documents(file: TokenFile, first: int, last: int, writer: TokenFileWrit
 
 
 def add_checksums(path: str | os.PathLike) -> Manifest:
-    """Add checksums of blocks to the manifest of a pair that an older version made.
+    """Add checksums of blocks to the manifest of a pair.
 
     Raises:
-        DataError: it has no manifest, or is not what was written.
+        DataError: it has no manifest, or has changed.
     """
     file = TokenFile(path)
     manifest = read_manifest(file.prefix)
@@ -72,7 +73,7 @@ def add_checksums(path: str | os.PathLike) -> Manifest:
     return manifest
 
 
-PAIR = (".bin", ".idx", ENDING, ".origin")  # what a token file consists of
+PAIR = (".bin", ".idx", ENDING, ".origin")  # endings of a token file
 
 
 def pair_files(prefix: str | os.PathLike) -> list[Path]:
@@ -81,7 +82,7 @@ def pair_files(prefix: str | os.PathLike) -> list[Path]:
 
 
 def _check_free(prefix: Path, overwrite: bool, inputs: list[TokenFile]) -> None:
-    """Refuse to write over an input, over a pair without leave, or over a file that is none of a pair's."""
+    """Refuse to overwrite an input, an existing pair without permission, or a file that is no manifest."""
     keep_inputs(pair_files(prefix), [path for each in inputs for path in pair_files(each.prefix)])
     keep_others(prefix)
     if with_ending(prefix, ".idx").exists() and not overwrite:
@@ -107,7 +108,7 @@ def merge(paths: list[str], output: str | os.PathLike, version: str, overwrite: 
         if file.dtype != files[0].dtype:
             raise DataError(
                 file.prefix,
-                f"its tokens are {file.dtype.name}, those of {files[0].prefix} {files[0].dtype.name}",
+                f"its tokens are {file.dtype.name}, and {files[0].prefix} has {files[0].dtype.name}",
                 "tokenize both with one tokenizer",
             )
         if manifest and manifests[0] and manifest.tokenizer["hash"] != manifests[0].tokenizer["hash"]:
@@ -138,23 +139,21 @@ def split(
     overwrite: bool = False,
     seed: int | None = None,
 ) -> dict[str, int]:
-    """Cut a pair's documents into several pairs `<output>_<name>` by shares.
+    """Split a pair's documents into several pairs `<output>_<name>` by shares.
 
     Args:
         shares: by name.
-        seed: draw documents at random (each keeps its place in the order); None cuts the file in its order.
+        seed: draw documents at random (each keeps its place in the order). None splits the file in its order.
 
     Returns:
         The number of documents of each.
     """
-    from ..order.order import split_bounds
-
     file = TokenFile(path)
     file.verify()
     for name in shares:
         _check_free(Path(f"{prefix_of(output)}_{name}"), overwrite, [file])
     manifest, origin = read_manifest(file.prefix), read_origin(file.prefix)
-    bounds = _bounds(list(shares.values()), len(file), split_bounds)
+    bounds = _bounds(list(shares.values()), len(file))
     order = np.arange(len(file)) if seed is None else np.random.Generator(np.random.Philox(seed)).permutation(len(file))
     counts = {}
     for name, first, last in zip(shares, bounds, bounds[1:]):
@@ -170,10 +169,10 @@ def split(
     return counts
 
 
-def _bounds(shares: list[float], documents: int, three: Callable[[list[float], int], list[int]]) -> list[int]:
-    """GPT-NeoX's bounds for up to three shares; for more, cumulated shares rounded."""
+def _bounds(shares: list[float], documents: int) -> list[int]:
+    """GPT-NeoX's bounds for up to three shares. For more, cumulated shares rounded."""
     if len(shares) <= 3:
-        return three(shares, documents)[: len(shares) + 1]
+        return split_bounds(shares, documents)[: len(shares) + 1]
     total, bounds, reached = sum(shares), [0], 0.0
     for share in shares:
         reached += share
@@ -182,7 +181,7 @@ def _bounds(shares: list[float], documents: int, three: Callable[[list[float], i
 
 
 def _runs(numbers: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Stretches of consecutive numbers, as (first, last + 1)."""
+    """Ranges of consecutive numbers, as (first, last + 1)."""
     if not len(numbers):
         return
     breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
@@ -191,21 +190,18 @@ def _runs(numbers: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def _manifest(prefix: Path, writer: TokenFileWriter, of: list[Manifest], version: str, origin: bool) -> Manifest:
-    """The manifest of a pair made from pairs; the inputs' own counts are those of their pairs."""
     made = Manifest(
         tokenizer=of[0].tokenizer,
         documents=writer.documents,
         tokens=writer.tokens,
         largest=writer.largest,
         dtype=writer.dtype.name,
-        bin_hash=file_hash(with_ending(prefix, ".bin")),
-        idx_hash=file_hash(with_ending(prefix, ".idx")),
         inputs=[entry for each in of for entry in each.inputs],
         origin=",".join(sorted({each.origin or "" for each in of})) if origin else None,
         options=of[0].options,
         encoder=of[0].encoder,
         version=version,
-        blocks=checksums_of(with_ending(prefix, ".bin")),
+        **pair_hashes(with_ending(prefix, ".bin"), with_ending(prefix, ".idx")),
     )
     made.write(prefix)
     return made

@@ -1,7 +1,7 @@
-"""Reading texts: jsonl (plain, .gz, .zst, .xz, in .tar), JSON arrays, parquet, arrow, text files, lm_dataformat's .dat.
+"""Read texts: jsonl (plain, .gz, .zst, .xz, in .tar), JSON arrays, parquet, arrow, text files, lm_dataformat's .dat.
 
-An input is read as chunks in a fixed order. A chunk is raw (workers take it apart) and knows where it stands, so
-reading can start again at the end of any chunk.
+An input is read as chunks in a fixed order. A chunk is raw data, which workers parse, and has its position, so reading
+can resume at the end of any chunk.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ...config.foreign_json import parse_json
 from ...config.words import counted
 from ..errors import DataError
 
-Bytes = IO[bytes] | io.BufferedIOBase  # decompressing files are the latter alone
+Bytes = IO[bytes] | io.BufferedIOBase  # decompressing files are only the latter
 BLOCK = 1 << 20  # bytes of a chunk of lines
-LONGEST = 1 << 28  # bytes of a line or a text: a compressed file of a few MB may hold one that fills the memory
+LONGEST = 1 << 28  # bytes of a line or a text. A compressed file of a few MB may contain one that fills the memory
 LARGEST = 1 << 31  # bytes of a whole JSON array
 ROWS = 1024  # rows of a chunk of a table
 LINES = (".jsonl", ".ndjson")
@@ -38,12 +38,12 @@ MEMBER = "::"  # between a tar archive and the name of its member
 
 @dataclass(frozen=True)
 class Input:
-    """One thing to read.
+    """One input.
 
     Attributes:
         name: a path, `archive.tar::member`, or the name of a data set.
         kind: "lines", "array", "table", "text", "dat" or "dataset".
-        options: of a data set: what `datasets.load_dataset` gets.
+        options: of a data set, for `datasets.load_dataset`.
     """
 
     name: str
@@ -52,16 +52,16 @@ class Input:
 
     @property
     def unit(self) -> str:
-        """What positions in it count: "bytes" of the uncompressed content, or "rows"."""
+        """Unit of its positions: "bytes" of the uncompressed content, or "rows"."""
         return "rows" if self.kind in ("array", "table", "dataset") else "bytes"
 
     @property
     def path(self) -> Path | None:
-        """The file that is read; None for a data set."""
+        """The file that is read. None for a data set."""
         return None if self.kind == "dataset" else Path(self.name.split(MEMBER)[0])
 
     def state(self) -> list:
-        """What tells whether it is still the same input."""
+        """Values that change with the input."""
         if self.path is None:
             return [self.name, self.kind, sorted(map(str, self.options.items()))]
         status = self.path.stat()
@@ -74,11 +74,10 @@ class InputChunk:
 
     Attributes:
         input: the input's number.
-        kind: of the input.
-        start, end: where it lies, in the input's unit.
+        start, end: position, in the input's unit.
         line: number of its first line or row, from 1.
         content: bytes of whole lines or of a whole file, or a list of texts.
-        compressed: bytes of the input's file read so far (for progress); 0 if unknown.
+        compressed: bytes of the input's file read so far (for progress), 0 if unknown.
     """
 
     input: int
@@ -91,7 +90,7 @@ class InputChunk:
 
 
 def _ending(name: str) -> tuple[str, str]:
-    """The ending that says what is inside, and that of a compression around it."""
+    """The ending of the content, and that of a compression around it."""
     path = Path(name)
     outer = path.suffix.lower()
     if outer in COMPRESSED:
@@ -103,24 +102,23 @@ KNOWN = (*LINES, ".json", *TABLES, *TEXTS, ".dat", ".tar")
 
 
 def kind_of(name: str) -> str | None:
-    """The kind of a file by its ending; None where that does not say it."""
+    """The kind of a file by its ending, or None."""
     ending, _ = _ending(name)
     kinds = {LINES: "lines", TABLES: "table", TEXTS: "text", (".json",): "array", (".dat",): "dat"}
     return next((kind for endings, kind in kinds.items() if ending in endings), None)
 
 
 def find_inputs(patterns: list[str], kind: str | None = None, skipped: list[str] | None = None) -> list[Input]:
-    """The inputs that paths, folders and globs name, in sorted order within each; tar archives give their members.
+    """The inputs that paths, folders and globs name, in sorted order within each. Tar archives give their members.
 
-    Hidden files and folders of a folder are not read.
+    Hidden files and folders of a folder are skipped.
 
     Args:
-        kind: of all files; by default each file's ending says it.
-        skipped: gets the names of files and members that were found in folders and archives and whose ending says
-            nothing.
+        kind: of all files. Default: by each file's ending.
+        skipped: receives the names of files and members with an unknown ending in folders and archives.
 
     Raises:
-        DataError: something does not exist, a file that was named has an unknown ending, or there is nothing to read.
+        DataError: something does not exist, a named file has an unknown ending, or there is nothing to read.
     """
     found: list[Input] = []
     unknown: list[str] = []
@@ -155,7 +153,6 @@ def _hidden(file: Path, folder: Path) -> bool:
 
 
 def _members(file: str) -> list[str]:
-    """The names of a tar archive's members, in its order."""
     try:
         with tarfile.open(file, "r:") as archive:
             return [f"{file}{MEMBER}{member.name}" for member in archive if member.isfile()]
@@ -164,7 +161,7 @@ def _members(file: str) -> list[str]:
 
 
 def skipped_files(names: list[str]) -> str:
-    """A sentence about files that were not read, by their endings; the first few by name where there are few."""
+    """A sentence about skipped files, by their endings or, for a few, by name."""
     endings = Counter(_ending(name)[0] or "no ending" for name in names)
     kinds = ", ".join(f"{number:,} with {ending}" for ending, number in endings.most_common(8))
     which = ", ".join(repr(name)[1:-1] for name in names) if len(names) <= 3 else kinds
@@ -175,7 +172,7 @@ def skipped_files(names: list[str]) -> str:
 
 @contextlib.contextmanager
 def open_stream(name: str) -> Iterator[tuple[Bytes, BinaryIO]]:
-    """The uncompressed content of a file or of a member of an archive, and the raw file below it."""
+    """The uncompressed content of a file or of an archive's member, and the raw file below it."""
     path, _, member = name.partition(MEMBER)
     with contextlib.ExitStack() as stack:
         raw = stack.enter_context(open(path, "rb"))
@@ -206,12 +203,9 @@ def _decompressed(file: IO[bytes], compression: str, stack: contextlib.ExitStack
 
 
 def read_chunks(number: int, entry: Input, position: int = 0, line: int = 1, key: str = "text") -> Iterator[InputChunk]:
-    """The chunks of an input from a position that was the end of a chunk.
+    """The chunks of input `number` from a position (and its line or row) that was the end of a chunk.
 
     Args:
-        number: the input's number.
-        position: where to start, in the input's unit.
-        line: number of the line or row there.
         key: column of the text in tables.
 
     Raises:
@@ -231,7 +225,7 @@ def read_chunks(number: int, entry: Input, position: int = 0, line: int = 1, key
 
 
 def _skip(stream: Bytes, position: int) -> None:
-    """Go forward to a position; compressed streams are read up to it."""
+    """Skip to a position. Compressed streams are read up to it."""
     while position > 0:
         part = stream.read(min(position, BLOCK))
         if not part:
@@ -240,7 +234,7 @@ def _skip(stream: Bytes, position: int) -> None:
 
 
 def _bounded(entry: Input, content: bytes, most: int, what: str) -> bytes:
-    """What was read of something, unless it has more than `most` bytes."""
+    """The content, if it has at most `most` bytes."""
     if len(content) > most:
         rule = f"{what} has more than {most >> 20} MiB once it is decompressed"
         raise DataError(entry.name, rule, "split it into documents, one on each line of a .jsonl file")
@@ -294,7 +288,7 @@ def _array(number: int, entry: Input, position: int, line: int, key: str) -> Ite
         except ValueError as error:
             raise DataError(entry.name, f"it is no JSON ({error})", "JSON lines end in .jsonl") from error
     if not isinstance(values, list):
-        values = [values]  # one record: the settings of some program, which are counted as bad, or one text
+        values = [values]  # one record: one text, or some program's settings, which count as bad
     texts = [value.get(key) if isinstance(value, dict) else value for value in values]
     for start in range(position, len(texts), ROWS):
         yield _rows(number, entry, start, texts[start : start + ROWS])
@@ -312,7 +306,6 @@ def _table(number: int, entry: Input, position: int, line: int, key: str) -> Ite
 
 
 def _batches(entry: Input, key: str) -> Iterator[Any]:
-    """Record batches of the text column alone."""
     import pyarrow as arrow
     import pyarrow.parquet as parquet
 

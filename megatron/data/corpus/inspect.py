@@ -1,4 +1,4 @@
-"""What can be said of a token file."""
+"""Facts about a token file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def look(
     eod = manifest.tokenizer.get("eod_id") if manifest else tokenizer.eod_id if tokenizer else None
     if eod is not None and (missing := _without_end(file, eod)):
         problems.append(
-            f"of {min(len(file), 10_000):,} documents looked at, {missing:,} do not end with the end-of-document token"
+            f"{missing:,} of {min(len(file), 10_000):,} checked documents do not end with the end-of-document token"
         )
     notes = [file.note] if file.note else []
     if manifest is not None and manifest.blocks is None:
@@ -68,7 +68,7 @@ def look(
 def _against_manifest(file: TokenFile, manifest: Manifest, verify: bool) -> list[str]:
     problems = []
     if (manifest.documents, manifest.tokens) != (len(file), file.tokens):
-        problems.append(f"its manifest speaks of {manifest.documents:,} documents and {manifest.tokens:,} tokens")
+        problems.append(f"its manifest has {manifest.documents:,} documents and {manifest.tokens:,} tokens")
     if manifest.origin is not None:
         origin = read_origin(file.prefix)
         if origin is None or len(origin) != len(file):
@@ -85,28 +85,20 @@ def _against_manifest(file: TokenFile, manifest: Manifest, verify: bool) -> list
 
 
 def _without_end(file: TokenFile, eod: int) -> int:
-    """How many of up to 10 000 evenly chosen documents do not end with the end-of-document token."""
+    """Number of up to 10 000 evenly chosen documents that do not end with the end-of-document token."""
     chosen = np.unique(np.linspace(0, max(len(file) - 1, 0), min(len(file), 10_000)).astype(np.int64))
     return sum(1 for document in chosen if file.sizes[document] == 0 or file[int(document)][-1] != eod)
 
 
 def _lengths(sizes: np.ndarray) -> dict[str, float]:
+    names = ("smallest", "p10", "median", "mean", "p90", "p99", "largest")
     if not len(sizes):
-        return dict.fromkeys(("smallest", "p10", "median", "mean", "p90", "p99", "largest"), 0.0)
+        return dict.fromkeys(names, 0.0)
     p10, median, p90, p99 = np.percentile(sizes, [10, 50, 90, 99]).tolist()
-    return {
-        "smallest": float(sizes.min()),
-        "p10": p10,
-        "median": median,
-        "mean": float(sizes.mean()),
-        "p90": p90,
-        "p99": p99,
-        "largest": float(sizes.max()),
-    }
+    return dict(zip(names, (float(sizes.min()), p10, median, float(sizes.mean()), p90, p99, float(sizes.max()))))
 
 
 def _histogram(sizes: np.ndarray) -> list[dict[str, int]]:
-    """Documents by length, in powers of two."""
     if not len(sizes):
         return []
     powers = np.bincount(np.ceil(np.log2(np.maximum(sizes, 0) + 1.0)).astype(np.int64))
@@ -118,7 +110,6 @@ def _histogram(sizes: np.ndarray) -> list[dict[str, int]]:
 
 
 def _samples(file: TokenFile, tokenizer: Tokenizer | None, count: int) -> list[dict[str, Any]]:
-    """The beginnings of evenly chosen documents."""
     found = []
     for document in (
         np.unique(np.linspace(0, len(file) - 1, count).astype(np.int64)).tolist() if count and len(file) else []
@@ -130,7 +121,7 @@ def _samples(file: TokenFile, tokenizer: Tokenizer | None, count: int) -> list[d
 
 
 def draw_lengths(found: dict[str, Any], path: str | os.PathLike) -> None:
-    """Draw the histogram of `look` as a picture."""
+    """Draw the histogram of `look`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

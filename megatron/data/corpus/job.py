@@ -1,8 +1,8 @@
-"""A tokenising job: inputs to a token file, in parallel, going on after a kill, byte for byte the same each time.
+"""A tokenizing job: inputs to a token file, in parallel, resumable after a kill, with the same bytes each time.
 
-Beside the output lie, until it is complete, `.bin.part`, `.sizes.part`, `.origin.part` and `.progress`. Every few
-seconds the parts are brought to the disk, and then `.progress` says how much of them counts. A job that starts again
-cuts the parts to what counts and reads on from there.
+Until it is complete, `.bin.part`, `.sizes.part`, `.origin.part` and `.progress` lie next to the output. Every few
+seconds the parts are flushed to the disk, and then `.progress` records their valid lengths. A resumed job truncates the
+parts to these lengths and continues reading from there.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ import numpy as np
 from megatron.config.file_access import keep_inputs
 from megatron.config.words import counted
 
-from ..block_checksums import checksums_of
 from ..errors import DataError
 from ..hashing import content_hash, file_hash
-from ..manifest import ENDING, Manifest, keep_others, read_manifest
+from ..manifest import ENDING, Manifest, keep_others, pair_hashes, read_manifest
 from ..token_file import TokenFile, prefix_of, token_dtype, with_ending
 from ..token_writer import durable, write_index
-from ..tokenizer import Tokenizer, build_tokenizer
+from ..tokenizer import Tokenizer, tokenizer_for
 from .encode import ORIGIN, Encoded, EncoderChoice, Treatment, choose_encoder
 from .inputs import Input, InputChunk, read_chunks
 from .progress import Display, Progress
@@ -36,24 +35,19 @@ if TYPE_CHECKING:
     from megatron.config.sections.data import TokenizerSection
 
 PARTS = (".bin.part", ".sizes.part", ".origin.part")
-WRITTEN = (".idx", ".bin", ".origin", ENDING, ".progress", *PARTS, ".idx.part")  # all that a job writes or removes
+WRITTEN = (".idx", ".bin", ".origin", ENDING, ".progress", *PARTS, ".idx.part")  # files that a job writes or removes
 EXAMPLES = 20  # bad records that are kept with their line numbers
 
 
 @dataclass(frozen=True)
 class TokenizeJob:
-    """What to do.
+    """A tokenizing job. Documents are written in the order of the inputs.
 
     Attributes:
-        inputs: in the order in which their documents are written.
         output: prefix of the pair.
-        tokenizer: a `tokenizer` section.
-        treatment: of the texts.
-        workers: processes.
         encoder: "auto", "gigatoken" or "tokenizer".
-        bad: "skip" bad records or be "fatal" about them; both count them.
+        bad: "skip" bad records or be "fatal" about them. Both count them.
         save_every: seconds between two safe states.
-        overwrite: start anew although something is there.
         hash_inputs: put the inputs' SHA-256 into the manifest.
         version: of this program, for the manifest.
     """
@@ -87,12 +81,7 @@ class TokenizeJob:
 
 @dataclass(frozen=True)
 class TokenizeResult:
-    """What came of it: the manifest, counts, which encoder and why, and seconds spent.
-
-    Attributes:
-        resumed: it went on from an earlier start.
-        kept: it was finished already, and nothing was done.
-    """
+    """A finished job. `resumed`: it continued an earlier start. `kept`: it was finished already."""
 
     manifest: Manifest
     progress: Progress
@@ -103,19 +92,13 @@ class TokenizeResult:
 
 
 def run(job: TokenizeJob, display: Display | None = None) -> TokenizeResult:
-    """Do a job, or finish it.
+    """Run a job, or finish it.
 
     Raises:
-        DataError: an input is missing or damaged, the output is there already, or a bad record was to be fatal.
+        DataError: an input is missing or damaged, the output exists already, or a bad record was fatal.
     """
     begin = time.monotonic()
-    tokenizer = build_tokenizer(job.tokenizer)
-    if job.treatment.append_eod and tokenizer.eod_id is None:
-        raise DataError(
-            "tokenizer",
-            f"{tokenizer.name} has no end-of-document token",
-            "name one with --eod-token, or use --no-append-eod",
-        )
+    tokenizer = tokenizer_for(job.tokenizer, job.treatment.append_eod)
     keep_inputs(map(job.file, WRITTEN), job.reads())
     keep_others(job.prefix)
     job.prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +118,7 @@ def run(job: TokenizeJob, display: Display | None = None) -> TokenizeResult:
             _encode(job, progress, choice, dtype, display or Display(size, quiet=True))
             _complete(job, progress, dtype)
         except DataError as error:
-            if not isinstance(error.__cause__, OSError):  # this job cannot be finished: only a corrected one can
+            if not isinstance(error.__cause__, OSError):  # this job cannot finish, only a corrected one
                 _discard(job)
             raise
     manifest = _publish(job, progress, choice, tokenizer, dtype)
@@ -143,10 +126,8 @@ def run(job: TokenizeJob, display: Display | None = None) -> TokenizeResult:
 
 
 def _make_room(job: TokenizeJob, key: str) -> Manifest | None:
-    """The manifest of this very job if it is finished; refuses to write over another pair.
-
-    With `overwrite`, whatever is there is removed.
-    """
+    """The manifest of this job if it is finished. Refuses to overwrite another pair. With `overwrite`, existing files
+    are removed."""
     if job.overwrite:
         _discard(job)
     if not job.file(".idx").exists() or job.file(".progress").exists():
@@ -164,7 +145,6 @@ def _discard(job: TokenizeJob) -> None:
 
 
 def _progress_of(manifest: Manifest) -> Progress:
-    """The counts of a finished job."""
     return Progress(
         manifest.job,
         documents=manifest.documents,
@@ -189,7 +169,7 @@ def _key(job: TokenizeJob, tokenizer: Tokenizer) -> str:
 
 
 class _Parts:
-    """The three growing files, cut to what counts."""
+    """The three growing files, truncated to their valid lengths."""
 
     def __init__(self, job: TokenizeJob, progress: Progress, dtype: np.dtype):
         lengths = (progress.tokens * dtype.itemsize, progress.documents * 4, progress.documents * ORIGIN.itemsize)
@@ -198,7 +178,7 @@ class _Parts:
             path = job.file(ending)
             held = path.stat().st_size if path.exists() else 0
             if held < length:
-                raise DataError(path, f"it has {held} bytes, but {length} were written", "start anew with --overwrite")
+                raise DataError(path, f"it has {held} bytes, but {length} were written", "start again with --overwrite")
             file = open(path, "r+b" if path.exists() else "w+b")
             file.truncate(length)
             file.seek(length)
@@ -218,7 +198,6 @@ class _Parts:
 
 
 def _chunks(job: TokenizeJob, progress: Progress) -> Iterator[InputChunk]:
-    """All chunks from where `progress` was at the start."""
     first, position, line = progress.input, progress.position, progress.line
     for number in range(first, len(job.inputs)):
         yield from read_chunks(number, job.inputs[number], position, line, job.treatment.key)
@@ -226,7 +205,6 @@ def _chunks(job: TokenizeJob, progress: Progress) -> Iterator[InputChunk]:
 
 
 def _encode(job: TokenizeJob, progress: Progress, choice: EncoderChoice, dtype: np.dtype, display: Display) -> None:
-    """Write the three parts to their end."""
     parts = _Parts(job, progress, dtype)
     done = [0, *np.cumsum([entry.path.stat().st_size if entry.path else 0 for entry in job.inputs]).tolist()]
     read, saved = done[progress.input], time.monotonic()
@@ -249,10 +227,9 @@ def _encode(job: TokenizeJob, progress: Progress, choice: EncoderChoice, dtype: 
 
 
 def _count(job: TokenizeJob, progress: Progress, chunk: InputChunk, result: Encoded) -> None:
-    """Add a chunk's result to the counts and move on behind the chunk."""
     for line, reason in result.bad:
         if job.bad == "fatal":
-            raise DataError(f"{job.inputs[chunk.input].name}:{line}", reason, "mend the line, or use --bad skip")
+            raise DataError(f"{job.inputs[chunk.input].name}:{line}", reason, "fix the line, or use --bad skip")
         progress.bad += 1
         if len(progress.examples) < EXAMPLES:
             progress.examples.append([job.inputs[chunk.input].name, line, reason])
@@ -268,7 +245,7 @@ def _count(job: TokenizeJob, progress: Progress, chunk: InputChunk, result: Enco
 
 
 def _complete(job: TokenizeJob, progress: Progress, dtype: np.dtype) -> None:
-    """Write the index; from here on only names are missing."""
+    """Write the index. Only renames follow."""
     if progress.documents == 0:
         raise DataError(
             job.prefix,
@@ -287,33 +264,25 @@ def _complete(job: TokenizeJob, progress: Progress, dtype: np.dtype) -> None:
 def _publish(
     job: TokenizeJob, progress: Progress, choice: EncoderChoice, tokenizer: Tokenizer, dtype: np.dtype
 ) -> Manifest:
-    """Give the parts their names; the index last, for without it there is no pair. May be cut off and done again."""
+    """Rename the parts, the index last: without it there is no pair. It can be repeated after a kill."""
     for ending in (".bin", ".origin"):
         if job.file(f"{ending}.part").exists():
             os.replace(job.file(f"{ending}.part"), job.file(ending))
     index = job.file(".idx.part") if job.file(".idx.part").exists() else job.file(".idx")
     options = asdict(job.treatment)
     manifest = Manifest(
-        tokenizer={
-            "kind": tokenizer.kind,
-            "name": tokenizer.name,
-            "hash": tokenizer.hash,
-            "size": tokenizer.size,
-            "eod_id": tokenizer.eod_id,
-        },
+        tokenizer=tokenizer.facts,
         documents=progress.documents,
         tokens=progress.tokens,
         largest=progress.largest,
         dtype=dtype.name,
-        bin_hash=file_hash(job.file(".bin")),
-        idx_hash=file_hash(index),
         inputs=_described(job, progress),
         origin=",".join(sorted({entry.unit for entry in job.inputs})),
         options={**options, "bad": progress.bad, "empty": progress.empty, "text_bytes": progress.text_bytes},
         encoder=choice.name,
         version=job.version,
         job=progress.key,
-        blocks=checksums_of(job.file(".bin")),
+        **pair_hashes(job.file(".bin"), index),
     )
     manifest.write(job.prefix)
     if job.file(".idx.part").exists():
@@ -325,7 +294,6 @@ def _publish(
 
 
 def _described(job: TokenizeJob, progress: Progress) -> list[dict]:
-    """What the manifest says of each input."""
     paths = {entry.path for entry in job.inputs if entry.path is not None}
     with ThreadPoolExecutor(max(job.workers, 1)) as pool:
         hashes = dict(zip(paths, pool.map(file_hash, paths))) if job.hash_inputs else {}

@@ -1,4 +1,4 @@
-"""Texts on which two encoders that differ at all are likely to differ."""
+"""Texts that are likely to show any difference between two encoders."""
 
 from __future__ import annotations
 
@@ -18,18 +18,7 @@ RUNS = (" ", "\n", "\t", "a", "A", "0", "-", "=", ".", "é", "字", "\u0301", "�
 ALPHABET = (
     *" \n\t'\"()[]{}.,;:!?-_/\\<>|@#$%^&*+=~`",
     *"etaoinshrdluETAO0123456789éüßñçøłıſжщя字漢のア한🙂👩🏽",
-    "\u200d",
-    "\u0301",
-    "\xa0",
-    "\u2028",
-    "\x85",
-    "n't",
-    "'re",
-    "  ",
-    "    ",
-    "\r\n",
-    "def ",
-    "the ",
+    *("\u200d", "\u0301", "\xa0", "\u2028", "\x85", "n't", "'re", "  ", "    ", "\r\n", "def ", "the "),
 )
 
 
@@ -42,7 +31,7 @@ def _surrounded(character: str) -> list[str]:
 
 
 def unsafe_characters(one: Encode, two: Encode) -> str:
-    """All characters that two encoders treat differently in some surroundings, each taken alone."""
+    """All single characters that two encoders treat differently in some surroundings."""
     blocks = [
         block for plane in PLANES for first in plane if not 0xD800 <= first < 0xE000 for block in (_blocks(first),)
     ]
@@ -56,44 +45,22 @@ def unsafe_characters(one: Encode, two: Encode) -> str:
 
 
 def probes(special: Sequence[str], without: str = "", seed: int = 0) -> list[str]:
-    """Every Unicode block, special tokens in all surroundings, long runs, numbers, and mixtures of all of it.
+    """Every Unicode block, special tokens in all surroundings, long runs, numbers, and mixtures of these.
 
     Args:
         special: the tokenizer's special tokens.
-        without: characters that are left out of the blocks, so that the others are seen.
+        without: characters that are removed from the blocks, so that the others are tested.
     """
     random = np.random.default_rng(seed)
-    texts = [
-        "",
-        " ",
-        "\n",
-        "\t",
-        "\r\n",
-        "\0",
-        "a",
-        "\ufeff",
-        "\ufffd",
-        "\u200b",
-        "e\u0301",
-        "\u0301",
-        "'s",
-        "I'll've 'S",
-    ]
+    texts = ["", " ", "\n", "\t", "\r\n", "\0", "a", "\ufeff", "\ufffd", "\u200b", "e\u0301", "\u0301"]
+    texts += ["'s", "I'll've 'S"]
     removed = dict.fromkeys(map(ord, without))
     for first in (first for first in range(0, 0x110000, BLOCK) if not 0xD800 <= first < 0xE000):
         letters = unicodedata.normalize("NFC", _blocks(first).translate(removed))
         texts += [letters, " ".join(letters[::7]), f"x{letters[::5]}1 {letters[3::11]}\n"]
     for token in special:
-        texts += [
-            token,
-            token * 3,
-            f" {token} ",
-            f"a{token}b",
-            f"\n{token}\n",
-            token[:-1],
-            token[1:],
-            f"{token[:3]}{token}{token[3:]}",
-        ]
+        texts += [token, token * 3, f" {token} ", f"a{token}b", f"\n{token}\n", token[:-1], token[1:]]
+        texts.append(f"{token[:3]}{token}{token[3:]}")
     for run in RUNS:
         texts += [run * length for length in (2, 3, 7, 8, 9, 16, 17, 100, 1000, 5000)]
         texts += [f"x{run * 33}y", f"{run * 5} z", f" {run * 4}"]
@@ -105,7 +72,7 @@ def probes(special: Sequence[str], without: str = "", seed: int = 0) -> list[str
 
 
 def _marks(random: np.random.Generator, removed: dict[int, None]) -> Iterator[str]:
-    """Characters from everywhere with combining marks after them, composed as far as they can be."""
+    """Random characters with combining marks, composed as far as possible."""
     everything = [chr(code) for code in range(0x32400) if not 0xD800 <= code < 0xE000 and code not in removed]
     marks = [character for character in everything if unicodedata.combining(character)]
     for _ in range(600):
@@ -116,7 +83,7 @@ def _marks(random: np.random.Generator, removed: dict[int, None]) -> Iterator[st
 
 
 def differing(one: Encode, two: Encode, texts: list[str]) -> Iterator[int]:
-    """The places of texts that two encoders treat differently."""
+    """The positions of texts that two encoders treat differently."""
     for begin in range(0, len(texts), BLOCK):
         part = texts[begin : begin + BLOCK]
         (first, first_sizes), (second, second_sizes) = one(part), two(part)
@@ -127,6 +94,6 @@ def differing(one: Encode, two: Encode, texts: list[str]) -> Iterator[int]:
 
 
 def difference(one: Encode, two: Encode, texts: list[str]) -> str | None:
-    """The first text that two encoders treat differently, shortened; None if they agree."""
+    """The first text that two encoders treat differently, shortened. None if they agree."""
     place = next(differing(one, two, texts), None)
     return None if place is None else ascii(texts[place][:40])

@@ -1,4 +1,4 @@
-"""How far a tokenising job has come: counters, the file that lets it go on after a kill, and the line a user sees."""
+"""Progress of a tokenizing job: its counters, the file to resume from, and the line for the user."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from ..errors import DataError
 
 @dataclass
 class Progress:
-    """What is safely on the disk.
+    """The safely written part of a job.
 
     Attributes:
-        key: hash of the settings and inputs; another job does not go on from here.
-        input, position, line: where reading goes on.
-        documents, tokens, text_bytes, empty, largest: counts so far.
-        bad: number of bad records; examples: the first of them, as [input, line, reason].
+        key: hash of the settings and inputs. Another job does not resume from here.
+        input, position, line: where reading resumes.
+        examples: the first bad records, as [input, line, reason].
         per_input: documents and tokens of each input.
-        publishing: everything is written; only names are missing.
+        publishing: everything is written, and only renames are missing.
     """
 
     key: str
@@ -41,12 +40,12 @@ class Progress:
     publishing: bool = False
 
     def save(self, path: Path) -> None:
-        """Write it, whole or not at all, and bring it to the disk."""
+        """Write and fsync it, completely or not at all."""
         replace_file(path, json.dumps(asdict(self)), durable=True)
 
     @classmethod
     def load(cls, path: Path, key: str) -> Progress | None:
-        """What an earlier run of the same job left; None if nothing.
+        """The progress of an earlier run of the same job, or None.
 
         Raises:
             DataError: it was another job.
@@ -56,18 +55,18 @@ class Progress:
         try:
             found = cls(**read_json(path))
         except (ValueError, TypeError) as error:
-            raise DataError(path, f"it is damaged ({error})", "start anew with --overwrite") from error
+            raise DataError(path, f"it is damaged ({error})", "start again with --overwrite") from error
         if found.key != key:
             raise DataError(
                 path,
                 "an unfinished job with other inputs or options is there",
-                "finish it, or start anew with --overwrite",
+                "finish it, or start again with --overwrite",
             )
         return found
 
 
 class Display:
-    """A line on standard error: documents, MB/s, tokens/s, time left. On a terminal it is rewritten in place."""
+    """A line on standard error: documents, MB/s, tokens/s, time left. On a terminal it is updated in place."""
 
     def __init__(self, total_bytes: int, quiet: bool = False, every: float = 0.5):
         self.total, self.quiet = total_bytes, quiet
@@ -77,7 +76,7 @@ class Display:
         self.first: Progress | None = None
 
     def show(self, progress: Progress, read_bytes: int, final: bool = False) -> None:
-        """Show it if it is time to.
+        """Print it if it is due.
 
         Args:
             read_bytes: bytes of the input files that are done, for the share and the time left.
@@ -106,7 +105,7 @@ class Display:
 
 
 class Meter:
-    """How much of a long piece of work is done, on standard error, if it takes longer than a few seconds."""
+    """Progress of a long piece of work on standard error, if it takes longer than a few seconds."""
 
     def __init__(self, what: str, unit: str):
         self.what, self.unit, self.live = what, unit, sys.stderr.isatty()
@@ -114,7 +113,7 @@ class Meter:
         self.shown = False
 
     def show(self, done: int, total: int) -> None:
-        """Say it, if it is time to."""
+        """Print it if it is due."""
         now = time.monotonic()
         final = done >= total and self.shown
         if now - self.last < (0.5 if self.live else 10.0) and not final:

@@ -1,4 +1,4 @@
-"""Well-known corpora by name: where they are, which key has the text, and what is known of their content."""
+"""Well-known corpora by name: location, key of the text, and content."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 ABOUT = "the language reference, and the descriptions of the installed packages (no network)"
-_SHORTEST = 200  # characters of a text that is worth a document
+_SHORTEST = 200  # characters of a document
 
 
 def english_texts() -> Iterator[dict]:
-    """The topics of the language reference, then each package's description, by name; no text twice."""
+    """The topics of the language reference, then each package's description, by name, without repetitions."""
     from pydoc_data.topics import topics
 
     seen: set[str] = set()
@@ -42,7 +42,7 @@ def english_texts() -> Iterator[dict]:
 
 
 def english_source() -> str:
-    """What the texts are made from: Python, and the installed packages with their versions."""
+    """Versions of Python and of the installed packages, which the texts come from."""
     import platform
 
     listed = ",".join(f"{name}={each.version}" for name, each in _installed())
@@ -50,7 +50,7 @@ def english_source() -> str:
 
 
 def _installed() -> list[tuple[str, metadata.Distribution]]:
-    """Every package once (the first on the path counts, as in an import), by name."""
+    """Every package once (the first on the path, as in an import), by name."""
     found: dict[str, metadata.Distribution] = {}
     for each in metadata.distributions():
         found.setdefault(each.name.lower(), each)
@@ -66,19 +66,12 @@ def _descriptions() -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class HubCorpus:
-    """A data set that `datasets` loads.
-
-    Attributes:
-        name, config, split: for `datasets.load_dataset`.
-        key: column of the text.
-        about: one line.
-    """
+    """The training split of a data set that `datasets` loads. `key` is the column of the text."""
 
     name: str
-    config: str | None
-    split: str
-    key: str
     about: str
+    config: str | None = None
+    key: str = "text"
 
 
 @dataclass(frozen=True)
@@ -86,9 +79,9 @@ class Archive:
     """A file on the web.
 
     Attributes:
-        url: where it is.
+        url: address.
         member: the file in the zip archive.
-        cuts: names and ends, in bytes, of the pieces it is customarily cut into.
+        cuts: names and ends, in bytes, of its customary parts.
         sha1: of the content, as published.
     """
 
@@ -100,31 +93,23 @@ class Archive:
 
 
 HUB = {
-    "pile": HubCorpus("monology/pile-uncopyrighted", None, "train", "text", "The Pile without its copyrighted parts"),
-    "pile-deduplicated": HubCorpus(
-        "EleutherAI/the_pile_deduplicated", None, "train", "text", "The Pile after near-deduplication"
-    ),
-    "slimpajama": HubCorpus(
-        "cerebras/SlimPajama-627B", None, "train", "text", "RedPajama, cleaned and deduplicated, 627 B tokens"
-    ),
+    "pile": HubCorpus("monology/pile-uncopyrighted", "The Pile without its copyrighted parts"),
+    "pile-deduplicated": HubCorpus("EleutherAI/the_pile_deduplicated", "The Pile after near-deduplication"),
+    "slimpajama": HubCorpus("cerebras/SlimPajama-627B", "RedPajama, cleaned and deduplicated, 627 B tokens"),
     "fineweb": HubCorpus(
-        "HuggingFaceFW/fineweb", "sample-10BT", "train", "text", "Common Crawl, filtered; a sample of 10 B tokens"
+        "HuggingFaceFW/fineweb", "Common Crawl, filtered: a sample of 10 B tokens", config="sample-10BT"
     ),
     "fineweb-edu": HubCorpus(
-        "HuggingFaceFW/fineweb-edu",
-        "sample-10BT",
-        "train",
-        "text",
-        "educational part of FineWeb; a sample of 10 B tokens",
+        "HuggingFaceFW/fineweb-edu", "educational part of FineWeb: a sample of 10 B tokens", config="sample-10BT"
     ),
-    "dclm": HubCorpus("mlfoundations/dclm-baseline-1.0", None, "train", "text", "DCLM baseline"),
-    "c4": HubCorpus("allenai/c4", "en", "train", "text", "Colossal Clean Crawled Corpus, English"),
-    "openwebtext": HubCorpus("Skylion007/openwebtext", None, "train", "text", "an open copy of WebText"),
-    "wikipedia": HubCorpus("wikimedia/wikipedia", "20231101.en", "train", "text", "English Wikipedia"),
-    "wikitext": HubCorpus("Salesforce/wikitext", "wikitext-103-raw-v1", "train", "text", "WikiText-103"),
-    "tinystories": HubCorpus("roneneldan/TinyStories", None, "train", "text", "short stories in simple words"),
-    "starcoder": HubCorpus("bigcode/starcoderdata", None, "train", "content", "source code in 80 languages"),
-    "open-web-math": HubCorpus("open-web-math/open-web-math", None, "train", "text", "mathematics from the web"),
+    "dclm": HubCorpus("mlfoundations/dclm-baseline-1.0", "DCLM baseline"),
+    "c4": HubCorpus("allenai/c4", "Colossal Clean Crawled Corpus, English", config="en"),
+    "openwebtext": HubCorpus("Skylion007/openwebtext", "an open copy of WebText"),
+    "wikipedia": HubCorpus("wikimedia/wikipedia", "English Wikipedia", config="20231101.en"),
+    "wikitext": HubCorpus("Salesforce/wikitext", "WikiText-103", config="wikitext-103-raw-v1"),
+    "tinystories": HubCorpus("roneneldan/TinyStories", "short stories in simple words"),
+    "starcoder": HubCorpus("bigcode/starcoderdata", "source code in 80 languages", key="content"),
+    "open-web-math": HubCorpus("open-web-math/open-web-math", "mathematics from the web"),
 }
 ARCHIVES = {
     "enwik8": Archive(
@@ -146,18 +131,18 @@ def corpora() -> dict[str, str]:
 
 
 def prepare(name: str, folder: Path, validation: float = 0.02, limit: int | None = None) -> dict:
-    """Write a corpus as `<name>_<part>.jsonl` files; finished files are kept.
+    """Write a corpus as `<name>_<part>.jsonl` files. Finished files are kept.
 
     Args:
-        validation: share of documents for validation, where the corpus has no customary cut.
-        limit: stop after so many documents.
+        validation: share of documents for validation, if the corpus has no customary cut.
+        limit: largest number of documents.
 
     Returns:
         `files`, by part, with `path`, `documents`, `bytes` and `sha256`.
     """
     if name not in corpora():
         raise DataError(
-            name, "this corpus is not known", f"one of {', '.join(corpora())}; others: tokenize.py --dataset"
+            name, "this corpus is not known", f"one of {', '.join(corpora())}, or for others tokenize.py --dataset"
         )
     record = folder / f"{name}.json"
     state = {"name": name, "validation": validation, "limit": limit, "source": _source(name)}
@@ -179,7 +164,6 @@ def prepare(name: str, folder: Path, validation: float = 0.02, limit: int | None
 
 
 def _source(name: str) -> str:
-    """What the corpus is made from; a change means that it is made again."""
     if name == "stdlib":
         import platform
 
@@ -190,16 +174,11 @@ def _source(name: str) -> str:
 
 
 def _parts(name: str) -> list[str]:
-    """Names of the files that a corpus becomes."""
     return [part for part, _ in ARCHIVES[name].cuts] if name in ARCHIVES else ["train", "validation"]
 
 
 def _refuse_foreign(record: Path, paths: list[Path]) -> None:
-    """Refuse to replace files that are not those of the record of an earlier call.
-
-    Raises:
-        DataError: naming the file.
-    """
+    """Refuse to replace files that are not in the record of an earlier call."""
     known = set()
     if record.is_file():
         try:
@@ -219,8 +198,6 @@ def _intact(part: dict) -> bool:
 
 
 class _Lines:
-    """A jsonl file that appears when it is complete."""
-
     def __init__(self, path: Path):
         self.path, self.part = path, path.with_name(f".{path.name}.{os.getpid()}")
         self.file = open(self.part, "wb")
@@ -235,12 +212,8 @@ class _Lines:
     def finish(self) -> dict:
         self.file.close()
         os.replace(self.part, self.path)
-        return {
-            "path": str(self.path),
-            "documents": self.documents,
-            "bytes": self.bytes,
-            "sha256": self.digest.hexdigest(),
-        }
+        counts = {"documents": self.documents, "bytes": self.bytes}
+        return {"path": str(self.path), **counts, "sha256": self.digest.hexdigest()}
 
     def abandon(self) -> None:
         self.file.close()
@@ -248,7 +221,8 @@ class _Lines:
 
 
 def _cut(name: str, records: Iterator[dict], folder: Path, validation: float, limit: int | None) -> dict:
-    """Records into training and validation by a hash of the text, or of the `group` of records that stay together."""
+    """Split records into training and validation by a hash of the text, or of the `group` of records that stay
+    together."""
     parts = {part: _Lines(folder / f"{name}_{part}.jsonl") for part in ("train", "validation")}
     try:
         for number, record in enumerate(records):
@@ -267,42 +241,29 @@ def _cut(name: str, records: Iterator[dict], folder: Path, validation: float, li
 
 
 def _refuse_empty(name: str, documents: dict[str, int]) -> None:
-    """Refuse a cut of which one part has nothing: no token file can be made of it.
-
-    Raises:
-        DataError: with the part.
-    """
+    """Refuse an empty part, which no token file can be made of."""
     for part, number in documents.items():
         if number == 0:
             raise DataError(
                 name,
-                f"of its {sum(documents.values())} documents none belongs to {part}",
+                f"none of its {sum(documents.values())} documents belongs to {part}",
                 "give another share to --validation (0 for none), or a higher --limit",
             )
 
 
 def stdlib_texts() -> Iterator[dict]:
-    """Each module of the standard library as source text, and each longer documentation text of its own, by path.
+    """Each module of the standard library as source text, and each longer documentation text, by path.
 
-    Left out are its tests and what only builds or removes programs.
-
-    A documentation text is part of its module's source, so all that comes from a file is one `group` of a cut."""
+    Tests, and modules that build or remove programs, are skipped. A documentation text is part of its module's source,
+    so
+    all texts of a file are one `group` of a cut.
+    """
     import ast
     import inspect
 
     root = Path(sysconfig.get_paths()["stdlib"])
-    skipped = {
-        "test",
-        "tests",
-        "idle_test",
-        "site-packages",
-        "dist-packages",
-        "__pycache__",
-        "lib2to3",
-        "ensurepip",
-        "pydoc_data",
-        "turtledemo",
-    }
+    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "ensurepip"}
+    skipped |= {"pydoc_data", "turtledemo"}
     seen: set[str] = set()
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
@@ -323,7 +284,7 @@ def stdlib_texts() -> Iterator[dict]:
 
 
 def _documented(tree: ast.Module) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    """The module and the classes and functions in it that are not inside of functions or branches."""
+    """The module, and the classes and functions in it that are not inside of functions or branches."""
     import ast
 
     waiting: list[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef] = [tree]
@@ -339,11 +300,10 @@ def _documented(tree: ast.Module) -> Iterator[ast.Module | ast.ClassDef | ast.Fu
 
 
 def _hub_texts(corpus: HubCorpus) -> Iterator[dict]:
-    """Rows of a data set on the hub, streamed."""
     import datasets
 
     try:
-        rows = datasets.load_dataset(corpus.name, corpus.config, split=corpus.split, streaming=True)
+        rows = datasets.load_dataset(corpus.name, corpus.config, split="train", streaming=True)
         for row in rows:
             yield {"text": row[corpus.key]}
     except (OSError, ValueError, ConnectionError) as error:
@@ -353,7 +313,7 @@ def _hub_texts(corpus: HubCorpus) -> Iterator[dict]:
 
 
 def _from_archive(name: str, archive: Archive, folder: Path) -> dict:
-    """Download, check, and cut at the customary places; each piece is one document."""
+    """Download, verify, and cut at the customary places. Each part is one document."""
     try:
         with urllib.request.urlopen(archive.url, timeout=60) as answer:
             packed = answer.read()

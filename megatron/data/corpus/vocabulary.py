@@ -1,4 +1,4 @@
-"""Training tokenizers on texts: byte-level BPE and unigram with `tokenizers`, both with `sentencepiece`, characters."""
+"""Train tokenizers on texts: byte-level BPE and unigram with `tokenizers`, both with `sentencepiece`, characters."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ...config.file_access import replace_file
 from ..errors import DataError
@@ -17,10 +18,10 @@ END = "<|endoftext|>"
 
 
 def texts(inputs: list[Input], treatment: Treatment, limit: int | None = None) -> Iterator[str]:
-    """All texts of inputs, in order, up to about `limit` bytes; records that are none are left out.
+    """All texts of inputs, in order, up to about `limit` bytes. Bad records are skipped.
 
     Raises:
-        DataError: there is not a single text.
+        DataError: there is no text.
     """
     read = 0
     for number, entry in enumerate(inputs):
@@ -40,13 +41,11 @@ def train(kind: str, corpus: Iterator[str], size: int, output: Path, special: tu
     Args:
         kind: "bpe" or "unigram" (byte-level tokenizer.json), "sentencepiece-bpe" or "sentencepiece-unigram" (.model),
             or "characters" (.json).
-        corpus: texts.
-        size: ids of the vocabulary, special tokens included; characters have as many as there are.
-        output: the file.
-        special: tokens after the end-of-document token, which always is the first (id 0).
+        size: ids of the vocabulary, with special tokens. For characters their number decides.
+        special: tokens after the end-of-document token, which is always the first (id 0).
 
     Returns:
-        `path`, `kind` and `size` of what was written.
+        `path`, `kind` and `size` of the file.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     tokens = [END, *special]
@@ -67,17 +66,10 @@ def _with_tokenizers(kind: str, corpus: Iterator[str], size: int, output: Path, 
         raise DataError(
             "--size", f"a byte-level vocabulary has at least {len(alphabet) + len(special)} ids", "ask for more"
         )
-    trainer: trainers.Trainer
-    if kind == "bpe":
-        tokenizer = Tokenizer(models.BPE())
-        trainer = trainers.BpeTrainer(
-            vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-        )
-    else:
-        tokenizer = Tokenizer(models.Unigram())
-        trainer = trainers.UnigramTrainer(
-            vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-        )
+    is_bpe = kind == "bpe"
+    tokenizer = Tokenizer(models.BPE() if is_bpe else models.Unigram())
+    make: Any = trainers.BpeTrainer if is_bpe else trainers.UnigramTrainer
+    trainer = make(vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)

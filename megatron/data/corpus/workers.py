@@ -1,4 +1,4 @@
-"""Worker processes that encode chunks; results come back in the order of the chunks."""
+"""Worker processes that encode chunks. Results return in the order of the chunks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Worker:
 
 
 def _start(make: Callable[..., Callable], settings: tuple) -> None:
-    """In a new worker: end with the parent, even if that is killed; encode on one thread."""
+    """Start a worker process, which ends with its parent, even a killed one, and encodes on one thread."""
     parent = multiprocessing.parent_process()
 
     def follow(sentinel: int) -> None:
@@ -51,7 +51,7 @@ def _start(make: Callable[..., Callable], settings: tuple) -> None:
 
     if parent is not None:
         threading.Thread(target=follow, args=(parent.sentinel,), daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # of this worker process alone
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # only in this worker process
     _state["worker"] = make(*settings)
 
 
@@ -70,9 +70,9 @@ def in_order(
     """Each chunk with its result, in order.
 
     Args:
-        chunks: read only a few chunks ahead of what is taken.
-        workers: processes. With 1 it happens in this one.
-        make: the function that makes a process's worker of the settings.
+        chunks: read only a few chunks ahead.
+        workers: processes. 1: the calling process.
+        make: makes a process's worker from the settings.
 
     Raises:
         DataError: a worker process ended.
@@ -96,10 +96,10 @@ def in_order(
             raise DataError(
                 "workers",
                 "a worker process ended (out of memory?)",
-                "start again with fewer --workers; nothing is lost",
+                "start again with fewer --workers (nothing is lost)",
             ) from error
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # what was submitted is not wanted any more
+            pool.shutdown(wait=False, cancel_futures=True)  # submitted chunks are no longer needed
             raise
 
 

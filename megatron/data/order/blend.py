@@ -1,10 +1,10 @@
-"""The order in which a blend takes samples from its sources, as GPT-NeoX has it.
+"""The order in which a blend takes samples from its sources, as in GPT-NeoX.
 
-At draw t the source with the largest `weight * max(t, 1) - draws so far` is taken, in double precision, ties going to
-the first. That is a loop over all draws; here it runs over many blocks of draws at once. The state before draw t is the
-count of draws of each source. Each block starts from a guess of that state which has been run in for a while (guesses
-soon fall in with the true course), and a block's result is kept only if its start is exactly the end of the block
-before it; blocks for which it is not are run again from the right state.
+Draw t takes the source with the largest `weight * max(t, 1) - draws so far`, in double precision, the first of equal
+ones. That is a loop over all draws. Here it runs over many blocks of draws in parallel. The state before draw t is the
+number of draws of each source. Each block starts from a guess of that state with some draws of run-in, since guesses
+soon converge to the true course. A block's result is kept only if its start equals the end of the block before it.
+Other blocks are run again from the right state.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _RUN_IN = 256  # draws per source from a guessed state before a block begins
 
 
 def normalised_weights(weights: list[float]) -> np.ndarray:
-    """Weights divided by their sum, which is added up from the left: float64 [D].
+    """Weights divided by their sum, added up from the left: float64 [D].
 
-    Not `sum`: since Python 3.12 it corrects rounding, which would make the order depend on the version of Python.
+    Not `sum`: since Python 3.12 it corrects rounding, so the order would depend on the version of Python.
     """
     total = 0.0
     for weight in weights:
@@ -32,11 +32,12 @@ def normalised_weights(weights: list[float]) -> np.ndarray:
 
 
 def neox_weights(weights: list[float]) -> np.ndarray:
-    """The weights by which GPT-NeoX draws: float64 [D].
+    """GPT-NeoX's weights of draws: float64 [D].
 
-    It divides by the sum twice: in Python where it counts the samples to ask each source for, and in NumPy where it
-    builds the blend. After the first division the sum is not always exactly 1, so the second one may change last
-    digits, and with them, for about one set of weights in ten, the order of some draws.
+    It divides by the sum twice: in Python for the number of samples of each source, and in NumPy for the blend. After
+    the
+    first division the sum is not always exactly 1. The second one may then change last digits and, for about one set of
+    weights in ten, the order of some draws.
     """
     once = normalised_weights(weights)
     return once / np.sum(once)
@@ -45,7 +46,7 @@ def neox_weights(weights: list[float]) -> np.ndarray:
 def weights_by_documents(counts: list[int], alpha: float) -> list[float]:
     """GPT-NeoX's weights by number of documents (weight_by_num_documents), in its order of operations.
 
-    Of a source with the share p of all documents, the weight is p ** alpha, normalised, times 1 - p, normalised. The
+    For a source with the share p of all documents, the weight is p ** alpha, normalised, times 1 - p, normalised. The
     second factor makes it less than proportional even with alpha 1: [100, 300, 600] documents give 0.167, 0.389, 0.444.
 
     Args:
@@ -62,13 +63,12 @@ def weights_by_documents(counts: list[int], alpha: float) -> list[float]:
 def draw(
     weights: np.ndarray, counts: np.ndarray, first: np.ndarray, draws: int, keep: np.ndarray | None = None
 ) -> np.ndarray:
-    """Let several courses make their draws, side by side.
+    """Make `draws` draws of several courses in parallel.
 
     Args:
         weights: float64 [D].
-        counts: float64 [K, D], draws so far of each course; not changed.
+        counts: float64 [K, D], draws so far of each course, not changed.
         first: int64 [K], number t of each course's next draw.
-        draws: how many.
         keep: [K, draws], filled with the sources drawn.
 
     Returns:
@@ -88,7 +88,7 @@ def draw(
 
 
 def guess(weights: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """Counts near the true ones after `draws` draws: float64 [K, D], whole numbers that add up to `draws`."""
+    """Counts near the true ones after `draws` draws: float64 [K, D], integers that add up to `draws`."""
     ideal = np.outer(draws.astype(np.float64), weights)
     counts = np.floor(ideal)
     missing = (draws - counts.sum(axis=1)).astype(np.int64)
@@ -114,7 +114,7 @@ def build_arrays(weights: np.ndarray, size: int) -> Arrays:
 
 
 def _simulate(weights: np.ndarray, sources: np.ndarray, starts: np.ndarray, begin: int, end: int) -> None:
-    """Fill in blocks begin ... end-1, given the state at `starts[begin]`, and the state after each."""
+    """Fill blocks begin ... end-1 from the state at `starts[begin]`, and the state after each."""
     run_in = min(_RUN_IN * len(weights), BLOCK)
     first = np.arange(begin, end, dtype=np.int64) * BLOCK
     if end - begin > 1:
@@ -138,13 +138,11 @@ class Blend:
     def __init__(
         self, weights: list[float], size: int, cache: str | os.PathLike | None = None, *, as_neox: bool = True
     ):
-        """
-        Args:
-            weights: of the sources, not all zero.
-            size: draws.
-            cache: folder of the table; None makes it in memory.
-            as_neox: normalise the weights as GPT-NeoX does, to the last digit; else divide by their sum once.
-        """
+        """Args:
+        weights: of the sources, not all zero.
+        size: draws.
+        cache: folder of the table. None makes it in memory.
+        as_neox: normalise the weights as GPT-NeoX does, to the last digit. Otherwise divide by their sum once."""
         self.weights, self.size = neox_weights(weights) if as_neox else normalised_weights(weights), size
         if len(weights) == 1:
             return
@@ -153,23 +151,21 @@ class Blend:
         self.sources, self.counts = arrays["sources"], arrays["counts"]
 
     def locate(self, draw: int) -> tuple[int, int]:
-        """The source of a draw, and how often it was drawn before."""
+        """The source of a draw, and the number of its earlier draws."""
         if len(self.weights) == 1:
             return 0, draw
-        source, block = int(self.sources[draw]), draw // BLOCK
-        return source, int(self.counts[block, source]) + int(
-            np.count_nonzero(self.sources[block * BLOCK : draw] == source)
-        )
+        source = int(self.sources[draw])
+        return source, self.drawn(source, draw)
 
     def drawn(self, source: int, draws: int) -> int:
-        """How often a source is drawn in the first `draws` draws."""
+        """Number of a source's draws among the first `draws`."""
         if len(self.weights) == 1:
             return draws
         block = min(draws // BLOCK, len(self.counts) - 1)
         return int(self.counts[block, source]) + int(np.count_nonzero(self.sources[block * BLOCK : draws] == source))
 
     def find(self, source: int, count: int) -> int | None:
-        """The draw that takes sample `count` of a source; None if the table ends before it."""
+        """The draw that takes sample `count` of a source. None if the table ends before it."""
         if len(self.weights) == 1:
             return count if count < self.size else None
         block = int(np.searchsorted(self.counts[:, source], count, side="right")) - 1

@@ -1,8 +1,8 @@
-"""Cached arrays, keyed by all that determines them; safe with any number of processes, nodes and disks.
+"""A cache of arrays by key, safe with any number of processes, nodes and disks.
 
-A set of arrays is a folder whose name is its key. It is built beside its place and renamed as a whole, so it exists
-complete or not at all. Processes that see the same disk wait for the first of them (a file lock, which the system
-releases when its owner dies); where locks do not work each builds for itself and the first rename wins.
+A set of arrays is a folder named after its key. It is built next to its final place and renamed, so it is complete or
+absent. Processes on one disk wait for the first of them (a file lock, which the system releases when its owner dies).
+Where locks do not work each process builds for itself, and the first rename wins.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..hashing import content_hash
 from ..token_file import TokenFile
 
 BLOCK, CHECKED = 1 << 24, 1 << 30  # bytes
-VERSION = 1  # of the arrays' meaning; another version is another key
+VERSION = 1  # of the arrays' meaning, part of the key
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 Arrays = dict[str, np.ndarray]
@@ -41,7 +41,7 @@ class _Damaged(Exception):
 
 @contextlib.contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """Wait for the lock that belongs to a path and hold it; does nothing on disks without locks."""
+    """Hold the lock of a path. Does nothing on disks without locks."""
     import fcntl
 
     with open(path, "a") as file:
@@ -54,16 +54,12 @@ def lock(path: Path) -> Iterator[None]:
 
 
 def cached(folder: str | os.PathLike | None, kind: str, key: tuple, build: Callable[[], Arrays]) -> Arrays:
-    """The arrays that `build` makes, from the cache if they are there.
+    """The arrays that `build` makes, memory-mapped from the cache.
 
     Args:
-        folder: the cache; None builds in memory.
-        kind: what the arrays are, the first part of their folder's name.
-        key: everything that determines them.
-        build: makes them.
-
-    Returns:
-        Arrays by name; memory mapped when there is a cache.
+        folder: the cache. None builds in memory.
+        kind: first part of the folder's name.
+        key: everything that determines the arrays.
 
     Raises:
         DataError: the cache cannot be written, or its entry is damaged after it was built again.
@@ -83,7 +79,7 @@ def cached(folder: str | os.PathLike | None, kind: str, key: tuple, build: Calla
             with lock(place.with_suffix(".lock")):
                 with contextlib.suppress(_Damaged):  # another process has built it again meanwhile
                     return _read(place)
-                warnings.warn(f"{place}: this cache entry is damaged ({error}); it is built again", stacklevel=2)
+                warnings.warn(f"{place}: this cache entry is damaged ({error}). It is built again", stacklevel=2)
                 old = _beside(place)
                 os.rename(place, old)
                 shutil.rmtree(old, ignore_errors=True)
@@ -98,7 +94,7 @@ def cached(folder: str | os.PathLike | None, kind: str, key: tuple, build: Calla
 
 
 def _write(place: Path, arrays: Arrays) -> None:
-    """Write arrays beside `place` and rename the folder; if another process was first, its result stays."""
+    """Write arrays next to `place` and rename the folder. If another process was first, its result stays."""
     temporary = _beside(place)
     temporary.mkdir()
     try:
@@ -121,8 +117,8 @@ def _write(place: Path, arrays: Arrays) -> None:
 
 
 def _sums(path: Path) -> list[int]:
-    """CRC-32 of each block of a file. Of a file of more than `CHECKED` bytes only evenly spaced blocks are read, which
-    takes under a second. The others count as 0."""
+    """CRC-32 of each block of a file. Of more than `CHECKED` bytes only evenly spaced blocks are read, which takes
+    under a second. The others count as 0."""
     sums, size = [], path.stat().st_size
     every = -(-size // CHECKED) or 1
     with open(path, "rb") as file:
@@ -149,12 +145,11 @@ def _read(place: Path) -> Arrays:
 
 
 def examine_once(file: TokenFile, folder: str | os.PathLike | None, scan_below: int = 1 << 27) -> dict:
-    """What needs a look at a whole token file: remembered as long as both files keep size, time and inode.
+    """Facts that need a read of a whole token file, cached while both files keep size, time and inode.
 
     Args:
-        file: an open pair.
-        folder: the cache; None remembers nothing.
-        scan_below: files with fewer tokens than this are searched for their largest id too.
+        folder: the cache. None caches nothing.
+        scan_below: search files with fewer tokens for their largest id, too.
 
     Returns:
         `fingerprint` (of the sizes), `smallest` and `largest` id (None if not searched).
@@ -194,7 +189,6 @@ def _facts(file: TokenFile, scan_below: int) -> dict:
 
 
 def _remembered(memory: Path, state: list) -> dict | None:
-    """What was found out about files in this state; a damaged memory is as good as none."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         known = read_json(memory)
         if known["state"] == state:

@@ -1,4 +1,4 @@
-"""Sample orders: which tokens of which documents sample k of one source is.
+"""Sample orders: the tokens and documents of sample k of one source.
 
 An order knows nothing of files' contents, blends or layouts. GPT-NeoX's order is in `pythia.py`, packing in
 `packing.py`.
@@ -30,7 +30,7 @@ class TokenRange(NamedTuple):
 
 
 class Lookup:
-    """Where values lie in an array: found by scanning it, and by an index from the ninth question on."""
+    """Finds values in an array: by scanning it, and by an index from the ninth call on."""
 
     SCANS = 8
 
@@ -38,7 +38,7 @@ class Lookup:
         self.values, self._asked = values, 0
 
     def places(self, wanted: Iterable[int]) -> np.ndarray:
-        """Ascending places of any of the values."""
+        """Ascending positions of any of the values."""
         wanted, self._asked = np.fromiter(wanted, np.int64), self._asked + 1
         if self._asked <= self.SCANS:
             return np.flatnonzero(np.isin(self.values, wanted))
@@ -57,7 +57,7 @@ class Order(ABC):
 
     Attributes:
         length: samples until the order repeats itself or, if `endless`, until its next epoch.
-        endless: whether each pass has an order of its own; otherwise sample k is sample k mod length.
+        endless: whether each pass has a new order. Otherwise sample k is sample k mod length.
         tokens: tokens of the source in one epoch.
         description: one line for the user.
     """
@@ -69,11 +69,19 @@ class Order(ABC):
 
     @abstractmethod
     def spans(self, sample: int) -> list[TokenRange]:
-        """The pieces of sample k, back to back; S+1 tokens, or fewer where packing leaves room."""
+        """The pieces of sample k, back to back: S+1 tokens, or fewer where packing leaves room."""
 
     @abstractmethod
     def find(self, document: int, below: int) -> Iterator[int]:
         """All samples k < `below` that have tokens of a document, ascending within a pass."""
+
+
+def with_repeats(found: list[int], length: int, pieces: int, below: int) -> Iterator[int]:
+    """Samples of the first pass that were found, then their repetitions: sample k is sample k mod `length` later."""
+    yield from (sample for sample in found if sample < below)
+    for epoch in range(1, -(-below // length)):
+        repeated = (epoch * length + sample for sample in found if sample < length)
+        yield from (sample for sample in repeated if pieces <= sample < below)
 
 
 def documents_tokens(file: TokenFile, first: int, last: int) -> int:
@@ -95,8 +103,9 @@ def too_small(file: TokenFile, tokens: int, sequence_length: int) -> DataError:
 class SequentialOrder(Order):
     """The file's own order, pass after pass.
 
-    Files whose documents all have exactly S+1 tokens are pre-shuffled samples (Pythia publishes such): document k is
-    sample k. Otherwise sample k is tokens k*S ... k*S + S of the documents back to back; neighbours share one token.
+    In files whose documents all have exactly S+1 tokens, document k is sample k (Pythia publishes such pre-shuffled
+    files).
+    Otherwise sample k is tokens k*S ... k*S + S of the concatenated documents. Neighbours share one token.
     """
 
     def __init__(self, file: TokenFile, first: int, last: int, sequence_length: int):
@@ -113,7 +122,7 @@ class SequentialOrder(Order):
         self._base = int(file.offsets[first]) // file.dtype.itemsize
 
     def place(self, sample: int) -> int:
-        """Which piece of the file sample k is."""
+        """The piece of the file that is sample k."""
         return sample % self.length
 
     def sample_at(self, place: int, epoch: int) -> int:
@@ -149,9 +158,9 @@ def pieces_touching(start: int, size: int, stride: int, width: int, count: int) 
 
 
 class StreamOrder(SequentialOrder):
-    """The pieces of the file in a keyed pseudo-random order, a new one each epoch, without any index.
+    """The pieces of the file in a keyed pseudo-random order, a new one each epoch, without an index.
 
-    Unlike the pythia order it does not shuffle documents before they are cut: neighbours in the file share a sample.
+    Unlike the pythia order it does not shuffle documents before the cut: neighbours in the file share a sample.
     """
 
     endless = True
@@ -175,7 +184,7 @@ def split_bounds(shares: list[float], documents: int) -> list[int]:
     """GPT-NeoX's cut of documents into training, validation and test: four bounds, the first 0, the last `documents`.
 
     Args:
-        shares: up to three numbers; missing ones are 0, further ones are ignored.
+        shares: up to three numbers. Missing ones are 0, further ones are ignored.
     """
     shares = ([float(share) for share in shares] + [0.0, 0.0, 0.0])[:3]
     if sum(shares) <= 0 or min(shares) < 0:

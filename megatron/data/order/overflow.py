@@ -1,9 +1,9 @@
-"""GPT-NeoX's other way of packing (pack_until_overflow): whole documents until the next one does not fit.
+"""GPT-NeoX's pack_until_overflow: whole documents until the next one does not fit.
 
-One `RandomState(seed)` shuffles first the samples, then the documents, and those again for each further pass. A sample
-is a row of whole documents that together have at most S+1 tokens; then comes the first token of the next sample's first
-document, if there is room. A document longer than S+1 tokens is a sample by itself, cut off behind S+1 tokens, or left
-out. Missing tokens are filled up.
+One `RandomState(seed)` shuffles first the samples, then the documents, and these again for each further pass. A sample
+is a row of whole documents with at most S+1 tokens, then, if there is room, the first token of the next sample's first
+document. A document longer than S+1 tokens is a sample by itself, cut after S+1 tokens, or is dropped. Missing tokens
+are filled up.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import numpy as np
 from ..errors import DataError
 from ..token_file import TokenFile
 from .cache import Arrays, cached
-from .order import Lookup, Order, TokenRange, documents_tokens
+from .order import Lookup, Order, TokenRange, documents_tokens, with_repeats
 
 
 def begins(sizes: np.ndarray, width: int, running: int) -> tuple[list[int], int]:
-    """Where samples begin in one pass over documents, and the tokens of the last one.
+    """Starts of the samples in one pass over documents, and the tokens of the last one.
 
-    A sample without any token takes no further document, as in GPT-NeoX: the next one begins a sample of its own.
+    A sample without tokens takes no further document, as in GPT-NeoX: the next document begins a new sample.
 
     Args:
         sizes: int64 [D], tokens of the documents in their order.
         width: S+1.
-        running: tokens of the sample that the pass before left open.
+        running: tokens of the sample that the previous pass left open.
     """
     ends = np.concatenate([[0], np.cumsum(sizes)])
     following = np.searchsorted(ends, ends[:-1] + width, side="right") - 1
@@ -52,11 +52,11 @@ def build_arrays(
     Args:
         sizes: their tokens.
         width: S+1.
-        samples: how many samples to make; None makes those of one pass.
-        usable: bool, which documents are taken; None means all.
+        samples: number of samples to make. None: one pass.
+        usable: bool, the documents to take. None: all.
 
     Returns:
-        documents: int32 (or int64) of all passes, as far as they are needed (GPT-NeoX's doc_idx).
+        documents: int32 (or int64) of all needed passes (GPT-NeoX's doc_idx).
         starts: int64 [N+1], each sample's first entry of `documents`, and their number (sample_idx).
         pieces: int64 [N], the shuffled samples (shuffle_idx).
     """
@@ -87,9 +87,9 @@ class OverflowOrder(Order):
     """The order of one source.
 
     Attributes:
-        length: N-1, as in GPT-NeoX. Sample k is piece k for k < N, and from there on piece k mod length.
-        closed: whether all samples are complete. In GPT-NeoX the one made last has just one document and fails when it
-            is read; in its place piece (N-1) mod length = 0 of the shuffled ones is taken.
+        length: N-1, as in GPT-NeoX. Sample k is piece k for k < N, then piece k mod length.
+        closed: whether all samples are complete. In GPT-NeoX the last one made has one document and fails when it is
+            read. Here piece (N-1) mod length = 0 of the shuffled ones replaces it.
     """
 
     def __init__(
@@ -107,11 +107,11 @@ class OverflowOrder(Order):
         fingerprint: str | None = None,
         cache: str | os.PathLike | None = None,
     ):
-        """Of documents first ... last-1; give the samples that will be asked for, or epochs = 1 for one pass.
+        """Of documents first ... last-1. Give the number of samples that will be read, or epochs = 1 for one pass.
 
         Args:
-            drop_long: leave out documents of more than S+1 tokens (GPT-NeoX's allow_chopped: false).
-            labels: the label file; documents without a target among their first S+1 tokens are left out.
+            drop_long: skip documents of more than S+1 tokens (GPT-NeoX's allow_chopped: false).
+            labels: the label file. Documents without a target among their first S+1 tokens are skipped.
         """
         self.file, self.sequence_length = file, sequence_length
         self.first, self.last, self.closed = first, last, epochs is not None
@@ -143,15 +143,14 @@ class OverflowOrder(Order):
         self.filled = float(np.minimum(lengths, width).mean()) / width
         self.description = f"GPT-NeoX's pack_until_overflow, samples {100 * self.filled:.1f} % full"
         if left := int((~usable).sum()):
-            self.description += f", {left} of {len(usable)} documents left out"
+            self.description += f", {left} of {len(usable)} documents skipped"
 
     @cached_property
     def _read(self) -> Lookup:
-        """Which piece each sample is."""
         return Lookup(np.array([self.place(sample) for sample in range(len(self.pieces))]))
 
     def place(self, sample: int) -> int:
-        """Which piece sample k is."""
+        """The piece of sample k."""
         piece = int(self.pieces[sample if sample < len(self.pieces) else sample % self.length])
         if self.closed or piece < self.length:
             return piece
@@ -180,7 +179,4 @@ class OverflowOrder(Order):
             for sample in self._read.places(near).tolist()
             if any(span.document == document for span in self.spans(sample))
         ]
-        yield from (sample for sample in found if sample < below)
-        for epoch in range(1, -(-below // self.length)):
-            repeated = (epoch * self.length + sample for sample in found if sample < self.length)
-            yield from (sample for sample in repeated if len(self.pieces) <= sample < below)
+        yield from with_repeats(found, self.length, len(self.pieces), below)

@@ -1,8 +1,8 @@
-"""Best-fit packing: documents stay whole, samples are filled as well as they can be (Ding et al., 2024).
+"""Best-fit packing: documents stay whole, and samples are filled as well as possible (Ding et al., 2024).
 
 Documents longer than a sample are cut into samples and a rest. Then pieces go, longest first, into the fullest sample
-that still has room (best-fit decreasing). Pieces of one length are handled together, so the work is a matter of lengths
-and not of documents.
+that still has room (best-fit decreasing). Pieces of one length are handled together, so the work grows with the number
+of lengths, not of documents.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def pieces_of(sizes: np.ndarray, first: int, width: int) -> tuple[np.ndarray, np
     """Cut documents into pieces of at most `width` tokens.
 
     Returns:
-        document, start and length of each piece, in the order of the documents; int64, int64, int32.
+        document (int64), start (int64) and length (int32) of each piece, in the order of the documents.
     """
     sizes = sizes.astype(np.int64)
     counts = -(-sizes // width)
@@ -35,10 +35,10 @@ def pieces_of(sizes: np.ndarray, first: int, width: int) -> tuple[np.ndarray, np
 
 
 def best_fit(lengths: np.ndarray, width: int) -> np.ndarray:
-    """Pack pieces into bins of `width`: the bin of each piece, int64; bins are numbered as they are opened.
+    """Pack pieces into bins of `width`: the bin of each piece, int64. Bins are numbered as they are opened.
 
-    Exactly best-fit decreasing: pieces by falling length (equal ones in their order), each into the bin with the least
-    room that takes it (among equal bins the one that came to that room last), else into a new one.
+    Exactly best-fit decreasing. Pieces go by falling length, equal ones in their order. Each goes into the bin with the
+    least room that takes it, of equal bins the latest to reach that room, else into a new one.
     """
     rank = (width - lengths).astype(np.uint16 if width < 2**16 else np.int32)  # 16 bits are sorted in linear time
     order = np.argsort(rank, kind="stable")
@@ -84,7 +84,7 @@ def _take(room: dict[int, list[np.ndarray]], levels: list[int], space: int, want
 
 
 def _give(room: dict[int, list[np.ndarray]], levels: list[int], space: int, bins: np.ndarray) -> None:
-    """Put bins back with the room they have left; full ones are done."""
+    """Put bins back with their remaining room. Full ones are done."""
     if space == 0 or not len(bins):
         return
     if space not in room:
@@ -108,7 +108,7 @@ def build_arrays(sizes: np.ndarray, first: int, last: int, width: int) -> Arrays
 
 
 class PackedOrder(Order):
-    """Samples packed by best fit; shuffled anew each epoch by a keyed permutation, or as they were packed."""
+    """Samples packed by best fit, shuffled again each epoch by a keyed permutation, or in packing order."""
 
     endless = True
 
@@ -123,7 +123,7 @@ class PackedOrder(Order):
         fingerprint: str | None = None,
         cache: str | os.PathLike | None = None,
     ):
-        """Of documents first ... last-1; without a seed, samples keep the order in which they were packed."""
+        """Of documents first ... last-1. Without a seed, samples keep the order of packing."""
         self.tokens = documents_tokens(file, first, last)
         key = () if cache is None else (fingerprint or file.fingerprint(), first, last, sequence_length)
         arrays = cached(cache, "packing", key, lambda: build_arrays(file.sizes, first, last, sequence_length + 1))

@@ -1,7 +1,7 @@
-"""A keyed pseudo-random permutation of 0 ... n-1, computed for one index at a time, forwards and backwards.
+"""A keyed pseudo-random permutation of 0 ... n-1, computed for one index at a time, in both directions.
 
-A Feistel network permutes the smallest power of four that holds n; indices that land outside are permuted again until
-they land inside (cycle walking, fewer than four rounds on average).
+A Feistel network permutes the smallest power of four of at least n. Indices outside of the range are permuted again
+until they are inside (cycle walking, fewer than four rounds on average).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _mix_many(values: np.ndarray) -> np.ndarray:
 
 
 class Permutation:
-    """The permutation of 0 ... size-1 that belongs to a purpose, e.g. `Permutation(size, seed, "stream", epoch)`."""
+    """The permutation of 0 ... size-1 for a purpose, e.g. `Permutation(size, seed, "stream", epoch)`."""
 
     def __init__(self, size: int, *purpose: int | str):
         self.size = size
@@ -38,7 +38,7 @@ class Permutation:
         self._half = (1 << self.bits) - 1
 
     def __call__(self, index: int) -> int:
-        """Where index goes, 0 <= index < size."""
+        """Image of an index, 0 <= index < size."""
         while True:
             left, right = index >> self.bits, index & self._half
             for key in self.keys:
@@ -48,7 +48,7 @@ class Permutation:
                 return index
 
     def inverse(self, image: int) -> int:
-        """The index that goes to image."""
+        """The index with this image."""
         while True:
             left, right = image >> self.bits, image & self._half
             for key in reversed(self.keys):
@@ -58,7 +58,7 @@ class Permutation:
                 return image
 
     def many(self, indices: np.ndarray) -> np.ndarray:
-        """`__call__` for an array; int64."""
+        """`__call__` for an array, int64."""
         values = np.asarray(indices, dtype=np.uint64).copy()
         pending = np.arange(len(values))
         bits, half = np.uint64(self.bits), np.uint64(self._half)

@@ -1,8 +1,8 @@
-"""GPT-NeoX's sample order, item for item as version 1.0 has it; Pythia was trained in it.
+"""GPT-NeoX's sample order, item for item as in version 1.0. Pythia was trained in it.
 
-The documents of all epochs are shuffled together, laid back to back and cut into pieces of S tokens plus one for the
-last label; then the pieces are shuffled. Both shuffles draw from one `RandomState(seed)` (MT19937). Where a piece
-begins is found by searching the cumulated lengths, of which every 16th is kept.
+The documents of all epochs are shuffled together, concatenated, and cut into pieces of S tokens plus one for the last
+label. Then the pieces are shuffled. Both shuffles draw from one `RandomState(seed)` (MT19937). The start of a piece is
+found by searching the cumulated lengths. Every 16th of them is stored.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from megatron.config.words import counted
 from ..errors import DataError
 from ..token_file import TokenFile
 from .cache import Arrays, cached
-from .order import Lookup, Order, TokenRange, documents_tokens, pieces_touching, too_small
+from .order import Lookup, Order, TokenRange, documents_tokens, pieces_touching, too_small, with_repeats
 
 STRIDE = 16  # entries of the shuffled documents between two kept starts
 _CHUNK = STRIDE << 18
 
 
 def epochs_for(samples: int, tokens: int, sequence_length: int) -> int:
-    """The fewest epochs of `tokens` from which `samples` pieces of S tokens, plus one label, can be cut; at least 1.
+    """The fewest epochs of `tokens`, at least 1, from which `samples` pieces of S tokens, plus one label, can be cut.
 
     The last shuffled piece is never read, so at least two are made (GPT-NeoX fails on such small files).
     """
@@ -36,7 +36,7 @@ def build_arrays(sizes: np.ndarray, first: int, last: int, sequence_length: int,
 
     Returns:
         documents: int32 [epochs * (last-first)], all epochs shuffled together (GPT-NeoX's doc_idx).
-        pieces: uint32 [N], the shuffled pieces (shuffle_idx); N = (epochs * tokens - 1) // S.
+        pieces: uint32 [N], the shuffled pieces (shuffle_idx). N = (epochs * tokens - 1) // S.
         starts: int64 [ceil(len(documents) / STRIDE)], tokens before every STRIDE-th entry of `documents`.
     """
     generator = np.random.RandomState(seed)
@@ -55,7 +55,7 @@ def build_arrays(sizes: np.ndarray, first: int, last: int, sequence_length: int,
 
 
 def block_starts(sizes: np.ndarray, documents: np.ndarray) -> tuple[np.ndarray, int]:
-    """Tokens before every STRIDE-th document of a list, and tokens in all."""
+    """Tokens before every STRIDE-th document of a list, and all tokens."""
     starts, total = np.empty(-(-len(documents) // STRIDE), np.int64), 0
     for begin in range(0, len(documents), _CHUNK):
         ends = total + np.cumsum(sizes[documents[begin : begin + _CHUNK]], dtype=np.int64)
@@ -72,8 +72,8 @@ class PythiaOrder(Order):
 
     Attributes:
         epochs: passes over the documents that are shuffled together.
-        length: N-1, one less than the pieces there are, as in GPT-NeoX. Sample k is piece k for k < N, and from there
-            on piece k mod length: so sample `length` is the last piece, and only later samples are repetitions.
+        length: N-1, one less than the pieces, as in GPT-NeoX. Sample k is piece k for k < N, then piece k mod length.
+            So sample `length` is the last piece, and only later samples are repetitions.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class PythiaOrder(Order):
         fingerprint: str | None = None,
         cache: str | os.PathLike | None = None,
     ):
-        """Of documents first ... last-1; give either the samples that will be asked for, or the epochs.
+        """Of documents first ... last-1. Give either the number of samples that will be read, or the epochs.
 
         Args:
-            fingerprint: the file's, from `cache.examine`; made here if it is needed.
-            cache: folder of the arrays; None makes them in memory.
+            fingerprint: the file's, from `cache.examine_once`. Computed here if needed.
+            cache: folder of the arrays. None makes them in memory.
         """
         self.file, self.sequence_length = file, sequence_length
         self.first, self.last = first, last
@@ -107,21 +107,16 @@ class PythiaOrder(Order):
         self.epochs = epochs_for(samples or 0, self.tokens, sequence_length) if epochs is None else epochs
         if (self.epochs * self.tokens - 1) // sequence_length < 2:
             raise too_small(file, self.epochs * self.tokens, sequence_length)
-        key = (
-            ()
-            if cache is None
-            else (fingerprint or file.fingerprint(), first, last, sequence_length, seed, self.epochs)
-        )
-        arrays = cached(
-            cache, "pythia", key, lambda: build_arrays(file.sizes, first, last, sequence_length, seed, self.epochs)
-        )
+        settings = (first, last, sequence_length, seed, self.epochs)
+        key = () if cache is None else (fingerprint or file.fingerprint(), *settings)
+        arrays = cached(cache, "pythia", key, lambda: build_arrays(file.sizes, *settings))
         self.documents, self.pieces, self.starts = arrays["documents"], arrays["pieces"], arrays["starts"]
         self._entries, self._shuffled = Lookup(self.documents), Lookup(self.pieces)
         self.length = len(self.pieces) - 1
         self.description = f"GPT-NeoX's order, {counted(self.epochs, 'epoch')} shuffled together"
 
     def locate(self, piece: int) -> tuple[int, int]:
-        """Entry of `documents` and offset in it where a piece begins; the next document if one ends just before."""
+        """Entry of `documents` and offset in it where a piece begins. The next document if one ends just before."""
         position = piece * self.sequence_length
         block = int(np.searchsorted(self.starts, position, side="right")) - 1
         entry = block * STRIDE
@@ -156,8 +151,4 @@ class PythiaOrder(Order):
                 places.update(
                     pieces_touching(start, size, self.sequence_length, self.sequence_length + 1, len(self.pieces))
                 )
-        found = self._shuffled.places(places).tolist()
-        yield from (place for place in found if place < below)
-        for epoch in range(1, -(-below // self.length)):
-            repeated = (epoch * self.length + place for place in found if place < self.length)
-            yield from (sample for sample in repeated if self.length < sample < below)
+        yield from with_repeats(self._shuffled.places(places).tolist(), self.length, len(self.pieces), below)

@@ -1,8 +1,8 @@
-"""Span corruption: spans of a document are taken out of it, and are to be written behind it.
+"""Span corruption: spans are removed from a document, and must be predicted after it.
 
 Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer" (2020), arXiv
-1910.10683, for a decoder: of a b c d e f g with the spans "b c" and "f" becomes a <0> d e <1> g <0> b c <1> f. How many
-tokens and spans are taken, and where, is T5's rule (`random_spans_noise_mask` in its preprocessors).
+1910.10683, for a decoder: a b c d e f g with the spans "b c" and "f" becomes a <0> d e <1> g <0> b c <1> f. The numbers
+and places of removed tokens and spans follow T5's rule (`random_spans_noise_mask` in its preprocessors).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from megatron.config.arithmetic.span_lengths import span_sizes
 
 @dataclass(frozen=True)
 class Corruption:
-    """How documents are corrupted.
+    """Options of the corruption.
 
     Attributes:
         rate: share of the documents.
-        density: share of a document's tokens that are taken out.
+        density: share of a document's tokens that are removed.
         mean: tokens of a span, on average.
-        sentinels: ids that stand for spans, in order; a document has no more spans than there are.
-        targets_only: of a corrupted document only what stands behind it is a target.
+        sentinels: ids that replace spans, in order, and so the largest number of spans in a document.
+        targets_only: of a corrupted document only the removed spans are targets.
     """
 
     rate: float
@@ -33,19 +33,19 @@ class Corruption:
     targets_only: bool = True
 
     def sizes(self, length: int, most: int | None = None) -> tuple[int, int]:
-        """(tokens that are taken out of so many, spans that they make, at most `most`)."""
+        """(tokens to remove from `length`, number of their spans, at most `most`)."""
         spans = len(self.sentinels) if most is None else min(most, len(self.sentinels))
         return span_sizes(length, self.density, self.mean, spans)
 
 
 def _parts(items: int, count: int, draw: np.random.Generator) -> np.ndarray:
-    """Lengths of at least 1 of `count` parts of `items`; all such lists are equally likely."""
+    """Lengths of at least 1 of `count` parts of `items`. All such lists are equally likely."""
     cuts = np.sort(draw.choice(items - 1, count - 1, replace=False)) + 1
     return np.diff([0, *cuts, items])
 
 
 def noise_mask(length: int, options: Corruption, draw: np.random.Generator, most: int | None = None) -> np.ndarray:
-    """Which of so many tokens are taken out, bool; they begin with one that stays and end with one that does not."""
+    """Mask of removed tokens, bool [length]. The first token stays and the last one is removed."""
     noise, spans = options.sizes(length, most)
     if not spans:
         return np.zeros(length, bool)
@@ -56,11 +56,11 @@ def noise_mask(length: int, options: Corruption, draw: np.random.Generator, most
 def corrupt(
     tokens: np.ndarray, options: Corruption, draw: np.random.Generator, most: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A document's tokens without its spans, then the spans; and which of these tokens are targets. It becomes longer
-    by two tokens per span.
+    """A document's tokens without its spans, then the spans, and which of these tokens are targets. Each span adds two
+    tokens.
 
     Args:
-        most: spans that it may have; with none it stays as it is.
+        most: largest number of spans. With 0 the document stays unchanged.
     """
     mask = noise_mask(len(tokens), options, draw, most)
     if not mask.any():

@@ -1,15 +1,13 @@
-"""Reading token files once for the n-grams of all examples, and when a run reads what was found.
+"""Search token files for the n-grams of all examples in one pass, and find the steps of a run that read them.
 
-The examples' n-grams are held in memory; of the token files one piece at a time, so memory does not grow with them.
+The examples' n-grams are in memory, and one piece of a token file at a time, so memory does not grow with the files.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,23 +17,24 @@ from megatron.config.foreign_json import parse_json
 from megatron.data.errors import DataError
 from megatron.data.plan import SyntheticPlan
 from megatron.data.provenance import Provenance
+from megatron.data.text_search import document_bounds, in_processes
 from megatron.data.token_file import TokenFile
 from megatron.data.tokenizer import Tokenizer
 
 from .units import TextUnit, Tokens, Words
 
-FORMS = (("text",), ("context", "continuation"))  # fields that are taken if none are named
+FORMS = (("text",), ("context", "continuation"))  # default fields
 BLANK = re.compile(r"\n[ \t]*\n")
 
 
 def read_examples(path: str | Path, fields: tuple[str, ...] = ()) -> list[tuple[str, str]]:
-    """Names and texts: the objects of a file of JSON lines (`.jsonl`), or the paragraphs of a text (any other ending).
+    """Names and texts: the objects of a file of JSON lines (`.jsonl`), or the paragraphs of any other text.
 
     Args:
-        fields: of an object, whose texts are joined by spaces; by default `text`, or `context` and `continuation`.
+        fields: of an object, whose texts are joined by spaces. Default: `text`, or `context` and `continuation`.
 
     Raises:
-        DataError: the file cannot be read, or a line is not such an object.
+        DataError: the file cannot be read, or a line is no such object.
     """
     try:
         content = Path(path).read_text(encoding="utf-8")
@@ -52,7 +51,7 @@ def _text(line: str, where: str, fields: tuple[str, ...]) -> str:
     try:
         value = parse_json(line)
     except ValueError as error:
-        raise DataError(where, f"it must be a JSON object: {error}", "mend the line") from error
+        raise DataError(where, f"it must be a JSON object: {error}", "fix the line") from error
     forms = (fields,) if fields else FORMS
     form = next((form for form in forms if isinstance(value, dict) and all(name in value for name in form)), None)
     if form is None:
@@ -64,16 +63,15 @@ def _text(line: str, where: str, fields: tuple[str, ...]) -> str:
     return " ".join(value[name] for name in form)
 
 
-BLOCK = 1 << 16  # places that are hashed together
-FILTER_BITS = 22  # of a hash; a table says which of their values occur, so that most places need no search
+BLOCK = 1 << 16  # positions that are hashed together
+FILTER_BITS = 22  # of a hash. A table marks their values that occur, so most positions need no search
 
 
 class NgramIndex:
     """The distinct n-grams of sequences of numbers, sorted by hash.
 
-    Hashes only find candidates; each is compared word by word with the n-gram itself, so the answers are exact.
-
-    Memory: 4n + 8 bytes for each, and 4 MiB.
+    Hashes only find candidates. Each is compared with the n-gram number by number, so results are exact. Memory: 4n + 8
+    bytes for each, and 4 MiB.
 
     Args:
         sequences: int32 arrays of numbers from 1 to `largest`.
@@ -81,7 +79,7 @@ class NgramIndex:
 
     Attributes:
         grams: int32 [count, n].
-        of: for each sequence, the row of each of its n-grams, in order; empty where it is shorter than n.
+        of: for each sequence, the row of each of its n-grams, in order. Empty if it is shorter than n.
     """
 
     def __init__(self, sequences: Sequence[np.ndarray], n: int, largest: int) -> None:
@@ -108,7 +106,7 @@ class NgramIndex:
         return len(self.grams)
 
     def _draw(self, seed: int, largest: int) -> None:
-        """A random hash function: the sum of the numbers' random values, each times an odd factor of its place."""
+        """Draw a hash function: the sum of the numbers' random values, each times an odd factor of its position."""
         generator = np.random.Generator(np.random.PCG64(seed))
         self._values = generator.integers(0, 1 << 64, largest + 1, np.uint64)
         self._factors = generator.integers(0, 1 << 64, self.n, np.uint64) | np.uint64(1)
@@ -122,13 +120,13 @@ class NgramIndex:
         return total
 
     def find(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The places of a sequence at which one of the n-grams begins, and its row.
+        """Positions of a sequence at which one of the n-grams begins, and its row.
 
         Args:
-            numbers: int32; 0 for what no n-gram has.
+            numbers: int32, 0 for values that no n-gram has.
 
         Returns:
-            Two int64 arrays of equal length, places ascending.
+            Two int64 arrays of equal length, positions ascending.
         """
         nothing = np.empty(0, np.int64)
         if len(numbers) < self.n or not len(self):
@@ -149,7 +147,7 @@ class NgramIndex:
         return np.concatenate(places), np.concatenate(rows)
 
 
-PIECE = 1 << 20  # tokens that are looked at together; a longer document is one piece
+PIECE = 1 << 20  # tokens that are searched together. A longer document is one piece
 ALONE = 1 << 23  # files with fewer tokens are read by one process: starting others takes longer
 NEVER = np.iinfo(np.int64).max
 SHORTEST, LONGEST, QUANTILE = 8, 13, 5  # of GPT-3's n
@@ -157,13 +155,13 @@ TOKENS = 11  # of Llama 2: matches of more than ten tokens
 
 
 def usual_n(lengths: Sequence[int]) -> int:
-    """GPT-3's n for a set of examples: the fifth percentile of their lengths in words, at least 8 and at most 13."""
+    """GPT-3's n for a set of examples: the fifth percentile of their lengths in words, from 8 to 13."""
     return int(np.clip(np.percentile(lengths, QUANTILE), SHORTEST, LONGEST)) if len(lengths) else LONGEST
 
 
 @dataclass(frozen=True)
 class Hits:
-    """What a document has of the examples: rows of the index, and the tokens where they stand, int64 [k], [k, 2]."""
+    """A document's n-grams of examples: rows of the index, and their tokens, int64 [k], [k, 2]."""
 
     document: int
     rows: np.ndarray
@@ -172,14 +170,14 @@ class Hits:
 
 @dataclass(frozen=True)
 class Scan:
-    """What each process needs."""
+    """The work of a process."""
 
     path: str
     unit: TextUnit
     index: NgramIndex
 
     def run(self, begin: int, end: int) -> list[Hits]:
-        """Of documents begin ... end-1, those that have an n-gram."""
+        """Hits in documents begin ... end-1."""
         file = TokenFile(self.path)
         if isinstance(self.unit, Words):
             self.unit.open(file)
@@ -202,43 +200,16 @@ def scan(
     """The documents of a token file that have n-grams of an index, in order.
 
     Args:
-        workers: processes for large files; None takes one for each core.
-        show: told how many tokens of how many are done.
+        workers: processes for large files. None: one for each core.
+        show: called with (tokens done, all tokens).
     """
-    work, bounds = Scan(os.fspath(file.prefix), unit, index), _bounds(file)
+    work, bounds = Scan(os.fspath(file.prefix), unit, index), document_bounds(file, PIECE)
     workers = 1 if file.tokens < ALONE else workers or len(os.sched_getaffinity(0))
     done = 0
-    for (begin, end), found in zip(bounds, _results(work, bounds, workers)):
+    for (begin, end), found in zip(bounds, in_processes(work, bounds, workers)):
         yield from found
         done += int(file.sizes[begin:end].sum())
         show(done, file.tokens)
-
-
-def _bounds(file: TokenFile) -> list[tuple[int, int]]:
-    cuts = np.searchsorted(file.starts(slice(None)), np.arange(0, file.tokens, PIECE), side="left")
-    edges = sorted({0, *cuts.tolist(), len(file)})
-    return list(zip(edges, edges[1:]))
-
-
-def _results(work: Scan, bounds: list[tuple[int, int]], workers: int) -> Iterator[list[Hits]]:
-    if workers == 1 or len(bounds) < 2:
-        yield from (work.run(*each) for each in bounds)
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=_prepare, initargs=(work,)) as pool:
-        for first in range(0, len(bounds), 4 * workers):  # results wait for their turn, so only some at once
-            yield from pool.map(_run, bounds[first : first + 4 * workers])
-
-
-_work: list[Scan] = []  # of a worker process
-
-
-def _prepare(work: Scan) -> None:
-    _work[:] = [work]
-
-
-def _run(bounds: tuple[int, int]) -> list[Hits]:
-    return _work[0].run(*bounds)
 
 
 @dataclass(frozen=True)
@@ -246,9 +217,9 @@ class Match:
     """A document that has n-grams of an example.
 
     Attributes:
-        found: how many of the example's distinct n-grams.
-        start, length: the tokens of the document from the first of them to the end of the last.
-        first_step: the first step that reads tokens of one of them; None if the run reads none.
+        found: number of the example's distinct n-grams.
+        start, length: tokens of the document from the first of them to the end of the last.
+        first_step: the first step that reads tokens of one of them, or None.
     """
 
     source: str
@@ -260,21 +231,20 @@ class Match:
 
     @property
     def order(self) -> tuple[int, float, str, int]:
-        """The document with the most n-grams first, of those with as many the one that is read first."""
+        """Sort key: most n-grams first, then the earliest first step."""
         return (-self.found, NEVER if self.first_step is None else self.first_step, self.source, self.document)
 
 
 @dataclass
 class Overlap:
-    """What a run has of one example.
+    """A run's overlap with one example, as numbers of n-gram positions.
 
     Attributes:
-        name: of the example.
-        ngrams: places at which an n-gram begins; 0 in an example that is shorter than n, of which nothing is known.
-        found: those whose n-gram is in the token files.
-        read: those whose n-gram the run reads by its end.
-        covered: words (or tokens) that stand in an n-gram that was found, of `length`.
-        first_step: the first step that reads one; None if there is none.
+        ngrams: all. 0 if the example is shorter than n, so that nothing is known of it.
+        found: positions whose n-gram is in the token files.
+        read: positions whose n-gram the run reads.
+        covered: words (or tokens) of `length` that are in a found n-gram.
+        first_step: the first step that reads one, or None.
         matches: the documents with the most of them.
     """
 
@@ -289,12 +259,12 @@ class Overlap:
 
 
 class OverlapSearch:
-    """The overlap of examples with what a run reads.
+    """The overlap of examples with the data that a run reads.
 
     Args:
         examples: names and texts.
         by: "words" or "tokens".
-        n: of the n-grams; by default GPT-3's for words (`usual_n`) and 11 for tokens, as in Llama 2.
+        n: of the n-grams. Default: GPT-3's for words (`usual_n`) and 11 for tokens, as in Llama 2.
 
     Raises:
         DataError: the run makes its data, there are no examples, or n is below 1.
@@ -309,11 +279,11 @@ class OverlapSearch:
         n: int | None = None,
     ) -> None:
         if isinstance(provenance.plan, SyntheticPlan):
-            raise DataError("data.synthetic", "this run makes its data; there are no documents", "name another run")
+            raise DataError("data.synthetic", "this run makes its data, so there are no documents", "name another run")
         if not examples:
             raise DataError("--examples", "there are none", "give a file or a task with at least one")
         if n is not None and n < 1:
-            raise DataError("--n", f"it is {n}; it must be at least 1", "leave it out for the published one")
+            raise DataError("--n", f"it must be at least 1, not {n}", "omit it for the published one")
         self.provenance, self.by = provenance, by
         self._sources = provenance.plan.sources
         self._unit: TextUnit = Words(tokenizer) if by == "words" else Tokens(tokenizer)
@@ -327,7 +297,7 @@ class OverlapSearch:
         self._owners, self._owner_starts = self._examples_of_rows()
 
     def _examples_of_rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """The examples that have each n-gram: those of row r are owners[starts[r] : starts[r + 1]]."""
+        """The examples that have each n-gram: for row r, owners[starts[r] : starts[r + 1]]."""
         pairs = [
             np.stack([np.unique(rows), np.full(len(np.unique(rows)), at)]) for at, rows in enumerate(self.index.of)
         ]
@@ -344,9 +314,9 @@ class OverlapSearch:
         """Read all token files once.
 
         Args:
-            most: documents that are named of each example.
-            workers: processes for large files; None takes one for each core.
-            show: gets a source's name, and gives what is told how many of its tokens are done.
+            most: largest number of documents that are listed for an example.
+            workers: processes for large files. None: one for each core.
+            show: makes, from a source's name, the function that is called with (tokens done, all tokens).
         """
         for source in self._sources:
             for hits in scan(source.file, self._unit, self.index, workers, show(source.name)):
@@ -378,7 +348,7 @@ class OverlapSearch:
             del kept[most:]
 
     def _steps(self, source: int, hits: Hits) -> np.ndarray:
-        """The first step that reads tokens of each place, int64 [k]; NEVER where the run reads none."""
+        """The first step that reads tokens of each place, int64 [k]. NEVER if none does."""
         first = np.full(len(hits.rows), NEVER)
         hull = int(hits.spans.min()), int(hits.spans.max())
         for step, span in self.provenance.readings(source, hits.document, *hull):
@@ -389,7 +359,7 @@ class OverlapSearch:
     def _overlap(self, place: int) -> Overlap:
         rows, length = self.index.of[place], len(self._numbers[place])
         found = self._found[rows]
-        inside = np.zeros(length + 1, np.int64)  # how many found n-grams begin before a word and end after it
+        inside = np.zeros(length + 1, np.int64)  # number of found n-grams that begin before a word and end after it
         np.add.at(inside, np.flatnonzero(found), 1)
         np.add.at(inside, np.flatnonzero(found) + self.n, -1)
         first = int(self._first[rows].min(initial=NEVER))

@@ -1,4 +1,4 @@
-"""What n-grams are made of: the words of a text, or its tokens. Each gets a number; what no example has gets 0."""
+"""Units of n-grams: the words of a text, or its tokens. Each has a number. Units of no example have 0."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ NO_SPACE = re.compile(r"\S+")
 
 @cache
 def _punctuation() -> dict[int, None]:
-    """For str.translate: what Unicode calls punctuation, and ASCII's other marks (`$+<=>^|~` and the backquote)."""
+    """For str.translate: Unicode's punctuation, and ASCII's other marks (`$+<=>^|~` and the backquote)."""
     marks = (each for each in range(sys.maxunicode + 1) if unicodedata.category(chr(each)).startswith("P"))
     return dict.fromkeys([*marks, *map(ord, string.punctuation)])
 
 
 def words(text: str) -> list[str]:
-    """A text's words without case and punctuation, as GPT-3's comparison took them."""
+    """A text's words without case and punctuation, as in GPT-3's comparison."""
     return text.lower().translate(_punctuation()).split()
 
 
 class TextUnit(ABC):
-    """A way of turning texts and documents into numbers.
+    """A way to turn texts and documents into numbers.
 
     Attributes:
-        largest: the largest number that an example has.
+        largest: the largest number in an example.
     """
 
     largest: int
 
     @abstractmethod
     def example(self, text: str) -> np.ndarray:
-        """The numbers of an example, int32; new ones for what is new."""
+        """The numbers of an example, int32, with new numbers for new units."""
 
     @abstractmethod
     def document(self, ids: np.ndarray) -> np.ndarray:
-        """The numbers of a document of token ids, int32, 0 for what no example has."""
+        """The numbers of a document of token ids, int32, 0 for units of no example."""
 
     @abstractmethod
     def spans(self, ids: np.ndarray, places: np.ndarray, n: int) -> np.ndarray:
-        """The tokens that the n numbers from each place on stand in: int64 [places, 2], first and one past the last."""
+        """The tokens of the n units from each position: int64 [places, 2], first and one past the last."""
 
 
 class Tokens(TextUnit):
@@ -76,7 +76,7 @@ class Tokens(TextUnit):
 
 
 class Words(TextUnit):
-    """Words of the text that tokens stand for, however it was cut into tokens."""
+    """Words of the text of tokens, for any cut into tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._numbers = tokenizer, dict[str, int]()
@@ -87,7 +87,7 @@ class Words(TextUnit):
         return len(self._numbers)
 
     def open(self, file: TokenFile) -> None:
-        """Take the documents of another file."""
+        """Use the documents of another file."""
         table, end = table_of(file, self._tokenizer), self._tokenizer.eod_id
         if table is not None and end is not None:
             table = [*table]
