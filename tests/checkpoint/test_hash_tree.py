@@ -8,7 +8,7 @@ import pytest
 import xxhash
 
 from megatron.checkpoint.format.errors import CheckpointError
-from megatron.checkpoint.format.hash_tree import BLOCK, Growth, HashTree, spans
+from megatron.checkpoint.format.hash_tree import BLOCK, HashTree, HashTreeBuilder, spans
 
 SIZES = [1, 4095, 4096, 4097, 3 * 4096, 256 * 4096, 256 * 4096 + 1, 300 * 4096 - 7]
 
@@ -18,7 +18,7 @@ def content_of(size: int) -> bytes:
 
 
 def grow(content: bytes) -> tuple[bytes, str]:
-    growth = Growth()
+    growth = HashTreeBuilder()
     growth.add(content)
     return growth.finish()
 
@@ -46,7 +46,7 @@ def test_the_root_is_that_of_the_definition(size):
 
 @pytest.mark.parametrize("size", [0, *SIZES])
 def test_a_tree_grows_with_parts_of_any_size(size):
-    chance, content, growth, place = random.Random(size), content_of(size), Growth(), 0
+    chance, content, growth, place = random.Random(size), content_of(size), HashTreeBuilder(), 0
     while place < size:
         step = chance.choice([0, 1, 4095, 4096, 4097, 50_000, 400_000])
         growth.add(memoryview(content)[place : place + step])

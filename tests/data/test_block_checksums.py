@@ -13,7 +13,7 @@ import pytest
 from megatron.data import block_checksums
 from megatron.data.block_checksums import DamagedTokens
 from megatron.data.corpus.files import add_checksums, merge
-from megatron.data.corpus.inspect import look
+from megatron.data.corpus.inspect import examine_file
 from megatron.data.errors import DataError
 from megatron.data.hashing import file_hash
 from megatron.data.loader import build_loader
@@ -50,14 +50,14 @@ def flip(path: Path, place: int, bit: int = 0) -> None:
 
 def test_files_of_older_versions_are_read_and_can_get_checksums(pair):
     assert loader(pair).read(0).hash == loader(pair).read(0).hash
-    assert any("no checksums" in note for note in look(pair)["notes"])
+    assert any("no checksums" in note for note in examine_file(pair)["notes"])
     made = add_checksums(pair)
     content = Path(f"{pair}.bin").read_bytes()
     expected = [zlib.crc32(content[begin : begin + 64]) for begin in range(0, len(content), 64)]
     table = b"".join(each.to_bytes(4, "little") for each in expected)
     assert made.blocks is not None and made.blocks["table"] == f"{zlib.crc32(table):08x}"
-    assert read_manifest(pair) == made and not look(pair, verify=True)["notes"]
-    assert not [each for each in look(pair, verify=True)["problems"] if "differ" in each]
+    assert read_manifest(pair) == made and not examine_file(pair, verify=True)["notes"]
+    assert not [each for each in examine_file(pair, verify=True)["problems"] if "differ" in each]
 
 
 def test_a_changed_file_gets_no_checksums(pair):
@@ -91,7 +91,7 @@ def test_one_flipped_bit_is_named_with_its_document_and_step(pair, seed):
         else:
             assert not touched and found.hash == expected.hash
     assert seen
-    problems = look(pair, verify=True)["problems"]
+    problems = examine_file(pair, verify=True)["problems"]
     assert any(f"bytes {block * 64} to" in each and "documents" in each for each in problems)
 
 
@@ -122,4 +122,4 @@ def test_an_entry_of_the_index_that_changed_after_its_examination_is_noticed(pai
 def test_merged_files_have_checksums_of_their_own(pair, tmp_path):
     made = merge([str(pair), str(pair)], tmp_path / "both", "1")
     assert made is not None and made.blocks is not None
-    assert not [each for each in look(tmp_path / "both", verify=True)["problems"] if "differ" in each]
+    assert not [each for each in examine_file(tmp_path / "both", verify=True)["problems"] if "differ" in each]

@@ -157,7 +157,7 @@ def test_a_damaged_cache_is_built_again(tmp_path, name, content):
     expected = spans()
     victim = next((tmp_path / "cache").glob(f"pythia-*/{name}"))
     victim.write_bytes(victim.read_bytes()[:-4] if content is None else content)
-    with pytest.warns(UserWarning, match="damaged .* it is built again"):
+    with pytest.warns(UserWarning, match="damaged .* It is built again"):
         assert spans() == expected
     assert spans() == expected
 

@@ -265,7 +265,7 @@ def test_sets_that_do_not_exist(files):
         build_loader(config, data_rank=0, data_ranks=1, split="validation", name="nope")
     with pytest.raises(DataError, match="there is no split"):
         build_loader(config, data_rank=0, data_ranks=1, split="dev")
-    with pytest.raises(DataError, match="no multiple"):
+    with pytest.raises(DataError, match="must be a multiple"):
         build_loader(config, data_rank=0, data_ranks=3)
 
 

@@ -248,14 +248,14 @@ def test_changed_data_do_not_pass_unseen(run):
 
 
 def test_inspect_finds_problems(run, tmp_path):
-    from megatron.data.corpus.inspect import look
+    from megatron.data.corpus.inspect import examine_file
 
     for ending in (".bin", ".idx", ".json", ".origin"):
         (tmp_path / f"a{ending}").write_bytes(Path(f"{run / 'a'}{ending}").read_bytes())
     content = bytearray((tmp_path / "a.bin").read_bytes())
     content[1] = 5
     (tmp_path / "a.bin").write_bytes(content)
-    problems = look(tmp_path / "a", verify=True)["problems"]
+    problems = examine_file(tmp_path / "a", verify=True)["problems"]
     assert any("SHA-256 differs" in each for each in problems) and any(
         "its tokenizer has 257 ids" in each for each in problems
     )

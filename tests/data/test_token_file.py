@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron.data.corpus.files import merge
-from megatron.data.corpus.inspect import look
+from megatron.data.corpus.inspect import examine_file
 from megatron.data.errors import DataError
 from megatron.data.plan_builder import build_plan
 from megatron.data.token_file import TokenFile, token_dtype
@@ -141,7 +141,7 @@ def test_merged_by_the_original(tmp_path, listed):
     assert write_documents(tmp_path / "b", documents).note is None
     merge([str(tmp_path / "a"), str(tmp_path / "b")], tmp_path / "c", "")
     assert len(merged := TokenFile(tmp_path / "c")) == 8 and merged.note is None
-    assert look(tmp_path / "a")["notes"] == [file.note]
+    assert examine_file(tmp_path / "a")["notes"] == [file.note]
     config = configuration(
         {"train": str(tmp_path / "a"), "cache": str(tmp_path / "x")}, training={"sequence_length": 2}
     )

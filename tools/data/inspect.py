@@ -35,7 +35,7 @@ def options() -> argparse.ArgumentParser:
 def main(given: argparse.Namespace) -> dict:
     from megatron.config.file_access import keep_inputs
     from megatron.data.corpus.files import add_checksums, pair_files
-    from megatron.data.corpus.inspect import draw_lengths, look
+    from megatron.data.corpus.inspect import draw_lengths, examine_file
     from megatron.data.tokenizer import build_tokenizer
 
     if given.add_checksums:
@@ -44,7 +44,7 @@ def main(given: argparse.Namespace) -> dict:
         keep_inputs([given.picture], pair_files(given.file), "--picture")
     section = tokenizer_section(given)
     known = section.path is not None or section.type in ("bytes", "characters")
-    found = look(given.file, build_tokenizer(section) if known else None, given.samples, given.verify)
+    found = examine_file(given.file, build_tokenizer(section) if known else None, given.samples, given.verify)
     if given.picture:
         draw_lengths(found, given.picture)
     return found

@@ -18,7 +18,7 @@ DIGEST = 16  # bytes, of xxh3_128
 AT_ONCE = 256  # blocks read at once: one block of checksums
 
 
-class Growth:
+class HashTreeBuilder:
     """The tree over a content that arrives in parts. No part is kept."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class HashTree:
         subject: the file, for messages.
         fetch: returns bytes `begin` to `end` of the content and its levels, or raises OSError.
         size: bytes of the content.
-        root: as of `Growth.finish`.
+        root: as of `HashTreeBuilder.finish`.
     """
 
     def __init__(self, subject: object, fetch: Callable[[int, int], bytes], size: int, root: str) -> None:

@@ -22,7 +22,7 @@ import torch
 from .container import TensorEntry, header, parse_header
 from .durable import read_fully
 from .errors import reading, refuse_checksum, refuse_size, understanding
-from .hash_tree import Growth, HashTree, spans
+from .hash_tree import HashTree, HashTreeBuilder, spans
 from .index import GROUP, Index, Trust, checksum, refuse_strange
 from .rankfile import FileRecord
 from .table import ROW, Vocabulary
@@ -109,17 +109,17 @@ def write_index(
         {name: (torch.uint8, (size,)) for name, size in sizes.items()}, {"vocabulary": index.vocabulary.to_json()}
     )
     write(start)
-    growth = Growth()
+    builder = HashTreeBuilder()
 
     def append(part: bytes | memoryview) -> None:
-        growth.add(part)
+        builder.add(part)
         write(part)
 
     for part in heads.values():
         append(part)
     for rows in parts:
         append(rows.view(np.uint8).data)
-    levels, root = growth.finish()
+    levels, root = builder.finish()
     write(levels)
     begin = len(start)
     return IndexSeal(begin + content[-1][1], checksum(start), begin, begin + content[0][1], root)

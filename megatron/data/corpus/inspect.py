@@ -18,7 +18,7 @@ from .files import read_origin
 SHOWN = 400  # characters of a sample
 
 
-def look(
+def examine_file(
     path: str | os.PathLike, tokenizer: Tokenizer | None = None, samples: int = 0, verify: bool = False
 ) -> dict[str, Any]:
     """Counts, lengths, samples, tokenizer and problems of a token file, as plain values."""
@@ -121,7 +121,7 @@ def _samples(file: TokenFile, tokenizer: Tokenizer | None, count: int) -> list[d
 
 
 def draw_lengths(found: dict[str, Any], path: str | os.PathLike) -> None:
-    """Draw the histogram of `look`."""
+    """Draw the histogram of `examine_file`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
