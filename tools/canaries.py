@@ -39,7 +39,7 @@ class Corpus:
     """A token file whose documents are samples."""
 
     prefix: Path
-    canary: np.ndarray  # of each document the number of the canary that it is; -1 for text
+    canary: np.ndarray  # of each document the number of the canary that it is, or -1 for text
     times: np.ndarray  # of each canary how often it occurs
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -125,7 +126,8 @@ class Mamba2(nn.Module):
         B, C = convolve(bc, *self.bc_conv.taps(), bc_before, starts).chunk(2, dim=-1)
         B, C = (self._used_groups(each.unflatten(-1, (-1, options.state_size))) for each in (B, C))
         v, limits = v.unflatten(-1, (self.heads, -1)), (options.least_step, options.most_step)
-        sizes, before = {"chunk": options.chunk, "limits": limits}, past.memory
+        sizes: dict[str, Any] = {"chunk": options.chunk, "limits": limits}
+        before = past.memory
         if self.context.size > 1:
             of = functools.partial(ends, **sizes)
             made, left = recomputed(of, v, dt, self.dt_bias, self.A_log, B, starts)
