@@ -29,9 +29,9 @@ QUESTIONS = {
 }
 GROUPS = {
     "bench": "measure speed and memory",
-    "checkpoint": "look at checkpoints, compare, convert and export them",
+    "checkpoint": "inspect, compare, convert and export them",
     "data": "from texts to token files, and what a run reads from them",
-    "moe": "look at mixtures of experts",
+    "moe": "inspect mixtures of experts",
 }
 # Tools that work on the repository itself: they are no verbs of an installed package.
 REPOSITORY = ("quickstart", "continual", "canaries", "support-table", "bench")

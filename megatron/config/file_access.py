@@ -51,7 +51,7 @@ def read_plain(path: AnyPath, limit: int = 1 << 40) -> bytes:
     with open(open_plain(path), "rb") as file:
         content = file.read() if os.fstat(file.fileno()).st_size <= limit else file.read(limit + 1)
     if len(content) > limit:
-        raise ValueError(f"it is too large; it must have at most {limit >> 20} MiB")
+        raise ValueError(f"it is too large, and must have at most {limit >> 20} MiB")
     return content
 
 

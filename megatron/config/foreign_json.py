@@ -20,7 +20,7 @@ def parse_json(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except RecursionError as error:
-        raise ValueError("it is nested too deeply; JSON must be a few levels deep") from error
+        raise ValueError("it is nested too deeply, and JSON must be a few levels deep") from error
 
 
 def read_json(path: Path) -> Any:

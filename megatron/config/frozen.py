@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 
 def _refuse(self: object, *_: Any, **__: Any) -> NoReturn:
-    raise TypeError("the configuration is frozen after resolution; change the YAML file or give an override instead")
+    raise TypeError("the configuration is frozen after resolution: change the YAML file or give an override instead")
 
 
 class FrozenList(list):

@@ -157,14 +157,14 @@ def unknown_options(context: RuleContext, section: str, known: Mapping[str, Opti
             its = f"the options of {context.value(keys[1])}"
             yield context.problem(
                 *keys,
-                rule=f"{its} must be among {', '.join(known) or 'none'}; {name} is not",
+                rule=f"{its} must be among {', '.join(known) or 'none'}, and {name} is not",
                 fix=f"remove it, or change {keys[1]}",
             )
         elif problem is not None:
             yield context.problem(
                 *keys,
                 rule=f"{name} {problem}",
-                fix="leave it out" + ("" if known[name].default is None else f", or use {known[name].shown}"),
+                fix="remove it" + ("" if known[name].default is None else f", or use {known[name].shown}"),
             )
 
 
@@ -177,7 +177,7 @@ NOT_BUILT = {
     "velo": (
         "VeLO is not built: its network reads each step's loss and the largest features over all tensors of the model, "
         "so no rank can compute a tensor's step from that tensor",
-        "use small_fc_lopt of the package more_optimizers, whose network looks at one tensor at a time",
+        "use small_fc_lopt of the package more_optimizers, whose network reads one tensor at a time",
     ),
     "mulo": ("MuLO is small_fc_lopt with the rates of muP", "use small_fc_lopt with model.parametrization.type=mup"),
 }

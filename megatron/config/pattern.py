@@ -173,7 +173,7 @@ class _Reader:
         word = self.take("name")
         assert word is not None
         if self.open:
-            fix = f"put {RECURRENT}(...) beside other groups, not inside of one"
+            fix = f"put {RECURRENT}(...) next to other groups, not inside of one"
             self.fail(word, f"a {RECURRENT} group stands inside no other group", fix)
         if self.core is not None:
             fix = "make one group of what is repeated"
@@ -184,7 +184,7 @@ class _Reader:
         blocks = [replace(block, recurrent=True) for block in self.stack(opened)]
         self.open -= 1
         if self.token.kind == "count":
-            fix = "give model.recurrence.mean, and leave the number out"
+            fix = "give model.recurrence.mean, and remove the number"
             self.fail(self.token, f"how often a {RECURRENT} group is repeated is drawn in each step", fix)
         return blocks
 
@@ -195,7 +195,7 @@ class _Reader:
         if opened:
             self.open += 1
             if self.open > MAX_OPEN:
-                self.fail(opened, f"groups are nested at most {MAX_OPEN} deep", "leave parentheses out")
+                self.fail(opened, f"groups are nested at most {MAX_OPEN} deep", "remove parentheses")
         blocks = self.stack(opened) if opened else [self.block()]
         self.open -= bool(opened)
         repeat = self.take("count")
@@ -204,7 +204,7 @@ class _Reader:
         digits = repeat.text[1:].strip().lstrip("0")
         count = int(digits or 0) if len(digits) <= len(str(MAX_BLOCKS)) else MAX_BLOCKS + 1
         if count < 1:
-            self.fail(repeat, "a group is repeated at least once", "write x1 or more, or leave the group out")
+            self.fail(repeat, "a group is repeated at least once", "write x1 or more, or remove the group")
         if count * len(blocks) > MAX_BLOCKS:
             self.fail(repeat, f"the pattern has more than {MAX_BLOCKS} blocks", "repeat fewer times")
         return blocks * count
@@ -218,7 +218,7 @@ class _Reader:
             self.fail(
                 first_token,
                 f"{first.name} is a feed-forward and cannot stand before '/'",
-                f"write mixer/ffn, or {first} alone",
+                f"write mixer/ffn, or only {first}",
             )
         second_token = self.token
         second = self.term()
@@ -236,7 +236,7 @@ class _Reader:
         token = self.token
         kind = self.kind()
         if self.kinds[kind.name].role == "side":
-            fix = f"write it beside a mixer, as in mamba2+{kind.name}"
+            fix = f"add it to a mixer, as in mamba2+{kind.name}"
             self.fail(token, f"{kind.name} only stands after a '+'", fix)
         others: list[Kind] = []
         while self.take("&"):
@@ -245,7 +245,7 @@ class _Reader:
             for each, place in ((kind, token), (other, other_token)):
                 if self.role(each) != "mixer":
                     fix = "write 'attention&mamba2' for two mixers that read the same"
-                    self.fail(place, f"{each.name} is no mixer and cannot stand beside '&'", fix)
+                    self.fail(place, f"{each.name} is no mixer and cannot stand next to '&'", fix)
             if other.name in (kind.name, *(each.name for each in others)):
                 fix = "name each kind once, or write two blocks"
                 self.fail(other_token, f"{other.name} stands in this block already", fix)
@@ -254,13 +254,13 @@ class _Reader:
         while self.take("+"):
             token = self.token
             if self.role(kind) != "mixer":
-                self.fail(token, f"nothing runs beside {kind.name}", "write '+' after a mixer")
+                self.fail(token, f"nothing is added to {kind.name}", "write '+' after a mixer")
             other = self.kind()
             if self.kinds[other.name].role != "side":
                 fix = "put a space between blocks, or '/' before an ffn"
                 self.fail(token, f"{other.name} cannot stand after a '+'", fix)
             if other in side:
-                self.fail(token, f"{other} runs beside {kind.name} already", "name it once")
+                self.fail(token, f"{other} is added to {kind.name} already", "name it once")
             side.append(other)
         return Kind(kind.name, kind.variant, tuple(side), tuple(others))
 

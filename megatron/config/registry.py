@@ -235,7 +235,7 @@ class Registry:
         known = f"the names are {', '.join(self.names(role))}"
         raise RegistryError(
             f"{name!r} must be the name of one {role} that is known",
-            f"did you mean {near[0]}? {known}" if near else f"{known}; or list the extension that has it",
+            f"did you mean {near[0]}? {known}" if near else f"{known}, or list the extension that has it",
         )
 
     def load(self, role: str, name: str) -> Any:
@@ -275,7 +275,7 @@ def load(path: str) -> Any:
     module, _, attribute = path.partition(":")
     found = _imported(module)
     if not hasattr(found, attribute):
-        raise RegistryError(f"module {module} must have {attribute}", f"define {attribute} there, or mend the path")
+        raise RegistryError(f"module {module} must have {attribute}", f"define {attribute} there, or fix the path")
     return getattr(found, attribute)
 
 
@@ -293,7 +293,7 @@ def _imported(module: str) -> Any:
         raise RegistryError(f"module {module} must be importable, and it needs {error.name}", "install that") from error
     except Exception as error:  # whatever a user's module does
         rule = f"module {module} must be importable, and it fails with {type(error).__name__}: {error}"
-        raise RegistryError(rule, f"mend it until `python -c 'import {module}'` works") from error
+        raise RegistryError(rule, f"fix it until `python -c 'import {module}'` works") from error
 
 
 def _declared(module: str, roles: tuple[str, ...]) -> Iterable[tuple[str, str, str]]:
@@ -308,7 +308,7 @@ def _declared(module: str, roles: tuple[str, ...]) -> Iterable[tuple[str, str, s
         if role not in roles:
             raise RegistryError(f"extension {module} names the unknown role {role!r}", f"use one of {', '.join(roles)}")
         if not isinstance(table, Mapping):
-            raise RegistryError(f"EXTENSION[{role!r}] of {module} must map names to import paths", "mend it there")
+            raise RegistryError(f"EXTENSION[{role!r}] of {module} must map names to import paths", "fix it there")
         for name, path in table.items():
             if not (isinstance(name, str) and name.isidentifier() and isinstance(path, str) and PATH.fullmatch(path)):
                 rule = f"EXTENSION[{role!r}][{name!r}] of {module} must give a plain name an import path"

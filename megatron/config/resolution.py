@@ -57,7 +57,7 @@ class Resolved:
         if short and len(self.overridden) > FEW:
             names = list(dict.fromkeys(each.key for each in self.overridden))
             named = ", ".join(names[:FEW]) + (", ..." if len(names) > FEW else "")
-            parts.append(f"{len(self.overridden)} values are overridden ({named}); deepy config show lists them")
+            parts.append(f"{len(self.overridden)} values are overridden ({named}). deepy config show lists them")
         else:
             parts += [f"override: {each}" for each in self.overridden]
         return "\n".join(parts + ([list_problems(self.warnings)] if self.warnings else []))

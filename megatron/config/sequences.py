@@ -77,7 +77,7 @@ def choose_cut(config: Any) -> tuple[Cut, str]:
     if config.training.sequence_chunks > 1:
         return "contiguous", "all ranks work on one chunk at a time"
     if names := kinds_needing_neighbours(config):
-        return "contiguous", f"{', '.join(names)} layers go on from the token before"
+        return "contiguous", f"{', '.join(names)} layers continue from the token before"
     passing = [(options, how) for options, how in _attending(config) if how.name != "ulysses"]
     if not passing:
         return "contiguous", "every rank has the same work"

@@ -11,7 +11,7 @@ KEYS = {
     "ranks": ("N", "launch.ranks: processes on each host"),
     "hostfile": ("FILE", "launch.hostfile: hosts, one `name slots=N` per line"),
     "include": ("HOSTS", "launch.include: hosts and slots to use, `a@b:0,1`"),
-    "exclude": ("HOSTS", "launch.exclude: hosts and slots to leave out"),
+    "exclude": ("HOSTS", "launch.exclude: hosts and slots to exclude"),
     "runner": ("NAME", f"launch.runner: {', '.join(('auto', *INSIDE[RUNNER]))}, or one of an extension"),
     "master-address": ("ADDRESS", "launch.master_address: address of rank 0"),
     "master-port": ("PORT", "launch.master_port: port of rank 0"),

@@ -123,10 +123,10 @@ def _on_hosts_that_are_left(plan: JobPlan, result: Result) -> JobPlan:
     try:
         smaller = without_hosts(plan, lost, os.environ)
     except (ConfigError, HostError) as error:
-        log(f"cannot go on without {names}, so all hosts are tried again: {error}")
+        log(f"cannot continue without {names}, so all hosts are tried again: {error}")
         return plan
     left = counted(smaller.choice.ranks, "rank")
-    log(f"going on without {names}: {left} in place of {plan.choice.ranks}, the same global batch")
+    log(f"continuing without {names}: {left} in place of {plan.choice.ranks}, the same global batch")
     return smaller
 
 
@@ -225,7 +225,7 @@ def _announce(plan: JobPlan) -> None:
 
 def _explain(plan: JobPlan, result: Result) -> None:
     if result.first is None:
-        log(f"stopped by a signal; exit status {result.status}")
+        log(f"stopped by a signal, exit status {result.status}")
         return
     others = [each for each in result.failures if each is not result.first]
     sys.stderr.write(report(result.first, others, result.seconds, plan.job.logs) + "\n")

@@ -58,7 +58,7 @@ def test_later_files_win_and_overrides_last(write):
     assert resolved.summary(short=True) == resolved.summary()
     many = load(["base.yml", "b.yml"], ["training.seed=6", "training.steps=21"], ranks=1)
     assert many.summary().count("override: ") == 3
-    short = "3 values are overridden (training.steps, training.seed); deepy config show lists them"
+    short = "3 values are overridden (training.steps, training.seed). deepy config show lists them"
     assert many.summary(short=True) == short
 
 

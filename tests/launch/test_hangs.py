@@ -170,7 +170,7 @@ def test_a_run_that_only_pauses_is_reported_and_not_ended(tmp_path):
     os.kill(stopped, signal.SIGCONT)
     _, error = job.communicate(timeout=500)
     assert job.returncode == 0, error
-    assert "the run hangs" in error and "rank 0 on" in error and "the run goes on" in error
+    assert "the run hangs" in error and "rank 0 on" in error and "the run continues" in error
 
 
 @pytest.mark.slow

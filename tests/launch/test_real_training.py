@@ -185,7 +185,7 @@ def test_the_run_goes_on_with_the_hosts_that_are_left(hosts_work, reference, tmp
         status, _, error = job.finish()
         assert status == 0, error
         ranks = slots * number
-        assert f"going on without {lost}: {ranks - slots} ranks in place of {ranks}" in error
+        assert f"continuing without {lost}: {ranks - slots} ranks in place of {ranks}" in error
         assert losses(run) == pytest.approx(reference(4), **ROUNDING) and len(losses(run)) == STEPS
         assert lost not in restart_of(run)["hosts"] and restart_of(run)["attempt"] == 1
         assert job.nothing_left(*(name for name in cluster.inits if name != lost))

@@ -24,10 +24,10 @@ def check_importable(path: str) -> None:
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError, ValueError) as error:
-        raise RegistryError(f"{file} must be a Python file, and it is not: {error}", "mend it") from None
+        raise RegistryError(f"{file} must be a Python file, and it is not: {error}", "fix it") from None
     names = _defined(tree)
     if name not in names and "*" not in names:
-        raise RegistryError(f"{file} must define {name}, and it does not", f"define {name} there, or mend the path")
+        raise RegistryError(f"{file} must define {name}, and it does not", f"define {name} there, or fix the path")
 
 
 def _file_of(module: str) -> Path | None:

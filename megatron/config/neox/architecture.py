@@ -55,7 +55,7 @@ ACTIVATIONS = {
     "bilinear": ("identity", True),
 }
 NO_ACTIVATION = dict.fromkeys(("softsign", "mish"), "take gelu, relu or silu") | {
-    "glu": "the sigmoid gate is not one of the gated forms here; take swiglu, geglu, reglu or bilinear"
+    "glu": "the sigmoid gate is not one of the gated forms here: take swiglu, geglu, reglu or bilinear"
 }
 
 # norm -> (native norm, key of its epsilon)
@@ -76,8 +76,8 @@ POSITIONS = {
     "none": ("none", "none"),
 }
 NO_POSITION = {
-    "sinusoidal": "fixed sinusoids are not available; take learned, rotary, alibi or none",
-    "rpe": "T5's relative position buckets are not available; take alibi, rotary, learned or none",
+    "sinusoidal": "fixed sinusoids are not available: take learned, rotary, alibi or none",
+    "rpe": "T5's relative position buckets are not available: take alibi, rotary, learned or none",
 }
 
 INITS = {
@@ -93,14 +93,14 @@ INITS = {
     )
 }
 NO_INIT = {
-    "orthogonal": "GPT-NeoX fails with it too; take normal here, or set model.init natively",
-    "scaled_orthogonal": "GPT-NeoX fails with it too; take scaled_normal here, or set model.init natively",
+    "orthogonal": "GPT-NeoX fails with it too: take normal here, or set model.init natively",
+    "scaled_orthogonal": "GPT-NeoX fails with it too: take scaled_normal here, or set model.init natively",
 }
 
-SPARSE = "block-sparse attention is not available; take global attention with sliding_window_width"
+SPARSE = "block-sparse attention is not available: take global attention with sliding_window_width"
 NO_ATTENTION = dict.fromkeys(("local", "sparse_fixed", "sparse_variable", "bigbird", "bslongformer"), SPARSE) | {
-    "gmlp": "gMLP layers are not available; take flash or global",
-    "amlp": "aMLP layers are not available; take flash or global",
+    "gmlp": "gMLP layers are not available: take flash or global",
+    "amlp": "aMLP layers are not available: take flash or global",
     "rwkv": "name them natively: rwkv6/rwkv6_ffn in model.layers, model.rwkv6.head_dim = dim_att / "
     "num_attention_heads, model.rwkv6_ffn.hidden_size = 3.5 hidden_size, model.embedding.norm: true, as in "
     "configs/rwkv6; they are not translated because GPT-NeoX's RWKV uses one norm twice in its first layer, where RWKV "
@@ -145,7 +145,7 @@ def _stack(flat: Flat, native: Native) -> None:
         found = "it cannot be read" if kinds is None else f"it has {len(kinds)}"
         flat.problem(
             "attention_config",
-            f"attention_config must name {layers} layers (num_layers); {found}",
+            f"attention_config must name {layers} layers (num_layers), and {found}",
             f'write [[["flash"], {layers}]] or [[["flash"], "all"]]',
         )
         return
@@ -184,7 +184,7 @@ def _mamba(flat: Flat, native: Native, kinds: list) -> None:
         flat.problem(
             "mamba_use_bias_in_linears",
             "GPT-NeoX then gives x_proj a bias too, which Mamba layers here do not have",
-            "remove it, or take the native model.mamba.bias: true, for in_proj and out_proj alone",
+            "remove it, or take the native model.mamba.bias: true, only for in_proj and out_proj",
         )
     native.used.update(names)
     native.put("model.mamba.convolution_bias", flat.boolean("mamba_use_bias_in_conv"), "mamba_use_bias_in_conv")
@@ -237,7 +237,7 @@ def _norm(flat: Flat, native: Native) -> None:
         native.put("model.norm.bias", True, "norm")
     if kind == "rmsnorm" and not flat.given("rms_norm_epsilon"):
         native.note(
-            "model.norm.epsilon: 1.0e-08 is GPT-NeoX's default rms_norm_epsilon; Llama-like models use 1.0e-05 "
+            "model.norm.epsilon: 1.0e-08 is GPT-NeoX's default rms_norm_epsilon. Llama-like models use 1.0e-05 "
             "or 1.0e-06"
         )
     native.unused("of a norm that is not used", *({"layernorm_epsilon", "rms_norm_epsilon"} - {epsilon}))
@@ -303,7 +303,7 @@ def _mlp(flat: Flat, native: Native, hidden: int | None) -> None:
     native.put("model.mlp.bias", bias, "use_bias_in_mlp", "mlp_type")
     if gated and bias and not flat.given("use_bias_in_mlp"):
         native.note(
-            "model.mlp.bias: true, GPT-NeoX's default for gated MLPs too; Llama-like models have none "
+            "model.mlp.bias: true, GPT-NeoX's default for gated MLPs too. Llama-like models have none "
             "(use_bias_in_mlp: false)"
         )
     if hidden:
@@ -350,7 +350,7 @@ def _gated_width(flat: Flat, native: Native, hidden: int, llama: bool) -> int:
         width, built = _up(hidden * 8 // 3, multiple), _third(4 * hidden, multiple)
         if not llama:
             native.note(
-                f"model.mlp.hidden_size: {width}, 8/3 of hidden_size; GPT-NeoX since 2024-09 halves it to "
+                f"model.mlp.hidden_size: {width}, 8/3 of hidden_size. GPT-NeoX since 2024-09 halves it to "
                 f"{built} by mistake (set model.mlp.hidden_size to say otherwise)"
             )
         return width
@@ -361,9 +361,9 @@ def _gated_width(flat: Flat, native: Native, hidden: int, llama: bool) -> int:
     before_gating = stated >= BEFORE_GATING * hidden
     width = built if before_gating else as_written
     reading = (
-        "GPT-NeoX's width before gating, of which it builds a third"
+        "GPT-NeoX's width before gating: it builds a third of it"
         if before_gating
-        else f"the width of gate and up each, as in Hugging Face; GPT-NeoX since 2024-09 builds {built}"
+        else f"the width of gate and up each, as in Hugging Face. GPT-NeoX since 2024-09 builds {built}"
     )
     native.note(
         f"model.mlp.hidden_size: {width}: with a gated activation {stated} is read as {reading} "
@@ -379,7 +379,7 @@ def _residual(flat: Flat, native: Native) -> None:
         native.put("model.residual.shared_norm", flat.boolean("gpt_j_tied"), "gpt_j_tied")
         if not flat.boolean("use_bias_in_mlp"):
             native.note(
-                "gpt_j_residual with use_bias_in_mlp false: attention and MLP are both added to the stream; "
+                "gpt_j_residual with use_bias_in_mlp false: attention and MLP are both added to the stream. "
                 "GPT-NeoX since 2024-09 drops the attention output here"
             )
     else:
@@ -388,9 +388,7 @@ def _residual(flat: Flat, native: Native) -> None:
     dropout = flat.defaulted_number("hidden_dropout")
     native.put("model.dropout", dropout, "hidden_dropout")
     if dropout and not flat.boolean("use_bias_in_mlp"):
-        native.note(
-            "model.dropout: applied to the MLP's output too; GPT-NeoX leaves it out where use_bias_in_mlp is false"
-        )
+        native.note("model.dropout: applied to the MLP's output too. GPT-NeoX skips it where use_bias_in_mlp is false")
 
 
 def _inits(flat: Flat, native: Native) -> None:

@@ -71,7 +71,7 @@ def _packing(flat: Flat, native: Native) -> None:
     kind = flat.choice(
         "pack_impl",
         {"packed": "continuous", "pack_until_overflow": "until_overflow"},
-        {"unpacked": "take pack_until_overflow, or natively data.packing: best_fit; both keep documents whole"},
+        {"unpacked": "take pack_until_overflow, or natively data.packing: best_fit. Both keep documents whole"},
     )
     chopped = flat.boolean("allow_chopped")
     if kind != "until_overflow":
@@ -83,7 +83,7 @@ def _packing(flat: Flat, native: Native) -> None:
     if flat.given("data_path"):
         native.note(
             "data.packing: until_overflow: with data_path, GPT-NeoX fills validation and test samples from the first "
-            "documents of the file, which are training documents; here they come from their own part of the split"
+            "documents of the file, which are training documents. Here they come from their own part of the split"
         )
 
 
@@ -144,7 +144,7 @@ def _sources(flat: Flat, name: str) -> list[dict[str, Any]]:
         flat.problem(
             f"{name}_data_weights",
             f"it must have one number above 0 for each of the {len(paths)} paths",
-            "write as many weights as paths; leave out sources without weight",
+            "write one weight per path, and omit sources without weight",
         )
         return []
     sources = [{"path": path, "weight": weight} for path, weight in zip(paths, numbers)]
@@ -155,7 +155,7 @@ def _sources(flat: Flat, name: str) -> list[dict[str, Any]]:
         flat.problem(
             f"{name}_label_data_paths",
             f"it must have one prefix for each of the {len(paths)} paths",
-            "write as many label files as paths",
+            "write one label file per path",
         )
         return sources
     return [source | {"labels": path} for source, path in zip(sources, labels)]

@@ -21,7 +21,7 @@ REASONS = {
         "scaled_upper_triang_masked_softmax_fusion scaled_masked_softmax_fusion fused_kernels_build_path "
         "te_columnparallel te_rowparallel te_layernorm_mlp te_mha"
     ),
-    "softmax and loss are computed in fp32 always, and sums over tensor parallel ranks differ by rounding alone": (
+    "softmax and loss are computed in fp32 always, and sums over tensor parallel ranks differ only by rounding": (
         "apply_query_key_layer_scaling attention_softmax_in_fp32 fp16_lm_cross_entropy fp32_allreduce"
     ),
     "weights are a function of the seed and their name": "use_cpu_initialization",
@@ -37,7 +37,7 @@ REASONS = {
     "launchers are recognised by themselves": "deepspeed_mpi deepspeed_slurm no_ssh_check",
     "said where the job is submitted": "comment account",
     "runs stop on signals and resume by themselves": "adlr_autoresume",
-    "the learning rate is a function of this configuration alone": "override_lr_scheduler",
+    "the learning rate is a function of only this configuration": "override_lr_scheduler",
     "only OneBitAdam reads it": "scheduler",
     "randomness has no state that is saved": "no_save_rng no_load_rng",
     "the engine scales and sums gradients the same way on every layout": (

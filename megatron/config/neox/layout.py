@@ -77,7 +77,7 @@ def translate(flat: Flat, native: Native) -> None:
         method = (flat.text("pipe_partition_method") or "").lower()
         native.put("parallel.pipeline_split", PARTITIONS.get(method, "uniform"), "pipe_partition_method")
         if method not in PARTITIONS:
-            native.note(f"parallel.pipeline_split: uniform; '{method}' is not available, a list of blocks per stage is")
+            native.note(f"parallel.pipeline_split: uniform. '{method}' is not available, a list of blocks per stage is")
     else:
         native.unused("there is one pipeline stage", "pipe_partition_method")
     _zero(flat, native, stages)
@@ -102,11 +102,11 @@ def _zero(flat: Flat, native: Native, stages: int) -> None:
     raw = {key: options[key] for key in options if key in ZERO_RAW}
     raw |= {key: options[key] for key, usual in ZERO_USUAL.items() if options.get(key, usual) != usual}
     if gather != reduce:
-        native.note(f"zero.bucket_size: {reduce}, from reduce_bucket_size; allgather_bucket_size is not set apart")
+        native.note(f"zero.bucket_size: {reduce}, from reduce_bucket_size. allgather_bucket_size is not set apart")
     overlap = options.get("overlap_comm") is True
     native.put("zero.overlap", overlap and stages == 1, f"{name}.overlap_comm", "pipe_parallel_size")
     if overlap and stages > 1:
-        native.note("zero.overlap: false; with pipeline stages gradients are reduced once, after the last micro-batch")
+        native.note("zero.overlap: false. With pipeline stages gradients are reduced once, after the last micro-batch")
     for key, own in ZERO_SIZES.items():
         if key in options:
             native.put(f"zero.{own}", int(_part(flat, options, key, 0)), f"{name}.{key}")
@@ -179,7 +179,7 @@ def _recomputation(flat: Flat, native: Native) -> None:
         native.unused("checkpoint_activations is off", "checkpoint_num_layers")
     if full and chunk > 1:
         native.note(
-            f"training.activation_checkpointing.every: 1; GPT-NeoX recomputes chunks of {chunk} layers, here "
+            f"training.activation_checkpointing.every: 1. GPT-NeoX recomputes chunks of {chunk} layers, here "
             "each block is recomputed by itself, with the same result"
         )
 
@@ -189,7 +189,7 @@ def _launch(flat: Flat, native: Native) -> None:
     if hostfile and Path(hostfile).is_file():
         native.put("launch.hostfile", hostfile, "hostfile")
     elif hostfile:
-        native.note(f"hostfile: there is no file {hostfile}; only the devices of this machine are used, as by GPT-NeoX")
+        native.note(f"hostfile: there is no file {hostfile}. Only the devices of this machine are used, as by GPT-NeoX")
         native.used.add("hostfile")
         hostfile = None
     for name, key in (("include", "include"), ("exclude", "exclude"), ("master_addr", "master_address")):
@@ -211,7 +211,7 @@ def _launch(flat: Flat, native: Native) -> None:
         native.used.update({"force_multi", "num_nodes"})
     else:
         native.unused("it starts ranks on several hosts, and no hostfile is given", "launcher", "force_multi")
-    native.unused("hosts are those of hostfile and include", "num_nodes")
+    native.unused("hosts come from hostfile and include", "num_nodes")
 
 
 def _deepspeed(flat: Flat, native: Native) -> None:

@@ -39,11 +39,11 @@ def translate(flat: Flat, native: Native) -> None:
     _ranks(flat, native, experts)
     if flat.boolean("gpt_j_residual"):
         native.note(
-            "gpt_j_residual with experts: attention and experts are both added to the stream; GPT-NeoX drops the "
+            "gpt_j_residual with experts: attention and experts are both added to the stream. GPT-NeoX drops the "
             "attention output here"
         )
     if flat.number("hidden_dropout"):
-        native.note("model.dropout: applied to the experts' output too; GPT-NeoX leaves it out")
+        native.note("model.dropout: applied to the experts' output too. GPT-NeoX skips it")
 
 
 def _layers(flat: Flat, native: Native) -> None:
@@ -77,7 +77,7 @@ def _experts(flat: Flat, native: Native) -> None:
         flat.problem("expansion_factor", "GPT-NeoX's experts do not read it", "say their width in intermediate_size")
     if mlp["activation"] == "gelu_tanh":
         native.note(
-            "model.moe.activation: gelu, the exact form; bias_gelu_fusion is of MLPs, whose biases experts lack"
+            "model.moe.activation: gelu, the exact form, since bias_gelu_fusion is of MLPs, whose biases experts lack"
         )
     native.put("model.moe.activation", mlp["activation"].removesuffix("_tanh"), "activation")
     native.put("model.moe.gated", llama, "mlp_type", "activation")
@@ -100,12 +100,12 @@ def _router(flat: Flat, native: Native) -> None:
         native.put("model.moe.router.score", "softmax", "moe_router_type")
         native.put("model.moe.losses.balance", 0.0, "moe_router_type")
         native.note(
-            "model.moe.losses: none, as in GPT-NeoX; with moe_router_type topk nothing evens the load: give "
+            "model.moe.losses: none, as in GPT-NeoX. With moe_router_type topk nothing evens the load: give "
             "model.moe.losses.balance or model.moe.router.correction: sign"
         )
         if jitter := flat.number("moe_jitter_eps"):
             native.put("model.moe.router.jitter", float(jitter), "moe_jitter_eps")
-    native.note("model.moe.router: its weights and scores are fp32; GPT-NeoX has them in the type of the model")
+    native.note("model.moe.router: its weights and scores are fp32. GPT-NeoX has them in the type of the model")
 
 
 def _ranks(flat: Flat, native: Native, experts: int) -> None:

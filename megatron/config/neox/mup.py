@@ -28,5 +28,5 @@ def translate(flat: Flat, native: Native) -> None:
     native.note(
         "use_mup: the width of the base model is in the file of base shapes, which is not read: give it as "
         "model.parametrization.base_width. The rates of muP hold during the whole schedule, attention is divided by "
-        "the head dimension, and the embedding's multiplier has its gradient; GPT-NeoX loses all three"
+        "the head dimension, and the embedding's multiplier has its gradient. GPT-NeoX loses all three"
     )

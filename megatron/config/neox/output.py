@@ -133,7 +133,7 @@ def _load(flat: Flat, native: Native) -> None:
         native.put("checkpoint.resume", "auto" if same else load, "load", "save", "finetune")
         if not same:
             native.note(
-                f"checkpoint.resume: {load}: a missing checkpoint stops the run; GPT-NeoX then starts at step 0"
+                f"checkpoint.resume: {load}: a missing checkpoint stops the run. GPT-NeoX then starts at step 0"
             )
 
 

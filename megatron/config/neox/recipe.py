@@ -47,9 +47,9 @@ OPTIMIZERS = {
     "sgd": "sgd",
 }
 NO_OPTIMIZER = {
-    "onebitadam": "1-bit optimizers are gone from DeepSpeed; take Adam",
-    "sm3": "not available; take Adam",
-    "madgrad_wd": "not available; take Adam",
+    "onebitadam": "1-bit optimizers are gone from DeepSpeed: take Adam",
+    "sm3": "not available: take Adam",
+    "madgrad_wd": "not available: take Adam",
 }
 # native type -> {parameter: (native key, default of the class that GPT-NeoX builds)}
 PARAMETERS: dict[str, dict[str, tuple[str, Any]]] = {
@@ -61,7 +61,7 @@ PARAMETERS: dict[str, dict[str, tuple[str, Any]]] = {
 FIXED = {"adam_w_mode": True, "bias_correction": True, "amsgrad": False, "dampening": 0.0}
 
 SCHEDULES = {name: name for name in ("constant", "linear", "cosine")}
-NO_SCHEDULE = {"exponential": "an exponential decay to no fixed end is not available; take cosine or linear"}
+NO_SCHEDULE = {"exponential": "an exponential decay to no fixed end is not available: take cosine or linear"}
 
 FORMATS = {"fp32": "fp32", "fp16": "fp16", "bfloat16": "bf16", "bf16": "bf16"}
 NUMBERS = FORMATS | {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfp16": "bf16"}
@@ -106,11 +106,11 @@ def _epochs(flat: Flat, native: Native) -> None:
         "pack_impl": str(flat.raw("pack_impl")).lower() != "packed",
     }
     for name in (name for name, there in beside.items() if there):
-        flat.problem(name, f"GPT-NeoX refuses {name} beside train_epochs, since it counts plain samples", "remove one")
+        flat.problem(name, f"GPT-NeoX refuses {name} with train_epochs, since it counts plain samples", "remove one")
     if (steps := _passes(flat)) is None:
         native.note(
-            "data.epoch_parts: 1; GPT-NeoX ends an epoch with the last whole pass of all ranks, which "
-            "gradient_accumulation_steps would tell: give it to repeat such a run sample for sample"
+            "data.epoch_parts: 1. GPT-NeoX ends an epoch with the last whole pass of all ranks, which "
+            "gradient_accumulation_steps has: give it to repeat such a run sample for sample"
         )
     elif steps > 1:
         native.put("data.epoch_parts", steps, "gradient_accumulation_steps")
@@ -155,7 +155,7 @@ def _batch(flat: Flat, native: Native) -> None:
         native.unused("accumulation follows from the batch sizes", "gradient_accumulation_steps")
     native.note(
         f"training.micro_batch_size: {native.result.values['training']['micro_batch_size']}, because only "
-        "train_batch_size is given; the updates are the same for every micro_batch_size that divides it"
+        "train_batch_size is given. The updates are the same for every micro_batch_size that divides it"
     )
 
 
@@ -239,7 +239,7 @@ def _in_8_bits(flat: Flat, native: Native, kind: str) -> str:
     if kind != "adamw":
         native.note(f"use_bnb_optimizer: it changes Adam only, and has no effect on {kind}")
         return kind
-    native.note("optimizer.type: adamw_8bit; its moments have 8 bits as those of bitsandbytes, rounded in another way")
+    native.note("optimizer.type: adamw_8bit. Its moments have 8 bits as in bitsandbytes, rounded in another way")
     return "adamw_8bit"
 
 
@@ -346,7 +346,7 @@ def _precision(flat: Flat, native: Native) -> None:
             _format(flat, native, name, options, found)
     if len(set(found.values())) > 1:
         said = ", ".join(f"{name} says {value}" for name, value in found.items())
-        flat.problem(list(found)[-1], f"precision, fp16 and bf16 must agree; {said}", "keep the one that is meant")
+        flat.problem(list(found)[-1], f"precision, fp16 and bf16 must agree, and {said}", "keep the one that is meant")
     names = list(found) or ["precision"]
     native.put("precision.compute", found[names[0]] if found else "fp32", *names)
     _accumulation_format(flat, native)
@@ -392,6 +392,5 @@ def _accumulation_format(flat: Flat, native: Native) -> None:
         native.put("precision.reduce", "fp32", "communication_data_type")
     if native.result.values["precision"]["compute"] != "fp32" and given is None:
         native.note(
-            "precision.accumulate and precision.reduce: fp32; GPT-NeoX sums gradients in the compute type "
-            "unless told otherwise"
+            "precision.accumulate and precision.reduce: fp32. GPT-NeoX sums gradients in the compute type by default"
         )

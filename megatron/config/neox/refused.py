@@ -49,9 +49,8 @@ REFUSED: dict[str, Refusal] = (
         "dataset_impl": _later("pairwise and online data", "take gpt2", "gpt2"),
         "eod_mask_loss": Refusal(
             (False,),
-            "GPT-NeoX's eod_mask_loss leaves the token after an end of document out of the loss, which is not "
-            "available",
-            "set it to false, or take data.mask_loss_at_eod, which leaves out the end-of-document token itself",
+            "GPT-NeoX's eod_mask_loss masks the token after an end of document, which is not available",
+            "set it to false, or take data.mask_loss_at_eod, which masks the end-of-document token itself",
         ),
         "curriculum_learning": Refusal((), f"{OBSOLETE}: the curriculum over sequence lengths", "remove it"),
         "data_efficiency": _later("DeepSpeed's data efficiency library", "remove it"),
@@ -64,30 +63,30 @@ REFUSED: dict[str, Refusal] = (
         ),
         "soft_prompt_tuning": Refusal((), "soft prompts are not available (GPT-NeoX fails with them too)", "remove it"),
         "sparse_attention": Refusal(
-            (), "block-sparse attention is not available", "remove it; sliding_window_width is"
+            (), "block-sparse attention is not available", "remove it: sliding_window_width is available"
         ),
         "save_base_shapes": Refusal(
             (False,), "shapes of a base model are not needed: model.parametrization.base_width says the same", OFF
         ),
         "coord_check": Refusal((False,), "a coordinate check is a command, not a way of training", OFF),
         "te_fp8_mha": Refusal((False,), "FP8 is not available (GPT-NeoX fails with it too)", OFF),
-        "elasticity": Refusal((), f"{OBSOLETE}: elasticity", "remove it; a run resumes on any number of ranks"),
+        "elasticity": Refusal((), f"{OBSOLETE}: elasticity", "remove it: a run resumes on any number of ranks"),
         "compression_training": Refusal((), f"{OBSOLETE}: compression", "remove it"),
         "autotuning": Refusal(
-            (), "there is no autotuner", "remove it; deepy config layers shows what each layer costs"
+            (), "there is no autotuner", "remove it: deepy config layers shows what each layer costs"
         ),
         "autotuning_run": Refusal(
-            (), "there is no autotuner", "remove it; deepy config layers shows what each layer costs"
+            (), "there is no autotuner", "remove it: deepy config layers shows what each layer costs"
         ),
         "no_load_optim": Refusal(
             (False,),
             "GPT-NeoX does not train with it: it takes an optimizer with learning rate 0",
-            "to start from weights alone set finetune: true",
+            "to start from only the weights set finetune: true",
         ),
         "use_checkpoint_lr_scheduler": Refusal(
             (False,),
-            "the learning rate is a function of this configuration alone",
-            "set the schedule's keys to those of the checkpoint",
+            "the learning rate is a function of only this configuration",
+            "copy the schedule's keys from the checkpoint",
         ),
         "train_impl": _later("dpo, rm, kto and reinforce", "take normal", "normal"),
         "serve_model_weights": _later("reinforce", OFF, False),
@@ -106,10 +105,10 @@ RETIRED_READ: dict[str, Any] = {"gas": None, "mlp_type": None, "save_interval": 
 RETIRED: dict[str, str] = {
     "warmup_iters": "set warmup to the fraction warmup_iters / lr_decay_iters, or schedule.warmup_steps natively",
     "decay_lr_to": "set min_lr to the learning rate itself",
-    "attention_type": "remove it; num_kv_heads says how many key/value heads there are",
-    "autotuning_config": "remove it; deepy config layers shows what each layer costs",
+    "attention_type": "remove it: num_kv_heads says how many key/value heads there are",
+    "autotuning_config": "remove it: deepy config layers shows what each layer costs",
     "zero_allow_untested_optimizer": "put it into deepspeed_extra_args",
     "train_data_path": "take train_data_paths, a list",
-    "launcher_args": "remove it; environment variables go to launch.environment natively",
+    "launcher_args": "remove it: environment variables go to launch.environment natively",
     "context_parallel_size": "set parallel.context natively",
 }

@@ -173,7 +173,7 @@ def _account(flat: Flat, native: Native) -> None:
     troubled = {plain(problem.key) for problem in native.result.problems}
     for name in flat.entries:
         if name not in native.used | troubled:
-            reason = "not needed beside the other keys" if flat.given(name) else "null says nothing"
+            reason = "not needed with the other keys" if flat.given(name) else "null says nothing"
             native.idle.setdefault(name, reason)
     by_reason: dict[str, list[str]] = {}
     for name in flat.entries:

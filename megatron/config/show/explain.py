@@ -107,7 +107,7 @@ def _explain(name: str, resolved: Resolved | None) -> list[Explanation]:
         if not inner:
             beside = len(path) == 1 or lookup(path[:-1])
             fix = nearest_key(path) if beside else nearest(name, [each.name for each in catalog().values()])
-            fix = fix or "name a section to see its keys; docs/configuration.md lists all"
+            fix = fix or "name a section to see its keys. docs/configuration.md lists all"
             raise ConfigError([Problem(name, "the schema has no such key", fix)])
         return [_entry((*path, each.path[-1]), each, resolved) for each in inner]
     return [_entry(path, key, resolved)]

@@ -65,7 +65,7 @@ def _with_bases(path: str, open_files: tuple[str, ...], left: list[int]) -> list
     for name in names:
         base = os.path.join(os.path.dirname(path), name)
         if left[0] <= 0:
-            rule = f"a file extends at most {MOST_FILES} files, those that they extend included"
+            rule = f"a file extends at most {MOST_FILES} files, with the bases of bases"
             source.problems.append(Problem("extends", rule, "put what they have in common into one", name, where))
             source.unread = True
             break

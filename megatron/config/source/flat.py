@@ -86,7 +86,7 @@ def convert(files: Sequence[str]) -> str:
     for source in sources:
         if not source.problems and not neox.is_flat(source.values):
             rule = "convert reads GPT-NeoX's flat keys, and this file has native sections"
-            fix = "leave the file out: it needs no conversion"
+            fix = "remove the file: it needs no conversion"
             problems.append(Problem("", rule, fix, ABSENT, source.fallback.file or ""))
     if problems:
         raise ConfigError(problems)

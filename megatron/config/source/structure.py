@@ -71,7 +71,7 @@ def check_structure(
                 broken.update(".".join(pattern_of(path[:n])) for n, part in enumerate(path) if isinstance(part, int))
             for path in reversed(list(paths)):
                 _mend(path, values)
-    raise RuntimeError(f"the configuration could not be mended for checking: {problems}")
+    raise RuntimeError(f"the configuration could not be repaired for checking: {problems}")
 
 
 def _key_path(location: Path) -> Path:

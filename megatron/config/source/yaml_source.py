@@ -79,7 +79,7 @@ class _TooMuch(Exception):
 RESOLVED = "# Resolved for "  # how a file begins that `resolved_file.to_yaml` has written
 TOO_DEEP = (f"mappings and lists are nested at most {DEEPEST} deep", "check the brackets and the indentation here")
 TOO_MANY = (
-    f"a document has at most {MOST:,} values, those that an alias repeats included",
+    f"a document has at most {MOST:,} values, with repeats by aliases",
     "write out what is meant without aliases of aliases, or name a folder of files in place of a long list",
 )
 NO_TEXT = ("text must be Unicode, and a half of a surrogate pair is none", "write the character itself, in UTF-8")
@@ -193,10 +193,10 @@ class _Reader:
                     .replace(".NAN", "nan")
                 )
         except ValueError:
-            self.fail(node, path, text, f"this is not a number, as its tag {tag!r} says", "leave the tag out")
+            self.fail(node, path, text, f"this is not a number, as its tag {tag!r} says", "remove the tag")
             return text
         if tag != _TAG + "str":
-            self.fail(node, path, text, f"the tag {tag!r} has no meaning here", "leave the tag out")
+            self.fail(node, path, text, f"the tag {tag!r} has no meaning here", "remove the tag")
         if not _is_text(text):
             self.fail(node, path, text, *NO_TEXT)
         return text
@@ -290,7 +290,7 @@ def read_file(path: str) -> ConfigSource:
         return ConfigSource({}, {}, origin(1), [problem], unread=True)
     except OSError as error:
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
-        fix = f"check the path; it is seen from {File.cwd()}"
+        fix = f"check the path, which is seen from {File.cwd()}"
         near = near_names(path)
         if lookup(parse_path(path)):
             fix = f"write {path}=VALUE to set this key"

@@ -268,7 +268,7 @@ class Agent:
         try:
             return AppendFile(folder / name, complain=self._complain, gap=_gap)
         except OSError as error:
-            self._complain(f"{folder / name} cannot be opened ({error.strerror}): the run goes on without it")
+            self._complain(f"{folder / name} cannot be opened ({error.strerror}): the run continues without it")
             return None
 
     def _complain(self, text: str) -> None:

@@ -12,7 +12,7 @@ CAUSES = (
     (
         r"CUDA out of memory|HIP out of memory|torch\.(cuda\.)?OutOfMemoryError",
         "the GPU's memory is full: lower training.micro_batch_size, turn on activation checkpointing, raise "
-        "zero.stage; if torch reports much memory as reserved but unallocated, launch.environment="
+        "zero.stage. If torch reports much memory as reserved but unallocated, launch.environment="
         "{PYTORCH_ALLOC_CONF: 'expandable_segments:True'}",
     ),
     (
@@ -41,16 +41,16 @@ CAUSES = (
     ),
     (
         r"^checkpoint\.levels: .*\[Errno",
-        "the folder of a level of checkpoint.levels cannot be made on that host: mend the disk, or choose another path",
+        "the folder of a level of checkpoint.levels cannot be made on that host: fix the disk, or choose another path",
     ),
     (
         r"No space left on device|Errno 28",
-        "a disk is full: checkpoints, logs or the temporary folder; see `df -h` on that host",
+        "a disk is full: checkpoints, logs or the temporary folder. See `df -h` on that host",
     ),
     (r"Disk quota exceeded|Errno 122", "the disk quota is used up"),
     (
         r"Read-only file system|Errno 30|Errno 13\] Permission denied",
-        "a folder cannot be written to: choose another run.dir (checkpoints and logs are below it), or mend its rights",
+        "a folder cannot be written to: choose another run.dir (checkpoints and logs are below it), or fix its rights",
     ),
     (r"Too many open files|Errno 24", "too many open files: raise `ulimit -n` on that host"),
     (
@@ -59,11 +59,11 @@ CAUSES = (
     ),
     (
         r"CUDA error: device-side assert",
-        "an index was out of range on the GPU, often a token beyond the vocabulary; see CUDA_LAUNCH_BLOCKING=1",
+        "an index was out of range on the GPU, often a token beyond the vocabulary. See CUDA_LAUNCH_BLOCKING=1",
     ),
     (
         r"CUDA error: (uncorrectable ECC|unspecified launch failure|an illegal memory access)|Xid",
-        "the GPU or its memory failed: look for Xid in `dmesg` on that host and leave the host out (launch.exclude)",
+        "the GPU or its memory failed: search for Xid in `dmesg` on that host and exclude the host (launch.exclude)",
     ),
     (
         r"invalid device ordinal|No CUDA GPUs are available|No HIP GPUs are available",
@@ -73,12 +73,12 @@ CAUSES = (
         r"Watchdog caught collective operation timeout|Timed out waiting \d+ms|"
         r"timed out.*(all_?reduce|broadcast|barrier|send|recv)|"
         r"wait timeout after|Socket Timeout",
-        "a collective waited for a rank that did not come: look for a rank that hangs or has failed (its log is among "
-        "the others), or a network that is cut; launch.timeout sets how long to wait",
+        "a collective waited for a rank that did not come: find the rank that hangs or has failed (its log is among "
+        "the others), or a network that is cut. launch.timeout sets how long to wait",
     ),
     (
         r"ncclSystemError|ncclInternalError|ncclRemoteError|NCCL error|RCCL error",
-        "NCCL failed: run again with NCCL_DEBUG=INFO; a wrong network interface (launch.interface) and small "
+        "NCCL failed: run again with NCCL_DEBUG=INFO. A wrong network interface (launch.interface) and small "
         "locked-memory limits (`ulimit -l`) are the usual causes",
     ),
     (
@@ -92,7 +92,7 @@ CAUSES = (
 )
 SIGNALS = {
     signal.SIGKILL: "killed from outside: mostly by the kernel for want of memory (see `dmesg`), or the scheduler",
-    signal.SIGSEGV: "crashed in compiled code, mostly libraries that do not fit together; see PYTHONFAULTHANDLER=1",
+    signal.SIGSEGV: "crashed in compiled code, mostly libraries that do not fit together. See PYTHONFAULTHANDLER=1",
     signal.SIGBUS: "/dev/shm ran out of room (docker --shm-size), or a memory-mapped data file was cut short",
     signal.SIGABRT: "a library gave up (abort): its message is in the rank's log",
     signal.SIGILL: "an instruction that this CPU does not have: a library was built for another machine",
@@ -101,7 +101,7 @@ SIGNALS = {
     signal.SIGXCPU: "the CPU time limit (`ulimit -t`) was reached",
     signal.SIGXFSZ: "the file size limit (`ulimit -f`) was reached",
     signal.SIGHUP: "the terminal or the connection it hung on was closed",
-    signal.SIGPIPE: "it wrote to something that nobody reads any more",
+    signal.SIGPIPE: "it wrote to something that no process reads any more",
 }
 
 

@@ -93,7 +93,7 @@ class RankWatch:
         if self.hang == "off" or self.launcher.stopping or self.launcher.signals:
             return
         if not self.late and self.reported is not None and not self.inquiries:
-            log("the run goes on: no rank is over its limit any more")
+            log("the run continues: no rank is over its limit any more")
             self.reported = None
         if self.late and not self.inquiries and now > self.next_look:
             self.next_look = now + AGAIN

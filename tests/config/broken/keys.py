@@ -198,9 +198,7 @@ YAML = [
     case("bracket never closed", "zero: {stage: 1", "a.yml:", "this is not YAML", "check brackets"),
     case("two documents", "zero: {stage: 1}\n---\nrun: {name: x}", "a.yml:3", "one YAML document"),
     case("merge key", "model: &m {dropout: 0.1}\nzero: {<<: *m}", "a.yml:3: zero.<<", "no merge key"),
-    case(
-        "tag", "run: {name: !!python/name:os.system x}", "a.yml:2: run.name", "has no meaning here", "leave the tag out"
-    ),
+    case("tag", "run: {name: !!python/name:os.system x}", "a.yml:2: run.name", "has no meaning here", "remove the tag"),
     case(
         "alias inside its anchor", "deepspeed: &d {x: *d}", "a.yml:2: deepspeed.x", "cannot stand inside its own anchor"
     ),

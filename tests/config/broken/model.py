@@ -202,7 +202,7 @@ MODEL = [
     case(
         "an mlp among mixers",
         "model: {layers: attention&mlp}",
-        "mlp is no mixer and cannot stand beside '&'",
+        "mlp is no mixer and cannot stand next to '&'",
         "write 'attention&mamba2' for two mixers that read the same",
     ),
     case(
@@ -214,7 +214,7 @@ MODEL = [
     case(
         "shared attention beside an mlp",
         "model: {layers: attention/mlp+shared_attention}",
-        "nothing runs beside mlp",
+        "nothing is added to mlp",
         "write '+' after a mixer",
     ),
     case(

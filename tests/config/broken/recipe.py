@@ -285,7 +285,7 @@ RECIPE = [
         "a switch that is a number",
         "optimizer: {type: muon, options: {per_head: 1}}",
         "per_head must be true or false",
-        "leave it out",
+        "remove it",
     ),
     case(
         "two averages of the weights, and none that could be told from z",
