@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint.format.durable import write_file
 from megatron.config import load, to_yaml
 from megatron.config.file_access import NOT_PLAIN, read_plain, replace_file, unreadable
 from megatron.config.source.arguments import split
@@ -72,6 +73,9 @@ def test_a_file_is_replaced_whole_and_through_no_link(tmp_path: Path, monkeypatc
     with pytest.raises(ZeroDivisionError):
         replace_file(tmp_path / "config.yml", "a: 2\n")
     assert (tmp_path / "config.yml").read_text() == "a: 1\n" and not (tmp_path / ".config.yml.7").exists()
+    (tmp_path / ".levels").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError):
+        write_file(tmp_path / ".levels", b"a")
     assert (tmp_path / "precious").read_text() == "mine\n"
 
 

@@ -54,7 +54,7 @@ def read_fully(handle: int, buffer: memoryview, offset: int) -> int:
 @contextmanager
 def new_file(path: Path, *, wait: bool = True) -> Iterator[Callable[[bytes | memoryview], None]]:
     """Create a file and yield a function that appends to it. With `wait`, fsync is called at the end."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
     try:
         with name_errors(path):
             yield lambda data: write_fully(handle, memoryview(data))
