@@ -1,13 +1,16 @@
-"""The README's section on several hosts, its commands typed on hosts made of namespaces, one rank on each."""
+"""Commands of the README and of the page on a first cluster run, typed on hosts made of namespaces, a rank on each."""
 
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.published import tokenizer_json
+from tests.paths import ROOT
 from tests.test_readme import blocks, copy, search_path, shell  # noqa: F401  (copy is a fixture)
 
 from .host_job import HostJob
@@ -58,6 +61,50 @@ def test_the_section_on_several_hosts(cluster, slurm, copy, jobs):  # noqa: F811
     assert len(list((run / "logs").glob("rank_*.log"))) == 2
 
 
+def test_the_page_of_a_first_cluster_run(cluster, slurm, copy, jobs):  # noqa: F811
+    """Its commands as they are printed, with a small model, and one rank on each host."""
+    page = (ROOT / "docs" / "first_cluster_run.md").read_text(encoding="utf-8")
+    commands = dict(re.findall(r"^\| (\d) \| `([^`]*)` \|", page, re.MULTILINE))
+    assert list(commands) == list("1234567") and commands["1"] == "make venv"
+    content = page.partition("```yaml\n")[2].partition("```")[0]
+    scale = {
+        "configs/llama/llama2_7b.yml": "configs/test/tiny_llama.yml",
+        "steps: 50000": "global_batch_size: 128, steps: 300",
+        "data: {": "data: {synthetic: null, ",
+        "tokenizer: {": "tokenizer: {type: huggingface, ",
+        "launch: {": "launch: {device: cpu, ",
+        "nodes: 8": "nodes: 2",
+    }
+    for old, new in scale.items():
+        assert content.count(old) == 1
+        content = content.replace(old, new)
+    (copy / "run7b.yml").write_text(content + "model: {vocab_size: 640}\n", encoding="utf-8")
+    (copy / "hosts").write_text("node1 slots=1\nnode2 slots=1\n", encoding="utf-8")
+    (copy / "texts").rename(copy / "corpus")
+    (copy / "data").mkdir()
+    (copy / "data" / "tokenizer.json").write_text(tokenizer_json("neox"), encoding="utf-8")
+
+    done = shell("\n".join(commands[each] for each in "234"), copy)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "GPU-hours" in done.stdout and "does NOT fit" not in done.stdout
+    known = environment(slurm, copy)
+    said = typed(jobs(cluster, copy, typing(commands["5"]), environment=known), slurm)
+    assert "all 2 hosts" in said and "FAIL" not in said, said
+    said = typed(jobs(cluster, copy, typing(scaled(commands["6"])), environment=known), slurm)
+    number = said.split()[-1]
+    try:
+        run = copy / "runs" / "run7b"
+        wait_for(partial(says, run / "logs", "started anew"), 400, partial(logs_of_slurm, run))
+        status, _, error = jobs(cluster, copy, typing(commands["7"]), environment=known).finish(100)
+        assert status == 2 and "runs on node" in error, error
+        command = error.strip().rpartition("ask there: ")[2]
+        assert f"--jobid={number}" in command
+        said = typed(jobs(cluster, copy, typing(command), environment=known), slurm)
+        assert "2 ranks on 2 hosts" in said, said
+    finally:
+        slurm.run("login", ["scancel", number])
+
+
 def typing(line: str) -> list[str]:
     return ["bash", "-euo", "pipefail", "-c", line.partition("  #")[0]]
 
@@ -77,6 +124,10 @@ def has_ended(run: Path, stop: int) -> bool:
     last = lines(run / "ledger.jsonl")[-1:]
     made = [line["step"] for line in lines(run / "metrics.jsonl") if "loss" in line]
     return made == list(range(stop)) and last[0]["event"] in ("stop", "end") and last[0]["step"] == stop
+
+
+def says(logs: Path, text: str) -> bool:
+    return any(text in path.read_text() for path in logs.glob("rank_*.log"))
 
 
 def logs_of_slurm(run: Path) -> list[str]:
