@@ -87,7 +87,7 @@ class LayerKind:
         keeps_fp32: whether some of its parameters stay in fp32 in every precision.
         attends: whether it is softmax attention, which `residual.norm: hybrid` treats apart.
         experts: how many experts it has with these options. Their load is counted (`model/expert_tally.py`).
-        weights: parameters in large matrices, those of routed experts apart, from its options and the hidden size. A
+        weights: parameters in large matrices, and separately in routed experts, from its options and the hidden size. A
             lower bound: a size without a short formula counts 0.
         compiles: whether torch.compile gains from a block of it: it has no loops or kernels of its own.
         mixes_samples: whether, with these options, a token's result depends on other samples of its batch.

@@ -91,7 +91,7 @@ class OptimizerKind:
         reads: keys of the section `optimizer` among `SHARED` that it reads.
         options: keys of `optimizer.options` that it reads.
         rates_for: parametrizations (`model.parametrization.type`) whose rates are derived for it.
-        why_no_rates: the reason for those that are missing.
+        why_no_rates: the reason for missing ones.
         whole_matrices: its class is a `MatrixOptimizer`.
         averages: it evaluates and saves an average of the weights.
         offloads: DeepSpeed has it for states in host memory.

@@ -3,7 +3,7 @@
     stack  := item+
     item   := (block | '(' stack ')') ['x' count] | 'recurrent' '(' stack ')'
     block  := term ['/' term]              mixer/ffn, or a bare mixer, or a bare ffn
-    term   := one ('&' one)* ('+' one)*    mixers that read the same and are summed, and what stands beside them
+    term   := one ('&' one)* ('+' one)*    mixers that read the same and are summed, and kinds that are added
     one    := kind ['@' variant]
 
 `(attention/mlp) x12`, `(mamba moe) x18`, `(mamba2 x5 mamba2+shared_attention) x6`, `(attention&mamba2/mlp) x36`. White
@@ -96,7 +96,7 @@ class PatternError(ValueError):
     Attributes:
         column: where, counted from 1.
         rule: what is wrong.
-        fix: what to do.
+        fix: the advice.
     """
 
     def __init__(self, text: str, position: int, rule: str, fix: str):

@@ -38,11 +38,11 @@ class Problem:
 
     Attributes:
         key: dotted key ("" for a file as a whole).
-        rule: what must hold.
-        fix: what to do.
+        rule: the condition.
+        fix: the advice.
         value: the key's present value, or ABSENT.
         where: where the value came from: "a.yml:12", "argument", "default", ...
-        others: other keys that the rule looked at, as (key, value, where).
+        others: other keys that the rule read, as (key, value, where).
         fatal: False for a warning.
     """
 

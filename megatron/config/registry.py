@@ -196,8 +196,8 @@ class RegistryError(UserError):
     """A name or an extension that cannot be used.
 
     Attributes:
-        rule: what must hold.
-        fix: what to do.
+        rule: the condition.
+        fix: the advice.
     """
 
     def __init__(self, rule: str, fix: str):

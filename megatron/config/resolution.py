@@ -38,8 +38,8 @@ class Resolved:
         config: frozen, every derivable key filled in.
         origins: where each value came from, by dotted key.
         overridden: values that lost to later ones.
-        warnings: what is allowed but probably not meant.
-        notes: what the translation of a GPT-NeoX file has to say.
+        warnings: allowed values that are probably not meant.
+        notes: of the translation of a GPT-NeoX file.
         ranks: the number of ranks it was resolved for, or None if unknown.
     """
 

@@ -115,7 +115,7 @@ def options_of(model: ModelSection, kind: Kind) -> Any:
 
 def used_kinds(model: ModelSection) -> Iterator[tuple[int, LayerKind, Any]]:
     """(number of the block, kind, options) of every layer of the pattern, and of modules that predict further tokens,
-    whose blocks are numbered after those of the pattern."""
+    whose blocks have the next numbers."""
     kinds = kinds_of(tuple(model.extensions))
     for number, block in enumerate((*model.blocks, *model.further_blocks)):
         for each in block.kinds:

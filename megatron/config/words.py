@@ -1,8 +1,10 @@
-"""Words for people."""
+"""Words for people, and words that YAML readers disagree about."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+YAML_WORDS = frozenset("y n yes no on off true false null".split())  # not text to every YAML reader
 
 
 def counted(number: int, thing: str) -> str:

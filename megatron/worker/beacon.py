@@ -67,13 +67,13 @@ class GroupCall:
         key: the same for all members of the group, and for no other group.
         name: of the group.
         members: global ranks as text, see `ranks_of`. Empty where they are too many for the slot.
-        operation, elements: what was called, on how many elements.
+        operation, elements: the call, and its elements.
         number: how many calls there were in this group, this one included.
         peer: the other rank of a message, or -1 for a collective.
         new: whether the call at this place of the step before was another one.
         at: when it was called (`time.monotonic`).
         inside: whether it has not returned.
-        form: what else all members must have in common: "float32", "float32 from rank 0".
+        form: further facts that all members must have in common: "float32", "float32 from rank 0".
     """
 
     key: str

@@ -115,7 +115,7 @@ def towards(hosts: list[str], interface: str | None = None) -> list[str]:
     """This machine's own addresses on its ways to some hosts, loopback last: where those hosts can call it.
 
     Args:
-        hosts: names or addresses, of which the first ones are tried.
+        hosts: names or addresses. Only the first ones are tried.
         interface: the one to be reached by, if this machine has it.
 
     Returns:

@@ -27,7 +27,7 @@ class WorkerEnvironment:
 
     Attributes:
         rank, world_size: among all processes.
-        local_rank, local_world_size: among those of this host.
+        local_rank, local_world_size: among this host's processes.
         master_address, master_port: where rank 0 listens.
         starter: "agent", "environment" (torchrun, deepspeed, ...), "slurm", "openmpi", "mpich" or "single".
         config_sha256: digest of the values of the configuration that this rank has read. Set by `read_job`.

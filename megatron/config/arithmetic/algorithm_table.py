@@ -19,7 +19,8 @@ BACKEND = "backend"  # what the group does without a table
 OTHER = "backend:"  # and the name of another backend
 TWO_LEVEL, RING, RECURSIVE = "two_level", "two_level_ring", "two_level_recursive"
 LEVELS = (TWO_LEVEL, RING, RECURSIVE)
-THREE = {f"three{name.removeprefix('two')}": name for name in LEVELS}  # among pairs first; what the others do is this
+# Among pairs first, and then the second name among the others.
+THREE = {f"three{name.removeprefix('two')}": name for name in LEVELS}
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 MARGIN = 0.05  # of the time, by which another way must be faster than the backend's own
 JOINED = ("all_gather",)  # whose small messages may be joined

@@ -9,8 +9,8 @@ SECTION = "data.span_corruption"
 
 
 def span_sizes(length: int, density: float, mean: float, most: int) -> tuple[int, int]:
-    """(tokens that are taken out of so many, spans that they make, at most `most`), as T5 counts them. Zeros for less
-    than two tokens.
+    """(number of corrupted tokens of `length`, number of their spans, at most `most`), as T5 counts them. Zeros for
+    less than two tokens.
     """
     if length < 2 or most < 1:
         return 0, 0

@@ -94,4 +94,4 @@ def tokenizer_size(tokenizer: Mapping[str, Any]) -> int:
 
 
 _READERS = {"huggingface": _huggingface, "gpt2": _gpt2, "characters": _characters, "sentencepiece": _sentencepiece}
-_BUILT_IN = {"bytes": 257, "characters": 512}  # bytes and the end of document; GPT-NeoX's character tokenizer
+_BUILT_IN = {"bytes": 257, "characters": 512}  # bytes and the end of document, and GPT-NeoX's character tokenizer

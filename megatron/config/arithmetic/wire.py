@@ -15,7 +15,7 @@ WIRES = ("none", "bf16", "fp16", "int8_block", "top_k")
 FEEDS_BACK = ("int8_block", "top_k")  # their errors are added to the next gradients
 BLOCK = 256  # elements with a scale of their own
 LEAST_BLOCK = 16  # elements of a block between pipeline stages
-SHARE = 32  # of so many elements one is sent
+SHARE = 32  # one in this number of elements is sent
 PIPELINE = "parallel.communication.compress.pipeline"
 
 

@@ -80,18 +80,8 @@ NO_POSITION = {
     "rpe": "T5's relative position buckets are not available: take alibi, rotary, learned or none",
 }
 
-INITS = {
-    name: name
-    for name in (
-        "normal",
-        "scaled_normal",
-        "single_residual_scaled_normal",
-        "small_init",
-        "wang_init",
-        "xavier_uniform",
-        "xavier_normal",
-    )
-}
+_SCHEMES = "normal scaled_normal single_residual_scaled_normal small_init wang_init xavier_uniform xavier_normal"
+INITS = {name: name for name in _SCHEMES.split()}
 NO_INIT = {
     "orthogonal": "GPT-NeoX fails with it too: take normal here, or set model.init natively",
     "scaled_orthogonal": "GPT-NeoX fails with it too: take scaled_normal here, or set model.init natively",

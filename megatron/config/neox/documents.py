@@ -14,7 +14,7 @@ class FlatDocument:
         path: the file, as messages name it.
         values: its keys as written, with dashes or underscores.
         lines: the line of each key that is known.
-        override: whether its values replace those of other documents, as arguments do.
+        override: whether its values replace values of other documents, as arguments do.
     """
 
     path: str
@@ -53,8 +53,8 @@ class Translation:
     Attributes:
         values: native nested values. GPT-NeoX's defaults that bear on the numbers are written out.
         origins: native dotted key -> where it came from. Lists and raw dictionaries are one key.
-        notes: what a user should know. One of them lists all keys without effect.
-        problems: what stands in the way.
+        notes: for the user. One of them lists all keys without effect.
+        problems: keys that cannot be translated.
     """
 
     values: dict[str, Any] = field(default_factory=dict)

@@ -7,6 +7,7 @@ import textwrap
 from typing import Any
 
 from ..schema import Config
+from ..words import YAML_WORDS
 from .documents import FlatOrigin, Translation
 
 COMMENT_COLUMN = 56
@@ -57,9 +58,6 @@ def _scalar(value: Any) -> str:
         text = repr(value)
         mantissa, e, exponent = text.partition("e")
         return text if not e or "." in mantissa else f"{mantissa}.0e{exponent}"  # 1e-08 is text in YAML 1.1
-    if isinstance(value, str) and value.replace("_", "").isalpha() and value.lower() not in WORDS:
+    if isinstance(value, str) and value.replace("_", "").isalpha() and value.lower() not in YAML_WORDS:
         return value
     return json.dumps(value)
-
-
-WORDS = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}

@@ -40,30 +40,16 @@ LAUNCHERS = {"pdsh": "pdsh", "openmpi": "openmpi", "mpich": "mpich", "mvapich": 
 
 # Parts of zero_optimization with a native key, parts that DeepSpeed gets unchanged, and parts without effect.
 ZERO_SIZES = {"stage3_prefetch_bucket_size": "prefetch_size", "stage3_param_persistence_threshold": "persistent_size"}
-ZERO_OWN = {
-    "stage",
-    "overlap_comm",
-    "reduce_bucket_size",
-    "allgather_bucket_size",
-    "cpu_offload",
-    "offload_optimizer",
-    "offload_param",
-} | set(ZERO_SIZES)
+ZERO_OWN = set(ZERO_SIZES) | set(
+    "stage overlap_comm reduce_bucket_size allgather_bucket_size cpu_offload offload_optimizer offload_param".split()
+)
 ZERO_USUAL = {"allgather_partitions": True, "reduce_scatter": True}
-ZERO_RAW = {
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_gather_16bit_weights_on_model_save",
-    "stage3_gather_fp16_weights_on_model_save",
-    "stage3_model_persistence_threshold",
-    "sub_group_size",
-    "round_robin_gradients",
-    "ignore_unused_parameters",
-    "zero_hpz_partition_size",
-    "zero_quantized_weights",
-    "zero_quantized_gradients",
-    "legacy_stage1",
-}
+ZERO_RAW = set(
+    "stage3_max_live_parameters stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save "
+    "stage3_gather_fp16_weights_on_model_save stage3_model_persistence_threshold sub_group_size round_robin_gradients "
+    "ignore_unused_parameters zero_hpz_partition_size zero_quantized_weights zero_quantized_gradients "
+    "legacy_stage1".split()
+)
 ZERO_IDLE = {"contiguous_gradients", "load_from_fp32_weights", "elastic_checkpoint"}
 
 

@@ -13,7 +13,7 @@ class Refusal:
     Attributes:
         inert: values that change nothing. null, empty ones and dictionaries with enabled: false never do.
         rule: what holds here.
-        fix: what to do.
+        fix: the advice.
     """
 
     inert: tuple[Any, ...]
@@ -37,6 +37,7 @@ def _later(what: str, fix: str, *inert: Any) -> Refusal:
 
 REWARDS = _later("preference and reward training", "remove it")
 PAIRS = _later("training on pairs", "remove it")
+NO_TUNER = Refusal((), "there is no autotuner", "remove it: deepy config layers shows what each layer costs")
 OFF = "set it to false or remove it"
 OBSOLETE = "removed from DeepSpeed"
 
@@ -72,12 +73,8 @@ REFUSED: dict[str, Refusal] = (
         "te_fp8_mha": Refusal((False,), "FP8 is not available (GPT-NeoX fails with it too)", OFF),
         "elasticity": Refusal((), f"{OBSOLETE}: elasticity", "remove it: a run resumes on any number of ranks"),
         "compression_training": Refusal((), f"{OBSOLETE}: compression", "remove it"),
-        "autotuning": Refusal(
-            (), "there is no autotuner", "remove it: deepy config layers shows what each layer costs"
-        ),
-        "autotuning_run": Refusal(
-            (), "there is no autotuner", "remove it: deepy config layers shows what each layer costs"
-        ),
+        "autotuning": NO_TUNER,
+        "autotuning_run": NO_TUNER,
         "no_load_optim": Refusal(
             (False,),
             "GPT-NeoX does not train with it: it takes an optimizer with learning rate 0",

@@ -54,19 +54,7 @@ def nearest(name: str) -> str:
 
 
 # Native sections that no GPT-NeoX key is called like.
-SECTIONS = frozenset({
-    "run",
-    "model",
-    "parallel",
-    "zero",
-    "schedule",
-    "training",
-    "data",
-    "evaluation",
-    "logging",
-    "launch",
-    "extends",
-})
+SECTIONS = frozenset("run model parallel zero schedule training data evaluation logging launch extends".split())
 
 
 def is_flat(values: dict[str, Any]) -> bool:

@@ -89,7 +89,7 @@ def explain(name: str, resolved: Resolved | None) -> list[Explanation]:
 
     Args:
         name: dotted key. Names and indices of the run's own, such as data.train.0.weight, are allowed.
-        resolved: the run. None explains the schema alone.
+        resolved: the run. None explains only the schema.
 
     Raises:
         ConfigError: the schema has no such key.

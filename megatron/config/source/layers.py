@@ -20,8 +20,8 @@ class ConfigSource:
         values: nested dictionaries, lists and scalars.
         places: the origin of each path that has one. Other paths have their parent's.
         fallback: the origin where there is none.
-        problems: what was wrong in reading it.
-        unread: whether it could not be read at all, so that what it says is not known.
+        problems: of its text.
+        unread: whether it could not be read at all.
         resolved: whether it is a resolved file, which has all keys.
     """
 
@@ -51,7 +51,7 @@ class ConfigSource:
 
 def merge(sources: list[ConfigSource]) -> tuple[ConfigSource, list[Overridden]]:
     """Merge sources left to right: mappings key by key, everything else replaced. null resets an earlier value. In a
-    variant, whose options replace those of a kind, it is a value.
+    variant, whose options replace the kind's, it is a value.
 
     Returns:
         The merged source, and each value that lost to a different one.

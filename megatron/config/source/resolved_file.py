@@ -19,7 +19,7 @@ from ..frozen import thaw
 from ..problems import ABSENT, ConfigError, Problem
 from ..schema import Config, using_extensions
 from ..tree import put
-from ..words import counted
+from ..words import YAML_WORDS, counted
 from .extensions import admit_names, extensions_of, refuse_names
 from .structure import check_structure
 from .yaml_source import RESOLVED, read_file
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _HASH = re.compile(r"^# hash: ([0-9a-f]{64})$", re.MULTILINE)
 _PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*")
-_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}  # not text to every YAML reader
 _COLUMN = 48  # where comments start, if the value leaves room
 
 
@@ -63,7 +62,7 @@ def scalar(value: Any) -> str:
     if isinstance(value, int):
         return str(value)
     if isinstance(value, str):
-        return value if _PLAIN.fullmatch(value) and value.lower() not in _WORDS else _quoted(value)
+        return value if _PLAIN.fullmatch(value) and value.lower() not in YAML_WORDS else _quoted(value)
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(scalar, value)) + "]"
     if value == {}:

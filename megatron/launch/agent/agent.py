@@ -42,7 +42,7 @@ class Agent:
     Args:
         source, target: descriptors on which the launcher writes and reads.
         index: which host this is, where the specification does not say it.
-        name: the host's, where it is to be found among those of the specification.
+        name: the host's, where it is to be found in the specification.
     """
 
     def __init__(self, source: int, target: int, index: int | None = None, name: str | None = None) -> None:

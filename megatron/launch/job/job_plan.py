@@ -50,7 +50,7 @@ class JobPlan:
         taken: its arguments, the launcher's options added as overrides.
         resolved: the configuration, resolved for the run's number of ranks.
         choice: the runner and the hosts.
-        job: what the agents are told.
+        job: of the agents.
         settings: how the launcher behaves.
     """
 

@@ -49,7 +49,7 @@ class LauncherSettings:
         interface: the network interface for collectives. None to choose.
         start_timeout: seconds until every host must have answered.
         check_code: whether every host must have the launcher's source code.
-        hang: what happens when the ranks hang: "report", "stop" or "off".
+        hang: the reaction to ranks that hang: "report", "stop" or "off".
         heartbeat: seconds of an agent's silence after which its host is lost. 0 is never.
     """
 

@@ -25,8 +25,8 @@ PATIENCE = 0.5  # seconds
 
 
 def log(text: str, stream: TextIO | None = None, *, colour: str = "") -> None:
-    """Lines of the launcher's own, on standard error: standard output is the script's. Colours are for terminals, and
-    not for those who set NO_COLOR."""
+    """Lines of the launcher's own, on standard error: standard output is the script's. Colours are for terminals
+    without NO_COLOR."""
     stream = stream or sys.stderr
     terminal = stream.isatty()
     coloured = colour and terminal and not os.environ.get("NO_COLOR")

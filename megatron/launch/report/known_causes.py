@@ -106,7 +106,7 @@ SIGNALS = {
 
 
 def hint_for(text: str, status: int) -> str | None:
-    """What probably happened and what to do, or None where nothing is known."""
+    """The probable cause and the advice, or None where nothing is known."""
     for pattern, cause in CAUSES:
         if re.search(pattern, text, re.MULTILINE):
             return cause

@@ -37,9 +37,9 @@ class Failure:
         rank: global rank, or None where the host as a whole was lost or could not start.
         status: exit status as `wait` gives it: negative for a signal.
         reason: why, where no rank says it.
-        text: the end of what the rank said.
+        text: the end of the rank's output.
         since: when it stopped to get on, by the launcher's clock, where that was before it was ended for it (a hang).
-        step: the last one that the rank had begun, from 0. -1 before the first, or None where it does not tell.
+        step: the last one that the rank had begun, from 0. -1 before the first, or None where it has no beacon.
         shown: whether the console has shown all that the rank said.
         disagreement: what ranks called differently, where the run failed for that.
     """

@@ -174,7 +174,7 @@ def disagreement(ranks: Sequence[Rank]) -> Diagnosis | None:
     """Whether ranks have failed because they called different things as one operation of a group, and who did.
 
     Args:
-        ranks: those that have failed, each inside of its last call.
+        ranks: the failed ones, each inside of its last call.
     """
     here = {each.rank: each for each in ranks if each.waiting is not None}
     culprits = _differing(here, dict.fromkeys(here, []))

@@ -25,6 +25,7 @@ from typing import Any
 from megatron.config.file_access import read_plain, replace_file
 from megatron.config.foreign_json import parse_json
 from megatron.config.problems import UserError
+from megatron.config.words import counted
 
 from .diagnosis import Rank, diagnose
 from .watch import RankWatch, stacks, table
@@ -112,7 +113,7 @@ def of_ranks(watch: RankWatch) -> Answer:
             return stacks(ranks)
         found, job = diagnose(ranks), watch.launcher.job
         minutes, size = (time.monotonic() - begin) / 60, job.world_size
-        head = f"{size} rank{'s' * (size > 1)} on {len(job.hosts)} host{'s' * (len(job.hosts) > 1)}"
+        head = f"{counted(size, 'rank')} on {counted(len(job.hosts), 'host')}"
         head += f", restart {job.attempt}" * bool(job.attempt)
         return (
             f"{head}, started {minutes:.0f} min ago\n{table(ranks)}{'the run hangs: ' * found.late}{found.sentence}\n"

@@ -67,7 +67,7 @@ class Specification:
             RANK, WORLD_SIZE and the like are its business.
         attempt: 0 for the first start, then counting restarts.
         watch: the numbers of the section `watch` that limit how long a phase may take.
-        credentials_file: where agents that call the launcher find out how, if the runner needs a file for that.
+        credentials_file: the file with the launcher's address and secret, if the runner needs one.
     """
 
     hosts: tuple[Host, ...]
@@ -119,7 +119,7 @@ class Specification:
         return self._starts[index]
 
     def seat(self, index: int | None) -> Seat:
-        """What host `index` must know of all.
+        """The seat of host `index`.
 
         Raises:
             ValueError: there is no such host.
