@@ -67,6 +67,11 @@ def train() -> int:
     return status(outcome)
 
 
+def printed_by_launcher(place: WorkerEnvironment, device: str) -> bool:
+    """Whether the launcher has printed the prediction for this device."""
+    return place.attempt == 0 and os.environ.get("JOB_PLAN_TOLD") == device
+
+
 def status(outcome: Outcome) -> int:
     """The exit status: 128 + n if signal n ended the run before its last step (after saving), else 0."""
     stopped = not outcome.finished and outcome.reason.startswith("signal ")
@@ -107,8 +112,7 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     # with a map, new layers or rows of new tokens, tensors may keep their initial values
     values = source.new or bool(own.initialize_map or own.initialize_layers) or own.initialize_vocabulary == INITIAL
     prediction = predicted(config, place, world)
-    printed = place.attempt == 0 and os.environ.get("JOB_PLAN_TOLD") == device_name(world.device)  # by the launcher
-    if prediction is not None and not printed:
+    if prediction is not None and not printed_by_launcher(place, device_name(world.device)):
         log(prediction.text(steps_after(config, source.checkpoint.step if source.checkpoint else 0)))
     tell(detail=b"building the model and the engine")
     teacher = Teacher.of(config, world.mesh, world.device)

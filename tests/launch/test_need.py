@@ -14,7 +14,7 @@ from megatron.launch.job.job_plan import make_plan
 from megatron.launch.job.memory_notice import TOLD, tell_need
 from megatron.plan.__main__ import main, steps_left
 from megatron.plan.prediction import TOO_LARGE, predict
-from megatron.training.run import told_by_launcher
+from megatron.training.run import printed_by_launcher
 from megatron.worker import devices
 from megatron.worker.place import WorkerEnvironment
 from tests.paths import ROOT
@@ -91,10 +91,10 @@ def test_slurm_names_a_machine_as_it_likes(tmp_path, monkeypatch):
 
 def test_rank_0_keeps_silent_of_the_device_that_was_told_alone(monkeypatch):
     first, again = WorkerEnvironment(), WorkerEnvironment(attempt=1)
-    assert not told_by_launcher(first, H100)
+    assert not printed_by_launcher(first, H100)
     monkeypatch.setenv(TOLD, H100)
-    assert told_by_launcher(first, H100)
-    assert not told_by_launcher(first, "NVIDIA A100-SXM4-80GB") and not told_by_launcher(again, H100)
+    assert printed_by_launcher(first, H100)
+    assert not printed_by_launcher(first, "NVIDIA A100-SXM4-80GB") and not printed_by_launcher(again, H100)
 
 
 def test_an_interrupt_while_it_is_said_ends_the_launcher(plan, tmp_path, monkeypatch, capsys):
