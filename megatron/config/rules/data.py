@@ -236,13 +236,13 @@ def tokenizer_exists(context: RuleContext) -> Iterator[Problem]:
         or tokenizer.path.endswith((".json", ".model", ".tiktoken"))
     )
     needs_file = tokenizer.type in ("sentencepiece", "gpt2")
-    fix = f"check the path (it is seen from {File.cwd()}), or make one with deepy data train-tokenizer"
+    seen = f"check the path (it is seen from {File.cwd()})"
     if tokenizer.path is not None and (local or needs_file) and not File(tokenizer.path).exists():
         rule = f"must be a file that exists, and there is no file {tokenizer.path}"
-        yield context.problem("tokenizer.path", rule=rule, fix=fix)
+        yield context.problem("tokenizer.path", rule=rule, fix=f"{seen}, or make one with deepy data train-tokenizer")
     if tokenizer.merges is not None and not File(tokenizer.merges).is_file():
         rule = f"must be a file that exists, and there is no file {tokenizer.merges}"
-        yield context.problem("tokenizer.merges", rule=rule, fix=fix)
+        yield context.problem("tokenizer.merges", rule=rule, fix=seen)
 
 
 def samples_can_be_written(context: RuleContext) -> Iterator[Problem]:

@@ -56,13 +56,13 @@ def pipeline_split_adds_up(context: RuleContext) -> Iterator[Problem]:
     if isinstance(split, str) or not blocks:
         return
     key = "parallel.pipeline_split"
-    even = f"for example {[blocks // stages + (stage < blocks % stages) for stage in range(stages)]}"
     if len(split) != stages:
         rule = f"the list must have one number per stage: {stages}, not {len(split)}"
-        yield context.problem(
-            f"{key} parallel.pipeline", rule=rule, fix=f"give {stages} numbers that add up to {blocks}"
-        )
-    elif sum(split) != blocks:
+        fix = f"give {stages} numbers that add up to {blocks}"
+        yield context.problem(f"{key} parallel.pipeline", rule=rule, fix=fix)
+        return
+    even = f"for example {[blocks // stages + (stage < blocks % stages) for stage in range(stages)]}"
+    if sum(split) != blocks:
         rule = f"the numbers must add up to the model's {blocks} blocks, not {sum(split)}"
         yield context.problem(f"{key} model.layers", rule=rule, fix=even)
     elif min(split) < 1:
