@@ -72,7 +72,8 @@ class WideRMSNorm(nn.Module):
     """RMSNorm over the width of all heads together (OLMo-2). Each rank holds some of them.
 
     Args:
-        width: channels of all heads, unit: channels per head, which are never cut.
+        width: channels of all heads.
+        unit: channels per head, which are never cut.
         sharded: False where every rank holds all heads and uses some of them.
     """
 

@@ -1,7 +1,7 @@
 """The gradient of state-space duality, written out: autograd's own would keep or make again every intermediate tensor.
 
 Shapes as in `ssd`, c chunks of Q positions, h heads of P channels in g groups of r heads, k = r P channels of a group.
-A state before a chunk is S, what the chunk writes is Z, L, E, T and W are `decays`: inside a chunk, from its begin, to
+A state before a chunk is S, what the chunk writes is Z. L, E, T and W are `decays`: inside a chunk, from its begin, to
 its end, through it. With X = dt x, per head and chunk
 
     Y = (C B^T * L) X + E (C S^T) + D x        Z = (T X)^T B        S' = W S + Z
@@ -23,11 +23,12 @@ def inside_gradient(y_BcQhP: Tensor, x_BcQhP: Tensor, scores_BcgQQ: Tensor, insi
     """Of the products inside chunks.
 
     Args:
-        y: gradient of Y, x: X.
+        y_BcQhP: gradient of Y.
+        x_BcQhP: X.
 
     Returns:
-        of X [B, c, h, Q, P]. Of the scores [B, c, g, Q, Q]. Of the logarithms of what is left, summed over columns and
-        over rows, [B, c, Q, h] each.
+        of X [B, c, h, Q, P], of the scores [B, c, g, Q, Q], of the logarithms of decays, summed over columns and over
+        rows, [B, c, Q, h] each.
     """
     groups = scores_BcgQQ.shape[2]
     y, x = (each.transpose(2, 3).contiguous() for each in (y_BcQhP, x_BcQhP))
@@ -47,7 +48,9 @@ def carry_gradient(
 
     Args:
         of_read: gradient of the state before each chunk by what the chunk reads, [B, c, h, P, N].
-        before: these states, through: W, [B, c, h], of_final: gradient of the state after the last chunk.
+        before: these states.
+        through: W, [B, c, h].
+        of_final: gradient of the state after the last chunk.
 
     Returns:
         of Z [B, c, h, P, N], of the initial state [B, h, P, N], of W [B, c, h].
@@ -75,8 +78,11 @@ def ssd_gradient(
     """The gradients of all inputs of `ssd`.
 
     Args:
-        of_y: [B, S, h, P], dt_raw: [B, S, h], before the bias.
-        chunks: x, dt, B and C in chunks, decays: L, T, E and W, before: the state before each chunk.
+        of_y: [B, S, h, P].
+        dt_raw: [B, S, h], before the bias.
+        chunks: x, dt, B and C in chunks.
+        decays: L, T, E and W.
+        before: the state before each chunk.
 
     Returns:
         in fp32: of x, dt_raw, dt_bias, A_log, D, B, C and the initial state.

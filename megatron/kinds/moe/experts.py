@@ -62,8 +62,8 @@ class StackedExperts(nn.Module):
 class Experts(nn.Module):
     """Rows [R, H] to down(activation(gate x) * (up x + offset)) of each row's expert, or down(activation(up x)).
 
-    Tensor parallel ranks have a slice of every expert's width, and their results are partial sums. Or, where experts
-    are folded over them, whole experts.
+    Tensor parallel ranks have a slice of every expert's width, and their results are partial sums. Where experts are
+    folded over them, they have whole experts.
     """
 
     compiled_parts = ("activated",)

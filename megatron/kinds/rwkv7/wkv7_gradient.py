@@ -27,8 +27,10 @@ class ForwardChunks(NamedTuple):
     Attributes:
         left: decays from the middle of the chunk to its begin and to each position, [m, Q + 1, N].
         between: decays from the middle of a chunk to the middle of the next, or to the end of the last, [m, 1, N].
-        readers: A over R, [m, 2 Q, N], reads: the same, 0 where the state before the chunk is another document's.
-        writers: B over K, [m, 2 Q, N], writes: the same, 0 where the state after the chunk is another document's.
+        readers: A over R, [m, 2 Q, N].
+        reads: the same, 0 where the state before the chunk is another document's.
+        writers: B over K, [m, 2 Q, N].
+        writes: the same, 0 where the state after the chunk is another document's.
         scores: of all readers and writers, [m, 2 Q, 2 Q].
         inverse: of 1 - <A B>, [m, Q, Q].
         of_state: inverse A, [m, Q, N].

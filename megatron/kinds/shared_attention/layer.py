@@ -163,7 +163,7 @@ class SharedAttention(nn.Module):
 
     @staticmethod
     def counts(model: ModelSection, options: SharedAttentionOptions, sequence_length: int, number: int = 0) -> Counts:
-        """The shared weights are counted at the first call of each. Their work at every call."""
+        """The shared weights are counted at the first call of each, their work at every call."""
         H, R, mlp = model.hidden_size, options.adapter_rank, options.mlp
         shared = Attention.counts(model, options, sequence_length, inputs=2 * H) + MLP.counts(
             model, mlp, sequence_length

@@ -36,11 +36,13 @@ class LayerMessage:
     """One message of a layer in each micro-batch.
 
     Attributes:
-        axis: a field of `Mesh`. operation: as in accounts. `send` and `recv` are between two ranks. elements: of
-            nccl-tests' S. dtype: empty is the type in which layers compute. backward: it is sent in the backward pass.
-            again: whether a recomputation sends it again: always, unless selective recomputation keeps the result,
-            where the
-            backward pass needs a tensor after the layer's last product, or never.
+        axis: a field of `Mesh`.
+        operation: as in accounts. `send` and `recv` are between two ranks.
+        elements: of nccl-tests' S.
+        dtype: empty is the type in which layers compute.
+        backward: it is sent in the backward pass.
+        again: whether a recomputation sends it again: always, unless selective recomputation keeps the result, where
+            the backward pass needs a tensor after the layer's last product, or never.
         shared: name of a value that all layers read. The first layer asks for it, or with a pipeline the first of each
             block.
         by_data: how the data change it, empty where they do not. `MEAN`, `MOST`: each rank sends another number of

@@ -27,12 +27,12 @@ class Goldfish(Objective):
     """Masks one label of k.
 
     Args:
-        k: one label of k is masked. h: number of tokens before a label that decide (reference: the last h labels,
-            itself included). mask: `hashed`: by a hash of the h tokens before the label in its document. A passage that
-            occurs again loses the
-            same labels again, except its first h. `static`: labels 0, k, 2k, ... of each sample. `reference`: as in the
-            authors' program (`hash-table`). Its windows cross the ends of documents and begin again in each sample. All
-            windows that have id 0 are decided alike.
+        k: one label of k is masked.
+        h: number of tokens before a label that decide (reference: the last h labels, itself included).
+        mask: `hashed`: by a hash of the h tokens before the label in its document. A passage that occurs again loses
+            the same labels again, except its first h. `static`: labels 0, k, 2k, ... of each sample. `reference`: as in
+            the authors' program (`hash-table`). Its windows cross the ends of documents and begin again in each sample.
+            All windows that have id 0 are decided alike.
     """
 
     weighs = True

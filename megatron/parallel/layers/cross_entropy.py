@@ -9,7 +9,7 @@ Memory is one chunk of [chunk, V/t] instead of several [N, V/t] (fused linear cr
 Kernel"). All numbers are fp32 at least, for every type of x and W.
 
 The loss scale of fp16 training reaches the gradients only in the backward pass, after their products in fp16. The
-forward pass therefore divides the weights by the largest one, and the backward pass multiplies by it.
+forward pass of fp16 therefore divides the weights by the largest one, and the backward pass multiplies by it.
 
 An `OwnLoss` computes another loss from the logits: a divergence from a teacher (`distillation.py`), or the cost of an
 objective that reads logits (`objective_logits.py`).

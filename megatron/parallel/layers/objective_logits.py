@@ -137,6 +137,6 @@ class LogitsLoss:
         largest_C, negated_C = all_reduce(torch.stack([cost_C, -cost_C]), axis, dist.ReduceOp.MAX)
         if not bool(((largest_C + negated_C) <= AGREE * (1 + largest_C.abs())).all()):
             raise ValueError(
-                "the objective's cost must be the same on all tensor parallel ranks: its sums over the vocabulary "
-                "must go through ChunkLogits.sum, largest or of"
+                "the objective's cost must be the same on all tensor parallel ranks: all that it computes over the "
+                "vocabulary must go through ChunkLogits.sum, largest or of"
             )

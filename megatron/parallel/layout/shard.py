@@ -103,11 +103,14 @@ class LogicalTensor:
     """A parameter without its layout. Each local parameter has it as `.logical`.
 
     Attributes:
-        name: such as `layers.7.attention.query.weight`. shape: logical shape. role: its purpose. shard: how tensor
-            parallel ranks cut it. None: each holds it whole. keep_fp32: it stays in fp32 in every precision. matrices:
-            sizes, along dim 0, of the matrices fused in it (Muon updates each separately). heads: of projections to
-            heads, for each of `matrices`: "query", "key" or "value", and the rows of a head. Not in
-            checkpoints.
+        name: such as `layers.7.attention.query.weight`.
+        shape: logical shape.
+        role: its purpose.
+        shard: how tensor parallel ranks cut it. None: each holds it whole.
+        keep_fp32: it stays in fp32 in every precision.
+        matrices: sizes, along dim 0, of the matrices fused in it (Muon updates each separately).
+        heads: of projections to heads, for each of `matrices`: "query", "key" or "value", and the rows of a head. Not
+            in checkpoints.
         scales: factors of its training. Not in checkpoints.
     """
 

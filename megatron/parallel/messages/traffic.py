@@ -12,10 +12,9 @@ class Call(NamedTuple):
 
     Attributes:
         phase: forward, recompute, backward, update, exchange (the trainer's sums), or a name of work between steps.
-            layer: `embedding`, `layers.3.attention`, `head`. Empty for messages of no layer, such as sums of gradients.
-            group: tensor, data, pipeline, expert, expert_data, world, or axes joined by `+`. An algorithm in levels
-            also has
-            `data/inside` (ranks of a host) and `data/between` (a rank of each host).
+        layer: `embedding`, `layers.3.attention`, `head`. Empty for messages of no layer, such as sums of gradients.
+        group: tensor, context, data, pipeline, expert, expert_data, world, or axes joined by `+`. An algorithm in
+            levels also has `data/inside` (ranks of a host) and `data/between` (a rank of each host).
         ranks: of the group. 2 for sends between a pair.
         operation: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, send, recv, barrier, ...
         dtype: fp32, bf16, ...
@@ -115,8 +114,7 @@ class Messages:
 
         Args:
             kind: `SPLIT`, where the caller gives the size of each rank's part, which may differ. `LATER`, where one
-                wait
-                is for all of them.
+                wait is for all of them.
 
         Raises:
             ValueError: `messages` does not divide `size`.

@@ -5,9 +5,9 @@ owner adds them in fp32, encodes the sum, and sends it to all. So a value is rou
 and every rank decodes the same bytes.
 
 `int8_block` has blocks of 256 with the largest magnitude as 127. `top_k` sends the largest of every 32 values as they
-are. Both keep their rounding errors, and add them to the next values of the same tensor (error feedback, Seide et al.
-2014, Karimireddy et al. 2019, arXiv 1901.09847). Over many steps the sums are therefore exact. `bf16` and `fp16` only
-round, and keep no errors.
+are. Both keep their errors (what rounding and choice leave out), and add them to the next values of the same tensor
+(error feedback, Seide et al. 2014, Karimireddy et al. 2019, arXiv 1901.09847). So the sums of many steps differ from
+exact ones by the last errors only. `bf16` and `fp16` only round, and keep no errors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def encode(wire: str, x_PE: Tensor, block: int = BLOCK) -> Tensor:
     if wire == "int8_block":
         blocks = x_PE.view(parts, -1, block)
         scale = blocks.abs().amax(-1, keepdim=True) / 127
-        # a scale that is no number makes the whole block none
+        # where the scale is not finite, no value of the decoded block is
         values = (blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)).nan_to_num(0.0).round().clamp(-127, 127)
         return torch.cat(
             [scale.reshape(parts, -1).view(torch.uint8), values.to(torch.int8).view(parts, -1).view(torch.uint8)], 1
@@ -48,7 +48,7 @@ def encode(wire: str, x_PE: Tensor, block: int = BLOCK) -> Tensor:
 
 
 def decode(wire: str, bytes_PB: Tensor, elements: int, block: int = BLOCK) -> Tensor:
-    """The reverse of `encode`, with its rounding errors: fp32 [P, elements]."""
+    """The reverse of `encode`, with its errors: fp32 [P, elements]."""
     parts = len(bytes_PB)
     if wire in TYPES:
         return bytes_PB.contiguous().view(TYPES[wire]).float()
@@ -245,5 +245,5 @@ def sum_messages(wire: str, elements: int, ranks: int) -> tuple[int, int]:
 
 def describe_wire(wire: str) -> str:
     """A line for the start of a run."""
-    kept = ". Rounding errors are added to the next step's, and begin at zero now" if wire in FEEDS_BACK else ""
+    kept = ". Errors are added to the next step's gradients, and begin at zero now" if wire in FEEDS_BACK else ""
     return f"gradients travel between data parallel ranks as {wire}, and are summed in fp32{kept}"

@@ -56,10 +56,11 @@ class HostGrid:
     """A group from the place of this rank.
 
     Attributes:
-        inside: ranks of its host. between: the ranks at its place of every host. outer: grid of the ranks of `between`
-            with three levels, else None. order: [l n] the group's places, by place in a host and then by host. None
-            where ranks are numbered host by host,
-            so that a transposition does.
+        inside: ranks of its host.
+        between: the ranks at its place of every host.
+        order: [l n] the group's places, by place in a host and then by host. None where ranks are numbered host by
+            host, so that a transposition does.
+        outer: grid of the ranks of `between` with three levels, else None.
     """
 
     inside: Axis

@@ -50,10 +50,11 @@ def choose(
     """The implementation ("tiles", "causal", "varlen", "masked", "flex", "math" or "pieces") and the reason for it.
 
     Args:
-        channels: of a head's queries, keys or values, whichever has the fewest. compiled: whether it is part of a
-            compiled block, where each piece would be compiled separately. narrow: whether it is in bf16. In fp32
-            torch's kernel, which computes head by head, rounds alike on every layout. flash: whether FlashAttention
-            accepts heads of these widths.
+        channels: of a head's queries, keys or values, whichever has the fewest.
+        compiled: whether it is part of a compiled block, where each piece would be compiled separately.
+        narrow: whether it is in bf16. In fp32 torch's kernel, which computes head by head, rounds alike on every
+            layout.
+        flash: whether FlashAttention accepts heads of these widths.
     """
     windowed = pattern.window is not None and pattern.window < keys
     plain = not (documents or windowed or pattern.slopes or pattern.softcap or sinks or dropout > 0.0)

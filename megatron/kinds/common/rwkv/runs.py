@@ -18,7 +18,8 @@ class Runs:
     """About sqrt(S) runs of about sqrt(S) positions. The last may be shorter and is padded.
 
     Attributes:
-        length: S, run: Q, filled: positions that are missing in the last run.
+        length, run: S and Q.
+        filled: positions that are missing in the last run.
         starts: int [B, c, Q], index of the first token of each token's document. None where all is one document.
         places: int [c, Q], index of each position.
     """
