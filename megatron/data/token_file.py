@@ -87,9 +87,8 @@ class TokenFile:
             raise DataError(self.idx_path, "it does not start like a Megatron index (MMIDIDX)", REMAKE)
         _, version, code, count, entries = HEADER.unpack(head)
         if version != 1 or code not in DTYPES:
-            raise DataError(
-                self.idx_path, f"version {version} with token type {code} is unknown. The version must be 1", REMAKE
-            )
+            known = f"the version must be 1, and the type 1 to {max(DTYPES)}"
+            raise DataError(self.idx_path, f"version {version} with token type {code} is unknown: {known}", REMAKE)
         self.dtype = np.dtype(DTYPES[code]).newbyteorder("<")
         if self.dtype.kind not in "iu":
             raise DataError(self.idx_path, f"it holds {self.dtype.name}, not token ids", "give a file of tokens")

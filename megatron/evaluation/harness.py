@@ -142,11 +142,15 @@ def undisturbed() -> Iterator[None]:
     """The harness seeds every generator of the process, and prints. Restores all of that afterwards."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    described = mock.patch.object(collect_env, "get_pretty_env_info", _environment)
+    forks = os.environ.get(NO_FORKS)
+    os.environ[NO_FORKS] = "1"  # not by mock.patch.dict, which empties the environment for a moment at the end
     try:
-        with mock.patch.dict(os.environ, {NO_FORKS: "1"}), described, loading.quiet():
+        with mock.patch.object(collect_env, "get_pretty_env_info", _environment), loading.quiet():
             yield
     finally:
+        os.environ.pop(NO_FORKS, None)
+        if forks is not None:
+            os.environ[NO_FORKS] = forks
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])

@@ -44,9 +44,8 @@ def data_of(what: str) -> Iterator[None]:
         yield
     except (ConnectionError, FileNotFoundError) as error:
         raise TaskError(
-            f"the data of {what} cannot be loaded: {error}\nfix: check the network and the task's data files"
-            f"{_near(error)}. Without a network, benchmarks.py unpacks real benchmarks, and the tasks deepy_* "
-            "need nothing"
+            f"the data of {what} cannot be loaded: {error}\nfix: check the network and the task's data files. Without "
+            f"a network, benchmarks.py unpacks real benchmarks, and the tasks deepy_* need nothing{_near(error)}"
         ) from error
 
 

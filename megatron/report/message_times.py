@@ -191,7 +191,7 @@ def _draw_times(axes: Any, times: StepTimes, colours: Mapping[tuple, str]) -> No
             axes.bar(place + 0.2, each.exposed * scale, 0.36, exposed, color=colour)
             exposed += each.exposed * scale
     axes.set_xticks(range(len(phases)), [phase or "-" for phase in phases])
-    axes.set(title="left: transfer, and waiting for the last rank (hatched). right: exposed")
+    axes.set(title="left: transfer, and waiting for the last rank (hatched), right: exposed")
     axes.set_ylabel(f"milliseconds of step {times.step}, mean of {times.ranks} ranks")
     axes.grid(axis="y", alpha=0.3)
 

@@ -15,7 +15,7 @@ import torch
 from ...config.file_access import replace_file
 from ...config.sections.output import LevelSection
 from ..format.communicator import Communicator, all_problems
-from ..format.durable import sync_directory, write_file
+from ..format.durable import name_errors, sync_directory, write_file
 from ..format.errors import CheckpointError, StoreRefuses, brief, disk_refuses
 from ..format.fragment import Fragment
 from ..format.meta import Meta
@@ -208,7 +208,8 @@ class Levels:
         left = [*self._left, after]
 
         def write() -> list[str]:
-            replace_file(self._note, "\n".join([self._token, *map(str, left)]), durable=True)
+            with name_errors(self._note):
+                replace_file(self._note, "\n".join([self._token, *map(str, left)]), durable=True)
             sync_directory(self._note.parent)
             return []
 
