@@ -102,6 +102,9 @@ def _split(source: Path, folder: Path) -> None:
     """Write a folder per parameter of a checkpoint without ZeRO.
 
     Its optimizer's states are numbered. They are taken where one group has all parameters, in the module's order.
+
+    Raises:
+        CheckpointError: there are several files (tensor or pipeline parallel ranks), or it is damaged.
     """
     files = sorted(source.glob("*_model_states.pt"))
     if len(files) > 1:

@@ -28,6 +28,7 @@ class InputFile:
         url: what fsspec opens.
         name: path below the source's folder. It is a part of ids.
         format: "jsonl", "parquet", "warc" or "text".
+        size: bytes.
         state: a time or tag of its last change.
         problem: why it must not be read. Empty if it may be.
     """

@@ -14,8 +14,7 @@ def cut_samples(batch: StepBatch, length: int, samples: int) -> StepBatch:
     """Cut each sample into pieces of `length` tokens, which become samples. Each label stays one label.
 
     Piece k of sample n is sample n * pieces + k of the new batch. Its numbers, hashes, documents and positions are as
-    if the
-    batch had been read with samples of this length. `samples` is B, of the whole global batch before the cut.
+    if the batch had been read with samples of this length. `samples` is B, of the whole global batch before the cut.
     """
     pieces = batch.inputs.shape[-1] // length
     if pieces == 1:

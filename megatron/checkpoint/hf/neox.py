@@ -289,7 +289,11 @@ def _same_model(run: NeoXCheckpoint, optimizer: OptimizerStates) -> None:
 
 
 def _fit(run: NeoXCheckpoint, place: Place, state: str, shards: list[Tensor], weights: list[Tensor]) -> None:
-    """Compare states with weights: equal shapes, and masters that round to the weights."""
+    """Compare states with weights: equal shapes, and masters that round to the weights.
+
+    Raises:
+        CheckpointError: they differ, as in files of different steps or with another order of the parameters.
+    """
     for rank, (shard, weight) in enumerate(zip(shards, weights, strict=True)):
         if shard.shape != weight.shape:
             problem = f"is {tuple(shard.shape)}, the weight {tuple(weight.shape)}"

@@ -219,6 +219,7 @@ def note_name(rank: int) -> str:
 
 
 def _write(draft: Path, rank: int, fragments: list[Fragment]) -> int:
+    """Returns the bytes of the rank's file, 0 without one."""
     draft.mkdir(parents=True, exist_ok=True)
     items = [(fragment.spec, fragment.data.dtype) for fragment in fragments]
     record = write_rank_file(draft, rank, items, lambda number: host_chunks(fragments[number].data), wait=False)

@@ -17,7 +17,8 @@ from ..format.durable import CHUNK, read_fully, write_fully
 
 @dataclass(frozen=True)
 class Parcel:
-    """A file that one rank reads and another writes. `name` is the path inside the checkpoint on both sides."""
+    """A file of `size` bytes that rank `sender` reads and rank `receiver` writes. `name` is the path inside the
+    checkpoint on both sides."""
 
     name: str
     size: int

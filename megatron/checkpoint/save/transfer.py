@@ -214,6 +214,7 @@ def remote_manifest(url: str, *, attempts: int = 5, wait: float = 1.0) -> bytes:
 
 
 def _fetch(url: str, sizes: Mapping[str, int], draft: Path, attempts: int, wait: float) -> None:
+    """Copy files. `sizes` has the most bytes of each."""
     problems, lost = [], 0
     for name, most in sizes.items():
         target, place = part_of(draft, name), f"{url.rstrip('/')}/{name}"
@@ -275,7 +276,8 @@ def _get(url: str, target: Path, most: int = MOST) -> None:
 
 
 def _within(seconds: float, work: Callable[[], Any]) -> Any:
-    """Return the result of `work`, or raise its error. Work that takes too long is abandoned to its thread."""
+    """Return the result of `work`, or raise its error. Work that takes too long is abandoned to its thread, and a
+    TimeoutError raised."""
     answer: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue()
 
     def run() -> None:

@@ -55,7 +55,7 @@ class Optimizer(Protocol):
 
     def state_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of all states of each parameter of a group. Each is a tensor of the parameter's shape, zero before
-        the first step. "step" and those in `numbers` are 0-d."""
+        the first step. "step", a float32 count of updates, and those in `numbers` are 0-d."""
 
     def step(self, closure: Any = None) -> Any:
         """Update the parameters that have gradients."""
