@@ -20,34 +20,35 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.config import Config
+from megatron.config.arithmetic.wire import bucket_elements, scatters_gradients
 from megatron.data.batch import StepBatch
 from megatron.model.block import hands_on_states
 from megatron.model.stack import ModelPlan
 from megatron.parallel.layers.parameters import buffers_of, logical_of
 from megatron.parallel.layout.mesh import Mesh, stage_axis
+from megatron.parallel.layout.precision import COMPUTE_TYPES
 from megatron.worker.beacon import Beacon
 
+from .deepspeed.buckets import finished
 from .deepspeed.clipping import GlobalClipping, global_limit
 from .deepspeed.expert_groups import count_each_element_once, spread_experts
 from .deepspeed.keep_fp32 import keeping_fp32
 from .deepspeed.mpu import ModelParallelUnit
-from .deepspeed.options import accumulation_steps, deepspeed_options, zero_stage
+from .deepspeed.options import accumulation_steps, deepspeed_options, reduces_once, zero_stage
 from .deepspeed.reduction import (
-    average_gradients_in_place,
-    average_groups_in_place,
     begin_sums_with_copies,
     reduce_nothing,
-    sum_buckets_in_place,
     sum_large_gradients_in_place,
     tell_of_reductions,
 )
+from .deepspeed.scattered import ScatteredGradients
 from .deepspeed.step_on_device import decide_on_device
 from .deepspeed.zero_copies import norms_without_copies, update_in_place
 from .micro_batches import LossAccumulator, MicroBatch, micro_batches
 from .optimizers.groups import build_optimizer, set_learning_rate
 from .optimizers.matrix import MatrixOptimizer
 from .part import EnginePart, Update
-from .parts import COMPRESSION, TEACHER, build_parts
+from .parts import TEACHER, build_parts
 from .protocol import LabelGroups, StepResult
 from .state import EngineState
 from .undo import Undo
@@ -102,7 +103,10 @@ class BaseEngine:
 
     def _start(self, module: nn.Module, mpu: ModelParallelUnit | None) -> None:
         parameters = list(module.parameters())
-        self.optimizer = build_optimizer(self.config, parameters)
+        self.scattered: ScatteredGradients | None = None
+        self.scatters = scatters_gradients(self.config, self.mesh.layout)
+        bucket = bucket_elements(self.config, self.mesh.replicas.size) if self.scatters else 0
+        self.optimizer = build_optimizer(self.config, parameters, bucket)
         stage = zero_stage(self.config, self.mesh.layout)
         # ZeRO's norms are exact for its own ranks. DeepSpeed's norm at stage 0 counts some elements several times.
         self.clipping = GlobalClipping(parameters, self.mesh, global_limit(self.config)) if stage == 0 else None
@@ -128,17 +132,29 @@ class BaseEngine:
         """Each call replaces methods of DeepSpeed's engine or optimizer. A later one may replace an earlier one's."""
         if self.mesh.replicas.size == self.mesh.expert_data.size == 1:
             reduce_nothing(self.deepspeed, stage)
+        each = stage > 1 and not reduces_once(self.config, self.mesh.layout)
         count_each_element_once(self.deepspeed.optimizer, self.mesh)
-        tell_of_reductions(self.deepspeed, self.beacon)
-        sum_large_gradients_in_place(self.deepspeed)
-        begin_sums_with_copies(self.deepspeed.optimizer)
+        tell_of_reductions(self.deepspeed, self.beacon, each)
+        if not self.scatters:
+            sum_large_gradients_in_place(self.deepspeed)
+            begin_sums_with_copies(self.deepspeed.optimizer)
         decide_on_device(self.deepspeed.optimizer, self.optimizer)
         norms_without_copies(self.deepspeed.optimizer)
         update_in_place(self.deepspeed.optimizer)
-        if COMPRESSION not in self.parts:  # its part replaces the same methods
-            average_groups_in_place(self.deepspeed)
-            average_gradients_in_place(self.deepspeed.optimizer)
-            sum_buckets_in_place(self.deepspeed.optimizer)
+        if self.scatters:
+            self.scattered = self._scattered(each)
+
+    def _scattered(self, each: bool) -> ScatteredGradients:
+        precision, module = self.config.precision, self.deepspeed.module
+        return ScatteredGradients(
+            self.deepspeed,
+            self.mesh,
+            finished(module),
+            self.accumulation,
+            each,
+            wire=COMPUTE_TYPES["fp32" if precision.compute == "fp32" else precision.reduce],
+            late=hands_on_states(module),  # a rank that waits for another's state would hold up its bucket
+        )
 
     def _before_update(self) -> None:
         self.call_parts("before_update")
@@ -151,6 +167,8 @@ class BaseEngine:
         self.state.for_training()
         set_learning_rate(self.optimizer, lr)
         self.losses = LossAccumulator.zero(self.device)
+        if self.scattered is not None:
+            self.scattered.begin()
         self.call_parts("before_step", step, micro_batches)
         self.undo.begin()  # asks the parts whether this is a trial
 

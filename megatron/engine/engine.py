@@ -53,7 +53,7 @@ class PlainEngine(BaseEngine):
         if scale is None:
             return NO_LABELS
         self.losses.scale = scale
-        if not reduces_once(self.config, self.mesh.layout):
+        if self.scatters or not reduces_once(self.config, self.mesh.layout):
             for number in self._passes(batch, scale, look):
                 if number == count:  # before, DeepSpeed's step only counts micro-batches
                     self.beacon.at(OPTIMIZER, count, count)

@@ -2,7 +2,7 @@
 
 Bytes per parameter, with r replicas, as `engine/deepspeed/options.py` configures it (Rajbhandari et al. 2020 has the
 textbook's figures, which differ):
-    bf16, ZeRO 1, sums in fp32   weights 2, sums 4, states (4 + moments) / r; where r > 1, gradients 2
+    bf16, ZeRO 1, sums in fp32   weights 2, sums 4, states (4 + moments) / r
     fp32, one replica            weights 4, gradients 4, moments, also at ZeRO 1
     other ZeRO 1                 weights 2 or 4, gradients as sums are kept, states (4 + moments) / r
     ZeRO 2                       weights, gradients / r and a bucket, states / r
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config import Config
-from megatron.config.arithmetic.wire import FEEDS_BACK, skips_late
+from megatron.config.arithmetic.wire import FEEDS_BACK, bucket_elements, scatters_gradients, skips_late
 from megatron.config.features.feature import wanted_features
 from megatron.config.optimizer_kind import state_bytes
 from megatron.objectives.named import objective_of
@@ -89,7 +89,7 @@ def states(config: Config, layout: Layout, weights: RankWeights) -> dict[str, fl
     result = {"weights": held, "gradients": float(sums * weights.total), "states": per * owned}
     if zero == 0:
         result["states"] = per * weights.total
-    elif zero == 1 and mixed and sums == 4 and layout.replicas > 1:
+    elif zero == 1 and mixed and sums == 4 and layout.replicas > 1 and not scatters_gradients(config, layout):
         result["gradients"] += (
             size * weights.total
         )  # those of a micro-batch; on one replica they are freed as they come
@@ -122,6 +122,9 @@ def buckets(config: Config, layout: Layout, weights: RankWeights, largest: int) 
         return 0.0
     size = SIZES[config.precision.compute]
     reduced = SIZES[config.precision.reduce] if mixed else 4
+    if scatters_gradients(config, layout):  # two on their way, and the one that is being filled
+        apart = layout.zero_stage == 2 or reduced < 4
+        return float(reduced * min(3 * bucket_elements(config, layout.replicas), weights.total)) if apart else 0.0
     if layout.zero_stage == 1 and mixed and config.precision.accumulate == "fp32":
         return float(reduced * min(FALLBACK_BUCKET, weights.total))
     bucket = min(zero.bucket_size, weights.total) * size * (2 if zero.overlap and layout.pipeline == 1 else 1)
@@ -175,6 +178,7 @@ def stage_memory(config: Config, shapes: Shapes, choice: Candidate, stage: int, 
     exchange = buckets(config, layout, weights, largest)
     passing = parts["activations"] + parts["working"] + parts["loss"]
     after = layout.zero_stage == 1 and config.precision.compute != "fp32" and config.precision.accumulate == "fp32"
+    after = after and not scatters_gradients(config, layout)
     # The bf16 optimizer reduces after the last backward pass, when activations are gone.
     parts["buckets"] = max(0.0, exchange - passing) if after else exchange
     held = sum(parts.values())

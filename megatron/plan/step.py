@@ -1,8 +1,9 @@
 """The time of a step in closed form: products in tiles and waves, memory traffic, messages, pipeline, optimizer.
 
-Each operation takes the longer of its arithmetic and its memory traffic. Messages overlap as in DeepSpeed 0.19.8. Sums
-over tensor parallel ranks and sends between stages do not overlap. Gradients of its bf16 optimizer and of a pipeline
-are reduced after the last backward pass. ZeRO 2 reduces in every micro-batch, and ZeRO 3 gathers ahead of use.
+Each operation takes the longer of its arithmetic and its memory traffic. Sums over tensor parallel ranks and sends
+between stages do not overlap. Gradients of ZeRO 1 and 2 are reduce-scattered under the backward pass, at ZeRO 2 in
+every micro-batch. Where DeepSpeed 0.19.8 reduces, its bf16 optimizer does so after the last backward pass. ZeRO 3
+gathers ahead of use.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from math import ceil
 from typing import Any
 
 from megatron.config import Config
-from megatron.config.arithmetic.wire import between_stages
+from megatron.config.arithmetic.wire import between_stages, bucket_elements, scatters_gradients
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.messages.traffic import SIZES
 from megatron.parallel.transport.compression import sum_messages
@@ -253,7 +254,8 @@ class StepEstimator:
         """Sums of gradients and gathered weights that no computation hides."""
         mixed = self.compute != "fp32"
         reduced = SIZES[config.precision.reduce] if mixed else 4
-        bucket, wire = config.zero.bucket_size, config.parallel.communication.compress.data
+        scattered, wire = scatters_gradients(config, layout), config.parallel.communication.compress.data
+        bucket = bucket_elements(config, layout.replicas) if scattered else config.zero.bucket_size
 
         def sums(operation: str, size: float) -> float:
             pairs = (("replicas", weights.dense), ("expert_data", weights.expert))
@@ -273,6 +275,10 @@ class StepEstimator:
         if layout.zero_stage == 3:
             beside = OVERLAP * work.computing if config.zero.overlap else 0.0
             return max(0.0, count * 2 * gather + times * sums("reduce_scatter", reduced) - count * beside)
+        if scattered:
+            under = 0.0 if self.device.name == "cpu" else OVERLAP * 2 / 3 * work.computing
+            passes = times if layout.zero_stage == 2 else 1
+            return passes * max(0.0, sums("reduce_scatter", reduced) - under) + gather
         reduce = sums("all_reduce", reduced) if wire == "none" else exchanged()
         plain = layout.pipeline == 1 and config.zero.overlap and layout.zero_stage > 0
         hidden = OVERLAP * 2 / 3 * work.computing

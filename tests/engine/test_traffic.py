@@ -12,6 +12,7 @@ import pytest
 from torch import Tensor
 
 from megatron.config import Config, resolve
+from megatron.config.variants import overlay
 from megatron.model.costs.exchanges import BY_DOCUMENTS, MEAN, MOST
 from megatron.model.costs.traffic import NotPredicted
 from megatron.parallel.layout.layout import Layout
@@ -199,13 +200,14 @@ def test_a_core_that_runs_as_often_in_each_step_at_zero_3():
 
 @pytest.mark.parametrize("bucket", [3000, 700])
 def test_small_buckets(bucket: int):
-    """ZeRO 1 sends a bucket when the next gradient would overfill it; a larger gradient is a bucket of its own."""
+    """A bucket is full when the next parameter would overfill it; a larger parameter is a bucket of its own."""
     case = next(case for case in cases() if case.name == "fp32: llama on dp2, ZeRO 1, four micro-batches")
     values = {**case.values, "zero": {**case.values["zero"], "bucket_size": bucket}}
     own = predict(resolve(values, ranks=2), 2, 0, weighted=True)
-    messages, size = own.step.by("phase", "operation")["backward", "all_reduce"]
-    whole = predict(resolve(case.values, ranks=2), 2, 0, weighted=True)
-    assert messages > 5 and (1, size) == whole.step.by("phase", "operation")["backward", "all_reduce"]
+    messages, size = own.step.by("phase", "operation")["backward", "reduce_scatter"]
+    whole = predict(resolve(overlay(values, {"zero": {"bucket_size": 10**9}}), ranks=2), 2, 0, weighted=True)
+    fewer, least = whole.step.by("phase", "operation")["backward", "reduce_scatter"]
+    assert messages > 5 > fewer and least <= size <= least + 4 * 3 * messages  # a bucket is padded to a multiple of 4
     assert [own.step.rows()] * 2 == run(2, counted, values, 2)[0]
 
 
@@ -221,7 +223,9 @@ def in_small_buckets(work: Callable[..., Any], values: dict, ranks: int, element
         DeepSpeedEngine._reduce_non_expert_gradients = usual
 
 
-@pytest.mark.parametrize("name", ["bf16: llama on dp2, ZeRO 1, four micro-batches", "fp32: neox on pp2 · dp2, ZeRO 0"])
+@pytest.mark.parametrize(
+    "name", ["Muon in bf16: llama on dp2, ZeRO 1, four micro-batches", "fp32: neox on pp2 · dp2, ZeRO 0"]
+)
 @pytest.mark.parametrize("elements", [4000, 300])
 def test_small_buckets_of_the_fallback(name: str, elements: int, monkeypatch):
     """Larger tensors go on their own; the bf16 optimizer has one for each group of parameters."""
@@ -263,7 +267,7 @@ def test_formulas_of_a_large_model():
         ("forward",): (2 * layers * micro_batches, 2 * layers * micro_batches * b_s_h * 2),
     }
     data = step.by("group", "operation", "dtype")
-    gradients, weights = data["data", "all_reduce", "fp32"][1] // 4, data["data", "all_gather", "bf16"][1] // 2
+    gradients, weights = data["data", "reduce_scatter", "fp32"][1] // 4, data["data", "all_gather", "bf16"][1] // 2
     parameters = (24 * 12 * 2048**2 + 2 * 50304 * 2048) // 2  # matrices of one tensor parallel rank; vectors besides
     assert gradients == weights and parameters < weights < parameters * 1.001
 

@@ -86,7 +86,7 @@ def two_stages_of_unequal_groups() -> list[float]:
     """Norms of a step with ZeRO 1, where the first stage alone has a group of the embedding."""
     values = values_of(
         "llama",
-        zero={"stage": 1},
+        zero={"stage": 1, "bucket_size": 10**6},
         parallel={"pipeline": 2},
         training={"micro_batch_size": 2},
         optimizer={"groups": {"embedding": {"weight_decay": 0.3}}},

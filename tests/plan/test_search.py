@@ -146,8 +146,8 @@ def test_bytes_of_the_data_axis_are_those_that_are_counted(llama):
         bounds = asked.shapes.bounds(config)
         weights = stage_weights(asked.shapes, choice, range(bounds[0], bounds[1]))
         sizes = predict(resolved, 8, 0).step.by("phase", "group", "operation")
-        assert sizes["backward", "data", "all_reduce"][1] == 4 * weights.total
         unit = 2 * resolved.parallel.tensor * 8 * 2 * 2
+        assert 0 <= sizes["backward", "data", "reduce_scatter"][1] - 4 * weights.total < 4 * unit
         assert 0 <= sizes["update", "data", "all_gather"][1] - 2 * weights.total < 2 * unit
         tensor = [
             (messages, size)
@@ -161,9 +161,9 @@ def test_bytes_of_the_data_axis_are_those_that_are_counted(llama):
 
 
 def test_states_have_the_published_sizes():
-    """Rajbhandari et al. 2020, with DeepSpeed's full sums in fp32 at ZeRO 1; ZeRO 3 shares everything."""
+    """Rajbhandari et al. 2020, with full sums in fp32 in place of gradients at ZeRO 1; ZeRO 3 shares everything."""
     asked = question(LLAMA)
-    for zero, expected in ((1, 2 + (2 + 4) + 12 / 8), (2, 2 + 4 / 8 + 12 / 8), (3, (2 + 4 + 12) / 8)):
+    for zero, expected in ((1, 2 + 4 + 12 / 8), (2, 2 + 4 / 8 + 12 / 8), (3, (2 + 4 + 12) / 8)):
         choice = Candidate(zero=zero)
         config = apply(asked.base, choice, 8)
         weights = stage_weights(asked.shapes, choice, range(asked.shapes.places))

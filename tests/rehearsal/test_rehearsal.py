@@ -138,13 +138,14 @@ def wide() -> tuple[dict, RankCounts]:
 
 
 def test_states_take_what_formulas_say(wide):
-    """bf16 with ZeRO 1: 2 bytes of weights and 4 of gradients per parameter, and 4 + 8 over the data parallel ranks."""
+    """bf16 with ZeRO 1: 2 bytes of weights and 4 of gradients per parameter, and 4 + 8 over the data parallel ranks.
+    Besides their sums in fp32 there are two gradients in bf16, the last one and the one before it."""
     values, seen = wide
     found, config = memory(seen.allocations), resolve(values, ranks=16)
     layout = Layout.of(config, 16)
     whole = seen.checkpoint["master"] * layout.data // 4  # parameters of the stage's tensor parallel rank
     assert layout.data == 4 and found["weights"] == pytest.approx(2 * whole, rel=0.01)
-    assert found["gradients"] == pytest.approx((4 + 2) * whole, rel=0.02)  # sums in fp32, and those being made
+    assert 4 * whole <= found["gradients"] <= 1.01 * 4 * whole + 2 * 2 * (4 * 32 * 32 // 2)
     assert found["masters"] == pytest.approx(4 * whole / 4, rel=0.01)
     assert found["moments"] == pytest.approx(8 * whole / 4, rel=0.01)
 

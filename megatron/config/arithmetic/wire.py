@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..features.feature import wanted_features
+from ..optimizer_kind import optimizer_kind
 
 if TYPE_CHECKING:
     from .. import Config
@@ -17,6 +18,25 @@ BLOCK = 256  # elements with a scale of their own
 LEAST_BLOCK = 16  # elements of a block between pipeline stages
 SHARE = 32  # one in this number of elements is sent
 PIPELINE = "parallel.communication.compress.pipeline"
+
+
+def scatters_gradients(config: Config, layout: Any) -> bool:
+    """Whether ZeRO 1 and 2 reduce-scatter gradients in buckets during the backward pass, instead of DeepSpeed's sums.
+
+    Args:
+        layout: a `Layout`.
+    """
+    precision, kind = config.precision, optimizer_kind(config)
+    wide = precision.compute == "fp32" or (precision.compute == "bf16" and precision.accumulate == "fp32")
+    plain = config.zero.offload_optimizer.device == "none" and not config.deepspeed
+    plain = plain and config.parallel.communication.compress.data == "none"
+    elementwise = kind is not None and not kind.whole_matrices
+    return layout.zero_stage in (1, 2) and layout.replicas > 1 and wide and plain and elementwise
+
+
+def bucket_elements(config: Config, replicas: int) -> int:
+    """Elements of a bucket that is scattered: enough for each rank's part, and few enough that most are sent early."""
+    return min(config.zero.bucket_size, max(40_000_000, 1_000_000 * replicas))
 
 
 def skips_late(config: Config) -> bool:

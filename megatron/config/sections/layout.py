@@ -142,7 +142,8 @@ class ZeroSection(Section):
     )
     overlap: bool = key(
         False,
-        "Overlap gradient reduction with the backward pass (stage 1 but not in bf16, 2 and 3, without a pipeline).",
+        "Stage 3 without pipeline: overlap gradient reduction with the backward pass. Stages 1 and 2 always do, except "
+        "where DeepSpeed reduces (docs/communication.md).",
     )
     prefetch_size: int = key(50_000_000, "Stage 3: elements gathered ahead of their use.", unit="elements", ge=0)
     persistent_size: int = key(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -59,3 +60,15 @@ def buckets_before(order: Iterable[nn.Parameter], limit: int) -> list[list[nn.Pa
         messages[-1].append(each)
         filled += each.numel()
     return messages
+
+
+def in_buckets(groups: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
+    """Parameter groups of at most `limit` elements, or one parameter. They are filled from the last parameter on, whose
+    gradient is the first to be complete."""
+    found: list[dict[str, Any]] = []
+    for group in groups:
+        parts = buckets_before(group["params"][::-1], limit)[::-1]
+        for number, part in enumerate(parts):
+            name = group["name"] if len(parts) == 1 else f"{group['name']}.{number}"
+            found.append({**group, "params": part[::-1], "name": name})
+    return found

@@ -74,7 +74,7 @@ def count_each_element_once(optimizer: Any, mesh: Mesh) -> None:
 
         optimizer.get_grads_for_norm = gradients
     elif isinstance(optimizer, DeepSpeedZeroOptimizer) and not optimizer.cpu_offload:
-        optimizer.scaled_global_norm = lambda norm_type=2: _norm(optimizer)
+        optimizer.scaled_global_norm = lambda norm_type=2: norm_of_parts(optimizer)
 
 
 def _ordinary(gradients: list[Tensor], experts: dict[str, list[Tensor]], mesh: Mesh) -> tuple[list[Tensor], dict]:
@@ -89,7 +89,7 @@ def _ordinary(gradients: list[Tensor], experts: dict[str, list[Tensor]], mesh: M
     return [*gradients, squares.sqrt().view(1)], {}
 
 
-def _norm(optimizer: Any) -> Tensor:
+def norm_of_parts(optimizer: Any) -> Tensor:
     """One sum over all groups, and over the data, tensor and pipeline axes. inf where it is not finite."""
     pairs = [
         (gradient, parameter)

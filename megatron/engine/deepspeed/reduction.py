@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,18 +12,20 @@ from torch import Tensor
 
 from megatron.parallel.messages.account import phase
 from megatron.parallel.transport.compression import CompressedSum
-from megatron.parallel.transport.routes import installed_routes
-from megatron.parallel.transport.shared_sums import averages
 from megatron.worker.beacon import REDUCE, Beacon
 
 from .sum_of_squares import norm
 
 
-def tell_of_reductions(engine: Any, beacon: Beacon) -> None:
-    """Report reductions of gradients to the beacon. DeepSpeed reduces at the end of a backward pass, with ZeRO 0 and 1
-    only of the last one of a step. Where micro-batches are brief, only the last one is reported, and everything else
-    counts as forward."""
-    reduce, each = engine.allreduce_gradients, engine.zero_optimization_stage() > 1
+def tell_of_reductions(engine: Any, beacon: Beacon, each: bool) -> None:
+    """Report reductions of gradients to the beacon. They come at the end of a backward pass, with ZeRO 0 and 1 only of
+    the last one of a step. Where micro-batches are brief, only the last one is reported, and everything else counts as
+    forward.
+
+    Args:
+        each: whether the gradients of each micro-batch are reduced.
+    """
+    reduce = engine.allreduce_gradients
 
     def told(*arguments: Any, **options: Any) -> None:
         if (each and not beacon.brief) or engine.is_gradient_accumulation_boundary():
@@ -52,102 +53,6 @@ def sum_large_gradients_in_place(engine: Any) -> None:
         pack([each for each in bucket if each.numel() <= numel_per_bucket], dp_group, numel_per_bucket, dp_world_size)
 
     engine.allreduce_no_retain = reduce
-
-
-def average_groups_in_place(engine: Any) -> None:
-    """Where ranks share memory, average a bucket of DeepSpeed's bf16 optimizer in place: still one message, but without
-    a copy to new memory and back. That cost more than the sum, since the kernel clears new memory page by page in each
-    step."""
-    pack = engine.allreduce_and_copy
-    if not hasattr(engine.optimizer, "get_grads_for_reduction"):  # the gradients of each group are one tensor
-        return
-
-    def usual(bucket: Sequence[Tensor], ranks: int, divisor: float | None) -> bool:
-        return (
-            all(each.dtype == engine.communication_data_type for each in bucket)
-            and engine.gradient_average
-            and engine.postscale_gradients()
-            and engine.gradient_predivide_factor() == 1.0
-            and divisor in (None, ranks)
-            and installed_routes() is None  # tables do not know such sums
-        )
-
-    def average(bucket: Sequence[Tensor], dp_group: Any, dp_world_size: float | None = None) -> None:
-        if not usual(bucket, dist.get_world_size(dp_group), dp_world_size) or not averages(dp_group, *bucket):
-            pack(bucket, dp_group, dp_world_size)
-        else:
-            _all_average(bucket, dp_group)
-
-    engine.allreduce_and_copy = average
-
-
-def average_gradients_in_place(optimizer: Any) -> None:
-    """On CPUs, average gradients of ZeRO 1 in place where ranks share memory. DeepSpeed would copy them to a bucket,
-    and the rank's own part from there: new memory in each step, which costs more than the sum. Experts' gradients have
-    another group, which this path does not know."""
-    if not _keeps_gradients_whole(optimizer):
-        return
-    optimizer.contiguous_gradients = False
-    pack = optimizer.allreduce_and_copy
-
-    def average(bucket: Sequence[Tensor], dtype: Any, **options: Any) -> None:
-        group = optimizer.dp_process_group
-        plain = options.get("rank") is None and options.get("process_group") is None and optimizer.gradient_average
-        same = all(each.dtype == dtype for each in bucket) and optimizer.sequence_parallel_size == 1
-        if plain and same and installed_routes() is None and averages(group, *bucket):
-            _all_average(bucket, group)
-        else:
-            pack(bucket, dtype, **options)
-
-    optimizer.allreduce_and_copy = average
-
-
-def _keeps_gradients_whole(optimizer: Any) -> bool:
-    """Whether this is the usual ZeRO 1 on a CPU."""
-    if not hasattr(optimizer, "ipg_buckets") or not hasattr(optimizer, "buffered_reduce_fallback"):
-        return False
-    parameters = [each for group in optimizer.bit16_groups for each in group]
-    ordinary = all(each.device.type == "cpu" and getattr(each, "allreduce", True) for each in parameters)
-    return ordinary and not (optimizer.partition_gradients or optimizer.overlap_comm or optimizer.cpu_offload)
-
-
-def _all_average(tensors: Sequence[Tensor], group: Any) -> None:
-    """Replace tensors by their averages over the ranks, in one message."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch wants to rename it
-        dist.all_reduce_coalesced(list(tensors), op=dist.ReduceOp.AVG, group=group)
-
-
-def sum_buckets_in_place(optimizer: Any) -> None:
-    """On CPUs, sum buckets of ZeRO 1 and 2 in place, if the parts for all ranks are adjacent. DeepSpeed copies them to
-    another bucket. Other ranks' parts become sums here too, which are not used."""
-    if not hasattr(optimizer, "allreduce_and_scatter"):
-        return
-    scatter = optimizer.allreduce_and_scatter
-
-    def whole(bucket: Sequence[Any], dtype: Any, numel_per_bucket: int = 500_000_000, **options: Any) -> None:
-        elsewhere = any(output is not None for each in bucket for output in each[2:])
-        joined = None if elsewhere else one_behind_the_other([each[1] for each in bucket])
-        plain = joined is not None and joined.dtype == dtype and not options.get("divide", True)
-        plain = plain and bucket[0][1].device.type == "cpu"
-        if joined is None or not plain or joined.numel() > numel_per_bucket or optimizer.sequence_parallel_size > 1:
-            scatter(bucket, dtype, numel_per_bucket=numel_per_bucket, **options)
-            return
-        group = options.get("process_group")
-        dist.all_reduce(joined, group=optimizer.dp_process_group if group is None else group)
-
-    optimizer.allreduce_and_scatter = whole
-
-
-def one_behind_the_other(parts: Sequence[Tensor]) -> Tensor | None:
-    """[sum of n] the tensor that adjacent flat tensors [n] are parts of. None where they are not adjacent."""
-    first, end = parts[0], parts[0].storage_offset()
-    for part in parts:
-        same = part.untyped_storage()._cdata == first.untyped_storage()._cdata and part.dtype == first.dtype
-        if not same or part.dim() != 1 or not part.is_contiguous() or part.storage_offset() != end:
-            return None
-        end += part.numel()
-    return first.as_strided((end - first.storage_offset(),), (1,))
 
 
 def compress_gradients(engine: Any, wire: str, undoable: bool) -> CompressedSum:

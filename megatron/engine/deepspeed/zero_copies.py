@@ -31,11 +31,10 @@ def norms_without_copies(optimizer: Any) -> None:
 
 
 def update_in_place(optimizer: Any) -> None:
-    """On CPUs in fp32, ZeRO 1 updates a rank's part of the weights in place, from gradients in memory that is kept.
+    """On CPUs in fp32, ZeRO 1 updates a rank's part of the weights in place.
 
-    DeepSpeed keeps a second copy of that part as its masters, which it copies to the weights after each update. It
-    gathers the part's gradients in new memory in each step, and multiplies them by 1 where nothing is clipped. Memory
-    use stays the same: the gradients take the place of the masters.
+    DeepSpeed keeps a second copy of that part as its masters, which it copies to the weights after each update. It also
+    multiplies gradients by 1 where nothing is clipped.
     """
     if not _plain_fp32(optimizer):
         return
@@ -44,7 +43,6 @@ def update_in_place(optimizer: Any) -> None:
         master.data = parts[dist.get_rank(optimizer.real_dp_process_group[group])].detach()
     optimizer._link_all_hp_params()
     _save_masters_alone(optimizer)
-    _keep_flat_gradients(optimizer)
     _clip_if_above_limit(optimizer)
 
 
@@ -68,23 +66,6 @@ def _save_masters_alone(optimizer: Any) -> None:
     masters = optimizer._get_groups_without_padding
 
     optimizer._get_groups_without_padding = lambda groups: [each.detach().clone() for each in masters(groups)]
-
-
-def _keep_flat_gradients(optimizer: Any) -> None:
-    kept: dict[int, Tensor] = {}
-
-    def gathered(group: int) -> Tensor:
-        """[partition] gradients of this rank's part, one after the other, padded with zeros."""
-        if group not in kept:
-            kept[group] = torch.empty(int(optimizer.partition_size[group]))
-        flat = kept[group]
-        parts = [each.detach().reshape(-1) for each in optimizer.averaged_gradients[group]]
-        filled = sum(each.numel() for each in parts)
-        torch.cat(parts, out=flat[:filled])
-        flat[filled:].zero_()
-        return flat
-
-    optimizer._get_preflattened_grad_partition = gathered
 
 
 def _clip_if_above_limit(optimizer: Any) -> None:

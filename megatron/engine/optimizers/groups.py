@@ -13,6 +13,7 @@ from megatron.config.sections.recipe import OptimizerSection
 from megatron.parallel.layers.parameters import is_spread
 from megatron.parallel.layout.shard import Role
 
+from ..deepspeed.buckets import in_buckets
 from .contract import group_settings, optimizer_class
 
 
@@ -82,16 +83,20 @@ def use_fused(config: Config, groups: list[dict[str, Any]]) -> bool:
     return config.optimizer.fused and available
 
 
-def build_optimizer(config: Config, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def build_optimizer(config: Config, parameters: Iterable[nn.Parameter], bucket: int = 0) -> torch.optim.Optimizer:
     """The optimizer of a resolved `Config` for the parameters of this rank.
 
     The rates of its groups are 0 until `set_learning_rate` is called, so an engine's trial step at its start changes no
     weight.
 
+    Args:
+        bucket: elements of the largest parameter group. 0 sets no limit.
+
     Raises:
         ValueError: a parameter has no role, or the options contradict each other.
     """
-    made = optimizer_class(config).build(config, parameter_groups(config, parameters))
+    groups = parameter_groups(config, parameters)
+    made = optimizer_class(config).build(config, in_buckets(groups, bucket) if bucket else groups)
     return cast(torch.optim.Optimizer, made)  # as its contract says
 
 

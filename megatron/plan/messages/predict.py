@@ -1,7 +1,7 @@
 """Messages of a step in closed form: the layers' sums, DeepSpeed's reductions, and the pipeline's sends.
 
-The data and pipeline axes follow DeepSpeed 0.19.8 as `deepspeed_options` configures it, not the textbook. ZeRO 1
-all-reduces gradients (it scatters nothing) and gathers updated weights. ZeRO 2 all-reduces in every micro-batch. Tests
+ZeRO 1 and 2 reduce-scatter gradients in buckets (`engine/deepspeed/scattered.py`), ZeRO 2 in every micro-batch, and
+gather updated weights. Where DeepSpeed 0.19.8 reduces them, as `deepspeed_options` configures it, they all-reduce. Tests
 compare with counted accounts, byte by byte, and fail if a version of DeepSpeed sends other messages.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron.config import Config, resolve
 from megatron.config.arithmetic.recurrence import Passes, core_of, passes_of_step
-from megatron.config.arithmetic.wire import between_stages
+from megatron.config.arithmetic.wire import between_stages, bucket_elements, scatters_gradients
 from megatron.config.features.feature import wanted_features
 from megatron.config.teacher import on_layout
 from megatron.config.variants import used_kinds
@@ -36,7 +36,7 @@ from megatron.parallel.transport.compression import sum_messages
 from megatron.parallel.transport.routes import Routes, planned_routes
 from megatron.plan.messages.routed import RoutedTraffic
 
-from ...engine.deepspeed.buckets import buckets_after, buckets_before, finished
+from ...engine.deepspeed.buckets import buckets_after, buckets_before, finished, in_buckets
 from ...engine.deepspeed.options import accumulation_steps, reduces_once, zero_stage
 from ...engine.optimizers.contract import optimizer_class
 from ...engine.optimizers.groups import build_optimizer, parameter_groups
@@ -266,7 +266,13 @@ class _Predictor:
                 if axis != "expert" or self.layout.spreads_experts:
                     self.add("update", axis, "all_reduce", "fp32", 1)
             return
-        groups = [group["params"] for group in parameter_groups(self.config, self.parameters)]
+        found = parameter_groups(self.config, self.parameters)
+        if scatters_gradients(self.config, self.layout):
+            self._scattered([
+                each["params"] for each in in_buckets(found, bucket_elements(self.config, self.layout.replicas))
+            ])
+            return
+        groups = [group["params"] for group in found]
         if stage == 3:
             self._partitioned(len(groups))
             return
@@ -290,6 +296,21 @@ class _Predictor:
             self._overflow()
         for group in groups:
             self._gathered(group)
+
+    def _scattered(self, groups: list[list[nn.Parameter]]) -> None:
+        """Gradients of each bucket to the ranks that update its parts, one norm, and the gathering of weights."""
+        cut, mixed = self.layout.zero_stage == 2, self.config.precision.compute != "fp32"
+        times = self.micro_batches if cut and not reduces_once(self.config, self.layout) else 1
+        for group in groups:
+            over = "expert_data" if is_spread(group[0]) else "replicas"
+            elements = padded(sum(each.numel() for each in group), self.groups[over][1])
+            dtype = self.config.precision.reduce if mixed else "fp32"
+            self.add("backward", over, "reduce_scatter", dtype, times * elements, times)
+            self._gathered(group)
+        self.add("update", "replicas", "all_reduce", "fp32", 1)
+        self._model_norm(1)
+        if cut or not mixed:
+            self._overflow()
 
     def _overflow(self) -> None:
         """Check whether any rank's 16-bit gradients are finite. There is none in fp32, or at ZeRO 3 in bf16."""
