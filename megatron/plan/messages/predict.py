@@ -1,8 +1,8 @@
 """Messages of a step in closed form: the layers' sums, DeepSpeed's reductions, and the pipeline's sends.
 
 ZeRO 1 and 2 reduce-scatter gradients in buckets (`engine/deepspeed/scattered.py`), ZeRO 2 in every micro-batch, and
-gather updated weights. Where DeepSpeed 0.19.8 reduces them, as `deepspeed_options` configures it, they all-reduce. Tests
-compare with counted accounts, byte by byte, and fail if a version of DeepSpeed sends other messages.
+gather updated weights. Where DeepSpeed 0.19.8 reduces them, as `deepspeed_options` configures it, they all-reduce.
+Tests compare with counted accounts, byte by byte, and fail if a version of DeepSpeed sends other messages.
 """
 
 from __future__ import annotations
