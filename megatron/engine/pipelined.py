@@ -31,6 +31,8 @@ class PipelinedEngine(BaseEngine):
         if self.head is not None:
             self.head.observe = self._losses_of
         self._start(self.pipeline, None)
+        # The engine adds losses itself. DeepSpeed's mean would be two messages more, and a wait of the host.
+        self.deepspeed._aggregate_total_loss = lambda: None
         self.deepspeed._INSTRUCTION_MAP = with_phases(self.deepspeed._INSTRUCTION_MAP)
 
     def _feed(

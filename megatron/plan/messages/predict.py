@@ -180,7 +180,6 @@ class _Predictor:
         self._optimizers: dict[tuple[int, int], MatrixOptimizer] = {}
         self.wire = config.parallel.communication.compress.data
         self.offloads = config.zero.offload_optimizer.device != "none"
-        self.last_stage = mesh.at.pipeline == self.layout.pipeline - 1
 
     def add(
         self,
@@ -393,7 +392,7 @@ class _Predictor:
         self.add("update", over, "all_gather", type_name(group[0].dtype), elements)
 
     def stages(self) -> None:
-        """Activations, their gradients, copies of weights, and the loss."""
+        """Activations, their gradients, and copies of weights."""
         stage, stages = self.mesh.at.pipeline, self.layout.pipeline
         for neighbour, border, forward, backward in (
             (stage - 1, self.held[0], "recv", "send"),
@@ -413,9 +412,6 @@ class _Predictor:
                     wide = self.config.precision.compute == "bf16" and zero_stage(self.config, self.layout) == 1
                     dtype = "fp32" if wide else type_name(each.dtype)
                     self.add("backward", "pipeline", "all_reduce", dtype, each.numel(), 1, len(holders))
-        if self.last_stage:
-            self.add("exchange", "replicas", "all_reduce", "fp32", 1)
-        self.add("exchange", "pipeline", "broadcast", "fp32", 2)  # the loss, of this rank's batch and of all
 
     def optimizer_at(self, mesh: Mesh) -> MatrixOptimizer:
         """The optimizer of another rank of this stage, without values. There is one for each way to split parameters,
