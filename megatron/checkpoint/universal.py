@@ -189,8 +189,7 @@ def _write_engine_state(folder: Path, meta: Meta, parameters: int) -> None:
     """Write the files that DeepSpeed's engine (0.19.8) reads in addition to the parameters.
 
     Its loader pairs these groups of parameters with its optimizer's groups, and ignores parameters of unpaired groups.
-    So
-    there is one group per parameter. The groups are empty: learning rate, betas and weight decay come from its
+    So there is one group per parameter. The groups are empty: learning rate, betas and weight decay come from its
     configuration.
     """
     done = torch.tensor(float(meta.optimizer.get("step", meta.step)))

@@ -13,8 +13,7 @@ class SampleSource(Protocol):
     """Samples by number: drawn, or of another program.
 
     Sample n must be a function of the configuration, the set's name and n only: ranks, threads that read ahead and
-    resumed
-    runs ask for any number, in any order. So draws are keyed (`megatron.data.keyed.generator`), never counted.
+    resumed runs ask for any number, in any order. So draws are keyed (`megatron.data.keyed.generator`), never counted.
 
     Attributes:
         masked: whether samples have weights. All ranks need it before they read.

@@ -130,8 +130,7 @@ def _corrupted(
     """Corrupt each document by its own draw. Returns the documents, and which of all tokens are targets.
 
     They read fewer tokens than a sample has (`config.span_lengths`). Several short documents may grow by more than a
-    single
-    long one. With too little room a document has fewer spans or stays unchanged, so nothing is lost.
+    single long one. With too little room a document has fewer spans or stays unchanged, so nothing is lost.
     """
     result, targets = list[np.ndarray](), list[np.ndarray]()
     room = max(0, options.sequence_length + 1 - sum(map(len, documents)))

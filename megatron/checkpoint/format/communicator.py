@@ -17,8 +17,8 @@ class Communicator(Protocol):
     """The ranks that save or load together.
 
     Values are JSON. Tensors never travel this way. The traffic of `gather` grows with the square of the number of
-    ranks, so
-    it is for rare cases (see `all_problems`) or a few bytes per rank. The other methods cost their values' size.
+    ranks, so it is for rare cases (see `all_problems`) or a few bytes per rank. The other methods cost their values'
+    size.
     """
 
     rank: int
@@ -125,8 +125,7 @@ class StoreCommunicator:
     """Over the key-value store of the rendezvous: without connections between ranks, and safe in a thread of its own.
 
     Rank 0 collects and answers: one small message in and one list out per rank. A second gloo group would open a
-    connection
-    between every two of 10,000 ranks.
+    connection between every two of 10,000 ranks.
 
     Args:
         store: of the default process group, or another that all ranks share.

@@ -1,8 +1,7 @@
 """An imported model's settings and tokenizer files, which every checkpoint of its runs keeps and an export writes back.
 
 The contents of config.json and generation_config.json are kept. The tokenizer's files stay in the imported folder.
-Their
-names and checksums are kept.
+Their names and checksums are kept.
 """
 
 from __future__ import annotations

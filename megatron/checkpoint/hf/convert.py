@@ -112,8 +112,7 @@ def match(
     """Find the steps' tensors in a Hugging Face checkpoint: canonical name -> name there.
 
     Buffers of older checkpoints (masks, rotary frequencies) are ignored. A head that is tied to the embedding, and a
-    second
-    name of a shared tensor, must equal the original.
+    second name of a shared tensor, must equal the original.
 
     Args:
         present: names of all tensors of the checkpoint, as on disk or as in a module's state dict.

@@ -58,11 +58,9 @@ def merge(name: str, shards: list[Tensor], parallel_residual: bool, log: Log, st
     """One tensor from its shards: a weight, or an optimizer's state of it.
 
     Every rank has all of an output bias. With the parallel residual each rank adds its own before the sum over ranks,
-    so the
-    model computes with the sum of biases. Otherwise one bias is added after it. The gradient of the sum is that of each
-    bias, so moments are never summed. Norms (and such a bias) should be equal on all ranks. If training let them drift,
-    the
-    mean is taken, as in GPT-NeoX's own converter, and logged.
+    so the model computes with the sum of biases. Otherwise one bias is added after it. The gradient of the sum is that
+    of each bias, so moments are never summed. Norms (and such a bias) should be equal on all ranks. If training let
+    them drift, the mean is taken, as in GPT-NeoX's own converter, and logged.
 
     Raises:
         KeyError: no such tensor is known.

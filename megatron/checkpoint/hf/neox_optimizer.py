@@ -229,8 +229,7 @@ def _stage(here: Mapping[int, Mapping[str, Tensor]], rest: list[int], amount: in
     """The parameters of the first layers of `rest` that have `amount` of them (or of elements), in module order.
 
     A tied embedding is stored once, in a module before all layers. The last stage has its own copy, which no layer's
-    file
-    has.
+    file has.
     """
     first = (next(iter(here)), EMBEDDING)
     found: dict[Place, int] = {}

@@ -248,8 +248,7 @@ class Checkpoint:
         """Fill the data of each fragment, on any device, with one chunk of memory per thread.
 
         A weight and its fp32 master replace each other where only one is stored. A weight of another type than the
-        stored one
-        is converted from the master.
+        stored one is converted from the master.
 
         Args:
             cast: states that may be converted to another floating-point type. For others another type is an error.

@@ -80,8 +80,7 @@ class StopSignals:
     """Remembers that a signal asked the run to stop. The loop asks once per step. A second signal acts as usual.
 
     A signal that was ignored when the process started stays ignored: under `nohup` a lost terminal stops no run. Use it
-    as
-    a context in the main thread, which restores the handlers at its end.
+    as a context in the main thread, which restores the handlers at its end.
 
     Attributes:
         received: name of the signal, or None.

@@ -35,9 +35,8 @@ def neox_weights(weights: list[float]) -> np.ndarray:
     """GPT-NeoX's weights of draws: float64 [D].
 
     It divides by the sum twice: in Python for the number of samples of each source, and in NumPy for the blend. After
-    the
-    first division the sum is not always exactly 1. The second one may then change last digits and, for about one set of
-    weights in ten, the order of some draws.
+    the first division the sum is not always exactly 1. The second one may then change last digits and, for about one
+    set of weights in ten, the order of some draws.
     """
     once = normalised_weights(weights)
     return once / np.sum(once)
