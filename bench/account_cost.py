@@ -4,11 +4,12 @@ Its steps take turns without the account, with counts, and with times.
 
     python -m bench account-cost a.yml key.path=value ... [--ranks 2] [--rounds 100] [--json]
 
-Each turn is a whole step with all that comes after it, on the same ranks in the same run, so that a change of the
-machine's load meets all three; which comes first changes from round to round. Ratios are those of one round: their
-median, and between which half of them lie. Of each step the seconds of the clock are taken, and the processor time of
-rank 0's main thread, which waiting for others does not add to. Before the run, the same is done with blocks of small
-all-reduces: what an account adds to one message, times the messages of a step, is its share without the noise of steps.
+Each turn is a whole step with all that comes after it, on the same ranks in the same run. A change of the machine's
+load therefore meets all three. The order of the three changes from round to round. Each ratio is taken within one
+round, and reported are the median and the quartiles. Of each step the seconds of the clock are taken, and the processor
+time of rank 0's main thread, which waiting for others does not add to. Before the run, blocks of small all-reduces are
+measured in the same way. The cost of an account per message, times the messages of a step, is its share without the
+noise of steps.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def way_of(step: int) -> str:
 
 
 class AccountTurns(Hook):
-    """Has each step counted, timed, or left alone, and takes the time of each.
+    """Counts each step, times it, or does neither, and takes the time of each.
 
     Args:
         output: file for rank 0's list of [way, seconds, processor seconds].

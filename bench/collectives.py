@@ -1,4 +1,4 @@
-"""Measures collectives in the groups of a run; see bench/communication.py."""
+"""Measure collectives in the groups of a run, for bench/communication.py."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def sizes(least: int, most: int) -> list[int]:
 
 
 def measure(world: World, operations: Sequence[str], least: int, most: int, seconds: float) -> Measured:
-    """Every operation in every group, alone and at the same time as the others of its axis. All ranks call it."""
+    """Measure every operation in every group, by itself and with the other groups of its axis. All ranks call it."""
     hosts = world.communicator.gather(socket.gethostname())
     curves = []
     for name, axis in axes_of(world).items():
@@ -72,7 +72,7 @@ def measure(world: World, operations: Sequence[str], least: int, most: int, seco
 
 
 def axes_of(world: World) -> dict[str, Axis]:
-    """The groups of this run: those of axes with several ranks, and of all ranks. Each set of ranks has one name."""
+    """The groups of this run: one of all ranks, and those along each axis with several ranks. Each set has one name."""
     mesh, layout = world.mesh, world.mesh.layout
     found = {name: getattr(mesh, name) for name in (*AXES, "replicas", "expert", "expert_data")}
     present = {
@@ -110,7 +110,7 @@ def point(operation: str, axis: Axis, size: int, seconds: float, device: torch.d
 def operation_of(operation: str, axis: Axis, size: int, device: torch.device) -> tuple[Callable[[], None], int]:
     """A function that does it once in bytes of nccl-tests' S (rounded so that ranks share evenly), and the bytes.
 
-    A `send` goes to and fro between neighbours, each in its direction at the same time; its time is of one way.
+    A `send` goes to and fro between neighbours, each in its direction at the same time. Its time is of one way.
     """
     n, group, rank = axis.size, axis.group, axis.rank
     elements = max(1, -(-size // (4 * n))) * n
@@ -142,7 +142,7 @@ def operation_of(operation: str, axis: Axis, size: int, device: torch.device) ->
 
 
 def times_of(device: torch.device, run: Callable[[], Any], count: int) -> list[float]:
-    """Seconds of each of many operations: events on a device, without waiting for any of them; else the time."""
+    """Seconds of each of many operations, by events on a device without waiting for any, or else by the clock."""
     if device.type == "cpu":
         marks = [time.perf_counter()]
         for _ in range(count):
@@ -160,8 +160,8 @@ def times_of(device: torch.device, run: Callable[[], Any], count: int) -> list[f
 
 
 def slowest(found: Sequence[tuple[tuple[int, ...], list[list[float]]]]) -> tuple[int, float, float, float]:
-    """A point from each rank's times: of the n-th operation of a group the mean over its ranks; of groups the one with
-    the longest median."""
+    """A point from each rank's times: the mean over a group's ranks of the n-th operation. Of several groups it is the
+    one with the longest median."""
     groups: dict[tuple[int, ...], list[list[list[float]]]] = {}
     for key, times in found:
         groups.setdefault(key, []).append(times)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Measure collectives on this machine, in the process groups of a run.
 
-Groups of each axis are measured alone, and all of them at once.
+Groups of each axis are measured one by one, and all of them at once.
 
     ./deepy.py --ranks 4 bench/communication.py a.yml parallel.tensor=2 --output machine.yml [--picture FILE.png]
     ./deepy.py --hostfile hosts bench/communication.py a.yml --most 1G --output machine.yml
@@ -9,12 +9,12 @@ Groups of each axis are measured alone, and all of them at once.
     ./deepy.py --hostfile hosts bench/communication.py a.yml --tune --output machine.yml [--backends ucc]
 
 Every operation, in sizes from --least to --most, after a warm-up, with what the run would use: gloo on CPUs, NCCL or
-RCCL on GPUs. A group's time is the mean over its ranks; of groups that work at the same time the slowest is kept. Sizes
-and bandwidths are those of nccl-tests. `--compare OPERATION=FILE` sets the output of nccl-tests or of the OSU
-micro-benchmarks beside it. machine.yml is read by `tools/plan.py --machine` and `tools/communication.py --machine`.
+RCCL on GPUs. A group's time is the mean over its ranks. Of groups that work at the same time the slowest is kept. Sizes
+and bandwidths are defined as in nccl-tests. `--compare OPERATION=FILE` adds the output of nccl-tests or of the OSU
+micro-benchmarks. machine.yml is read by `tools/plan.py --machine` and `tools/communication.py --machine`.
 
-`--tune` measures instead, for groups over several hosts, the backend's own algorithm beside those in two levels, which
-take turns, and writes which one to use from which size on. `parallel.communication.table: machine.yml` uses that.
+`--tune` measures groups over several hosts instead: the backend's own algorithm and algorithms in two levels, in turns.
+It writes which one to use from which size on. `parallel.communication.table: machine.yml` uses that.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def read_options(words: list[str]) -> argparse.Namespace:
 
 
 def started(arguments: list[str], hosts: str) -> int:
-    """Start this script with deepy.py on hosts; returns its exit status."""
+    """Start this script with deepy.py on hosts, and return its exit status."""
     from megatron.launch.command_line import main as launch
 
     lines = []
@@ -104,7 +104,7 @@ def started(arguments: list[str], hosts: str) -> int:
 
 
 def tuned(config: Config, world: World, options: argparse.Namespace) -> int:
-    """Choose algorithms, on every rank; rank 0 writes and prints."""
+    """Choose algorithms, on every rank. Only rank 0 writes and prints."""
     import torch.distributed as dist
 
     from bench.curves import put
@@ -138,7 +138,7 @@ def tuned(config: Config, world: World, options: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Measure, on every rank; rank 0 writes and prints."""
+    """Measure, on every rank. Only rank 0 writes and prints."""
     words = sys.argv[1:]
     if "JOB_CONFIG" not in os.environ and any(word.split("=")[0] == "--hosts" for word in words):
         own = words[next(at for at, word in enumerate(words) if word.startswith("-")) :]

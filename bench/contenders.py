@@ -1,11 +1,10 @@
 """The training steps that `train_step.py` compares: ours, and a plain loop around transformers' GPTNeoX or Mamba2.
 
 transformers has no RWKV-7. There the other side is our step with the recurrence of flash-linear-attention's plain
-PyTorch reference (`dplr_chunkwise`; `pip install fla-core einops triton`, of which nothing else is used) under
-autograd.
+PyTorch reference under autograd. Only its `dplr_chunkwise` is used (`pip install fla-core einops triton`).
 
-Every contender runs in its own process, starts from the same weights (functions of the seed), reads the same batches
-and uses the same recipe: AdamW (fused), gradient clipping at 1.0, no weight decay on norms and biases. In bf16 the
+Every contender runs in its own process, starts from the same weights (functions of the seed), and reads the same
+batches. All use one recipe: AdamW (fused), gradient clipping at 1.0, no weight decay on norms and biases. In bf16 the
 optimizer updates fp32 masters on every side: ours, a model of bf16 weights ("eager", "compiled"), and a model of fp32
 weights under autocast ("autocast", "autocast-compiled").
 """
@@ -61,8 +60,8 @@ class Setup:
 
     Attributes:
         options: dotted keys of our configuration that differ from its defaults.
-        precision: "fp32" or "bf16"; None: fp32 on CPU, bf16 on a GPU.
-        clock: "wall", or "cpu": processor seconds of the contender, which other work on the machine disturbs less.
+        precision: "fp32" or "bf16". None is fp32 on CPU, and bf16 on a GPU.
+        clock: "wall", or "cpu" for processor seconds of the contender, which other work on the machine disturbs less.
     """
 
     shape: str
@@ -165,7 +164,7 @@ def flops_per_token(config: Config) -> int:
 
 
 def batch_tokens(setup: Setup, step: int) -> torch.Tensor:
-    """int64 [1, M, S + 1]: a function of the step alone."""
+    """Tokens of a step, int64 [1, M, S + 1]: a function of only the step."""
     import torch
 
     generator = torch.Generator().manual_seed(SEED + step % 4)
@@ -173,10 +172,10 @@ def batch_tokens(setup: Setup, step: int) -> torch.Tensor:
 
 
 class Contender(Protocol):
-    """What trains the setup's model, in a process of its own."""
+    """Trains the setup's model, in a process of its own."""
 
     def step(self, step: int) -> tuple[Any, Any]:
-        """Train on the tokens of a step; loss and gradient norm."""
+        """Train on the tokens of a step, and return loss and gradient norm."""
 
     def close(self) -> None:
         """End what it has started."""
@@ -186,7 +185,7 @@ class Ours:
     """The engine that trains.
 
     Args:
-        rank, layout: of one rank of several; the ranks meet at the file `store`.
+        rank, layout: of one rank of several. The ranks meet at the file `store`.
     """
 
     def __init__(
@@ -239,8 +238,8 @@ class Ours:
 
 
 def clip(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """What `clip_grad_norm_` does, in the same time, by a norm that is right on CPUs too: torch's is 0.1 to 0.5 % too
-    small there, and no two sides could be compared by it."""
+    """Clip as `clip_grad_norm_` does, in the same time, by a norm that is right on CPUs too. There torch's norm is 0.1
+    to 0.5 % too small to compare two sides by it."""
     import torch
 
     from megatron.engine.deepspeed.sum_of_squares import sum_of_squares
@@ -333,8 +332,8 @@ def twin(config: Config) -> nn.Module:
 
 
 class LitGPT(Transformers):
-    """The same loop around litgpt's `GPT`, with the loss of its `pretrain.py` (`pip install litgpt`; it is imported
-    nowhere else). In bf16 its weights stay in fp32, as with its `bf16-mixed`."""
+    """The same loop around litgpt's `GPT`, with the loss of its `pretrain.py`. Only this class needs `pip install
+    litgpt`. In bf16 its weights stay in fp32, as with its `bf16-mixed`."""
 
     def __init__(self, setup: Setup, compiled: bool):
         super().__init__(setup, compiled, litgpt_twin, autocast=setup.compute == "bf16")
@@ -377,7 +376,7 @@ def litgpt_twin(setup: Setup) -> nn.Module:
 
 
 def with_fla(setup: Setup) -> Ours:
-    """Our step with another recurrence of RWKV-7, of which autograd keeps everything."""
+    """Our step with another recurrence of RWKV-7. Autograd keeps all its tensors."""
     from fla.ops.generalized_delta_rule.dplr.naive import dplr_chunkwise
 
     from megatron.kinds.rwkv7 import layer as rwkv7
@@ -469,7 +468,7 @@ def serve(name: str, setup: Setup, pipe: Connection, make: Callable[[Setup], Con
     None ends it. An error goes to the other side as an exception.
 
     Args:
-        make: gives the contender for the setup; None is the one of this file that has the name.
+        make: gives the contender for the setup. None is the one of this file that has the name.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:

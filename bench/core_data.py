@@ -1,4 +1,4 @@
-"""Megatron-core's order of samples and its reading of them, from token files that ours reads too; one JSON document.
+"""Megatron-core's order of samples and its reading of them, from token files that ours reads too, as one JSON document.
 
 `reading.py` runs `main` in a process of its own, because that package has our package's name: `pip install --no-deps
 megatron-core` (it needs torch, numpy and packaging). It is found on the path that this process has without ours.
@@ -28,7 +28,7 @@ class Words:
 
 
 def dataset(prefix: str, length: int, samples: int, cache: str) -> Any:
-    """Their training set; the first call of a cache builds and writes the order, later ones read it."""
+    """Their training set. The first call of a cache builds and writes the order, later ones read it."""
     import numpy as np
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.utils import Split
@@ -56,7 +56,7 @@ def timed(action: Any) -> tuple[float, Any]:
 
 
 def read(data: Any, batch: int, batches: int) -> tuple[float, str]:
-    """Processor seconds of reading batches in order through torch's loader, in this process; a hash of all tokens."""
+    """Processor seconds of reading batches in order by torch's loader, in this process, and a hash of all tokens."""
     from torch.utils.data import DataLoader
 
     digest, loader = hashlib.sha256(), iter(DataLoader(data, batch_size=batch, shuffle=False))

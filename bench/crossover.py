@@ -3,9 +3,8 @@
     OMP_NUM_THREADS=1 python -m bench crossover --hidden 128 512 --clock cpu
 
 Models of about equal parameters per layer group: a block of attention and mlp, two of Mamba-2, a block of RWKV-7 and
-its channel mix. Forward and backward of all tokens of a step, which are the same number for every length; the
-vocabulary is small, because embedding and head are the same for all. One process, kinds in turn, medians of
-neighbouring rounds.
+its channel mix. Timed is forward and backward of all tokens of a step, the same number for every length. The vocabulary
+is small, because embedding and head are the same for all. One process, kinds in turn, medians of neighbouring rounds.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ def speeds(
 def crossover(ratios: dict[int, float]) -> float | None:
     """The length at which the ratio of speeds passes 1 for good, between measured ones on logarithmic scales.
 
-    None: it is below 1 at the longest; 0: it is above 1 at all.
+    None: it is below 1 at the longest. 0: it is above 1 at all.
     """
     lengths = sorted(ratios)
     if ratios[lengths[-1]] < 1:

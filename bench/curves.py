@@ -1,4 +1,4 @@
-"""Measured curves of collectives as a file, a table and a picture, and beside other programs' figures."""
+"""Measured curves of collectives as a file, a table and a picture, and compared with other programs' figures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OSU = {"all_gather": lambda n: n, "all_to_all": lambda n: n}
 
 
 def present(path: str | Path) -> dict[str, Any]:
-    """What a machine.yml has so far.
+    """Content that a machine.yml has so far.
 
     Raises:
         UserError: there is a file of another kind.
@@ -42,8 +42,8 @@ def present(path: str | Path) -> dict[str, Any]:
 
 
 def put(path: str | Path, values: Mapping[str, Any]) -> None:
-    """Put something into a machine.yml, which appears whole or not at all: entries of devices beside those that are
-    there, the rest in the place of what was there."""
+    """Put something into a machine.yml, which appears whole or not at all. Devices are added to the file's devices, and
+    each other entry replaces the file's entry."""
     before, path = present(path), Path(path)
     if isinstance(before.get("devices"), dict) and "devices" in values:
         values = {**values, "devices": {**before["devices"], **values["devices"]}}
@@ -141,7 +141,7 @@ def foreign(text: str, operation: str, ranks: int) -> list[tuple[int, float]]:
 
 
 def compared(curves: Sequence[CostCurve], word: str) -> dict[str, Any]:
-    """`OPERATION=FILE`: another program's times beside the largest group's curve of this operation.
+    """`OPERATION=FILE`: another program's times, and the largest group's curve of this operation.
 
     Raises:
         UserError: the file or the operation is unknown.

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def sizes_of(documents: int, tokens: int, seed: int = 0) -> np.ndarray:
-    """Log-normal document sizes with about so many tokens in all; int32."""
+    """Log-normal document sizes, int32, with about that number of tokens in all."""
     random = np.random.default_rng(seed)
     sizes = np.empty(documents, np.int32)
     mean = tokens / documents

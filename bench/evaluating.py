@@ -1,11 +1,11 @@
-"""Measure scoring texts for benchmark tasks on one rank, beside lm_eval's own Hugging Face backend.
+"""Measure scoring texts for benchmark tasks on one rank, and compare lm_eval's own Hugging Face backend.
 
     OMP_NUM_THREADS=1 python -m bench evaluating --shape pythia-14m --clock cpu
 
-Both sides have the same weights, tokenizer and number of texts in a batch, and answer the same requests of the harness
-in turns, in one process: questions with four answers each, as of a multiple choice task, and documents of which every
-token counts, as of a perplexity. The texts are the Python standard library's. What is not the model's work (building
-tasks, metrics) is the harness's on both sides and is left out. The log-likelihoods must agree.
+Both sides have the same weights, tokenizer and number of texts in a batch. They answer the same requests of the harness
+in turns, in one process. Requests are questions with four answers each, as of a multiple choice task, and documents
+whose every token counts, as of a perplexity. The texts are the Python standard library's. Building tasks and computing
+metrics is the harness's work on both sides, and is not timed. The log-likelihoods must agree.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def requests(count: int, length: int) -> dict[str, list[Any]]:
     """The harness's requests.
 
     Args:
-        count: of questions; a fourth as many documents.
+        count: of questions. The number of documents is a fourth of it.
         length: of a document, in characters.
     """
     from lm_eval.api.instance import Instance

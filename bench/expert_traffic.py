@@ -1,15 +1,19 @@
 """Count the bytes that a layer of experts sends.
 
-Tensor parallel ranks have the same tokens; forward and backward passes count.
+Tensor parallel ranks have the same tokens. Forward and backward passes count.
 
     OMP_NUM_THREADS=1 python -m bench expert-traffic --tensor 2 --data 2 --expert 2
 
-Three ways of the same tokens to the same experts, on gloo processes of this machine, which must give the same outputs
-(status 1 where they do not): every tensor parallel rank sends all its tokens to the ranks with its slices; each sends
-its share, and what arrives is gathered (what `parallel.expert` does); experts are whole, so that each sends its share
-and nothing is gathered (`parallel.expert_tensor: 1`, with tensor times as many expert parallel ranks). Bytes are
-counted in the collectives, per token of a data parallel rank and mean over ranks; those that stay on a rank are not
-sent.
+Three ways of the same tokens to the same experts, on gloo processes of this machine, must give the same outputs. The
+exit status is 1 where they do not.
+
+- Every tensor parallel rank sends all its tokens to the ranks with its slices.
+- Each rank sends its share, and rows that arrive are gathered, as `parallel.expert` does.
+- Experts are whole, so each rank sends its share and nothing is gathered. This is `parallel.expert_tensor: 1`, with
+  `tensor` times the number of expert parallel ranks.
+
+Bytes are counted in the collectives, per token of a data parallel rank and mean over ranks. Bytes that stay on a rank
+are not sent.
 """
 
 from __future__ import annotations
@@ -46,11 +50,11 @@ TOLERANCE = 1e-4  # of the outputs, relative
 
 @dataclass
 class Traffic:
-    """What this rank has sent.
+    """Traffic that this rank has sent.
 
     Attributes:
         exchanged: bytes of rows to other ranks in all-to-alls.
-        exchanges: how many of them there were.
+        exchanges: number of these all-to-alls.
         gathered: bytes to other ranks in all-gathers and reduce-scatters, as a ring sends them.
     """
 
@@ -107,7 +111,7 @@ def layout_of(way: str, asked: argparse.Namespace) -> Layout:
 
 
 def passed(way: str, asked: argparse.Namespace) -> tuple[Traffic, torch.Tensor, torch.Tensor]:
-    """On every rank: forward and backward; what this rank has sent, the output and the gradient of the input."""
+    """Run forward and backward on every rank: its traffic, the output and the gradient of the input."""
     mesh = Mesh.build(layout_of(way, asked))
     moe = {"experts": asked.experts, "top_k": asked.top_k, "hidden_size": asked.width, "losses": {"balance": 0.0}}
     config = resolve({
@@ -141,7 +145,7 @@ def work(rank: int, way: str, asked: argparse.Namespace, folder: str) -> None:
 
 
 def on_each_rank(way: str, asked: argparse.Namespace) -> list[tuple[Traffic, torch.Tensor, torch.Tensor]]:
-    """What `passed` gives on each rank."""
+    """The results of `passed` on each rank."""
     ranks = asked.tensor * asked.data
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(work, (way, asked, folder), nprocs=ranks)

@@ -2,8 +2,8 @@
 
     python -m bench growth --worlds 64 1024 10240 --zero 1
 
-Nothing is started: process groups are pretended and counted, the checkpoint's manifest and index are those of a run of
-so many ranks on Llama 3 70B without its tensors, and the specification of the job is written as it would be sent. Each
+Nothing is started. Process groups are pretended and counted. The checkpoint's manifest and index are of a run of Llama
+3 70B on the world's ranks, without its tensors. The specification of the job is written as it would be sent. Each
 number is of one rank (or of what the column says), with how it grows from the world before: 0 is not at all, 1 in
 proportion.
 """
@@ -81,7 +81,7 @@ def launcher(world: int) -> dict[str, float]:
 
 
 def agreement(world: int) -> dict[str, float]:
-    """What a rank hears where all see that they run the same thing: rank 0's fingerprint, and whether any differs."""
+    """Messages to a rank in the check that all run the same thing: rank 0's fingerprint, and whether any differs."""
     return {"agreement: KiB heard": (len(json.dumps(MESSAGE)) + 1) / 1024}
 
 
@@ -105,8 +105,11 @@ def tensors() -> list[LogicalTensor]:
 
 
 def stored_rows(world: int, zero: int) -> np.ndarray:
-    """The rows of what all ranks save: with ZeRO 1 each stage's shards laid end to end fall to the data parallel ranks
-    in equal pieces, with ZeRO 3 each shard does."""
+    """The rows that all ranks save.
+
+    With ZeRO 1 each stage's shards, laid end to end, fall to the data parallel ranks in equal pieces. With ZeRO 3 each
+    shard does.
+    """
     found, data = [], world // (TENSOR * PIPELINE)
     every = tensors()
     for stage in range(PIPELINE):
@@ -161,8 +164,10 @@ class Heard(Solo):
 
 
 def resume(place: Path, rank: int, world: int, wanted: Sequence[FragmentSpec]) -> tuple[int, int]:
-    """A rank opens a checkpoint, sees that it fits, and finds its own part and the files that have it; bytes that it
-    has read and heard for that."""
+    """Open a checkpoint as a rank, see that it fits, and find its own part and the files that have it.
+
+    Returns the bytes that the rank has read and received.
+    """
     trees: list[HashTree] = []
 
     def grown(*arguments: Any) -> HashTree:
@@ -181,7 +186,7 @@ def resume(place: Path, rank: int, world: int, wanted: Sequence[FragmentSpec]) -
 
 
 def checkpoint(world: int, zero: int = 1) -> dict[str, float]:
-    """A rank that resumes from a checkpoint of as many ranks as its own run has, on the same layout."""
+    """A rank that resumes from a checkpoint of the same number of ranks, on the same layout."""
     rank, rows, known = world // 2, stored_rows(world, zero), tensors()
     wanted = [
         FragmentSpec(
@@ -209,7 +214,7 @@ def checkpoint(world: int, zero: int = 1) -> dict[str, float]:
 
 
 def tables(world: int, zero: int, records: list[FileRecord]) -> Iterator[tuple[str, np.ndarray]]:
-    """What rank 0 reads of each rank's file, in their order; `records` are filled with theirs."""
+    """The part of each rank's file that rank 0 reads, in their order. `records` are filled with theirs."""
     rows, known = stored_rows(world, zero), tensors()
     rows = rows[np.argsort(rows["file"], kind="stable")]
     ends = np.flatnonzero(np.diff(rows["file"], append=-1)) + 1

@@ -1,9 +1,9 @@
-"""What a CPU's steps take beside their FLOPs: microseconds of an operation, a message, a gathered tensor.
+"""Time of a CPU's steps in addition to their FLOPs: microseconds of an operation, a message, a gathered tensor.
 
-Small models of configs/test make steps that differ in how many they have of each: with several micro-batches, with
-matrix products and scans, on tensor parallel ranks, expert parallel ones, pipeline stages, at ZeRO 3. What is left of
-their measured times after the FLOPs is divided among what rehearsals counted, by least squares of relative errors and
-without negative figures. Take it on a quiet machine with a core for each of the two ranks.
+Small models of configs/test make steps that differ in the number of each. They have several micro-batches, matrix
+products and scans, tensor and expert parallel ranks, pipeline stages, and ZeRO 3. The rest of their measured times
+after the FLOPs is divided among the counts of rehearsals, by least squares of relative errors and without negative
+figures. Take it on a quiet machine with a core for each of the two ranks.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def configurations() -> list[tuple[Config, int]]:
 
 
 def measure(device: Device, rounds: int, steps: int = 8) -> HostTime:
-    """Figures of this machine's host; `device` has its rates.
+    """Figures of this machine's host. `device` has its rates.
 
     Raises:
-        ConfigError: nobody says what the device reaches in fp32.
+        ConfigError: the device has no rate in fp32.
         RuntimeError, TimeoutError: a run failed, or was faster than the FLOPs at the device's rate.
     """
     runs, taken = configurations(), list[tuple[HostWork, float]]()

@@ -6,10 +6,10 @@ Results of several numbers of context parallel ranks must agree.
         [--json FILE]
 
 Each pair of a length and a number of ranks is a run of its own of one step, with one sample per step. A rank's peak is
-its resident memory at its highest, and *of the step* is what that is above the highest of before the step, when model,
-optimizer and libraries are there. Bytes are those that the rank which sends most sends over the context axis. Loss and
-gradient norm are compared with those of the first number of ranks at the same length. The exit status is 1 where they
-differ by more than --tolerance.
+its resident memory at its highest. *Of the step* is the peak less the peak before the step, when model, optimizer and
+libraries are there. Bytes are sent over the context axis, by the rank that sends most. Loss and gradient norm must
+equal the ones on the first number of ranks at the same length. The exit status is 1 where they differ by more than
+--tolerance.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TOLERANCE = 1e-5  # fp32 rounds to 6e-8, and a loss is a mean of as many numbers
 
 @dataclass(frozen=True)
 class StepMemory:
-    """What one rank saw of a step: peaks of resident memory (bytes) before and after it; what it sent, by group."""
+    """One rank's view of a step: peaks of resident memory (bytes) before and after it, and bytes sent, by group."""
 
     before: int
     after: int
@@ -48,7 +48,7 @@ class StepMemory:
 
 @dataclass(frozen=True)
 class Row:
-    """A run: memory in bytes, of the rank that needs most; bytes that a rank sends at most over the context axis."""
+    """A run: memory in bytes, of the rank that needs most, and the most bytes of a rank over the context axis."""
 
     length: int
     ranks: int

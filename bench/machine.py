@@ -4,11 +4,11 @@
     OMP_NUM_THREADS=1 python -m bench machine --name mine --like cpu --clock cpu
     OMP_NUM_THREADS=1 python -m bench machine --name mine --like cpu --host        with two idle cores
 
-Writes an entry of `devices` into machine.yml, beside what else is there, for `tools/plan.py --gpu mine --machine
-machine.yml`. Matrix products have the shapes of transformers with --widths channels. Each figure is the median of
-rounds, and in each of repetitions after a warm-up; on a GPU times are those of events. On a CPU with other work they
-are better taken of the processor's time, on one thread (--clock cpu). What cannot be measured (watts, units, devices of
-a host and the link between them) is that of the known device which --like names. With --host small models make steps
+Adds an entry of `devices` to machine.yml, for `tools/plan.py --gpu mine --machine machine.yml`. Matrix products have
+the shapes of transformers with --widths channels. Each figure is the median of rounds, and in each of repetitions after
+a warm-up. On a GPU events give the times. On a CPU with other work they are better taken of the processor's time, on
+one thread (--clock cpu). Some figures cannot be measured: watts, units, devices of a host and the link between them.
+They are copied from the known device that --like names. With --host small models make steps
 on one and two ranks, and what a CPU takes for each operation and message is found too (bench/host_time.py). Then
 a rehearsal on this device also says how long a step takes. Collectives are measured by
 bench/communication.py into the same file.
@@ -46,8 +46,8 @@ class MeasuredMachine:
     """What was measured.
 
     Attributes:
-        products: type -> [(m, n, k, seconds)].
-        attention: type -> FLOP/s of causal attention, half of the square.
+        products: by type, [(m, n, k, seconds)].
+        attention: by type, FLOP/s of causal attention, half of the square.
         bandwidth: bytes per second that a copy reads and writes.
         launch: seconds of an operation on one number.
         memory: bytes.
@@ -119,9 +119,9 @@ def middle(found: list[MeasuredMachine]) -> MeasuredMachine:
 
 
 def entry(found: MeasuredMachine, like: Device) -> dict[str, Any]:
-    """Of `devices`. A type's peak is that of the data sheet; else the best rate of all products, free of waves.
+    """Entry of `devices`. A type's peak is of the data sheet, or else the best rate of all products, free of waves.
 
-    Shares of the peak are those of the first type, whose rate the plan scales for the others.
+    Shares of the peak are of the first type. The plan scales its rate for the others.
     """
     peaks, shares = {}, {}
     for name, products in found.products.items():

@@ -4,10 +4,10 @@ Ours is compared with transformers' Mixtral, and with our dense model of equal a
 
     OMP_NUM_THREADS=1 python -m bench moe --shapes small --sequence 512 --micro-batch 4 --clock cpu
 
-Ours and Mixtral (its experts as grouped products) have the same weights, batches and recipe, and must report the same
-losses and gradient norms before anything is timed; status 1 where they do not. The dense model's MLP is as wide as the
-experts that a token uses together, so that it does the same matrix products per token but for the router's: what it is
-faster by is the price of routing, sorting and small products. Processes, rounds and the share of matrix products as in
+Ours and Mixtral (its experts as grouped products) have the same weights, batches and recipe. Before anything is timed,
+they must report the same losses and gradient norms. The exit status is 1 where they do not. The dense model's MLP is as
+wide as the experts that a token uses together. Per token it does the same matrix products, except the router's. Its
+lead is the price of routing, sorting and small products. Processes, rounds and the share of matrix products as in
 `train_step.py`.
 """
 
@@ -127,7 +127,7 @@ def steps_of(given: argparse.Namespace, shape: str) -> list[dict[str, Any]]:
 
 
 def compared(setup: Setup, seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Comparisons of seconds per step, by contender; of those of `PRODUCTS` follow the shares."""
+    """Comparisons of seconds per step, by contender. The time of `PRODUCTS` gives the shares."""
     products = seconds.pop(PRODUCTS, None)
     what = f"MoE {setup.shape}, {setup.compute}, {setup.micro_batch} x {setup.sequence} tokens"
     made = compare(what, "tokens/s", seconds, setup.tokens)

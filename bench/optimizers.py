@@ -87,7 +87,7 @@ def rate_at(kind: str, step: int) -> float:
 
 @contextlib.contextmanager
 def evaluating(optimizer: Any) -> Iterator[None]:
-    """With the weights that the optimizer evaluates, where they are others than those that it trains."""
+    """With the weights that the optimizer evaluates, where they differ from the trained weights."""
     find: Any = getattr(optimizer, "evaluation_weights", None)
     pairs = [(group, p) for group in optimizer.param_groups for p in group["params"]] if find else []
     trained = [p.detach().clone() for _, p in pairs]

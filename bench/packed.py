@@ -16,7 +16,7 @@ TOKENS = 500  # of a document, on average
 
 
 def batch_documents(setup: Setup, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Documents and positions, int32 [1, M, S]: a function of the step alone."""
+    """Documents and positions, int32 [1, M, S]: a function of only the step."""
     generator = np.random.default_rng(step % 4)
     begins = generator.random((setup.micro_batch, setup.sequence + 1)) < 1 / TOKENS
     begins[:, 0] = True

@@ -1,4 +1,4 @@
-"""Measure every row of the tables of docs/benchmarks.md beside its peers, and write the tables.
+"""Measure every row of the tables of docs/benchmarks.md with its peers, and write the tables.
 
     OMP_NUM_THREADS=1 python -m bench page                       what is not measured yet, then the tables
     OMP_NUM_THREADS=1 python -m bench page --only start data     some tables
@@ -6,7 +6,7 @@
     python -m bench page --list | --write-only | --fresh
 
 `make bench` runs it in an environment that has the peers (requirements/bench.txt). Each row is kept in build/bench as
-soon as it is found, by processor and clock, so that an interrupted run goes on where it was; `--fresh` measures again.
+soon as it is found, by processor and clock, so that an interrupted run continues. `--fresh` measures again.
 A row that fails is named, with the last line of its error, and the others follow: the exit status is then 1.
 """
 
@@ -60,9 +60,9 @@ class Row:
     """A measurement: a tool of this folder with its arguments, which prints JSON.
 
     Attributes:
-        clocks: whether the tool takes `--clock`; else it has one of its own.
-        threads: of each process, where they are not those of the environment. Such a row is always measured by the
-            clock, because processor time counts what all threads do, waiting included.
+        clocks: whether the tool takes `--clock`. If not, it has one of its own.
+        threads: of each process, where the environment does not give them. Such a row is always measured by the clock,
+            because processor time counts what all threads do, waiting included.
     """
 
     table: str
@@ -173,7 +173,7 @@ ROWS = (  # the second row of a shape has contenders that would not fit into 24 
 
 
 class Kept:
-    """What has been measured on this processor with this clock, a file for each row."""
+    """Folder of measurements on this processor with this clock, a file for each row."""
 
     def __init__(self, clock: str, folder: Path = KEPT):
         machine = f"{processor()}; {clock}; {os.environ.get('OMP_NUM_THREADS', 'all')} threads"
@@ -231,7 +231,7 @@ def write(page: str, clock: str, kept: Kept) -> str:
 
 
 def text(table: str, clock: str, kept: Kept) -> str:
-    """A table, its commands left out; nothing where nothing was measured."""
+    """A table without its commands, or no text where nothing was measured."""
     rows = [row for row in ROWS if row.table == table]
     found = [each for row in rows if (each := kept.find(row)) is not None]
     if not found:

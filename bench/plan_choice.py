@@ -5,11 +5,11 @@
 Five small models make steps on every layout that the plan finds for two ranks of a device. For each the result has the
 predicted and the measured time of a step of every layout, and how much slower than the best the plan's first choice is.
 Layouts of a case are timed in turns, one round after the other (bench/step_times.py). Take the times of the
-wall's clock on a quiet machine; on a busy one --clock cpu, which leaves out what ranks wait for each other, says more.
+wall's clock on a quiet machine. On a busy one use --clock cpu, which excludes the time that ranks wait for each other.
 
-With --output rounds are written as they end, and those of the same --ranks and --steps that are there are kept: a
-comparison can be stopped and continued. No layout is begun after --minutes. Exit status 1 if a first choice is more
-than 10 % slower than the best, or nobody knows, since a layout has failed or has not had all its rounds.
+With --output rounds are written as they end, and rounds of the same --ranks and --steps in the file are kept: a
+comparison can be stopped and continued. No layout is begun after --minutes. The exit status is 1 if a first choice is
+more than 10 % slower than the best, or if a layout has failed or has not had all its rounds.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def asked(name: str, options: argparse.Namespace) -> tuple[Question, list[Plan]]
 
 
 def result(name: str, plans: list[Plan], rounds: Rounds, number: int, clock: str) -> dict[str, Any]:
-    """All layouts of a case, and how the plan's first does among them; None in the place of what is missing."""
+    """All layouts of a case, and the rank of the plan's first among them. None stands for missing values."""
     rows: list[dict[str, Any]] = []
     for plan in plans:
         own = rounds.whole(key(name, plan), number)

@@ -4,11 +4,11 @@
     python -m bench plan-device --parts measured --device cuda --json rows.json --markdown rows.md
 
 Each configuration trains on one rank with sequences of 2048 tokens, in a process of its own, so that its memory is its
-own. Measured are the most that torch's allocator gave to tensors and took from the device during steps, what the whole
-process held at their end (with the device's context and libraries), and the median of a step. On a CPU the bytes of all
-tensors are counted instead. Predictions need no GPU. Rows are written as they are made. A part that is there is kept if
-it is of the same --device, or was predicted with the same figures; a measurement that failed is made again. Exit status
-1 if one fails.
+own. Measured are the most that torch's allocator gave to tensors and took from the device during steps, and the median
+of a step. So is the memory of the whole process at their end, with the device's context and libraries. On a CPU the
+bytes of all tensors are counted instead. Predictions need no GPU. Rows are written as they are made. A part in the file
+is kept if it is of the same --device, or was predicted with the same figures. A measurement that failed is made again.
+The exit status is 1 if one fails.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TINY = ["training.sequence_length=64", "training.loss_chunk=0", "zero.bucket_siz
 
 
 def _case(file: str, micro_batch: int, *overrides: str) -> tuple[str, list[str]]:
-    """A file below configs/, and what is changed; two micro-batches, as a run that accumulates."""
+    """A file below configs/, and its changes. It has two micro-batches, as a run that accumulates."""
     sizes = [f"training.micro_batch_size={micro_batch}", f"training.global_batch_size={2 * micro_batch}"]
     return file, ["precision=bf16", "training.sequence_length=2048", *sizes, *overrides]
 
@@ -92,7 +92,7 @@ def planned(config: Config, at: Cluster) -> dict[str, Any]:
 
 
 def rehearsed(config: Config, at: Cluster) -> dict[str, Any]:
-    """Bytes of tensors by what they are for, and with the allowance; processor seconds that the rehearsal took."""
+    """Bytes of tensors by purpose, and with the allowance, and processor seconds of the rehearsal."""
     from megatron.parallel.layout.layout import Layout
     from megatron.rehearsal.command import in_own_process
     from megatron.rehearsal.report import describe_rank
@@ -104,7 +104,7 @@ def rehearsed(config: Config, at: Cluster) -> dict[str, Any]:
 
 
 def measured(config: Config, device: str, seconds: float) -> dict[str, Any]:
-    """Bytes and seconds of this process's own steps, for at most about so many seconds of steps."""
+    """Bytes and seconds of this process's own steps, for at most about that number of seconds of steps."""
     import torch
 
     from megatron.data.batch import StepBatch
@@ -168,7 +168,7 @@ def _serve(name: str, more: list[str], device: str, seconds: float, pipe: Connec
 
 
 def in_process(name: str, more: list[str], device: str, seconds: float, limit: float) -> dict[str, Any]:
-    """`measured`, in a process that has at most so many seconds."""
+    """`measured`, in a process of its own with a time limit in seconds."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(name, more, device, seconds, theirs))
@@ -235,7 +235,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def completed(options: argparse.Namespace, rows: dict[str, dict[str, Any]], keep: Callable[[], None]) -> int:
-    """Add the parts that are asked for to the rows; returns how many measurements failed."""
+    """Add the parts that are asked for to the rows, and return the number of failed measurements."""
     at, failed = cluster(1, options.gpu, path=options.machine), 0
     figures = {"gpu": options.gpu, "figures": at.device.model_dump()}
     settings = {"planned": figures, "rehearsed": figures, "measured": {"device": options.device}}

@@ -7,18 +7,18 @@ The runs cover all architectures and layouts.
 
 The runs are of tests/layouts.yml, chosen so that each architecture and each layout is among them. Measured memory is
 the bytes of all tensors that live at the fullest moment, counted on real gloo ranks, of the rank that has most. It is
-set beside a rehearsal of a rank of each kind and of the last one, and beside the plan's formulas. Bytes do not depend
-on what else the machine does.
+compared with a rehearsal of a rank of each kind and of the last one, and with the plan's formulas. Bytes do not depend
+on other work of the machine.
 
-Times do, and are those of runs with a core for each rank: take them on a quiet machine, with figures of that machine
+Times do, and the runs need a core for each rank. Take them on a quiet machine, with figures of that machine
 (bench/machine.py), or by --clock cpu (bench/step_times.py). They are taken in rounds, which take every run
-once. `rehearsed` is by the operations and messages that rehearsals count, where the device has figures of its host;
-`planned` is of the formulas alone; `corrected` as predictions of a user's later runs are, by the errors of the
-other runs of the table.
+once. `rehearsed` is by the operations and messages that rehearsals count, where the device has figures of its host.
+`planned` is of only the formulas. `corrected` uses the errors of the table's other runs, as predictions of a user's
+later runs do.
 
-With --json rows or rounds are written as they are made, and those of the same device and --steps that are there are
-kept, so that a table can be stopped and continued. No run is begun after --minutes. Exit status 1 if a run that was
-asked for has no row, since it failed or was not begun; 2 if none has.
+With --json rows or rounds are written as they are made. Rows of the same device and --steps in the file are kept, so a
+table can be stopped and continued. No run is begun after --minutes. The exit status is 1 if a run that was asked for
+has no row, since it failed or was not begun. It is 2 if none has.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def begun(path: Path | None, times: bool) -> set[str]:
 
 
 def chosen(number: int, most: int, first: Collection[str] = ()) -> list[Case]:
-    """Runs of at most so many ranks: those of a table that was begun, then over all architectures, each on a layout
-    that few others have so far, and then on layouts that none has. Optimizers that look at whole matrices are left out:
-    they are not rehearsed."""
+    """Runs of at most this number of ranks. First come the runs of a table that was begun. Then come all architectures,
+    each on a layout that few others have so far, and then layouts that none has. Optimizers that read whole matrices
+    are excluded: they are not rehearsed."""
     taken = list[Case]()
     refused = [name for name, kind in kinds_inside().items() if kind.whole_matrices]
     left = [each for each in every_case() if each.ranks <= most and each.values["optimizer"]["type"] not in refused]
@@ -92,7 +92,7 @@ def chosen(number: int, most: int, first: Collection[str] = ()) -> list[Case]:
 
 
 def planned(config: Config, ranks: int, at: Cluster) -> tuple[float | None, float | None]:
-    """Bytes of tensors and seconds of a step by the plan's formulas; None where they do not cover the layout."""
+    """Bytes of tensors and seconds of a step by the plan's formulas, or None where they do not cover the layout."""
     if config.parallel.expert_tensor not in (None, config.parallel.tensor):
         return None, None
     shapes, choice = Shapes(config, ranks), choice_of(config)
@@ -134,7 +134,7 @@ def memory_row(case: Case, at: Callable[[int], Cluster]) -> dict[str, Any]:
 
 
 def entry(case: Case, at: Callable[[int], Cluster], measured: float) -> HistoryEntry | None:
-    """A run as a user's history has it, with its time alone; None where formulas do not cover it."""
+    """A run as a user's history has it, with only its time, or None where formulas do not cover it."""
     config = resolve(merged(case.values, LONGER), ranks=case.ranks)
     told = planned(config, case.ranks, at(case.ranks))[1]
     if told is None:
@@ -144,7 +144,7 @@ def entry(case: Case, at: Callable[[int], Cluster], measured: float) -> HistoryE
 
 
 def rehearsed_time(case: Case, device: Device) -> float | None:
-    """Seconds of a step by a rehearsal; None without figures of the host."""
+    """Seconds of a step by a rehearsal, or None without figures of the host."""
     if device.host is None:
         return None
     config, ranks = resolve(merged(case.values, LONGER), ranks=case.ranks), case.ranks

@@ -1,4 +1,4 @@
-"""What the processor of a CPU benchmark is, and how many matrix products it can do."""
+"""The processor of a CPU benchmark, and its rate of matrix products."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def processor() -> str:
 
 
 class Products:
-    """A contender whose step is matrix products alone, in the type that the others compute in.
+    """A contender whose step is only matrix products, in the type that the others compute in.
 
     Attributes:
         flops: of a step.

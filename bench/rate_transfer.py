@@ -39,7 +39,7 @@ def corpus(folder: Path) -> str:
 
 
 def config_of(data: str, type: str, width: int, base: int, rate: float, steps: int, seed: int) -> Config:
-    """Heads of 16 channels grow in number; the head starts at 0, so that all widths begin with the same loss."""
+    """Heads of 16 channels grow in number. The head starts at 0, so all widths begin with the same loss."""
     parametrization = {} if type == "standard" else {"type": type, "base_width": base}
     return resolve({
         "model": {
@@ -59,7 +59,7 @@ def config_of(data: str, type: str, width: int, base: int, rate: float, steps: i
 
 
 def train(config: Config, warmup: int = 10) -> float:
-    """The mean loss over the last fifth of the steps; infinite where it is no number."""
+    """The mean loss over the last fifth of the steps, or infinity where it is no number."""
     opened, steps = OpenModel.initial(config, "cpu", "fp32"), config.training.steps
     parameters = list(dict.fromkeys(opened.model.parameters()))
     optimizer, losses = build_optimizer(config, parameters), []

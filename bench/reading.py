@@ -1,10 +1,10 @@
-"""Measure the order of samples and the loader alone, beside Megatron-core's dataset and torch's loader.
+"""Measure the order of samples and the loader, and Megatron-core's dataset with torch's loader.
 
     python -m bench reading --documents 200000 --tokens 200e6 --json
 
 Both read the same token files, in processor time of one process: the loader without threads, so that what it does is
 counted. Ours also hashes every sample. Of the order the time is given to build and write it, and to read it again from
-where it was written. `core_data.py` has the other side; without that package only ours is measured, and nothing shown.
+where it was written. `core_data.py` has the other side. Without that package only ours is measured, and nothing shown.
 """
 
 from __future__ import annotations

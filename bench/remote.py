@@ -96,7 +96,7 @@ def rounds_of(remotes: Sequence[Remote], steps: int, rounds: int) -> tuple[dict[
 
 
 def check_equal(first: dict[str, dict[str, Any]], tolerances: dict[str, float]) -> None:
-    """Compare losses and gradient norms of the first steps with those of the first contender.
+    """Compare losses and gradient norms of the first steps with the first contender's.
 
     Raises:
         Mismatch: a value differs by more than its tolerance, relatively, or is not finite.

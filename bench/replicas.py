@@ -1,11 +1,11 @@
-"""Measure what data parallel ranks keep of the speed of as many runs of one rank each, side by side on one host.
+"""Measure the speed of n data parallel ranks as a share of n runs of one rank each, side by side on one host.
 
     OMP_NUM_THREADS=1 python -m bench replicas --shapes pythia-14m pythia-70m --precision bf16 --micro-batch 4
 
-On a CPU ranks share caches and memory, so two of them are never twice as fast as one: what they are compared with is
-two runs that have nothing to do with each other, at the same time. DistributedDataParallel around transformers' model
-(autocast in bf16) is the peer. All are timed by the clock: a rank that waits for another uses no processor time. Shares
-are of the rate of matrix products that as many processes reach together.
+On a CPU ranks share caches and memory, so two of them are never twice as fast as one. They are therefore compared with
+two independent runs at the same time. DistributedDataParallel around transformers' model (autocast in bf16) is the
+peer. All are timed by the clock: a rank that waits for another uses no processor time. Shares are of the rate of matrix
+products that the same number of processes reach together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OURS, APART, PEER = "ours", "ours, each by itself", "transformers, DistributedDa
 
 
 class Replica(Ours):
-    """A data parallel rank. All ranks train on the same samples, so losses and norms are those of one rank."""
+    """A data parallel rank. All ranks train on the same samples, so losses and norms equal one rank's."""
 
     def __init__(self, setup: Setup, rank: int, ranks: int, store: str):
         from megatron.parallel.layout.layout import Layout

@@ -2,12 +2,12 @@
 
     python -m bench restart a.yml key.path=value ... [--ranks 2] [--json]
 
-A run of a few steps leaves a checkpoint; then it is started again, and each rank notes when it gets to where, by the
-clock and in processor time of all its threads. Shown is the rank for which the clock took longest. What comes before
-is not in it: noticing a failure, ending the other ranks, and the launcher's and the agents' own start.
+A run of a few steps saves a checkpoint and is started again. Each rank then notes the time at each part of its start,
+by the clock and in processor time of all its threads. Shown is the rank for which the clock took longest. Not included
+are noticing a failure, ending the other ranks, and the launcher's and the agents' own start.
 
-"imports" are what a rank that were forked from a process that has everything loaded would not need: all modules that
-the same rank had in the end when it left the checkpoint, in that order.
+A rank that is forked from a process with all modules loaded would not need the "imports". They are all modules that the
+same rank had when it saved the checkpoint, in that order.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ PARTS = {  # where a rank gets to, and what it calls the time from there on
 
 
 def split(marks: list[list[Any]]) -> dict[str, tuple[float, float]]:
-    """(seconds by the clock, processor seconds) of each part of a start, in order; they sum to the whole.
+    """(seconds by the clock, processor seconds) of each part of a start, in order. They sum to the whole.
 
     Args:
-        marks: [name, clock, processor] of each place that a rank has come to. What is no name of a part belongs to the
-            part that it is in, and so does a name that comes again.
+        marks: [name, clock, processor] of each place that a rank has come to. A name that is no part's belongs to the
+            part around it, and so does a name that comes again.
     """
     begun = [
         next(each for each in marks if each[0] == name) for name in PARTS if any(each[0] == name for each in marks)

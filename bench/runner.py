@@ -1,7 +1,7 @@
 """The runner of all measurements: one parser, one form of results, one treatment of errors.
 
-A measurement is a module of this folder with a docstring, which is its help, and two functions: `options(parser)` adds
-its options, and `measure(given)` returns a `Result`, or an exit status if it has printed its results itself.
+A measurement is a module of this folder with a docstring, which is its help, and two functions. `options(parser)` adds
+its options. `measure(given)` returns a `Result`, or an exit status if it has printed its results itself.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Result:
     Attributes:
         document: for `--json`.
         text: for people.
-        status: exit status; 0 if nothing is wrong with the results.
+        status: exit status, 0 if nothing is wrong with the results.
     """
 
     document: Any
@@ -74,7 +74,7 @@ class Comparison:
         least, most: smallest and largest ratio of a round.
         memory: our peak memory as a share of the peer's, if it was measured.
         peak: FLOP/s of matrix products in the same rounds, if they were measured.
-        share, share_theirs: share of that rate which both numbers need, by the FLOPs of the models.
+        share, share_theirs: share of that peak which both numbers need, by the FLOPs of the models.
     """
 
     what: str
@@ -146,7 +146,7 @@ def timed(action: Callable[..., Any], clock: str = "wall", *arguments: Any) -> f
 
 
 def grid(cells: Sequence[Sequence[Any]]) -> str:
-    """A table in Markdown, of which the first row has the heads."""
+    """A table in Markdown. The first row has the heads."""
     head, *others = ([str(cell) for cell in row] for row in cells)
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *others))
 
@@ -249,7 +249,7 @@ def parser_of(module: ModuleType, prog: str | None = None) -> argparse.ArgumentP
 
 
 def run(name: str, words: Sequence[str], prog: str | None = None) -> int:
-    """Run a measurement with the words of a command line; returns the exit status."""
+    """Run a measurement with the words of a command line, and return the exit status."""
     from megatron.config.problems import UserError
 
     module = importlib.import_module(f"bench.{name.replace('-', '_')}")

@@ -1,10 +1,10 @@
-"""Measure saving and resuming on one rank, beside torch.save, torch's distributed checkpoints, and DeepSpeed's own.
+"""Measure saving and resuming on one rank, by ours, torch.save, torch's distributed checkpoints, and DeepSpeed.
 
     OMP_NUM_THREADS=1 python -m bench saving --shape pythia-70m --json
 
-The same weights and both moments of AdamW are written and read again by each, in turns, in one process. "save" ends
-when `save` returns and the files can be read (ours: hashed, durable and renamed; the others as they are by default);
-"resume" fills the tensors of a model and optimizer that exist, and ours checks every byte that it reads.
+Each writes and reads again the same weights and both moments of AdamW, in turns, in one process. The time of "save"
+ends when `save` returns and the files can be read. Our files are then hashed, durable and renamed. The others keep
+their defaults. "resume" fills the tensors of a model and optimizer that exist, and ours checks every byte that it reads.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 python -m bench shares --shapes pythia-14m pythia-160m --precision bf16 --micro-batch 2
     OMP_NUM_THREADS=1 python -m bench shares --shapes llama-14m --contenders ours litgpt --precision bf16
 
-The contenders are those of `train_step.py`, each in a process of its own, under torch's profiler. An operation's share
-is the time of its own code, without the operations that it calls, of the time of the steps by the clock: use it on a
-machine that does nothing else, with one thread. What is no operation is Python and the profiler itself, which makes
-steps of many small operations longer.
+`train_step.py` has the contenders. Each runs in a process of its own, under torch's profiler. An operation's share is
+the time of its own code, without the operations that it calls, over the time of the steps by the clock. Use it on a
+machine that does nothing else, with one thread. The rest is Python and the profiler itself, which makes steps of many
+small operations longer.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def shares(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def table(columns: list[dict[str, Any]]) -> str:
-    """Markdown: operations of at least `LEAST` in some column, the largest first; the others together."""
+    """Markdown: operations of at least `LEAST` in some column, the largest first, and then the others together."""
     found = [shares(column["seconds"]) for column in columns]
     most = {name: max(each.get(name, 0.0) for each in found) for each in found for name in each if name != OUTSIDE}
     named = sorted((name for name in most if most[name] >= LEAST), key=lambda name: -most[name])

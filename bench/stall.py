@@ -3,12 +3,16 @@
     python -m bench stall a.yml key.path=value ... [--ranks 2] [--every 20] [--saves 10] [--json]
 
 One run saves every `--every` steps, in the background unless the configuration says otherwise. The stall of a save is
-all that the step waits for: the end of the save before, where that still runs; the look at the values, which must be
-finite; the ranks' meeting, which tells whether any has found something; and the saver's call, which copies to host
-memory (or writes) and contains that wait.
+all that the step waits for:
+
+- the end of the save before, where that still runs
+- the check that the values are finite
+- the ranks' exchange, which shows whether any has found something
+- the saver's call, which copies to host memory (or writes) and contains the first wait
+
 Each is given as the median over saves of the slowest rank, by the clock and as processor time of the rank's main
-thread; the share is that of all stalls in the time of the steps. The first save is not counted: it is one of a run that
-has not settled.
+thread. The share is of all stalls in the time of the steps. The first save is not counted: it is one of a run that has
+not settled.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ CLOCKS = (time.perf_counter, time.thread_time)
 
 
 class SaveParts(Hook):
-    """Times the parts of each save on every rank; what stands in `output` in the end is JSON.
+    """Times the parts of each save on every rank, and writes JSON into `output` in the end.
 
     Args:
         output: path, to which the rank is added.
@@ -105,9 +109,9 @@ def measure(given: argparse.Namespace, folder: Path) -> Result:
 
 
 def summary(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What all ranks have measured: of each part [clock, processor] in seconds, and the share of the stalls.
+    """Results over all ranks: of each part [clock, processor] in seconds, and the share of the stalls.
 
-    The first save does not count; the time of the steps ends where the last one begins.
+    The first save does not count. The time of the steps ends where the last one begins.
     """
     saves = list(zip(*(each["saves"][1:] for each in ranks), strict=True))
     found: dict[str, Any] = {}

@@ -1,8 +1,8 @@
 """Times of a real engine's steps on gloo ranks, for plan_table.py and plan_choice.py.
 
 Each step has two: what a clock on the wall says, and the processor time of the rank that used most. On a quiet machine
-with a core for each rank the first is what a user waits. The second is hardly changed by what else a machine does; it
-leaves out what a rank waits for others, such as a pipeline's bubble.
+with a core for each rank the first is what a user waits. The second hardly depends on the machine's other work. It
+excludes the time that a rank waits for others, such as a pipeline's bubble.
 
 A machine's load changes over minutes, so a time is taken in rounds: each round takes every case once. A round's figure
 is the median of its steps, and a time is the median of the rounds.
@@ -76,8 +76,8 @@ class Rounds:
     """Rounds of cases by name, with the settings that they were taken with, in a file that is written after each.
 
     Args:
-        path: those in it are kept; None keeps nothing.
-        until: on the monotonic clock; no case is begun after it.
+        path: the file. Its rounds are kept. None keeps nothing.
+        until: on the monotonic clock. No case is begun after it.
     """
 
     def __init__(self, path: Path | None, until: float) -> None:
@@ -89,11 +89,11 @@ class Rounds:
     def take(
         self, cases: Mapping[str, Mapping[str, Any]], measure: Callable[[str], dict[str, float]], rounds: int
     ) -> None:
-        """Until each case has so many rounds, one of every case after the other; those of a case that fails are left
+        """Take rounds, one of every case after the other, until each case has its number. Rounds of a failed case stay
         empty.
 
         Args:
-            cases: by name, what decides their figures, as JSON has it; rounds of other settings are taken anew.
+            cases: by name, what decides their figures, as JSON has it. Rounds of other settings are taken again.
         """
         for name, settings in cases.items():
             if not isinstance(known := self.found.get(name), dict) or known.get("settings") != settings:

@@ -35,7 +35,7 @@ _state: dict = {}
 
 
 def write_corpus(path: Path, size: int) -> int:
-    """Documents of the standard library, again and again, until so many bytes are written."""
+    """Documents of the standard library, again and again, until that number of bytes is written."""
     records, written, number = list(stdlib_texts()), 0, 0
     with open(path, "wb") as file:
         while written < size:
@@ -107,7 +107,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 @in_folder
 def measure(given: argparse.Namespace, folder: Path) -> Result:
-    """Each of our encoders beside the plain loop.
+    """Each of our encoders, compared with the plain loop.
 
     Raises:
         RuntimeError: not all wrote the same files.

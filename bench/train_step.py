@@ -122,7 +122,7 @@ def compared(
 
 
 def _utilisation(setup: Setup, tokens_per_second: float) -> str:
-    """Model FLOPs as a share of the device's peak, as text; empty for an unknown device."""
+    """Model FLOPs as a share of the device's peak, as text, which is empty for an unknown device."""
     import torch
 
     from megatron.report.peaks import device_peak

@@ -1,4 +1,4 @@
-"""Measures each algorithm of a collective in the groups of a run, and chooses; see bench/communication.py."""
+"""Measure each algorithm of a collective in the groups of a run, and choose, for bench/communication.py."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ ROUNDS = 5  # turns of each algorithm, in an order that goes round
 
 @dataclass(frozen=True)
 class TuningPoint:
-    """One size of an operation in the groups of one form, all of which worked at the same time.
+    """One size of an operation in the groups of one form, which all worked at the same time.
 
     Attributes:
         seconds: of each algorithm, the median over the rounds of the slowest rank's mean.
         crossing: bytes that all ranks together send to other hosts for one operation in every group, by algorithm.
         rounds: seconds of each algorithm in each round.
         link: bytes that the network interfaces of all hosts say they sent for one operation, by algorithm, with what
-            the network's protocols add; 0 where ranks talk past them (InfiniBand) or on one machine.
+            the network's protocols add. 0 where ranks talk past them (InfiniBand) or on one machine.
     """
 
     operation: str
@@ -60,13 +60,13 @@ class TuningPoint:
     link: dict[str, int]
 
     def ratios(self, algorithm: str) -> list[float]:
-        """Seconds of the backend's own over those of an algorithm, round by round."""
+        """Seconds of the backend's own algorithm over another's, round by round."""
         return [a / b for a, b in zip(self.rounds[BACKEND], self.rounds[algorithm])]
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What was measured, and the table that follows."""
+    """Measured points, and the table that follows."""
 
     points: tuple[TuningPoint, ...]
     table: AlgorithmTable
@@ -92,7 +92,7 @@ def tune(
         hosts: of each rank, a name.
         seconds: for each algorithm and size, about.
         others: names of further backends to try.
-        pairs: of each rank, a name, for algorithms in three levels; may be empty.
+        pairs: of each rank, a name, for algorithms in three levels. May be empty.
     """
     found: dict[tuple[int, int], tuple[str, Axis]] = {}
     for name, axis in axes_of(world).items():
@@ -123,7 +123,7 @@ def tune(
 def _join_below(
     world: World, hosts: Sequence[Hashable], axis: Axis, form: tuple[int, int], tried: Sequence[int], seconds: float
 ) -> int:
-    """The first size of which several gathers are not faster as one, or beyond the last; all groups at once."""
+    """The first size at which several gathers are not faster as one, or beyond the last, with all groups at once."""
     ranks, key = axis.size, (ALL_GATHER, *form)
     for size in tried:
         block = torch.ones(max(1, size // (4 * ranks)), device=world.device)
@@ -220,7 +220,7 @@ def _way(
 
 
 def _crossing(world: World, hosts: Sequence[Hashable], once: Callable[[], None]) -> int:
-    """Bytes to other hosts of one operation, over all ranks, by the account; it also warms up."""
+    """Bytes to other hosts of one operation, over all ranks, by the account. It also warms up."""
     recorder = Recorder(world.mesh, hosts=list(hosts))
     recorder.install()
     try:
@@ -247,7 +247,7 @@ def _slowest(world: World, seconds: float) -> float:
 
 
 def tuned_table(found: Tuned) -> str:
-    """Each point: what was chosen, its time beside the backend's own, and what goes to other hosts."""
+    """Each point: the chosen algorithm, its time and the backend's own, and the bytes to other hosts."""
     facts, rows = found.table.facts, []
     for each in found.points:
         name = found.table.choose(each.operation, each.hosts, each.ranks, each.size)
@@ -270,8 +270,10 @@ def tuned_table(found: Tuned) -> str:
 
 
 def draw_tuned(path: str | Path, found: Tuned) -> None:
-    """Time over size of every algorithm, and below what all ranks send to other hosts, as a PNG: by the hosts' network
-    interfaces, or by the account where these say nothing."""
+    """Time over size of every algorithm, and below the bytes of all ranks to other hosts, as a PNG.
+
+    The bytes are by the hosts' network interfaces, or by the account where these say nothing.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

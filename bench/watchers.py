@@ -8,24 +8,24 @@ On are: where each rank is, for its agent (`watch`), the times of ranks (`watch.
 (`spikes.action: report`), and hashes of the state (`training.hashes`). Off means that none of their code runs: the
 beacon's methods do nothing, torch's collectives are torch's own, the engine has no gate, and the hooks are not called.
 
-**Pairs.** Which step of a pair is watched is drawn at random. What counts is the difference of the two, so that a
-load that comes and goes meets both; of all pairs the trimmed mean (a fifth left out at either end), with an interval
-in which it is in 19 of 20 draws from the pairs (bootstrap). Both clocks are given: the processor time of all threads
-of all ranks, and the wall time. Most pairs are of steps in which no window ends. What comes once in many steps (a
-window's times are exchanged, the state is hashed) is measured in pairs of its own, and counts as often as a run has
-it: every `watch.slow.every` and `--hashes` steps. In one pair of seven both steps are off: what these show
-must be nothing, and their interval says how much the whole method can tell.
+**Pairs.** Which step of a pair is watched is drawn at random. The difference of the two counts, because a load that
+comes and goes meets both. Reported is the trimmed mean over all pairs, without a fifth at either end. Its interval
+holds 19 of 20 draws from the pairs (bootstrap). Both clocks are given: the processor time of all threads of all ranks,
+and the wall time. Most pairs are of steps in which no window ends. Some work comes once in many steps: a window's times
+are exchanged, the state is hashed. It is measured in pairs of its own, and counts as often as a run has it, every
+`watch.slow.every` and `--hashes` steps. In one pair of seven both steps are off. Their difference must be 0, and their
+interval is the resolution of the whole method.
 
-Not in it: what watching does to a later step (each pair begins with the caches of the one before, watched or not),
-the start of the run, and the agent, a process of its own for each host, which reads the beacons and sends a
-heartbeat. Its processor time, with all else that it does, is given apart.
+Three costs are not included. The first is the effect of watching on a later step: each pair begins with the caches of
+the one before, watched or not. The others are the start of the run, and the agent, a process of its own for each host,
+which reads the beacons and sends a heartbeat. Its processor time, with all else that it does, is given apart.
 
-**Parts.** Then come blocks of 20 steps, in turns, in which the calls of each watcher are counted and timed, and in
-which calls that do nothing are timed in their places; these are taken off. Calls that wait for others count by the
-processor time of all the rank's threads, as the median of blocks. Those of `watch` and `spikes` do not wait, and last
-for microseconds, in which the clock of the processor would be seen above all: they count by the wall clock, as the
-median of steps, so that an interrupt in one of them changes nothing. Parts do not see the functions around torch's
-collectives, nor what a watcher does to others, such as to a cache.
+**Parts.** Then come blocks of 20 steps, in turns. In some, the calls of each watcher are counted and timed. In others,
+calls that do nothing are timed in their places, and their times are subtracted. Calls that wait for others count by the
+processor time of all the rank's threads, as the median of blocks. Calls of `watch` and `spikes` do not wait, and last
+for microseconds, so reading the processor's clock would dominate. They count by the wall clock, as the median of steps,
+so that an interrupt in one of them changes nothing. Parts do not see the functions around torch's collectives, nor what
+a watcher does to others, such as to a cache.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ HOOKS = {"watch.slow": SlowRanksHook, "training.hashes": HashesHook, "spikes": S
 
 
 def plan(rounds: int, blocks: int) -> list[str]:
-    """What each step is: the first ones, pairs, blocks of parts (so many of either kind), and one that ends them."""
+    """The kind of each step: the first ones, pairs, equal numbers of blocks of both kinds, and one that ends them."""
     draw, steps = random.Random(SEED), list(WARM)
     for _ in range(rounds):
         for kind in draw.sample(ROUND, len(ROUND)):
@@ -79,7 +79,7 @@ def plan(rounds: int, blocks: int) -> list[str]:
 
 
 class SilentBeacon(Beacon):
-    """One that nobody listens to: what a run without `watch` would be."""
+    """One without a listener, as in a run without `watch`."""
 
     __slots__ = ()
 
@@ -98,13 +98,13 @@ class SilentBeacon(Beacon):
 
 @dataclass
 class WatcherCost:
-    """What the calls of a watcher took on a rank, in the step or the block at work."""
+    """Time of a watcher's calls on a rank, in the step or the block at work."""
 
     seconds: float = 0.0
     calls: int = 0
 
     def timed(self, function: Callable[..., Any], clock: Callable[[], float], sign: int = 1) -> Callable[..., Any]:
-        """The function, whose calls count; with the sign -1 their time is taken off: it would have passed anyway."""
+        """Make calls of the function count. With the sign -1 their time is subtracted: it would have passed anyway."""
 
         def call(*arguments: Any, **options: Any) -> Any:
             begin = clock()
@@ -128,8 +128,8 @@ class WatcherTurns(Hook):
 
     Args:
         output: file for {"steps": [[seconds of the processor, of the wall], ...], "agent": seconds of it meanwhile,
-            "parts": {watcher: {kind: [[seconds, calls], ...]}}}, of timed and of empty blocks, or of their steps; one
-            file for each rank.
+            "parts": {watcher: {kind: [[seconds, calls], ...]}}}. Parts are of timed and of empty blocks, or of their
+            steps. Each rank has a file.
     """
 
     def __init__(self, output: str, rounds: int, blocks: int) -> None:
@@ -181,7 +181,7 @@ class WatcherTurns(Hook):
             self._time(trainer, kind)
 
     def _take(self, step: int) -> None:
-        """What the watchers took in the step, or the block, that has ended."""
+        """Time of the watchers in the step, or the block, that has ended."""
         kind, last = self._plan[step], self._plan[step + 1] != self._plan[step]
         if kind in (TIMED, EMPTY):
             for name in self._parts if last else SHORT:
@@ -200,7 +200,7 @@ class WatcherTurns(Hook):
         vars(what)[name] = new
 
     def _time(self, trainer: Trainer, kind: str) -> None:
-        """Have the calls of watchers counted; in empty blocks those that do nothing instead of them."""
+        """Count the calls of watchers. In empty blocks calls that do nothing take their places."""
         engine: Any = trainer.engine
         gate = engine.parts["spikes"]
         watch = self._parts["watch"]
@@ -229,7 +229,7 @@ class WatcherTurns(Hook):
 
 
 def wrapped_by_watch() -> list[tuple[Any, str, Any]]:
-    """Where torch keeps its collectives, their names, and what `watch` has put there; inside it are torch's own."""
+    """Where torch keeps its collectives, their names, and what `watch` has put there, with torch's own inside."""
     import torch.distributed as dist
 
     return [
@@ -245,7 +245,7 @@ def _nothing(*arguments: Any, **options: Any) -> None:
 
 
 def _processor_seconds(pid: int) -> float:
-    """Of all threads of a process so far; 0 where the system does not tell."""
+    """Seconds of all threads of a process so far, or 0 where the system does not report them."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -254,7 +254,7 @@ def _processor_seconds(pid: int) -> float:
 
 
 def differences(kinds: Sequence[str], seconds: Sequence[float]) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """From the pairs of a plan: of each kind, seconds of its steps less those of their neighbours, and the latter."""
+    """From the pairs of a plan: of each kind, seconds of its steps less their neighbours' seconds, and the latter."""
     found: dict[str, list[float]] = {kind: [] for kind in dict.fromkeys(ROUND)}
     off = []
     for at in range(len(WARM), len(seconds) - 1, 2):
@@ -274,7 +274,7 @@ def trimmed(values: np.ndarray) -> float:
 
 
 def added(kinds: Mapping[str, np.ndarray], off: np.ndarray, weights: Mapping[str, float]) -> tuple[float, float, float]:
-    """What watchers add to a step, as a share of one without them: the estimate and the ends of its interval.
+    """Time that watchers add to a step, as a share of one without them: the estimate and the ends of its interval.
 
     Args:
         kinds: differences of pairs in seconds, by kind.
@@ -292,7 +292,7 @@ def added(kinds: Mapping[str, np.ndarray], off: np.ndarray, weights: Mapping[str
 
 
 def weights_of(windows: int, hashes: int) -> dict[str, float]:
-    """How often the steps of a run are of each kind, where a window ends every so many, and hashes are as often."""
+    """How often the steps of a run are of each kind. Arguments are the steps between windows and between hashes."""
     rare = {WINDOW: 1 / windows, HASHES: 1 / hashes}
     return {ON: 1 - sum(rare.values()), **rare}
 
@@ -302,7 +302,7 @@ def parts_of(ranks: list[dict[str, dict[str, list[list[float]]]]], every: int) -
 
     Args:
         ranks: of each rank, [seconds, calls] of each watcher's timed blocks and empty ones, or of their steps.
-        every: steps between hashes, of which a block has one.
+        every: steps between hashes. A block has one hash.
     """
 
     def median(taken: list[list[float]], index: int) -> float:

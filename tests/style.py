@@ -53,7 +53,9 @@ BEGINS_WITH_WHAT = re.compile(r"^What\b[^?]*$")
 FENCE = re.compile(r"^ *(```|~~~).*?^ *\1[^\n]*$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`+[^`]*`+")
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
-SENTENCE = re.compile(r"(?<=[.!?])[\"')*]*\s+(?=[\"'(*]*[A-Z0-9`])")
+SENTENCE = re.compile(  # before a capital, a number, code, or an entry "name: ..." of a list
+    r"(?<=[.!?])[\"')*]*\s+(?=[\"'(*]*[A-Z0-9`]|\w+(?:, \w+)*: )"
+)
 ITEM = re.compile(r"^\s*(?:[-*+]|\d+\.)\s+|^\s*#+\s|^\s*>")
 ABBREVIATION = re.compile(r"\b(e\.g|i\.e|cf|vs|etc|Fig|Eq|no)\.")
 

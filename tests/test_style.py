@@ -60,6 +60,15 @@ def test_python_has_three_areas(tmp_path):
     assert [area.counts["words"] for area in areas.values()] == [2, 1, 2]
 
 
+def test_an_entry_that_ends_with_a_full_stop_is_a_sentence():
+    text = "Returns it.\n\nArgs:\n    path: of a file.\n    world, rank: of a run. Both count from 0.\n"
+    assert list(filter(None, sentences(text)))[1:] == [
+        "Args: path: of a file.",
+        "world, rank: of a run.",
+        "Both count from 0.",
+    ]
+
+
 def test_markdown_is_split_into_sentences_items_and_cells():
     text = (
         "# Title of it\n\nOne, e.g. this. Two\nlines.\n- item\n1. next\n\n| a | b c |\n|---|---|\n```sh\nrun; it\n```\n"
