@@ -28,6 +28,7 @@ QUESTIONS = {
     "logs": "the ranks' log files of a run, merged by time: deepy logs RUN",
 }
 GROUPS = {
+    "adapter": "merge adapters, and exchange them with peft",
     "bench": "measure speed and memory",
     "checkpoint": "inspect, compare, convert and export them",
     "data": "from texts to token files, and what a run reads from them",

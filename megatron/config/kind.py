@@ -102,6 +102,7 @@ class LayerKind:
         draws: whether, with these options, a forward pass in training draws random numbers.
         repeats: whether its layers can be in a recurrent group, which runs them several times with the same weights:
             they hand nothing to later layers and count nothing by layer.
+        linears: names of its linear layers with these options, which may have adapters. None: it does not say.
         head_width: channels over which its query-key products sum, if its option `scale` multiplies those.
     """
 
@@ -126,6 +127,7 @@ class LayerKind:
     neighbours: bool = False
     draws: Callable[[Any], bool] = lambda options: False
     repeats: bool = False
+    linears: Callable[[Any], tuple[str, ...] | None] = lambda options: None
     head_width: Callable[[Any], int] | None = None
 
     @property

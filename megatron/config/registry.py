@@ -104,6 +104,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "checkpoint": "megatron.training.hooks.checkpoint:CheckpointHook",
     },
     FEATURE: {  # see megatron.config.features.feature
+        "adapters": "megatron.features.adapters.options:FEATURE",
         "multi_token": "megatron.features.multi_token.options:FEATURE",
         "statistics": "megatron.features.statistics.options:FEATURE",
         "spikes": "megatron.features.spikes.options:FEATURE",

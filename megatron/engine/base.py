@@ -102,7 +102,8 @@ class BaseEngine:
         return [call(*arguments) for call in self._points[point]]
 
     def _start(self, module: nn.Module, mpu: ModelParallelUnit | None) -> None:
-        parameters = list(module.parameters())
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         self.scattered: ScatteredGradients | None = None
         self.scatters = scatters_gradients(self.config, self.mesh.layout)
         bucket = bucket_elements(self.config, self.mesh.replicas.size) if self.scatters else 0
@@ -120,7 +121,7 @@ class BaseEngine:
         self._replace_parts_of_deepspeed(stage)
         average = self.config.training.weight_average is not None
         self.state = EngineState(
-            self.deepspeed, self.optimizer, parameters, self.mesh, stage, buffers_of(module), average
+            self.deepspeed, self.optimizer, parameters, self.mesh, stage, buffers_of(module), average, frozen
         )
         self.call_parts("attach", self)
         self.undo = Undo(self.state, self.parts)

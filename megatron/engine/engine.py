@@ -39,6 +39,7 @@ class PlainEngine(BaseEngine):
         mpu = ModelParallelUnit(self.mesh)
         with cut_as_they_are_made(self.config, self.options, mpu) if self.config.zero.stage == 3 else nullcontext():
             model = Model(self.plan)
+        self.call_parts("module_made", self, model)
         self._start(model, mpu)
         self.model: Model = self.deepspeed.module
 

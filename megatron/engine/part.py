@@ -3,6 +3,7 @@
 A run imports and builds only the parts that it wants (`parts/__init__.py`). A point that no part defines costs a step
 nothing. In the order of a run:
 
+    module_made        this rank's layers exist, the optimizer does not
     before_deepspeed   the optimizer exists, DeepSpeed has not seen it
     attach             DeepSpeed's engine and the state exist
     restore            a checkpoint was read
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from inspect import isfunction
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.data.batch import StepBatch
 
@@ -72,6 +73,9 @@ class EnginePart:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls.points = defined_points(EnginePart, cls)
+
+    def module_made(self, engine: BaseEngine, module: nn.Module) -> None:
+        """This rank's layers exist, with their parameters. A part may change them, or freeze parameters."""
 
     def before_deepspeed(self, engine: BaseEngine) -> None:
         """`engine.optimizer` and `engine.clipping` exist, and `engine.deepspeed` does not."""

@@ -30,6 +30,8 @@ class PipelinedEngine(BaseEngine):
         self.head = self.pipeline.head_stage
         if self.head is not None:
             self.head.observe = self._losses_of
+        self.call_parts("module_made", self, self.pipeline)
+        self.pipeline.find_copies()
         self._start(self.pipeline, None)
         # The engine adds losses itself. DeepSpeed's mean would be two messages more, and a wait of the host.
         self.deepspeed._aggregate_total_loss = lambda: None

@@ -55,6 +55,7 @@ class EngineState:
         parameters: this rank's parameters, each once.
         buffers: tensors that are saved, but not optimized (`ParameterFactory.buffer`).
         average: whether an average of the weights is kept too.
+        frozen: this rank's parameters that are not trained, and that no checkpoint of the run has.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class EngineState:
         stage: int,
         buffers: Sequence[Tensor] = (),
         average: bool = False,
+        frozen: Sequence[nn.Parameter] = (),
     ):
         self._averages: dict[Tensor, Tensor] = {}  # by flat tensor, of its shape
         self._evaluates: Any = getattr(optimizer, "evaluation_weights", None)
@@ -73,6 +75,7 @@ class EngineState:
         self._averaging = average
         self.engine, self.optimizer, self.mesh, self.stage = engine, optimizer, mesh, stage
         self.parameters, self.buffers = list(dict.fromkeys(parameters)), buffers
+        self._frozen = list(dict.fromkeys(frozen))
         self.before_change: Callable[[], None] = lambda: None  # called before masters are changed from outside
         self._first_scaler = self.loss_scaler()
 
@@ -110,6 +113,24 @@ class EngineState:
     def masters(self) -> list[Fragment]:
         """The engine's own fp32 masters, for a start from weights only."""
         return [replace(each, state=MASTER) for each in self.targets() if each.state in (MASTER, TRAINED)]
+
+    def frozen(self) -> Iterator[Fragment]:
+        """Fragments of this rank's frozen parameters, with the tensors of the forward pass."""
+        for parameter in self._frozen:
+            tensor, cut, begin = logical_of(parameter), shard_index(parameter), shard_start(parameter)
+            marks: Any = parameter  # with attributes of DeepSpeed
+            if self.stage < 3:
+                yield Fragment(tensor, WEIGHT, *cut, begin, parameter.detach().view(-1))
+                continue
+            first = self.mesh.replicas.rank * marks.ds_tensor.ds_numel
+            length = min(marks.ds_tensor.ds_numel, marks.ds_numel - first)  # the last share is padded
+            if length > 0:
+                yield Fragment(tensor, WEIGHT, *cut, first, marks.ds_tensor.detach().view(-1)[:length])
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether some weights of the run are frozen."""
+        return bool(self._frozen)
 
     def refresh(self) -> None:
         """Update the weights of the forward pass from the masters. Call it after filling or changing masters."""

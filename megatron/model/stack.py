@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megatron.config import Config
 from megatron.config.arithmetic.recurrence import core_of
+from megatron.config.features.feature import wanted_features
 from megatron.config.pattern import BlockPattern
 from megatron.config.variants import options_of
 from megatron.objectives.named import objective_of
@@ -120,6 +121,7 @@ class ModelPlan:
         model, data = self.config.model, self.config.data
         kinds = {each for block in (*self.blocks, *self.further) for each in block.kinds}
         draws = any(kind_of(model, each).draws(options_of(model, each)) for each in kinds) or bool(self.inside)
+        draws = draws or any(feature.draws(self.config) for feature in wanted_features(self.config).values())
         documents, shared = data.reset_attention_at_eod, self.mesh.context.size > 1
         return StreamForm(positions=documents or shared, documents=documents, samples=draws or model.dropout > 0.0)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pydantic import create_model
 
-from ..registry import FEATURE, RegistryError, registry_of
+from ..registry import FEATURE, RegistryError, load, registry_of
 from ..section import Section
 
 if TYPE_CHECKING:
@@ -77,6 +77,8 @@ class Feature:
         skipped_batches: the most batches of training data that it may skip.
         clips: whether its part clips gradients in place of the global norm.
         shares: numbers that it adds to the message in which ranks exchange a step's results.
+        identity: keys that must have the values of the checkpoint in a run that resumes.
+        draws: whether its part draws random numbers in a forward pass, by the numbers of samples.
         traffic: the messages of its part in a step of a `Config`, or the reason that no formula exists.
     """
 
@@ -94,6 +96,8 @@ class Feature:
     clips: Callable[[Any], bool] = lambda config: False
     shares: Callable[[Any, Any], int] = lambda config, layout: 0
     memory: Callable[[Any, Any, Any], Mapping[str, float]] = lambda config, layout, weights: {}
+    identity: tuple[str, ...] = ()
+    draws: Callable[[Any], bool] = lambda config: False
     traffic: Callable[[Any], Iterable[Message] | str] = lambda config: ()
 
 
@@ -112,6 +116,16 @@ def features_of(extensions: tuple[str, ...] = ()) -> Mapping[str, Feature]:
             rule = f"{registry.path(FEATURE, name)} must be a megatron.config.features.feature.Feature"
             raise RegistryError(rule, "describe it as examples/plugin/my_lab/worst_label/options.py does")
     return MappingProxyType(found)
+
+
+def load_of(feature: str, name: str) -> Any:
+    """Import "module:name" from the folder of a feature inside, for a tool that is about the feature.
+
+    Raises:
+        RegistryError: there is no such feature.
+    """
+    folder = registry_of().path(FEATURE, feature).partition(":")[0].rpartition(".")[0]
+    return load(f"{folder}.{name}")
 
 
 def wanted_features(config: Any) -> dict[str, Feature]:

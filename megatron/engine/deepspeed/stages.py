@@ -107,6 +107,7 @@ class Pipeline(PipelineModule):
     def __init__(self, plan: ModelPlan):
         self.plan = plan
         self.tied: list[tuple[Tensor, dist.ProcessGroup]] = []
+        self._copy_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         layout = plan.mesh.layout
         self._bounds = stage_bounds(plan.config)
         specs = [LayerSpec(EmbeddingStage, plan)]
@@ -147,18 +148,22 @@ class Pipeline(PipelineModule):
 
     def _index_tied_modules(self) -> dict:
         axis, held = self.plan.mesh.pipeline, copies(self.plan.config)
-        groups = {}
         for stages in sorted(set(held.values())):
             # Stages without a copy make a group of their own: torch names a group by the number that its members have
             # joined. A rank with fewer groups than its peers would wait for them forever, under another name.
             members = [axis.ranks[stage] for stage in (stages if axis.rank in stages else (axis.rank,))]
-            groups[stages] = new_group(members, self.plan.mesh.timeout)
+            self._copy_groups[stages] = new_group(members, self.plan.mesh.timeout)
+        return {}
+
+    def find_copies(self) -> None:
+        """Mark the parameters that other stages have too, and list what is summed over them."""
+        axis, held = self.plan.mesh.pipeline, copies(self.plan.config)
         for weight in sorted(self.parameters(), key=lambda p: logical_of(p).name):
             stages = next((at for prefix, at in held.items() if logical_of(weight).name.startswith(f"{prefix}.")), ())
             if axis.rank in stages:
                 weight.ds_pipe_replicated = axis.rank != stages[0]
-                self.tied.append((weight, groups[stages]))
-        return {}
+                if weight.requires_grad:
+                    self.tied.append((weight, self._copy_groups[stages]))
 
     def get_tied_weights_and_groups(self) -> list[tuple[Tensor, dist.ProcessGroup]]:
         """(weight, group) of each sum, in the order of names: the same for all members of a group."""

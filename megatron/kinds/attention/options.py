@@ -170,6 +170,7 @@ KIND = LayerKind(
     rules=(*RULES, heads_fill(twice=False), normalised_logits_are_not_clipped, clipped_logits_are_seen_by_one_rank),
     draws=lambda options: options.dropout > 0.0,
     attends=True,
+    linears=lambda options: ("query", "key_value", "output"),
     head_width=lambda options: options.head_dim,
     clips_logits=lambda options: options.qk_clip is not None,
     weights=_weights,

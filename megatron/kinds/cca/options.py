@@ -86,5 +86,6 @@ KIND = LayerKind(
     context="attends",
     repeats=True,
     neighbours=True,
+    linears=lambda options: ("query_key", "value", "output"),
     keeps_fp32=True,
 )

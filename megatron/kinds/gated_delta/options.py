@@ -92,6 +92,7 @@ KIND = LayerKind(
         parts_of_sequences_have_the_taps(lambda own: own.convolution - 1, ".convolution"),
     ),
     packages={"fla": "pip install flash-linear-attention"},
+    linears=lambda options: ("query_key", "value_gate", "decay_beta", "output"),
     keeps_fp32=True,
     context="scans",
     repeats=True,

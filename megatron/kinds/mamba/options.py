@@ -76,6 +76,7 @@ KIND = LayerKind(
         parts_of_sequences_have_the_taps(lambda own: own.convolution - 1, ".convolution"),
     ),
     packages={"mamba_ssm": "pip install mamba-ssm causal-conv1d"},
+    linears=lambda options: ("zx", "output"),
     keeps_fp32=True,
     context="scans",
     repeats=True,

@@ -92,6 +92,7 @@ KIND = LayerKind(
     ),
     packages={"mamba_ssm": "pip install mamba-ssm causal-conv1d", "fla": "pip install flash-linear-attention"},
     untried=("fla",),
+    linears=lambda options: ("zx", "bc", "dt", "output"),
     keeps_fp32=True,
     context="scans",
     repeats=True,

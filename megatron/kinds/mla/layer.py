@@ -133,7 +133,7 @@ class MLA(nn.Module):
         up_kv is applied to the new tokens' queries and results instead, so that a step of decoding reads R + P numbers
         per token and not n (P + N + V).
         """
-        matrix = self.key_value.weight.unflatten(0, (self.heads, -1))
+        matrix = self.key_value.matrix().unflatten(0, (self.heads, -1))
         for_keys, for_values = matrix.split([self.options.nope_dim, self.options.value_dim], 1)  # [n, N or V, R]
         own_turned, own = q.split([self.options.rope_dim, self.options.nope_dim], -1)
         q = torch.cat([own_turned, own @ for_keys], -1)

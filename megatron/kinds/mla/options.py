@@ -136,5 +136,12 @@ KIND = LayerKind(
     context="attends",
     repeats=True,
     head_width=lambda options: options.nope_dim + options.rope_dim,
+    linears=lambda options: (
+        *(("query_down",) if options.query_rank else ()),
+        "query",
+        "kv_down",
+        "key_value",
+        "output",
+    ),
     weights=_weights,
 )

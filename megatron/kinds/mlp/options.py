@@ -32,6 +32,7 @@ KIND = LayerKind(
     about="Options of the mlp feed-forward.",
     layer="megatron.kinds.mlp.layer:MLP",
     rules=(divides_over_tensor_ranks("hidden_size", "channels"),),
+    linears=lambda options: ("gate_up" if options.gated else "up", "down"),
     weights=lambda options, width: ((3 if options.gated else 2) * width * (options.hidden_size or 0), 0),
     compiles=True,
     context="alone",

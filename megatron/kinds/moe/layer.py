@@ -23,11 +23,11 @@ from megatron.model.initialisation import Initialisation
 from megatron.model.recompute import decide_once, repeating
 from megatron.model.stream import LOSS, Channel, Stream
 from megatron.parallel.layers.collectives import enter, leave, sum_gradient
-from megatron.parallel.layers.linear import ColumnLinear
+from megatron.parallel.layers.linear import ColumnLinear, PartialLinear
 from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layout.precision import at_least_fp32
 from megatron.parallel.layout.random import sequence_counters, site_key, uniform
-from megatron.parallel.layout.shard import Role, Shard
+from megatron.parallel.layout.shard import Role
 
 from .choice import ExpertChoice, choose_experts, classes, replace_none, scores_of, weights_of
 from .dispatch import AllToAllDispatch, LocalDispatch, dispatch_messages
@@ -35,24 +35,6 @@ from .experts import Experts
 from .losses import Routed, auxiliary_losses, count
 from .permute import Rows, combine, permute, sort_by_expert, weighted_sum
 from .router import STATE, LinearRouter, MLPRouter, router_counts, router_tensors
-
-
-class PartialLinear(nn.Module):
-    """This rank's slice of [..., inputs] to its part of the sum [..., outputs]. The tensor region stays open."""
-
-    def __init__(self, make: ParameterFactory, inputs: int, outputs: int, init: Initialisation):
-        super().__init__()
-        self.weight = make.parameter(
-            "weight",
-            (outputs, inputs),
-            role=Role.OUTPUT,
-            init=init.output(inputs, outputs),
-            shard=Shard(1),
-            matrices=(outputs,),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
 
 
 class Gate(nn.Module):
@@ -79,7 +61,7 @@ class SharedExpert(nn.Module):
         self.gated, self.activation = options.gated, ACTIVATIONS[options.activation]
         name, parts = ("gate_up", (width, width)) if options.gated else ("up", (width,))
         self.up = ColumnLinear(make.scope(name), H, parts, init=init.hidden(H, width))
-        self.down = PartialLinear(make.scope("down"), width, H, init)
+        self.down = PartialLinear(make.scope("down"), width, H, init=init.output(width, H))
         self.gate = Gate(make.scope("gate"), H, init) if options.shared_gate else None
 
     def forward(self, x_TH: Tensor) -> Tensor:

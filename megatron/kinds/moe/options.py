@@ -142,6 +142,9 @@ KIND = LayerKind(
     layer="megatron.kinds.moe.layer:MoE",
     rules=RULES,
     stack_rules=STACK_RULES,
+    linears=lambda options: (
+        ("shared.gate_up" if options.gated else "shared.up", "shared.down") if options.shared_size else ()
+    ),
     keeps_fp32=True,
     draws=lambda options: options.router.jitter > 0.0,
     experts=lambda options: options.experts,

@@ -20,6 +20,7 @@ KIND = LayerKind(
     about="Options of the rwkv4 mixer (Peng et al. 2023).",
     layer="megatron.kinds.rwkv4.layer:RWKV4",
     rules=(divides_over_tensor_ranks(lambda at: at.hidden_size, "channels", "model.hidden_size"),),
+    linears=lambda options: ("key", "value", "receptance", "output"),
     keeps_fp32=True,
     context="scans",
 )

@@ -21,6 +21,7 @@ KIND = LayerKind(
     about="Options of the rwkv5 mixer (Eagle, Peng et al. 2024).",
     layer="megatron.kinds.rwkv5.layer:RWKV5",
     rules=(heads_are_whole, heads_divide_over_tensor_ranks),
+    linears=lambda options: ("receptance", "value", "key", "gate", "output"),
     keeps_fp32=True,
     exchange=EXCHANGE,
     context="scans",

@@ -19,6 +19,7 @@ KIND = LayerKind(
     about="Options of the rwkv6 mixer (Finch, Peng et al. 2024).",
     layer="megatron.kinds.rwkv6.layer:RWKV6",
     rules=(heads_are_whole, heads_divide_over_tensor_ranks),
+    linears=lambda options: ("receptance", "value", "key", "gate", "output"),
     keeps_fp32=True,
     exchange=EXCHANGE,
     context="scans",

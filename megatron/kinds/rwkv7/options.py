@@ -61,6 +61,7 @@ KIND = LayerKind(
     about="Options of the rwkv7 mixer (Peng et al. 2025).",
     layer="megatron.kinds.rwkv7.layer:RWKV7",
     rules=(heads_are_whole, heads_divide_over_tensor_ranks),
+    linears=lambda options: ("receptance", "value", "key", "output"),
     packages={"fla": "pip install flash-linear-attention"},
     untried=("fla",),
     stack_rules=(first_values_are_whole_blocks,),

@@ -57,6 +57,7 @@ def _kind(number: int, options: type[RWKVOptions]) -> LayerKind:
         about=f"Options of the rwkv{number}_ffn feed-forward.",
         layer=f"megatron.kinds.rwkv_ffn.layer:RWKV{number}ChannelMix",
         rules=(divides_over_tensor_ranks("hidden_size", "channels"),),
+        linears=lambda options: ("key", "value") if number == 7 else ("key", "value", "receptance"),
         exchange=EXCHANGE if number > 4 else "",
         context="scans",
     )

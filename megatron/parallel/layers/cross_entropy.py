@@ -176,7 +176,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ce_N = torch.empty(x_NH.shape[0], dtype=wide_type(x_NH.dtype), device=x_NH.device)
         lse_N, own_N = torch.empty_like(ce_N), torch.empty_like(ce_N if loss is not None else ce_N[:0])
         step = options.chunk or max(1, x_NH.shape[0])
-        grads = Gradients(x_NH, weight_VH, bias_V, -(-x_NH.shape[0] // step)) if train else None
+        count, of_head = -(-x_NH.shape[0] // step), ctx.needs_input_grad[1]
+        grads = Gradients(x_NH, weight_VH, bias_V, count, of_head) if train else None
         numbers = (ce_N, lse_N, own_N)
         chunks = _Chunks(x_NH, weight_VH, bias_V, labels_N - first, unit_weights_N, axis, options, *numbers, grads)
         for begin in range(0, x_NH.shape[0], step):
@@ -215,10 +216,11 @@ class Gradients:
     """Accumulators of the gradients of the sum of losses.
 
     The weight's gradient is a sum over chunks in fp32. With a single chunk it has the type of the weight at once,
-    except in fp16, which cannot hold it before it is scaled.
+    except in fp16, which cannot hold it before it is scaled. A frozen head has none.
     """
 
-    def __init__(self, x_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, chunks: int):
+    def __init__(self, x_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, chunks: int, of_head: bool = True):
+        self.of_head = of_head
         self.x = torch.empty_like(x_NH)
         self.dtype = weight_VH.dtype
         self.sum_dtype = self.dtype if chunks == 1 and self.dtype != torch.float16 else wide_type(self.dtype)
@@ -228,6 +230,8 @@ class Gradients:
     def add(self, part: slice, grad_CV: Tensor, x_CH: Tensor, weight_VH: Tensor) -> None:
         """Add the gradient of a chunk's product of hidden states and head."""
         torch.mm(grad_CV, weight_VH, out=self.x[part])
+        if not self.of_head:
+            return
         narrow = self.sum_dtype != grad_CV.dtype
         if narrow and _has_wide_products(grad_CV):  # the kernel adds the product in fp32
             if self.weight is None:
@@ -241,8 +245,9 @@ class Gradients:
         else:
             self.weight.addmm_(grad_CV.T, x_CH)
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        assert self.weight is not None
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        if self.weight is None:
+            return self.x, None, None
         if self.dtype == torch.float16:  # the backward pass scales them first
             return self.x, self.weight, self.bias
         return self.x, self.weight.to(self.dtype), None if self.bias is None else self.bias.to(self.dtype)

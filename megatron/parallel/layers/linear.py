@@ -75,6 +75,10 @@ class ColumnLinear(nn.Module):
         bias = None if self.bias is None else sum_gradient(self.bias, self.axis)
         return sum_gradient(self.weight, self.axis), bias
 
+    def matrix(self) -> Tensor:
+        """This rank's part of the matrix, for layers that multiply with it themselves."""
+        return self.weight
+
 
 def entered(x: Tensor, columns: Sequence[ColumnLinear], mesh: Mesh) -> tuple[Tensor, list[Tensor]]:
     """Enter the tensor region, and apply each of these matrices: [B, S, H], and [B, S, ...] of each."""
@@ -130,6 +134,18 @@ class RowLinear(nn.Module):
             return y
         # With sequence parallelism each rank adds the bias to its part of the sequence only.
         return y + (sum_gradient(self.bias, self.mesh.tensor) if self.mesh.layout.sequence else self.bias)
+
+
+class PartialLinear(nn.Module):
+    """This rank's slice of [..., inputs] to its part of the sum [..., outputs]; the tensor region stays open."""
+
+    def __init__(self, make: ParameterFactory, inputs: int, outputs: int, *, init: Init):
+        super().__init__()
+        shape, cut = (outputs, inputs), Shard(1)
+        self.weight = make.parameter("weight", shape, role=Role.OUTPUT, init=init, shard=cut, matrices=(outputs,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
 
 
 class WholeLinear(nn.Module):

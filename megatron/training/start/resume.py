@@ -279,7 +279,12 @@ def initialize(
     config: Config | None = None,
 ) -> None:
     """Take only weights, of any saved type. Some may be made from others by `mapping` (see `upcycle`), and tables of
-    tokens may get new rows (see `vocabulary`)."""
+    tokens may get new rows (see `vocabulary`). The part of the engine that freezes weights reads them itself.
+    """
+    if engine.state.has_frozen:
+        engine.undo.restore({})
+        engine.state.refresh()
+        return
     layers = config.checkpoint.initialize_layers if config is not None else ()
     masters, made = mapped(checkpoint, engine.state.masters(), mapping, layers)
     tables: list[tuple[Fragment, LogicalTensor]] = []

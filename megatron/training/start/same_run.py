@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.checkpoint import Checkpoint, CheckpointError, Meta
 from megatron.config import Config
+from megatron.config.features.feature import features_of
 from megatron.config.source.origins import Origin
 from megatron.config.source.yaml_source import parse
 from megatron.config.stages import stage_values
@@ -121,10 +122,12 @@ def refuse_other_runs(subject: object, changed: list[str], config: Config) -> No
         CheckpointError: with each key that `checkpoint.allow_changes` does not name.
     """
     allowed = config.checkpoint.allow_changes
+    features = features_of(tuple(config.model.extensions)).values()
+    identity = (*_IDENTITY, *(key for feature in features for key in feature.identity))
     keys = []
     for line in changed:
         key = line.partition(":")[0]
-        decides = any(f"{key}.".startswith(f"{each}.") for each in _IDENTITY) and not _RECIPE.match(key)
+        decides = any(f"{key}.".startswith(f"{each}.") for each in identity) and not _RECIPE.match(key)
         moved = key == "tokenizer.path" and _same_name(line)
         if decides and not moved and not any(f"{key}.".startswith(f"{each}.") for each in allowed):
             keys.append((key, line))
