@@ -4,7 +4,7 @@
 
 Each writes and reads again the same weights and both moments of AdamW, in turns, in one process. The time of "save"
 ends when `save` returns and the files can be read. Our files are then hashed, durable and renamed. The others keep
-their defaults. "resume" fills the tensors of a model and optimizer that exist, and ours checks every byte that it reads.
+their defaults. "resume" fills the tensors of a model and optimizer that exist, and ours checks every byte.
 """
 
 from __future__ import annotations
