@@ -179,6 +179,18 @@ def test_runs_on_other_layouts_are_one_run(tmp_path):
         assert found == [pytest.approx(each, rel=2e-5, abs=1e-6) for each in one], layout
 
 
+def test_a_run_of_orpo_evaluates_its_pairs_and_is_read_by_the_api(tmp_path):
+    """Batches of an evaluation have no columns: nothing is counted in them."""
+    data = pairs(tmp_path)
+    for key in ("chosen_reference", "rejected_reference"):
+        del data["options"][key]
+    values = {**SHAPE, "objective": {"type": "dpo", "options": {"loss": "orpo"}}, "data": data}
+    values |= {"run": {"dir": str(tmp_path / "run")}, "evaluation": {"at_end": True, "batches": 1}}
+    assert [each["step"] for each in train_on_ranks(1, values) if "validation" in each] == [3]
+    model = api.open_model(str(tmp_path / "run"))
+    assert np.isfinite(model.log_probabilities(tmp_path / "chosen")).all()
+
+
 def test_a_reference_that_the_api_records_is_the_policy_at_its_start(tmp_path):
     """The first step of a run from the same checkpoint has the loss ln 2 and no margin."""
     first = {

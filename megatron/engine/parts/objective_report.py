@@ -32,7 +32,10 @@ class ObjectiveReport(EnginePart):
 
     @torch.no_grad()
     def check_batch(self, batch: StepBatch) -> None:
-        """Count the labels of kinds over which the objective takes means, over all data parallel ranks."""
+        """Count the labels of kinds over which the objective takes means, over all data parallel ranks. Batches of an
+        evaluation have no columns, and no such means."""
+        if not set(self.objective.columns) <= batch.columns.keys():
+            return
         weights = torch.ones_like(batch.labels) if batch.loss_mask is None else batch.loss_mask
         counted = self.objective.counted(weights, batch.columns)
         if counted:
