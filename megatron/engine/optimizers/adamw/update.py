@@ -40,7 +40,8 @@ class AdamW(EagerAdamW):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    average = self.state[parameter].get("exp_avg", torch.zeros_like(parameter))
+                    state = self.state[parameter]
+                    average = state["exp_avg"] if "exp_avg" in state else torch.zeros_like(parameter)
                     step = average.lerp(parameter.grad.to(average.dtype), 1 - group["betas"][0])
                     decay_cautiously(parameter, step, group["lr"] * group["weight_decay"])
             group["weight_decay"] = 0.0
