@@ -23,7 +23,7 @@ EXTRAS = {
 
 
 def missing(module: str | None) -> str | None:
-    """The sentence about an optional package that cannot be imported; None where it is another one."""
+    """The sentence about an optional package that cannot be imported, or None where it is another one."""
     package = (module or "").partition(".")[0]
     if package not in EXTRAS:
         return None
@@ -32,7 +32,7 @@ def missing(module: str | None) -> str | None:
 
 
 def absent(packages: list[str]) -> Iterator[str]:
-    """Those of the packages that are not installed here."""
+    """The given packages that are not installed here."""
     for package in packages:
         try:
             found = find_spec(package) is not None

@@ -24,8 +24,8 @@ def installed() -> bool:
 def configuration_file(word: str) -> str | None:
     """The path of the configuration that a word on a command line means, or None.
 
-    In this order: a file of that path; a file of that path and `.yml`; a ready configuration of `configs/`, such as
-    `pythia/70m`, `pythia/70m.yml` or `configs/pythia/70m.yml`. What the user has comes before what is shipped.
+    In this order: a file of that path, a file of that path and `.yml`, or a ready configuration of `configs/`, such as
+    `pythia/70m`, `pythia/70m.yml` or `configs/pythia/70m.yml`. A user's file comes before a shipped one.
     """
     named = _with_suffix(Path(word))
     if named is not None:
@@ -45,7 +45,7 @@ def configuration_names() -> list[str]:
 
 
 def near_names(word: str, most: int = 4) -> list[str]:
-    """Ready configurations that a word may mean: those with it in their name, else those that look like it."""
+    """Ready configurations that a word may mean: names that contain it, or else names that resemble it."""
     names, wanted = configuration_names(), word.lower().removesuffix(".yml").removeprefix("configs/")
     inside = [name for name in names if wanted and wanted in name and not name.startswith(("test/", "layouts/"))]
     return inside[:most] or difflib.get_close_matches(wanted, names, n=1)

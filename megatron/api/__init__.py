@@ -66,7 +66,7 @@ def resolve(*words: str | os.PathLike | Mapping[str, Any], ranks: int = 1, check
 
 @dataclass(frozen=True)
 class Run:
-    """What a run has left behind in its directory.
+    """Files and results of a run in its directory.
 
     Attributes:
         directory: `run.dir`.
@@ -97,11 +97,11 @@ class Run:
 def train(resolved: Resolved, *, quiet: bool = True) -> Run:
     """Train in this process, as `deepy train` with one rank does: the same losses, files and checkpoints.
 
-    A run that has checkpoints in its directory (`run.dir`) goes on from the newest one. An interrupt saves first.
+    A run that has checkpoints in its directory (`run.dir`) resumes from the newest one. An interrupt saves first.
 
     Args:
         resolved: from `resolve`, for one rank.
-        quiet: print nothing; what would be printed is in the run's files.
+        quiet: print nothing. The run's files have the same text.
 
     Raises:
         ValueError: the configuration is for several ranks.
@@ -209,7 +209,7 @@ def tensors(path: Run | str | os.PathLike, *, state: str = "weight") -> Tensors:
 def open_model(
     source: Resolved | Config | Run | str | os.PathLike, *, device: str = "cpu", dtype: str | None = None
 ) -> OpenModel:
-    """A model to look into: of a checkpoint, of a run's newest one, or with the initial values of a configuration.
+    """A model to examine: of a checkpoint, of a run's newest one, or with the initial values of a configuration.
 
     Args:
         dtype: "fp32" (default), "bf16", "fp16" or "fp64".

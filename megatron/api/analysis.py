@@ -1,4 +1,4 @@
-"""A look into a model: one forward pass, with the activations of named layers and the gradients of named parameters."""
+"""Analysis of a model: one forward pass, with the activations of named layers and the gradients of named parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Edit = Callable[[Tensor], Tensor]
 
 @dataclass
 class Pass:
-    """What a forward pass gave, and its backward pass where gradients were asked for. B samples of S tokens.
+    """Results of a forward pass, and of its backward pass where gradients were asked for. B samples of S tokens.
 
     Attributes:
         loss: mean cross-entropy over the labels that count, in nats per token: what a training step logs.
@@ -51,7 +51,7 @@ class Pass:
 class OpenModel:
     """A whole model on one device whose layers have names.
 
-    Names follow those of the parameters: `embedding`, `layers.3` (the residual stream after the layer),
+    Names follow the parameters' names: `embedding`, `layers.3` (the residual stream after the layer),
     `layers.3.attention` and `layers.3.mlp` (the branches that are added to it), `layers.3.attention.qkv`, ...
 
     Attributes:
@@ -101,12 +101,11 @@ class OpenModel:
         """Run the model on a batch.
 
         Args:
-            batch: a global batch from `megatron.api.batches`, or tokens [B, S + 1], of which all but the first are
-                labels.
-            keep: names of layers whose outputs are kept; a `*` stands for one word between dots: `layers.*` are the
+            batch: a global batch from `megatron.api.batches`, or tokens [B, S + 1], all but the first being labels.
+            keep: names of layers whose outputs are kept. A `*` stands for one word between dots: `layers.*` are the
                 residual streams, `layers.*.attention` the outputs of attention.
-            gradients: also run the backward pass; parameters' gradients and those of what was kept are returned.
-            edit: functions by layer name; what a function makes of the layer's output takes its place.
+            gradients: also run the backward pass, and return gradients of parameters and of the kept outputs.
+            edit: functions by layer name. A function's result takes the place of the layer's output.
 
         Raises:
             KeyError: no layer has such a name.

@@ -173,7 +173,7 @@ def _train(config: Config, steps: int) -> dict[tuple[str, int], tuple[float, flo
 
 
 def _activations(opened: Any, batch: Any) -> dict[str, list[torch.Tensor]]:
-    """The activations of every place on a batch. A kind has those of each of its layers."""
+    """The activations of every place on a batch. A kind has the activations of each of its layers."""
     blocks = opened.model.plan.blocks
     names = {"embedding": ["embedding"]}
     for index, block in enumerate(blocks):

@@ -1,8 +1,8 @@
 """Keys that follow from other keys. Each has its formula and its function where it is declared (`section.Derived`).
 This file puts them in order and computes them.
 
-A function reads resolved values through a `View` and returns the value, or None where the key has no meaning or an
-input is not known (no tokenizer, an unknown number of ranks).
+A function reads resolved values through a `View` and returns the value. It returns None where the key has no meaning,
+or an input is not known (no tokenizer, an unknown number of ranks).
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ class Norm(nn.Module):
     The result has the type of the layers, also where the stream is fp32.
 
     Args:
-        partial: each rank has only part of the weight's uses (a slice of the sequence, some of the heads), so the
-            gradient of the replicated weight is summed over the tensor parallel ranks.
+        partial: each rank has only part of the weight's uses (a slice of the sequence, some of the heads). The gradient
+            of the replicated weight is then summed over the tensor parallel ranks.
     """
 
     def __init__(self, make: ParameterFactory, size: int, options: NormOptions, *, partial: bool):

@@ -1,7 +1,7 @@
 """Sizes of a model that a device computes slowly: the rules of co-design, each with the nearest better values.
 
-Anthony et al. 2024 (arXiv 2401.14489): matrices are fast if their sizes are multiples of 64 elements (128 bytes), if
-tiles fill the last wave of the device's units, and if they are split as little as possible. A finding may have a change
+Anthony et al. 2024 (arXiv 2401.14489): matrices are fast if their sizes are multiples of 64 elements (128 bytes) and
+tiles fill the last wave of the device's units. They should be split as little as possible. A finding may have a change
 that keeps the number of parameters within 2 %, with its predicted gain.
 """
 

@@ -175,7 +175,7 @@ class Question:
         return self._legal[key]
 
     def structures(self) -> Iterator[Candidate]:
-        """Sizes of axes and ZeRO stages that may be valid, without those that arithmetic excludes."""
+        """Sizes of axes and ZeRO stages that may be valid, without the ones that arithmetic excludes."""
         devices, config = self.at.devices, self.base
         blocks, length = len(config.model.blocks), config.training.sequence_length
         experts = self.experts()

@@ -58,7 +58,7 @@ class RankWeights:
     """Parameters of one rank by type and by the ranks that share their states.
 
     Attributes:
-        expert: of experts that are spread over ranks, and of matrices whose rows ranks share; in the compute type.
+        expert: of experts that are spread over ranks, and of matrices whose rows ranks share, in the compute type.
     """
 
     low: int = 0  # in the compute type

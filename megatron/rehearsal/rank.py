@@ -145,7 +145,7 @@ def observe(config: Config, mesh: Mesh, batch: Batches | None = None, repeats: b
 
     Args:
         repeats: run only the first of equal calls of a scan, and count it for the others. Their results have no values.
-        batch: gives what a step reads, by its number, and then weights get their initial values; None takes blank
+        batch: returns the batch of a step, by its number, and then weights get their initial values. None takes blank
             batches of the right shapes, and leaves weights as they are.
     """
     labels = Labels(mesh)

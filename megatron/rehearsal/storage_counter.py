@@ -75,7 +75,7 @@ class StorageCounter(TorchDispatchMode):
 
     Attributes:
         live: bytes now.
-        peak: the largest number so far; `at` says when.
+        peak: the largest number so far. `at` says when.
         flops: by place.
         operations: of torch, at most the number of kernels that a GPU launches.
         updating: operations outside of passes, once per step for any number of micro-batches.

@@ -43,12 +43,12 @@ def check_layouts(
     Args:
         values: a configuration, fp32, without dropout. Its batch must fit all layouts. The optimizer's
             section is replaced.
-        layouts: differences, such as {"parallel": {"tensor": 2}}; "ranks" is the number of processes, by default
+        layouts: differences, such as {"parallel": {"tensor": 2}}. "ranks" is the number of processes, by default
             the smallest that the layout needs.
-        bound: largest relative error of the loss, and of each gradient in the Euclidean norm. What fp32 differs from
-            float64 in one process, ten times, is added to it: that is rounding, which layouts do in other orders.
-        step: what each rank runs instead of `on_this_rank`, of the same form: what it sets up around that and looks at
-            afterwards must be in one call, since the next one may find other processes.
+        bound: largest relative error of the loss, and of each gradient in the Euclidean norm. Ten times the difference
+            of fp32 from float64 in one process is added to it. It is rounding, which layouts do in other orders.
+        step: runs on each rank instead of `on_this_rank`, with the same form. Its preparations and checks must be in
+            one call, since the next one may find other processes.
 
     Raises:
         AssertionError: with the layout, and each tensor whose gradient differs.

@@ -1,8 +1,8 @@
 """The store where ranks meet, listening on one address.
 
 torch's own `env://` opens it on every address of the machine, where any stranger can read and write it. Here rank 0
-listens on the address that the others call, and, where the launcher has bound a port for it, on the very socket that
-the launcher bound: between the choice of a port and its use no other process can take it.
+listens on the address that the others call. Where the launcher has bound a port for it, rank 0 listens on the very
+socket that the launcher bound. Between the choice of a port and its use no other process can take it.
 
 Every user of the host can still connect to the port, and the store asks for no password. The launcher therefore gives
 the ranks of each start a secret, in their environment, which only the same user can read. Keys and values of our own

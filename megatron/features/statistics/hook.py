@@ -28,11 +28,11 @@ ACTIVATION, ENTROPY = "activation", "attention_entropy"
 class StatisticsHook(Hook):
     """Adds `statistics` to the record of every n-th step: layer -> numbers.
 
-    weight and update are norms over the layer's tensors after and of the step's update. gradient is that of the mean
-    over the global batch before clipping. activation is the root mean square of the layer's output (the residual stream
-    after it) over the tokens of the batch. attention_entropy, of layers with softmax attention, is the mean over tokens
-    and heads, in nats. All are sums over the elements of logical tensors and tokens, independent of the layout. A step
-    without an update has only the last two. The computation itself is not changed.
+    `weight` and `update` are norms over the layer's tensors after and of the step's update. `gradient` is the norm of
+    the mean over the global batch before clipping. `activation` is the root mean square of the layer's output (the
+    residual stream after it) over the tokens of the batch. `attention_entropy`, of layers with softmax attention, is
+    the mean over tokens and heads, in nats. All are sums over the elements of logical tensors and tokens, independent
+    of the layout. A step without an update has only the last two. The computation itself is not changed.
 
     Args:
         every: n.

@@ -1,8 +1,8 @@
 """Links between our logical tensors and the tensors of another program, read in both directions.
 
 A link names modules. It holds for their `weight` and `bias`, where they exist. Its form says how the tensors of one
-side are made of those of the other. Every form only moves elements, so both directions are exact. A form that needs
-widths of the model is given as a function of the model's section.
+side are made of the other side's tensors. Every form only moves elements, so both directions are exact. A form that
+needs widths of the model is given as a function of the model's section.
 
 The `hf.py` of a kind has the links of its layers, and the forms that only it needs.
 """
@@ -73,7 +73,7 @@ class Link:
         ours, theirs: one name or several. `{n}` is the number of the layer, on both sides, and `{e}` in theirs that of
             each expert.
         form: how the tensors are made of each other, or a function that makes the form for a model.
-        suffixes: the tensors that a module may have. ("",) where the names are those of tensors.
+        suffixes: the tensors that a module may have. ("",) where the names are of tensors.
         experts: number of experts of a model, for `{e}`.
     """
 

@@ -1,8 +1,8 @@
 """The gradient of state-space duality, written out: autograd's own would keep or make again every intermediate tensor.
 
 Shapes as in `ssd`, c chunks of Q positions, h heads of P channels in g groups of r heads, k = r P channels of a group.
-A state before a chunk is S, what the chunk writes is Z. L, E, T and W are `decays`: inside a chunk, from its begin, to
-its end, through it. With X = dt x, per head and chunk
+A state before a chunk is S, and Z is the addition of the chunk. The `decays` are L inside a chunk, E from its begin, T
+to its end, and W through it. With X = dt x, per head and chunk
 
     Y = (C B^T * L) X + E (C S^T) + D x        Z = (T X)^T B        S' = W S + Z
 """

@@ -1,8 +1,8 @@
 """Auxiliary losses on the router, in fp32, and its balance without a loss.
 
 The z-loss and the loss per sequence are means over tokens and over sequences: no cut of the batch changes them. The
-balancing loss multiplies the load of a batch with its mean scores, so by its definition it depends on the counted
-tokens: a micro-batch (of all data parallel ranks, with `over: ranks`).
+balancing loss multiplies the load of a batch with its mean scores, so its definition depends on the counted tokens.
+These are a micro-batch (of all data parallel ranks, with `over: ranks`).
 
 Shapes: B samples, S positions, T = B S tokens, E experts.
 """

@@ -53,7 +53,7 @@ def wkv4(
 def ends(
     k_BSd: Tensor, v_BSd: Tensor, decay_d: Tensor, starts_BS: Tensor | None, *, chunk: int
 ) -> tuple[State, Tensor]:
-    """The state from zeros, and the addition to the exponent of a state before, [B, d]. Arguments are those of
+    """The state from zeros, and the addition to the exponent of a state before, [B, d]. Arguments as in
     `wkv4`."""
     zero = k_BSd.new_zeros((k_BSd.shape[0], k_BSd.shape[2]), dtype=wide_type(k_BSd.dtype))
     state = (zero, zero, zero + NOTHING)

@@ -43,12 +43,12 @@ class RunnerChoice:
 
     @property
     def starter(self) -> Runner:
-        """What the name of `transport` stands for."""
+        """The thing that the name of `transport` stands for."""
         return runner_of(self.registry, self.transport)
 
     @property
     def wrapper(self) -> Runner:
-        """What the name of `runner` stands for."""
+        """The thing that the name of `runner` stands for."""
         return runner_of(self.registry, self.runner)
 
     @property

@@ -77,8 +77,10 @@ class HostState:
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended: its exit status, the failure to show, all failures, the forwarded stop signals, and
-    the times of its start and of the last end (seconds since the epoch)."""
+    """How a run ended: its exit status, the failure to show, all failures, and the forwarded stop signals.
+
+    It also has the times of its start and of the last end, in seconds since the epoch.
+    """
 
     status: int
     first: Failure | None

@@ -81,8 +81,8 @@ def describe_status(status: int) -> str:
 def first_failure(failures: Iterable[Failure]) -> Failure | None:
     """The failure that came first. A rank's own end beats the loss of its host at the same moment.
 
-    A rank that complains of a lost peer may do so before the peer's agent, on a busy host, has noticed what happened:
-    where a rank was killed or failed for a reason of its own at about that time, that is the one.
+    A rank that complains of a lost peer may do so before the peer's agent, on a busy host, has noticed the failure.
+    Where a rank was killed or failed for a reason of its own at about that time, its failure came first.
     """
     failures = sorted(failures, key=lambda each: (each.time, each.rank is None, each.rank or 0))
     if not failures or not COMPLAINT.search(failures[0].text):

@@ -1,9 +1,9 @@
 """A table chooses the algorithm of each collective, of layers, backward passes and DeepSpeed.
 
 While a router is installed, the table has an algorithm for each all-gather, reduce-scatter, all-reduce or all-to-all in
-a group of the mesh, by operation, hosts of the group and bytes. These are equal on all ranks of a group, so all choose
-the same. The backend does collectives without equal blocks (an all-to-all of uneven parts, a list of tensors), and all
-reductions but sum, maximum and minimum.
+a group of the mesh. It depends on operation, hosts of the group and bytes. These are equal on all ranks of a group, so
+all choose the same. The backend does collectives without equal blocks (an all-to-all of uneven parts, a list of
+tensors), and all reductions but sum, maximum and minimum.
 
 A call by another algorithm than the backend's is complete when it returns, also where the caller asked for a handle:
 it does not overlap with computation.

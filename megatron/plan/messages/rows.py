@@ -1,8 +1,9 @@
 """Messages of ranks that share the rows of matrices, in closed form (`parallel/layers/folded.py`).
 
-For a matrix of N M numbers and n ranks, the forward pass (and its repetition) sends n - 1 messages of N M / n numbers
-to the next rank, and receives the same from the previous one. The backward pass does the same, and the same in fp32
-with the gradients. An embedding's rows are not needed again. The head's are gathered, and their gradients scattered.
+For a matrix of N M numbers and n ranks, the forward pass (and its repetition) sends n - 1 messages to the next rank,
+and receives the same from the previous one. Each message has N M / n numbers. The backward pass does the same, and the
+same in fp32 with the gradients. An embedding's rows are not needed again. The head's are gathered, and their gradients
+scattered.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ def points_of(
     """Losses of a validation set, with the sizes and FLOPs that the layers count.
 
     Args:
-        kind: `end`: of each run the last loss; where a run has branches, theirs instead of its own. `constant`: of each
+        kind: `end`: of each run the last loss, or its branches' where it has any. `constant`: of each
             run every loss at the constant rate of its schedule, after the warmup and before the decay.
-        name: of the validation set; None for the only one.
+        name: of the validation set. None for the only one.
         embeddings: whether parameters include the embedding and the head.
 
     Raises:

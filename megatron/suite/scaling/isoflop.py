@@ -1,7 +1,7 @@
 """IsoFLOP profiles: at a fixed compute, the loss over the model's size, and the size at its lowest point.
 
-Hoffmann et al. 2022 (arXiv 2203.15556), approach 2: of each budget a parabola through the losses over log N; its
-minimum is the best N of that budget, and a power law goes through the minima. Runs need not end at the budgets: where a
+Hoffmann et al. 2022 (arXiv 2203.15556), approach 2: of each budget a parabola through the losses over log N. Its
+minimum is the best N of that budget, and a power law goes through the minima. Runs need not end at the budgets. Where a
 run has several points, its loss at a budget is taken between the two around it, on a line of log L over log tokens.
 """
 
@@ -51,7 +51,7 @@ def fit_isoflop(points: Points, budgets: Iterable[float] | None = None) -> IsoFl
     """Fit parabolas and the power laws through their minima.
 
     Args:
-        budgets: in FLOPs; by default `BUDGETS` of equal ratios between those that enough runs reach.
+        budgets: in FLOPs. By default `BUDGETS` of equal ratios, within the range that enough runs reach.
     """
     curves = _curves(points)
     chosen = list(budgets) if budgets is not None else _budgets(curves)

@@ -57,7 +57,7 @@ def fit_law(points: Points, *, delta: float = DELTA, starts: Iterable[Law] = ())
 
     Args:
         points: at least `LEAST`, with more than one N and more than one D.
-        delta: Huber's; residuals of log L beyond it count linearly.
+        delta: Huber's. Residuals of log L beyond it count linearly.
         starts: where to begin instead of the grid, such as a fit of nearly the same points.
 
     Raises:
@@ -87,8 +87,9 @@ def fit_law(points: Points, *, delta: float = DELTA, starts: Iterable[Law] = ())
 
 @dataclass(frozen=True)
 class _Problem:
-    """The objective as a function of five numbers (e, a, b, alpha, beta): the logarithms of the law's three terms at
-    the mean log N and log D, and the exponents.
+    """The objective as a function of five numbers (e, a, b, alpha, beta).
+
+    They are the logarithms of the law's three terms at the mean log N and log D, and the exponents.
 
     Attributes:
         x, y: log N and log D [n], less their means.

@@ -21,7 +21,7 @@ class Points:
     """One loss after another, several of one run where its curve has them.
 
     Attributes:
-        parameters, tokens, flops: float64 [n]; FLOPs are those of all tokens, forward and backward.
+        parameters, tokens, flops: float64 [n]. FLOPs are of all tokens, forward and backward.
     """
 
     runs: tuple[str, ...]  # the run of each point
@@ -74,7 +74,7 @@ def read_points(path: Path) -> Points:
     """Read a table of points: CSV with the columns run, parameters, tokens, loss, and flops if it is known.
 
     Raises:
-        UserError: it cannot be read, or a line has no such numbers; with the line.
+        UserError: it cannot be read, or a line, which is named, has no such numbers.
     """
     try:
         with open(path, encoding="utf-8", newline="") as file:

@@ -68,7 +68,7 @@ class Study:
 
 
 def numbers(law: Law, isoflop: IsoFlop) -> dict[str, float | None]:
-    """What is reported, by name: of L = E + A / N^alpha + B / D^beta, and the exponents of C for the best N and D."""
+    """Numbers to report, by name: of L = E + A / N^alpha + B / D^beta, and the exponents of C for the best N and D."""
     a, b = law.exponents
     return {
         "E": law.floor,

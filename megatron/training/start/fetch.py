@@ -24,8 +24,8 @@ def local_path(where: str, checkpoints: Path, communicator: Communicator) -> str
     `<checkpoints>/fetched`. A copy of an earlier start is verified and used again.
 
     Args:
-        where: path or fsspec URL of a checkpoint, URL of a folder of checkpoints (its newest whole one is used), or
-            path of a folder with a Hugging Face model.
+        where: path or fsspec URL of a checkpoint, URL of a folder of checkpoints, or path of a folder with a Hugging
+            Face model. Of several checkpoints the newest whole one is used.
 
     Raises:
         CheckpointError: on every rank, if it is missing, is damaged or cannot be converted.
