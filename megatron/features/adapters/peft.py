@@ -28,6 +28,7 @@ from megatron.checkpoint.hf.companions import Companions
 from megatron.checkpoint.hf.config import hf_config
 from megatron.checkpoint.hf.convert import ConversionStep, plan
 from megatron.config import Config, Resolved, to_yaml
+from megatron.config.foreign_json import read_json
 from megatron.config.frozen import thaw
 from megatron.config.schema import using_extensions
 from megatron.kinds.common.links import Form
@@ -256,7 +257,7 @@ def read_peft(folder: Path) -> Foreign:
         CheckpointError: they are missing or damaged, or have what no adapter here has.
     """
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = read_json(folder / CONFIG)
         tensors = load_file(folder / WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(folder, f"its {CONFIG} or {WEIGHTS} cannot be read: {error}") from error
@@ -266,14 +267,14 @@ def read_peft(folder: Path) -> Foreign:
         match = _NAME.fullmatch(name)
         if match is None or not tensor.is_floating_point() or tensor.dim() != (1 if match[3] else 2):
             problems.append(f"{name:.200} must be lora_A or lora_B of a linear layer, or its magnitudes")
-        elif not tensor.isfinite().all():
+        elif not tensor.float().isfinite().all():
             problems.append(f"{name} must have finite values only")
         else:
             found.setdefault(match[1], {})[match[2] or "m"] = tensor.float()
     wanted = {"A", "B", "m"} if options["type"] == "dora" else {"A", "B"}
     modules = {}
     for module, own in found.items():
-        fits = own.keys() == wanted and own["A"].shape[0] == own["B"].shape[1]
+        fits = own.keys() == wanted and 0 < own["A"].shape[0] == own["B"].shape[1]
         if not fits or ("m" in own and own["m"].shape[0] != own["B"].shape[0]):
             problems.append(f"{module} must have {' and '.join(sorted(wanted))}, of one rank")
             continue
@@ -308,8 +309,8 @@ def _options(config: Any) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(patterns, dict) or not all(_PLAIN.fullmatch(each) for each in patterns):
         return {"type": "lora"}, [*wrong, "alpha_pattern must have names of modules, and a number for each"]
     numbers = [config.get("r"), config.get("lora_alpha"), *patterns.values()]
-    if not all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in numbers):
-        wrong.append("r and lora_alpha must be numbers")
+    if not all(isinstance(each, (int, float)) and not isinstance(each, bool) and 0 < each < 1e9 for each in numbers):
+        wrong.append("r and lora_alpha must be numbers above 0, like those of alpha_pattern")
     return {"type": "dora" if config.get("use_dora") else "lora"}, wrong
 
 
