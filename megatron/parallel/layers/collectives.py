@@ -149,7 +149,9 @@ def sum_over(x: Tensor, axis: Axis) -> Tensor:
 
 
 def swap(axis: Axis, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> list[dist.Work]:
-    """Start to send tensors to ranks of the axis and to receive tensors from them, each at a distance modulo its size.
+    """Start to send tensors to ranks of the axis, and to receive tensors from them.
+
+    The numbers are their places less this rank's, modulo the size of the axis.
 
     Sends and receives are complete after their `wait`. All ranks must call it in the same order.
     """

@@ -137,7 +137,7 @@ class RowLinear(nn.Module):
 
 
 class PartialLinear(nn.Module):
-    """This rank's slice of [..., inputs] to its part of the sum [..., outputs]; the tensor region stays open."""
+    """This rank's slice of [..., inputs] to its part of the sum [..., outputs]. The tensor region stays open."""
 
     def __init__(self, make: ParameterFactory, inputs: int, outputs: int, *, init: Init):
         super().__init__()
