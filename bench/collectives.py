@@ -121,7 +121,7 @@ def operation_of(operation: str, axis: Axis, size: int, device: torch.device) ->
     other = torch.empty_like(whole)
 
     def send() -> None:
-        # Neighbours in pairs; in a group of odd size the last one sends to nobody.
+        # Neighbours in pairs. In a group of odd size the last rank sends nothing.
         peer = rank ^ 1
         if peer < n:
             for sends in (rank < peer, rank > peer):

@@ -59,7 +59,7 @@ def read_options(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--hosts", help="start deepy.py on these hosts, such as a:4,b:4 (or on this one: :4)")
     parser.add_argument("--least", type=size_of, default=2**10, help="first size (default 1K)")
     parser.add_argument(
-        "--most", type=size_of, default=2**24, help="last size (default 16M); each is 4 times the one before"
+        "--most", type=size_of, default=2**24, help="last size (default 16M). Each is 4 times the one before"
     )
     parser.add_argument("--seconds", type=float, default=0.5, help="for each point, about (default 0.5)")
     parser.add_argument("--operations", default=",".join(OPERATIONS), help=f"of {', '.join(OPERATIONS)}")
@@ -113,7 +113,7 @@ def tuned(config: Config, world: World, options: argparse.Namespace) -> int:
     from megatron.training.algorithms import hosts_of, pairs_of
 
     if missing := [each for each in options.backends if not dist.is_backend_available(each)]:
-        raise UserError(f"--backends must be of those that torch has here, and it lacks {', '.join(missing)}")
+        raise UserError(f"--backends must be in this build of torch, and it lacks {', '.join(missing)}")
     chosen = [each for each in options.operations if each in TUNABLE]
     hosts = hosts_of(config, world)
     found = tune(
@@ -123,7 +123,7 @@ def tuned(config: Config, world: World, options: argparse.Namespace) -> int:
         return 0
     if not found.points:
         raise UserError(
-            "there must be a group with as many ranks on each of several hosts (or islands of them, "
+            "there must be a group with equal numbers of ranks on several hosts (or islands of them, "
             "parallel.communication.island), or another backend (--backends): there is nothing to choose"
         )
     put(options.output, found.document())
@@ -146,7 +146,7 @@ def main() -> int:
     config, place = read_job(check_inputs=False)
     options = read_options(list(place.own))
     if place.world_size == 1:
-        raise UserError("one rank sends nothing; start this script with ./deepy.py --ranks N, or give --hosts")
+        raise UserError("one rank sends nothing: start this script with ./deepy.py --ranks N, or give --hosts")
     from bench.collectives import measure
     from bench.curves import compared, draw, present, put, table
     from megatron.training.algorithms import memory_of_hosts

@@ -43,11 +43,11 @@ SHAPES = {  # of the Pythia suite: hidden size, layers, heads
     "llama-70m": (512, 6, 8),
     "llama-160m": (768, 12, 12),
     "llama-tiny": (32, 2, 4),
-    # Mamba-2 of the same widths: a layer has about as many parameters as half a block of attention and mlp
+    # Mamba-2 of the same widths: a layer has about the parameters of half a block of attention and mlp
     "mamba2-14m": (128, 12, 4),
     "mamba2-70m": (512, 12, 16),
     "mamba2-tiny": (32, 2, 4),
-    # RWKV-7: a block has as many parameters as one of attention and mlp, and those of the matrices of low rank
+    # RWKV-7: a block has the parameters of one of attention and mlp, and in addition the matrices of low rank
     "rwkv7-14m": (128, 6, 2),
     "rwkv7-70m": (512, 6, 8),
     "rwkv7-tiny": (32, 2, 2),
@@ -268,7 +268,7 @@ class Transformers:
         self.masters = list(self.model.parameters())
         self.weights: list[nn.Parameter] | None = None
         self.autocast = autocast
-        if setup.compute == "bf16" and not autocast:  # the model becomes bf16; the optimizer updates fp32 copies
+        if setup.compute == "bf16" and not autocast:  # the model becomes bf16, the optimizer updates fp32 copies
             self.weights = [p for p in self.model.to(torch.bfloat16).parameters()]
             self.masters = [nn.Parameter(p.detach().float()) for p in self.weights]
         groups = [
@@ -439,7 +439,7 @@ CONTENDERS: dict[str, Callable[[Setup], Contender]] = {
     "fla": with_fla,
 }
 
-USUAL = tuple(name for name in CONTENDERS if not name.startswith("ours-"))  # those that meet where none are named
+USUAL = tuple(name for name in CONTENDERS if not name.startswith("ours-"))  # contenders where none are named
 
 
 def has(name: str, shape: str, compute: str = "fp32") -> bool:

@@ -76,7 +76,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, required=True)
     parser.add_argument("--cache", required=True, help="folder of the order")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--batches", type=int, default=0, help="to read; 0 reads none")
+    parser.add_argument("--batches", type=int, default=0, help="to read (0 reads none)")
     given = parser.parse_args()
     sys.path[:] = [each for each in sys.path if os.path.abspath(each or ".") not in (HERE, OURS)]
     warnings.simplefilter("ignore")

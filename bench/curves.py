@@ -37,7 +37,7 @@ def present(path: str | Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{path} is there and cannot be read: {error}") from error
     if not isinstance(values, dict) or not set(values) <= PARTS:
-        raise UserError(f"{path} is there and is no file of a machine; give another --output")
+        raise UserError(f"{path} exists and is no file of a machine: give another --output")
     return values
 
 
@@ -60,7 +60,7 @@ def table(found: Measured) -> str:
     lines = [
         f"{facts['backend']} on {facts['device']} ({facts['processor']}), torch {facts['torch']}, "
         f"{facts['ranks']} ranks on {facts['hosts']} host{'s' * (facts['hosts'] > 1)}, {facts['date']}",
-        "algbw is S / t, busbw as nccl-tests defines it, of medians; t = alpha + S / beta is fitted to the medians",
+        "algbw is S / t, busbw as nccl-tests defines it, of medians. t = alpha + S / beta is fitted to the medians",
     ]
     rows, fits = [], []
     for curve in found.curves:
@@ -126,7 +126,7 @@ def foreign(text: str, operation: str, ranks: int) -> list[tuple[int, float]]:
         ValueError: it is neither.
     """
     rows = [line.split() for line in text.splitlines() if re.match(r"\s*\d", line)]
-    if "algbw" in text:  # size count type redop root time algbw busbw #wrong ...; size is S, time in microseconds
+    if "algbw" in text:  # size count type redop root time algbw busbw #wrong ..., where size is S, time in microseconds
         types = ("float", "double", "half", "bfloat16", "int8", "uint8", "int32", "uint32", "int64", "uint64", "fp8")
         found = [(int(row[0]), float(row[5]) * 1e-6) for row in rows if len(row) > 6 and row[2].startswith(types)]
     elif "OSU" in text and "Latency" in text:
@@ -170,6 +170,6 @@ def compared(curves: Sequence[CostCurve], word: str) -> dict[str, Any]:
         ]
         for each in rows
     ]
-    title = f"{operation} in {curve.group}, {curve.ranks} ranks, beside {path}"
+    title = f"{operation} in {curve.group}, {curve.ranks} ranks, compared with {path}"
     text = f"{title}\n{columns(['S', 'us', 'theirs us', 'ratio'], lines)}" if lines else f"{title}: no size in common"
     return {"operation": operation, "group": curve.group, "ranks": curve.ranks, "rows": rows, "text": text}

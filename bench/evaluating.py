@@ -24,7 +24,7 @@ from bench.tokenize import train_tokenizer
 
 PEER = "lm_eval, hf"
 TOLERANCE = 1e-4  # relative, of a text's log-likelihood in fp32
-WORDS, QUESTION, ANSWER, ANSWERS = 4096, 600, 30, 4  # of the tokenizer; characters of each part; answers to a question
+WORDS, QUESTION, ANSWER, ANSWERS = 4096, 600, 30, 4  # of the tokenizer, characters of each part, answers to a question
 QUESTIONS, DOCUMENTS = "questions", "documents"
 
 
@@ -115,5 +115,7 @@ def measure(given: argparse.Namespace, folder: Path) -> Result:
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=[each for each in SHAPES if has("eager", each)], default="pythia-14m")
     parser.add_argument("--texts", type=int, default=8, help="in a batch")
-    parser.add_argument("--questions", type=int, default=64, help="with four answers each; a fourth as many documents")
+    parser.add_argument(
+        "--questions", type=int, default=64, help="with four answers each, and a fourth of the number in documents"
+    )
     share(parser, "--sequence", "--rounds", "--clock", rounds=3)

@@ -43,7 +43,7 @@ from megatron.config.problems import UserError
 from megatron.parallel.layout.shard import LogicalTensor, Role, Shard
 
 STATES, DEVICES = ("master", "exp_avg", "exp_avg_sq"), 8
-TENSOR, PIPELINE = 8, 2  # of the layout; the rest is data parallel
+TENSOR, PIPELINE = 8, 2  # of the layout, the rest is data parallel
 MESSAGE = "x" * 200  # a fingerprint of configuration and code
 
 

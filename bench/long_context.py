@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megatron.training.exchange import StepReport
     from megatron.training.trainer import Trainer
 
-TOLERANCE = 1e-5  # fp32 rounds to 6e-8, and a loss is a mean of as many numbers as there are tokens
+TOLERANCE = 1e-5  # fp32 rounds to 6e-8, and a loss is a mean over all tokens
 
 
 @dataclass(frozen=True)

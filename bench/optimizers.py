@@ -36,7 +36,7 @@ MODEL = {
     "norm": {"type": "rmsnorm"},
     "mlp": {"gated": True, "activation": "silu", "hidden_size": 128},
 }
-# Peak rates, and what else differs. Those of matrices where an optimizer leaves the rest to AdamW at 3e-3.
+# Peak rates, and other differences. Rates are of matrices where an optimizer leaves the rest to AdamW at 3e-3.
 CONTENDERS: dict[str, tuple[list[float], dict[str, Any]]] = {
     "adamw": ([2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2], {}),
     "lion": ([2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3], {"betas": [0.9, 0.99]}),

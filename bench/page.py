@@ -47,7 +47,7 @@ TABLES = {
     "threads": "Training steps with two threads",
     "ranks": "Two data parallel ranks",
     "start": "From the command to the first step",
-    "data": "Order of samples, and the loader alone",
+    "data": "Order of samples, and the loader only",
     "tokenising": "Tokenising",
     "checkpoints": "Saving and resuming",
     "evaluation": "Evaluation",
@@ -102,7 +102,7 @@ def _step(
     return [Row(table, "train_step", each, threads=threads) for each in both]
 
 
-ROWS = (  # the second row of a shape has contenders that would not fit into 24 GB beside those of the first
+ROWS = (  # the second row of a shape has contenders that would not fit into 24 GB together with the first's
     *_step("pythia-14m", 4),
     *_step("llama-14m", 4),
     *_step("pythia-70m", 2, rounds=3, among=("eager", "compiled", "autocast", "litgpt")),

@@ -93,7 +93,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="cpu", help="whose figures predict, of megatron/plan/devices.yml or --machine"
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="rounds as they end; those in it are kept")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="rounds as they end. Rounds in it are kept")
     parser.add_argument("--minutes", type=float, default=60.0, help="no layout is begun after them (default: 60)")
 
 

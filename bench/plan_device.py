@@ -270,7 +270,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=6.0, help="of steps of a case, about (default: 6)")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a case is given up")
     parser.add_argument("--set", nargs="+", default=[], metavar="key.path=value", help="for all cases")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="rows as they are made; parts in it are kept")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="rows as they are made. Parts in it are kept")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
 
 

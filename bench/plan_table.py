@@ -237,14 +237,14 @@ def times_of(
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cases", type=int, default=48, help="runs, at least as many as architectures and layouts")
+    parser.add_argument("--cases", type=int, default=48, help="runs, at least the number of architectures and layouts")
     parser.add_argument("--only", default="", help="runs whose names have this word")
     parser.add_argument("--times", action="store_true", help="times of steps instead of memory")
     parser.add_argument("--steps", type=int, default=8, help="of a run in a round, after the first ones (default: 8)")
     share(parser, "--rounds", "--clock", "--machine", rounds=3)
     parser.add_argument("--device", default="cpu", help="whose figures the times are predicted with")
     parser.add_argument("--minutes", type=float, default=120.0, help="no run is begun after them (default: 120)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="rows as they are made; those in it are kept")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="rows as they are made. Rows in it are kept")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
 
 

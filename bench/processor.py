@@ -6,7 +6,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-SIZE, REPEATS = 2048, 3  # of square matrices, large enough that more gains nothing; products in a step
+SIZE, REPEATS = 2048, 3  # of square matrices, large enough that more gains nothing, and products in a step
 PRODUCTS = "products"  # their name among contenders
 FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # what decides the speed of matrix products
 

@@ -110,5 +110,5 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=float, default=1e8)
     parser.add_argument("--epochs", type=int, default=3, help="that are asked for")
     parser.add_argument("--sequence-length", type=int, default=2048)
-    parser.add_argument("--batches", type=int, default=400, help="that are read; 0: the .bin stays empty")
+    parser.add_argument("--batches", type=int, default=400, help="that are read (0: the .bin stays empty)")
     share(parser, "--rounds")

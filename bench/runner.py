@@ -38,7 +38,7 @@ SHARED: dict[str, dict[str, Any]] = {  # options that several measurements have,
     "--clock": {
         "choices": tuple(CLOCKS),
         "default": "wall",
-        "help": "cpu: processor time, for busy machines; use it with OMP_NUM_THREADS=1",
+        "help": "cpu: processor time, for busy machines. Use it with OMP_NUM_THREADS=1",
     },
     "--machine": {"metavar": "FILE", "help": "further devices"},
 }

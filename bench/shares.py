@@ -22,7 +22,7 @@ from bench.contenders import CONTENDERS, SHAPES, Setup, has
 from bench.processor import processor
 from bench.runner import Result, grid, share
 
-FIRST = 2  # steps before those that are counted
+FIRST = 2  # steps before the counted ones
 OUTSIDE = "no operation"
 LEAST = 0.02  # the share, in some column, from which on an operation has a line of its own
 

@@ -99,7 +99,7 @@ def train_tokenizer(path: Path, size: int) -> str:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokenizer", help="a tokenizer.json; without it a BPE of 4,096 tokens is trained first")
+    parser.add_argument("--tokenizer", help="a tokenizer.json. Without it a BPE of 4,096 tokens is trained first")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--megabytes", type=float, default=200)
     share(parser, "--rounds", "--clock", rounds=3)

@@ -43,7 +43,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", choices=TOLERANCE, help="fp32 on CPU and bf16 on a GPU, unless given")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(USUAL))
     share(parser, "--micro-batch", "--vocabulary", "--steps", "--rounds", "--device", "--clock")
-    own = "of our configuration; write them first"
+    own = "of our configuration. Write them first"
     parser.add_argument("options", nargs="*", type=option, metavar="key.path=value", help=own)
 
 

@@ -59,12 +59,17 @@ if TYPE_CHECKING:
 
 OFF, NONE, ON, WINDOW, HASHES = "off", "none", "on", "window", "hashes"
 TIMED, EMPTY = "timed", "empty"
-ROUND = (*[ON] * 15, WINDOW, HASHES, *[NONE] * 3)  # beside which step a pair of a round has one that is off
+ROUND = (
+    *[ON] * 15,
+    WINDOW,
+    HASHES,
+    *[NONE] * 3,
+)  # kind of the step that each pair of a round compares with one that is off
 BLOCK = 20  # steps of a block of parts
 WARM = [*[ON] * 20, WINDOW, HASHES, *[OFF, ON] * 10]  # before the first step that counts
 WINDOWS = 10  # steps of `watch.slow`
 NEVER, TRIM, DRAWS, SEED = 10**9, 0.2, 1000, 19
-TOLD = ("at", "enter", "wait", "leave")  # what a beacon is told
+TOLD = ("at", "enter", "wait", "leave")  # calls of a beacon
 SHORT = ("watch", "spikes")  # whose calls do not wait
 HOOKS = {"watch.slow": SlowRanksHook, "training.hashes": HashesHook, "spikes": SpikesHook}
 
@@ -171,7 +176,7 @@ class WatcherTurns(Hook):
         engine: Any = trainer.engine
         engine.use_parts({} if off else self._parts_of_engine)
         beacon.__class__ = SilentBeacon if off else Beacon
-        beacon._begun = time.monotonic()  # of which it has not heard where it was silent
+        beacon._begun = time.monotonic()  # the silent beacon has not seen the step begin
         for module, name, function in self._wrapped:
             setattr(module, name, function.__wrapped__ if off else function)
         block = kind in (TIMED, EMPTY)
@@ -361,7 +366,7 @@ def _result(ranks: list[dict[str, Any]], planned: Sequence[str], every: int) -> 
 def _text(result: dict[str, Any]) -> str:
     step = result["processor"]["step"]
     lines = [
-        f"{result['ranks']} ranks, {result['processor']['pairs']:,} pairs of steps; a step without watchers takes "
+        f"{result['ranks']} ranks, {result['processor']['pairs']:,} pairs of steps. A step without watchers takes "
         f"{1e3 * step:.2f} ms of processor time over all ranks, {1e3 * result['wall']['step']:.2f} ms by the clock",
         f"{'':16} {'watchers add':>12} {'(19 of 20 draws)':>20}   {'in pairs of which none is watched':>33}",
     ]

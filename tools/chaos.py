@@ -102,15 +102,17 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="?", help="configuration")
     parser.add_argument("overrides", nargs="*", help="key.path=value")
-    parser.add_argument("--minutes", type=float, default=30.0, help="no fault after that time; the last run ends (30)")
-    parser.add_argument("--most", type=int, metavar="N", help="stop injecting faults after N; the last run ends")
+    parser.add_argument(
+        "--minutes", type=float, default=30.0, help="no fault after that time, when the last run ends (30)"
+    )
+    parser.add_argument("--most", type=int, metavar="N", help="stop injecting faults after N, when the last run ends")
     parser.add_argument("--seed", type=int, default=1, help="of the order of faults (1)")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes (2)")
     parser.add_argument("--steps", type=int, default=300, metavar="N", help="length of a run (300)")
     parser.add_argument("--every", type=int, default=10, metavar="N", help="steps between checkpoints (10)")
-    parser.add_argument("--only", action="append", metavar="NAME", help="this kind of fault; may be given again")
+    parser.add_argument("--only", action="append", metavar="NAME", help="this kind of fault. May be repeated")
     parser.add_argument("--faults", action="store_true", help="list the kinds of faults")
-    parser.add_argument("--folder", type=Path, help="where the runs are; must not exist")
+    parser.add_argument("--folder", type=Path, help="folder of the runs, which must not exist")
     parser.add_argument("--json", action="store_true", help="one JSON document")
     options = parser.parse_intermixed_args(arguments)
     if options.file is None and not options.faults:

@@ -166,9 +166,7 @@ def show(
     elif counted is not None and predicted is not None:
         text += "\ncounted and predicted " + ("are equal" if same(facts, counted, predicted) else "differ")
         if "uneven" in facts:
-            text += (
-                "; how much goes to experts depends on the tokens, so that its bytes are right for all ranks together"
-            )
+            text += ". Traffic of experts depends on the tokens, so its bytes are right only for all ranks together"
     if "most" in facts and predicted is not None:
         what = sorted({f"{call.operation} of {call.group}" for call, *_ in Tally.of_rows(facts["most"])})
         text += f"\nthe data decide of {', '.join(what)}: predicted is the most that there can be"
@@ -216,14 +214,14 @@ def read_options(arguments: list[str] | None) -> tuple[argparse.Namespace, str |
     parser.add_argument("--layers", action="store_true", help="tell layers apart")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--output", help="draw the step of a run into this PNG file")
-    parser.add_argument("--machine", metavar="FILE", help="machine.yml of bench/communication.py, to set beside")
-    traced = "write the run's last timed steps for Perfetto or Chrome; into a folder as a file for each rank"
+    parser.add_argument("--machine", metavar="FILE", help="machine.yml of bench/communication.py, to compare")
+    traced = "write the run's last timed steps for Perfetto or Chrome, into a folder as a file for each rank"
     parser.add_argument("--trace", metavar="FILE", help=traced)
     parser.add_argument("--before", metavar="OTHER_RUN", help="show what is hidden and exposed in that run and in this")
     options = parser.parse_intermixed_args(arguments)
     run = options.sources[0] if len(options.sources) == 1 and Path(options.sources[0]).is_dir() else None
     if run is None and options.ranks is None:
-        parser.error(f"{options.sources[0]} is no run's folder; a configuration needs --ranks N")
+        parser.error(f"{options.sources[0]} is no run's folder, and a configuration needs --ranks N")
     shown = {"sources", "rank", "layers", "json"}
     if run is None:
         refuse_unread(parser, options, shown | {"ranks"}, "a prediction")

@@ -112,14 +112,14 @@ def _amount(resolved: Resolved, options: argparse.Namespace) -> tuple[str, dict[
             prediction = predict(config, ranks, at.device.name, at.per_host)
         except Exception as error:  # a kind of a user's own may have no counts, or the vocabulary's size is unknown
             prediction = None
-            text += f"; no days and GPU-hours, since the formulas fail: {type(error).__name__}: {error}"
+            text += f". No days and GPU-hours, since the formulas fail: {type(error).__name__}: {error}"
         if prediction:
             need, seconds = prediction.corrected, prediction.corrected.seconds * training.steps
             found |= {"seconds": seconds, "gpu_hours": seconds * ranks / 3600, "memory": need.memory}
             text += f"\n{span(seconds)} and {found['gpu_hours']:,.0f} GPU-hours of {at.device.name}\n"
             text += prediction.text(training.steps)
     elif ranks:
-        text += "; give --gpu NAME for days and GPU-hours"
+        text += " (give --gpu NAME for days and GPU-hours)"
     return text, found
 
 
@@ -155,7 +155,7 @@ def check(options: argparse.Namespace) -> None:
         text += (
             f" on {counted(ranks, 'rank')} (tensor {parallel.tensor} x pipeline {parallel.pipeline} x {shared}data "
             f"{layout['data']}{spread}, "
-            f"ZeRO {config.zero.stage}); {batch['global_batch_size']} samples per step = micro-batch "
+            f"ZeRO {config.zero.stage}): {batch['global_batch_size']} samples per step = micro-batch "
             f"{batch['micro_batch_size']} x accumulation {batch['accumulation']} x data {layout['data']}"
         )
     else:
@@ -267,7 +267,7 @@ def schedule(options: argparse.Namespace) -> None:
         raise ConfigError([Problem("schedule.warmup_tokens", rule, fix, config.schedule.warmup_tokens)])
     points = curve(config)
     (first, start), (last, end) = points[0], points[-1]
-    told = f"peak {config.optimizer.lr:g}; step {first}: {start:.6g}; last step {last}: {end:.6g}"
+    told = f"peak {config.optimizer.lr:g}, step {first}: {start:.6g}, last step {last}: {end:.6g}"
     _emit(
         options,
         draw({"lr": points}, title="learning rate by step") + "\n" + told,
@@ -331,7 +331,7 @@ def docs(options: argparse.Namespace) -> None:
     stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     names = [str(path.relative_to(ROOT)) for path in stale]
     if options.check and stale:
-        rule, fix = "generated documentation is out of date; run `make docs`", "run python tools/config.py docs"
+        rule, fix = "generated documentation is out of date: run `make docs`", "run python tools/config.py docs"
         raise ConfigError([Problem("", rule, fix, where=name) for name in names])
     for path in stale:
         path.parent.mkdir(exist_ok=True)
@@ -399,7 +399,7 @@ def _sizes(text: str) -> list[int]:
 
 def _ranks(text: str) -> int:
     if not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks; give a whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks: give a whole number of at least 1")
     return int(text)
 
 

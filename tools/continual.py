@@ -37,8 +37,8 @@ FILES = Path("configs/continual")
 AFTER: dict[str, str | None] = {"a": None, "annealed": None, "b": "annealed", "replay": "annealed", "infinite": None}
 TITLES = {
     "annealed": "A, annealed",
-    "b": "A, annealed; then B",
-    "replay": "A, annealed; then B with 5 % of A",
+    "b": "A, annealed, then B",
+    "replay": "A, annealed, then B with 5 % of A",
     "infinite": "infinite schedule: B with 5 % of A from its constant phase on",
 }
 COLOURS = {"annealed": "grey", "b": "tab:red", "replay": "tab:blue", "infinite": "tab:green"}
@@ -76,7 +76,7 @@ def stages(
         root: the repository, whose configs/continual/ is read.
         divide: all lengths in steps are divided by this.
         overrides: further changes of all configurations, and files of them.
-        seed: of all runs, which then have a folder of their own; None leaves both as the files say.
+        seed: of all runs, which then have a folder of their own. None leaves both as the files say.
     """
     from megatron.config import load
 
@@ -225,7 +225,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--divide", type=_count, default=1, metavar="N", help="all lengths in steps, divided by this")
     parser.add_argument("--documents", type=_count, metavar="N", help="use only the first N documents of A")
-    parser.add_argument("--seeds", type=_seeds, metavar="S,...", help="train with each; the picture has the first")
+    parser.add_argument("--seeds", type=_seeds, metavar="S,...", help="train with each. The picture has the first")
     parser.add_argument("--picture", default=str(RUNS / "losses.png"), metavar="FILE", help="(default: %(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="changes of all configurations")
     given = parser.parse_args()

@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     add(
         "--hosts",
         metavar="HOSTFILE",
-        help="hosts, one `name slots=N` per line; without it, the Slurm job or this machine",
+        help="hosts, one `name slots=N` per line. Without it, the Slurm job or this machine",
     )
     add("--include", metavar="HOSTS", help="check only these hosts")
     add("--exclude", metavar="HOSTS", help="exclude these hosts")

@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (CheckpointError, OSError, UserError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"a branch of {options.run} from step {options.at}, {options.steps} steps of decay; start it with")
+    print(f"a branch of {options.run} from step {options.at}, {options.steps} steps of decay. Start it with")
     print(f"  ./deepy.py train.py {file}")
     return 0
 

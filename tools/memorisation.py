@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     if options.predict and len(options.results) < 2:
-        parser.error("--predict needs at least two folders of results; the last one is the truth")
+        parser.error("--predict needs at least two folders of results, and the last one is the truth")
     from megatron.evaluation.memorisation.table import ResultError
 
     try:
@@ -65,8 +65,8 @@ def _predictions(folders: list[Path]) -> list[tuple[dict[str, Any], str]]:
         told = ", ".join(f"{name} {'unknown' if rate is None else f'{rate:.4f}'}" for name, rate in rates.items())
         facts = {"early": str(folder), "late": str(folders[-1]), **vars(each)}
         facts |= {name.replace(" ", "_"): rate for name, rate in rates.items()}
-        counts = f"{each.hits:,} recited by both, {each.false_alarms:,} by the early one alone, {each.misses:,} by the "
-        counts += f"late one alone, of {each.sequences:,} sequences"
+        counts = f"{each.hits:,} recited by both, {each.false_alarms:,} by only the early one, {each.misses:,} by only "
+        counts += f"the late one, of {each.sequences:,} sequences"
         found.append((facts, f"{folder} foretells {folders[-1]}: {told}\n  {counts}"))
     return found
 

@@ -100,7 +100,7 @@ def scaling(options: argparse.Namespace) -> None:
     curves = {"strong": curve(question, first, last, weak=False), "weak": curve(question, first, last, weak=True)}
     if not any(curves.values()):
         rule = "no layout fits on any of these numbers of devices"
-        raise ConfigError([Problem("--gpus", rule, "ask for one number alone to see why", f"{first}..{last}")])
+        raise ConfigError([Problem("--gpus", rule, "ask for only one number to see why", f"{first}..{last}")])
     if options.plot:
         with writing(options.plot, "--plot"):
             draw(curves["strong"], curves["weak"], options.plot, f"{question.at.device.name}, predicted")
@@ -127,7 +127,7 @@ def budget(options: argparse.Namespace) -> None:
     found = proposals(question, hours, options.tokens_per_parameter)
     if not found:
         rule = (
-            "no size of this architecture can be trained; stacks of softmax attention and dense networks can be scaled"
+            "no size of this architecture can be trained. Stacks of softmax attention and dense networks can be scaled"
         )
         raise ConfigError([Problem("--budget", rule, "give more hours, or another architecture", options.budget)])
     if options.json:
@@ -215,9 +215,9 @@ def history(options: argparse.Namespace) -> None:
     for (device, compute), error in errors(entries).items():
         alone, corrected = error.alone, error.corrected
         line = f"{device}, {compute}: {error.runs} runs, median error of a step {alone.seconds:.0%}, of memory "
-        line += f"{alone.memory:.0%} by the formulas alone"
+        line += f"{alone.memory:.0%} by only the formulas"
         if corrected is not None:
-            line += f"; {corrected.seconds:.0%} and {corrected.memory:.0%} for the {error.corrections} that earlier "
+            line += f", {corrected.seconds:.0%} and {corrected.memory:.0%} for the {error.corrections} that earlier "
             line += "runs corrected"
         print(f"\n{line}.")
 
@@ -324,7 +324,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-# What each question reads of the options; `arguments` are files, overrides, or names of configurations.
+# Options that each question reads. `arguments` are files, overrides, or names of configurations.
 _MACHINE = {"arguments", "gpus", "gpu", "hosts", "network", "machine", "json"}
 _FAILURES = {"failures", "save_seconds", "restart_seconds"}
 READ: dict[Callable[[argparse.Namespace], None], set[str]] = {
@@ -349,8 +349,8 @@ def _refuse(parser: argparse.ArgumentParser, options: argparse.Namespace, action
         raise ConfigError([Problem("--plot", "must come with a range of devices", "give --gpus FEWEST..MOST")])
     refuse_unread(parser, options, READ[action] | {"arguments"}, action.__name__)
     if options.arguments and "arguments" not in READ[action]:
-        rule = f"must stand alone: {action.__name__} reads no files and no overrides"
-        raise ConfigError([Problem("", rule, "leave the word out", options.arguments[0], where="command line")])
+        rule = f"must be the only word: {action.__name__} reads no files and no overrides"
+        raise ConfigError([Problem("", rule, "remove the word", options.arguments[0], where="command line")])
 
 
 def main(arguments: list[str] | None = None) -> int:

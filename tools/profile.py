@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 
-if __name__ == "profile":  # somebody imports Python's own module of this name, and finds this file beside his script
+if __name__ == "profile":  # a script next to this file imports Python's own module of this name
     import importlib.util
     import sysconfig
 

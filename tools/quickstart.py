@@ -230,7 +230,7 @@ def train(settings: Settings) -> TrainingRun:
     print(f"on {machine.about}", flush=True)
     call(["./deepy.py", "--ranks", str(machine.ranks), "train.py", *files, *overrides])
     if not run.checkpoint.is_dir():
-        raise Failed(f"training stopped before step {run.steps}; the same command resumes from its newest checkpoint")
+        raise Failed(f"training stopped before step {run.steps}: the same command resumes from its newest checkpoint")
     Record.load(run.folder / "quickstart.json").put("training", run.key, [], finished=True)
     return run
 
@@ -323,8 +323,8 @@ def advice(settings: Settings, run: TrainingRun) -> None:
     """Print the next steps."""
     heading("What next?")
     rows = (
-        (". .venv/bin/activate", "so that `python` is the one with everything installed; then:"),
-        (f"python generate.py {_name(run.folder)}", "write with the model: you begin, it goes on"),
+        (". .venv/bin/activate", "so that `python` is the one with everything installed, then:"),
+        (f"python generate.py {_name(run.folder)}", "write with the model: you begin, it continues"),
         (f"python tools/config.py layers {settings.config}", "where its parameters and operations are"),
         (
             f"python tools/config.py explain optimizer.lr {settings.config}",
@@ -332,7 +332,7 @@ def advice(settings: Settings, run: TrainingRun) -> None:
         ),
         (
             f"python tools/quickstart.py --model {'mamba2' if 'rwkv7' in settings.config else 'rwkv7'}",
-            "another model on the same data; or edit a line of the file above",
+            "another model on the same data, or edit a line of the file above",
         ),
         ("less README.md", "your own text, more GPUs, more hosts, export"),
     )
@@ -398,7 +398,7 @@ def _settings() -> Settings:
     if min(given.vocabulary, 1 if given.documents is None else given.documents) < 1:
         parser.error("--vocabulary and --documents must be at least 1")
     if strange := [word for word in given.overrides if "=" not in word]:
-        parser.error(f"{strange[0]!r} must be key.path=value; --config names a file")
+        parser.error(f"{strange[0]!r} must be key.path=value, and --config names a file")
     data = (ROOT / given.data).resolve()
     return Settings(config, data, given.vocabulary, given.validation, given.documents, tuple(given.overrides))
 

@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Write the page and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories")
-    parser.add_argument("--output", help="the page (default: report.html in the run's directory; for several, here)")
+    parser.add_argument("--output", help="the page (default: report.html in the run's directory, or for several here)")
     parser.add_argument("--title", help="its title (default: the runs' names)")
     add_flag(parser)
     options = parser.parse_args(arguments)

@@ -57,7 +57,7 @@ def launch(suite: Suite, options: argparse.Namespace) -> int:
     if options.slurm:
         waiting(suite, resolved)
         lines = write_arrays(suite, options.sbatch)
-        print("\n  ".join([f"{len(suite.members)} tasks; submit them with", *lines]))
+        print("\n  ".join([f"{len(suite.members)} tasks. Submit them with", *lines]))
         return 0
     members = waiting(suite, resolved)
     if options.index is not None:
@@ -182,7 +182,7 @@ def _refuse(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Non
 def main(arguments: list[str] | None = None) -> int:
     """Run a verb and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suite", type=Path, help="the suite's file; for fit a table of points (.csv) too")
+    parser.add_argument("suite", type=Path, help="the suite's file, or for fit a table of points (.csv)")
     parser.add_argument("verb", choices=VERBS)
     parser.add_argument("--json", action="store_true", help="plan, status, compare, fit: print one JSON document")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="launch: runs at a time (default: 1)")
@@ -196,7 +196,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--points",
         choices=("end", "constant"),
         default="end",
-        help="the last loss of each run, of its branches where it has any (the default); or all at a constant rate",
+        help="the last loss of each run, of its branches where it has any (the default), or all at a constant rate",
     )
     fitting.add_argument("--validation", metavar="NAME", help="the validation set, where runs have several")
     fitting.add_argument("--without-embeddings", action="store_true", help="N without embedding and head")

@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         print("\n".join(each.text for each in found))
         if other is None and options.other is None:
-            print("no other layout was tried: the model allows none on so few ranks; name one with --other")
+            print("no other layout was tried: the model allows none on so few ranks. Name one with --other")
     return 0 if good else 1
 
 
@@ -77,7 +77,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="length of the runs (20)")
     parser.add_argument("--at", type=int, metavar="STEP", help="checkpoint after which ranks are killed (half)")
     parser.add_argument("--other", metavar="'N key=value ...'", help="ranks and keys of the other layout, or none")
-    parser.add_argument("--folder", type=Path, help="where the runs are kept; must not exist")
+    parser.add_argument("--folder", type=Path, help="folder of the runs, which must not exist")
     parser.add_argument("--json", action="store_true", help="one JSON document")
     options = parser.parse_intermixed_args(arguments)
     options.at = options.steps // 2 if options.at is None else options.at

@@ -110,9 +110,9 @@ def test_check(tool):
     status, out, err = tool("check", "a.yml", "--ranks", "4", "parallel.tensor=2")
     assert status == 0 and err == ""
     assert out == (
-        "a: no problems on 4 ranks (tensor 2 x pipeline 1 x data 2, ZeRO 1); "
+        "a: no problems on 4 ranks (tensor 2 x pipeline 1 x data 2, ZeRO 1): "
         "2 samples per step = micro-batch 1 x accumulation 1 x data 2\n"
-        "10 steps = 320 tokens; give --gpu NAME for days and GPU-hours\n"
+        "10 steps = 320 tokens (give --gpu NAME for days and GPU-hours)\n"
     )
     assert tool("check", "a.yml", "--ranks", "1")[1].startswith("a: no problems on 1 rank (")
     status, out, _ = tool("check", "a.yml")
@@ -152,7 +152,7 @@ def test_schedule(tool):
         and max(points) == 99
     )
     status, out, _ = tool("schedule", "a.yml", "training.steps=100", "schedule.warmup_steps=10")
-    assert status == 0 and "peak 0.0003; step 0: 0; last step 99:" in out
+    assert status == 0 and "peak 0.0003, step 0: 0, last step 99:" in out
     status, _, err = tool("schedule", "a.yml", "schedule.warmup_tokens=64")
     assert status == 2 and "give --ranks" in err
 

@@ -44,7 +44,7 @@ def one_rank(files: list[str]) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="the folder that has zero/, or a native one")
-    parser.add_argument("out", type=Path, help="directory of the checkpoint; must not exist")
+    parser.add_argument("out", type=Path, help="directory of the checkpoint, which must not exist")
     parser.add_argument("--config", nargs="+", required=True, metavar="FILE", help="the run's configuration")
     parser.add_argument("--names", type=Path, metavar="FILE", help="YAML: our name of each tensor, and theirs")
     parser.add_argument("--trust", action="store_true", help="unpickle the files of a native checkpoint")
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"from_deepspeed: {error}", file=sys.stderr)
         return 2
     key = "resume" if meta.resumable else "initialize_from"
-    print(f"wrote {options.out} (step {meta.step}); a run takes it with checkpoint.{key}={options.out}")
+    print(f"wrote {options.out} (step {meta.step}). A run takes it with checkpoint.{key}={options.out}")
     return 0
 
 

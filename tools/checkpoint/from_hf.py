@@ -51,14 +51,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("model", help="a local folder, or a name on the hub")
-    add("out", type=Path, help="directory of the checkpoint; must not exist")
+    add("out", type=Path, help="directory of the checkpoint, which must not exist")
     add("--sequence-length", type=int, help="tokens of a sample (default: the model's own longest)")
     add(
         "--extension",
         action="append",
         default=[],
         metavar="MODULE",
-        help="a module that has the model's architecture, as in model.extensions; may be repeated",
+        help="a module that has the model's architecture, as in model.extensions. May be repeated",
     )
     add(
         "--multi-token",
@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
             json.dumps({"out": str(options.out), "model": model, "not_kept": left, **(proof.values if proof else {})})
         )
     else:
-        print(f"wrote {options.out}; a run starts from it with checkpoint.initialize_from={options.out}")
+        print(f"wrote {options.out}. A run starts from it with checkpoint.initialize_from={options.out}")
         if left:
             print(f"note: an export will not have these files: {', '.join(left)}")
         if proof:

@@ -38,10 +38,10 @@ from megatron.config import ConfigError
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="the global_stepN folder")
-    parser.add_argument("out", type=Path, help="directory of the checkpoint; must not exist")
+    parser.add_argument("out", type=Path, help="directory of the checkpoint, which must not exist")
     parser.add_argument("--config", nargs="+", required=True, metavar="FILE", help="the run's YAML, GPT-NeoX's or ours")
     parser.add_argument("--weights", action="store_true", help="take only the weights, to start a new run from them")
-    parser.add_argument("--hf", type=Path, metavar="FOLDER", help="keep the Hugging Face model here; must not exist")
+    parser.add_argument("--hf", type=Path, metavar="FOLDER", help="keep the Hugging Face model in this new folder")
     parser.add_argument("--verify", action="store_true", help="run it and transformers' model on the same tokens")
     options = parser.parse_args(arguments)
     try:

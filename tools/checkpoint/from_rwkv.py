@@ -28,8 +28,8 @@ from megatron.config.frozen import thaw
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, help="the published file; nothing in it is run")
-    parser.add_argument("out", type=Path, help="directory of the checkpoint; must not exist")
+    parser.add_argument("file", type=Path, help="the published file. Nothing in it is run")
+    parser.add_argument("out", type=Path, help="directory of the checkpoint, which must not exist")
     parser.add_argument("--sequence-length", type=int, default=4096, help="tokens of a sample (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args(arguments)
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps({"out": str(options.out), "model": model}))
     else:
         print(
-            f"wrote {options.out}: {model['layers']}, width {model['hidden_size']}; a run takes it with "
+            f"wrote {options.out}: {model['layers']}, width {model['hidden_size']}. A run takes it with "
             f"checkpoint.initialize_from={options.out}"
         )
     return 0

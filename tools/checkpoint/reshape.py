@@ -63,13 +63,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("checkpoint", type=Path, help="directory of the checkpoint to read")
-    add("out", type=Path, help="directory of the new checkpoint; must not exist")
+    add("out", type=Path, help="directory of the new checkpoint, which must not exist")
     add(
         "--to",
         required=True,
         metavar="LAYOUT",
-        help="tensor=N,pipeline=N,context=N,data=N,zero=N,expert=N,expert_tensor=N,folded=N; what is not "
-        "said is 1 (zero: 0; expert_tensor: tensor)",
+        help="tensor=N,pipeline=N,context=N,data=N,zero=N,expert=N,expert_tensor=N,folded=N. An omitted "
+        "number is 1 (zero: 0, expert_tensor: tensor)",
     )
     add("--verify", action="store_true", help=f"compare SHA-256 of every logical tensor, and write {VERIFY_NAME}")
     add("--json", action="store_true", help="print one JSON document")
@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps({"out": str(options.out), "layout": options.to, "peak_bytes": peak, "sha256": sums}))
         return 0
     print(
-        f"wrote {options.out}: step {source.step} in the files of {counted(layout.world_size, 'rank')}; "
+        f"wrote {options.out}: step {source.step} in the files of {counted(layout.world_size, 'rank')}, "
         f"peak memory {peak / 2**20:.0f} MiB"
     )
     if options.verify:

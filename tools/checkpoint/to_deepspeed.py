@@ -26,7 +26,7 @@ from megatron.checkpoint.universal import LATEST, export, mark_latest, read_name
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="of any layout")
-    parser.add_argument("out", type=Path, help="the folder; must not exist")
+    parser.add_argument("out", type=Path, help="the folder, which must not exist")
     parser.add_argument("--names", type=Path, metavar="FILE", help="YAML: our name of each tensor, and theirs")
     options = parser.parse_args(arguments)
     try:
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     if mark_latest(options.out):
         print(f"{options.out.parent / LATEST} names it")
     else:
-        print(f"{options.out.parent / LATEST} names another one; load this with tag={options.out.name!r}")
+        print(f"{options.out.parent / LATEST} names another one. Load this with tag={options.out.name!r}")
     return 0
 
 

@@ -36,14 +36,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("checkpoint", type=Path, help="a checkpoint, a folder of checkpoints or a run's directory")
-    add("out", type=Path, help="the folder to write; must not exist")
+    add("out", type=Path, help="the folder to write, which must not exist")
     add(
         "--architecture",
         metavar="NAME",
         help=f"{', '.join(sorted(names()))}, or one of an extension that the run lists (default: the first that can "
         "express the model)",
     )
-    add("--dtype", choices=sorted(TYPES), help="type of the weights; float32 takes the masters (default: as trained)")
+    add("--dtype", choices=sorted(TYPES), help="type of the weights. float32 takes the masters (default: as trained)")
     add("--average", action="store_true", help="the average of the weights (training.weight_average) in their place")
     add("--shard-size", type=float, default=5.0, metavar="GIB", help="largest file, in GiB (default 5)")
     add(

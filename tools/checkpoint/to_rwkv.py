@@ -30,7 +30,7 @@ from megatron.config.admitted import add_flag
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="a checkpoint, a folder of checkpoints or a run's directory")
-    parser.add_argument("out", type=Path, help="the file to write; must not exist")
+    parser.add_argument("out", type=Path, help="the file to write, which must not exist")
     parser.add_argument("--dtype", choices=sorted(TYPES), help="type of all tensors (default: as trained)")
     add_flag(parser)
     options = parser.parse_args(arguments)

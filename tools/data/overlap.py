@@ -48,7 +48,7 @@ def main(given: argparse.Namespace) -> dict:
     from megatron.data.tokenizer import build_tokenizer
 
     if given.documents < 1 or (given.workers is not None and given.workers < 1):
-        raise DataError("--documents, --workers", "both must be at least 1", "leave them out for the defaults")
+        raise DataError("--documents, --workers", "both must be at least 1", "omit them for the defaults")
     config = run_config(given.run)
     examples = _examples(given)
     provenance = Provenance(config, left_out=run_left_out(given.run))
@@ -110,7 +110,7 @@ def show(result: dict) -> None:
         step = "never read" if each["first_step"] is None else f"first read at step {each['first_step']}"
         best = each["documents"][0]
         place = f"{best['source']} document {best['document']} tokens {best['start']}-"
-        print(f"  {each['example']}: {each['share']:.1%}, {step}; {place}{best['start'] + best['length'] - 1}")
+        print(f"  {each['example']}: {each['share']:.1%}, {step}, {place}{best['start'] + best['length'] - 1}")
     if len(rows) > ROWS:
         print(f"  and {len(rows) - ROWS:,} more: --json has all")
 

@@ -34,7 +34,7 @@ def options() -> argparse.ArgumentParser:
     add(
         "--extend",
         metavar="TOKENIZER",
-        help="a tokenizer.json (bpe) whose ids are kept; new ones are added up to --size",
+        help="a tokenizer.json (bpe) whose ids are kept. New ones are added up to --size",
     )
     add("--size", type=int, default=32768, help="ids, special tokens included (default: %(default)s)")
     add("--special", nargs="*", default=[], metavar="TOKEN", help="further special tokens, e.g. <|fim_prefix|>")

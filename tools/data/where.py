@@ -29,7 +29,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("run", metavar="RUN", help="the run's directory, or its config.yml")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--document", metavar="SOURCE:NUMBER", help="a document of a source (its name or path)")
-    what.add_argument("--text", help="a text; all sources are searched")
+    what.add_argument("--text", help="a text. All sources are searched")
     add_shared(parser, "--split", "default: %(default)s")
     parser.add_argument("--name", help="which validation or test set")
     add_shared(parser, "--workers", "processes that search for a text (default: %(default)s)")
