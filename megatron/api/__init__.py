@@ -110,7 +110,7 @@ def train(resolved: Resolved, *, quiet: bool = True) -> Run:
     """
     if resolved.ranks not in (None, 1):
         raise ValueError(
-            f"this configuration is for {resolved.ranks} ranks; resolve it with ranks=1, or use `deepy train`"
+            f"this configuration is for {resolved.ranks} ranks: resolve it with ranks=1, or use `deepy train`"
         )
     import torch.distributed
 
@@ -121,7 +121,7 @@ def train(resolved: Resolved, *, quiet: bool = True) -> Run:
     from megatron.worker.place import WorkerEnvironment
 
     if torch.distributed.is_initialized():
-        raise RuntimeError("torch.distributed is in use here; train in a process of its own, with `deepy train`")
+        raise RuntimeError("torch.distributed is in use here: train in a process of its own, with `deepy train`")
     config = resolved.config
     place = WorkerEnvironment(config_sha256=config_hash(config), config_text=to_yaml(resolved))
     with _process_as_it_was(), ExitStack() as stack:

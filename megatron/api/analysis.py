@@ -174,7 +174,7 @@ class OpenModel:
             found = [name for name in self.modules if _fits(name, pattern)]
             if not found:
                 raise KeyError(
-                    f"no layer is called {pattern!r}; the names are in .layers: {', '.join(self.layers[:8])}, ..."
+                    f"no layer is called {pattern!r}. The names are in .layers: {', '.join(self.layers[:8])}, ..."
                 )
             chosen += found
         return list(dict.fromkeys(chosen))
@@ -185,7 +185,7 @@ class OpenModel:
             ids = torch.arange(batch.shape[0])[None]
             batch = StepBatch(0, batch[None], ids, 0)
             if "documents" in self.model.form.optional:
-                raise ValueError("packed documents do not attend to each other; give a batch of megatron.api.batches")
+                raise ValueError("packed documents do not attend to each other: give a batch of megatron.api.batches")
         mask = batch.loss_mask if batch.loss_mask is not None else torch.ones(batch.labels.shape)
         weights, device = mask.double() / mask.double().sum(), self._device
         named = {"positions": batch.positions, "documents": batch.documents, "samples": batch.sample_ids}

@@ -19,12 +19,12 @@ from megatron.config.words import aligned
 if TYPE_CHECKING:
     import torch
 
-# Options of layers that count in widths. Those of the first row grow where heads grow in number, those of the second
-# where they grow in size (`model.parametrization.base_head_dim`).
+# Options of layers that count in widths. The first row grows where heads grow in number, the second where they grow in
+# size (`model.parametrization.base_head_dim`).
 NUMBERS = ("heads", "kv_heads", "key_heads")
 SIZES = ("head_dim", "nope_dim", "rope_dim", "value_dim", "key_dim")
 WIDTHS = ("hidden_size", "shared_size", "inner_size", "query_rank", "kv_rank")
-# A change that grows with the root of the size has slope 0.5: what a parametrization leaves out.
+# A change that grows with the root of the size has slope 0.5: a parametrization omits it.
 STEEP = 0.25
 
 

@@ -101,10 +101,10 @@ def _unknown(words: list[str]) -> int:
         return 0 if asked else WRONG
     names = list(dict.fromkeys(verb.words[0] for verb in verbs()))
     meant = _meant(words[0], names)
-    print(f"deepy: no verb {words[0]!r}{meant}; `deepy --help` lists all of them", file=sys.stderr)
+    print(f"deepy: no verb {words[0]!r}{meant} (`deepy --help` lists all of them)", file=sys.stderr)
     return WRONG
 
 
 def _meant(word: str, names: Sequence[str]) -> str:
     near = difflib.get_close_matches(word, names, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; choose from {', '.join(names)}"
+    return f": did you mean {near[0]!r}?" if near else f": choose from {', '.join(names)}"

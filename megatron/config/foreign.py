@@ -48,6 +48,6 @@ def advice(step: Path, files: Sequence[str] = (), weights: bool = False) -> str:
     if weights:
         return f"to start from its weights: {command} --weights, then checkpoint.initialize_from=OUT {own}"
     return (
-        f"to go on from it: {command}, then checkpoint.resume=OUT {own}; with --weights, "
-        "checkpoint.initialize_from=OUT starts anew from its weights"
+        f"to continue from it: {command}, then checkpoint.resume=OUT {own}. With --weights, "
+        "checkpoint.initialize_from=OUT starts a new run from its weights"
     )

@@ -175,8 +175,8 @@ NOT_BUILT = {
     "jorge": (_ELSEWHERE, _ADD),
     "small_fc_lopt": (_ELSEWHERE, _ADD),
     "velo": (
-        "VeLO is not built: its network reads each step's loss and the largest features over all tensors of the model, "
-        "so no rank can compute a tensor's step from that tensor",
+        "VeLO is not built: its network reads each step's loss and the largest features over all tensors of the model. "
+        "So no rank can compute a tensor's step from that tensor",
         "use small_fc_lopt of the package more_optimizers, whose network reads one tensor at a time",
     ),
     "mulo": ("MuLO is small_fc_lopt with the rates of muP", "use small_fc_lopt with model.parametrization.type=mup"),

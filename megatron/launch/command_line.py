@@ -37,23 +37,23 @@ def parser(script: str | None = None) -> argparse.ArgumentParser:
         prog=f"deepy {verb}" if verb else "deepy.py",
         usage=f"deepy {verb} [options] a.yml b.yml ... key.path=value ..." if verb else USAGE,
         allow_abbrev=False,
-        description="Start a script on as many ranks as the run has, here or on many hosts.",
-        epilog="Exit status: 0 only if all went well; 2 for mistakes in the configuration; 128 + n after signal n; 255 "
-        "if a host was lost; otherwise that of the rank that failed first.",
+        description="Start a script on all ranks of the run, here or on many hosts.",
+        epilog="Exit status: 0 only if all went well, 2 for mistakes in the configuration, 128 + n after signal n, 255 "
+        "if a host was lost. Otherwise it is the status of the rank that failed first.",
     )
     for name, (what, meaning) in KEYS.items():
         made.add_argument(f"--{name}", metavar=what, help=meaning)
     made.add_argument(
-        "--dry-run", action="store_true", help="check everything and print what would run on every host; start nothing"
+        "--dry-run", action="store_true", help="check everything and print each host's command, without starting"
     )
     made.add_argument(
         "--rehearse",
         action="store_true",
-        help="say what --ranks ranks would take: run one of each kind on tensors without values; start nothing",
+        help="report what --ranks ranks would take: run one of each kind on tensors without values, without starting",
     )
     made.add_argument("--device", metavar="NAME", help="with --rehearse: a device of the ranks, such as h100")
     made.add_argument("--machine", metavar="FILE", help="with --rehearse: further devices, as bench/machine.py writes")
-    made.add_argument("--rank", metavar="N,...", help="with --rehearse: the ranks to look at")
+    made.add_argument("--rank", metavar="N,...", help="with --rehearse: the ranks to rehearse")
     made.add_argument("--json", action="store_true", help="with --rehearse: one JSON document")
     made.add_argument(
         "--sbatch", action="store_true", help="write a Slurm job script from launch.batch and print its path"
@@ -150,7 +150,7 @@ def _refuse_unread(options: argparse.Namespace) -> None:
             "configuration files"
         )
     if asked and asked[0] in INQUIRIES and options.words:
-        raise ArgumentError(f"{asked[0]} names a run, and reads nothing else: leave out {' '.join(options.words)}")
+        raise ArgumentError(f"{asked[0]} names a run, and reads nothing else: remove {' '.join(options.words)}")
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -170,7 +170,7 @@ def _serve(options: argparse.Namespace) -> int:
             sys.stdout.write(visible(ask(Path(run), question)))
             return 0
     if not options.words:
-        raise ArgumentError(f"no script given; usage: {USAGE}")
+        raise ArgumentError(f"no script given, usage: {USAGE}")
     from .neox_style import translated
 
     if options.words[1:] in (["-h"], ["--help"]) and show_own_help(options.words[0]):

@@ -22,7 +22,7 @@ KEYS = {
 }
 TASKS, PREFIX, ITERATION = "--eval_tasks", "--eval_results_prefix", "--iteration"  # of eval.py
 REFUSED = {
-    "--autotuning": "DeepSpeed's autotuner is not used; deepy config layers shows what each layer costs",
+    "--autotuning": "DeepSpeed's autotuner is not used: deepy config layers shows what each layer costs",
     ITERATION: "name the checkpoint: checkpoint.resume=RUN/checkpoints/step_N, or generate.py with its path",
     TASKS: "use ./deepy.py evaluate.py a.yml --tasks NAME,...",
     PREFIX: "use ./deepy.py evaluate.py a.yml --tasks NAME,... --output FILE",
@@ -131,6 +131,6 @@ def _check_script(script: str, words: list[str]) -> None:
     if name == "generate.py" and (files or any(word.partition("=")[0] in FOLDER for word in words)):
         raise ArgumentError(
             "generate.py takes a run's directory or a checkpoint, not the files of a configuration as in GPT-NeoX\n"
-            'fix: python generate.py runs/NAME --prompt "Once upon a time"; checkpoints of GPT-NeoX come in by '
+            'fix: python generate.py runs/NAME --prompt "Once upon a time". Checkpoints of GPT-NeoX come in by '
             "deepy checkpoint from-neox"
         )

@@ -31,4 +31,4 @@ def meant(word: str) -> str:
     """A question for an option that the launcher does not have: did you mean another? Empty if none is near."""
     name = word.lstrip("-").partition("=")[0].replace("_", "-")
     near = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, NAMES, n=1, cutoff=0.75)
-    return f"; did you mean --{near[0]}?" if near else ""
+    return f": did you mean --{near[0]}?" if near else ""

@@ -31,7 +31,7 @@ def main(words: Sequence[str]) -> int:
     config = read_resolved_text(sys.stdin.read(), "-", own=True) if file == "-" else read_resolved(file, own=True)
     try:
         found = predict(config, int(ranks), device, int(per_host))
-    except Exception as error:  # a run must not fail because of its plan; a user's kind may have no counts
+    except Exception as error:  # a run must not fail because of its plan, and a user's kind may have no counts
         print(f"plan: none, since the formulas fail: {type(error).__name__}: {error}")
         return 0
     if found is not None:

@@ -98,7 +98,7 @@ def why_not(question: Question, answers: Answers, named: dict[str, Any]) -> list
         plan = own.closest
         over = plan.memory.total - question.at.device.bytes
         return [
-            f"it does not fit: at least {gib(plan.memory.total)} ({plan.choice}), {gib(over)} more than a device has; "
+            f"it does not fit: at least {gib(plan.memory.total)} ({plan.choice}), {gib(over)} more than a device has, "
             f"mostly {largest(plan)}"
         ]
     plan = own.plans[0]

@@ -83,7 +83,7 @@ def parse(text: str, option: str) -> dict[str, Any]:
         wrong |= name == "recompute" and value not in RECOMPUTE
         wrong |= kind is int and name != "zero" and not value.strip("0")
         if wrong:
-            rule = f"must be NAME=VALUE of {', '.join(types)}; recompute is one of {', '.join(RECOMPUTE)}"
+            rule = f"must be NAME=VALUE of {', '.join(types)}, and recompute one of {', '.join(RECOMPUTE)}"
             raise ConfigError([Problem(option, rule, "for example tensor=8,pipeline=4,zero=1", word)])
         found[name] = int(value) if kind is int else value == "true" if kind is bool else value
     return found

@@ -201,7 +201,7 @@ def cluster(
     if devices % per_host or (hosts is not None and per_host * hosts != devices):
         count = hosts or -(-devices // per_host)
         below = devices // count * count
-        rule = f"{devices} devices must fill the hosts evenly; {count} hosts cannot have equal numbers of them"
+        rule = f"{devices} devices must fill the hosts evenly: {count} hosts cannot have equal numbers of them"
         fix = f"ask for {' or '.join(str(each) for each in (below, below + count) if each)} devices, or give --hosts"
         raise ConfigError([Problem("--gpus", rule, fix, devices)])
     return Cluster(device, net, devices, per_host, measured(path))

@@ -169,5 +169,5 @@ class _Checker:
                 "parallel.pipeline": faster[0].choice.pipeline,
                 "zero.stage": faster[0].choice.zero,
             }
-            text = "cutting matrices makes their products small and adds sums; cut as little as memory allows"
+            text = "cutting matrices makes their products small and adds sums: cut as little as memory allows"
             yield LintFinding("tensor-small", "parallel.tensor", self.choice.tensor, text, better, gain)

@@ -90,9 +90,7 @@ def states(config: Config, layout: Layout, weights: RankWeights) -> dict[str, fl
     if zero == 0:
         result["states"] = per * weights.total
     elif zero == 1 and mixed and sums == 4 and layout.replicas > 1 and not scatters_gradients(config, layout):
-        result["gradients"] += (
-            size * weights.total
-        )  # those of a micro-batch; on one replica they are freed as they come
+        result["gradients"] += size * weights.total  # of a micro-batch, and on one replica they are freed as they come
     elif zero == 2:
         result["gradients"] = sums * owned
     elif zero == 3:

@@ -30,7 +30,7 @@ ENOUGH = 3  # runs of one device before their errors correct a prediction
 NEAR = 8.0  # times longer or shorter a step may be predicted: what a kernel's start costs is all of a small step
 RECENT = 50  # runs whose errors count: drivers and libraries change
 READ = 4 << 20  # bytes at the end of the file that are read
-TOO_LARGE = "warning: that is more than a device has; `deepy plan` shows layouts that fit"
+TOO_LARGE = "warning: that is more than a device has: `deepy plan` shows layouts that fit"
 CLOSE = "      near the limit of memory: `deepy --rehearse` counts what formulas estimate"
 
 
@@ -80,7 +80,7 @@ class Prediction:
         basis = f"corrected by {self.runs} runs on this device" if self.runs else "by formulas alone"
         close = self.capacity and need.memory > TIGHT * self.capacity
         time = f", {need.seconds:,.3g} s a step,\n      {span(need.seconds * steps)} for {steps:,} steps"
-        if self.entry.device == "cpu" and not self.runs:  # its rates are those of another machine
+        if self.entry.device == "cpu" and not self.runs:  # its rates are another machine's
             time = f"\n      time unknown until {ENOUGH} runs on this CPU have ended"
         return f"plan: {need.memory / 2**30:,.1f}{share} GiB on the fullest device{time} ({basis})" + (
             f"\n{CLOSE if self.fits else TOO_LARGE}" if close else ""

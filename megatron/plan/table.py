@@ -82,7 +82,7 @@ def text(
     unsaid = " (not in the files: without it a run takes fp32)" if "precision" in question.missing else ""
     hosts = f"{at.hosts} hosts of {at.per_host}" if at.hosts > 1 else "one host"
     lines = [
-        f"{at.devices} x {at.device.name} on {hosts}, {question.base.precision.compute}{unsaid}; "
+        f"{at.devices} x {at.device.name} on {hosts}, {question.base.precision.compute}{unsaid}, "
         f"{tokens / 1e9:,.1f} billion tokens in {training.steps:,} steps of {training.global_batch_size:,} samples",
         "",
         *align_lines([

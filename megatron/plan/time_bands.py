@@ -333,6 +333,6 @@ def _split_matrix(bands: dict[str, Band], products: float, peak: float | None) -
         return bands, rate
     at_peak = min(whole.seconds, products / (peak * 1e12))
     return bands | {
-        "matrix": Band("matrix", at_peak, False, f"shapes, and the peak; {whole.source}"),
+        "matrix": Band("matrix", at_peak, False, f"shapes, and the peak, {whole.source}"),
         "below": Band("below", whole.seconds - at_peak, whole.measured, whole.source),
     }, rate

@@ -23,20 +23,20 @@ ADVICE = {
     "training.global_batch_size",
     "bubble": "more micro-batches (a smaller training.micro_batch_size, a larger training.global_batch_size) or fewer "
     "stages (parallel.pipeline)",
-    "communication": "logging.communication=times shows which messages, and who comes last; fewer tensor parallel "
+    "communication": "logging.communication=times shows which messages, and which rank is last. Fewer tensor parallel "
     "ranks, zero.overlap and larger micro-batches send less often",
     "data": "more data.workers and data.prefetch, or a faster disk",
-    "hooks": "log less often (logging.every), and look at hooks of your own; writing a trace is one too",
-    "start": "a longer run makes it small; a checkpoint that is read from a slow disk does not",
+    "hooks": "log less often (logging.every), and check hooks of your own. Writing a trace is one too",
+    "start": "a longer run makes it small, a checkpoint that is read from a slow disk does not",
     "evaluation": "evaluate less often (evaluation.every) or on less (evaluation.batches)",
     "save": "save less often (checkpoint.auto finds how often), or in the background (checkpoint.asynchronous)",
-    "restarts": "ledger.jsonl says why the run failed; checkpoint.auto loses least",
+    "restarts": "ledger.jsonl says why the run failed, and checkpoint.auto loses least",
     "end": "evaluation.at_end, checkpoint.at_end and logging.curve are what happens there",
 }
 HOST = {
     True: "operations are too small for what it takes to start them: try a larger training.micro_batch_size, or "
     "training.compile",
-    False: "nobody knows what this time went to: profile a few steps (logging.profile.start) and look again",
+    False: "the cause of this time is unknown: profile a few steps (logging.profile.start) and compare again",
 }
 
 

@@ -92,7 +92,7 @@ def _device(name: str | None, machine: str | None) -> Device | None:
     devices = known_devices(machine)[0]
     if name is not None and name not in devices:
         rule = f"must be one of {', '.join(devices)}"
-        raise ConfigError([Problem("--device", rule, "leave it out to see bytes without a verdict", name)])
+        raise ConfigError([Problem("--device", rule, "remove it to see bytes without a verdict", name)])
     return None if name is None else devices[name]
 
 
@@ -105,12 +105,12 @@ def _ranks(given: str | None, config: Config, layout: Layout) -> list[int]:
     wrong = [word for word in words if not (re.fullmatch("[0-9]{1,9}", word) and int(word) < layout.world_size)]
     if wrong:
         rule = f"must be ranks of the run, 0 to {layout.world_size - 1}, separated by commas"
-        raise ConfigError([Problem("--rank", rule, "leave it out to see one rank of each kind", ", ".join(wrong))])
+        raise ConfigError([Problem("--rank", rule, "remove it to see one rank of each kind", ", ".join(wrong))])
     ranks = list(dict.fromkeys(map(int, words)))
     later = [rank for rank in ranks if layout.coordinates(rank).context > 0]
     if later and hands_states_on(config):
         rule = "must begin its sequences: the states that the rank before hands on are not known here"
-        fix = f"look at rank {later[0] - layout.coordinates(later[0]).context * layout.tensor}, which does the same"
+        fix = f"use rank {later[0] - layout.coordinates(later[0]).context * layout.tensor}, which does the same"
         raise ConfigError([Problem("--rank", rule, fix, later[0])])
     return ranks
 
@@ -123,7 +123,7 @@ def _refuse(config: Config) -> None:
     kind = optimizer_kind(config)
     if kind is not None and kind.whole_matrices:
         rule = "must work element by element in a rehearsal: owners of whole matrices are agreed on by messages"
-        fix = "rehearse with optimizer.type=adamw; docs/optimizers.md says what else is sent and kept"
+        fix = "rehearse with optimizer.type=adamw. docs/optimizers.md says what else is sent and kept"
         raise ConfigError([Problem("optimizer.type", rule, fix, config.optimizer.type)])
     if config.precision.compute == "fp16":
         rule = "must be bf16 or fp32 in a rehearsal: DeepSpeed refuses fp16 where there is no GPU"

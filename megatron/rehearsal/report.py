@@ -168,7 +168,7 @@ def text(found: dict[str, Any]) -> str:
         kind += " (not in the files; `deepy plan` proposes bf16 there)"
     numbers = ", ".join(str(each["rank"]) for each in found["rehearsed"])
     lines = [
-        f"{found['parameters']:,} parameters on {counted(found['ranks'], 'rank')}: {sizes}, {kind}; "
+        f"{found['parameters']:,} parameters on {counted(found['ranks'], 'rank')}: {sizes}, {kind}, "
         f"rehearsed ranks {numbers} in {found['seconds']} s ({found['processor_seconds']} s of processor time)"
     ]
     for each in found["rehearsed"]:
@@ -227,7 +227,7 @@ def _rank(each: dict[str, Any]) -> list[str]:
     groups = each["process_groups"]
     lines.append(
         f"writes {readable_bytes(sum(each['checkpoint'].values()))} of a checkpoint in "
-        f"{each['checkpoint_fragments']:,} fragments; "
+        f"{each['checkpoint_fragments']:,} fragments, "
         f"is in {groups['joined']} process groups, the largest of {groups['largest']} ranks"
     )
     calls = Tally.of_rows(each["communication"]["calls"])

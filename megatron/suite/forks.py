@@ -110,7 +110,7 @@ def unsaved(forks: Sequence[Fork], config: Config, where: str) -> Iterator[Probl
     late = [each.at for each in forks if each.at > last]
     if late:
         rule = f"must begin by the last step of the run, {last}, and {', '.join(map(str, late))} is later"
-        yield Problem("forks", rule, "leave it out, or train for longer", where=where)
+        yield Problem("forks", rule, "remove it, or train for longer", where=where)
     lost = [each.at for each in forks if each.at <= last and policy.due(each.at, last_step=last) is None]
     if lost:
         rule = f"must begin where every run saves a checkpoint, and none is saved at {', '.join(map(str, lost))}"

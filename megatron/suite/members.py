@@ -116,7 +116,7 @@ class Suite:
             if len(names) > 1:
                 shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
                 rule = f"must be a place of its own for every run, and {shown} have {url}"
-                fix = f"use url: {url}/{RUN_NAME}, or leave the store out"
+                fix = f"use url: {url}/{RUN_NAME}, or remove the store"
                 yield Problem("checkpoint.levels", rule, fix, where=str(self.path))
 
     def _one(self, member: Member, found: Mapping[str, Resolved], check_inputs: bool) -> Resolved | None:
@@ -167,10 +167,10 @@ class _Reader:
         name = self._name(("name",), self.values.get("name", self.path.stem))
         ranks = self.values.get("ranks")
         if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
-            self.problem(("ranks",), "must be a number of processes, at least 1", "give one, or leave it out")
+            self.problem(("ranks",), "must be a number of processes, at least 1", "give one, or remove it")
         folder = self.values.get("dir", f"runs/{name}")
         if not isinstance(folder, str) or not folder:
-            self.problem(("dir",), "must be the path of a folder", "give a path, or leave it out")
+            self.problem(("dir",), "must be the path of a folder", "give a path, or remove it")
         base = self._change(("files",), ("set",), self.values)
         axes = self._axes()
         forks = read_forks(self.values["forks"], self._keys, self.problem) if "forks" in self.values else []
@@ -253,7 +253,7 @@ class _Reader:
         found = {".".join(map(str, path)): value for path, value in _values(keys)}
         for key in ("run.dir", "run.name"):
             if key in found:
-                self.problem(at, f"must not set {key}, which is the suite's", "leave it out; `dir` names the folder")
+                self.problem(at, f"must not set {key}, which is the suite's", "remove it, since `dir` names the folder")
         return found
 
     @staticmethod

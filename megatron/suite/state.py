@@ -95,7 +95,7 @@ class Agreement:
         unlike: (step, member, other member) of the first step with different batches, or None.
     """
 
-    members: tuple[str, ...]  # names of those that have read any
+    members: tuple[str, ...]  # names of members that have read any
     steps: int  # steps that more than one of them has made
     unlike: tuple[int, str, str] | None
 

@@ -79,7 +79,7 @@ def plan_lines(document: Mapping[str, Any]) -> list[str]:
     tokens, flops = sum(each["tokens"] for each in members), sum(each["flops"] for each in members)
     groups = len({each["data"] for each in members})
     closing = (
-        f"{len(members)} runs, {short_number(tokens)} tokens, {flops:.2e} FLOPs; runs with the same name under data "
+        f"{len(members)} runs, {short_number(tokens)} tokens, {flops:.2e} FLOPs. Runs with the same name under data "
         f"read the same batches ({groups} of them)"
     )
     return [*aligned(rows), "", closing]

@@ -100,7 +100,7 @@ def check_agreement(place: WorkerEnvironment, gather: Callable[[str], Sequence[s
     other = [rank for rank, each in enumerate(said) if each != said[0]]
     if other:
         raise LaunchError(
-            f"ranks {other[:8]}{' ...' if len(other) > 8 else ''} do not run what rank 0 runs: rank 0 has {said[0]}; "
+            f"ranks {other[:8]}{' ...' if len(other) > 8 else ''} do not run what rank 0 runs: rank 0 has {said[0]}, "
             f"rank {other[0]} has {said[other[0]]}. Bring all hosts to the same commit and the same files"
         )
 

@@ -87,7 +87,7 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
         return int(text or "")
     except ValueError:
         raise LaunchError(
-            f"the environment variable {name} is {text!r}; it must be a whole number, as the launcher sets it"
+            f"the environment variable {name} is {text!r} and must be a whole number, as the launcher sets it"
         ) from None
 
 
@@ -116,7 +116,7 @@ def worker_environment(environment: Mapping[str, str] | None = None) -> WorkerEn
     if not (0 <= place.rank < place.world_size and 0 <= place.local_rank < place.local_world_size <= place.world_size):
         raise LaunchError(
             f"the environment says rank {place.rank} of {place.world_size} and local rank {place.local_rank} of "
-            f"{place.local_world_size}, which cannot be; start with deepy.py, or unset these variables"
+            f"{place.local_world_size}, which cannot be: start with deepy.py, or unset these variables"
         )
     if (
         place.world_size > 1

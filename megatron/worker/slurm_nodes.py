@@ -23,7 +23,7 @@ def expand(text: str) -> list[str]:
 
 def _limit(part: str, count: int) -> None:
     if count > MOST:
-        raise ValueError(f"{part!r} gives {count:,} hosts; a list of nodes must have at most {MOST:,}")
+        raise ValueError(f"{part!r} gives {count:,} hosts, and a list of nodes must have at most {MOST:,}")
 
 
 def _split(text: str) -> list[str]:

@@ -30,7 +30,7 @@ TINY = ["test/tiny_llama", "data.synthetic=copy", "launch.device=cpu"]
         (["train", "llama3"], "llama/llama3_8b"),
         (["train", "nothinglikeit"], "deepy list"),
         (["train", "--gpus", "2", *TINY], "did you mean --ranks?"),
-        (["train", *TINY, "--gpus", "2", "run.name=x"], "train.py has no option --gpus; did you mean --ranks?"),
+        (["train", *TINY, "--gpus", "2", "run.name=x"], "train.py has no option --gpus: did you mean --ranks?"),
         (["train", "--rank", "2", *TINY], "did you mean --ranks?"),
         (["train", "--nproc_per_node=2", *TINY], "did you mean --ranks?"),
         (["train", *TINY, "parallel.data=2"], "ranks / (tensor * pipeline * context)"),

@@ -107,8 +107,8 @@ def test_an_agent_that_is_stopped_is_noticed_and_no_signal_is_said_to_have_reach
     job.process.send_signal(signal.SIGUSR2)
     status, _, error = job.finish()
     assert status == 255, error
-    assert "SIGUSR2: passed on to all ranks but those of " in error and "whose agent does not answer" in error
-    assert "nothing was heard from its agent for 20 s (launch.heartbeat)" in error
+    assert "SIGUSR2: passed on to all ranks except on " in error and "whose agent does not answer" in error
+    assert "nothing was received from its agent for 20 s (launch.heartbeat)" in error
 
 
 def test_ranks_that_call_different_things_are_told_of_where_one_is_ended_for_it(tmp_path):

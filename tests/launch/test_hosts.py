@@ -220,7 +220,7 @@ def test_a_runner_whose_program_is_missing(monkeypatch, tmp_path):
 @pytest.mark.parametrize("slots", ["4097", "99999999999", "9" * 5000])
 def test_a_huge_number_of_slots_is_refused_with_its_line(tmp_path, slots):
     (tmp_path / "hosts").write_text(f"a slots=4096\nb slots={slots}\n")
-    with pytest.raises(HostError, match=r"hosts:2: b has \d+ slots; slots must be at most 4096"):
+    with pytest.raises(HostError, match=r"hosts:2: b has \d+ slots, and must have at most 4096"):
         read_hostfile(tmp_path / "hosts")
 
 
@@ -228,5 +228,5 @@ def test_a_huge_number_of_slots_is_refused_with_its_line(tmp_path, slots):
     "text", ["a[1-999999999]", "a[1-99999]b[1-99999]", f"a[1-{'9' * 5000}]", "a[1-9],b[0-1000000]"]
 )
 def test_a_huge_list_of_nodes_is_refused(text):
-    with pytest.raises(ValueError, match="hosts; a list of nodes must have at most 1,000,000"):
+    with pytest.raises(ValueError, match="hosts, and a list of nodes must have at most 1,000,000"):
         expand(text)

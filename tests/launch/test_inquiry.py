@@ -181,7 +181,7 @@ def test_between_two_starts_a_run_answers_too(tmp_path):
     while not (tmp_path / FILE).exists():
         time.sleep(0.01)
     said = ask(tmp_path, "status")
-    assert re.fullmatch(r"no rank is running: restart 2 of 9 after SIGKILL \(137\); it goes on in [0-5] s\n", said)
+    assert re.fullmatch(r"no rank is running: restart 2 of 9 after SIGKILL \(137\), continuing in [0-5] s\n", said)
     assert ask(tmp_path, "stacks").startswith("no rank is running")
     thread.join()
     assert time.monotonic() - begin >= 5.0 and not (tmp_path / FILE).exists()

@@ -93,7 +93,7 @@ NO_ATTENTION = dict.fromkeys(("local", "sparse_fixed", "sparse_variable", "bigbi
     "amlp": "aMLP layers are not available: take flash or global",
     "rwkv": "name them natively: rwkv6/rwkv6_ffn in model.layers, model.rwkv6.head_dim = dim_att / "
     "num_attention_heads, model.rwkv6_ffn.hidden_size = 3.5 hidden_size, model.embedding.norm: true, as in "
-    "configs/rwkv6; they are not translated because GPT-NeoX's RWKV uses one norm twice in its first layer, where RWKV "
+    "configs/rwkv6. They are not translated because GPT-NeoX's RWKV uses one norm twice in its first layer, where RWKV "
     "has two",
 }
 
@@ -283,7 +283,7 @@ def _mlp(flat: Flat, native: Native, hidden: int | None) -> None:
         activation = "gelu_tanh"
         native.note(
             "model.mlp.activation: gelu_tanh, because bias_gelu_fusion computes the tanh approximation of "
-            "gelu; published Hugging Face configurations of such models (Pythia) say gelu, the exact form"
+            "gelu. Published Hugging Face configurations of such models (Pythia) say gelu, the exact form"
         )
     else:
         native.unused("the plain activation is computed", "bias_gelu_fusion")

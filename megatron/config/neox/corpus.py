@@ -100,8 +100,8 @@ def _weighting(flat: Flat, native: Native) -> None:
     native.put("data.alpha", alpha, "weighted_sampler_alpha")
     native.note(
         "data.weighting: neox-documents, GPT-NeoX's weights by number of documents: they replace those given, and are "
-        "less than proportional (100, 300 and 600 documents give 0.167, 0.389 and 0.444 with alpha 1); "
-        "data.weighting=documents is proportional to documents ** alpha"
+        "less than proportional (100, 300 and 600 documents give 0.167, 0.389 and 0.444 with alpha 1). "
+        "With data.weighting=documents they are proportional to documents ** alpha"
     )
 
 

@@ -233,6 +233,6 @@ def _comms_logger(options: Mapping[str, Any] | None, native: Native, source: str
     if options.get("enabled"):
         native.put("logging.communication", "counts", source)
         native.note(
-            "logging.communication: counts, in place of comms_logger, which waits after every operation; its other "
+            "logging.communication: counts, in place of comms_logger, which waits after every operation. Its other "
             "options have no effect"
         )

@@ -16,8 +16,8 @@ KEYS: dict[str, Any] = {
 }
 ROUTERS = {"sinkhorn": "sinkhorn", "topk": "top_k"}
 
-# GPT-NeoX's Sinkhorn runs three rounds: it means to stop when the column factors settle, but asks the wrong way round,
-# and from some thousand tokens on they are smaller than its tolerance.
+# GPT-NeoX's Sinkhorn runs three rounds. It means to stop when the column factors settle, but asks the wrong way round.
+# From some thousand tokens on they are smaller than its tolerance.
 ROUNDS = 3
 WIDTH_MULTIPLE = 256  # of experts without a stated width, whatever mlp_multiple_of says
 

@@ -325,13 +325,13 @@ def _compatibility(flat: Flat, native: Native) -> None:
     steps, cosine = flat.integer("train_iters"), str(flat.raw("lr_decay_style")).lower() == "cosine"
     end = flat.integer("lr_decay_iters")
     rises = (
-        "; after lr_decay_iters they stay, where GPT-NeoX's rise again"
+        ". After lr_decay_iters they stay, where GPT-NeoX's rise again"
         if end and steps and cosine and end < steps
         else ""
     )
     native.note(
         "schedule.compat: neox, the learning rates that GPT-NeoX computes from this file today"
-        f"{rises}; to repeat a run of GPT-NeoX 1.0 (Pythia, GPT-NeoX-20B, all before 2023-08), whose rates differ by "
+        f"{rises}. To repeat a run of GPT-NeoX 1.0 (Pythia, GPT-NeoX-20B, all before 2023-08), whose rates differ by "
         "several percent, give schedule.compat=neox-v1"
     )
 

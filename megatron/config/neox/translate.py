@@ -117,7 +117,7 @@ def _merge(documents: Iterable[FlatDocument], problems: list[FlatProblem]) -> di
                         entry.line,
                         spelling,
                         value,
-                        f"{_place(earlier)} already says {earlier.spelling} = {earlier.value!r}; GPT-NeoX files must "
+                        f"{_place(earlier)} already says {earlier.spelling} = {earlier.value!r}: GPT-NeoX files must "
                         "not "
                         "contradict each other",
                         "remove one of the two",

@@ -64,7 +64,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "activation_checkpointing": _RECOMPUTED,
     "sequence_parallel_size": (_SEQUENCES, "use parallel.context"),
     "seq_parallel_communication_data_type": (
-        "ranks that share sequences are those of parallel.context, which send activations in the type of the run and "
+        "ranks that share sequences are set by parallel.context, and send activations in the type of the run and "
         "states and gradients of keys in fp32",
         "remove it",
     ),

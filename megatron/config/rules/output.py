@@ -197,13 +197,13 @@ CHECKS = (
     Check(
         f"checkpoint.initialize_map {FROM}",
         lambda c: c.checkpoint.initialize_map and c.checkpoint.initialize_from is None,
-        f"must go with {FROM}: tensors are made from those of that checkpoint",
+        f"must go with {FROM}: tensors are made from that checkpoint's tensors",
         f"give {FROM}, or remove the map",
     ),
     Check(
         f"checkpoint.initialize_layers {FROM}",
         lambda c: c.checkpoint.initialize_layers and c.checkpoint.initialize_from is None,
-        f"must go with {FROM}: blocks start as those of that checkpoint",
+        f"must go with {FROM}: blocks start as that checkpoint's blocks",
         f"give {FROM}, or remove the list",
     ),
     Check(

@@ -73,9 +73,9 @@ class ParallelSection(Section):
     )
     context_method: Literal["auto", "ulysses", "ring", "nested", "gather"] = key(
         "auto",
-        "How attention works on a sequence that ranks share: ulysses gives each rank all tokens of some heads. ring "
-        "passes keys and values from rank to rank. nested is ulysses among neighbours, in rings. gather gives each "
-        "rank all keys and values. auto is ulysses where the ranks divide the heads, else nested or ring.",
+        "Attention on a sequence that ranks share. ulysses: each rank has all tokens of some heads. ring: keys and "
+        "values pass from rank to rank. nested: ulysses among neighbours, in rings. gather: each rank has all keys and "
+        "values. auto: ulysses where the ranks divide the heads, else nested or ring.",
     )
     context_ulysses: int | None = key(
         None,

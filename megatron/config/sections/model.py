@@ -114,14 +114,14 @@ class NormOptions(Section):
 class ResidualOptions(Section):
     form: Literal["sequential", "parallel"] = key(
         "sequential",
-        "sequential: x += mixer(n1 x); x += ffn(n2 x). parallel (GPT-J, NeoX): x += mixer(n1 x) + ffn(n2 x).",
+        "sequential: x += mixer(n1 x), then x += ffn(n2 x). parallel (GPT-J, NeoX): x += mixer(n1 x) + ffn(n2 x).",
     )
     norm: Literal["pre", "post", "hybrid", "both", "sandwich"] = key(
         "pre",
-        "pre: norm on a branch's input. post (OLMo-2): norm on a branch's output, none on its input. hybrid (OLMo "
-        "Hybrid): post in blocks with attention, pre in the others. both (Gemma 2, GLM-4): a norm on a branch's "
-        "input and another on its output. sandwich (Huginn): a norm on a branch's input and another on the stream "
-        "after the branch was added.",
+        "pre: norm on a branch's input. post: norm on a branch's output, none on its input (OLMo-2). hybrid: post in "
+        "blocks with attention, pre in the others (OLMo Hybrid). both: a norm on a branch's input and another on its "
+        "output (Gemma 2, GLM-4). sandwich: a norm on a branch's input and another on the stream after the branch was "
+        "added (Huginn).",
     )
     shared_norm: bool = key(False, "parallel form: one norm feeds both branches (GPT-J) instead of two (NeoX).")
     fp32: bool = key(
@@ -212,7 +212,7 @@ class InitOptions(Section):
 class _Stack(Section):
     layers: str = key(
         ...,
-        "The stack as a pattern, as in '(attention/mlp) x12': kinds joined by '/', groups repeated by 'x N', "
+        "The stack as a pattern, as in '(attention/mlp) x12'. Kinds are joined by '/', groups repeated by 'x N', "
         "variants named by '@'. '&' joins mixers of one input whose outputs are summed. 'recurrent(...)' is a "
         "group that model.recurrence repeats.",
     )

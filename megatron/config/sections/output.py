@@ -33,7 +33,7 @@ class LevelSection(Section):
     )
     path: str | None = key(None, "Of a disk: folder on each host. {host} stands for the host's name.")
     url: str | None = key(
-        None, f"Of a store: any fsspec URL (s3://, gs://, file://); {RUN_NAME} stands for the run's name."
+        None, f"Of a store: any fsspec URL (s3://, gs://, file://). {RUN_NAME} stands for the run's name."
     )
     every: int | Literal["auto"] = key(
         ...,

@@ -59,7 +59,7 @@ def split(words: Sequence[str]) -> Arguments:
             files.append(found or word)
         else:
             near = near_names(word)
-            meant = f"; did you mean {' or '.join(near)}?" if near else "; `deepy list` shows the ready ones"
+            meant = f": did you mean {' or '.join(near)}?" if near else ". `deepy list` shows the ready ones"
             raise ArgumentError(
                 f"{word!r} is neither a configuration file ({', '.join(FILES)}), nor the name of a ready one "
                 f"(pythia/70m), nor an override (key.path=value){meant}"

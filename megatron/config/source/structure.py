@@ -194,7 +194,7 @@ def type_fix(annotation: Any, limits: dict[str, Any], value: Any, path: Path) ->
         return f'put it in quotes if text is meant: "{shown_value(value)}"'
     if bare in (int, float) and isinstance(value, (int, float)) and not isinstance(value, bool):
         return _in_range(bare, limits, value)
-    default = "" if key is None or key.required else f"; the default is {shown_value(key.default)}"
+    default = "" if key is None or key.required else f" (default: {shown_value(key.default)})"
     return f"give {describe_type(annotation, limits)}{default}"
 
 

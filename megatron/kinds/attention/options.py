@@ -66,8 +66,8 @@ class AttentionOptions(Section):
     output_multiplier: float = key(1.0, "Multiplies the output (Falcon-H1).", gt=0)
     qk_clip: float | None = key(
         None,
-        "QK-clip (Kimi K2): if a head's largest logit (scaled product of a query and a key) in a step was above this, "
-        "its queries and keys shrink so that it would have been this. The paper's value is 100.",
+        "QK-clip (Kimi K2): limit of a head's largest logit (scaled product of a query and a key) in a step. Above it, "
+        "its queries and keys shrink so that the logit would have been the limit. The paper's value is 100.",
         gt=0,
     )
     sinks: bool = key(

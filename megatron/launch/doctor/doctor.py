@@ -320,7 +320,7 @@ def judge(answers: list[dict[str, Any]], names: list[str]) -> list[HostFinding]:
             "shared folder",
             "the current folder is not the same disk",
             apart,
-            "checkpoints and data must be on a disk that all hosts see; pdsh needs it too",
+            "checkpoints and data must be on a disk that all hosts see, and pdsh needs it too",
         )
         if apart
         else HostFinding(OK, "shared folder", "the same everywhere", tuple(names))
@@ -336,7 +336,7 @@ def _accelerators(answers: list[dict[str, Any]], names: list[str]) -> list[HostF
     )
     if blind:
         advice = (
-            "nvidia-smi or rocm-smi; containers need --gpus all (NVIDIA) or --device /dev/kfd --device /dev/dri (AMD)"
+            "nvidia-smi or rocm-smi. Containers need --gpus all (NVIDIA) or --device /dev/kfd --device /dev/dri (AMD)"
         )
         return [HostFinding(WARN, "accelerators", "none is seen, though there is a driver", blind, advice)]
     if not any(counts):

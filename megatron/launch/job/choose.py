@@ -88,7 +88,7 @@ def choose_runner(
     if launch.runner == "auto":
         runner, carrier = carrier, ""
     elif runner_of(registry, launch.runner).wrap:
-        runner, reason = launch.runner, f"launch.runner says so; by {carrier}: {reason}"
+        runner, reason = launch.runner, f"launch.runner says so, by {carrier}: {reason}"
     else:
         runner, carrier, reason = launch.runner, "", "launch.runner says so"
     name = carrier or runner

@@ -42,7 +42,7 @@ def read_hostfile(path: str | Path) -> list[Host]:
         except HostError as error:
             problems.append(f"{path}:{number}: {error}")
     if not hosts and not problems:
-        problems.append(f"{path}: no host in it; write one `name slots=N` per line")
+        problems.append(f"{path}: no host in it: write one `name slots=N` per line")
     if problems:
         raise HostError("\n".join(problems))
     return hosts
@@ -58,7 +58,7 @@ def _host(words: list[str]) -> Host:
         )
     count = options[0][6:]
     if len(count) > 9 or int(count) > MOST_SLOTS:
-        raise HostError(f"{name} has {count[:20]} slots; slots must be at most {MOST_SLOTS}, one for each rank")
+        raise HostError(f"{name} has {count[:20]} slots, and must have at most {MOST_SLOTS}, one for each rank")
     return Host(name, tuple(range(int(count))))
 
 
@@ -100,7 +100,7 @@ def _named(hosts: list[Host], text: str, key: str) -> dict[str, tuple[int, ...]]
         name, colon, slots = part.strip().rpartition(":") if ":" in part else (part.strip(), "", "")
         if name not in known:
             raise HostError(
-                f"{key}: no host {name!r}; there are {', '.join(list(known)[:8])}{' ...' if len(known) > 8 else ''}"
+                f"{key}: no host {name!r}. There are {', '.join(list(known)[:8])}{' ...' if len(known) > 8 else ''}"
             )
         if not colon:
             chosen = known[name].slots
@@ -111,7 +111,7 @@ def _named(hosts: list[Host], text: str, key: str) -> dict[str, tuple[int, ...]]
         wrong = [slot for slot in chosen if slot not in known[name].slots]
         if wrong:
             raise HostError(
-                f"{key}: host {name} has no slot {wrong[0]}; it has {len(known[name].slots)}, counted from 0"
+                f"{key}: host {name} has no slot {wrong[0]}. It has {len(known[name].slots)}, counted from 0"
             )
         found[name] = tuple(sorted({*found.get(name, ()), *chosen}))
     return found

@@ -171,7 +171,7 @@ def _over_hosts(resolved: Resolved, choice: RunnerChoice) -> list[Problem]:
     return [
         Problem(
             key,
-            f"tensor parallel ranks should share a host: {tensor} do not divide the {each} ranks of a host, so the "
+            f"tensor parallel ranks should share a host: {tensor} do not divide the {each} ranks of a host. The "
             f"sums over them, several in each of {blocks} blocks and each micro-batch, cross the network",
             f"use parallel.tensor={gcd(*slots)}, and parallel.pipeline for the rest",
             tensor,

@@ -206,7 +206,7 @@ class Launcher:
         for link in listener.admitted():
             index = link.hosts[0]
             if not 0 <= index < len(self.hosts) or self.hosts[index].link:
-                log(f"an agent called as host {index}, which is not expected; ignored")
+                log(f"an agent called as host {index}, which is not expected (ignored)")
                 continue
             self.hosts[index].link = link
             self._listen(link, None)
@@ -233,7 +233,7 @@ class Launcher:
         for index, host in enumerate(self.hosts):
             limit = self.settings.heartbeat
             if limit and host.phase in ("ready", "running") and now - host.heard > limit:
-                self._lost(index, f"nothing was heard from its agent for {limit:.0f} s (launch.heartbeat)")
+                self._lost(index, f"nothing was received from its agent for {limit:.0f} s (launch.heartbeat)")
         if not self.started and not self.stopping:
             self._start_if_ready(now)
         if self.deadline is not None and now > self.deadline:
@@ -404,7 +404,7 @@ class Launcher:
             else:
                 log(
                     f"{name}: passed on to {self._reached(now)}"
-                    + (f"; they have {self.job.grace:.0f} s" if number in STOP_SIGNALS else "")
+                    + (f". They have {self.job.grace:.0f} s" if number in STOP_SIGNALS else "")
                 )
                 self.broadcast({"type": "signal", "number": number})
                 if number in STOP_SIGNALS:
@@ -413,7 +413,7 @@ class Launcher:
     def _reached(self, now: float) -> str:
         """The hosts whose ranks get a forwarded signal: those with recent messages of their agents."""
         mute = [host.name for host in self.hosts if host.phase == "running" and now - host.heard > 2 * BEAT]
-        return "all ranks" + (f" but those of {', '.join(mute[:8])}, whose agent does not answer" if mute else "")
+        return "all ranks" + (f" except on {', '.join(mute[:8])}, whose agent does not answer" if mute else "")
 
     def _stop_all(self, grace: float) -> None:
         """End every rank: at once, or by a stop signal and the kill after `grace` seconds."""

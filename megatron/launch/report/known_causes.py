@@ -73,7 +73,7 @@ CAUSES = (
         r"Watchdog caught collective operation timeout|Timed out waiting \d+ms|"
         r"timed out.*(all_?reduce|broadcast|barrier|send|recv)|"
         r"wait timeout after|Socket Timeout",
-        "a collective waited for a rank that did not come: find the rank that hangs or has failed (its log is among "
+        "a collective waited for a rank that did not come. Find the rank that hangs or has failed (its log is among "
         "the others), or a network that is cut. launch.timeout sets how long to wait",
     ),
     (

@@ -55,7 +55,7 @@ def _allocation(launch: LaunchSection, environment: Mapping[str, str]) -> list[H
     nodes = environment.get("SLURM_JOB_NODELIST")
     if not nodes:
         raise HostError(
-            "launch.runner slurm works inside an allocation (salloc or sbatch); "
+            "launch.runner slurm works inside an allocation (salloc or sbatch). "
             "`deepy.py --sbatch ...` writes and submits a job script"
         )
     ranks = launch.ranks or next(

@@ -364,7 +364,7 @@ def _sentence(kind: str, guilty: list[Rank], others: list[Rank], ranks: Sequence
         parts += [f"{_who(some)} {_verb(some, 'wait')} in {_call(some)}" for some in _together(guilty)]
         return "; ".join(parts) + f": {_who(guilty)} wait for each other, since they call these in different orders"
     if kind == "skipped":
-        missed = f", and {_verb(guilty, 'has')} left out the call that the others wait in" if others else ""
+        missed = f", and {_verb(guilty, 'has')} skipped the call that the others wait in" if others else ""
         if all(each.call.new for each in guilty):
             missed += f", where {'it' if len(guilty) == 1 else 'they'} called something else in the step before"
         return "; ".join(parts + [f"{_who(some)} {_is(some)} in {_call(some)}{missed}" for some in _together(guilty)])

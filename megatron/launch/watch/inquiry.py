@@ -136,7 +136,7 @@ def pause(seconds: float, folder: Path, why: str) -> None:
     end = time.monotonic() + seconds
 
     def answer(question: str, tell: Callable[[str], None]) -> None:
-        tell(f"no rank is running: {why}; it goes on in {max(end - time.monotonic(), 0):.0f} s\n")
+        tell(f"no rank is running: {why}, continuing in {max(end - time.monotonic(), 0):.0f} s\n")
 
     with selectors.DefaultSelector() as selector:
         window = InquirySocket(answer, selector, folder)
@@ -197,7 +197,7 @@ def ask(run: Path, question: str) -> str:
             f"{run} {what}: give the directory of a run (run.dir) that deepy.py has started and that has not ended"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-        raise UserError(f"{run / FILE} cannot be read: {error!r}; remove it if no launcher is running") from None
+        raise UserError(f"{run / FILE} cannot be read: {error!r}. Remove it if no launcher is running") from None
     gone = f"the launcher of {run} (process {process} on {host}) is gone"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
         line.settimeout(ANSWER_TAKES)

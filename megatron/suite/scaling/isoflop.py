@@ -33,7 +33,7 @@ class IsoFlopProfile:
     tokens: np.ndarray
     loss: np.ndarray
     parabola: tuple[float, float, float]  # L = parabola[0] * log(N)^2 + parabola[1] * log(N) + parabola[2]
-    best: tuple[float, float] | None  # (N, D) at its lowest point; None where it has none within the range of sizes
+    best: tuple[float, float] | None  # (N, D) at its lowest point. None where it has none within the range of sizes
 
 
 @dataclass(frozen=True)

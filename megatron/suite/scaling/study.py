@@ -37,7 +37,7 @@ class Study:
     points: Points
     law: Law
     isoflop: IsoFlop
-    intervals: Mapping[str, Interval]  # by the name of a number, see `numbers`; None where too few resamples had it
+    intervals: Mapping[str, Interval]  # by the name of a number, see `numbers`. None where too few resamples had it
     resamples: int  # how many
     held_out: HeldOut | None  # None where the other runs are too few for a law
 
@@ -143,7 +143,7 @@ def study_lines(found: Study) -> list[str]:
     """The study in words and numbers."""
     lines = [
         f"{len(found.points)} losses of {len(found.points.names)} runs",
-        "L = E + A / N^alpha + B / D^beta; N parameters, D tokens, C FLOPs",
+        "L = E + A / N^alpha + B / D^beta, with N parameters, D tokens, C FLOPs",
         "",
     ]
     for name, value in numbers(found.law, found.isoflop).items():
@@ -153,13 +153,13 @@ def study_lines(found: Study) -> list[str]:
     minima = sum(each.best is not None for each in found.isoflop.profiles)
     lines += [
         "",
-        f"intervals: {100 * COVERED:g} % of {found.resamples:,} fits to as many runs, drawn with replacement",
+        f"intervals: {100 * COVERED:g} % of {found.resamples:,} fits to resampled runs, drawn with replacement",
         f"the law is off by {100 * found.residual:.2f} % of the loss (root mean square)",
         f"{minima} of {len(found.isoflop.profiles)} IsoFLOP profiles have their lowest point within the sizes trained",
     ]
     if held := found.held_out:
         off = 100 * (held.predicted / held.loss - 1)
         lines.append(
-            f"{held.run}: {held.loss:.4f}, and {held.predicted:.4f} ({off:+.2f} %) by a law of the smaller models alone"
+            f"{held.run}: {held.loss:.4f}, and {held.predicted:.4f} ({off:+.2f} %) by a law of only the smaller models"
         )
     return lines

@@ -201,7 +201,7 @@ DEEPSPEED = [
         "the type of what DeepSpeed's own sequence parallel ranks send",
         "deepspeed: {seq_parallel_communication_data_type: bf16}",
         "a.yml:2: deepspeed.seq_parallel_communication_data_type",
-        "ranks that share sequences are those of parallel.context",
+        "ranks that share sequences are set by parallel.context",
         "remove it",
     ),
 ]

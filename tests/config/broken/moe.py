@@ -268,7 +268,7 @@ MOE += [
         "blocks without a source, too few of them, one of which is counted from the end",
         "checkpoint: {initialize_layers: [0, -1]}",
         "checkpoint.initialize_layers",
-        "must go with checkpoint.initialize_from: blocks start as those of that checkpoint",
+        "must go with checkpoint.initialize_from: blocks start as that checkpoint's blocks",
         "must have an entry for each of the model's 4 blocks, not 2",
         "numbers of blocks must be at least 0",
         problems=3,

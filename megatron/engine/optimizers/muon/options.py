@@ -35,7 +35,7 @@ def per_head_has_standard_rates(context: RuleContext) -> Iterator[Problem]:
         )
 
 
-_about = "the polynomials of the iteration: those of Jordan et al. 2024 or of Amsel et al. 2025"
+_about = "the polynomials of the iteration, by Jordan et al. 2024 or Amsel et al. 2025"
 OPTIMIZER = OptimizerKind(
     update="megatron.engine.optimizers.muon.update:Muon",
     state_bytes=lambda config: 4,

@@ -22,8 +22,8 @@ class RWKVOptions(Section):
 
     init: Start = key(
         "published",
-        "How matrices start: published (orthogonal with the authors' gains, 0 where they write to the stream), uniform "
-        "(the authors' simplified recipe for RWKV-7, 1/sqrt(fan in) in the others), or model (model.init's schemes). "
+        "How matrices start. published: orthogonal with the authors' gains, 0 where they write to the stream. uniform: "
+        "the authors' simplified recipe for RWKV-7, 1/sqrt(fan in) in the others. model: model.init's schemes. "
         "All other parameters start as published.",
     )
 
