@@ -330,7 +330,7 @@ def test_the_tools_say_what_is_wrong(tmp_path, capsys):
     (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "intermediate_size": 80}))
     assert tool("from_hf").main([str(tmp_path / "model"), str(tmp_path / "ckpt")]) == 2
     error = capsys.readouterr().err
-    assert "gpt_neox.layers.1.mlp.dense_h_to_4h.weight has the shape (96, 32); it must be (80, 32)" in error
+    assert "gpt_neox.layers.1.mlp.dense_h_to_4h.weight has the shape (96, 32), and must have (80, 32)" in error
     assert not list(tmp_path.glob("ckpt*"))
 
 
