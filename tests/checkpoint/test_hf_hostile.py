@@ -135,9 +135,9 @@ def test_json_of_strangers_is_refused_in_words(name: str, text: str, llama: Path
         ({"num_hidden_layers": 10**12}, "num_hidden_layers must be at most 100000, not 1000000000000"),
         ({"num_hidden_layers": 90_000}, "its configuration must have at most "),
         ({"num_hidden_layers": 1}, "left over: model.layers.1."),
-        ({"vocab_size": 10**6}, "it must be (1000000, "),
+        ({"vocab_size": 10**6}, "must have (1000000, "),
         ({"vocab_size": 2**62}, "sizes of a model must be at most"),
-        ({"intermediate_size": 24}, "it must be (24, 32)"),
+        ({"intermediate_size": 24}, "must have (24, 32)"),
         ({"num_key_value_heads": 1}, "k_proj"),
     ],
 )

@@ -109,5 +109,5 @@ def test_vectors_by_head_have_their_shape(tmp_path):
     torch.save({**tensors, name: tensors[name].T.contiguous()}, tmp_path / "other.pth")
     with pytest.raises(CheckpointError) as caught:
         import_published(tmp_path / "other.pth", tmp_path / "out", sequence_length=24)
-    assert f"{name} has the shape ({width}, {heads}); it must be ({heads}, {width})" in str(caught.value)
+    assert f"{name} has the shape ({width}, {heads}), and must have ({heads}, {width})" in str(caught.value)
     assert not (tmp_path / "out").exists()
