@@ -325,7 +325,7 @@ def _compatibility(flat: Flat, native: Native) -> None:
     steps, cosine = flat.integer("train_iters"), str(flat.raw("lr_decay_style")).lower() == "cosine"
     end = flat.integer("lr_decay_iters")
     rises = (
-        ". After lr_decay_iters they stay, where GPT-NeoX's rise again"
+        ", and after lr_decay_iters they stay, where GPT-NeoX's rise again"
         if end and steps and cosine and end < steps
         else ""
     )
