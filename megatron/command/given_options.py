@@ -23,7 +23,7 @@ def refuse_unread(
     unread = [name for name, value in vars(options).items() if name not in read and value != parser.get_default(name)]
     if unread:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in unread)
-        parser.error(f"{names} must be left out: {what} does not read {'it' if len(unread) == 1 else 'them'}")
+        parser.error(f"{names} must be omitted: {what} does not read {'it' if len(unread) == 1 else 'them'}")
 
 
 def status(action: Callable[[], object], as_json: bool) -> int:

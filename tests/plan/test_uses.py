@@ -175,12 +175,12 @@ def test_wrong_options_end_with_status_2(tool, words):
 @pytest.mark.parametrize(
     "words, said",
     [
-        ([TINY, "--layout", "tensor=2"], "--layout must be left out: search does not read it"),
-        (["lint", TINY, "--why-not", "tensor=2", "--price", "2"], "--price, --why-not must be left out: lint does not"),
-        (["score", "--gpus", "64"], "--gpus must be left out"),
-        (["history", "--fit"], "--fit must be left out"),
-        ([TINY, "--gpus", "4..8", "--price", "2"], "--price must be left out: scaling"),
-        (["recommend", "pythia/14m", "--json"], "--json must be left out: recommend"),
+        ([TINY, "--layout", "tensor=2"], "--layout must be omitted: search does not read it"),
+        (["lint", TINY, "--why-not", "tensor=2", "--price", "2"], "--price, --why-not must be omitted: lint does not"),
+        (["score", "--gpus", "64"], "--gpus must be omitted"),
+        (["history", "--fit"], "--fit must be omitted"),
+        ([TINY, "--gpus", "4..8", "--price", "2"], "--price must be omitted: scaling"),
+        (["recommend", "pythia/14m", "--json"], "--json must be omitted: recommend"),
     ],
 )
 def test_options_of_other_questions_are_refused(tool, capsys, words, said):

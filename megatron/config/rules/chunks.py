@@ -50,7 +50,7 @@ def ranks_share_chunks(context: RuleContext) -> Iterator[Problem]:
             yield context.problem(
                 f"{KEY} parallel.context model.layers",
                 rule=f"must be 1 with {use.kind} layers where ranks share sequences: these run on one rank after the "
-                "other, and the first rank would begin a chunk before the last has finished the previous one",
+                "other. The first rank would begin a chunk before the last has finished the previous one",
                 fix="use one of both",
             )
         if about.context != "attends" or not heads or heads % parallel.tensor:

@@ -155,8 +155,8 @@ CHECKS = (
     Check(
         f"training.activation_checkpointing.mode {FOLDED}",
         lambda c: c.parallel.folded > 1 and c.training.activation_checkpointing.mode == "selective",
-        f"must be none or full with {FOLDED}: selective keeps products, and those of rows from other ranks would be "
-        "computed again",
+        f"must be none or full with {FOLDED}: selective keeps products, and products with rows from other ranks would "
+        "be computed again",
         "use mode: full",
     ),
     Check(
