@@ -33,8 +33,9 @@ class PipelinedEngine(BaseEngine):
         self.call_parts("module_made", self, self.pipeline)
         self.pipeline.find_copies()
         self._start(self.pipeline, None)
-        # The engine adds losses itself. DeepSpeed's mean would be two messages more, and a wait of the host.
-        self.deepspeed._aggregate_total_loss = lambda: None
+        if not self.config.deepspeed:  # whose options may have it print or write the mean loss
+            # The engine adds losses itself. DeepSpeed's mean would be two messages more, and a wait of the host.
+            self.deepspeed._aggregate_total_loss = lambda: None
         self.deepspeed._INSTRUCTION_MAP = with_phases(self.deepspeed._INSTRUCTION_MAP)
 
     def _feed(

@@ -105,6 +105,16 @@ def test_stages_may_have_different_groups():
     assert [norm for *_, norm in found] == pytest.approx([expected.norms[0]] * 4, rel=1e-5)
 
 
+def losses_that_deepspeed_prints() -> list[float]:
+    values = values_of("llama", parallel={"pipeline": 2}, deepspeed={"steps_per_print": 1})
+    return runs.steps(*runs.start(values, 2), 0, 1)[0]
+
+
+def test_a_pipeline_prints_losses_where_it_is_asked():
+    """DeepSpeed's pipeline formats the mean loss, which the engine otherwise does not compute."""
+    assert run(2, losses_that_deepspeed_prints) == [pytest.approx(runs.plainly(values_of("llama")).losses[:1])] * 2
+
+
 # Types in which gradients are summed
 
 
