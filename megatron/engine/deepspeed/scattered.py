@@ -249,8 +249,9 @@ class ScatteredGradients:
         if ranks == 1:
             out = whole
         else:  # a rank that shares memory with the others adds its part itself, so nothing is gained by waiting later
-            at_once = averages(bucket.group, whole)
-            op, share = (dist.ReduceOp.AVG, ranks * share) if at_once else (dist.ReduceOp.SUM, share)
+            op, at_once = dist.ReduceOp.SUM, averages(bucket.group, whole)
+            if at_once and installed_routes() is None:  # tables do not know averages
+                op, share = dist.ReduceOp.AVG, ranks * share
             work = dist.reduce_scatter_tensor(out, whole, op=op, group=bucket.group, async_op=not at_once)
         bucket.sent, self._next = True, self._next + 1
         self._flying.append((bucket, work, share, out, whole))
