@@ -168,7 +168,7 @@ def sums_of_hooks(values: dict[str, Any], ranks: int, missing: bool) -> list[tup
     absent, one = list(names.values())[2::5], list(names.values())[3::5]
 
     def step(*arguments: Any, **options: Any) -> Any:
-        for name, own in seen.items():
+        for own in seen.values():
             dist.all_reduce(own)
         for bucket in scattered.buckets:
             begin = bucket.own.numel() * dist.get_rank(bucket.group)
