@@ -28,6 +28,7 @@ from megatron.checkpoint.universal import export
 from megatron.data.order.cache import cached
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.layout.shard import LogicalTensor, Role
+from tests.checkpoint.former_format import to_format_1
 from tests.checkpoint.model import Model, Together, fragments, meta
 from tests.checkpoint.rewritten import rewrite_head
 
@@ -50,6 +51,10 @@ def rewrite(path: Path, change) -> None:
     (path / "manifest.json").write_text(json.dumps({"checksum": checksum(text.encode()), "content": text}))
 
 
+def move_file(content: dict, name: str) -> None:
+    content["files"][0]["path"] = name
+
+
 def move_part(content: dict, name: str) -> None:
     content["parts"][name] = content["parts"].pop("meta.json")
 
@@ -58,13 +63,19 @@ def add_part(content: dict, name: str) -> None:
     content["parts"][name] = content["parts"]["meta.json"]
 
 
-CHANGES = [move_part, add_part]
+def as_it_is(path: Path) -> Path:
+    return path
 
 
-@pytest.mark.parametrize("change", CHANGES)
+CHANGES = [(as_it_is, move_part), (as_it_is, add_part)]
+CHANGES += [(to_format_1, change) for change in (move_file, move_part, add_part)]
+
+
+@pytest.mark.parametrize(("form", "change"), CHANGES)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_manifest_cannot_make_a_download_write_elsewhere(places, tmp_path, name, change):
+def test_a_manifest_cannot_make_a_download_write_elsewhere(places, tmp_path, name, form, change):
     path, outside = places
+    form(path)
     name = name.format(outside=outside)
     rewrite(path, lambda content: change(content, name))
     # What the hostile store would send: the file exists where the name points, as seen from the URL.
@@ -77,9 +88,10 @@ def test_a_manifest_cannot_make_a_download_write_elsewhere(places, tmp_path, nam
 
 @pytest.mark.parametrize("reader", [open_checkpoint, lambda path: upload(path, "memory://hostile", attempts=1)])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("change", CHANGES)
-def test_no_reader_follows_a_name_out_of_a_checkpoint(places, name, change, reader):
+@pytest.mark.parametrize(("form", "change"), CHANGES)
+def test_no_reader_follows_a_name_out_of_a_checkpoint(places, name, form, change, reader):
     path, outside = places
+    form(path)
     shutil.copy(path / "data/0000/rank_00000.safetensors", outside / "stolen")
     shutil.copy(path / "data/0000/rank_00000.safetensors", path.parent.parent / "stolen")
     rewrite(path, lambda content: change(content, name.format(outside=outside)))
@@ -116,6 +128,15 @@ def test_a_link_that_comes_later_is_not_followed_either(places):
     (path / "data/0000/rank_00000.safetensors").symlink_to(outside / "file")
     with pytest.raises(CheckpointError, match="leads out"):
         checkpoint.read(FragmentSpec.whole(checkpoint.tensors["norm.weight"], "master"))
+
+
+@pytest.mark.parametrize("sizes", [{"begin": 1 << 60}, {"begin": -1}, {"end": -5}, {"size": 1.5}, {"size": None}])
+def test_places_in_a_manifest_that_cannot_be_are_damage(places, sizes):
+    path, _ = places
+    to_format_1(path)
+    rewrite(path, lambda content: content["files"][0].update(sizes))
+    with pytest.raises(CheckpointError, match="manifest.json"):
+        open_checkpoint(path, verify="checksums")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from megatron.checkpoint.format.index import Index, checksum
 from megatron.checkpoint.format.rankfile import read_table
 from megatron.checkpoint.format.table import Vocabulary
 from megatron.parallel.layout.layout import Layout
+from tests.checkpoint.former_format import to_format_1
 from tests.checkpoint.model import Model, Together, fragments, meta
 from tests.checkpoint.rewritten import rewrite_head
 
@@ -45,19 +46,40 @@ def path(tmp_path: Path) -> Path:
     return save(tmp_path, 3, fragments(Model(seed=3), Layout(), 0), meta(3))
 
 
+def rewrite_index(path: Path, index: Index, form: int) -> None:
+    """Index and manifest of a checkpoint with these rows, in one of the formats."""
+    records = list(open_checkpoint(path).records)
+    rewrite_head(path, index, records)
+    if form == 1:
+        former = json.loads(json.loads((path / "former.json").read_text())["content"])
+        spliced = (path / "former.safetensors").read_bytes()
+        rows = index.rows.tobytes()
+        (path / "index.safetensors").write_bytes(spliced[: len(spliced) - len(rows)] + rows)
+        data = (path / "index.safetensors").read_bytes()
+        former["parts"]["index.safetensors"] = {"size": len(data), "checksum": checksum(data)}
+        text = json.dumps(former)
+        (path / "manifest.json").write_text(json.dumps({"checksum": checksum(text.encode()), "content": text}))
+
+
 @pytest.mark.parametrize("place", ["first", "all"])
 @pytest.mark.parametrize("change", STRANGE, ids=str)
-def test_rows_of_an_index_that_cannot_be_are_damage(path: Path, change: dict, place: str):
+@pytest.mark.parametrize("form", [1, 2])
+def test_rows_of_an_index_that_cannot_be_are_damage(path: Path, form: int, change: dict, place: str):
     """Whoever reads is told, by an exception that every reader shares with the other ranks, and soon."""
     whole = open_checkpoint(path)
     wanted = [FragmentSpec.whole(tensor, state) for tensor, state in _stored(whole)]
     rows = whole.index.rows.copy()
+    if form == 1:
+        shutil.copytree(path, path.parent / "former")
+        former = to_format_1(path.parent / "former")
+        shutil.copy(former / "manifest.json", path / "former.json")
+        shutil.copy(former / "index.safetensors", path / "former.safetensors")
     for name, value in change.items():
         rows[name][0 if place == "first" else slice(None)] = value
     index = Index(whole.index.vocabulary, rows, whole.index.groups.copy())
     for name in {"tensor", "state", "dtype", "tensor_ranks"} & change.keys():
         index.groups[name][0 if place == "first" else slice(None)] = change[name]
-    rewrite_head(path, index, list(open_checkpoint(path).records))
+    rewrite_index(path, index, form)
     with pytest.raises(CheckpointError):
         opened = open_checkpoint(path, verify="none")
         for spec in wanted:

@@ -16,6 +16,7 @@ from megatron.checkpoint.reshape import reshape
 from megatron.checkpoint.save.store import Store
 from megatron.checkpoint.save.writer import write_tensors
 from megatron.parallel.layout.layout import Layout
+from tests.checkpoint.former_format import to_format_1
 from tests.checkpoint.model import Model, fragments, meta
 
 PYTHON = re.compile(r"[A-Z]\w*(Error|Exception)\b|Traceback|object at 0x")
@@ -54,9 +55,9 @@ CONTENTS = [
 ]
 
 
-def sealed(name: str, content: bytes) -> dict:
+def sealed(name: str, content: bytes, version: int) -> dict:
     """A part of a manifest whose checksums fit a content: of an index, one that is a header and nothing more."""
-    if name == META_NAME:
+    if version == 1 or name == META_NAME:
         return {"size": len(content), "checksum": checksum(content)}
     size = len(content)
     return asdict(IndexSeal(size, checksum(content), size, size, checksum(b"")))
@@ -71,15 +72,16 @@ def test_a_damaged_manifest_is_told_in_words(tmp_path, content):
     assert not PYTHON.search(str(error.value)), str(error.value)
 
 
+@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("name", [META_NAME, INDEX_NAME])
 @pytest.mark.parametrize(
     "content", CONTENTS[:8] + [b"\x02" + bytes(7) + b"[]", b"\x02" + bytes(7) + b"{}"], ids=range(10)
 )
-def test_parts_with_a_checksum_that_fits_are_told_in_words(tmp_path, name, content):
-    path = write(tmp_path, 1)
+def test_parts_with_a_checksum_that_fits_are_told_in_words(tmp_path, name, content, version):
+    path = to_format_1(write(tmp_path, 1)) if version == 1 else write(tmp_path, 1)
     (path / name).write_bytes(content)
     inner = json.loads(json.loads((path / MANIFEST_NAME).read_bytes())["content"])
-    inner["parts"][name] = sealed(name, content)
+    inner["parts"][name] = sealed(name, content, version)
     (path / MANIFEST_NAME).write_bytes(resealed(inner))
     with pytest.raises(CheckpointError) as error:
         open_checkpoint(path)

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from ...config.paths import UnsafeName, path_inside
+from . import format_1
 from .durable import new_file
 from .errors import CheckpointError, reading, refuse_checksum, refuse_size, understanding
 from .index import INDEX_NAME, Index, checksum
@@ -44,10 +45,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Checksums of the meta data and of the index."""
+    """Checksums of the meta data and of the index. In format 1 it also has the records of the ranks' files."""
 
     meta: Part
-    index: IndexSeal
+    index: IndexSeal | Part
+    records: list[FileRecord] | None = None
 
 
 def write_merged(
@@ -115,14 +117,18 @@ def read_manifest(root: Path) -> Manifest:
             content = outer["content"]
             refuse_checksum(path, checksum(content.encode()), outer["checksum"])
             inner = json.loads(content)
-            if inner["format"] != FORMAT:
-                raise CheckpointError(path, f"its format is {inner['format']}. This version reads format {FORMAT}")
+            if inner["format"] not in (1, FORMAT):
+                raise CheckpointError(path, f"its format is {inner['format']}. This version reads 1 to {FORMAT}")
             parts = inner["parts"]
             if lost := {INDEX_NAME, META_NAME} - set(parts):
                 raise ValueError(f"it does not name {' and '.join(sorted(lost))}")
             if strange := set(parts) - {INDEX_NAME, META_NAME}:
                 raise ValueError(f"no part of a checkpoint: {', '.join(map(repr, sorted(strange)))}")
-            return Manifest(Part.from_dict(parts[META_NAME]), IndexSeal.from_dict(parts[INDEX_NAME]))
+            meta = Part.from_dict(parts[META_NAME])
+            if inner["format"] == 1:
+                records = [format_1.listed_file(each) for each in inner["files"]]
+                return Manifest(meta, Part.from_dict(parts[INDEX_NAME]), records)
+            return Manifest(meta, IndexSeal.from_dict(parts[INDEX_NAME]))
     except FileNotFoundError as error:
         raise CheckpointError(path, "it is missing, so this is not a complete checkpoint") from error
     except OSError as error:
@@ -135,16 +141,30 @@ def read_meta(root: Path, part: Part) -> Meta:
     Raises:
         CheckpointError: the file is missing or damaged.
     """
-    path = part_of(root, META_NAME)
+    return Meta.from_bytes(_read_part(root, META_NAME, part), part_of(root, META_NAME))
+
+
+def _read_part(root: Path, name: str, part: Part) -> bytes:
+    path = part_of(root, name)
     with reading(path):
         refuse_size(path, os.stat(path).st_size, part.size)
         content = path.read_bytes()
     refuse_checksum(path, checksum(content), part.checksum)
-    return Meta.from_bytes(content, path)
+    return content
 
 
 def open_index(
     root: Path, manifest: Manifest, share: tuple[int, int] | None = (0, 1)
 ) -> tuple[Index, Sequence[FileRecord]]:
-    """Map the index of a checkpoint and the records of the ranks' files. See `read_index`."""
-    return read_index(part_of(root, INDEX_NAME), manifest.index, share)
+    """Map the index of a checkpoint and the records of the ranks' files. See `read_index`.
+
+    In format 1, the first of the ranks that share the index compares its checksum, and the others do not.
+    """
+    path = part_of(root, INDEX_NAME)
+    if isinstance(manifest.index, IndexSeal):
+        return read_index(path, manifest.index, share)
+    if share is not None and share[0] == 0:
+        _read_part(root, INDEX_NAME, manifest.index)
+    with reading(path):
+        refuse_size(path, os.stat(path).st_size, manifest.index.size)
+        return format_1.open_index(path), manifest.records or []
