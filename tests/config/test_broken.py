@@ -124,6 +124,7 @@ def rule_functions() -> dict[str, object]:
         for module in modules()
         for name, function in inspect.getmembers(module, inspect.isfunction)
         if function.__module__ == module.__name__
+        and "<locals>" not in function.__qualname__
         and inspect.signature(function).return_annotation == "Iterator[Problem]"
     }
     return written

@@ -60,7 +60,7 @@ def test_keys_and_options_of_others_are_refused():
     for given, rule in (
         ({"k": 3}, "objective.k must come with objective.type: goldfish"),
         ({"type": "goldfish", "alpha": 0.3}, "objective.alpha must come with objective.type: distillation"),
-        ({"options": {"gamma": 1}}, "the options of cross_entropy must be among none; gamma is not"),
+        ({"options": {"gamma": 1}}, "the options of cross_entropy must be among none, and gamma is not"),
     ):
         with pytest.raises(ConfigError, match=rule):
             resolved(**given)

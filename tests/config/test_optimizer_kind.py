@@ -81,7 +81,7 @@ def test_options_are_checked_against_the_optimizers_own(signum):
     resolved(signum, "signum", options={"scale": 2.0})
     with pytest.raises(ConfigError, match="must be a number from 0 to 10"):
         resolved(signum, "signum", options={"scale": 11})
-    with pytest.raises(ConfigError, match="must be among scale; size is not"):
+    with pytest.raises(ConfigError, match="must be among scale, and size is not"):
         resolved(signum, "signum", options={"size": 1})
 
 

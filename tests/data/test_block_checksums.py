@@ -86,7 +86,7 @@ def test_one_flipped_bit_is_named_with_its_document_and_step(pair, seed):
             found = after.read(step)
         except DamagedTokens as error:
             seen = True
-            assert touched and f"step {step} reads it" in str(error) and f"bytes {block * 64} to" in str(error)
+            assert touched and f"Step {step} reads it" in str(error) and f"bytes {block * 64} to" in str(error)
             assert offsets[error.document] < (block + 1) * 64 and offsets[error.document + 1] > block * 64
         else:
             assert not touched and found.hash == expected.hash

@@ -19,7 +19,6 @@ from .index import Index, refuse_strange
 from .rankfile import FileRecord, file_name
 from .table import ROW, Vocabulary
 
-
 _NAME = re.compile(r"data/\d{4,}/rank_(\d{5,})\.safetensors", re.ASCII)
 
 

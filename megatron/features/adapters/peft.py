@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
@@ -232,11 +234,14 @@ def _config(options: AdapterSection, ranks: Mapping[str, int], base_name: str | 
 
 
 def _save(out: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    draft = out.with_name(f"{out.name}.tmp")
+    draft = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex[:12]}")
     draft.mkdir(parents=True)
-    save_file(tensors, draft / WEIGHTS, metadata={"format": "pt"})
-    (draft / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    draft.rename(out)
+    try:
+        save_file(tensors, draft / WEIGHTS, metadata={"format": "pt"})
+        (draft / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        draft.rename(out)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 # -- import ------------------------------------------------------------------------------------------------------------

@@ -40,14 +40,14 @@ LAYOUT = [
         "model: {mlp: {hidden_size: 99}}\nparallel: {tensor: 2}",
         "a.yml:2: model.mlp.hidden_size = 99",
         "parallel.tensor = 2 (a.yml:3)",
-        "use 98 or 100 channels",
+        "or 98 or 100 channels",
     ),
     case(
         "derived mlp over tensor ranks",
         "model: {hidden_size: 63, attention: {heads: 8, head_dim: 16}}\nparallel: {tensor: 8}",
         "a.yml:2: model.mlp.hidden_size = 252",
         "model.hidden_size = 63 (a.yml:2)",
-        "use 248 or 256 channels",
+        "or 248 or 256 channels",
         ranks=8,
     ),
     case(

@@ -111,7 +111,7 @@ MOE = [
         "model: {layers: (attention/moe) x4, moe: {top_k: 1, capacity_factor: 1.5, router: {skip: true}}}",
         "a.yml:2: model.moe.capacity_factor = 1.5",
         "model.moe.router.skip = true",
-        "would take their places",
+        "would take places",
     ),
     case(
         "experts do not divide over ranks",

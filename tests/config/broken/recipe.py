@@ -8,7 +8,7 @@ RECIPE = [
         "options of another objective",
         "objective: {options: {gamma: 2}}",
         "a.yml:2: objective.options = {gamma: 2}",
-        "the options of cross_entropy must be among none; gamma is not",
+        "the options of cross_entropy must be among none, and gamma is not",
     ),
     case(
         "a margin of squares",
@@ -207,7 +207,7 @@ RECIPE = [
         "SOAP with Muon's option",
         "optimizer: {type: soap, options: {momentum: 0.9}}",
         "a.yml:2: optimizer.options",
-        "the options of soap must be among frequency, largest, beta; momentum is not",
+        "the options of soap must be among frequency, largest, beta, and momentum is not",
     ),
     case(
         "a learned optimizer without its network",
