@@ -18,9 +18,15 @@ def config_of(checkpoint: Checkpoint, *, whole: bool = True) -> Config:
     Raises:
         CheckpointError: with `whole`, of a checkpoint that has adapters and not the weights under them.
     """
-    if whole and ADAPTERS in checkpoint.meta.extra:
+    if whole:
+        refuse_adapters(checkpoint)
+    return as_of(read_resolved_text(checkpoint.meta.config, f"checkpoint {checkpoint.path}"), checkpoint.meta.step)
+
+
+def refuse_adapters(checkpoint: Checkpoint) -> None:
+    """Raise `CheckpointError` if a checkpoint has adapters and not the weights under them."""
+    if ADAPTERS in checkpoint.meta.extra:
         raise CheckpointError(
             checkpoint.path,
             "it has adapters, without the weights that they belong to: `deepy adapter merge` makes a whole checkpoint",
         )
-    return as_of(read_resolved_text(checkpoint.meta.config, f"checkpoint {checkpoint.path}"), checkpoint.meta.step)

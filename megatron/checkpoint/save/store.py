@@ -107,14 +107,19 @@ class Store:
             )
         return found
 
-    def weights(self, path: str | Path, *, verify: str = "checksums") -> Resume:
+    def weights(
+        self, path: str | Path, *, verify: str = "checksums", key: str = "checkpoint.initialize_from"
+    ) -> Resume:
         """The checkpoint to take weights from: the given one, or the newest intact one of a folder or a run's
         directory.
+
+        Args:
+            key: that names it.
 
         Raises:
             CheckpointError: it is missing or damaged.
         """
-        return self._named(Path(path), "checkpoint.initialize_from", verify, weights=True)
+        return self._named(Path(path), key, verify, weights=True)
 
     def _refuse_foreign(self, path: Path) -> None:
         """Refuse a folder with another program's checkpoints. It is not empty, and nothing is written into it."""

@@ -64,7 +64,7 @@ def wanted(config: Any) -> bool:
 
 def is_target(name: str, targets: Sequence[str]) -> bool:
     """Whether a linear layer of this logical name, such as layers.3.attention.query, is one that is named."""
-    return ALL in targets or any(name == each or fnmatchcase(name, f"*.{each}") for each in targets)
+    return ALL in targets or any(fnmatchcase(f".{name}", f"*.{each}") for each in targets)
 
 
 def linear_names(config: Any) -> list[str] | None:

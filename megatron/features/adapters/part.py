@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isclose
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.checkpoint import SOLO, Checkpoint, CheckpointError, Communicator, GroupCommunicator
+from megatron.checkpoint.configuration import ADAPTERS, config_of
 from megatron.checkpoint.format.fragment import MASTER, WEIGHT
 from megatron.checkpoint.save.store import Store
 from megatron.engine.part import EnginePart
@@ -71,7 +73,14 @@ class Adapters(EnginePart):
             fill_lengths([each for each in masters if each.tensor.name.endswith(MAGNITUDE)], base, self._type())
             return
         found = self._open(self._options.initialize_from, "adapter.initialize_from", talk)
-        refuse_other_base(found.meta.extra.get("adapters", {}).get("base"), known, base)
+        kept = found.meta.extra.get(ADAPTERS)
+        if not isinstance(kept, dict):
+            raise CheckpointError(found.path, "it has no adapters, and adapter.initialize_from must name some")
+        refuse_other_base(kept.get("base"), known, base)
+        own = adapter_of(config_of(found, whole=False))
+        alpha = self._options.alpha * own.scale / self._options.scale
+        if not isclose(alpha, self._options.alpha, rel_tol=1e-6):
+            raise CheckpointError(found.path, f"adapter.alpha must be {alpha}, which its adapters were trained with")
         found.check([each.spec for each in masters], communicator=talk, states={MASTER, WEIGHT})
         found.read_into(masters, cast={MASTER, WEIGHT}, communicator=talk)
 
@@ -82,15 +91,15 @@ class Adapters(EnginePart):
         folder = Path(self._engine.config.checkpoint.dir)
         if where is None:
             raise CheckpointError(key, "it must be given with adapters")
-        found = Store(folder, talk).weights(local_path(where, folder, talk)).checkpoint
+        found = Store(folder, talk).weights(local_path(where, folder, talk), key=key).checkpoint
         assert found is not None  # one was named
         return found
 
 
-def refuse_other_base(known: str | None, found: str, base: Checkpoint) -> None:
+def refuse_other_base(known: object, found: str, base: Checkpoint) -> None:
     """Raise unless adapters belong to these weights."""
     if known != found:
-        told = "of no known weights" if known is None else f"of other weights (hash {known:.12})"
+        told = "of no known weights" if known is None else f"of other weights (hash {str(known):.12})"
         raise CheckpointError(
             base.path,
             f"the adapters are {told}, and these have the hash {found:.12}. checkpoint.initialize_from must name the "

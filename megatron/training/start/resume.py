@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.checkpoint import Checkpoint, CheckpointError, Fragment, FragmentSpec, Meta
+from megatron.checkpoint.configuration import refuse_adapters
 from megatron.checkpoint.format.fragment import MASTER, WEIGHT
 from megatron.checkpoint.format.meta import IMPORTED
 from megatron.checkpoint.format.names import number_of
@@ -136,6 +137,7 @@ def _initialised(config: Config, found: Resume, log: Callable[[str], None]) -> S
     """A new run takes the weights of another one."""
     weights = found.checkpoint
     assert weights is not None  # one was named
+    refuse_adapters(weights)
     log(f"{found.reason}. Optimizer, schedule and data start from the beginning")
     changed = changes(weights.meta.config, config, weights.step, start=0)
     # Many models come without their tokenizer.

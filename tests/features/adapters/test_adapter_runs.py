@@ -26,7 +26,7 @@ from megatron.config import ConfigError, load, resolve
 from megatron.features.adapters.base import hash_of
 from megatron.features.adapters.layers import LINEARS, adapt
 from megatron.features.adapters.merging import base_of, merge, prove
-from megatron.features.adapters.options import linear_names
+from megatron.features.adapters.options import is_target, linear_names
 from megatron.features.adapters.peft import from_peft, to_peft
 from megatron.model.costs.traffic import NotPredicted
 from megatron.model.stack import ModelPlan, build_model
@@ -428,6 +428,37 @@ def test_a_full_run_does_not_go_on_with_adapters(models: Path, tmp_path: Path) -
     train_on_ranks(1, {**values, "adapter": {}}, ["training.stop_at_step=2"])
     with pytest.raises(RuntimeError, match="adapter.type"):
         train_on_ranks(1, values)
+
+
+def test_a_checkpoint_of_another_sort_is_refused_with_the_fix(models: Path, tmp_path: Path) -> None:
+    values, own, base = values_of(models, tmp_path / "own"), str(tmp_path / "own"), str(models / "llama")
+    train_on_ranks(1, values, ["training.steps=1", "checkpoint.steps=[]"])
+    for checkpoint, adapter, told in (
+        *((own, changes, "deepy adapter merge") for changes in ({}, {"type": "none"})),
+        (base, {"initialize_from": str(fetched(base, models / "imported"))}, "it has no adapters"),
+        (base, {"initialize_from": own, "alpha": 4.0}, "adapter.alpha must be 8.0"),
+        (base, {"initialize_from": str(tmp_path / "none")}, "adapter.initialize_from asks for it"),
+    ):
+        changed = {"checkpoint": {"initialize_from": checkpoint}, "adapter": {**values["adapter"], **adapter}}
+        with pytest.raises(RuntimeError, match=told):
+            train_on_ranks(1, {**values, **changed, "run": {"dir": str(tmp_path / "other")}})
+
+
+@pytest.mark.parametrize(
+    "target, layers",
+    [
+        ("layers.1.*", {"layers.1.attention.query", "layers.1.attention.key_value", "layers.1.attention.output",
+                        "layers.1.mlp.up", "layers.1.mlp.down"}),
+        ("attention.query", {f"layers.{number}.attention.query" for number in range(12)}),
+        ("layers.1.attention.query", {"layers.1.attention.query"}),
+        ("1.mlp.*", {"layers.1.mlp.up", "layers.1.mlp.down"}),
+    ],
+)  # fmt: skip
+def test_targets_are_ends_of_names_with_any_text_for_a_star(target: str, layers: set[str]) -> None:
+    model = {**PLAIN["model"], "layers": "(attention/mlp) x12"}
+    adapter = {"type": "lora", "targets": [target]}
+    config = resolve({**PLAIN, "model": model, "adapter": adapter, "checkpoint": {"initialize_from": "base"}})
+    assert {name for name in linear_names(config) or () if is_target(name, [target])} == layers
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "test").glob("tiny_*.yml")), ids=lambda path: path.stem)
