@@ -100,4 +100,4 @@ def test_copies_go_when_the_end_is_in_the_folder_of_checkpoints(there: str, monk
     trainer = SimpleNamespace(error=None, back=None, completed=30, exchange=exchange, log=told.append)
     LevelsHook([], levels, store, lambda step: ([], None), lambda fragments: []).on_end(trainer)
     assert removed == [True] * (there == "saved")
-    assert bool(told) == (there != "saved") and all("what is there stays" in line for line in told)
+    assert bool(told) == (there != "saved") and all("the copies stay" in line for line in told)
