@@ -68,7 +68,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def width(monkeypatch):
-    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((Terminal.columns, 24)))
+    monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((Terminal.columns, 24)))
 
 
 def test_a_line_says_it_all():

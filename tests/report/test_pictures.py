@@ -75,10 +75,10 @@ def test_closing_words(tmp_path):
     assert "5.0000 (step 0) -> 0.4050 (step 49)" in text
     assert "2.0500 (code, after 40 steps, best 2.0500 after 40)" in text and "125 tokens/s" in text
     only = History(history(tmp_path).training, {"validation": [(40, 2.05)]})
-    assert "validation loss  2.0500 (after 40 steps; best" in summary(only, seconds=61, reason="finished")
+    assert "validation loss  2.0500 (after 40 steps, best" in summary(only, seconds=61, reason="finished")
     first = History(only.training[:1], {"validation": [(1, 2.05)]})
     text = summary(first, seconds=61, reason="stopped")
-    assert "0:01:01: 1 step, 1.02k" in text and "after 1 step;" in text
+    assert "0:01:01: 1 step, 1.02k" in text and "after 1 step," in text
     assert "no step was logged" in summary(History(), seconds=0, reason="stopped")
 
 
