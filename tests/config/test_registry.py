@@ -55,10 +55,10 @@ def test_a_name_with_a_colon_is_an_import_path():
     [
         (None, "must be found by Python", "PYTHONPATH"),
         ("import nowhere_at_all", "needs nowhere_at_all", "install that"),
-        ("1 / 0", "fails with ZeroDivisionError: division by zero", "mend it"),
+        ("1 / 0", "fails with ZeroDivisionError: division by zero", "fix it"),
         ("x = 1", "must have a mapping EXTENSION", "EXTENSION = {"),
         ("EXTENSION = {'mixer': {}}", "unknown role 'mixer'", "kind, "),
-        ("EXTENSION = {'kind': ['a']}", "must map names to import paths", "mend"),
+        ("EXTENSION = {'kind': ['a']}", "must map names to import paths", "fix it"),
         ("EXTENSION = {'kind': {'a': 'os.system'}}", "must give a plain name an import path", "package.module:"),
         ("EXTENSION = {'kind': {'a/b': 'a:b'}}", "must give a plain name an import path", "package.module:"),
         ("EXTENSION = {'kind': {'mlp': 'a:b'}}", "must not name its kind 'mlp', which stands for megatron", "another"),

@@ -30,8 +30,8 @@ LOGGING = Keys("logging", NoiseScaleKeys, after="statistics")
 
 
 def batch_has_two_samples(context: RuleContext) -> Iterator[Problem]:
-    config = context.config
-    if LOGGING.of(config).noise_scale is not None and config.training.global_batch_size < 2:
+    batch = context.config.training.global_batch_size  # None where the number of ranks is unknown
+    if LOGGING.of(context.config).noise_scale is not None and batch is not None and batch < 2:
         yield context.problem(
             "logging.noise_scale",
             "training.global_batch_size",
