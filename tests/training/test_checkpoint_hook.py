@@ -100,7 +100,7 @@ def test_a_disk_that_is_full_or_refuses_does_not_end_the_run(tmp_path, monkeypat
     place = next(index for index, hook in enumerate(trainer.hooks) if isinstance(hook, CheckpointHook))
     trainer.hooks[place] = CheckpointHook(SavePolicy.of(config.checkpoint), saver, contents)
     if last:
-        with pytest.raises(CheckpointError, match="step_00000008.*\n.*untouched"):
+        with pytest.raises(CheckpointError, match="step_00000008.*\n.*unchanged"):
             run(trainer)
     else:
         assert run(trainer).finished
