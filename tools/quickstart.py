@@ -354,7 +354,8 @@ def main() -> int:
         prepare(settings)
         run = train(settings)
         samples(run)
-        if find_spec("bokeh"):
+        page, metrics = run.folder / "report.html", run.folder / "metrics.jsonl"
+        if find_spec("bokeh") and not (page.exists() and page.stat().st_mtime > metrics.stat().st_mtime):
             call(["tools/report.py", _name(run.folder)])
         good = verdict(settings, run, time.monotonic() - begin)
     except ConfigError as error:

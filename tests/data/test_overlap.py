@@ -227,7 +227,7 @@ def test_the_tool(run, tmp_path, capsys):
     assert result["overlapping"] == sum(each.found > 0 for each in found) and result["too_short"] > 0
     tool.show(result)
     assert re.search(
-        r"\d+: \d+\.\d%, first read at step \d+; [ab] document \d+ tokens \d+-\d+", capsys.readouterr().out
+        r"\d+: \d+\.\d%, first read at step \d+, [ab] document \d+ tokens \d+-\d+", capsys.readouterr().out
     )
     json.dumps(result)
 

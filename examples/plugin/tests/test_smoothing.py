@@ -133,7 +133,7 @@ def test_options_are_checked_before_the_start():
         return str(found.value)
 
     assert "share must be a number from 0 to below 1" in refused({"share": 1})
-    assert "the options of smoothing must be among share, entropy; gamma is not" in refused({"gamma": 1})
+    assert "the options of smoothing must be among share, entropy, and gamma is not" in refused({"gamma": 1})
     assert "objective.k must come with objective.type: goldfish" in str(_refused_key())
     assert objective_of(resolve({**VALUES, "objective": {"type": "smoothing"}})).share == 0.1
 
