@@ -112,7 +112,8 @@ def test_one_line_makes_it_another_model():
 
 def _written(output: str) -> str:
     """The samples that were shown."""
-    return output[output.index("--- sample 1") : output.index("\nResult")]
+    shown = output[output.index("--- sample 1") : output.index("\nResult")]
+    return shown.partition("\n$ ")[0].rstrip()  # the first time a report is made after them
 
 
 def independent_entropy(prefix: Path) -> float:
