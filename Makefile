@@ -63,7 +63,7 @@ test-fast: dev
 NARROW := $(shell grep -qw avx512f /proc/cpuinfo 2>/dev/null \
 	&& echo ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
 	|| echo ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41)
-NUMERICAL := $(wildcard tests/features/multi_token tests/kinds tests/model tests/objectives tests/parallel) tests/engine tests/fuzz \
+NUMERICAL := $(wildcard tests/features/adapters tests/features/multi_token tests/kinds tests/model tests/objectives tests/parallel) tests/engine tests/fuzz \
 	$(wildcard tests/engine/test_layouts*.py tests/training/test_layouts*.py)
 
 # What inductor has compiled for all instructions gives nan where torch uses fewer, so these runs have a cache of their own.
