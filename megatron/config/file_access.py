@@ -83,17 +83,17 @@ def replacing(path: AnyPath, *, durable: bool = False) -> Iterator[BinaryIO]:
         durable: whether the content is on the disk before the file appears.
     """
     file = Path(path)
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    beside.unlink(missing_ok=True)
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    draft.unlink(missing_ok=True)
     try:
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as opened:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as opened:
             yield opened
             if durable:
                 opened.flush()
                 os.fsync(opened.fileno())
-        os.replace(beside, file)
+        os.replace(draft, file)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         raise
 
 

@@ -69,7 +69,7 @@ def test_the_sums_are_those_of_deepspeed(name: str):
 @pytest.mark.parametrize("name", PAIRS)
 def test_half_the_bytes_of_an_all_reduce(name: str):
     """The account has what is predicted, several buckets, and no all-reduce of gradients of replicas. DeepSpeed sends
-    each element in an all-reduce, of which a rank sends twice as much as of a reduce-scatter of these bytes."""
+    each element in an all-reduce. A rank then sends twice as much as in a reduce-scatter of these bytes."""
     values, ranks = values_of(name, **SMALL)
     config = resolve(values, ranks=ranks)
     assert scatters_gradients(config, Layout.of(config, ranks))

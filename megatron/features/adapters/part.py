@@ -99,10 +99,10 @@ class Adapters(EnginePart):
 def refuse_other_base(known: object, found: str, base: Checkpoint) -> None:
     """Raise unless adapters belong to these weights."""
     if known != found:
-        told = "of no known weights" if known is None else f"of other weights (hash {str(known):.12})"
+        other = "of no known weights" if known is None else f"of other weights (hash {str(known):.12})"
         raise CheckpointError(
             base.path,
-            f"the adapters are {told}, and these have the hash {found:.12}. checkpoint.initialize_from must name the "
+            f"the adapters are {other}, and these have the hash {found:.12}. checkpoint.initialize_from must name the "
             "weights that they were trained on",
         )
 

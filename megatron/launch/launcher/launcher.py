@@ -42,7 +42,7 @@ FAILURE_GRACE = 5.0  # seconds between the stop and the kill of ranks whose peer
 
 @dataclass(frozen=True)
 class LauncherSettings:
-    """How the launcher behaves: what is not the ranks' business.
+    """Settings of the launcher. Ranks do not read them.
 
     Attributes:
         master_address, master_port: None to choose.
@@ -77,15 +77,12 @@ class HostState:
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended: its exit status, the failure to show, all failures, and the forwarded stop signals.
-
-    It also has the times of its start and of the last end, in seconds since the epoch.
-    """
+    """How a run ended. Times are in seconds since the epoch."""
 
     status: int
-    first: Failure | None
+    first: Failure | None  # the one to show
     failures: tuple[Failure, ...]
-    signals: tuple[int, ...]
+    signals: tuple[int, ...]  # forwarded stop signals
     seconds: float
     started: bool
     since: float = 0.0
