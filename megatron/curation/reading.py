@@ -153,10 +153,35 @@ class _Bounded(_Readable):
         self._factor, self._count = factor, 0
 
     def read(self, size: int = -1) -> bytes:
-        part = bytes(self._stream.read(BLOCK if size < 0 else min(size, BLOCK)))
+        try:
+            part = bytes(self._stream.read(BLOCK if size < 0 else min(size, BLOCK)))
+        except EOFError as error:  # which some readers take for the end
+            raise Broken("the file cannot be read to its end (EOFError)") from error
         self._count += len(part)
         if self._count > self._most:
             raise Broken(f"the file expands by more than a factor of {self._factor}")
+        return part
+
+
+class _Zstandard(_Readable):
+    """The content of zstandard frames. zstandard's own reader takes a file that is cut off for a whole one."""
+
+    PIECE = 2048  # bytes that are unpacked at once, to 64 MiB at most: the format allows a factor of 32,768
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._raw, self._ready, self._rest = raw, io.BytesIO(), b""
+        self._frame: Any = None  # that has begun and not ended
+
+    def read(self, size: int = -1) -> bytes:
+        while not (part := self._ready.read(size)):
+            piece = self._rest or self._raw.read(self.PIECE)
+            if not piece:
+                if self._frame is not None:
+                    raise EOFError
+                return b""
+            self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
+            self._ready = io.BytesIO(self._frame.decompress(piece))
+            self._rest, self._frame = (self._frame.unused_data, None) if self._frame.eof else (b"", self._frame)
         return part
 
 
@@ -166,7 +191,7 @@ def open_input(file: InputFile, limits: LimitsSection, raw: IO[bytes]) -> Any:
     if name.endswith(".gz"):
         stream: Any = gzip.GzipFile(fileobj=raw)
     elif name.endswith(".zst"):
-        stream = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+        stream = _Zstandard(raw)
     elif name.endswith(".bz2"):
         stream = bz2.BZ2File(raw)
     elif name.endswith(".xz"):
@@ -229,12 +254,8 @@ def _record(value: dict[str, Any], key: str, shown: bytes) -> Record:
 
 def _text(file: InputFile, source: SourceSection, limits: LimitsSection) -> Iterator[tuple[int, Record]]:
     with _opened(file) as raw:
-        stream, parts, size = open_input(file, limits, raw), [], 0
-        while (block := stream.read(BLOCK)) and size <= limits.document:
-            parts.append(block)
-            size += len(block)
-    content = b"".join(parts)
-    if size > limits.document:
+        content = _content(open_input(file, limits, raw), limits.document + 1)
+    if len(content) > limits.document:
         yield 0, (None, f"the record has more than {limits.document} bytes", content[:EXCERPT])
     elif content.startswith(UTF16):
         yield 0, (None, "the file is UTF-16, and must be UTF-8", content)
@@ -293,20 +314,40 @@ def _plain(value: Any) -> Any:
 
 
 def _warc(file: InputFile, source: SourceSection, limits: LimitsSection) -> Iterator[tuple[int, Record]]:
-    """Plain texts of a WARC file: records of the type `conversion`, as WET files have them."""
+    """Plain texts of a WARC file: records of the type `conversion`, as WET files have them.
+
+    The file is unpacked here and not by warcio, which takes half of a compressed record for all of it.
+    """
     import warcio.archiveiterator as iterator
 
     with _opened(file) as raw:
-        for number, record in enumerate(iterator.ArchiveIterator(raw), 1):
+        for number, record in enumerate(iterator.ArchiveIterator(open_input(file, limits, raw)), 1):
+            if record.rec_type in ("response", "resource", "revisit"):
+                yield (
+                    number,
+                    (None, f"the record is a {record.rec_type}: extract texts first, as WET files have them", b""),
+                )
             if record.rec_type != "conversion":
                 continue
-            content = record.content_stream().read(limits.document + 1)
+            content = _content(record.content_stream(), limits.document + 1)
             headers = record.rec_headers
             if len(content) > limits.document:
                 yield number, (None, f"the record has more than {limits.document} bytes", content[:EXCERPT])
+                continue
+            if str(len(content)) != str(headers.get_header("Content-Length")).strip():
+                yield number, (None, "the record has fewer bytes than its Content-Length", content)
                 continue
             about = {"url": headers.get_header("WARC-Target-URI"), "date": headers.get_header("WARC-Date")}
             try:
                 yield number, (content.decode("utf-8"), {name: each for name, each in about.items() if each})
             except UnicodeDecodeError:
                 yield number, (None, "the record is not UTF-8", content)
+
+
+def _content(stream: Any, most: int) -> bytes:
+    """The first bytes of a stream whose reads may return fewer than they are asked for."""
+    parts, size = [], 0
+    while size < most and (part := stream.read(min(most - size, BLOCK))):
+        parts.append(part)
+        size += len(part)
+    return b"".join(parts)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 from pathlib import Path
 
@@ -13,6 +15,7 @@ pytest.importorskip("datatrove")
 arrow = pytest.importorskip("pyarrow")
 
 import pyarrow.parquet as parquet  # noqa: E402
+import zstandard  # noqa: E402
 
 from megatron.curation.reading import FREE  # noqa: E402
 from tests.curation.recipes import curate, kept, lines  # noqa: E402
@@ -107,16 +110,41 @@ def test_half_written_and_foreign_files(inputs: Path, tmp_path: Path) -> None:
     assert names[:2] == ["s/a.parquet:1", "s/a.parquet:3"] and 1 < len(names) < 1000
 
 
+def test_compressed_files_that_are_cut_anywhere(inputs: Path, tmp_path: Path) -> None:
+    """No compression takes half a file for a whole one, also where the cut is at the end of a line."""
+    rows = [b'{"text": "%d"}\n' % each for each in range(200)]
+    frames = zstandard.ZstdCompressor()
+    first = frames.compress(b"".join(rows[:100]))  # a cut between two frames leaves a whole file
+    packed = {
+        "gz": gzip.compress(b"".join(rows)),
+        "bz2": bz2.compress(b"".join(rows)),
+        "xz": lzma.compress(b"".join(rows)),
+        "zst": first + frames.compress(b"".join(rows[100:])),
+    }
+    for name, content in packed.items():
+        (inputs / f"whole.jsonl.{name}").write_bytes(content)
+        for at in [*range(len(content) // 2 + 3, len(content), 37), len(content) - 1]:
+            at += at == len(first)
+            (inputs / f"cut_{at}.jsonl.{name}").write_bytes(content[:at])
+    found = quarantined(tmp_path)
+    ends = {each.partition(":")[0] for each, reason in found.items() if "cannot be read to its end" in reason}
+    assert ends == {each.name for each in inputs.iterdir() if each.name.startswith("cut")}
+    assert len([each for each in kept(tmp_path / "out") if "/whole" in each]) == 4 * len(rows)
+
+
 def test_bombs(inputs: Path, tmp_path: Path) -> None:
     """A file that stands for much more than it holds is read until the factor is exceeded; memory stays small."""
     line = json.dumps({"text": "a" * 100_000}).encode() + b"\n"
     count = 2 * FREE // len(line)
     (inputs / "a.jsonl.gz").write_bytes(gzip.compress(line * count))
+    (inputs / "c.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(line * count))
     table = arrow.table({"text": arrow.array(["b" * 100_000] * count)})
     parquet.write_table(table, inputs / "b.parquet")
     reason = "the file expands by more than a factor of 2"
-    assert quarantined(tmp_path, limits={"expansion": 2}) == {"a.jsonl.gz": reason, "b.parquet": reason}
-    assert len(kept(tmp_path / "out")) < 2 * count
+    assert quarantined(tmp_path, limits={"expansion": 2}) == dict.fromkeys(
+        ("a.jsonl.gz", "b.parquet", "c.jsonl.zst"), reason
+    )
+    assert len(kept(tmp_path / "out")) < 3 * count
 
 
 def test_names_that_lead_out_of_the_folder(inputs: Path, tmp_path: Path) -> None:
