@@ -77,6 +77,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "distillation": "megatron.objectives.distillation.options:OBJECTIVE",
         "goldfish": "megatron.objectives.goldfish.options:OBJECTIVE",
         "dpo": "megatron.objectives.dpo.options:OBJECTIVE",
+        "policy": "megatron.objectives.policy.options:OBJECTIVE",
     },
     SOURCE: {  # of samples that no order cuts from token files: megatron.data.contract
         "copy": "megatron.data.synthetic:Copy",

@@ -1,0 +1,1 @@
+"""Losses of policy gradients: texts that the model wrote, and what each was worth."""
