@@ -78,10 +78,12 @@ INSIDE: dict[str, dict[str, str]] = {
         "goldfish": "megatron.objectives.goldfish.options:OBJECTIVE",
         "dpo": "megatron.objectives.dpo.options:OBJECTIVE",
         "policy": "megatron.objectives.policy.options:OBJECTIVE",
+        "kto": "megatron.objectives.kto.options:OBJECTIVE",
     },
     SOURCE: {  # of samples that no order cuts from token files: megatron.data.contract
         "copy": "megatron.data.synthetic:Copy",
-        "pairs": "megatron.data.pairs:Pairs",
+        "pairs": "megatron.data.preferences.pairs:Pairs",
+        "rated": "megatron.data.preferences.rated:Rated",
     },
     HOOK: {  # in the order in which they act (megatron.training.hook)
         "goodput": "megatron.training.hooks.goodput:GoodputHook",  # comes last: ends go backwards

@@ -99,18 +99,7 @@ class Loader:
         numbers = self.left_out.batch(step) * self.plan.batch + indices
         samples = [self._sample(step, int(number)) for number in numbers.flat]
         hashes = [sample_hash(int(index), sample.tokens) for index, sample in zip(indices.flat, samples)]
-        tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples])).reshape(*numbers.shape, -1)
-        documents, positions = _boundaries(samples, numbers.shape)
-        batch = StepBatch(
-            step,
-            tokens,
-            torch.from_numpy(numbers),
-            batch_hash(hashes),
-            _weights(samples, numbers.shape) if self.plan.masked else None,
-            documents,
-            positions,
-            _columns(samples, self.plan.columns, numbers.shape),
-        )
+        batch = batch_of(step, samples, numbers, batch_hash(hashes), self.plan.masked, self.plan.columns)
         return batch if self._length is None else cut_samples(batch, self._length(step), self.plan.batch)
 
     def _sample(self, step: int, number: int) -> Sample:
@@ -126,6 +115,23 @@ class Loader:
         self._ready.clear()
         if self._pool is not None:
             self._pool.shutdown(wait=True)
+
+
+def batch_of(
+    step: int, samples: list[Sample], numbers: np.ndarray, hash: int, masked: bool, columns: tuple[str, ...]
+) -> StepBatch:
+    """The batch of these samples, whose numbers are [A, M]."""
+    documents, positions = _boundaries(samples, numbers.shape)
+    return StepBatch(
+        step,
+        torch.from_numpy(np.stack([sample.tokens for sample in samples])).reshape(*numbers.shape, -1),
+        torch.from_numpy(numbers),
+        hash,
+        _weights(samples, numbers.shape) if masked else None,
+        documents,
+        positions,
+        _columns(samples, columns, numbers.shape),
+    )
 
 
 def _weights(samples: list[Sample], shape: tuple[int, ...]) -> torch.Tensor:

@@ -47,6 +47,7 @@ class PlainEngine(BaseEngine):
     def step(self, batch: StepBatch, lr: float, look: Look | None = None) -> StepResult:
         """Forward, backward and update on this rank's part of a batch."""
         count = batch.tokens.shape[0]
+        self.call_parts("before_passes", batch)
         self.beacon.at(FORWARD, *((1, count) if self.beacon.tells_of(count) else ()))
         self._begin(batch.step, count, lr)
         self.model.train()

@@ -8,6 +8,7 @@ nothing. In the order of a run:
     attach             DeepSpeed's engine and the state exist
     restore            a checkpoint was read
     start_at           the run is at an update: at its start, after a resume or a rollback
+    before_passes      the batch of a step is known, and nothing of the step has begun
     before_step        a step begins
     check_batch        a batch is about to be cut into micro-batches
     forward_inputs     a micro-batch is about to be read
@@ -85,6 +86,9 @@ class EnginePart:
 
     def start_at(self, step: int) -> None:
         """The next update is number `step`, from 0, and evaluations before it are of the weights at this step."""
+
+    def before_passes(self, batch: StepBatch) -> None:
+        """The batch of a step is known. `engine.read` may read others."""
 
     def before_step(self, step: int, micro_batches: int) -> None:
         """Update number `step` begins, with this number of micro-batches."""

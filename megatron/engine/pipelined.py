@@ -49,6 +49,7 @@ class PipelinedEngine(BaseEngine):
     @phase("exchange")
     def step(self, batch: StepBatch, lr: float, look: Look | None = None) -> StepResult:
         """Forward, backward and update on this rank's part of a batch."""
+        self.call_parts("before_passes", batch)
         self.beacon.at(FORWARD)
         self._begin(batch.step, batch.tokens.shape[0], lr)
         scale = self._scale(batch)

@@ -42,6 +42,9 @@ class Objective:
         sequences: the number of sequences in a sample whose sums `cost_of_labels` reads. The column "sequence" numbers
             them from 0, and -1 is a label of none.
         reports: names of numbers that `cost_of_labels` reports.
+        probes: whether a step begins with `of_probes`. The source of samples then has `probe(number)`, which returns
+            the probe of sample n, a `Sample`.
+        columns_of_probes: numbers of each label that probes must have, by name.
         teacher: None, or how the model that `objective.teacher` names teaches.
     """
 
@@ -51,6 +54,8 @@ class Objective:
     columns: tuple[str, ...] = ()
     sequences = 0
     reports: tuple[str, ...] = ()
+    probes = False
+    columns_of_probes: tuple[str, ...] = ()
     teacher: TeacherOptions | None = None
 
     @classmethod
@@ -113,6 +118,15 @@ class Objective:
         The mean is over the labels of all ranks in a step. `Labels.units` has what one such label weighs in it.
         """
         return {}
+
+    def of_probes(self, labels: Labels) -> Mapping[str, Tensor]:
+        """Numbers [B] of some probes by name, without gradient. `cost_of_labels` finds their means over the probes of
+        the global batch in `Labels.known`.
+
+        Args:
+            labels: whole samples.
+        """
+        raise NotImplementedError
 
     @property
     def costs(self) -> bool:

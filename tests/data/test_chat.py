@@ -256,6 +256,19 @@ def test_files(folder: Path, tmp_path: Path):
     assert done.trained == int((np.fromfile(tmp_path / "one_labels.bin", "<i4") != IGNORED).sum())
 
 
+def test_ratings_are_written_with_their_conversations(folder: Path, tmp_path: Path):
+    """Of kept conversations only, in their order. Anything but a number, true or false makes a bad record."""
+    given = [True, 2, None, -0.5, False, "1", float("nan"), 3]
+    chats = conversations(len(given), 2)
+    chats[-1] = [*chats[-1], {"role": "user", "content": "the " * 400}]
+    lines = tmp_path / "rated.jsonl"
+    lines.write_text("".join(json.dumps({"messages": c, "label": r}) + "\n" for c, r in zip(chats, given)))
+    done = run(job(folder, [lines], tmp_path / "rated", treatment={"reward": "label", "longest": 300}))
+    assert (done.conversations, done.bad, done.long) == (4, 3, 1)
+    assert np.load(tmp_path / "rated_rewards.npy").tolist() == [1, 2, -0.5, -1]
+    assert "key 'label'" in done.examples[0][2]
+
+
 def test_what_a_job_refuses(folder: Path, tmp_path: Path):
     source = write(tmp_path / "a.jsonl", conversations(3, 1))
     run(job(folder, [source], tmp_path / "out"))

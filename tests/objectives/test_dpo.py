@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron import api
 from megatron.config import ConfigError, resolve
+from megatron.config.problems import UserError
 from megatron.data.errors import DataError
 from megatron.data.loader import build_loader
 from megatron.objectives.dpo.objective import PreferencePairs
@@ -235,17 +236,21 @@ def test_mistakes_are_found_before_a_start(change, rule):
 def test_files_that_do_not_fit_are_refused(tmp_path):
     def refused(**more: Any) -> str:
         config = resolve({**SHAPE, "objective": {"type": "dpo"}, "data": pairs(tmp_path, **more)})
-        with pytest.raises(DataError) as found:
+        with pytest.raises((DataError, UserError)) as found:
             build_loader(config, data_rank=0, data_ranks=1)
         return str(found.value)
 
     write_documents(tmp_path / "short", CHOSEN[:2])
     write_documents(tmp_path / "long", [[*range(1, 17)], *REJECTED[1:]])
     np.save(tmp_path / "few.npy", np.zeros(3, np.float32))
-    assert "it has 2 documents, chosen has 4" in refused(rejected=str(tmp_path / "short"))
+    assert "it has 2 documents, chosen has 4" in refused(
+        rejected=str(tmp_path / "short"), rejected_labels=None, rejected_reference=str(_zeros(tmp_path, 9))
+    )
     assert "1 of 4 pairs have more than the 17 tokens of a sample" in refused(
         rejected=str(tmp_path / "long"), rejected_labels=None, rejected_reference=str(_zeros(tmp_path, 16 + 12))
     )
+    assert "its label file has documents of other sizes" in refused(rejected=str(tmp_path / "short"))
+    assert "must be a path, not 3" in refused(chosen_labels=3)
     assert "must have one number for each of 18 tokens" in refused(chosen_reference=str(tmp_path / "few.npy"))
     with pytest.raises(DataError, match="must have the column 'reference'"):
         objective = {"type": "dpo"}

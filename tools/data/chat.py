@@ -48,6 +48,7 @@ def options() -> argparse.ArgumentParser:
     eod = "end each conversation with the end-of-document token, which is no label (default: yes)"
     add_shared(parser, "--append-eod", eod)
     add("--longest", type=int, metavar="TOKENS", help="omit longer conversations (default: no limit)")
+    add("--reward", metavar="KEY", help="also write PREFIX_rewards.npy: a number, true or false of each record")
     add_shared(parser, "--bad", "for records that are no conversation (default: %(default)s)")
     add_shared(parser, "--workers", "processes (default: %(default)s)")
     add("--overwrite", action="store_true", help="replace an output that is there")
@@ -73,7 +74,7 @@ def main(given: argparse.Namespace) -> dict:
         Path(given.output),
         tokenizer_section(given),
         find_template(given.tokenizer, given.template, values),
-        ChatTreatment(given.key, given.train, given.append_eod, given.longest),
+        ChatTreatment(given.key, given.train, given.append_eod, given.longest, given.reward),
         given.workers,
         given.bad,
         given.overwrite,

@@ -18,6 +18,7 @@ from .template import BadConversation, ChatTemplate, Span, control_tokens, conve
 if TYPE_CHECKING:
     from megatron.config.sections.data import TokenizerSection
 
+LARGEST_REWARD = 1e30
 TRAIN = ("assistant", "last", "all")
 
 
@@ -30,12 +31,14 @@ class ChatTreatment:
         train: Which tokens are labels. It is one of TRAIN: the assistant's turns, the last one, or all tokens.
         append_eod: Add an end-of-document token, which is no label.
         longest: Omit conversations of more tokens.
+        reward: Key of a number, or of true or false, that rates the conversation.
     """
 
     key: str = "messages"
     train: str = "assistant"
     append_eod: bool = True
     longest: int | None = None
+    reward: str | None = None
 
 
 @dataclass
@@ -45,6 +48,7 @@ class EncodedChats:
     Attributes:
         tokens, labels: of all conversations back to back. A label is its token or IGNORED.
         sizes: tokens of each.
+        rewards: of each, if they are read.
         bad: (line, reason) of records that are no conversation.
         long: conversations that were omitted for their length.
     """
@@ -52,6 +56,7 @@ class EncodedChats:
     tokens: list[int] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
     bad: list[tuple[int, str]] = field(default_factory=list)
     long: int = 0
 
@@ -74,6 +79,7 @@ class ChatEncoder:
         for line, record in _records(chunk):
             try:
                 ids, labels = self.encode(*self._parts(record, chunk.kind))
+                rewards = [] if self.treatment.reward is None else [_reward(record, self.treatment.reward)]
             except BadConversation as error:
                 done.bad.append((line, str(error)))
                 continue
@@ -83,6 +89,7 @@ class ChatEncoder:
             done.tokens += ids
             done.labels += labels
             done.sizes.append(len(ids))
+            done.rewards += rewards
         return done
 
     def _parts(self, record: Any, kind: str) -> tuple[list[dict[str, Any]], list | None]:
@@ -135,6 +142,16 @@ class ChatEncoder:
                 raise BadConversation(f"the token {text[start:end]!r} is partly the assistant's")
             found.append(span is not None)
         return found
+
+
+def _reward(record: Any, key: str) -> float:
+    """The number of a record. True is 1 and false is -1."""
+    found = record.get(key) if isinstance(record, dict) else None
+    if isinstance(found, bool):
+        return 1.0 if found else -1.0
+    if not isinstance(found, (int, float)) or not abs(found) < LARGEST_REWARD:
+        raise BadConversation(f"it must have a finite number, true or false under the key {key!r}, in JSON lines")
+    return float(found)
 
 
 def _records(chunk: InputChunk) -> list[tuple[int, Any]]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = 20  # bad records that are reported with their line numbers
 LABELS = "_labels"  # behind the prefix of the token file
+REWARDS = "_rewards.npy"
 
 
 @dataclass
@@ -89,16 +90,20 @@ def run(job: ChatJob) -> ChatCounts:
     with TokenFileWriter(tokens, token_dtype(tokenizer.size)) as ids:
         with TokenFileWriter(labels, np.int32) as marks:
             settings = (job.tokenizer, job.template, job.treatment)
+            rewards: list[float] = []
             for chunk, result in in_order(_chunks(job), job.workers, ChatEncoder, *settings):
                 found, own, sizes = arrays(result)
                 ids.extend(found, sizes)
                 marks.extend(own, sizes)
+                rewards += result.rewards
                 counts.long += result.long
                 counts.trained += int((own != IGNORED).sum())
                 _count_bad(job, counts, chunk, result.bad)
             counts.conversations, counts.tokens = ids.documents, ids.tokens
             if not ids.documents:
                 raise DataError(job.output, f"no conversation was found{_why(counts)}", "check --key and the inputs")
+            if job.treatment.reward is not None:
+                np.save(with_ending(tokens, REWARDS), np.array(rewards, np.float32))
     for prefix in (labels, tokens):
         _describe(job, prefix, tokenizer.facts, counts)
     return counts
@@ -112,6 +117,8 @@ def _chunks(job: ChatJob) -> Iterator[InputChunk]:
 def _check_room(job: ChatJob) -> None:
     """Nothing is replaced that is an input, something else, or not to be replaced."""
     written = [with_ending(prefix, ending) for prefix in job.prefixes for ending in (".bin", ".idx", ENDING)]
+    if job.treatment.reward is not None:
+        written.append(with_ending(job.prefixes[0], REWARDS))
     keep_inputs(written, [entry.path for entry in job.inputs if entry.path is not None])
     for prefix in job.prefixes:
         keep_others(prefix)

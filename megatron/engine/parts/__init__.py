@@ -67,6 +67,7 @@ PARTS = (
         "megatron.engine.parts.objective_report:ObjectiveReport",
         lambda engine: objective_of(engine.config).reads_labels,
     ),
+    PartEntry("probes", "megatron.engine.parts.probes:Probes", lambda engine: objective_of(engine.config).probes),
     PartEntry(
         "recurrent_depth",
         "megatron.engine.parts.recurrent_depth:RecurrentDepth",

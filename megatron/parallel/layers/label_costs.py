@@ -29,7 +29,8 @@ SEQUENCE = "sequence"  # the column that numbers the sequences of a sample from 
 class Labels:
     """The labels of a micro-batch that a rank has. Autograd records all uses of their log-probabilities.
 
-    `units` has for each kind of labels (`Objective.counted`) the weight of one label in a mean over the step.
+    `units` has for each kind of labels (`Objective.counted`) the weight of one label in a mean over the step, and
+    `known` the means of `Objective.of_probes`.
 
     Attributes:
         log_p_BS: log-probability of each label in nats, in at least fp32.
@@ -46,6 +47,7 @@ class Labels:
     sequences: int = 0
     axis: Axis = ALONE
     units: Mapping[str, Tensor | float] = field(default_factory=dict)
+    known: Mapping[str, Tensor | float] = field(default_factory=dict)
     reported: dict[str, Tensor] = field(default_factory=dict)
 
     @cached_property
@@ -101,6 +103,7 @@ class LabelsLoss:
         self.cost, self.sequences, self.names = cost, sequences, (self.LOSS, *reports)
         self.sums: Tensor | None = None  # of this step: float64, by name
         self.units: Mapping[str, Tensor | float] = {}  # of this step
+        self.known: Mapping[str, Tensor | float] = {}
 
     def weights(
         self, ce_BS: Tensor, weights_BS: Tensor, columns: Mapping[str, Tensor], axis: Axis
@@ -115,7 +118,7 @@ class LabelsLoss:
         """
         with torch.enable_grad():
             log_p_BS = ce_BS.neg().requires_grad_()
-            labels = Labels(log_p_BS, weights_BS.to(ce_BS.dtype), columns, self.sequences, axis, self.units)
+            labels = Labels(log_p_BS, weights_BS.to(ce_BS.dtype), columns, self.sequences, axis, self.units, self.known)
             cost_BS = self.cost(labels)
             if cost_BS.shape != ce_BS.shape:
                 raise ValueError(f"the objective must give {list(ce_BS.shape)} labels a cost: {list(cost_BS.shape)}")

@@ -1,0 +1,1 @@
+"""Rated answers: KTO."""
