@@ -20,8 +20,8 @@ KL, REWARD = "kl", "reward"  # a number of the whole batch, and a column
 class KTO(Objective):
     """Each label of an answer costs the answer's loss, so an answer counts by the sum of its labels' weights.
 
-    The sum s of an answer is that of log(policy / reference) over its labels. The mean k of this sum over the mismatched
-    answers of the global batch is at least 0 and has no gradient.
+    The sum s of an answer is that of log(policy / reference) over its labels. The mean k of this sum over the
+    mismatched answers of the global batch is at least 0 and has no gradient.
 
     An answer with a reward above 0 costs desirable_weight (1 - sigmoid(beta (s - k))). Another one costs
     undesirable_weight (1 - sigmoid(beta (k - s))).
