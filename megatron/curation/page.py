@@ -27,6 +27,7 @@ def page(report: dict[str, Any]) -> str:
         f"<p>{report['files']:,} files, {report['bytes']:,} bytes. {entered:,} documents read, {kept:,} kept.</p>",
         _sources(report),
         _flow(report, entered, kept),
+        _noted(report, entered),
         _quarantine(report),
         *(_samples(stage, reasons) for stage, reasons in sorted(report["samples"].items())),
     ]
@@ -56,6 +57,17 @@ def _flow(report: dict[str, Any], entered: int, kept: int) -> str:
         rows.append(_row([escape(stage), f"{gone:,}", f"{left:,}", _bar(left / max(entered, 1))]))
     note = f"<p>{left - kept:,} documents were quarantined by a stage.</p>" if left != kept else ""
     return f"<h2>Stages</h2><table>{''.join(rows)}</table>{note}"
+
+
+def _noted(report: dict[str, Any], entered: int) -> str:
+    """What stages have counted and not removed, and how often an escalation ended in a removal."""
+    rows = [_row(["stage", "counted", "number", "share"], "th")]
+    for stage, found in sorted(report["noted"].items()):
+        gone = sum(sum(sources.values()) for sources in report["removed"].get(stage, {}).values())
+        counts = {what: sum(sources.values()) for what, sources in sorted(found.items())} | {"removed": gone}
+        for what, count in counts.items():
+            rows.append(_row([escape(stage), escape(what), f"{count:,}", f"{count / max(entered, 1):.2%}"]))
+    return f"<h2>Counted, and kept</h2><table>{''.join(rows)}</table>" if len(rows) > 1 else ""
 
 
 def _bar(share: float) -> str:

@@ -16,6 +16,8 @@ from megatron.config.section import Section, key
 from megatron.config.source.structure import nearest
 from megatron.config.source.yaml_source import read_file
 
+RECIPE = "{recipe}"  # in a text: the folder of the recipe
+ESCALATE = "escalate"  # the stage whose options are stages
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
@@ -65,11 +67,19 @@ class Stage:
         name: of its kind.
         title: its number, from 1, and name, as the output and the page have it.
         options: its checked options.
+        only: sources whose documents it treats. Empty: all.
+        inner: the levels of `escalate`, which has no options.
     """
 
     name: str
     title: str
     options: Section
+    only: tuple[str, ...] = ()
+    inner: tuple[Stage, ...] = ()
+
+    def to_json(self) -> list[Any]:
+        options = [each.to_json() for each in self.inner] or self.options.model_dump(mode="json")
+        return [self.name, options, *([list(self.only)] if self.only else [])]
 
 
 @dataclass(frozen=True)
@@ -82,22 +92,27 @@ class Recipe:
     def to_json(self) -> dict[str, Any]:
         """The values that determine the output: neither the executor nor the number of workers."""
         values = self.section.model_dump(mode="json", exclude={"executor", "workers", "slurm", "stages", "output"})
-        return values | {"stages": [[each.name, each.options.model_dump(mode="json")] for each in self.stages]}
+        return values | {"stages": [each.to_json() for each in self.stages]}
 
 
 def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """Read and check a recipe.
 
     Args:
-        overrides: values of keys at its top, which replace the file's.
+        overrides: values of keys at its top, which replace the file's. A source keeps the other keys of the file's
+            source of its name.
 
     Raises:
         ConfigError: with all mistakes.
     """
-    from .stages import STAGES
-
     found = read_file(str(path))
-    problems, values = list(found.problems), {**found.values, **(overrides or {})}
+    known = found.values.get("sources")
+    written = {each["name"]: each for each in known if _named(each)} if isinstance(known, list) else {}
+    values = {**found.values, **(overrides or {})}
+    if overrides and "sources" in overrides:
+        values["sources"] = [written.get(each["name"], {}) | each for each in overrides["sources"]]
+    values = _with_folder(values, str(Path(path).parent))
+    problems = list(found.problems)
     if found.unread:
         raise ConfigError(problems)
 
@@ -109,28 +124,72 @@ def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     section, wrong = checked(RecipeSection, values, (), where)
     problems += wrong
     given = values.get("stages")
-    stages = []
-    for number, each in enumerate(given if isinstance(given, list) else ()):
-        at = ("stages", number)
-        name = (
-            next(iter(each)) if isinstance(each, dict) and len(each) == 1 else each if isinstance(each, str) else None
-        )
-        if name not in STAGES:
-            rule = f"a stage must be one of {', '.join(STAGES)}, with its options as a mapping"
-            fix = nearest(str(name), STAGES) or "write `- exact: {}`, for example"
-            problems.append(Problem(dotted(at), rule, fix, each, where(at)))
-            continue
-        own = (each[name] if isinstance(each, dict) else None) or {}
-        options, wrong = checked(STAGES[name].options, own, (*at, name), where)
-        problems += wrong
-        if options is not None:
-            problems += STAGES[name].rules(options, dotted((*at, name)), where((*at, name)))
-            stages.append(Stage(name, f"{number + 1:02d}_{name}", options))
+    sources = [*dict.fromkeys([*written, *(each.name for each in (section.sources if section else ()))])]
+    stages, wrong = _stages(given if isinstance(given, list) else [], ("stages",), sources, where)
+    problems += wrong
     if section is not None:
         problems += list(_cross(section, where))
     if problems or section is None:
         raise ConfigError(problems)
     return Recipe(section, tuple(stages))
+
+
+def _named(source: Any) -> bool:
+    return isinstance(source, dict) and isinstance(source.get("name"), str)
+
+
+def _with_folder(value: Any, folder: str) -> Any:
+    """Values with the folder of the recipe in place of {recipe} in texts."""
+    if isinstance(value, str):
+        return value.replace(RECIPE, folder)
+    if isinstance(value, dict):
+        return {name: _with_folder(each, folder) for name, each in value.items()}
+    return [_with_folder(each, folder) for each in value] if isinstance(value, list) else value
+
+
+def _stages(given: list[Any], at: tuple, sources: list[str], where: Any) -> tuple[list[Stage], list[Problem]]:
+    """Checked stages of a list, and what is wrong with them."""
+    stages, problems = list[Stage](), list[Problem]()
+    for number, each in enumerate(given):
+        found, wrong = _stage(each, number + 1, (*at, number), sources, where)
+        stages += found
+        problems += wrong
+    return stages, problems
+
+
+def _stage(each: Any, number: int, at: tuple, sources: list[str], where: Any) -> tuple[list[Stage], list[Problem]]:
+    from .stages import STAGES
+
+    names = [name for name in each if name != "only"] if isinstance(each, dict) else [each]
+    name = names[0] if len(names) == 1 and isinstance(names[0], str) else None
+    inside = at[-2] == ESCALATE
+    known = {name: kind for name, kind in STAGES.items() if kind.work or not inside}
+    if name not in known and (name != ESCALATE or inside):
+        rule = f"a stage must be one of {', '.join([*known, *([] if inside else [ESCALATE])])}, with its options"
+        fix = nearest(str(name), [*known, ESCALATE]) or "write `- exact: {}`, for example"
+        return [], [Problem(dotted(at), f"{rule} as a mapping", fix, each, where(at))]
+    only = each.get("only", []) if isinstance(each, dict) else []
+    problems = []
+    if not isinstance(only, list) or (sources and not set(map(str, only)) <= set(sources)):
+        rule = f"{dotted(at)}.only must be a list of sources, which are {', '.join(sources)}"
+        problems.append(Problem(f"{dotted(at)}.only", rule, "name sources of the recipe", only, where((*at, "only"))))
+        only = []
+    title, own = f"{number:02d}_{name}", (each[name] if isinstance(each, dict) else None) or {}
+    if name == ESCALATE:
+        levels, wrong = _stages(own if isinstance(own, list) else [], (*at, name), sources, where)
+        if not isinstance(own, list) or len(own) < 2:
+            rule = (
+                f"{dotted((*at, name))} must be a list of at least two stages: the second is asked if the first removes"
+            )
+            fix = "write escalate: [{blocklist: ...}, {classifier: ...}]"
+            wrong.append(Problem(dotted((*at, name)), rule, fix, own, where((*at, name))))
+        return [Stage(ESCALATE, title, Section(), tuple(map(str, only)), tuple(levels))], problems + wrong
+    options, wrong = checked(STAGES[name].options, own, (*at, name), where)
+    problems += wrong
+    if options is None:
+        return [], problems
+    problems += STAGES[name].rules(options, dotted((*at, name)), where((*at, name)))
+    return [Stage(name, title, options, tuple(map(str, only)))], problems
 
 
 def _cross(section: RecipeSection, where: Any) -> list[Problem]:

@@ -8,8 +8,9 @@ import json
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from datatrove.executor.local import LocalPipelineExecutor
@@ -19,8 +20,9 @@ from loguru import logger
 from megatron.data.errors import DataError
 
 from .folder import Folder, to_json
-from .recipe import Recipe
+from .recipe import Recipe, Stage
 from .shards import InputFile, shards_of
+from .stages import STAGES
 from .tasks import DecideTask, PageTask, ShardTask, phases_of
 
 STATE = "state.json"
@@ -72,7 +74,9 @@ def _claim(folder: Folder, recipe: Recipe, shards: list[list[InputFile]]) -> Non
     files = [[file.to_json() for file in shard] for shard in shards]
     inputs = hashlib.blake2b(to_json(files), digest_size=16).hexdigest()
     versions = {each: importlib.metadata.version(each) for each in LIBRARIES}
-    state = {"recipe": recipe.to_json(), "inputs": inputs, "libraries": versions}
+    state: dict[str, Any] = {"recipe": recipe.to_json(), "inputs": inputs, "libraries": versions}
+    if lists := {path: _hash(path) for path in _read_by_stages(recipe.stages)}:
+        state["files"] = lists
     if not folder.exists(STATE):
         if folder.exists("documents"):
             raise DataError(folder.url, "the folder has documents of something else", "name another output")
@@ -80,13 +84,32 @@ def _claim(folder: Folder, recipe: Recipe, shards: list[list[InputFile]]) -> Non
         folder.write(STATE, to_json(state))
         return
     known = json.loads(folder.read(STATE))
-    for name, what in (("recipe", "the recipe"), ("inputs", "the input files"), ("libraries", "the libraries")):
-        if known.get(name) != state[name]:
+    names = {"recipe": "the recipe", "inputs": "the input files", "libraries": "the libraries"}
+    for name, what in (names | {"files": "the files that stages read"}).items():
+        if known.get(name) != state.get(name):
             raise DataError(
                 folder.url,
                 f"it has the result of another run: {what} must be the same",
                 "name another output, or remove the folder",
             )
+
+
+def _read_by_stages(stages: Iterable[Stage]) -> list[str]:
+    found = set()
+    for stage in stages:
+        found |= set(_read_by_stages(stage.inner) if stage.inner else STAGES[stage.name].files(stage.options))
+    return sorted(found)
+
+
+def _hash(path: str) -> str:
+    """Of a file, or of all files of a folder with their names."""
+    total = hashlib.blake2b(digest_size=16)
+    for each in sorted(Path(path).rglob("*")) if Path(path).is_dir() else [Path(path)]:
+        if each.is_file():
+            total.update(each.relative_to(path).as_posix().encode("utf-8", "surrogateescape"))
+            with open(each, "rb") as file:
+                total.update(hashlib.file_digest(file, "sha256").digest())
+    return total.hexdigest()
 
 
 def _executor(recipe: Recipe, number: int, step: PipelineStep, tasks: int) -> Any:

@@ -65,7 +65,8 @@ class TextViews:
         return list(zip(*(self.words[first:] for first in range(n))))
 
 
-def _share(count: float, of: float) -> float | None:
+def share(count: float, of: float) -> float | None:
+    """A fraction, or None of nothing."""
     return round(count / of, 8) if of else None
 
 
@@ -79,7 +80,7 @@ def _top(n: int) -> Callable[[TextViews], float | None]:
         if not common or common[0][1] <= 1:
             return 0.0
         gram, count = common[0]
-        return _share(count * sum(map(len, gram)), view.characters)
+        return share(count * sum(map(len, gram)), view.characters)
 
     return signal
 
@@ -93,7 +94,7 @@ def _duplicated(n: int) -> Callable[[TextViews], float | None]:
         grams = view.ngrams(n)
         counts = Counter(grams)
         marked = {first + place for first, gram in enumerate(grams) if counts[gram] > 1 for place in range(n)}
-        return _share(sum(len(view.words[each]) for each in marked), view.characters)
+        return share(sum(len(view.words[each]) for each in marked), view.characters)
 
     return signal
 
@@ -107,7 +108,7 @@ def _entropy(view: TextViews) -> float | None:
 
 def _symbols(view: TextViews) -> float | None:
     count = view.text.count("#") + sum(map(view.text.count, ELLIPSES))
-    return _share(count, len(view.raw_words))
+    return share(count, len(view.raw_words))
 
 
 def _no_letters(view: TextViews) -> float | None:
@@ -117,23 +118,23 @@ def _no_letters(view: TextViews) -> float | None:
 
 
 def _ellipsis_lines(view: TextViews) -> float | None:
-    return _share(sum(each.rstrip().endswith(ELLIPSES) for each in view.lines), len(view.lines))
+    return share(sum(each.rstrip().endswith(ELLIPSES) for each in view.lines), len(view.lines))
 
 
 DOCUMENT: dict[str, Callable[[TextViews], float | None]] = {
     "rps_doc_num_sentences": lambda view: len(_SENTENCES.findall(view.text)),
     "rps_doc_word_count": lambda view: len(view.words),
-    "rps_doc_mean_word_length": lambda view: _share(view.characters, len(view.words)),
+    "rps_doc_mean_word_length": lambda view: share(view.characters, len(view.words)),
     "rps_doc_symbol_to_word_ratio": _symbols,
     "rps_doc_frac_lines_end_with_ellipsis": _ellipsis_lines,
     "rps_doc_frac_no_alph_words": _no_letters,
-    "rps_doc_frac_unique_words": lambda view: _share(len(set(view.words)), len(view.words)),
+    "rps_doc_frac_unique_words": lambda view: share(len(set(view.words)), len(view.words)),
     "rps_doc_unigram_entropy": _entropy,
-    "rps_doc_frac_all_caps_words": lambda view: _share(sum(map(str.isupper, view.raw_words)), len(view.raw_words)),
+    "rps_doc_frac_all_caps_words": lambda view: share(sum(map(str.isupper, view.raw_words)), len(view.raw_words)),
     **{f"rps_doc_frac_chars_top_{n}gram": _top(n) for n in (2, 3, 4)},
     **{f"rps_doc_frac_chars_dupe_{n}grams": _duplicated(n) for n in range(5, 11)},
-    "rps_doc_lorem_ipsum": lambda view: _share(view.normal.count("lorem ipsum"), len(view.normal)),
-    "rps_doc_curly_bracket": lambda view: _share(view.text.count("{") + view.text.count("}"), len(view.text)),
+    "rps_doc_lorem_ipsum": lambda view: share(view.normal.count("lorem ipsum"), len(view.normal)),
+    "rps_doc_curly_bracket": lambda view: share(view.text.count("{") + view.text.count("}"), len(view.text)),
 }
 LINES: dict[str, Callable[[TextViews], list[float]]] = {
     "rps_lines_javascript_counts": lambda view: [float(each.split().count("javascript")) for each in view.normal_lines],
@@ -149,8 +150,3 @@ LINES: dict[str, Callable[[TextViews], list[float]]] = {
 
 def _per_line(lines: Iterable[str], kind: Callable[[str], bool]) -> list[float]:
     return [round(sum(map(kind, each)) / len(each), 8) if each else 0.0 for each in lines]
-
-
-def stop_word_fraction(view: TextViews, words: frozenset[str]) -> float | None:
-    """`rps_doc_stop_word_fraction`: raw words in a list, with their case."""
-    return _share(sum(each in words for each in view.raw_words), len(view.raw_words))

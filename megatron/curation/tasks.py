@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,8 +24,8 @@ from .reading import Quarantined, documents
 from .recipe import Recipe, Stage
 from .shards import InputFile
 from .stages import STAGES
-from .stages.contract import Removed, Work
-from .survivors import components, survivors
+from .stages.contract import Noted, Removed, Work
+from .survivors import KeyTable, duplicates, repeated_lines
 
 SAMPLES = 5  # documents that the page shows of each stage and reason
 SHOWN = 600  # characters of a sample
@@ -58,12 +57,44 @@ def phases_of(recipe: Recipe) -> list[Phase]:
     """The stages of a recipe, cut after each that compares documents."""
     found, work, before = list[Phase](), list[Stage](), None
     for stage in recipe.stages:
-        if STAGES[stage.name].work:
+        if stage.inner or STAGES[stage.name].work:
             work.append(stage)
         else:
             found.append(Phase(len(found), tuple(work), stage, before))
             work, before = [], stage
     return [*found, Phase(len(found), tuple(work), None, before)]
+
+
+def work_of(stage: Stage) -> Work:
+    """The work of a stage on a document. Documents of other sources than its `only` are left as they are."""
+    if stage.inner:
+        work = escalated([(each.title, work_of(each)) for each in stage.inner])
+    else:
+        build = STAGES[stage.name].work
+        assert build is not None
+        work = build(stage.options)
+    if not stage.only:
+        return work
+    return lambda document: work(document) if document.metadata["source"] in stage.only else None
+
+
+def escalated(levels: list[tuple[str, Work]]) -> Work:
+    """A document is removed if all levels would remove it. Each is asked only if the one before would."""
+
+    def work(document: Document) -> Removed | Noted | None:
+        details = list[str]()
+        for title, level in levels:
+            found = level(document)
+            if not isinstance(found, Removed):
+                if not details:
+                    return None
+                document.metadata["escalated"] = details
+                return Noted(f"escalated, and kept by {title}")
+            reason = found.reason
+            details.append(f"{title}: {found.detail}")
+        return Removed(reason, ". ".join(details))
+
+    return work
 
 
 @dataclass
@@ -75,6 +106,7 @@ class Account:
     kept: dict[str, int] = field(default_factory=dict)
     kept_characters: dict[str, int] = field(default_factory=dict)
     removed: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)  # stage -> reason -> source
+    noted: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)  # stage -> what -> source
     quarantined: dict[str, dict[str, int]] = field(default_factory=dict)  # reason -> source
     samples: dict[str, dict[str, list]] = field(default_factory=dict)  # stage -> reason -> [order, id, detail, text]
 
@@ -84,6 +116,9 @@ class Account:
         order = hashlib.blake2b(name.encode("utf-8"), digest_size=8).hexdigest()
         kept.append([order, name, detail, text[:SHOWN]])
         kept[:] = heapq.nsmallest(SAMPLES, kept)
+
+    def note(self, stage: str, noted: Noted, source: str) -> None:
+        _add(self.noted.setdefault(stage, {}).setdefault(noted.what, {}), source, noted.count)
 
     def to_json(self) -> dict[str, Any]:
         return dict(self.__dict__)
@@ -128,16 +163,9 @@ class ShardTask(Step):
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         folder, account = self.folder, Account()
-        stages: list[tuple[str, Work]] = []
-        for stage in self.phase.work:
-            build = STAGES[stage.name].work
-            assert build is not None
-            stages.append((stage.title, build(stage.options)))
-        compare = self.phase.compare
-        make = STAGES[compare.name].keys if compare else None
-        keys = make(compare.options) if compare and make else None
+        stages = [(each.title, work_of(each)) for each in self.phase.work]
         name, number = f"{rank:05d}", f"{self.phase.number:02d}"
-        kept_keys: list[np.ndarray | None] = []
+        table = KeyTable(self.phase.compare) if self.phase.compare else None
         with (
             folder.lines(f"{self.phase.folder}/{name}.jsonl.zst") as kept,
             folder.lines(f"removed/{number}/{name}.jsonl.zst") as removed,
@@ -149,9 +177,10 @@ class ShardTask(Step):
                     source = document.metadata["source"]
                     _add(account.kept, source)
                     _add(account.kept_characters, source, len(document.text))
-                    kept_keys.append(keys(document) if keys else None)
-        if keys:
-            folder.write(f"states/{number}/{name}.keys.npy", _keys_file(kept_keys))
+                    if table:
+                        table.add(document)
+        if table:
+            folder.write(f"states/{number}/{name}.keys.npy", table.file())
         folder.write(f"states/{number}/{name}.counts.json", to_json(account.to_json()))
         yield from ()
 
@@ -172,14 +201,21 @@ class ShardTask(Step):
             for file in self.shards[rank]:
                 yield from documents(file, sources[file.source], self.recipe.section.limits)
             return
-        former, title = f"states/{self.phase.number - 1:02d}", self.phase.before.title
+        before = self.phase.before
+        former, lines = f"states/{self.phase.number - 1:02d}", STAGES[before.name].parts is not None
         doomed = {row: of for row, of in json.loads(folder.read(f"{former}/{rank:05d}.duplicates.json"))}
         for row, record in enumerate(folder.read_lines(f"{former}/{rank:05d}.jsonl.zst")):
             document = Document(record["text"], record["id"], metadata=record["metadata"])
-            if row in doomed:
-                _remove(document, title, Removed("duplicate", f"of {doomed[row]}"), account, removed)
-            else:
+            if row not in doomed:
                 yield document
+            elif not lines:
+                _remove(document, before.title, Removed("duplicate", f"of {doomed[row]}"), account, removed)
+            elif (left := _without(document.text, doomed[row])).strip():
+                account.note(before.title, Noted("duplicate lines", len(doomed[row])), document.metadata["source"])
+                document.text = left
+                yield document
+            else:
+                _remove(document, before.title, Removed("all lines are duplicates"), account, removed)
 
     def _kept(
         self, document: Document, stages: list[tuple[str, Work]], account: Account, quarantine: Lines, removed: Lines
@@ -192,13 +228,21 @@ class ShardTask(Step):
                 found = Quarantined(document.metadata["source"], document.id, 0, reason, str(error)[:SHOWN])
                 _quarantine(found, account, quarantine)
                 return False
-            if gone is not None:
+            if isinstance(gone, Noted):
+                account.note(title, gone, document.metadata["source"])
+            elif gone is not None:
                 _remove(document, title, gone, account, removed)
                 return False
             if not document.text.strip():
                 _remove(document, title, Removed("nothing is left of the text"), account, removed)
                 return False
         return True
+
+
+def _without(text: str, lines: list[int]) -> str:
+    """The text without some of its lines, by their numbers from 0."""
+    gone = set(lines)
+    return "\n".join(each for number, each in enumerate(text.split("\n")) if number not in gone)
 
 
 def _line(document: Document) -> dict[str, Any]:
@@ -219,18 +263,6 @@ def _quarantine(found: Quarantined, account: Account, quarantine: Lines) -> None
     quarantine.add(found.to_json())
 
 
-def _keys_file(keys: list[np.ndarray | None]) -> bytes:
-    """uint64 [documents, bands, 2] as a .npy file, with zeros for a document without keys."""
-    bands = next((len(each) for each in keys if each is not None), 0)
-    table = np.zeros((len(keys), bands, 2), "<u8")
-    for row, each in enumerate(keys):
-        if each is not None:
-            table[row] = each
-    file = io.BytesIO()
-    np.save(file, table)
-    return file.getvalue()
-
-
 class DecideTask(Step):
     """Reads the keys of all shards and writes, for each shard, the rows that are duplicates and what they are of."""
 
@@ -245,21 +277,21 @@ class DecideTask(Step):
         tables = [np.load(folder.open(f"{former}/{number:05d}.keys.npy")) for number in range(len(self.shards))]
         priority = {each.name: each.priority for each in self.recipe.section.sources}
         ranks = [np.full(len(each), priority[shard[0].source]) for each, shard in zip(tables, self.shards)]
-        sizes = [len(each) for each in tables]
-        starts, bands = np.cumsum([0, *sizes]), max((each.shape[1] for each in tables), default=0)
-        component = components(sum(sizes), (self._band(tables, band) for band in range(bands)))
-        kept = survivors(component, np.concatenate(ranks) if ranks else np.empty(0, np.int64))
-        doomed = np.flatnonzero(kept != np.arange(len(kept)))
-        names = self._names(folder, former, starts, np.unique(kept[doomed]))
-        for number, first in enumerate(starts[:-1].tolist()):
-            own = doomed[(doomed >= first) & (doomed < starts[number + 1])].tolist()
-            rows = [[each - first, names[int(kept[each])]] for each in own]
-            folder.write(f"{former}/{number:05d}.duplicates.json", to_json(rows))
+        compare = self.phase.compare
+        assert compare is not None
+        if STAGES[compare.name].parts:
+            rows = repeated_lines(tables, ranks)
+        else:
+            starts, doomed, kept = duplicates(tables, ranks)
+            names = self._names(folder, former, starts, np.unique(kept[doomed]))
+            cuts = np.searchsorted(doomed, starts)
+            rows = [
+                [[each - first, names[int(kept[each])]] for each in doomed[begin:end].tolist()]
+                for first, begin, end in zip(starts.tolist(), cuts, cuts[1:])
+            ]
+        for number, own in enumerate(rows):
+            folder.write(f"{former}/{number:05d}.duplicates.json", to_json(own))
         yield from ()
-
-    def _band(self, tables: list[np.ndarray], band: int) -> np.ndarray:
-        parts = [each[:, band] if each.shape[1] else np.zeros((len(each), 2), "<u8") for each in tables]
-        return np.concatenate(parts)
 
     def _names(self, folder: Folder, former: str, starts: np.ndarray, wanted: np.ndarray) -> dict[int, str]:
         found = {}
@@ -297,7 +329,7 @@ class PageTask(Step):
 def _sum(total: Account, one: dict[str, Any], first: bool, last: bool) -> None:
     """Add what one task has counted. Documents enter in the first phase and are kept in the last."""
     names = [*(("documents", "characters") if first else ()), *(("kept", "kept_characters") if last else ())]
-    for name in (*names, "quarantined", "removed"):
+    for name in (*names, "noted", "quarantined", "removed"):
         _add_all(getattr(total, name), one[name])
     for stage, by_reason in one["samples"].items():
         for reason, samples in by_reason.items():

@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("datatrove")
 
-from megatron.curation.signals import DOCUMENT, LINES, TextViews, normalised, stop_word_fraction  # noqa: E402
+from megatron.curation.other_signals import list_signals  # noqa: E402
+from megatron.curation.signals import DOCUMENT, LINES, TextViews, normalised  # noqa: E402
 
 A = (
     "The quick brown fox jumps.\nThe quick brown fox jumps!\n• bullet Item 12 ...\n"
@@ -68,7 +69,7 @@ def test_counted_by_hand():
     assert DOCUMENT["rps_doc_frac_all_caps_words"](view) == round(1 / 12, 8)
     assert DOCUMENT["rps_doc_symbol_to_word_ratio"](view) == round(1 / 12, 8)
     assert DOCUMENT["rps_doc_lorem_ipsum"](view) == round(1 / len("one two one two one lorem ipsum 4 5…"), 8)
-    assert stop_word_fraction(view, frozenset({"one", "two"})) == round(3 / 12, 8)
+    assert list_signals("x", ["one", "two"])["list.x.word_fraction"](view) == round(3 / 12, 8)
 
 
 def test_a_text_without_words_has_no_value():

@@ -28,6 +28,12 @@ def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe (docs/curation.md)")
     parser.add_argument("--output", metavar="FOLDER", help="in place of the recipe's output")
+    parser.add_argument(
+        "--source",
+        action="append",
+        metavar="NAME=PATH",
+        help="in place of the recipe's sources, may be repeated. Other keys of a source of that name stay",
+    )
     parser.add_argument("--workers", type=int, metavar="N", help="in place of the recipe's workers")
     parser.add_argument("--check", action="store_true", help="only report the recipe's mistakes")
     parser.add_argument("--verbose", action="store_true", help="with datatrove's log on standard error")
@@ -37,7 +43,8 @@ def options() -> argparse.ArgumentParser:
 def main(given: argparse.Namespace) -> dict:
     from megatron.curation.recipe import read_recipe
 
-    overrides = {"output": given.output, "workers": given.workers}
+    sources = [dict(zip(("name", "path"), each.split("=", 1))) for each in given.source or ()]
+    overrides = {"output": given.output, "workers": given.workers, "sources": sources or None}
     recipe = read_recipe(given.recipe, {name: value for name, value in overrides.items() if value is not None})
     if given.check:
         return {"stages": [each.title for each in recipe.stages]}

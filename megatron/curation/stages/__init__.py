@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import datatrove_filters, duplicates, overlap, quality, texts
+from . import classifier, datatrove_filters, duplicates, language, overlap, quality, texts
 from .contract import StageKind
 
 STAGES: dict[str, StageKind] = {
@@ -11,10 +11,15 @@ STAGES: dict[str, StageKind] = {
     "collapse": texts.COLLAPSE,
     "pii": texts.PII,
     "blocklist": texts.BLOCKLIST,
+    "domains": texts.DOMAINS,
+    "language": language.LANGUAGE,
+    "classifier": classifier.CLASSIFIER,
+    "c4_quality": datatrove_filters.C4_QUALITY,
     "gopher_quality": datatrove_filters.GOPHER_QUALITY,
     "gopher_repetition": datatrove_filters.GOPHER_REPETITION,
     "fineweb_quality": datatrove_filters.FINEWEB_QUALITY,
     "decontaminate": overlap.DECONTAMINATE,
     "exact": duplicates.EXACT,
+    "lines": duplicates.LINES,
     "minhash": duplicates.MINHASH,
 }

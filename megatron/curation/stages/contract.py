@@ -24,8 +24,24 @@ class Removed(NamedTuple):
     detail: str = ""
 
 
-Work = Callable[[Any], Removed | None]  # of a datatrove Document, which it may change
+class Noted(NamedTuple):
+    """What a stage counts about a document that it keeps.
+
+    Attributes:
+        what: the same text for all documents of which it is counted.
+    """
+
+    what: str
+    count: int = 1
+
+
+Work = Callable[[Any], Removed | Noted | None]  # of a datatrove Document, which it may change
 Keys = Callable[[Any], np.ndarray | None]  # uint64 [bands, 2], or None for a document that is compared with none
+Parts = Callable[[Any], np.ndarray]  # uint64 [lines of the text], 0 for a line that is compared with none
+
+
+def no_files(options: Any) -> Iterable[str]:
+    return ()
 
 
 def no_rules(options: Any, key: str, where: str) -> Iterable[Problem]:
@@ -34,16 +50,20 @@ def no_rules(options: Any, key: str, where: str) -> Iterable[Problem]:
 
 @dataclass(frozen=True)
 class StageKind:
-    """A kind of stages. Exactly one of `work` and `keys` is given.
+    """A kind of stages. Exactly one of `work`, `keys` and `parts` is given.
 
     Attributes:
         options: its keys.
         work: from the options, a function of one document. A task makes it once.
         keys: from the options, the keys of a document. Documents that share the key of a band are duplicates.
+        parts: from the options, the keys of a document's lines. Of lines with the same key one is kept.
+        files: files and folders that the stage reads, in addition to documents.
         rules: mistakes in the options that their types do not show. It gets the options, their key and their place.
     """
 
     options: type[Section]
     work: Callable[[Any], Work] | None = None
     keys: Callable[[Any], Keys] | None = None
+    parts: Callable[[Any], Parts] | None = None
+    files: Callable[[Any], Iterable[str]] = no_files
     rules: Callable[[Any, str, str], Iterable[Problem]] = no_rules

@@ -6,7 +6,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from datatrove.pipeline.filters import FineWebQualityFilter, GopherQualityFilter, GopherRepetitionFilter
+from datatrove.pipeline.filters import (
+    C4QualityFilter,
+    FineWebQualityFilter,
+    GopherQualityFilter,
+    GopherRepetitionFilter,
+)
 from datatrove.utils.word_tokenizers import WordTokenizer
 
 from megatron.config.section import Section, key
@@ -40,6 +45,12 @@ class GopherQualitySection(Section):
     )
 
 
+class C4QualitySection(Section):
+    filter_no_terminal_punct: bool = key(True, "Lines without an end of a sentence are cut out. FineWeb: false.")
+    min_num_sentences: int = key(5, "Least number of sentences.", ge=0)
+    min_words_per_line: int = key(3, "Lines with fewer words are cut out.", ge=0)
+
+
 class NoSection(Section):
     pass
 
@@ -58,6 +69,7 @@ def _filter(made: Callable[..., Any]) -> Callable[[Any], Work]:
     return build
 
 
+C4_QUALITY = StageKind(C4QualitySection, work=_filter(C4QualityFilter))
 GOPHER_QUALITY = StageKind(GopherQualitySection, work=_filter(GopherQualityFilter))
 GOPHER_REPETITION = StageKind(NoSection, work=_filter(GopherRepetitionFilter))
 FINEWEB_QUALITY = StageKind(NoSection, work=_filter(FineWebQualityFilter))

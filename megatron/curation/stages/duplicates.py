@@ -1,4 +1,4 @@
-"""Keys by which documents are duplicates: of the whole text, or of bands of a MinHash signature."""
+"""Keys by which documents are duplicates: of the whole text, of its lines, or of bands of a MinHash signature."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.config.problems import Problem
 from megatron.config.section import Section, key
 
 from ..signals import normalised
-from .contract import Keys, StageKind
+from .contract import Keys, Parts, StageKind
 
 PRIME = np.uint64((1 << 61) - 1)
 
@@ -32,6 +32,11 @@ class MinhashSection(Section):
     seed: int = key(1, "Seed of the hash functions.", ge=0)
 
 
+class LinesSection(Section):
+    by: Literal["text", "normalised"] = key("normalised", "The view of a line that must be equal.")
+    least: int = key(1, "Characters of that view below which a line is compared with none.", ge=1)
+
+
 def _exact(options: ExactSection) -> Keys:
     def keys(document: Any) -> np.ndarray:
         text = document.text if options.by == "text" else normalised(document.text)
@@ -39,6 +44,20 @@ def _exact(options: ExactSection) -> Keys:
         return np.frombuffer(digest, "<u8").reshape(1, 2)
 
     return keys
+
+
+def _lines(options: LinesSection) -> Parts:
+    """Of each line of a text, as CCNet and RedPajama v1 compare paragraphs."""
+
+    def parts(document: Any) -> np.ndarray:
+        lines = document.text.split("\n")
+        views = [each.strip() if options.by == "text" else normalised(each) for each in lines]
+        hashes = [
+            (xxhash.xxh3_64_intdigest(each.encode("utf-8")) or 1) if len(each) >= options.least else 0 for each in views
+        ]
+        return np.array(hashes, np.uint64)
+
+    return parts
 
 
 def shingles(text: str, unit: str, n: int) -> np.ndarray:
@@ -90,4 +109,5 @@ def _minhash_rules(options: MinhashSection, path: str, where: str) -> Iterable[P
 
 
 EXACT = StageKind(ExactSection, keys=_exact)
+LINES = StageKind(LinesSection, parts=_lines)
 MINHASH = StageKind(MinhashSection, keys=_minhash, rules=_minhash_rules)

@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from megatron.config.file_access import unreadable
 from megatron.config.problems import Problem
 from megatron.config.section import Section, key
 
+from ..other_signals import RUNS, collapsed
 from .contract import Removed, StageKind, Work
 
-# Zyda's lengths from which a run of a character becomes one character, in its order.
-RUNS = {
-    "-": 10,
-    " ": 40,
-    "_": 10,
-    "/": 10,
-    "\\": 10,
-    "\n": 10,
-    "\t": 20,
-    "\r": 10,
-    ".": 10,
-    ",": 10,
-    ":": 10,
-    "?": 10,
-    "\xa0": 10,
-}
 EMAIL = re.compile(
     r"(?<![\w.+-])[\w+-]+(?:\.[\w+-]+)*@(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.)+[A-Za-z]{2,63}\b"
 )
@@ -52,12 +38,10 @@ class BlocklistSection(Section):
 
 
 def _collapse(options: CollapseSection) -> Work:
-    pattern = "|".join(f"(?:{re.escape(each)}){{{length},}}" for each, length in options.runs.items())
-    runs = re.compile(pattern) if options.runs else None
+    change = collapsed(options.runs)
 
     def work(document: Any) -> None:
-        if runs is not None:
-            document.text = runs.sub(lambda match: match[0][0], document.text)
+        document.text = change(document.text)
 
     return work
 
@@ -106,20 +90,49 @@ def _blocklist(options: BlocklistSection) -> Work:
     return work
 
 
-def _file_rules(options: Any, path: str, where: str) -> Iterable[Problem]:
-    """The file that a stage reads must be readable UTF-8 text with something in it."""
-    why = unreadable(options.file)
+def file_problem(file: str, path: str, where: str) -> Iterator[Problem]:
+    """A list that a stage reads must be readable UTF-8 text with something in it."""
+    why = unreadable(file)
     if why is None:
         try:
-            why = None if read_terms(options.file) else "it has no text"
+            why = None if read_terms(file) else "it has no text"
         except UnicodeDecodeError:
             why = "it is not UTF-8"
     if why:
-        yield Problem(
-            f"{path}.file", f"{path}.file must be a readable text: {why}", "check the path", options.file, where
-        )
+        yield Problem(path, f"{path} must be a readable text: {why}", "check the path", file, where)
+
+
+def _file_rules(options: Any, path: str, where: str) -> Iterator[Problem]:
+    return file_problem(options.file, f"{path}.file", where)
+
+
+class DomainsSection(Section):
+    file: str = key(..., "File of domains, one a line. Their subdomains are meant too.")
+    url: str = key("url", "Key of the input record that has the document's address.")
+
+
+def _domains(options: DomainsSection) -> Work:
+    """As RedPajama v2's `rps_doc_ut1_blacklist` and FineWeb's filter of addresses, for a list of one's own."""
+    listed = frozenset(read_terms(options.file))
+
+    def work(document: Any) -> Removed | None:
+        address = document.metadata.get("record", {}).get(options.url)
+        try:
+            host = urlsplit(address).hostname if isinstance(address, str) else None
+        except ValueError:  # brackets that are no address
+            host = None
+        parts = (host or "").rstrip(".").split(".")
+        found = next((name for at in range(len(parts)) if (name := ".".join(parts[at:])) in listed), None)
+        return Removed("its domain is listed", found) if found else None
+
+    return work
+
+
+def one_file(options: Any) -> list[str]:
+    return [options.file]
 
 
 COLLAPSE = StageKind(CollapseSection, work=_collapse, rules=_collapse_rules)
 PII = StageKind(PiiSection, work=_pii)
-BLOCKLIST = StageKind(BlocklistSection, work=_blocklist, rules=_file_rules)
+BLOCKLIST = StageKind(BlocklistSection, work=_blocklist, rules=_file_rules, files=one_file)
+DOMAINS = StageKind(DomainsSection, work=_domains, rules=_file_rules, files=one_file)
