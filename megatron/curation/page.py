@@ -60,7 +60,7 @@ def _flow(report: dict[str, Any], entered: int, kept: int) -> str:
 
 
 def _noted(report: dict[str, Any], entered: int) -> str:
-    """What stages have counted and not removed, and how often an escalation ended in a removal."""
+    """Counts of stages about documents that they keep, with their removals for comparison."""
     rows = [_row(["stage", "counted", "number", "share"], "th")]
     for stage, found in sorted(report["noted"].items()):
         gone = sum(sum(sources.values()) for sources in report["removed"].get(stage, {}).values())

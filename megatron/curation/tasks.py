@@ -118,7 +118,7 @@ class Account:
         kept[:] = heapq.nsmallest(SAMPLES, kept)
 
     def note(self, stage: str, noted: Noted, source: str) -> None:
-        _add(self.noted.setdefault(stage, {}).setdefault(noted.what, {}), source, noted.count)
+        _add(self.noted.setdefault(stage, {}).setdefault(noted.what, {}), source, noted.number)
 
     def to_json(self) -> dict[str, Any]:
         return dict(self.__dict__)

@@ -25,14 +25,14 @@ class Removed(NamedTuple):
 
 
 class Noted(NamedTuple):
-    """What a stage counts about a document that it keeps.
+    """A count about a document that a stage keeps.
 
     Attributes:
-        what: the same text for all documents of which it is counted.
+        what: is counted, the same text for all documents.
     """
 
     what: str
-    count: int = 1
+    number: int = 1
 
 
 Work = Callable[[Any], Removed | Noted | None]  # of a datatrove Document, which it may change

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -59,9 +60,7 @@ def by_words(text: str) -> tuple[str, float]:
 
 def fasttext_model(path: str) -> Callable[[str], dict[str, float]]:
     """The probabilities of all labels that a fastText model gives a text. Line ends are spaces to it."""
-    import fasttext
-
-    model = fasttext.load_model(path)
+    model = import_module("fasttext").load_model(path)
 
     def probabilities(text: str) -> dict[str, float]:
         # The bound function: the method around it fails with NumPy 2 in some releases.
