@@ -21,6 +21,7 @@ from megatron.worker.job import read_job
 from tests.data.make import write_sizes
 from tests.paths import ROOT
 
+WITHOUT_SIZE = ("layouts/", "continual/", "test/tiny")  # parts, and models that read the vocabulary from a file
 TINY = ["test/tiny_llama", "data.synthetic=copy", "launch.device=cpu"]
 
 
@@ -55,13 +56,41 @@ def test_names_of_others_stand_for_keys_and_options():
 
 def test_list_has_every_ready_configuration(capsys):
     assert main(["list", "--json"]) == 0
-    found = {row["name"]: row["about"] for row in json.loads(capsys.readouterr().out)}
+    found = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     left_out = {name for name in configuration_names() if name.rpartition("/")[2] in ("family", "suite")}
     assert found.keys() == set(configuration_names()) - left_out
+    assert found["llama/llama3_8b"]["parameters"] == "8.03B"  # published as 8.03 billion
+    assert all(row["parameters"] for name, row in found.items() if "/" in name and not name.startswith(WITHOUT_SIZE))
     assert main(["list", "llama3"]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"^llama/llama3_8b +Llama 3 8B", shown, re.MULTILINE) and "pythia" not in shown
+    assert re.search(r"^llama/llama3_8b +8\.03B +119\.7 GiB +Llama 3 8B", shown, re.MULTILINE) and "pythia" not in shown
     assert main(["list", "nothinglikeit"]) == 2
+
+
+@pytest.mark.parametrize("name", ["pythia/160m", "mixtral/8x7b", "rwkv7/0.1b"])
+def test_sizes_of_the_list_are_what_the_layers_count(name, capsys):
+    words = ["data.train=null", "data.synthetic=copy", "--json"]
+    assert main(["config", "layers", name, *words]) == 0
+    counted = json.loads(capsys.readouterr().out)["parameters"]
+    assert json.loads((ROOT / "configs/sizes.json").read_text())[name] == counted
+
+
+@pytest.mark.parametrize(
+    ("which", "name", "column"),
+    [
+        ("optimizers", "lion", "4 bytes a parameter"),
+        ("kinds", "moe", "ffn"),
+        ("devices", "h100", "79.1 GiB"),
+        ("tasks", "deepy_cloze", ""),
+        ("runners", "slurm", ""),
+    ],
+)
+def test_list_has_what_a_configuration_can_name(which, name, column, capsys):
+    assert main(["list", which, name]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("name") and lines[1].split()[0] == name and column in lines[1]
+    assert main(["list", which, "--json"]) == 0
+    assert name in {row["name"] for row in json.loads(capsys.readouterr().out)}
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "7\n", "training\n"])
