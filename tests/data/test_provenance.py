@@ -259,3 +259,5 @@ def test_inspect_finds_problems(run, tmp_path):
     assert any("SHA-256 differs" in each for each in problems) and any(
         "its tokenizer has 257 ids" in each for each in problems
     )
+    done = tool("inspect.py", str(tmp_path / "a"), "--verify", "--json")
+    assert done.returncode == 1 and json.loads(done.stdout)["problems"] == problems

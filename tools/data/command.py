@@ -37,7 +37,8 @@ def run_tool(
         show: prints a result for people.
 
     Returns:
-        The exit status: 0, 2 after a user error, which is explained on standard error, 130 after Ctrl-C.
+        The exit status: 0, 1 if the result lists problems, 2 after a user error, which is explained on standard error,
+        130 after Ctrl-C.
     """
     parser.add_argument("--json", action="store_true", help="print one JSON document on standard output")
     return piped(lambda: _run(parser.parse_args(), main, show))
@@ -57,7 +58,7 @@ def _run(options: argparse.Namespace, main: Callable[[argparse.Namespace], Any],
         print()
     else:
         show(result)
-    return 0
+    return 1 if isinstance(result, dict) and result.get("problems") else 0
 
 
 def run_left_out(given: str) -> LeftOut | None:

@@ -3,6 +3,8 @@
 
 python tools/data/inspect.py data/corpus --samples 3 --picture lengths.png
 python tools/data/inspect.py data/corpus --verify
+
+Exit status 1: the file has problems.
 """
 
 from __future__ import annotations
