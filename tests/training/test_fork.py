@@ -81,7 +81,9 @@ def test_the_file_has_what_the_trunk_was_given(tmp_path):
         f"checkpoint.levels=[{{place: store, url: 'file://{tmp_path}/bucket', every: 2, keep: 1}}]",
     )
     main([str(tmp_path / "trunk" / "run"), "--at", "4", "--steps", "1", "--output", str(tmp_path / "b")])
-    config = load([str(tmp_path / "b" / "fork.yml")], ranks=1).config
+    found = load([str(tmp_path / "b" / "fork.yml")], ranks=1)
+    config = found.config
+    assert not [each.rule for each in found.warnings if "keep the schedule's last rate" in each.rule]
     assert (config.run.name, config.run.dir, config.run.notes) == ("b", str(tmp_path / "b"), "")
     assert config.model.hidden_size == 32 and config.optimizer.lr == 1e-2 and config.checkpoint.resume == "auto"
     assert (config.schedule.warmup_steps, config.schedule.steps, config.schedule.decay_steps) == (3, 5, 1)

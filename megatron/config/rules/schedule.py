@@ -81,7 +81,8 @@ def compat_starts_at_step_0(context: RuleContext) -> Iterator[Problem]:
 
 
 def schedule_covers_the_run(context: RuleContext) -> Iterator[Problem]:
-    schedule, steps = context.config.schedule, context.config.training.steps
+    schedule, training = context.config.schedule, context.config.training
+    steps = min(training.steps, training.stop_at_step or training.steps)  # a branch stops where its schedule ends
     if context.given("schedule.steps") and schedule.steps < steps:
         yield context.warning(
             "schedule.steps training.steps",
