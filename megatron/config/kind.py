@@ -103,6 +103,8 @@ class LayerKind:
         repeats: whether its layers can be in a recurrent group, which runs them several times with the same weights:
             they hand nothing to later layers and count nothing by layer.
         linears: names of its linear layers with these options, which may have adapters. None: it does not say.
+        whole: import path of a class with the interface of `model.stack.Model`, for a kind that is a whole model.
+        stack: of such a kind: values of other keys of `model`, from its options as they were given.
         head_width: channels over which its query-key products sum, if its option `scale` multiplies those.
     """
 
@@ -129,6 +131,8 @@ class LayerKind:
     repeats: bool = False
     linears: Callable[[Any], tuple[str, ...] | None] = lambda options: None
     head_width: Callable[[Any], int] | None = None
+    whole: str = ""
+    stack: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 
     @property
     def module(self) -> Any:

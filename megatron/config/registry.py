@@ -50,6 +50,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "shared_attention": "megatron.kinds.shared_attention.options:KIND",
         "mlp": "megatron.kinds.mlp.options:KIND",
         "moe": "megatron.kinds.moe.options:KIND",
+        "transformers": "megatron.kinds.transformers.options:KIND",
     },
     OPTIMIZER: {  # see megatron.engine.optimizers.contract
         "adamw": "megatron.engine.optimizers.adamw.options:OPTIMIZER",

@@ -11,6 +11,7 @@ from . import rules
 from .catalog import Path, dotted, lookup, parse_path, pattern_of
 from .derive import AT_START, NEED_RANKS, NEED_TOKENIZER, View, derive, unknown_after
 from .frozen import thaw
+from .kind import kinds_of
 from .problems import ABSENT, ConfigError, Problem, list_problems
 from .rule_context import RuleContext
 from .schema import Config, current_schema, using_extensions
@@ -147,6 +148,7 @@ def _combine(
         _forget_defaults(source)
     merged, overridden = merge([normalise(source) for source in sources])
     _add_default_members(merged)
+    _add_sizes_of_whole_models(merged)
     config, found, unknown = check_structure(merged.values, merged.origin)
     if merged.unread:  # what is missing may stand there: only what is wrong by itself is said
         raise ConfigError([*merged.problems, *(each for each in found if each.value is not ABSENT)])
@@ -223,6 +225,21 @@ def _origins(merged: ConfigSource, derived: dict[Path, Origin], values: dict[str
 def _touches(problem: Problem, unknown: frozenset[str]) -> bool:
     """Whether a rule read a key whose real value is not known: its result would mislead."""
     return any(".".join(pattern_of(parse_path(key))) in unknown for key in problem.keys)
+
+
+def _add_sizes_of_whole_models(merged: ConfigSource) -> None:
+    """Keys of `model` that follow from a kind that is the whole model."""
+    model = merged.values.get("model")
+    layers = model.get("layers") if isinstance(model, dict) else None
+    kind = kinds_of().get(layers) if isinstance(layers, str) else None
+    if kind is None or kind.stack is None or not isinstance(model, dict):
+        return
+    own = model.get(layers)
+    for name, value in kind.stack(own if isinstance(own, dict) else {}).items():
+        path = ("model", *name.split("."))
+        if get(merged.values, path) is ABSENT and isinstance(get(merged.values, path[:-1], {}), dict):
+            put(merged.values, path, value)
+            merged.places[path] = Origin("derived", text="the model's class", keys=(f"model.{layers}.config",))
 
 
 def _add_default_members(merged: ConfigSource) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.config import Config
 from megatron.data.batch import StepBatch
 from megatron.model.embedding_and_head import Reader
-from megatron.model.stack import Model
+from megatron.model.stack import Model, make_model
 from megatron.parallel.layout.mesh import Mesh, limit_groups
 from megatron.parallel.messages.account import EVALUATE, phase
 from megatron.worker.beacon import BACKWARD, FORWARD, OPTIMIZER, Beacon
@@ -23,7 +23,7 @@ from .deepspeed.options import reduces_once
 from .deepspeed.pipeline_schedule import Look
 from .deepspeed.process import deepspeed_quietly
 from .deepspeed.reduction import reduced_once
-from .deepspeed.zero_init import cut_as_they_are_made
+from .deepspeed.zero_init import cut_as_they_are_made, cut_parameters
 from .micro_batches import inputs_of
 from .part import EnginePart
 from .protocol import LabelGroups, StepResult
@@ -37,8 +37,12 @@ class PlainEngine(BaseEngine):
 
     def _assemble(self) -> None:
         mpu = ModelParallelUnit(self.mesh)
-        with cut_as_they_are_made(self.config, self.options, mpu) if self.config.zero.stage == 3 else nullcontext():
-            model = Model(self.plan)
+        third = self.config.zero.stage == 3
+        cut = third and not self.plan.whole
+        with cut_as_they_are_made(self.config, self.options, mpu) if cut else nullcontext():
+            model = make_model(self.plan, on_host=third)
+        if third and not cut:
+            cut_parameters(model, self.options, mpu)
         self.call_parts("module_made", self, model)
         self._start(model, mpu)
         self.model: Model = self.deepspeed.module

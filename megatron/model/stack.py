@@ -14,6 +14,7 @@ from megatron.config import Config
 from megatron.config.arithmetic.recurrence import core_of
 from megatron.config.features.feature import wanted_features
 from megatron.config.pattern import BlockPattern
+from megatron.config.registry import load
 from megatron.config.variants import options_of
 from megatron.objectives.named import objective_of
 from megatron.parallel.layers.async_tensor import check_async_tensor
@@ -90,6 +91,12 @@ class ModelPlan:
     def factory(self, prefix: str, factors: Parametrization | None = None) -> ParameterFactory:
         dtype, scales = self.dtype or COMPUTE_TYPES[self.config.precision.compute], (factors or self.factors).scales
         return ParameterFactory(self.mesh, self.config.training.seed, self.device, dtype, prefix, self.values, scales)
+
+    @property
+    def whole(self) -> str:
+        """Import path of the class, where a kind is the whole model. Else ""."""
+        first = self.blocks[0].kinds
+        return kind_of(self.config.model, first[0]).whole if first else ""
 
     @property
     def context(self) -> ContextGroup:
@@ -290,4 +297,13 @@ def build_model(
     values: bool = True,
 ) -> Model:
     """The whole model of a run, cut by the mesh's tensor axis, with its initial values (or memory only)."""
-    return Model(ModelPlan(config, mesh or Mesh.single(), device, dtype, values))
+    return make_model(ModelPlan(config, mesh or Mesh.single(), device, dtype, values))
+
+
+def make_model(plan: ModelPlan, on_host: bool = False) -> Model:
+    """The model of a plan: a list of layers, or the class of a kind that is a whole model.
+
+    Args:
+        on_host: parameters of such a class stay on the host.
+    """
+    return cast(Model, load(plan.whole)(plan, on_host)) if plan.whole else Model(plan)

@@ -17,6 +17,7 @@ from megatron.config import Config, ConfigError, Problem, load
 from megatron.config.optimizer_kind import optimizer_kind
 from megatron.config.problems import UserError
 from megatron.config.source.arguments import split
+from megatron.config.variants import used_kinds
 from megatron.parallel.layout.layout import Layout
 from megatron.plan.devices import Device, known_devices
 
@@ -120,6 +121,9 @@ def _refuse(config: Config) -> None:
     if config.model.vocab_size is None:
         rule = "must be known: the tokenizer, which would say it, cannot be read here"
         raise ConfigError([Problem("model.vocab_size", rule, "give the number: model.vocab_size=50304", None)])
+    if any(kind.whole for _, kind, _ in used_kinds(config.model)):
+        rule = "must be layers of deepy in a rehearsal: a class of another program is not run without values"
+        raise ConfigError([Problem("model.layers", rule, "use `deepy plan` for an estimate", config.model.layers)])
     kind = optimizer_kind(config)
     if kind is not None and kind.whole_matrices:
         rule = "must work element by element in a rehearsal: owners of whole matrices are agreed on by messages"

@@ -97,7 +97,7 @@ def test_other_architectures_are_exported_without(tmp_path):
     }
     checkpoint, _ = checkpoint_of(tmp_path / "ours", values)
     found = export(checkpoint, tmp_path / "theirs")
-    assert found.architecture.name == "llama"
+    assert found.model_type == "llama"
     assert any("skipped: 22 tensors of modules that predict further tokens" in note for note in found.notes)
     assert prove(checkpoint, tmp_path / "theirs", None).holds
 

@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(
             json.dumps({
                 "out": str(done.folder),
-                "architecture": done.architecture.class_name,
+                "architecture": done.class_name,
                 "dtype": kind,
                 "files": done.files,
                 "notes": done.notes,
@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
             })
         )
     else:
-        print(f"wrote {done.folder}: {done.architecture.class_name}, {kind}, {len(done.files)} files of weights")
+        print(f"wrote {done.folder}: {done.class_name}, {kind}, {len(done.files)} files of weights")
         print("\n".join([*(f"note: {note}" for note in done.notes), *([str(proof)] if proof else [])]))
     return 0 if proof is None or proof.holds else 1
 

@@ -18,6 +18,8 @@ from megatron.config import Config, config_hash
 from megatron.data.errors import DataError
 from megatron.data.tokenizer import build_tokenizer
 from megatron.model.costs.describe import totals
+from megatron.model.stack import ModelPlan
+from megatron.parallel.layout.mesh import Mesh
 
 from ..configuration import config_of
 from ..format.errors import CheckpointError
@@ -106,7 +108,8 @@ class Exported:
     """A finished export, with notes for the user."""
 
     folder: Path
-    architecture: Architecture
+    model_type: str
+    class_name: str
     dtype: torch.dtype
     files: list[str]
     notes: list[str]
@@ -134,7 +137,10 @@ def export(
     """
     if out.exists():
         raise CheckpointError(out, "it exists already")
-    config, kept = config_of(checkpoint), Companions.of(checkpoint.meta.extra, checkpoint.path)
+    config = config_of(checkpoint)
+    if ModelPlan(config, Mesh.single()).whole:
+        return _export_whole(checkpoint, config, out, name, dtype, limit)
+    kept = Companions.of(checkpoint.meta.extra, checkpoint.path)
     same = kept is not None and kept.same_tokenizer(config.tokenizer)
     architecture, theirs = hf_config(config, name, kept, ids=same)
     if kept is not None and kept.model_type != architecture.name:
@@ -169,7 +175,20 @@ def export(
         draft.rename(out)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return Exported(out, architecture, wanted, files, notes)
+    return Exported(out, architecture.name, architecture.class_name, wanted, files, notes)
+
+
+def _export_whole(
+    checkpoint: Checkpoint, config: Config, out: Path, name: str | None, dtype: str | None, limit: int
+) -> Exported:
+    """`export` of a model that is a class of transformers."""
+    from .whole import export_whole
+
+    if name is not None:
+        raise CheckpointError(out, f"the model is a class of transformers already: remove --architecture {name}")
+    wanted = TYPES[dtype] if dtype else type_of(checkpoint)
+    read = tensor_reader(checkpoint, torch.float32)
+    return Exported(out, *export_whole(config, out, wanted, limit, read))
 
 
 def _beside(draft: Path, config: Config, theirs: PreTrainedConfig, kept: Companions | None, same: bool) -> list[str]:

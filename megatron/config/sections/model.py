@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from megatron.kinds.rwkv7.options import RWKV7Options
     from megatron.kinds.rwkv_ffn.options import RWKV4FFNOptions, RWKV5FFNOptions, RWKV6FFNOptions, RWKV7FFNOptions
     from megatron.kinds.shared_attention.options import SharedAttentionOptions
+    from megatron.kinds.transformers.options import TransformersOptions
 
 
 class ParametrizationOptions(Section):
@@ -257,6 +258,7 @@ if TYPE_CHECKING:
         shared_attention: SharedAttentionOptions
         mlp: MLPOptions
         moe: MoEOptions
+        transformers: TransformersOptions
         multi_token_prediction: MultiTokenOptions
 
 else:  # one section per kind, in the registry's order

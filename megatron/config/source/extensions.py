@@ -68,7 +68,7 @@ def extensions_of(sources: list[ConfigSource]) -> tuple[str, ...]:
 def admit_names(sources: list[ConfigSource]) -> None:
     """Let the modules be imported that the user's own configuration names, by `model.extensions` or an import path."""
     for source in sources:
-        admit(_listed(source))
+        admit([*_listed(source), *_folders_of_code(source)])
         admit(module for _, _, _, name in _named([source]) for module, colon, _ in [name.partition(":")] if colon)
 
 
@@ -84,13 +84,20 @@ def refuse_names(sources: list[ConfigSource], whose: str) -> None:
     values = [value for source in sources for _, value in leaves(source.values)]
     texts = [each for value in values for each in (value if isinstance(value, list) else [value])]
     note_strange(text.partition(":")[0] for text in texts if isinstance(text, str) and PATH.fullmatch(text))
-    listed = [each for source in sources for each in _listed(source)]
+    listed = [each for source in sources for each in (*_listed(source), *_folders_of_code(source))]
     refuse_strange([each for each in dict.fromkeys(listed) if not is_offered(each)], whose)
 
 
 def _listed(source: ConfigSource) -> list[str]:
     found = get(source.values, KEY, None)
     return [each for each in found if isinstance(each, str)] if isinstance(found, list) else []
+
+
+def _folders_of_code(source: ConfigSource) -> list[str]:
+    """Folders of models whose Python code a section of `model` lets run."""
+    model = source.values.get("model")
+    sections = [each for each in model.values() if isinstance(each, dict)] if isinstance(model, dict) else []
+    return [str(each.get("config")) for each in sections if each.get("trust_remote_code")]
 
 
 def _check(modules: list[str], source: ConfigSource) -> None:

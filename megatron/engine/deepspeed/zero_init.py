@@ -37,6 +37,16 @@ def cut_as_they_are_made(config: Config, options: dict[str, Any], mpu: ModelPara
         yield
 
 
+def cut_parameters(model: nn.Module, options: dict[str, Any], mpu: ModelParallelUnit) -> None:
+    """Partition the parameters of a finished model, whose class was not made for it. One after another reaches the
+    device, so it never has the whole model."""
+    import deepspeed
+
+    group = mpu.get_data_parallel_group()
+    with _classes_as_they_were():
+        deepspeed.zero.Init(module=model, data_parallel_group=group, config_dict_or_path=options, mpu=mpu)
+
+
 @contextlib.contextmanager
 def _classes_as_they_were() -> Iterator[None]:
     """Removes the `__init_subclass__` that zero.Init adds to `nn.Module` and leaves there. With it, no generic class

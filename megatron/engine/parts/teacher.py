@@ -19,7 +19,7 @@ from megatron.config import Config, resolve
 from megatron.config.problems import UserError
 from megatron.config.teacher import on_layout
 from megatron.model.embedding_and_head import Taught
-from megatron.model.stack import Model, ModelPlan
+from megatron.model.stack import ModelPlan, make_model
 from megatron.model.stream import StreamForm
 from megatron.objectives.named import objective_of
 from megatron.parallel.layers.collectives import all_reduce
@@ -43,7 +43,7 @@ class Teacher(EnginePart):
         assert config.objective.teacher is not None
         self.path = config.objective.teacher
         self.config = resolve(on_layout(config), ranks=mesh.layout.world_size)
-        self.model = Model(ModelPlan(self.config, mesh, device, values=False)).eval().requires_grad_(False)
+        self.model = make_model(ModelPlan(self.config, mesh, device, values=False)).eval().requires_grad_(False)
         self.form = self.model.form
         self.ready, self._replicas = False, mesh.replicas
         self._divergence: Tensor | None = None  # weighted, of this rank's labels. None before the first

@@ -163,6 +163,6 @@ def buffers_of(module: nn.Module) -> list[Tensor]:
     return [
         value
         for each in module.modules()
-        for value in vars(each).values()
+        for value in (*vars(each).values(), *each._buffers.values())
         if isinstance(value, Tensor) and hasattr(value, "logical")
     ]

@@ -1,0 +1,133 @@
+"""A model of transformers from the options of a configuration."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils.logging import disable_progress_bar
+
+from megatron.config.foreign_json import read_json
+from megatron.config.frozen import thaw
+from megatron.parallel.layout.random import site_key
+
+from .facts import FactsError
+
+
+def hf_config(options: Mapping[str, Any]) -> PreTrainedConfig:
+    """The configuration of the class.
+
+    Raises:
+        FactsError: it cannot be read, or has no such settings.
+    """
+    given, changes = str(options["config"]), thaw(options["options"])
+    path = Path(given)
+    if path.is_dir():
+        base = _read(path, options["trust_remote_code"])
+    elif path.is_file():
+        base = _from_file(path)
+    else:
+        base = _of_type(given, {})
+    allowed = {*base.to_dict(), *vars(base), *base.attribute_map}
+    for name in changes:
+        if name not in allowed or name.startswith("_"):
+            near = difflib.get_close_matches(name, [each for each in allowed if not each.startswith("_")], 1)
+            fix = f"did you mean {near[0]}?" if near else f"see the settings of {type(base).__name__} in transformers"
+            raise FactsError(".options", f"{name!r} must be a setting of {type(base).__name__}", fix)
+    if not changes:
+        return base
+    if not path.exists():
+        return _of_type(given, changes)
+    try:
+        return type(base).from_dict(_merged(base.to_dict(), changes))
+    except Exception as error:  # a class may raise anything
+        raise _refused(".options", error) from error
+
+
+def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    both = {name: _merged(base[name], value) for name, value in changes.items() if isinstance(base.get(name), dict)}
+    return {**base, **changes, **both}
+
+
+def _refused(key: str, error: Exception) -> FactsError:
+    rule = f"must be what transformers accepts. It says: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
+    return FactsError(key, rule, "change model.transformers.options or .config")
+
+
+def _read(folder: Path, trust: bool) -> PreTrainedConfig:
+    try:
+        values = read_json(folder / "config.json")
+        own = isinstance(values, dict) and values.get("auto_map")
+    except (OSError, ValueError) as error:
+        raise FactsError(".config", f"must have a config.json ({error})", "give the folder of a model") from error
+    if own and not trust and values.get("model_type") not in CONFIG_MAPPING:
+        raise FactsError(
+            ".trust_remote_code",
+            "must be true for this folder: its model is Python code in the folder, which has the user's rights",
+            "read the code, then set trust_remote_code: true. Or use a model type of transformers",
+        )
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust, local_files_only=True)
+    except Exception as error:
+        raise _refused(".config", error) from error
+
+
+def _from_file(path: Path) -> PreTrainedConfig:
+    try:
+        values = read_json(path)
+    except (OSError, ValueError) as error:
+        raise FactsError(".config", f"must be a config.json ({error})", "give a JSON file of settings") from error
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise FactsError(
+            ".config", "its JSON must be an object with a model_type", "add model_type, as in a config.json"
+        )
+    return _of_type(values["model_type"], {name: value for name, value in values.items() if name != "model_type"})
+
+
+def _of_type(name: str, values: dict[str, Any]) -> PreTrainedConfig:
+    if name not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(name, list(CONFIG_MAPPING.keys()), 1)
+        fix = f"did you mean {near[0]}?" if near else "give a model type of the installed transformers, or a path"
+        raise FactsError(".config", f"{name!r} must be a folder, a file or a model type of transformers", fix)
+    try:
+        return CONFIG_MAPPING[name](**values)
+    except Exception as error:
+        raise _refused(".options", error) from error
+
+
+def hf_model(options: Mapping[str, Any], seed: int = 0, values: bool = True) -> PreTrainedModel:
+    """The model in fp32 on the default device, in training mode.
+
+    Its initial values are the class's own under a seed, on the CPU, so they are equal on all ranks and layouts.
+
+    Args:
+        values: False: a checkpoint has the values, so a folder's weights are not read.
+
+    Raises:
+        FactsError: it cannot be built.
+    """
+    disable_progress_bar()
+    trust = options["trust_remote_code"]
+    more: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": trust}
+    if options["attention"] != "auto":
+        more["attn_implementation"] = options["attention"]
+    config = hf_config(options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(site_key(seed, "transformers"))
+        try:
+            if options["weights"] and values:
+                return AutoModelForCausalLM.from_pretrained(
+                    options["config"], config=config, local_files_only=True, **more
+                ).train()
+            return AutoModelForCausalLM.from_config(config, **more).train()
+        except Exception as error:  # a class may raise anything
+            known = getattr(AutoModelForCausalLM, "_model_mapping", {})
+            if type(config) not in known and not trust:
+                rule = f"{config.model_type} must have a class for causal language models, and transformers has none"
+                raise FactsError(".config", rule, "use another model type") from error
+            raise _refused(".options" if options["options"] else ".config", error) from error

@@ -1,0 +1,97 @@
+"""Facts about a class of transformers that the configuration needs. transformers imports torch, which the launcher does
+not. Another process therefore finds them, unless torch is imported here anyway."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron.config.registry import load
+
+SECONDS = 600  # for the other process
+
+
+class FactsError(ValueError):
+    """The model cannot be built. `key` is the option at fault, as in `.config`."""
+
+    def __init__(self, key: str, rule: str, fix: str) -> None:
+        self.key, self.rule, self.fix = key, rule, fix
+        super().__init__(f"{rule}: {fix}")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A class of transformers with its settings.
+
+    Attributes:
+        hidden_size, vocab_size: of the matrix that makes the logits.
+        tied: whether that matrix is the token embedding.
+        parameters: number of trainable elements, tied ones once.
+        matrices: elements of matrices that a token is multiplied by, without embedding and head.
+        idle: parameters of experts that a token does not use.
+    """
+
+    class_name: str = ""
+    hidden_size: int = 0
+    vocab_size: int = 0
+    layers: int = 0
+    tied: bool = False
+    parameters: int = 0
+    matrices: int = 0
+    idle: int = 0
+
+
+def facts_of(options: Mapping[str, Any]) -> Facts:
+    """The facts of a model with these options (`TransformersOptions`).
+
+    Raises:
+        FactsError: the class cannot be built with them, or computes no causal language model that can be trained.
+    """
+    try:
+        text = json.dumps(dict(options), sort_keys=True)
+    except TypeError as error:
+        raise FactsError(".options", f"must be values of JSON ({error})", "use numbers, texts and lists") from error
+    if not isinstance(options["config"], str) or not options["config"]:
+        raise FactsError(
+            ".config",
+            "must be a folder, a config.json or a model type of transformers",
+            "give config: qwen3, or a path",
+        )
+    return _found(text, _time_of(options["config"]))
+
+
+def _time_of(given: str) -> int | None:
+    """When the file with the settings was changed."""
+    path = Path(given)
+    try:
+        return (path / "config.json" if path.is_dir() else path).stat().st_mtime_ns
+    except (OSError, ValueError):
+        return None
+
+
+@cache
+def _found(text: str, changed: int | None) -> Facts:
+    if "torch" in sys.modules:
+        found = load("megatron.kinds.transformers.inspection:inspect")(json.loads(text))
+    else:
+        command = [sys.executable, "-m", "megatron.kinds.transformers.inspection"]
+        path = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": ""}
+        try:
+            done = subprocess.run(
+                command, input=text, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False
+            )
+            found = json.loads(done.stdout.strip().rsplit("\n", 1)[-1])
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            rule = f"must be a model that transformers can build ({error})"
+            raise FactsError(".config", rule, "install transformers, or use layers of deepy") from error
+    if "key" in found:
+        raise FactsError(found["key"], found["rule"], found["fix"])
+    return Facts(**found)

@@ -1,0 +1,81 @@
+"""Facts about a class of transformers, as JSON: `python -m megatron.kinds.transformers.inspection < options.json`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .build import hf_model
+from .facts import Facts, FactsError
+from .probe import SMALL, output_of, probe
+
+
+def inspect(options: dict[str, Any]) -> dict[str, Any]:
+    """The facts of a model, or the key, the rule and the fix of a problem."""
+    try:
+        if options["weights"]:
+            _check_weights(options)
+        with torch.device("meta"):
+            facts = facts_of_model(hf_model(options, values=False))
+        if facts.parameters < SMALL:  # so small that its function is checked before a process starts
+            probe(hf_model(options, values=False))
+        return asdict(facts)
+    except FactsError as error:
+        return {"key": error.key, "rule": error.rule, "fix": error.fix}
+
+
+def _check_weights(options: dict[str, Any]) -> None:
+    from pathlib import Path
+
+    folder = Path(options["config"])
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
+        raise FactsError(
+            ".weights", f"must be false: {folder} is no folder with weights", "give a folder with *.safetensors"
+        )
+
+
+def facts_of_model(model: PreTrainedModel) -> Facts:
+    """Sizes of a model, which may be without values."""
+    head, table = output_of(model), model.get_input_embeddings()
+    parameters = dict(model.named_parameters())
+    total = sum(each.numel() for each in parameters.values())
+    tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)} | {id(head.weight)}
+    matrices = sum(each.numel() for each in parameters.values() if each.ndim > 1 and id(each) not in tables)
+    stacks = [each.numel() for each in parameters.values() if each.ndim == 3 and "expert" in _name(parameters, each)]
+    settings = model.config.get_text_config()
+    chosen = getattr(settings, "num_experts_per_tok", None) or getattr(settings, "top_k_experts", None)
+    experts = next((e.shape[0] for e in parameters.values() if e.ndim == 3 and "expert" in _name(parameters, e)), 0)
+    idle = round(sum(stacks) * (1 - chosen / experts)) if experts and isinstance(chosen, int) else 0
+    return Facts(
+        class_name=type(model).__name__,
+        hidden_size=head.weight.shape[1],
+        vocab_size=head.weight.shape[0],
+        layers=getattr(settings, "num_hidden_layers", 1) or 1,
+        tied=getattr(table, "weight", None) is head.weight,
+        parameters=total,
+        matrices=matrices - idle,
+        idle=idle,
+    )
+
+
+def _name(parameters: dict[str, nn.Parameter], wanted: nn.Parameter) -> str:
+    return next(name for name, each in parameters.items() if each is wanted)
+
+
+def main() -> int:
+    with contextlib.redirect_stdout(io.StringIO()):
+        found = inspect(json.load(sys.stdin))
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""A model of transformers as a whole model of a run: its class computes the head's input, and our head the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from megatron.model.embedding_and_head import Head, Reader, Taught
+from megatron.model.multi_token import FurtherLabels
+from megatron.model.stack import ModelPlan
+from megatron.model.stream import LOSS, Stream
+from megatron.objectives.named import objective_of
+from megatron.parallel.layers.parameters import logical_of
+from megatron.parallel.layout.mesh import ALONE, Axis
+from megatron.parallel.layout.random import site_key
+from megatron.parallel.layout.shard import LogicalTensor, Role
+from megatron.worker.place import StartError
+
+from .build import hf_model
+from .facts import FactsError
+from .layer import mark
+from .probe import Form, arguments_of, output_of, probe
+
+
+class Taken(nn.Module):
+    """In the place of the output layer: keeps its input [B, S, H], and computes no logits.
+
+    Args:
+        dtype: of the layer's weight, which some classes read.
+    """
+
+    seen: Tensor | None = None
+
+    def __init__(self, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.weight, self.bias = torch.empty(0, dtype=dtype, device=device), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x
+        return x
+
+    def take(self) -> Tensor:
+        """The input, once: it belongs to a graph that must not outlive its step."""
+        seen, self.seen = self.seen, None
+        assert seen is not None  # of the pass that has just ended
+        return seen
+
+
+class OutputHead(Head):
+    """Our head with the output layer of another class, whose last norm has been applied.
+
+    Args:
+        layer: its weight may be the token embedding.
+    """
+
+    def __init__(self, plan: ModelPlan, layer: nn.Module, form: Form) -> None:
+        config, weight = plan.config, cast(nn.Parameter, layer.weight)
+        objective = objective_of(config)
+        identity: Any = nn.Identity()
+        super().__init__(
+            plan.factory(""), config.model, config.training, plan.init, objective, identity, weight, plan.chunks
+        )
+        self.bias = getattr(layer, "bias", None)
+        self.options = replace(self.options, multiplier=form.multiplier, softcap=form.softcap)
+
+
+@dataclass
+class Text:
+    """Decoding state: the tokens so far, which each pass reads again. Any class can continue this way.
+
+    Attributes:
+        rows: int64 [B, S]. `None` before the first pass.
+    """
+
+    rows: Any = None
+
+
+class WholeModel(nn.Module):
+    """The interface of `model.stack.Model` around a class of transformers.
+
+    Args:
+        on_host: parameters stay on the host. ZeRO 3 brings them to the device one after another.
+    """
+
+    core = None
+    blocks: tuple[nn.Module, ...] = ()  # its layers have no common form
+
+    def __init__(self, plan: ModelPlan, on_host: bool = False) -> None:
+        super().__init__()
+        self.plan, self.form = plan, plan.form
+        own, seed = plan.config.model.blocks[0].kinds[0].name, plan.config.training.seed
+        options = getattr(plan.config.model, own).model_dump()
+        meta = torch.device(plan.device).type == "meta"
+        try:
+            with torch.device("meta" if meta else "cpu"):
+                inner = hf_model(options, seed, plan.values)
+            layer, form = output_of(inner), Form() if meta else probe(inner)
+        except FactsError as error:
+            raise StartError(f"model.{own}{error.key}: {error}") from error
+        self.arguments, settings = arguments_of(inner), inner.config.get_text_config()
+        self.balance = getattr(settings, "router_aux_loss_coef", None) or 0.0
+        wide = (*(inner._keep_in_fp32_modules or ()), *(inner._keep_in_fp32_modules_strict or ()))
+        mark(inner, layer, wide)
+        self.taken = Taken(plan.factory("").dtype, plan.device)
+        self.output = (
+            layer,
+            [(parent, name) for parent in inner.modules() for name, child in parent.named_children() if child is layer],
+        )  # no module: its weight belongs to the head
+        for parent, name in self.output[1]:
+            setattr(parent, name, self.taken)
+        if plan.config.training.activation_checkpointing.mode == "full":
+            if not inner.supports_gradient_checkpointing:
+                raise StartError(
+                    f"training.activation_checkpointing.mode must be none: {type(inner).__name__} cannot recompute"
+                )
+            inner.gradient_checkpointing_enable({"use_reentrant": True})  # ZeRO 3 changes the sizes of saved weights
+        self.inner, self.head = inner, OutputHead(plan, layer, form)
+        self._place("cpu" if on_host else plan.device)
+
+    def _place(self, device: torch.device | str) -> None:
+        """Give parameters their types, put them onto this device, and buffers onto the plan's."""
+        plan = self.plan
+        for parameter in dict.fromkeys(self.parameters()):
+            dtype = torch.float32 if logical_of(parameter).keep_fp32 else plan.factory("").dtype
+            parameter.data = parameter.data.to(device, dtype)
+        for module in self.modules():
+            for name, buffer in list(module._buffers.items()):
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(plan.device)
+        for name, buffer in self.inner.named_buffers():
+            kept = name.rsplit(".", 1)
+            parent = self.inner.get_submodule(kept[0]) if len(kept) > 1 else self.inner
+            if buffer.dtype == torch.float32 and kept[-1] not in parent._non_persistent_buffers_set:
+                marks: Any = buffer
+                marks.logical = LogicalTensor(name, tuple(buffer.shape), Role.STATE, keep_fp32=True)
+
+    @contextmanager
+    def _draws(self, samples: Tensor | None) -> Iterator[None]:
+        """Dropout of the class draws from torch's generator, here by the first sample of the micro-batch."""
+        if samples is None or not self.training:
+            yield
+            return
+        devices = [samples.device] if samples.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(site_key(self.plan.config.training.seed, "dropout", int(samples[0])))
+            yield
+
+    def stream(
+        self,
+        tokens_BS: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        samples: Tensor | None = None,
+    ) -> Stream:
+        """The input of the head, with the loss of routers that the class returns."""
+        with self._draws(samples):
+            output = self.inner(input_ids=tokens_BS, **self.arguments)
+        stream, balance = Stream(self.taken.take(), samples=samples), getattr(output, "aux_loss", None)
+        if isinstance(balance, Tensor) and self.balance and self.training:
+            stream = stream.with_channels({LOSS: self.balance * balance})
+        return stream
+
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        labels_BS: Tensor,
+        weights_BS: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        samples: Tensor | None = None,
+        reader: Reader | None = None,
+        further: FurtherLabels | None = None,
+        teacher: Taught | None = None,
+        columns: Mapping[str, Tensor] | None = None,
+        state: list[Any] | None = None,
+        begin: int = 0,
+    ) -> Any:
+        """As `Model.forward`."""
+        stream = self.stream(tokens_BS, samples=samples) if state is None else self._continued(tokens_BS, state)
+        return self.head(stream, labels_BS, weights_BS, reader, further, teacher, columns)
+
+    def _continued(self, tokens_BS: Tensor, state: list[Any]) -> Stream:
+        """The stream of tokens that follow those in `state`, which grows by them."""
+        (text,) = state
+        text.rows = tokens_BS if text.rows is None else torch.cat([text.rows, tokens_BS], 1)
+        stream = self.stream(text.rows)
+        return stream.with_hidden(stream.hidden[:, -tokens_BS.shape[1] :])
+
+    def logits(self, tokens_BS: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        """fp32 logits [B, S, V]."""
+        return self.head.logits(self.stream(tokens_BS))
+
+    def as_saved(self, dtype: torch.dtype) -> PreTrainedModel:
+        """The class with its output layer in place, for `save_pretrained`. This object cannot compute afterwards."""
+        for parent, name in self.output[1]:
+            setattr(parent, name, self.output[0])
+        for parameter in self.inner.parameters():
+            if not logical_of(parameter).keep_fp32:
+                parameter.data = parameter.data.to(dtype)
+        self.inner.config.dtype = dtype
+        return self.inner
+
+    def new_state(self, axis: Axis = ALONE) -> list[Any]:
+        """An empty text. Ranks that share a text all read it."""
+        return [Text()]
+
+    def decode(self, tokens_BS: Tensor, state: list[Any], begin: int) -> Tensor:
+        """Logits [B, S, V] of tokens that follow the `begin` tokens in `state`, which grows by them."""
+        return self.head.logits(self._continued(tokens_BS, state))

@@ -1,0 +1,169 @@
+"""Options of a model of transformers that is trained as it is, and their rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from megatron.config.frozen import thaw
+from megatron.config.kind import KindUse, LayerKind
+from megatron.config.section import Needed, Section, key
+from megatron.config.tree import leaves
+
+from .facts import Facts, FactsError, facts_of
+
+if TYPE_CHECKING:
+    from megatron.config.problems import Problem
+
+
+class TransformersOptions(Section):
+    config: Needed[str] = key(
+        None,
+        "A folder of a Hugging Face model, a config.json, or a model type of transformers such as qwen3. The class for "
+        "causal language models of this type is trained.",
+    )
+    options: dict[str, Any] = key(
+        dict,
+        "Settings of the model's configuration that differ, by transformers' names, as in '{num_hidden_layers: 4}'.",
+    )
+    weights: bool = key(
+        False, "Start from the weights of the folder. false: from the initial values of the class, under training.seed."
+    )
+    attention: str = key(
+        "auto", "Attention of transformers, as in attn_implementation: eager, sdpa, ... auto is the class's own choice."
+    )
+    trust_remote_code: bool = key(
+        False, "Run the Python code in the model's folder, with all that it may do to this machine."
+    )
+
+
+LARGEST = 2**31 - 1
+FREE = ("layers", "extensions", "vocab_multiple")  # other keys of `model` that keep their meaning
+
+
+def _facts(options: TransformersOptions) -> Facts | None:
+    """None where `it_can_be_built` reports the reason."""
+    try:
+        return facts_of(options.model_dump())
+    except FactsError:
+        return None
+
+
+def stack(options: dict[str, Any]) -> dict[str, Any]:
+    """Values of keys of `model` that the class sets. Stand-ins where it cannot be built, which a rule reports."""
+    try:
+        facts = facts_of(TransformersOptions().model_dump() | options)
+    except FactsError:
+        facts = Facts(hidden_size=1, vocab_size=LARGEST)
+    return {
+        "hidden_size": facts.hidden_size,
+        "vocab_size": facts.vocab_size,
+        "embedding.tied": facts.tied,
+        "norm.type": "nonparametric",  # its norms are counted with the class
+    }
+
+
+def it_can_be_built(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
+    try:
+        facts_of(at.options.model_dump())
+    except FactsError as error:
+        yield at.problem(error.key, rule=error.rule, fix=error.fix)
+
+
+def it_is_the_whole_model(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
+    if len(at.context.blocks) != 1 or len(at.context.blocks[0].kinds) != 1 or at.context.blocks[0].recurrent:
+        rule = f"{at.kind} must be the only layer of the pattern, since it is a whole model"
+        yield at.problem("model.layers", rule=rule, fix=f"write layers: {at.kind}")
+
+
+def no_other_model(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
+    """Options of our own layers would be ignored."""
+    from megatron.config.catalog import lookup  # it imports the schema, which has the keys above
+
+    facts, config = _facts(at.options), at.config
+    if facts is None:
+        return
+    own: dict[tuple[Any, ...], Any] = {
+        tuple(name.split(".")): value for name, value in stack(at.options.model_dump()).items()
+    }
+    for path, value in leaves(thaw(config.model.model_dump())):
+        whole = ("model", *path)
+        if path[0] in (*FREE, at.kind) or not at.context.origin(whole).given:
+            continue
+        if path in own:
+            if value != own[path] and path[0] != "norm":
+                rule = f"must be {own[path]}, the value of {facts.class_name}"
+                setting = {"embedding": "tie_word_embeddings"}.get(str(path[0]), path[-1])
+                fix = f"remove it, or set model.{at.kind}.options: {{{setting}: ...}}"
+                yield at.context.problem_at(whole, rule=rule, fix=fix)
+            continue
+        known = lookup(whole)
+        if known is None or value != known.default:
+            rule = f"must not be given with layers: {at.kind}, since {facts.class_name} has its own layers"
+            fix = f"remove it. Settings of the class go into model.{at.kind}.options"
+            yield at.context.problem_at(whole, rule=rule, fix=fix)
+
+
+ONE = "use 1: ZeRO (zero.stage 1 to 3) splits the states of any model over data parallel ranks"
+# Keys that must have a value with this kind: (key, whether it is wrong, rule, fix).
+LIMITS: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
+    *(
+        (f"parallel.{name}", lambda size: size > 1, f"{name} must be 1: layers of other programs are not cut", ONE)
+        for name in ("tensor", "pipeline", "context", "expert", "folded")
+    ),
+    (
+        "training.activation_checkpointing.mode",
+        lambda mode: mode == "selective",
+        "mode must be none or full: the class recomputes whole layers",
+        "use full, or none",
+    ),
+    (
+        "training.activation_checkpointing.every",
+        lambda every: every > 1,
+        "every must be 1: the class recomputes all its layers",
+        "remove it",
+    ),
+    (
+        "training.sequence_chunks",
+        lambda n: n > 1,
+        "sequence_chunks must be 1: the class reads sequences whole",
+        "use 1",
+    ),
+    ("training.compile", lambda mode: mode == "layer", "compile must be auto or off", "use off"),
+    ("precision.products", lambda kind: kind != "compute", "products must be compute", "remove it"),
+    (
+        "data.reset_attention_at_eod",
+        bool,
+        "must be false: attention of transformers crosses the ends of documents",
+        "remove it",
+    ),
+)
+
+
+def limits(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
+    for name, wrong, rule, fix in LIMITS:
+        value = at.context.option(name)
+        if value is not None and wrong(value):
+            yield at.problem(name, "model.layers", rule=rule, fix=fix)
+
+
+def adapters_need_names(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
+    if at.context.option("adapter.type") not in (None, "none"):
+        rule = f"must be none with layers: {at.kind}: its linear layers are not ours"
+        yield at.problem(
+            "adapter.type", "model.layers", rule=rule, fix="import the model (`deepy import`), or remove it"
+        )
+
+
+KIND = LayerKind(
+    role="mixer",
+    options=TransformersOptions,
+    about="A model of transformers, trained as it is in place of our own layers (docs/any_model.md).",
+    layer="megatron.kinds.transformers.layer:Trunk",
+    whole="megatron.kinds.transformers.model:WholeModel",
+    stack=stack,
+    rules=(it_can_be_built, it_is_the_whole_model, no_other_model, limits, adapters_need_names),
+    keeps_fp32=False,
+    draws=lambda options: True,
+    mixes_samples=lambda options: False,
+)

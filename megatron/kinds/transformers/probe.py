@@ -1,0 +1,129 @@
+"""Checks of a model of transformers before it is trained: its logits follow from one matrix, and it is causal.
+
+The loss is then computed from the input of that matrix, in chunks, so whole logits never exist.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .facts import FactsError
+
+SMALL = 2**25  # parameters of a model that the launcher runs
+TOKENS = 8
+EXACT = 1e-5  # two orders of the same fp32 sums, relative to the largest logit
+
+
+@dataclass(frozen=True)
+class Form:
+    """logits = softcap * tanh(multiplier * (W x + b) / softcap)."""
+
+    multiplier: float = 1.0
+    softcap: float | None = None
+
+
+def output_of(model: PreTrainedModel) -> nn.Linear:
+    """The layer that makes the logits.
+
+    Raises:
+        FactsError: the class does not name one, or it is no linear layer.
+    """
+    head = model.get_output_embeddings()
+    if not isinstance(getattr(head, "weight", None), Tensor) or head.weight.ndim != 2:
+        rule = f"{type(model).__name__} must name the matrix of its logits (get_output_embeddings), and does not"
+        raise FactsError(".config", rule, "use another class")
+    return head
+
+
+@torch.no_grad()
+def probe(model: PreTrainedModel) -> Form:
+    """How the logits follow from the output layer.
+
+    Args:
+        model: with values, in fp32, whole.
+
+    Raises:
+        FactsError: they do not follow from it, or a token's logits depend on later tokens.
+    """
+    head, was_training = output_of(model), model.training
+    model.eval()
+    inputs: list[Tensor] = []
+    handle = head.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    try:
+        tokens = (torch.arange(2 * TOKENS).view(2, TOKENS) * 7 + 3) % head.weight.shape[0]
+        logits = read(model, tokens)
+        seen = inputs[-1] if inputs else logits
+        later = tokens.clone()
+        later[:, -1] = (tokens[:, -1] + 1) % head.weight.shape[0]
+        changed = read(model, later)
+    except FactsError:
+        raise
+    except Exception as error:  # a class may raise anything
+        rule = f"must compute logits from token ids. It says: {type(error).__name__}: {str(error)[:300]}"
+        raise FactsError(".config", rule, "use another class, or other model.transformers.options") from error
+    finally:
+        handle.remove()
+        model.train(was_training)
+    if seen.shape[:-1] != tokens.shape or logits.shape != (*tokens.shape, head.weight.shape[0]):
+        rule = f"logits of {type(model).__name__} must be [batch, sequence, vocabulary] from its output layer"
+        raise FactsError(
+            ".config", f"{rule}, and are {list(logits.shape)} from {list(seen.shape)}", "use another class"
+        )
+    if not _same(logits[:, :-1], changed[:, :-1]):
+        raise FactsError(
+            ".options",
+            f"{type(model).__name__} must be causal, and with these settings a token's logits depend on later tokens",
+            "for encoders set options: {is_decoder: true}",
+        )
+    plain = nn.functional.linear(seen, head.weight, getattr(head, "bias", None))
+    for form in _forms(model, plain, logits):
+        scaled = plain * form.multiplier
+        if _same(scaled if form.softcap is None else form.softcap * torch.tanh(scaled / form.softcap), logits):
+            return form
+    rule = f"logits of {type(model).__name__} must be the product with its output layer, scaled or capped, and are not"
+    raise FactsError(".config", rule, "use another class")
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    largest = max(a.abs().max().item(), b.abs().max().item())
+    return math.isfinite(largest) and (a - b).abs().max().item() <= EXACT * largest
+
+
+def _forms(model: PreTrainedModel, plain: Tensor, logits: Tensor) -> Iterator[Form]:
+    """Candidates, from the numbers in the model's settings."""
+    yield Form()
+    fitted = (logits.double() * plain.double()).sum() / plain.double().square().sum()
+    numbers = _numbers(model.config.get_text_config()) | _numbers(model.config)
+    scales = [each for value in numbers.values() if value for each in (value, 1 / value)]
+    scales = [1.0, *sorted(set(scales), key=lambda each: abs(each - fitted.item()))[:2]]
+    yield from (Form(each) for each in scales)
+    caps = [value for name, value in numbers.items() if "cap" in name and value > 0]
+    yield from (Form(each, cap) for each in scales for cap in caps)
+    yield Form(fitted.item())
+
+
+def _numbers(settings: Any) -> dict[str, float]:
+    values = {**vars(settings), **settings.to_dict()}
+    return {
+        name: float(value) for name, value in values.items() if isinstance(value, float | int) and value is not True
+    }
+
+
+def arguments_of(model: PreTrainedModel) -> dict[str, Any]:
+    """Arguments of a pass that keeps no cache, as far as the class knows them."""
+    import inspect
+
+    known = inspect.signature(model.forward).parameters
+    return {name: False for name in ("use_cache", "use_mems") if name in known}
+
+
+def read(model: PreTrainedModel, tokens_BS: Tensor) -> Tensor:
+    """Logits [B, S, V]."""
+    return model(input_ids=tokens_BS, **arguments_of(model)).logits

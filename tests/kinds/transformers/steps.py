@@ -1,0 +1,97 @@
+"""Four steps of a class of transformers: by the engine on some ranks, and by a plain loop of torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.config import resolve
+from megatron.data.batch import StepBatch
+
+STEPS, BATCH, LENGTH = 4, 4, 16
+LR, MOMENTUM = 0.05, 0.9
+
+
+def values_of(name: str, options: dict[str, Any], stage: int = 0, **more: Any) -> dict[str, Any]:
+    """A run of a model type with these settings."""
+    return {
+        "model": {"layers": "transformers", "transformers": {"config": name, "options": options, **more}},
+        "training": {"steps": STEPS, "sequence_length": LENGTH, "global_batch_size": BATCH, "micro_batch_size": 1},
+        "optimizer": {"type": "sgd", "lr": LR, "momentum": MOMENTUM, "weight_decay": 0.0, "gradient_clipping": 1e9},
+        "data": {"synthetic": "copy"},
+        "tokenizer": {"type": "none"},
+        "zero": {"stage": stage},
+    }
+
+
+def tokens_of(step: int, vocabulary: int) -> torch.Tensor:
+    """int64 [BATCH, LENGTH + 1]."""
+    return torch.randint(0, vocabulary, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+
+
+def by_engine(values: dict[str, Any], ranks: int) -> tuple[list[float], list[tuple]]:
+    """On each rank: the mean losses of all ranks, and this rank's parts of the weights (name, start, values)."""
+    from megatron.engine.deepspeed.process import prepare_deepspeed
+    from megatron.engine.engine import build_engine
+    from megatron.parallel.layout.layout import Layout
+    from megatron.parallel.layout.mesh import Mesh
+
+    config = resolve(values, ranks=ranks)
+    prepare_deepspeed(torch.device("cpu"))
+    mesh = Mesh.build(Layout.of(config, ranks))
+    engine, losses = build_engine(config, mesh, "cpu"), []
+    for step in range(STEPS):
+        passes = BATCH // ranks
+        rows = torch.tensor([[number * ranks + mesh.data.rank] for number in range(passes)])
+        batch = StepBatch(step, tokens_of(step, config.model.vocab_size)[rows], rows, hash=0)
+        result = engine.step(batch, LR)
+        sums = torch.tensor([float(result.loss) * float(result.tokens), float(result.tokens)], dtype=torch.float64)
+        torch.distributed.all_reduce(sums)
+        losses.append(float(sums[0] / sums[1]))
+    weights = [(each.tensor.name, each.start, each.data.numpy().copy()) for each in engine.state.masters()]
+    return losses, weights
+
+
+def by_torch(values: dict[str, Any]) -> tuple[list[float], dict[str, np.ndarray]]:
+    """The same by transformers and torch, in one process: losses and weights, flattened."""
+    from megatron.kinds.transformers.build import hf_model
+    from megatron.kinds.transformers.options import TransformersOptions
+
+    model = hf_model(TransformersOptions.model_validate(values["model"]["transformers"]).model_dump(), seed_of(values))
+    optimizer = torch.optim.SGD(model.parameters(), LR, MOMENTUM)
+    vocabulary, losses = model.get_output_embeddings().weight.shape[0], []
+    for step in range(STEPS):
+        tokens = tokens_of(step, vocabulary)
+        losses.append(0.0)
+        for row in tokens.split(1):  # some classes route or normalise over a batch
+            logits = model(input_ids=row[:, :-1]).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), row[:, 1:].flatten()) / BATCH
+            loss.backward()
+            losses[-1] += float(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: each.detach().numpy().reshape(-1) for name, each in model.named_parameters()}
+
+
+def seed_of(values: dict[str, Any]) -> int:
+    return resolve(values).training.seed
+
+
+def differences(
+    answers: list[tuple[list[float], list[tuple]]], losses: list[float], wanted: dict[str, np.ndarray]
+) -> tuple[float, float, str]:
+    """Largest relative difference of a loss, of a tensor in the Euclidean norm, and that tensor's name."""
+    found = {name: np.full(each.size, np.nan) for name, each in wanted.items()}
+    for _, parts in answers:
+        for name, start, data in parts:
+            found[name][start : start + len(data)] = data
+    loss = max(abs(a / b - 1) for a, b in zip(answers[0][0], losses, strict=True))
+    worst = {
+        name: np.linalg.norm(found[name] - each) / max(float(np.linalg.norm(each)), 1e-3)
+        for name, each in wanted.items()
+    }
+    name = max(worst, key=lambda each: math.inf if math.isnan(worst[each]) else worst[each])
+    return loss, float(worst[name]), name

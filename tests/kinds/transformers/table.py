@@ -1,0 +1,99 @@
+"""Train every causal language model of the installed transformers, and write the table of docs/any_model.md.
+
+python -m tests.kinds.transformers.table FILE            train all types that FILE does not have yet
+python -m tests.kinds.transformers.table FILE --write    write the table from FILE
+python -m tests.kinds.transformers.table FILE qwen3 ...  only these types, again
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.kinds.transformers.steps import by_engine, by_torch, differences, values_of
+from tests.kinds.transformers.tiny import TYPES, tiny
+from tests.paths import ROOT
+
+PAGE = ROOT / "docs" / "any_model.md"
+BEGIN, END = "<!-- table of types, written by tests/kinds/transformers/table.py -->", "<!-- end of the table -->"
+BOUND = 1e-5
+WAYS = {"one rank": (1, 0), "ZeRO 3 on 2 ranks": (2, 3)}
+
+
+def compare(name: str) -> dict[str, Any]:
+    """The class of a type, and by each way the largest relative difference of losses and weights, or the reason why it
+    is not trained."""
+    from megatron.config import ConfigError, resolve
+    from megatron.kinds.transformers.facts import FactsError, facts_of
+    from megatron.testing import on_ranks
+
+    found: dict[str, Any] = {}
+    try:
+        options = tiny(name)
+        values = values_of(name, options)
+        resolved = resolve(values)
+        found["class"] = facts_of(resolved.model.transformers.model_dump()).class_name
+        losses, weights = by_torch(values)
+    except (ConfigError, FactsError) as error:
+        return {"reason": _brief(getattr(error, "problems", [error])[0])}
+    except Exception as error:  # of a class of transformers
+        return {**found, "reason": f"transformers: {type(error).__name__}: {_brief(error)}"}
+    for way, (ranks, stage) in WAYS.items():
+        try:
+            answers = on_ranks(ranks, by_engine, values_of(name, options, stage), ranks)
+            found[way] = max(differences(answers, losses, weights)[:2])
+            found[f"{way}: worst"] = differences(answers, losses, weights)[2]
+        except Exception as error:
+            found["reason"] = f"{way}: {_brief(str(error).strip().splitlines()[-1])}"
+    return found
+
+
+def _brief(error: Any) -> str:
+    text = " ".join(str(getattr(error, "rule", error)).split())
+    return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """The table's text."""
+    import transformers
+
+    exact = {way: [name for name, each in results.items() if each.get(way, 1.0) <= BOUND] for way in WAYS}
+    head = (
+        f"Types of transformers {transformers.__version__}: {len(results)}. Equal to a plain loop of torch at a "
+        f"relative {BOUND:g}: " + ", ".join(f"{len(names)} on {way}" for way, names in exact.items()) + "."
+    )
+    rows = ["| type | class | " + " | ".join(WAYS) + " | reason |", "|---|---|" + "---|" * (len(WAYS) + 1)]
+    for name, each in sorted(results.items()):
+        cells = [f"{each[way]:.0e}" if way in each else "–" for way in WAYS]
+        reason = each.get("reason", "") or ("" if all(name in names for names in exact.values()) else "differs")
+        rows.append(f"| {name} | {each.get('class', '')} | {' | '.join(cells)} | {reason.replace('|', '/')} |")
+    return "\n".join([head, "", *rows])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("types", nargs="*")
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args(arguments)
+    results = json.loads(options.file.read_text()) if options.file.exists() else {}
+    if options.write:
+        text = PAGE.read_text(encoding="utf-8")
+        before, after = text.split(BEGIN)[0], text.split(END)[1]
+        PAGE.write_text(f"{before}{BEGIN}\n\n{table(results)}\n\n{END}{after}", encoding="utf-8")
+        return 0
+    for name in options.types or [each for each in TYPES if each not in results]:
+        results[name] = compare(name)
+        draft = options.file.with_suffix(".draft")
+        draft.write_text(json.dumps(results, indent=1, sort_keys=True))
+        os.replace(draft, options.file)
+        print(name, results[name], flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

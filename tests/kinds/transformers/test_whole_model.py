@@ -1,0 +1,132 @@
+"""Classes of transformers as models of runs: against a plain loop of torch, on layouts, through checkpoints and
+exports, and refused settings."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron.checkpoint import open_checkpoint
+from megatron.checkpoint.hf.export import export
+from megatron.checkpoint.hf.verify import prove
+from megatron.checkpoint.save.store import find_checkpoint
+from megatron.config import ConfigError, resolve
+from megatron.model.generate import Sampling, generate
+from megatron.model.stack import build_model
+from megatron.testing import check_layouts, on_ranks, train_on_ranks
+from tests.kinds.transformers.steps import by_engine, by_torch, differences, values_of
+from tests.kinds.transformers.tiny import tiny
+
+# Forms of attention, a recurrence, experts, a scale and a cap of logits, a learned table, an encoder's decoder.
+SAMPLE = ("qwen3", "gpt2", "mamba", "gpt_oss", "gemma2", "cohere", "bart", "qwen3_next")
+BOUND = 1e-5  # four steps in fp32, whose sums are in other orders
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_four_steps_are_those_of_a_plain_loop(name):
+    """On one rank, and with ZeRO 3 on two."""
+    options = tiny(name)
+    losses, weights = by_torch(values_of(name, options))
+    for ranks, stage in ((1, 0), (2, 3)):
+        found = differences(on_ranks(ranks, by_engine, values_of(name, options, stage), ranks), losses, weights)
+        assert max(found[:2]) <= BOUND, (ranks, found)
+
+
+def test_gradients_do_not_depend_on_the_layout():
+    values = values_of("qwen3", tiny("qwen3"))
+    check_layouts(values, [{"zero": {"stage": stage}} for stage in (1, 2, 3)])
+    recomputed = {"training": {**values["training"], "activation_checkpointing": {"mode": "full"}}}
+    check_layouts({**values, **recomputed}, [{"zero": {"stage": 0}}, {"zero": {"stage": 3}}])
+
+
+def test_a_run_resumes_on_another_layout_and_is_exported(tmp_path):
+    """Dropout too is the same after a resume."""
+    options = {**tiny("gpt2"), "resid_pdrop": 0.1, "embd_pdrop": 0.1}
+    values = {**values_of("gpt2", options), "checkpoint": {"every": 2}}
+    whole = train_on_ranks(1, {**values, "run": {"dir": str(tmp_path / "whole")}})
+    half = {**values, "run": {"dir": str(tmp_path / "half")}}
+    train_on_ranks(1, {**half, "training": {**values["training"], "stop_at_step": 2}})
+    both = train_on_ranks(2, {**half, "zero": {"stage": 3}})
+    losses, wanted = ([each["loss"] for each in records if "loss" in each] for records in (both, whole))
+    assert len(wanted) == 4 and losses == pytest.approx(wanted, rel=BOUND)
+    checkpoint = open_checkpoint(find_checkpoint(tmp_path / "half"))
+    export(checkpoint, tmp_path / "hf")
+    assert prove(checkpoint, tmp_path / "hf", None).holds
+
+
+def test_weights_of_a_folder_are_the_start(tmp_path):
+    torch.manual_seed(5)
+    settings = {**tiny("llama"), "eos_token_id": 1}
+    values = values_of("llama", settings)
+    theirs = build_model(resolve(values)).as_saved(torch.float32)
+    with torch.no_grad():
+        for each in theirs.parameters():
+            each.add_(torch.randn_like(each) * 0.1)
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = build_model(resolve(values_of(str(tmp_path / "theirs"), {}, weights=True))).eval()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").eval()
+    tokens = torch.randint(0, 96, (2, 9))
+    with torch.no_grad():
+        assert torch.allclose(model.logits(tokens), again(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_text_is_that_of_transformers():
+    model = build_model(resolve(values_of("gemma2", tiny("gemma2")))).eval()
+    prompt = torch.tensor([[3, 1, 4, 1, 5]])
+    cached, again = (
+        torch.stack(list(generate(model, prompt, 8, Sampling(temperature=0), cache=cache)), 1)
+        for cache in (True, False)
+    )
+    wanted = model.as_saved(torch.float32).generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert cached.equal(again) and cached.equal(wanted[:, 5:])
+
+
+WRONG = {
+    "unknown type": ({"config": "qwen33"}, {}, "'qwen33' must be a folder, a file or a model type", "qwen3"),
+    "no config": ({"config": None}, {}, "must be a folder, a config.json or a model type", "config: qwen3"),
+    "unknown setting": ({"options": {"hidden_sise": 3}}, {}, "'hidden_sise' must be a setting of", "hidden_size"),
+    "a setting of another type": ({"options": {"hidden_size": "x"}}, {}, "must be what transformers accepts", ""),
+    "no weights": ({"weights": True}, {}, "is no folder with weights", "*.safetensors"),
+    "not causal": ({"config": "bert", "options": None}, {}, "must be causal", "is_decoder"),
+    "own layers": ({}, {"model": {"norm": {"epsilon": 1e-6}}}, "must not be given with layers", "remove it"),
+    "another width": ({}, {"model": {"hidden_size": 48}}, "must be 32, the value of Qwen3ForCausalLM", "hidden_size"),
+    "tensor": ({}, {"parallel": {"tensor": 2}}, "tensor must be 1", "ZeRO"),
+    "documents": ({}, {"data": {"synthetic": "copy", "reset_attention_at_eod": True}}, "must be false", "remove"),
+    "adapters": ({}, {"adapter": {"type": "lora", "rank": 2}}, "must be none with layers: transformers", "import"),
+    "selective": (
+        {},
+        {"training": {"activation_checkpointing": {"mode": "selective"}}},
+        "mode must be none or full",
+        "use full",
+    ),
+    "two models": ({}, {"model": {"layers": "transformers x2"}}, "must be the only layer", "layers: transformers"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_settings_are_refused_before_the_start(case):
+    own, other, rule, fix = WRONG[case]
+    name = own.get("config", "qwen3")
+    options = {**tiny("bert"), "is_decoder": False} if name == "bert" else own.get("options", tiny("qwen3"))
+    values = values_of(name, options, **{key: own[key] for key in own if key not in ("config", "options")})
+    for section, keys in other.items():
+        values[section] = {**values.get(section, {}), **keys}
+    if case == "another width":
+        values["model"]["transformers"]["options"] = tiny("qwen3")
+    with pytest.raises(ConfigError) as caught:
+        resolve(values, ranks=2)
+    assert rule in str(caught.value) and fix in str(caught.value)
+
+
+def test_code_of_a_folder_does_not_run(tmp_path):
+    (tmp_path / "configuration_x.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    auto = {"AutoConfig": "configuration_x.X", "AutoModelForCausalLM": "configuration_x.X"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x_of_nobody", "auto_map": auto}))
+    with pytest.raises(ConfigError, match="trust_remote_code"):
+        resolve(values_of(str(tmp_path), {}))
+    with pytest.raises(ConfigError, match="--extensions"):  # in a file that somebody else wrote
+        resolve(values_of(str(tmp_path), {}, trust_remote_code=True), whose="a checkpoint")
+    assert not (tmp_path / "ran").exists()
