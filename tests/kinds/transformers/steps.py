@@ -59,6 +59,7 @@ def by_torch(values: dict[str, Any]) -> tuple[list[float], dict[str, np.ndarray]
     """The same by transformers and torch, in one process: losses and weights, flattened."""
     from megatron.kinds.transformers.build import hf_model
     from megatron.kinds.transformers.options import TransformersOptions
+    from megatron.kinds.transformers.probe import arguments_of
 
     model = hf_model(TransformersOptions.model_validate(values["model"]["transformers"]).model_dump(), seed_of(values))
     optimizer = torch.optim.SGD(model.parameters(), LR, MOMENTUM)
@@ -67,7 +68,7 @@ def by_torch(values: dict[str, Any]) -> tuple[list[float], dict[str, np.ndarray]
         tokens = tokens_of(step, vocabulary)
         losses.append(0.0)
         for row in tokens.split(1):  # some classes route or normalise over a batch
-            logits = model(input_ids=row[:, :-1]).logits
+            logits = model(input_ids=row[:, :-1], **arguments_of(model)).logits
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), row[:, 1:].flatten()) / BATCH
             loss.backward()
             losses[-1] += float(loss.detach())

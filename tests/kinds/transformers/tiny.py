@@ -50,6 +50,7 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), 64),
     **dict.fromkeys(("sliding_window", "attention_window_size", "sliding_window_size", "window_size"), 8),
     **dict.fromkeys(("index_topk", "local_attention", "attention_chunk_size"), 8),
+    "full_attention_interval": 2,
     "image_size": 32,
     "patch_size": 16,
 }
