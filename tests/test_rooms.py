@@ -129,6 +129,7 @@ ABOUT_KINDS = {
     "megatron.checkpoint.hf.rwkv_files": "the published files of single kinds",
     "megatron.checkpoint.hf.parts": "rotary options and windows are attention's where nothing else is said",
     "megatron.checkpoint.hf.versions": "transformers' word for a type of layers, which is also ours",
+    "megatron.checkpoint.hf.export": "the package transformers, whose name a kind has",
     "megatron.checkpoint.format.meta": "the package transformers, whose name a kind has",
     "megatron.command.verbs": "a folder of tools",
     "megatron.engine.deepspeed.expert_groups": "DeepSpeed's word for optimizer groups of experts",
