@@ -10,7 +10,7 @@ RULES = {
     "td,th": "padding:.2em .8em|text-align:right",
     "td:first-child,th:first-child": "text-align:left",
     "pre": "white-space:pre-wrap|background:#f4f4f4|padding:.6em|max-height:16em|overflow:auto",
-    ".bar": "background:#47a|height:.8em|display:inline-block",
+    ".bar": "background:#47a|height:.8em|display:block",
 }
 STYLE = "".join(f"{name}{{{rule.replace('|', ';')}}}" for name, rule in RULES.items())
 

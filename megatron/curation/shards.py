@@ -17,6 +17,7 @@ from .recipe import RecipeSection, SourceSection
 ENDINGS = {"jsonl": ".jsonl .ndjson", "parquet": ".parquet", "warc": ".warc .wet", "text": ".txt .md .rst .py"}
 FORMATS = {ending: name for name, endings in ENDINGS.items() for ending in endings.split()}
 STDLIB = "{stdlib}"  # in a path: the folder of Python's standard library
+NO_FORMAT = "its ending stands for no format"
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 
 
@@ -27,7 +28,7 @@ class InputFile:
     Attributes:
         url: what fsspec opens.
         name: path below the source's folder. It is a part of ids.
-        format: "jsonl", "parquet", "warc" or "text".
+        format: "jsonl", "parquet", "warc" or "text". Empty if the ending stands for none.
         size: bytes.
         state: a time or tag of its last change.
         problem: why it must not be read. Empty if it may be.
@@ -77,15 +78,15 @@ def find_files(source: SourceSection) -> list[InputFile]:
         kind = source.format if source.format != "auto" else format_of(name)
         folders = name.split("/")[:-1]
         wanted = not source.endings or name.endswith(tuple(source.endings))
-        if kind is None or not wanted or set(folders) & set(source.skip) or entry["type"] == "directory":
+        if not wanted or set(folders) & set(source.skip) or entry["type"] == "directory":
             continue
         state = str(
             next((entry[each] for each in ("ETag", "etag", "mtime", "LastModified", "updated") if each in entry), "")
         )
-        problem = _unsafe(system, base, path, entry)
+        problem = _unsafe(system, base, path, entry) or ("" if kind else NO_FORMAT)
         url = _shown(system.unstrip_protocol(path))
-        found.append(InputFile(source.name, url, _shown(name), kind, int(entry["size"] or 0), state, problem))
-    if not found:
+        found.append(InputFile(source.name, url, _shown(name), kind or "", int(entry["size"] or 0), state, problem))
+    if all(each.problem == NO_FORMAT for each in found):
         raise DataError(source.path, f"no file of source {source.name} can be read", "check path, format and endings")
     return found
 

@@ -100,8 +100,9 @@ def test_half_written_and_foreign_files(inputs: Path, tmp_path: Path) -> None:
     packed = gzip.compress(b"".join(b'{"text": "%d"}\n' % each for each in range(1000)))
     (inputs / "d.jsonl.gz").write_bytes(packed[: len(packed) // 2])
     (inputs / "e.jsonl.zst").write_bytes(b"no zstandard")
-    (inputs / "f.bin").write_bytes(b"not read")
+    (inputs / "f.tar.gz").write_bytes(b"not read")
     found = quarantined(tmp_path)
+    assert found.pop("f.tar.gz") == "its ending stands for no format"
     assert found.pop("a.parquet:2") == "the value of 'text' is no text"
     assert found.pop("c.parquet") == "the table has no column 'text', but content"
     assert found.keys() == {"b.parquet", "d.jsonl.gz", "e.jsonl.zst"}

@@ -64,6 +64,8 @@ def show(result: dict) -> None:
         for stage in result["stages"]:
             gone = sum(sum(each.values()) for each in result["removed"].get(stage, {}).values())
             print(f"{stage:28} removed {gone:,}")
+            for what, sources in sorted(result["noted"].get(stage, {}).items()):
+                print(f"{'':28} {what}: {sum(sources.values()):,}")
         broken = sum(sum(each.values()) for each in result["quarantined"].values())
         print(f"{entered:,} documents read, {kept:,} kept, {broken:,} records or files quarantined")
         print(f"page: {result['output'].rstrip('/')}/report.html")
