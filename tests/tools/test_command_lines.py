@@ -39,6 +39,14 @@ CASES = {
         (["run", "--step", "3", "--to", "2"], "3 to 2 are no steps"),
         (["run", "--step", "-1"], "-1 to -1 are no steps"),
     ],
+    "data/mixture.py": [
+        (["show", "run", "--cap", "2"], "--cap must be omitted: show does not read it"),
+        (["show", "run", "other"], "it takes one name, not 2"),
+        (["weigh", "web=web", "--temperature", "nan"], "--temperature: it must be a number above 0"),
+        (["weigh", "web"], "must be different names with values"),
+        (["propose", "web=web", "--count", "0"], "--count: it must be a number above 0"),
+        (["fit", "nowhere.yml"], "nowhere.yml"),
+    ],
     "data/prepare.py": [(["english", "--limit", "0"], "0 is no number of documents")],
     "data/train_tokenizer.py": [
         (["--input", "flat.yml", "--output", "t.json", "--limit", "nan"], "nan is no number of bytes"),

@@ -21,9 +21,18 @@ if __name__ == "__main__":
 
 import argparse  # noqa: E402
 import json  # noqa: E402
+import math  # noqa: E402
 from pathlib import Path  # noqa: E402
 
+from megatron.command.given_options import refuse_unread  # noqa: E402
 from tools.data.command import run_left_out, run_tool  # noqa: E402
+
+READ = {  # options of each verb
+    "show": {"points"},
+    "weigh": {"tokens", "temperature", "cap", "budget"},
+    "propose": {"temperature", "count", "seed", "base", "output"},
+    "fit": {"seed", "validation"},
+}
 
 
 def options() -> argparse.ArgumentParser:
@@ -52,6 +61,17 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(given: argparse.Namespace) -> dict:
+    from megatron.data.errors import DataError
+
+    refuse_unread(options(), given, READ[given.verb] | {"verb", "given", "json"}, given.verb)
+    if given.verb in ("show", "fit") and len(given.given) > 1:
+        raise DataError(given.verb, f"it takes one name, not {len(given.given)}", "run it once for each")
+    numbers = {"points": given.points, "tokens": given.tokens, "temperature": given.temperature, "cap": given.cap}
+    for name, value in (numbers | {"count": given.count, "seed": given.seed + 1}).items():
+        if value is not None and not (0 < value < 1e30 or (name == "temperature" and value == math.inf)):
+            raise DataError(
+                f"--{name}", f"it must be a number {'of at least' if name == 'seed' else 'above'} 0", "give one"
+            )
     return {"show": over_time, "weigh": weigh, "propose": propose, "fit": fit}[given.verb](given)
 
 
@@ -66,8 +86,6 @@ def over_time(given: argparse.Namespace) -> dict:
     provenance = Provenance(config, left_out=run_left_out(given.given[0]))
     if not isinstance(provenance.plan, SamplePlan):
         raise DataError("data.synthetic", "this run makes its data, so it has no sources", "name another run")
-    if given.points < 1:
-        raise DataError("--points", f"it must be at least 1, not {given.points}", "omit it for 10")
     ledger = config_file(given.given[0]).with_name("ledger.jsonl")
     read = max(batch_hashes(ledger), default=-1) + 1 if ledger.is_file() else 0
     sources = [each.name for each in provenance.plan.sources]
@@ -102,9 +120,8 @@ def weigh(given: argparse.Namespace) -> dict:
     except ValueError as error:
         raise DataError("--budget", f"{error}", "write it as in books=2e9") from error
     tokens = given.tokens if given.tokens is not None else sum(sizes.values())
-    if not budgets.keys() <= sizes.keys() or not tokens > 0 or not given.temperature > 0:
-        rule = f"budgets must be of {', '.join(sizes)}, and tokens and temperature above 0"
-        raise DataError("--budget, --tokens, --temperature", rule, "change them")
+    if not budgets.keys() <= sizes.keys() or not all(0 < each < 1e30 for each in budgets.values()):
+        raise DataError("--budget", f"budgets must be numbers of {', '.join(sizes)}", "write them as in books=2e9")
     found = shares(sizes, tokens, given.temperature, given.cap, budgets)
     train = [{"path": paths[name], "name": name, "weight": found[name]} for name in sizes if found[name]]
     rows = {
