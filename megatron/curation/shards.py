@@ -81,7 +81,14 @@ def find_files(source: SourceSection) -> list[InputFile]:
         if not wanted or set(folders) & set(source.skip) or entry["type"] == "directory":
             continue
         state = str(
-            next((entry[each] for each in ("ETag", "etag", "mtime", "LastModified", "updated") if each in entry), "")
+            next(
+                (
+                    entry[each]
+                    for each in ("ETag", "etag", "blob_id", "mtime", "LastModified", "updated")
+                    if each in entry
+                ),
+                "",
+            )
         )
         problem = _unsafe(system, base, path, entry) or ("" if kind else NO_FORMAT)
         url = _shown(system.unstrip_protocol(path))

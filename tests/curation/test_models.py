@@ -176,3 +176,24 @@ def test_escalation_is_the_conjunction_of_its_levels(bert: Path, tmp_path: Path)
     ]
     assert report["noted"]["01_escalate"] == {"escalated, and kept by 02_classifier": {"s": sum(listed) - sum(both)}}
     assert report["removed"]["01_escalate"] == {"classifier above 0.5": {"s": sum(both)}}
+
+
+def test_a_fasttext_model_of_both_stages(tmp_path: Path) -> None:
+    """Where fastText is installed: labels and probabilities of its own bound function, line ends being spaces."""
+    fasttext = pytest.importorskip("fasttext")
+    lines_ = [f"__label__{name} {text}\n" for name, text in TEXTS.items()]
+    (tmp_path / "train.txt").write_text("".join(lines_ * 30))
+    model = fasttext.train_supervised(
+        str(tmp_path / "train.txt"), dim=8, epoch=60, lr=1.0, minn=1, maxn=3, bucket=2000, verbose=0, thread=1
+    )
+    model.save_model(str(tmp_path / "model.bin"))
+    language = stage("language", model=str(tmp_path / "model.bin"), keep=["en"])
+    german = stage("classifier", model=str(tmp_path / "model.bin"), label="de", most=0.5)
+    for name, text in TEXTS.items():
+        document = Document(text.replace(" ", "\n", 1), "a")
+        assert (language(document) is None) == (name == "en") and document.metadata["language"] == name
+        assert (german(document) is None) == (name != "de")
+        expected = {label: value for value, label in model.f.predict(text + "\n", -1, 0.0, "strict")}
+        assert document.metadata["scores"]["classifier"]["max"] == pytest.approx(
+            min(expected["__label__de"], 1), abs=1e-6
+        )

@@ -39,6 +39,10 @@ CASES = {
         (["run", "--step", "3", "--to", "2"], "3 to 2 are no steps"),
         (["run", "--step", "-1"], "-1 to -1 are no steps"),
     ],
+    "data/curate.py": [
+        (["fineweb", "--source", "web", "--check"], "'web' is not NAME=PATH"),
+        (["fineweb", "--source", "web=x", "--workers", "0", "--check"], "workers must be a whole number of at least 1"),
+    ],
     "data/mixture.py": [
         (["show", "run", "--cap", "2"], "--cap must be omitted: show does not read it"),
         (["show", "run", "other"], "it takes one name, not 2"),

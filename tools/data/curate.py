@@ -1,8 +1,9 @@
 #!/usr/bin/env python
 """Filter and deduplicate texts by a recipe.
 
-    python tools/data/curate.py configs/curation/python_stdlib.yml --output data/stdlib --workers 4
-    python tools/data/curate.py configs/curation/python_stdlib.yml --check
+    python tools/data/curate.py python_stdlib --output data/stdlib --workers 4
+    python tools/data/curate.py fineweb --source web=crawl --output data/web
+    python tools/data/curate.py my.yml --check
 
 The output is the same for any number of workers. A run that was killed continues when it is started again.
 """
@@ -26,7 +27,9 @@ from tools.data.command import run_tool  # noqa: E402
 
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", metavar="RECIPE", help="a recipe (docs/curation.md)")
+    parser.add_argument(
+        "recipe", metavar="RECIPE", help="a recipe, or the name of a ready one: fineweb (docs/curation.md)"
+    )
     parser.add_argument("--output", metavar="FOLDER", help="in place of the recipe's output")
     parser.add_argument(
         "--source",
@@ -42,10 +45,15 @@ def options() -> argparse.ArgumentParser:
 
 def main(given: argparse.Namespace) -> dict:
     from megatron.curation.recipe import read_recipe
+    from megatron.data.errors import DataError
+    from megatron.installation import configuration_file
 
+    if wrong := [each for each in given.source or () if not all(each.partition("=")[::2])]:
+        raise DataError("--source", f"{wrong[0]!r} is not NAME=PATH", "write it as in web=crawl")
     sources = [dict(zip(("name", "path"), each.split("=", 1))) for each in given.source or ()]
     overrides = {"output": given.output, "workers": given.workers, "sources": sources or None}
-    recipe = read_recipe(given.recipe, {name: value for name, value in overrides.items() if value is not None})
+    path = configuration_file(given.recipe) or configuration_file(f"curation/{given.recipe}") or given.recipe
+    recipe = read_recipe(path, {name: value for name, value in overrides.items() if value is not None})
     if given.check:
         return {"stages": [each.title for each in recipe.stages]}
     from megatron.curation.run import run
