@@ -1,9 +1,9 @@
 """ledger.jsonl: the events of a run, in order, never rewritten.
 
 Every line has `event` and `time` (UTC), and a checksum (`crc`). Events: start, resume, batches (the hash of every
-step's global batch), blend (its weights from a step on), checkpoint, uploaded (a whole copy elsewhere), copies_left,
-superseded, spike, rollback, stop, error, end. The launcher writes restart and given_up. damaged names lines that are
-now in ledger.damaged.jsonl.
+step's global batch), blend (its weights), checkpoint, uploaded (a whole copy elsewhere), copies_left, superseded,
+spike, rollback, stop, error, end. The launcher writes restart and given_up. damaged names lines that are now in
+ledger.damaged.jsonl.
 Entries with `spent`, such as `mark`, have the account of the run's time (see `goodput`). After a resume the same
 steps may come again: the weights saw the batch of the last entry about a step.
 """

@@ -1,13 +1,12 @@
 #!/usr/bin/env python
 """Weights of a blend, and the tokens of each source that a run plans to read and has read.
 
-    python tools/data/mixture.py show runs/my                      tokens by source over the steps of a run
-    python tools/data/mixture.py weigh web=data/web books=data/books --tokens 2e9 --temperature 2 --cap 4
-    python tools/data/mixture.py propose web=data/web books=data/books --count 32 --base tiny.yml --output mixtures.yml
-    python tools/data/mixture.py fit mixtures.yml                  the best weights, as the finished runs predict them
+    python tools/data/mixture.py show runs/my
+    python tools/data/mixture.py weigh web=data/web books=data/books --tokens 2e9 --temperature 2
 
-`weigh` prints data.train of a configuration. `propose` writes a suite of tiny runs with random weights for `deepy suite
-mixtures.yml launch`, and `fit` reads their validation losses. Both are RegMix's method (docs/curation.md).
+`show` lists tokens by source over the steps of a run. `weigh` prints data.train of a configuration. `propose` writes a
+suite of tiny runs with random weights for `deepy suite`, and `fit` finds the best weights from their validation losses.
+Both are RegMix's method (docs/curation.md).
 """
 
 from __future__ import annotations
