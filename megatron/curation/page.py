@@ -61,12 +61,12 @@ def _flow(report: dict[str, Any], entered: int, kept: int) -> str:
 
 def _noted(report: dict[str, Any], entered: int) -> str:
     """Counts of stages about documents that they keep, with their removals for comparison."""
-    rows = [_row(["stage", "counted", "number", "share"], "th")]
+    rows = [_row(["stage", "counted", "number", "per 100 documents read"], "th")]
     for stage, found in sorted(report["noted"].items()):
         gone = sum(sum(sources.values()) for sources in report["removed"].get(stage, {}).values())
         counts = {what: sum(sources.values()) for what, sources in sorted(found.items())} | {"removed": gone}
         for what, count in counts.items():
-            rows.append(_row([escape(stage), escape(what), f"{count:,}", f"{count / max(entered, 1):.2%}"]))
+            rows.append(_row([escape(stage), escape(what), f"{count:,}", f"{100 * count / max(entered, 1):,.2f}"]))
     return f"<h2>Counted, and kept</h2><table>{''.join(rows)}</table>" if len(rows) > 1 else ""
 
 

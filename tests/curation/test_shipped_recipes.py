@@ -118,7 +118,7 @@ def test_deep_ignorance_reports_the_rates_of_both_levels(tmp_path: Path) -> None
     found = next(each for each in lines(tmp_path / "out/documents") if each["id"] == "dclm/a.jsonl:9")
     assert found["metadata"]["escalated"][0].startswith("01_blocklist: pathogens, virulence")
     page = (tmp_path / "out/report.html").read_text()
-    assert "escalated, and kept by 02_classifier" in page and f"{1 / len(texts):.2%}" in page
+    assert "escalated, and kept by 02_classifier" in page and f"{100 / len(texts):.2f}</td>" in page
 
 
 def test_fineweb(tmp_path: Path) -> None:
