@@ -92,16 +92,18 @@ def list_signals(name: str, terms: list[str]) -> dict[str, Signal]:
     """Signals of a list of terms: as words, as RedPajama v2 counts them, and as parts of the raw text, as Zyda does."""
     known = {tuple(each.split()) for each in terms}
     lengths, single = sorted({len(each) for each in known}), frozenset(terms)
-    pattern = "|".join(map(re.escape, sorted(terms, key=lambda each: (-len(each), each))))
 
     def ngrams(view: TextViews) -> float:
         return sum(gram in known for length in lengths for gram in view.ngrams(length))
+
+    def count(view: TextViews) -> int:
+        return sum(map(view.text.count, terms))
 
     return {
         f"list.{name}.words": ngrams,
         f"list.{name}.word_fraction": lambda view: share(
             sum(each in single for each in view.raw_words), len(view.raw_words)
         ),
-        f"list.{name}.count": _count(pattern),
-        f"list.{name}.per_character": _per_character(pattern),
+        f"list.{name}.count": count,
+        f"list.{name}.per_character": lambda view: share(count(view), len(_transformed(view.text))),
     }

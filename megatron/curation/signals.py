@@ -74,8 +74,6 @@ def _top(n: int) -> Callable[[TextViews], float | None]:
     """The share of characters in the most common n-gram, overlapping ones counted each."""
 
     def signal(view: TextViews) -> float | None:
-        if not view.words:
-            return None
         common = Counter(view.ngrams(n)).most_common(1)
         if not common or common[0][1] <= 1:
             return 0.0
@@ -89,12 +87,10 @@ def _duplicated(n: int) -> Callable[[TextViews], float | None]:
     """The share of characters in n-grams that occur at least twice, each character once."""
 
     def signal(view: TextViews) -> float | None:
-        if not view.words:
-            return None
         grams = view.ngrams(n)
         counts = Counter(grams)
         marked = {first + place for first, gram in enumerate(grams) if counts[gram] > 1 for place in range(n)}
-        return share(sum(len(view.words[each]) for each in marked), view.characters)
+        return share(sum(len(view.words[each]) for each in marked), view.characters) or 0.0
 
     return signal
 
@@ -133,8 +129,8 @@ DOCUMENT: dict[str, Callable[[TextViews], float | None]] = {
     "rps_doc_frac_all_caps_words": lambda view: share(sum(map(str.isupper, view.raw_words)), len(view.raw_words)),
     **{f"rps_doc_frac_chars_top_{n}gram": _top(n) for n in (2, 3, 4)},
     **{f"rps_doc_frac_chars_dupe_{n}grams": _duplicated(n) for n in range(5, 11)},
-    "rps_doc_lorem_ipsum": lambda view: share(view.normal.count("lorem ipsum"), len(view.normal)),
-    "rps_doc_curly_bracket": lambda view: share(view.text.count("{") + view.text.count("}"), len(view.text)),
+    "rps_doc_lorem_ipsum": lambda view: share(view.normal.count("lorem ipsum"), len(view.normal)) or 0.0,
+    "rps_doc_curly_bracket": lambda view: share(view.text.count("{") + view.text.count("}"), len(view.text)) or 0.0,
 }
 LINES: dict[str, Callable[[TextViews], list[float]]] = {
     "rps_lines_javascript_counts": lambda view: [float(each.split().count("javascript")) for each in view.normal_lines],

@@ -72,15 +72,19 @@ def test_counted_by_hand():
     assert list_signals("x", ["one", "two"])["list.x.word_fraction"](view) == round(3 / 12, 8)
 
 
-def test_a_text_without_words_has_no_value():
+def test_a_text_without_words_has_the_published_values():
+    """RedPajama v2's program gives 0 for shares of repetitions, and None for means over words."""
     view = TextViews("  \n ")
     undefined = {name for name, signal in DOCUMENT.items() if signal(view) is None}
-    assert undefined == DOCUMENT.keys() - {
-        "rps_doc_num_sentences",
-        "rps_doc_word_count",
-        "rps_doc_frac_lines_end_with_ellipsis",
-        "rps_doc_curly_bracket",
+    assert undefined == {
+        "rps_doc_mean_word_length",
+        "rps_doc_symbol_to_word_ratio",
+        "rps_doc_frac_no_alph_words",
+        "rps_doc_frac_unique_words",
+        "rps_doc_unigram_entropy",
+        "rps_doc_frac_all_caps_words",
     }
+    assert all(DOCUMENT[name](view) == 0 for name in DOCUMENT.keys() - undefined)
     assert [signal(TextViews("")) for signal in LINES.values()] == [[]] * len(LINES)
 
 
