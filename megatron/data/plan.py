@@ -34,6 +34,7 @@ class SourceUse:
     Attributes:
         weight: requested share of the samples (of its first phase).
         epochs: tokens read, as a multiple of the `available` ones.
+        available: tokens of the source. 0 for a stream whose tokens are not counted yet.
     """
 
     name: str
@@ -185,9 +186,11 @@ class SamplePlan:
                 for phase in self.phases
                 if source.index in phase.members
             )
-            available = source.order.tokens
+            available = 0 if source.opened.grows else source.order.tokens
             texts = (source.name, str(source.file.prefix), source.order.description)
-            result.append(SourceUse(*texts, weight, samples, tokens, tokens / available, available))
+            result.append(
+                SourceUse(*texts, weight, samples, tokens, tokens / available if available else 0.0, available)
+            )
         return result
 
     def document_weights(self) -> dict[str, str]:

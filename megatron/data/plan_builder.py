@@ -79,6 +79,7 @@ class _Builder:
             self.data.seed,
             self.data.cache,
             self.data.drop_long,
+            self.data.window,
         )
 
     @property
@@ -150,11 +151,18 @@ class _Builder:
     def _open(self, sections: list[SourceSection]) -> list[SourceFile]:
         from .agreement import refuse_unlike_tokenizers
 
-        opened = [SourceFile(section, self.data.cache, self._bounds(section)) for section in sections]
+        opened = [self._source(section) for section in sections]
         for each in opened:
             each.check_ids(self.config.model.vocab_size)
         refuse_unlike_tokenizers(opened, self.config.tokenizer)
         return opened
+
+    def _source(self, section: SourceSection) -> SourceFile:
+        if section.stream is None:
+            return SourceFile(section, self.data.cache, self._bounds(section))
+        from .stream.source import open_source
+
+        return open_source(section, self.config)
 
     def _bounds(self, section: SourceSection) -> tuple[int, int] | None:
         from .order.order import split_bounds
@@ -267,14 +275,13 @@ class _Builder:
         phases: list[PlannedPhase] = []
         taken = [0] * len(sources)
         for number, (start, entries, members, weights) in enumerate(parts):
-            lengths = [sources[each].order.length for each in members]
             endless = any(sources[each].order.endless for each in members)
             if number + 1 < len(parts):
                 length = (parts[number + 1][0] - start) * self.batch
             elif len(parts) > 1 or (endless and not whole):
                 length = max(steps - start, 1) * self.batch
             else:
-                length = sum(lengths)
+                length = sum(sources[each].order.length for each in members)
             drawn = length if whole or len(members) == 1 else min(length, max(steps - start, 1) * self.batch)
             blend = Blend(weights, drawn, self.data.cache, as_neox=self.data.order == "pythia" and not whole)
             counts = tuple(each.counts if self.split == "train" else float(each.loss) for each in entries)

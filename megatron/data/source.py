@@ -15,7 +15,7 @@ from .errors import DataError
 from .hashing import content_hash
 from .manifest import Manifest, read_manifest
 from .order.cache import examine_once
-from .order.order import Order, SequentialOrder, StreamOrder, TokenRange
+from .order.order import Order, SequentialOrder, StreamOrder, TokenRange, WindowOrder
 from .order.overflow import OverflowOrder
 from .order.packing import PackedOrder
 from .order.pythia import PythiaOrder
@@ -32,12 +32,13 @@ PIECE = 1 << 24  # weights that are checked together
 class OrderRequest:
     """The keys of `data` that an order depends on, and S. A `cache` of None keeps arrays in memory."""
 
-    kind: Literal["pythia", "stream", "sequential"]
+    kind: Literal["pythia", "stream", "sequential", "window"]
     packing: Literal["continuous", "best_fit", "until_overflow"]
     sequence_length: int
     seed: int
     cache: str | os.PathLike | None
     drop_long: bool = False
+    window: int = 1
 
 
 class SourceFile:
@@ -70,6 +71,11 @@ class SourceFile:
             )
 
         self.label_checksums = _checksums(self.labels, read_manifest(self.labels.prefix)) if self.labels else None
+
+    @property
+    def grows(self) -> bool:
+        """Whether its tokens are still being made, so that their number is not known."""
+        return False
 
     def check(self, spans: tuple[TokenRange, ...]) -> None:
         """Check the index entries and blocks of these tokens before they are read.
@@ -116,10 +122,10 @@ class SourceFile:
         where = (self.file, self.first, self.last, request.sequence_length)
         known = {"fingerprint": self.facts["fingerprint"], "cache": request.cache}
         if request.packing == "best_fit":
-            if request.kind == "pythia":
+            if request.kind in ("pythia", "window"):
                 raise DataError(
                     "data.packing",
-                    "best_fit packs whole documents, and the pythia order cuts them",
+                    f"best_fit packs whole documents, and the {request.kind} order cuts them",
                     "use data.order: stream (shuffled) or sequential",
                 )
             return PackedOrder(*where, request.seed if request.kind == "stream" else None, **known)
@@ -130,6 +136,8 @@ class SourceFile:
             return OverflowOrder(*where, request.seed, samples=samples, epochs=epochs, **known)
         if request.kind == "pythia":
             return PythiaOrder(*where, request.seed, samples=samples, epochs=epochs, **known)
+        if request.kind == "window":
+            return WindowOrder(*where, request.seed, request.window)
         return StreamOrder(*where, request.seed) if request.kind == "stream" else SequentialOrder(*where)
 
 

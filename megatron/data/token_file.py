@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import os
 import struct
+from bisect import bisect_right
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -132,6 +134,25 @@ class TokenFile:
     def flat(self, start: int, length: int) -> np.ndarray:
         """`length` tokens of the whole file from token `start`, without a copy."""
         return self._data[start : start + length]
+
+    def tokens_of(self, first: int, last: int, wanted: int | None = None) -> int:
+        """Tokens of documents first ... last-1. Of a file that grows, at least the `wanted` ones, or all."""
+        if first >= last:
+            return 0
+        end = int(self.offsets[last - 1]) // self.dtype.itemsize + int(self.sizes[last - 1])
+        return end - int(self.offsets[first]) // self.dtype.itemsize
+
+    def all_have(self, size: int, first: int, last: int) -> bool:
+        """Whether documents first ... last-1 have `size` tokens each."""
+        sizes = self.sizes[first:last]
+        return last > first and int(sizes.min()) == int(sizes.max()) == size
+
+    def documents_from(self, position: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """Documents of first ... last-1 from the one that has a token of the .bin on: each document's number, first
+        token and size."""
+        width, offsets = self.dtype.itemsize, self.offsets
+        for document in range(bisect_right(offsets, position * width, first, last) - 1, last):
+            yield document, int(offsets[document]) // width, int(self.sizes[document])
 
     def verify(self) -> None:
         """Check every entry of the index: no negative size, and offsets that are the running sum of the sizes.

@@ -298,9 +298,10 @@ def _validation_sets(config: Config, world: World) -> list[ValidationSet]:
 def _describe_data(loader: Loader, log: Callable[[str], Any]) -> None:
     """Log what the run will read of each source."""
     for use in loader.plan.uses():
-        log(f"data: {use.name}: {use.tokens:,} tokens, {use.epochs:.3g} epochs of {use.available:,} ({use.order})")
+        passes = f"{use.epochs:.3g} epochs of {use.available:,}" if use.available else "of a stream"
+        log(f"data: {use.name}: {use.tokens:,} tokens, {passes} ({use.order})")
     for source in getattr(loader.plan, "sources", ()):
-        if source.opened.checksums is None:
+        if source.opened.checksums is None and not source.opened.grows:
             log(f"note: {source.name} {NO_CHECKSUMS.format(source.file.prefix)}")
     for warning in loader.plan.warnings():
         log(f"warning: {warning}")

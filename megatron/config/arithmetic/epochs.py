@@ -90,7 +90,7 @@ def steps_of_epochs(at: Callable[[str], Any]) -> int:
         )
     shares, unit = at("data.split"), batch // parts
     samples = sum(_samples(_path(source), shares, at) for source in at("data.train"))
-    whole = samples if at("data.order") == "stream" else samples // unit * unit
+    whole = samples if at("data.order") in ("stream", "window") else samples // unit * unit
     if whole * epochs < batch:
         raise Uncounted(
             "training.epochs",

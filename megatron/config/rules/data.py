@@ -44,7 +44,7 @@ def files_exist(context: RuleContext) -> Iterator[Problem]:
     for path, source in sources(context):
         for name in ("path", "labels"):
             prefix = getattr(source, name)
-            if prefix is None:
+            if prefix is None or (name == "path" and source.stream is not None):
                 continue
             prefix = prefix[:-4] if prefix.endswith((".bin", ".idx")) else prefix
             reasons = {file: unreadable(file) for file in (prefix + ".bin", prefix + ".idx")}
@@ -81,7 +81,7 @@ def passes_over(config: Config, sources: Sequence[SourceSection], steps: int) ->
     if training.global_batch_size is None:
         return None
     try:
-        sizes = [training_tokens(source.path, data.split) for source in sources]
+        sizes = [training_tokens(source.path or "", data.split) for source in sources]
     except Unread:
         return None
     read = steps * training.global_batch_size * training.sequence_length
@@ -329,8 +329,8 @@ CHECKS = (
     ),
     Check(
         "data.packing data.order",
-        lambda c: (c.data.packing, c.data.order, c.data.synthetic) == ("best_fit", "pythia", "none"),
-        "best_fit must not go with the pythia order, which splits documents",
+        lambda c: c.data.packing == "best_fit" and c.data.order in ("pythia", "window") and c.data.synthetic == "none",
+        lambda c: f"best_fit must not go with the {c.data.order} order, which splits documents",
         "use data.order: stream (shuffled) or sequential",
     ),
     Check(

@@ -2,23 +2,55 @@
 
 from __future__ import annotations
 
+import contextlib
+from hashlib import blake2b
 from pathlib import PurePath
 from typing import Any, Literal
 
+from ..arithmetic.shards import ShardError, describe_shards, list_shards
 from ..registry import SOURCE
 from ..section import Derivable, Derived, Section, key
 
 
 def _source_name(own: dict[str, Any], at: Any) -> str:
-    last = PurePath(own["path"]).name
+    last = PurePath(own["stream"] or own["path"] or "").name
     return last[:-4] if last.endswith((".bin", ".idx")) else last
 
 
+def _prefix(own: dict[str, Any], at: Any) -> str | None:
+    if own["stream"] is None:
+        return None
+    return f"{at['data.cache']}/streams/{_source_name(own, at)}-{blake2b(own['stream'].encode()).hexdigest()[:8]}"
+
+
+def _shards(own: dict[str, Any], at: Any) -> str | None:
+    with contextlib.suppress(ShardError):
+        return None if own["stream"] is None else describe_shards(list_shards(own["stream"])[0])
+    return None
+
+
 class SourceSection(Section):
-    path: str = key(..., "Prefix of a .bin/.idx pair (with or without the ending).")
+    path: Derivable[str] = key(
+        None,
+        "Prefix of a .bin/.idx pair (with or without the ending). Required without `stream`, whose tokens become such "
+        "a pair there.",
+        derived=Derived("of a stream: a name below data.cache", _prefix, (".stream", "data.cache")),
+    )
+    stream: str | None = key(
+        None,
+        "Folder, file or URL (s3://..., hf://...) of texts, which are tokenised while the run trains (docs/data.md).",
+    )
+    tokenizer: str | None = key(
+        None, "Path or name of the stream's tokenizer, of the type tokenizer.type. Default: tokenizer.path."
+    )
+    shards: Derivable[str] = key(
+        None,
+        "State of the stream's files, which the order depends on. A run whose files have another one does not start.",
+        derived=Derived("number, bytes and hash of the files of the stream", _shards, (".stream",)),
+    )
     weight: float = key(1.0, "Share of this source in the blend, before normalisation.", gt=0)
     name: Derivable[str] = key(
-        None, "Name in reports.", derived=Derived("the last part of path", _source_name, (".path",))
+        None, "Name in reports.", derived=Derived("the last part of stream or path", _source_name, (".path", ".stream"))
     )
     loss: bool = key(True, "Whether tokens of this source count in the loss.")
     loss_weight: float = key(
@@ -60,6 +92,16 @@ class SpanCorruptionSection(Section):
     )
 
 
+class StreamingSection(Section):
+    text: str = key("text", "Key of the text in JSON objects, and its column in tables.")
+    workers: int | None = key(
+        None, "Processes that tokenise a stream, on one of the hosts. Default: half of its processors.", gt=0
+    )
+    patience: float = key(
+        600.0, "Time without new tokens after which a rank that waits for them ends.", unit="seconds", gt=0
+    )
+
+
 class LeftOutSection(Section):
     step: int = key(..., "First step after the skipped batches.", unit="steps", ge=0)
     batches: int = key(..., "Number of batches that are skipped there.", unit="batches", gt=0)
@@ -75,11 +117,14 @@ class DataSection(Section):
         None,
         "Cut one training file's documents into training, validation and test by these shares (GPT-NeoX data_path).",
     )
-    order: Literal["pythia", "stream", "sequential"] = key(
+    order: Literal["pythia", "stream", "sequential", "window"] = key(
         "pythia",
         "Sample order. pythia: GPT-NeoX's shuffle. stream: a keyed permutation without index files. sequential: "
-        "the order of the file (pre-shuffled files).",
+        "the order of the file (pre-shuffled files). window: a keyed permutation of windows of the file, which data "
+        "from a stream must have.",
     )
+    window: int = key(65536, "window order: samples that are shuffled together in the first epoch.", gt=0, le=2**40)
+    streaming: StreamingSection = key(StreamingSection, "Sources that have `stream`.")
     seed: Derivable[int] = key(
         None,
         "Seed of the order.",

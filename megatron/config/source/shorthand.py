@@ -18,7 +18,9 @@ def normalise(source: ConfigSource) -> ConfigSource:
     for name in ("validation", "test"):
         path = ("data", name)
         value = get(source.values, path, None)
-        if isinstance(value, (str, list)) or (isinstance(value, dict) and isinstance(value.get("path"), str)):
+        if isinstance(value, (str, list)) or (
+            isinstance(value, dict) and any(isinstance(value.get(each), str) for each in ("path", "stream"))
+        ):
             _move(source, path, {name: value}, (*path, name))
         named = get(source.values, path, None)
         for member in named if isinstance(named, dict) else ():
@@ -62,7 +64,7 @@ def _list(value: Any) -> list:
 def _sources(source: ConfigSource, path: Path) -> None:
     """A path, a list of paths or one {path, weight} as a list of {path, weight}."""
     value = get(source.values, path, None)
-    if isinstance(value, str) or (isinstance(value, dict) and "path" in value):
+    if isinstance(value, str) or (isinstance(value, dict) and ("path" in value or "stream" in value)):
         _move(source, path, [value], (*path, 0))
         value = [value]
     for index, item in enumerate(_list(value)):

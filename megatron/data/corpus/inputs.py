@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
+from ...config.arithmetic.shards import KNOWN, ending_of, is_hidden, is_url, kind_of
 from ...config.foreign_json import parse_json
 from ...config.words import counted
 from ..errors import DataError
@@ -28,10 +29,6 @@ BLOCK = 1 << 20  # bytes of a chunk of lines
 LONGEST = 1 << 28  # bytes of a line or a text. A compressed file of a few MB may contain one that fills the memory
 LARGEST = 1 << 31  # bytes of a whole JSON array
 ROWS = 1024  # rows of a chunk of a table
-LINES = (".jsonl", ".ndjson")
-TABLES = (".parquet", ".arrow", ".feather")
-TEXTS = (".txt", ".text", ".md", ".rst", ".py")
-COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 NEWLINE = b"\n"
 MEMBER = "::"  # between a tar archive and the name of its member
 
@@ -57,8 +54,8 @@ class Input:
 
     @property
     def path(self) -> Path | None:
-        """The file that is read. None for a data set."""
-        return None if self.kind == "dataset" else Path(self.name.split(MEMBER)[0])
+        """The local file that is read, or None."""
+        return None if self.kind == "dataset" or is_url(self.name) else Path(self.name.split(MEMBER)[0])
 
     def state(self) -> list:
         """Values that change with the input."""
@@ -66,6 +63,17 @@ class Input:
             return [self.name, self.kind, sorted(map(str, self.options.items()))]
         status = self.path.stat()
         return [self.name, self.kind, status.st_size, status.st_mtime_ns]
+
+    def check(self, inside: bool = False) -> None:
+        """Refuse an input that has changed since the job began. Only the shards of a stream are compared.
+
+        Args:
+            inside: between two chunks of it.
+        """
+
+    def open(self) -> BinaryIO | None:
+        """The open file of a shard in a store. None for a local file."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -89,25 +97,6 @@ class InputChunk:
     compressed: int = 0
 
 
-def _ending(name: str) -> tuple[str, str]:
-    """The ending of the content, and that of a compression around it."""
-    path = Path(name)
-    outer = path.suffix.lower()
-    if outer in COMPRESSED:
-        return Path(path.stem).suffix.lower(), outer
-    return outer, ""
-
-
-KNOWN = (*LINES, ".json", *TABLES, *TEXTS, ".dat", ".tar")
-
-
-def kind_of(name: str) -> str | None:
-    """The kind of a file by its ending, or None."""
-    ending, _ = _ending(name)
-    kinds = {LINES: "lines", TABLES: "table", TEXTS: "text", (".json",): "array", (".dat",): "dat"}
-    return next((kind for endings, kind in kinds.items() if ending in endings), None)
-
-
 def find_inputs(patterns: list[str], kind: str | None = None, skipped: list[str] | None = None) -> list[Input]:
     """The inputs that paths, folders and globs name, in sorted order within each. Tar archives give their members.
 
@@ -126,7 +115,7 @@ def find_inputs(patterns: list[str], kind: str | None = None, skipped: list[str]
     for pattern in patterns:
         path = Path(pattern)
         if path.is_dir():
-            files = sorted(str(each) for each in path.rglob("*") if each.is_file() and not _hidden(each, path))
+            files = sorted(str(each) for each in path.rglob("*") if each.is_file() and not is_hidden(each, path))
         else:
             files = [pattern] if path.is_file() else sorted(glob.glob(pattern, recursive=True))
         if not files:
@@ -148,10 +137,6 @@ def find_inputs(patterns: list[str], kind: str | None = None, skipped: list[str]
     return found
 
 
-def _hidden(file: Path, folder: Path) -> bool:
-    return any(part.startswith(".") for part in file.relative_to(folder).parts)
-
-
 def _members(file: str) -> list[str]:
     try:
         with tarfile.open(file, "r:") as archive:
@@ -162,7 +147,7 @@ def _members(file: str) -> list[str]:
 
 def skipped_files(names: list[str]) -> str:
     """A sentence about skipped files, by their endings or, for a few, by name."""
-    endings = Counter(_ending(name)[0] or "no ending" for name in names)
+    endings = Counter(ending_of(name)[0] or "no ending" for name in names)
     kinds = ", ".join(f"{number:,} with {ending}" for ending, number in endings.most_common(8))
     which = ", ".join(repr(name)[1:-1] for name in names) if len(names) <= 3 else kinds
     return (
@@ -171,11 +156,11 @@ def skipped_files(names: list[str]) -> str:
 
 
 @contextlib.contextmanager
-def open_stream(name: str) -> Iterator[tuple[Bytes, BinaryIO]]:
+def open_stream(name: str, opened: BinaryIO | None = None) -> Iterator[tuple[Bytes, BinaryIO]]:
     """The uncompressed content of a file or of an archive's member, and the raw file below it."""
     path, _, member = name.partition(MEMBER)
     with contextlib.ExitStack() as stack:
-        raw = stack.enter_context(open(path, "rb"))
+        raw = stack.enter_context(opened or open(path, "rb"))
         outer: IO[bytes] = raw
         if member:
             archive = stack.enter_context(tarfile.open(fileobj=raw, mode="r:"))
@@ -183,7 +168,7 @@ def open_stream(name: str) -> Iterator[tuple[Bytes, BinaryIO]]:
             if found is None:
                 raise DataError(name, "this member of the archive is no file", "name another")
             outer = found
-        _, compression = _ending(member or path)
+        _, compression = ending_of(member or path)
         yield _decompressed(outer, compression, stack), raw
 
 
@@ -242,7 +227,7 @@ def _bounded(entry: Input, content: bytes, most: int, what: str) -> bytes:
 
 
 def _lines(number: int, entry: Input, position: int, line: int, key: str) -> Iterator[InputChunk]:
-    with open_stream(entry.name) as (stream, raw):
+    with open_stream(entry.name, entry.open()) as (stream, raw):
         if stream is raw:
             stream.seek(position)
         else:
@@ -257,14 +242,14 @@ def _lines(number: int, entry: Input, position: int, line: int, key: str) -> Ite
 def _text(number: int, entry: Input, position: int, line: int, key: str) -> Iterator[InputChunk]:
     if position:
         return
-    with open_stream(entry.name) as (stream, raw):
+    with open_stream(entry.name, entry.open()) as (stream, raw):
         content = _bounded(entry, stream.read(LONGEST + 1), LONGEST, "a text")
         yield InputChunk(number, entry.kind, 0, max(len(content), 1), 1, content, raw.tell())
 
 
 def _dat(number: int, entry: Input, position: int, line: int, key: str) -> Iterator[InputChunk]:
     """lm_dataformat's .dat: each text after its length in 8 bytes, the most significant first."""
-    with open_stream(entry.name) as (stream, raw):
+    with open_stream(entry.name, entry.open()) as (stream, raw):
         _skip(stream, position)
         while head := stream.read(8):
             length = int.from_bytes(head, "big")
@@ -282,7 +267,7 @@ def _rows(number: int, entry: Input, start: int, texts: list, compressed: int = 
 
 
 def _array(number: int, entry: Input, position: int, line: int, key: str) -> Iterator[InputChunk]:
-    with open_stream(entry.name) as (stream, _):
+    with open_stream(entry.name, entry.open()) as (stream, _):
         try:
             values = parse_json(_bounded(entry, stream.read(LARGEST + 1), LARGEST, "a JSON array"))
         except ValueError as error:
@@ -314,17 +299,18 @@ def _batches(entry: Input, key: str) -> Iterator[Any]:
             raise DataError(entry.name, f"it has no column {key!r}", f"give --key, one of {', '.join(schema.names)}")
 
     if entry.name.lower().endswith(".parquet"):
-        with parquet.ParquetFile(entry.name) as table:
+        with parquet.ParquetFile(entry.open() or entry.name) as table:
             check(table.schema_arrow)
             yield from table.iter_batches(batch_size=ROWS, columns=[key])
         return
-    with arrow.memory_map(entry.name) as source:
+    opened = entry.open()
+    with arrow.PythonFile(opened, mode="r") if opened else arrow.memory_map(entry.name) as source:
         try:
             reader = arrow.ipc.open_stream(source)
         except arrow.ArrowInvalid:  # the file format has an index at its end, the stream format has not
-            opened = arrow.ipc.open_file(source)
-            check(opened.schema)
-            yield from (opened.get_batch(index).select([key]) for index in range(opened.num_record_batches))
+            indexed = arrow.ipc.open_file(source)
+            check(indexed.schema)
+            yield from (indexed.get_batch(index).select([key]) for index in range(indexed.num_record_batches))
             return
         check(reader.schema)
         yield from (batch.select([key]) for batch in reader)

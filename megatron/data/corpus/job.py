@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from ..manifest import ENDING, Manifest, keep_others, pair_hashes, read_manifest
 from ..token_file import TokenFile, prefix_of, token_dtype, with_ending
 from ..token_writer import durable, write_index
 from ..tokenizer import Tokenizer, tokenizer_for
-from .encode import ORIGIN, Encoded, EncoderChoice, Treatment, choose_encoder
+from .encode import LITTLE, ORIGIN, Encoded, EncoderChoice, Treatment, choose_encoder
 from .inputs import Input, InputChunk, read_chunks
 from .progress import Display, Progress
 from .workers import encoded
@@ -50,6 +50,8 @@ class TokenizeJob:
         save_every: seconds between two safe states.
         hash_inputs: put the inputs' SHA-256 into the manifest.
         version: of this program, for the manifest.
+        identity: of the inputs' contents. Default: their names, sizes and times.
+        at_once: begin with the tokenizer's own encoder while a faster one is checked.
     """
 
     inputs: list[Input]
@@ -63,6 +65,8 @@ class TokenizeJob:
     overwrite: bool = False
     hash_inputs: bool = True
     version: str = ""
+    identity: str = ""
+    at_once: bool = False
 
     @property
     def prefix(self) -> Path:
@@ -102,7 +106,7 @@ def run(job: TokenizeJob, display: Display | None = None) -> TokenizeResult:
     keep_inputs(map(job.file, WRITTEN), job.reads())
     keep_others(job.prefix)
     job.prefix.parent.mkdir(parents=True, exist_ok=True)
-    key = _key(job, tokenizer)
+    key = job_key(job, tokenizer)
     finished = _make_room(job, key)
     if finished is not None:
         choice = EncoderChoice(finished.encoder, "finished already")
@@ -111,11 +115,17 @@ def run(job: TokenizeJob, display: Display | None = None) -> TokenizeResult:
     resumed = progress is not None
     progress = progress or Progress(key, per_input=[[0, 0] for _ in job.inputs])
     size = sum(entry.path.stat().st_size for entry in job.inputs if entry.path is not None)
-    choice = choose_encoder(tokenizer, job.encoder, size if all(entry.path for entry in job.inputs) else None)
-    dtype = token_dtype(tokenizer.size)
+    share = size // max(job.workers, 1) if all(entry.path for entry in job.inputs) else None
+    dtype, display = token_dtype(tokenizer.size), display or Display(size, quiet=True)
+    choice = choose_encoder(tokenizer, "tokenizer" if job.at_once else job.encoder, share)
     if not progress.publishing:
         try:
-            _encode(job, progress, choice, dtype, display or Display(size, quiet=True))
+            if job.at_once and (share is None or share >= LITTLE):
+                with ThreadPoolExecutor(1) as pool:
+                    checked = pool.submit(choose_encoder, tokenizer, job.encoder)
+                    _encode(job, progress, choice, dtype, display, checked.done)
+                    choice = checked.result()
+            _encode(job, progress, choice, dtype, display)
             _complete(job, progress, dtype)
         except DataError as error:
             if not isinstance(error.__cause__, OSError):  # this job cannot finish, only a corrected one
@@ -156,10 +166,11 @@ def _progress_of(manifest: Manifest) -> Progress:
     )
 
 
-def _key(job: TokenizeJob, tokenizer: Tokenizer) -> str:
+def job_key(job: TokenizeJob, tokenizer: Tokenizer) -> str:
+    """Hash of everything that determines the pair."""
     return content_hash(
         repr((
-            [entry.state() for entry in job.inputs],
+            job.identity or [entry.state() for entry in job.inputs],
             tokenizer.hash,
             tokenizer.eod_id,
             asdict(job.treatment),
@@ -200,11 +211,24 @@ class _Parts:
 def _chunks(job: TokenizeJob, progress: Progress) -> Iterator[InputChunk]:
     first, position, line = progress.input, progress.position, progress.line
     for number in range(first, len(job.inputs)):
-        yield from read_chunks(number, job.inputs[number], position, line, job.treatment.key)
+        entry = job.inputs[number]
+        entry.check()
+        for chunk in read_chunks(number, entry, position, line, job.treatment.key):
+            entry.check(inside=True)
+            yield chunk
+        entry.check()
         position, line = 0, 1
 
 
-def _encode(job: TokenizeJob, progress: Progress, choice: EncoderChoice, dtype: np.dtype, display: Display) -> None:
+def _encode(
+    job: TokenizeJob,
+    progress: Progress,
+    choice: EncoderChoice,
+    dtype: np.dtype,
+    display: Display,
+    enough: Callable[[], bool] = lambda: False,
+) -> None:
+    """Encode the rest of the inputs, or a part of it: until `enough`."""
     parts = _Parts(job, progress, dtype)
     done = [0, *np.cumsum([entry.path.stat().st_size if entry.path else 0 for entry in job.inputs]).tolist()]
     read, saved = done[progress.input], time.monotonic()
@@ -219,6 +243,8 @@ def _encode(job: TokenizeJob, progress: Progress, choice: EncoderChoice, dtype: 
                 parts.save()
                 progress.save(job.file(".progress"))
                 saved = time.monotonic()
+            if enough():
+                break
         parts.save()
         progress.save(job.file(".progress"))
     finally:

@@ -69,12 +69,13 @@ def cached(folder: str | os.PathLike | None, kind: str, key: tuple, build: Calla
     place = Path(folder) / f"{kind}-{content_hash(repr((VERSION, *key)))}"
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
+        built = False
         if not place.is_dir():
             with lock(place.with_suffix(".lock")):
                 if not place.is_dir():
-                    _write(place, build())
+                    built = _write(place, build())
         try:
-            return _read(place)
+            return _read(place, checked=built)
         except _Damaged as error:
             with lock(place.with_suffix(".lock")):
                 with contextlib.suppress(_Damaged):  # another process has built it again meanwhile
@@ -93,8 +94,12 @@ def cached(folder: str | os.PathLike | None, kind: str, key: tuple, build: Calla
         ) from error
 
 
-def _write(place: Path, arrays: Arrays) -> None:
-    """Write arrays next to `place` and rename the folder. If another process was first, its result stays."""
+def _write(place: Path, arrays: Arrays) -> bool:
+    """Write arrays next to `place` and rename the folder. If another process was first, its result stays.
+
+    Returns:
+        Whether it is ours.
+    """
     temporary = _beside(place)
     temporary.mkdir()
     try:
@@ -107,11 +112,12 @@ def _write(place: Path, arrays: Arrays) -> None:
             path = temporary / f"{name}.npy"
             about[name] = {"bytes": path.stat().st_size, "crc": _sums(path)}
         (temporary / "arrays.json").write_text(json.dumps(about))
-        with contextlib.suppress(FileExistsError):
-            os.rename(temporary, place)
+        os.rename(temporary, place)
+        return True
     except OSError as error:
-        if error.errno != errno.ENOTEMPTY:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
+        return False
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -128,7 +134,8 @@ def _sums(path: Path) -> list[int]:
     return sums
 
 
-def _read(place: Path) -> Arrays:
+def _read(place: Path, checked: bool = False) -> Arrays:
+    """The arrays of an entry. `checked`: this process has just written it."""
     try:
         about = read_json(place / "arrays.json")
         if not about:
@@ -137,7 +144,11 @@ def _read(place: Path) -> Arrays:
         for name, facts in about.items():
             if files[name].stat().st_size != facts["bytes"]:
                 raise ValueError(f"{name}.npy is truncated")
-            if "crc" in facts and any(a != b for a, b in zip(_sums(files[name]), facts["crc"], strict=True) if a):
+            if (
+                not checked
+                and "crc" in facts
+                and any(a != b for a, b in zip(_sums(files[name]), facts["crc"], strict=True) if a)
+            ):
                 raise ValueError(f"{name}.npy does not have its checksum")
         return {name: np.load(file, mmap_mode="r").view(np.ndarray) for name, file in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

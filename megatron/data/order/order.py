@@ -7,7 +7,6 @@ An order knows nothing of files' contents, blends or layouts. GPT-NeoX's order i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -84,14 +83,6 @@ def with_repeats(found: list[int], length: int, pieces: int, below: int) -> Iter
         yield from (sample for sample in repeated if pieces <= sample < below)
 
 
-def documents_tokens(file: TokenFile, first: int, last: int) -> int:
-    """Tokens of documents first ... last-1."""
-    if first >= last:
-        return 0
-    end = int(file.offsets[last - 1]) // file.dtype.itemsize + int(file.sizes[last - 1])
-    return end - int(file.offsets[first]) // file.dtype.itemsize
-
-
 def too_small(file: TokenFile, tokens: int, sequence_length: int) -> DataError:
     return DataError(
         file.prefix,
@@ -111,9 +102,8 @@ class SequentialOrder(Order):
     def __init__(self, file: TokenFile, first: int, last: int, sequence_length: int):
         """Of documents first ... last-1."""
         self.file, self.first, self.last, self.sequence_length = file, first, last, sequence_length
-        self.tokens = documents_tokens(file, first, last)
-        sizes = file.sizes[first:last]
-        self.rows = last > first and int(sizes.min()) == int(sizes.max()) == sequence_length + 1
+        self.tokens = file.tokens_of(first, last)
+        self.rows = file.all_have(sequence_length + 1, first, last)
         self.length = last - first if self.rows else (self.tokens - 1) // sequence_length
         if self.length < 1:
             raise too_small(file, self.tokens, sequence_length)
@@ -131,15 +121,15 @@ class SequentialOrder(Order):
 
     def spans(self, sample: int) -> list[TokenRange]:
         position = self._base + self.place(sample) * self._stride
-        itemsize, offsets = self.file.dtype.itemsize, self.file.offsets
-        document = bisect_right(offsets, position * itemsize, self.first, self.last) - 1
-        offset, missing, spans = position - int(offsets[document]) // itemsize, self.sequence_length + 1, []
-        while missing:
-            length = min(missing, int(self.file.sizes[document]) - offset)
+        missing, spans = self.sequence_length + 1, []
+        for document, begin, size in self.file.documents_from(position, self.first, self.last):
+            offset = max(position - begin, 0)
+            length = min(missing, size - offset)
             if length > 0:
                 spans.append(TokenRange(document, offset, length))
                 missing -= length
-            document, offset = document + 1, 0
+            if not missing:
+                break
         return spans
 
     def find(self, document: int, below: int) -> Iterator[int]:
@@ -178,6 +168,77 @@ class StreamOrder(SequentialOrder):
 
     def sample_at(self, place: int, epoch: int) -> int:
         return epoch * self.length + self.permutation(epoch).inverse(place)
+
+
+class WindowOrder(StreamOrder):
+    """Pieces shuffled inside windows of the file in the first epoch, and all together in later ones.
+
+    A window is permuted by a key of (seed, its first piece). A sample of the first epoch needs only the tokens up to
+    the end of its window, so a stream of texts has this order too. The first windows are small, each twice the one
+    before, so that a stream soon has its first sample.
+
+    Attributes:
+        window: pieces of the largest windows.
+    """
+
+    FIRST = 64  # pieces of the first window
+
+    def __init__(self, file: TokenFile, first: int, last: int, sequence_length: int, seed: int, window: int):
+        self.file, self.first, self.last, self.sequence_length = file, first, last, sequence_length
+        self.window = window
+        self.permutation = lru_cache(4)(lambda epoch: Permutation(self.length, seed, "stream", epoch))
+        self._inside = lru_cache(64)(lambda begin, size: Permutation(size, seed, "window", begin))
+        self._base = 0 if first == 0 else int(file.offsets[first]) // file.dtype.itemsize
+        self.description = f"keyed permutation of windows of up to {window:,} of the file's pieces"
+
+    @cached_property
+    def rows(self) -> bool:  # type: ignore[override]  # known when it is needed
+        return self.file.all_have(self.sequence_length + 1, self.first, self.last)
+
+    @cached_property
+    def length(self) -> int:  # type: ignore[override]
+        if (length := self._pieces()) < 1:
+            raise too_small(self.file, self.tokens, self.sequence_length)
+        return length
+
+    @property
+    def tokens(self) -> int:  # type: ignore[override]
+        return self.file.tokens_of(self.first, self.last)
+
+    @property
+    def _stride(self) -> int:  # type: ignore[override]
+        return self.sequence_length + self.rows
+
+    def _pieces(self, wanted: int | None = None) -> int:
+        """Number of pieces. Of a file that grows, at least the `wanted` ones, or all."""
+        shared = not self.rows  # the last token of a piece, with the next one
+        tokens = None if wanted is None else wanted * self._stride + shared
+        return (self.file.tokens_of(self.first, self.last, tokens) - shared) // self._stride
+
+    def bounds(self, piece: int) -> tuple[int, int]:
+        """First piece and number of pieces of a piece's window, in a file without an end."""
+        first = min(self.FIRST, self.window)
+        small = first * (2 ** (self.window // first).bit_length() - 1)  # pieces of the windows that grow
+        if piece < small:
+            number = (piece // first + 1).bit_length() - 1
+            return first * (2**number - 1), first * 2**number
+        return small + (piece - small) // self.window * self.window, self.window
+
+    def place(self, sample: int) -> int:
+        begin, size = self.bounds(sample)
+        known = self._pieces(begin + size)
+        if known < begin + size:  # the file ends in this window, or before it
+            if sample >= self.length:
+                epoch, index = divmod(sample, self.length)
+                return self.permutation(epoch)(index)
+            size = self.length - begin
+        return begin + self._inside(begin, size)(sample - begin)
+
+    def sample_at(self, place: int, epoch: int) -> int:
+        if epoch:
+            return super().sample_at(place, epoch)
+        begin, size = self.bounds(place)
+        return begin + self._inside(begin, min(size, self.length - begin)).inverse(place - begin)
 
 
 def split_bounds(shares: list[float], documents: int) -> list[int]:

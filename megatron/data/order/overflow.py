@@ -17,7 +17,7 @@ import numpy as np
 from ..errors import DataError
 from ..token_file import TokenFile
 from .cache import Arrays, cached
-from .order import Lookup, Order, TokenRange, documents_tokens, with_repeats
+from .order import Lookup, Order, TokenRange, with_repeats
 
 
 def begins(sizes: np.ndarray, width: int, running: int) -> tuple[list[int], int]:
@@ -115,7 +115,7 @@ class OverflowOrder(Order):
         """
         self.file, self.sequence_length = file, sequence_length
         self.first, self.last, self.closed = first, last, epochs is not None
-        self.tokens, width = documents_tokens(file, first, last), sequence_length + 1
+        self.tokens, width = file.tokens_of(first, last), sequence_length + 1
         sizes = np.ascontiguousarray(file.sizes[first:last])
         usable = np.ones(len(sizes), bool)
         if drop_long:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..token_file import TokenFile
 from .cache import Arrays, cached
-from .order import Lookup, Order, TokenRange, documents_tokens, too_small
+from .order import Lookup, Order, TokenRange, too_small
 from .permutation import Permutation
 
 
@@ -124,7 +124,7 @@ class PackedOrder(Order):
         cache: str | os.PathLike | None = None,
     ):
         """Of documents first ... last-1. Without a seed, samples keep the order of packing."""
-        self.tokens = documents_tokens(file, first, last)
+        self.tokens = file.tokens_of(first, last)
         key = () if cache is None else (fingerprint or file.fingerprint(), first, last, sequence_length)
         arrays = cached(cache, "packing", key, lambda: build_arrays(file.sizes, first, last, sequence_length + 1))
         self.documents, self.starts, self.lengths = arrays["documents"], arrays["starts"], arrays["lengths"]

@@ -17,10 +17,10 @@ from megatron.config.words import counted
 from ..errors import DataError
 from ..token_file import TokenFile
 from .cache import Arrays, cached
-from .order import Lookup, Order, TokenRange, documents_tokens, pieces_touching, too_small, with_repeats
+from .order import Lookup, Order, TokenRange, pieces_touching, too_small, with_repeats
 
 STRIDE = 16  # entries of the shuffled documents between two kept starts
-_CHUNK = STRIDE << 18
+_CHUNK = STRIDE << 11  # documents whose sizes are added together, in the cache of a core
 
 
 def epochs_for(samples: int, tokens: int, sequence_length: int) -> int:
@@ -46,12 +46,20 @@ def build_arrays(sizes: np.ndarray, first: int, last: int, sequence_length: int,
         end = min(begin + _CHUNK, count)
         for epoch in range(epochs):
             documents[epoch * count + begin : epoch * count + end] = np.arange(first + begin, first + end)
-    generator.shuffle(documents)
+    documents = shuffled(generator, documents)
     starts, tokens = block_starts(np.ascontiguousarray(sizes), documents)
     number = (tokens - 1) // sequence_length
     pieces = np.arange(number, dtype=np.uint32 if number < 2**32 - 2 else np.int64)
-    generator.shuffle(pieces)
+    pieces = shuffled(generator, pieces)
     return {"documents": documents, "pieces": pieces, "starts": starts}
+
+
+def shuffled(generator: np.random.RandomState, values: np.ndarray) -> np.ndarray:
+    """The values as `generator.shuffle` orders them. It swaps entries of 8 bytes a third faster, as far as the cache of
+    a core has room for them."""
+    wide = values.astype(np.int64) if len(values) < 1 << 20 else values
+    generator.shuffle(wide)
+    return wide.astype(values.dtype, copy=False)
 
 
 def block_starts(sizes: np.ndarray, documents: np.ndarray) -> tuple[np.ndarray, int]:
@@ -97,7 +105,7 @@ class PythiaOrder(Order):
         """
         self.file, self.sequence_length = file, sequence_length
         self.first, self.last = first, last
-        self.tokens = documents_tokens(file, first, last)
+        self.tokens = file.tokens_of(first, last)
         if self.tokens < 1:
             raise too_small(file, self.tokens, sequence_length)
         if not 0 <= seed < 2**32:

@@ -246,7 +246,10 @@ def _volume(plan: JobPlan, name: str) -> str:
     """Comments: what the image and the volume must have."""
     config, folder = plan.resolved.config, plan.job.directory
     given = [word for word in plan.taken.files if _in_an_image(word) == word]
-    given += [f"{each.path}.bin and .idx" for each in (*config.data.train, *chain(*config.data.validation.values()))]
+    given += [
+        each.stream or f"{each.path}.bin and .idx"
+        for each in (*config.data.train, *chain(*config.data.validation.values()))
+    ]
     given += [config.tokenizer.path] if config.tokenizer.path else []
     shown = "".join(f"#   {_yaml(str(each))}\n" for each in dict.fromkeys(given))
     return (

@@ -32,7 +32,7 @@ from megatron.worker.place import StartError
 from ..divergence_backoff import MOST, of_run
 from ..world import World
 from .fetch import FOLDER, LEDGER, ledger_of, local_path
-from .same_run import changes, last_sample, refuse_other_files, refuse_other_runs
+from .same_run import changes, last_sample, refuse_other_files, refuse_other_runs, refuse_other_shards
 from .upcycle import mapped, upcycle
 from .uploads import leave_later, or_uploaded
 from .vocabulary import MEAN, extend, extended
@@ -118,6 +118,7 @@ def _continued(
     for line in changed:
         log(f"changed since the checkpoint: {line}")
     refuse_other_runs(checkpoint.title, changed, config)
+    refuse_other_shards(checkpoint.title, checkpoint.meta.config, config)
     if checkpoint.step >= config.training.steps:
         log(
             f"nothing is left to do: the checkpoint has {checkpoint.step} steps, and training.steps is "

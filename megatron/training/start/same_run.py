@@ -144,6 +144,34 @@ def refuse_other_runs(subject: object, changed: list[str], config: Config) -> No
         )
 
 
+def refuse_other_shards(subject: object, before: str, config: Config) -> None:
+    """Refuse to resume a run whose stream of texts has other files than the checkpoint's, which is another order.
+
+    Raises:
+        CheckpointError: with each stream, unless `checkpoint.allow_changes` has data.train.
+    """
+    values = parse(before, lambda _line: Origin("values"))[0]["data"]
+    blends = [values["train"], *(phase["sources"] for phase in values.get("phases") or ())]
+    known = {each["name"]: each["shards"] for blend in blends for each in blend if each.get("stream")}
+    streams = [
+        (each.name, each.shards)
+        for blend in (config.data.train, *(phase.sources for phase in config.data.phases))
+        for each in blend
+        if each.stream is not None
+    ]
+    changed = [f"{name}: {known[name]} -> {now}" for name, now in streams if known.get(name, now) != now]
+    if changed and "data.train" not in config.checkpoint.allow_changes:
+        raise CheckpointError(
+            subject,
+            [
+                "the files of a stream have changed, and so would the order of the data",
+                *changed,
+                "restore the files, or give this run its own run.dir (or run.name). "
+                "To continue with another order, use checkpoint.allow_changes=[data.train]",
+            ],
+        )
+
+
 def refuse_other_files(checkpoint: Checkpoint, engine: BaseEngine) -> None:
     """Refuse to resume an optimizer that depends on a file with another file: a path does not identify its contents.
 

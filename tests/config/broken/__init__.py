@@ -17,6 +17,7 @@ from tests.config.broken.rwkv import RWKV
 from tests.config.broken.sequences import SEQUENCES
 from tests.config.broken.stages import STAGES, WARNED_STAGES
 from tests.config.broken.state_space import STATE_SPACE
+from tests.config.broken.streams import STREAMS
 from tests.config.broken.warned import WARNED as WARNED_ELSEWHERE
 
 BROKEN = [
@@ -43,6 +44,7 @@ BROKEN = [
     *STAGES,
     *SEQUENCES,
     *PAIRS,
+    *STREAMS,
 ]
 WARNED = [*WARNED_ELSEWHERE, *WARNED_FUSED_ATTENTION, *WARNED_MOE, *WARNED_PAIRS, *WARNED_STAGES]
 
