@@ -248,11 +248,10 @@ class StreamedFile(TokenFile):
             return
         block = bisect_right(self._starts, position) - 1
         for number in range(block, len(self._starts)):
-            begin = self._starts[number]
-            for inside, size in enumerate(self._block(number).tolist()):
-                if begin + size > position:
-                    yield number * STRIDE + inside, begin, size
-                begin += size
+            sizes = self._block(number)
+            ends = self._starts[number] + np.cumsum(sizes, dtype=np.int64)
+            for inside in range(int(np.searchsorted(ends, position, side="right")), len(sizes)):
+                yield number * STRIDE + inside, int(ends[inside] - sizes[inside]), int(sizes[inside])
 
     def _block(self, number: int) -> np.ndarray:
         return self._sizes(number * STRIDE, min((number + 1) * STRIDE, self._documents))
