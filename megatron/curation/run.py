@@ -149,6 +149,7 @@ class LocalExecutor(LocalPipelineExecutor):
                 self._run_for_rank(rank)
             return
         context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([ShardTask.__module__])  # once, and not in each worker of each step
         with ProcessPoolExecutor(self.workers, context, end_with_parent) as pool:
             for task in [pool.submit(self._run_for_rank, rank, int(rank > 0)) for rank in waiting]:
                 task.result()

@@ -23,9 +23,9 @@ from tests.curation.test_runs import STAGES, sources  # noqa: E402
 ALL = [*STAGES[:3], {"lines": {"least": 3}}, *STAGES[3:]]
 
 
-def undisturbed(folder: Path) -> dict[str, str]:
+def undisturbed(folder: Path, stages: list) -> dict[str, str]:
     """The files of a run by one worker. The recipe stays in recipe.yml."""
-    curate(folder, ALL, sources(folder), shard_bytes=1)
+    curate(folder, stages, sources(folder), shard_bytes=1)
     shutil.move(folder / "out", folder / "whole")
     return tree(folder / "whole")
 
@@ -54,32 +54,33 @@ def children(of: int) -> list[int]:
     return found
 
 
+def files(folder: Path) -> int:
+    return sum(len(names) for _, _, names in os.walk(folder))
+
+
 @pytest.mark.parametrize(
-    ("workers", "kills", "who"),
+    ("workers", "stages", "kills", "who"),
     [
-        (2, 3, "run"),
-        pytest.param(2, 3, "worker", marks=pytest.mark.slow),
-        pytest.param(4, 12, "run", marks=pytest.mark.slow),
+        (2, [*STAGES[:2], {"exact": {}}], 1, "run"),
+        pytest.param(2, ALL, 4, "worker", marks=pytest.mark.slow),
+        pytest.param(4, ALL, 12, "run", marks=pytest.mark.slow),
     ],
 )
-def test_workers_that_are_killed_at_random_moments(workers: int, kills: int, who: str, tmp_path: Path) -> None:
-    """The whole run or one of its workers is killed, and started again with the same folder."""
-    expected, draw, landed = undisturbed(tmp_path), random.Random(11), 0
-    begin = time.monotonic()
-    child = start(tmp_path / "recipe.yml", workers)
-    child.join()
-    usual = time.monotonic() - begin
-    assert child.exitcode == 0 and tree(tmp_path / "out") == expected
+def test_workers_that_are_killed_at_random_moments(
+    workers: int, stages: list, kills: int, who: str, tmp_path: Path
+) -> None:
+    """The run or one of its workers is killed when there is a random number of files, and the run is started again."""
+    expected, draw, landed = undisturbed(tmp_path, stages), random.Random(11), 0
     while landed < kills:
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        for _ in range(2):  # the second is killed in the rest of the work
-            child = start(tmp_path / "recipe.yml", workers)
-            time.sleep(draw.uniform(0.1, 1) * usual)
-            victims = [child.pid] if who == "run" else [each for one in children(child.pid) for each in children(one)]
-            for each in victims[-1:]:
-                os.kill(each, signal.SIGKILL)
-            child.join()
-            landed += child.exitcode != 0
+        child, most = start(tmp_path / "recipe.yml", workers), draw.randrange(2, len(expected))
+        while child.is_alive() and files(tmp_path / "out") < most:
+            time.sleep(0.002)
+        victims = [child.pid] if who == "run" else [each for one in children(child.pid) for each in children(one)]
+        for each in victims[-1:]:
+            os.kill(each, signal.SIGKILL)
+        child.join()
+        landed += child.exitcode != 0
         child = start(tmp_path / "recipe.yml", workers)
         child.join()
         assert child.exitcode == 0 and tree(tmp_path / "out") == expected
@@ -89,7 +90,7 @@ def test_a_store_has_the_bytes_of_a_disk_also_after_it_did_not_answer(tmp_path: 
     """fsspec's file system in memory stands for an object store: input and output are URLs."""
     from fsspec.implementations.memory import MemoryFileSystem
 
-    expected = undisturbed(tmp_path)
+    expected = undisturbed(tmp_path, ALL)
     store = fsspec.filesystem("memory")
     store.store.clear()
     for name in ("one", "two"):
