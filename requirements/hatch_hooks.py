@@ -7,7 +7,7 @@ the same packages from the tested version up to the next one that may break by t
     name==X.Y.Z     ->  name>=X.Y,<X+1
     name==0.Y.Z     ->  name>=0.Y.Z,<0.Y+1       a minor version may break what is not at 1.0 yet
     name==2026.9.0  ->  name>=2026.9             calendar versions promise nothing
-    # oldest name: X.W  (a line of base.txt) lowers the first version
+    # name: tested from X.V to X.W  (a line of base.txt) replaces this: name>=X.V,<X.W+1
 
 Each file besides base.txt is an extra of its name: `pip install "deepy[data]"`.
 """
@@ -22,7 +22,7 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 BUNDLE = "megatron/_bundle"  # megatron/installation.py finds it
 FOLDERS = ("tools", "configs")
-OLDEST = re.compile(r"^# oldest ([\w.-]+): (\d+\.\d+)", re.MULTILINE)
+TESTED = re.compile(r"^# ([\w.-]+): tested from (\d+\.\d+) to (\d+)\.(\d+)", re.MULTILINE)
 PIN = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?P<extras>\[[\w,-]+\])?==(?P<version>[\w.]+)(?P<marker>\s*;[^#]+)?")
 
 
@@ -58,11 +58,10 @@ class Metadata(MetadataHookInterface):
 
     def update(self, metadata: dict) -> None:
         folder = Path(self.root, "requirements")
-        oldest = dict(OLDEST.findall(Path(folder, "base.txt").read_text(encoding="utf-8")))
+        found = TESTED.findall(Path(folder, "base.txt").read_text(encoding="utf-8"))
+        tested = {name: f"{name}>={first},<{major}.{int(minor) + 1}" for name, first, major, minor in found}
         asked = [(pin.partition("==")[0], widened(pin)) for pin in pins(folder / "base.txt")]
-        metadata["dependencies"] = [
-            re.sub(r">=[\d.]+", f">={oldest[name]}", text) if name in oldest else text for name, text in asked
-        ]
+        metadata["dependencies"] = [tested.get(name, text) for name, text in asked]
         metadata["optional-dependencies"] = {
             path.stem: [widened(pin) for pin in pins(path)]
             for path in sorted(folder.glob("*.txt"))

@@ -17,6 +17,8 @@ import yaml
 
 from tests.paths import ROOT
 
+TESTED = re.compile(r"^# torch: tested from ([\d.]+) to ([\d.]+)\.", re.MULTILINE)
+
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
@@ -121,6 +123,19 @@ def test_dependencies_are_those_of_the_requirement_files(built):
             assert Version(version) in specifier, name
             by_year = int(version.split(".")[0]) >= 2000
             assert specifier.contains("9999") == by_year, f"{name}: an upper bound, unless versions are dates"
+    oldest, newest = map(Version, TESTED.search((ROOT / "requirements/base.txt").read_text()).groups())
+    found = asked["base"]["torch"].specifier
+    assert oldest in found and f"{newest}.1" in found
+    assert f"{oldest.major}.{oldest.minor - 1}.1" not in found and f"{newest.major}.{newest.minor + 1}.0" not in found
+
+
+def test_both_ends_of_torch_are_in_the_matrix():
+    """Continuous integration runs with the oldest and the newest version that the wheel accepts."""
+    jobs = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())["jobs"]
+    versions = [version.rpartition(".")[0] for version in jobs["torch"]["strategy"]["matrix"]["torch"]]
+    assert tuple(versions) == TESTED.search((ROOT / "requirements/base.txt").read_text()).groups()
+    assert jobs["torch"]["steps"][-1]["run"] == "make torch TORCH=${{ matrix.torch }}"
+    assert jobs["suite"]["steps"][-1]["run"] == ".ci/run"
 
 
 def test_metadata_tell_name_version_and_licence(built):

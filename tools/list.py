@@ -6,8 +6,8 @@
     deepy list optimizers       another list
 
 The lists are configurations, tasks, devices, kinds, optimizers, objectives, schedules, features, architectures and
-runners. Names of `layouts/` are parts: deepy train pythia/70m layouts/bf16. `--json` prints one JSON document. Exit status
-2 means that no name has the word.
+runners. Names of `layouts/` are parts: deepy train pythia/70m layouts/bf16. `--json` prints one JSON document. Exit
+status 2 means that no name has the word.
 """
 
 from __future__ import annotations
