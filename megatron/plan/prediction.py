@@ -31,6 +31,8 @@ NEAR = 8.0  # times longer or shorter a step may be predicted: what a kernel's s
 RECENT = 50  # runs whose errors count: drivers and libraries change
 READ = 4 << 20  # bytes at the end of the file that are read
 TOO_LARGE = "warning: that is more than a device has: `deepy plan` shows layouts that fit"
+YEAR = 365.25 * 86400
+LONG = "warning: longer than a year. Use more devices, fewer steps or a smaller model"
 CLOSE = "      near the limit of memory: `deepy --rehearse` counts what formulas estimate"
 
 
@@ -73,18 +75,21 @@ class Prediction:
         return not self.capacity or self.corrected.memory <= self.capacity
 
     def text(self, steps: int) -> str:
-        """Two lines of at most 80 columns at the start of a run with `steps` remaining. A third one if the memory is
-        near or above the device's."""
+        """Two lines of at most 80 columns at the start of a run with `steps` remaining. Further ones if the memory is
+        near or above the device's, or the run is absurdly long."""
         need = self.corrected
         share = f" of {self.capacity / 2**30:,.0f}" if self.capacity else ""
         basis = f"corrected by {self.runs} runs on this device" if self.runs else "by formulas alone"
         close = self.capacity and need.memory > TIGHT * self.capacity
-        time = f", {need.seconds:,.3g} s a step,\n      {span(need.seconds * steps)} for {steps:,} steps"
+        step = span(need.seconds) if need.seconds >= 1000 else f"{need.seconds:.3g} s"
+        time, last = f", {step} a step,\n      {span(need.seconds * steps)} for {steps:,} steps", ""
+        if need.seconds * steps > YEAR:
+            last = f"\n{LONG}"
         if self.entry.device == "cpu" and not self.runs:  # its rates are another machine's
-            time = f"\n      time unknown until {ENOUGH} runs on this CPU have ended"
-        return f"plan: {need.memory / 2**30:,.1f}{share} GiB on the fullest device{time} ({basis})" + (
-            f"\n{CLOSE if self.fits else TOO_LARGE}" if close else ""
-        )
+            time, last = f"\n      time unknown until {ENOUGH} runs on this CPU have ended", ""
+        if close:
+            last += f"\n{CLOSE if self.fits else TOO_LARGE}"
+        return f"plan: {need.memory / 2**30:,.1f}{share} GiB on the fullest device{time} ({basis}){last}"
 
 
 def steps_after(config: Config, done: int) -> int:
@@ -94,7 +99,7 @@ def steps_after(config: Config, done: int) -> int:
 
 def span(seconds: float) -> str:
     """A time in the unit that a person would use."""
-    for size, unit in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
+    for size, unit in ((YEAR, "years"), (86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
         if seconds >= 1.5 * size:
             return f"{seconds / size:,.1f} {unit}"
     return "1 second" if round(seconds) == 1 else f"{seconds:,.0f} seconds"

@@ -50,6 +50,8 @@ def test_the_formulas_are_those_of_the_search(state):
     assert near.fits and near.text(10).endswith(prediction.CLOSE) and len(found.text(10).splitlines()) == 2
     large = replace(small, corrected=Need(1234.5, 2.0**37), capacity=2.0**38, runs=1000).text(10**6)
     assert max(map(len, [*large.splitlines(), prediction.CLOSE, prediction.TOO_LARGE])) <= 80, large
+    slow = replace(found, corrected=Need(5400.0, 2.0**30)).text(100_000)
+    assert "1.5 hours a step" in slow and "17.1 years for 100,000 steps" in slow and slow.endswith(prediction.LONG)
     assert predict(config, 8, "Some Other Device", 8) is None
 
 
