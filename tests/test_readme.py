@@ -96,6 +96,7 @@ def test_commands(copy):
         elif block.mark == "run":
             done = shell(block.text, copy)
             assert done.returncode == 0, f"{block.text}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+            assert "Warning: " not in done.stdout + done.stderr, f"{block.text}\nwarns in the words of a library"
         elif block.mark == "fails":
             failed = shell(block.text, copy)
             assert failed.returncode == 2, failed.stderr

@@ -167,9 +167,10 @@ def text(found: dict[str, Any]) -> str:
     if not found.get("precision_given", True):
         kind += " (not in the files; `deepy plan` proposes bf16 there)"
     numbers = ", ".join(str(each["rank"]) for each in found["rehearsed"])
+    ranks = "ranks" if len(found["rehearsed"]) > 1 else "rank"
     lines = [
         f"{found['parameters']:,} parameters on {counted(found['ranks'], 'rank')}: {sizes}, {kind}, "
-        f"rehearsed ranks {numbers} in {found['seconds']} s ({found['processor_seconds']} s of processor time)"
+        f"rehearsed {ranks} {numbers} in {found['seconds']} s ({found['processor_seconds']} s of processor time)"
     ]
     for each in found["rehearsed"]:
         lines += ["", *_rank(each)]

@@ -214,6 +214,13 @@ def test_the_report_adds_up(wide):
     assert "most memory" in text(json.loads(json.dumps(found)))
 
 
+def test_no_library_warns_of_tensors_without_values(capfd):
+    words = ["--ranks=2", "--device=h100", str(ROOT / "configs" / "test" / "tiny_llama.yml"), "zero.stage=1"]
+    assert main(words) == 0
+    out, error = capfd.readouterr()
+    assert "rehearsed rank 0 in " in out and not error
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
