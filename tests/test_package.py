@@ -17,7 +17,7 @@ import yaml
 
 from tests.paths import ROOT
 
-TESTED = re.compile(r"^# torch: tested from ([\d.]+) to ([\d.]+)\.", re.MULTILINE)
+TESTED = re.compile(r"^# torch: tested from (\d+\.\d+) to (\d+\.\d+)", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
