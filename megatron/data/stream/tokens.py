@@ -76,6 +76,7 @@ class Work:
             text=True,
             env={**os.environ, "PYTHONPATH": path},
             pass_fds=(lock,),
+            start_new_session=True,  # signals to the rank's group are for the rank
         )
         assert process.stdin is not None
         process.stdin.write(json.dumps(self.settings) + "\n")

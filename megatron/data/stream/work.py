@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import threading
 from typing import Any
@@ -69,6 +70,8 @@ def main() -> int:
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
+    for number in (signal.SIGTERM, signal.SIGINT):  # a scheduler sends them to all, and the rank may need a last batch
+        signal.signal(number, lambda *_: None)
     os.nice(NICE)
     with contextlib.suppress(OSError):  # a rank may be bound to some of the host's processors
         os.sched_setaffinity(0, range(os.cpu_count() or 1))

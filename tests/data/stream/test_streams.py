@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from megatron.checkpoint import CheckpointError
 from megatron.config import resolve
 from megatron.config.arithmetic.shards import describe_shards, list_shards
 from megatron.config.sections.data import TokenizerSection
+from megatron.data.corpus import job as job_module
 from megatron.data.corpus.encode import Treatment
 from megatron.data.corpus.files import pair_files
 from megatron.data.corpus.inputs import find_inputs
@@ -251,3 +253,26 @@ def test_resolved_runs_name_the_state_of_the_stream(tmp_path):
     source = config.data.train[0]
     assert source.shards.startswith("5 files, ") and source.name == "raw"
     assert resolve(config.model_dump(mode="json")).data.train[0].shards == source.shards
+
+
+def test_another_encoder_takes_over_when_it_is_checked(tmp_path, monkeypatch):
+    """The texts before are encoded by the tokenizer's own, the others by the one that was checked meanwhile."""
+    folder = write_texts(tmp_path / "raw")
+    whole = tokenized(folder, tmp_path / "whole")
+    shards = [ShardInput.of(shard) for shard in list_shards(str(folder))[0]]
+    choose, encode, used = job_module.choose_encoder, job_module.encoded, []
+
+    def chosen(tokenizer, requested="auto", share=None):
+        return replace(choose(tokenizer, "tokenizer"), reason=requested)
+
+    def encoded(chunks, workers, section, choice, *others):
+        for each in encode(chunks, workers, section, choice, *others):
+            used.append(choice.reason)
+            yield each
+
+    monkeypatch.setattr(job_module, "LITTLE", 0)
+    monkeypatch.setattr(job_module, "choose_encoder", chosen)
+    monkeypatch.setattr(job_module, "encoded", encoded)
+    found = run(work.job_of(settings_of(folder, tmp_path / "part"), shards))
+    assert used[0] == "tokenizer" and used[-1] == "auto" == found.choice.reason and len(used) == 5
+    assert (tmp_path / "part.bin").read_bytes() == whole.bin_path.read_bytes()
