@@ -18,6 +18,7 @@ from ..installation import installed, root
 # Scripts that the launcher starts on all ranks. Each is a verb where the file exists.
 LAUNCHED = {
     "train": "train a model: deepy train [options] a.yml b.yml ... key.path=value ...",
+    "align": "reinforcement learning: deepy align [options] a.yml b.yml ... key.path=value ...",
     "evaluate": "score a checkpoint: deepy evaluate [options] a.yml ... --tasks NAME,...",
     "extract": "training sequences that a checkpoint recites: deepy extract [options] a.yml ...",
 }

@@ -85,6 +85,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "copy": "megatron.data.synthetic:Copy",
         "pairs": "megatron.data.preferences.pairs:Pairs",
         "rated": "megatron.data.preferences.rated:Rated",
+        "rollouts": "megatron.features.align.rollouts:Rollouts",
     },
     HOOK: {  # in the order in which they act (megatron.training.hook)
         "goodput": "megatron.training.hooks.goodput:GoodputHook",  # comes last: ends go backwards
@@ -109,6 +110,7 @@ INSIDE: dict[str, dict[str, str]] = {
     },
     FEATURE: {  # see megatron.config.features.feature
         "adapters": "megatron.features.adapters.options:FEATURE",
+        "align": "megatron.features.align.options:FEATURE",
         "multi_token": "megatron.features.multi_token.options:FEATURE",
         "statistics": "megatron.features.statistics.options:FEATURE",
         "spikes": "megatron.features.spikes.options:FEATURE",
@@ -182,6 +184,7 @@ INSIDE: dict[str, dict[str, str]] = {
     },
     # Checks of a script's own options before any rank starts: (words, config) -> a sentence for each mistake.
     "check": {
+        "align": "megatron.features.align.check:before_start",
         "evaluate": "megatron.evaluation.check:before_start",
         "extract": "megatron.evaluation.memorisation.check:before_start",
         "train": "megatron.evaluation.check:before_training",

@@ -20,6 +20,7 @@ from tests.paths import ROOT
 # Of each feature a configuration that asks for it, and the key that is then unknown.
 REMOVED = {
     "adapters": ("adapter: {type: lora}", "adapter"),
+    "align": ("align: {environment: addition, rewards: [{type: exact}]}", "align"),
     "audit": ("training: {audit: 1}", "training.audit"),
     "hashes": ("training: {hashes: 1}", "training.hashes"),
     "multi_token": ("model: {multi_token_prediction: {depth: 1}}", "model.multi_token_prediction"),

@@ -118,10 +118,10 @@ class TrainingSection(Section):
     )
     weight_average: float | None = key(
         None,
-        "Coefficient of an exponential moving average of the weights over steps, such as 0.999. It is evaluated "
-        "with the weights, saved, and exported by to_hf.py --average.",
+        "Coefficient of an exponential moving average of the weights over steps, such as 0.999. 1 keeps the first "
+        "weights. It is evaluated with the weights, saved, and exported by to_hf.py --average.",
         gt=0,
-        lt=1,
+        le=1,
     )
     compile: Literal["auto", "off", "layer"] = key(
         "auto",

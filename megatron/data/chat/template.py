@@ -142,6 +142,16 @@ class ChatTemplate:
             spans.append((len(before), len(done)))
         return text, spans
 
+    def prompt(self, messages: Any) -> str:
+        """The text of messages up to the beginning of the assistant's next turn.
+
+        Raises:
+            BadConversation: they are no messages, or the template refuses them.
+        """
+        if not isinstance(messages, list) or not messages:
+            raise BadConversation("a conversation must be a list of messages")
+        return self._render([_message(number, each) for number, each in enumerate(messages, 1)], None, begin=True)[0]
+
     def _render(self, messages: list, tools: list | None, begin: bool = False) -> tuple[str, list[Span]]:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template

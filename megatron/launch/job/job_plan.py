@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 # Scripts that read a trained model: the run's training data need not be there any more.
 WITHOUT_DATA = ("evaluate.py", "generate.py")
-WATCHED = ("train.py", "evaluate.py", "extract.py")  # whose ranks say where they are, once they have their imports
+# Scripts whose ranks say where they are, once they have their imports.
+WATCHED = ("train.py", "align.py", "evaluate.py", "extract.py")
 
 
 @dataclass(frozen=True)

@@ -12,19 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from ..contract import Objective
-from .options import (
-    ADVANTAGE,
-    BY_SEQUENCE,
-    CONSTANT,
-    LABEL,
-    LOSSES,
-    OBJECTIVE,
-    OLD,
-    REFERENCE,
-    SAMPLER,
-    SEQUENCE,
-    policy_options,
-)
+from .options import ADVANTAGE, BY_SEQUENCE, CONSTANT, LABEL, LOSSES, OBJECTIVE, OLD, REFERENCE, SAMPLER, SEQUENCE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,7 +67,7 @@ class Policy(Objective):
 
     @classmethod
     def build(cls, config: Config) -> Self:
-        return cls(**policy_options(config))
+        return cls(**OBJECTIVE.options_of(config))
 
     def counted(self, weights: Tensor, columns: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return {LABEL: (columns[SEQUENCE] >= 0) & (weights != 0)} if self.options["mean"] == LABEL else {}

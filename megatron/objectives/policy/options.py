@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from megatron.config.features.objective_kind import ObjectiveKind
 from megatron.config.optimizer_kind import Option
 from megatron.config.problems import Problem
 from megatron.config.rule_context import RuleContext
-from megatron.config.schema import Config
 
 SEQUENCE, ADVANTAGE, OLD, SAMPLER, REFERENCE = "sequence", "advantage", "old", "sampler", "reference"  # columns
 LABEL, CONSTANT, BY_SEQUENCE = "label", "constant", "sequence"  # words of `mean`
@@ -30,15 +28,6 @@ READERS = {
     "ratio_limit": ("grpo", "gspo", "rloo"),
     "trust": ("dppo",),
 }
-
-
-def policy_options(config: Config) -> dict[str, Any]:
-    """All options of a run, with the defaults of its loss."""
-    options = OBJECTIVE.options_of(config)
-    mean, low, high, _ = LOSSES[options["loss"]]
-    for name, default in (("mean", mean), ("clip_low", low), ("clip_high", high)):
-        options[name] = default if options[name] is None else options[name]
-    return options
 
 
 def options_have_an_effect(context: RuleContext) -> Iterator[Problem]:

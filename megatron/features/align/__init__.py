@@ -1,0 +1,1 @@
+"""Reinforcement learning: texts that the model writes, rewards that judge them, and steps on both."""

@@ -1,0 +1,222 @@
+"""The program of `deepy align`: generate, verify, train, save, evaluate.
+
+A round begins before the first of its steps. `Rounds.step` calls `AlignHook.prepare`, which draws completions of
+prompts by the present weights, has them judged and writes them to the round's file. The trainer then makes
+`align.updates` steps on the file, as on any data, and its other hooks log, save and stop. Steps are a function of
+files, so a run that was killed continues with the rounds that it has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from megatron.config.frozen import thaw
+from megatron.data.tokenizer import build_tokenizer
+from megatron.evaluation.shared_contexts import Text
+from megatron.training.hook import Hook, HookContext
+from megatron.worker.beacon import EVALUATE
+
+from .problems import Problems, Prompt
+from .rollouts import Rollout, advantages, file_hash, path_of, read_head, read_round, write_round
+from .sampler import Drawn, Rule, Sampler
+from .verifier import Item, Verdict, Verifier
+
+if TYPE_CHECKING:
+    from megatron.data.batch import StepBatch
+    from megatron.data.loader import Loader
+    from megatron.training.exchange import StepReport
+    from megatron.training.trainer import Trainer
+
+Group = tuple[Prompt, list[Drawn], list[Verdict]]
+# Keys that change neither what is drawn nor what is trained.
+OTHER = ("workers", "texts", "time_limit", "evaluate", "problems", "held_out")
+
+
+class Rounds:
+    """The loader of a run, which has each round drawn before its first step is read."""
+
+    def __init__(self, loader: Loader, hook: AlignHook, trainer: Trainer) -> None:
+        self.loader, self.hook, self.trainer, self.ready = loader, hook, trainer, -1
+
+    def step(self, step: int) -> StepBatch:
+        number = step // self.hook.own.updates
+        if number != self.ready:
+            with self.trainer.beacon.during(EVALUATE, b"rollouts"):
+                self.hook.prepare(self.trainer, number)
+            self.ready = number
+        return self.loader.read(step)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+class AlignHook(Hook):
+    """Draws rounds and evaluates. The numbers of a round are in the records of its steps."""
+
+    def __init__(self, parts: HookContext) -> None:
+        assert parts.engine is not None and parts.world is not None
+        config: Any = parts.config
+        self.config, self.own, self.engine, self.world = config, config.align, parts.engine, parts.world
+        self.size = config.training.global_batch_size * self.own.updates
+        self.tokenizer = build_tokenizer(config.tokenizer)
+        world = parts.world
+        self.sampler = Sampler(config, parts.engine, world.mesh, world.device, texts=self.own.texts)
+        self.verifier = Verifier(
+            [each.model_dump() for each in self.own.rewards], self.own.workers, self.own.time_limit
+        )
+        self.problems = Problems(config, self.tokenizer)
+        self.held_out = Problems(config, self.tokenizer, held_out=True) if self.own.evaluate is not None else None
+        self.numbers: dict[str, float] = {}
+
+    def on_start(self, trainer: Trainer) -> None:
+        trainer.loader = cast("Loader", Rounds(trainer.loader, self, trainer))
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        trainer.extra_metrics.update(self.numbers)
+
+    def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
+        if trainer.last:
+            self.evaluate(trainer)
+
+    def on_end(self, trainer: Trainer) -> None:
+        self.verifier.close()
+
+    def prepare(self, trainer: Trainer, number: int) -> None:
+        """Have the file of a round, which is drawn unless it is there and belongs to this course of the run."""
+        if self.own.evaluate is not None and number % self.own.evaluate == 0:
+            self.evaluate(trainer)
+        path, head = path_of(self.config, number), self.head(number)
+        if not self.world.communicator.broadcast(self.world.is_main and read_head(path) == head):
+            rollouts = self.draw_round(number)
+            if self.world.is_main:
+                write_round(path, head, rollouts)
+        digest = self.world.communicator.broadcast(file_hash(path) if self.world.is_main else None)
+        read_round.cache_clear()
+        self.numbers = numbers_of(read_round(path), self.own.group)
+        trainer.record("rollouts", step=trainer.completed, round=number, sha256=digest, **self.numbers)
+
+    def head(self, number: int) -> dict[str, Any]:
+        """The first line of a round's file: the settings that it follows from, and the file before it."""
+        whole = thaw(self.config.model_dump(mode="json"))
+        names = ("model", "objective", "optimizer", "schedule", "tokenizer")
+        given = {name: whole[name] for name in names if name in whole}
+        given["align"] = {name: value for name, value in whole["align"].items() if name not in OTHER}
+        given["training"] = [whole["training"][name] for name in ("seed", "steps", "global_batch_size")]
+        given["base"] = whole["checkpoint"]["initialize_from"]
+        settings = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
+        before = file_hash(path_of(self.config, number - 1)) if number else ""
+        return {"round": number, "settings": settings, "before": before}
+
+    def draw_round(self, number: int) -> list[Rollout]:
+        """Draw, judge and score the texts of a round. All ranks get the same."""
+        own, count = self.own, self.size // self.own.group
+        chosen, spare = list[Group](), list[Group]()
+        for wave in range(1 + own.dynamic_sampling):
+            first = (number * (1 + own.dynamic_sampling) + wave) * count
+            for group in self.groups(range(first, first + count)):
+                equal = len({verdict.reward for verdict in group[2]}) == 1
+                (spare if equal and own.dynamic_sampling else chosen).append(group)
+            if len(chosen) >= count:
+                break
+        found = [
+            Rollout(
+                list(prompt.ids),
+                each.tokens,
+                self.text(each),
+                each.ended,
+                each.log_p,
+                reward=verdict.reward,
+                parts=dict(verdict.parts),
+                failure=verdict.failure,
+                counts=each.ended or not own.mask_truncated,
+            )  # fmt: skip
+            for prompt, drawn, verdicts in (chosen + spare)[:count]
+            for each, verdict in zip(drawn, verdicts)
+        ]
+        return self.scored(found)
+
+    def groups(self, numbers: Sequence[int]) -> list[Group]:
+        """Completions of the prompts of these numbers, and the verdicts on them."""
+        size, seed = self.own.group, self.config.training.seed
+        prompts = [self.problems(number) for number in numbers]
+        texts = [number * size + place for number in numbers for place in range(size)]
+        repeated = [prompt for prompt in prompts for _ in range(size)]
+        drawn = self.sampler.draw([each.ids for each in repeated], texts, self.rule(seed))
+        verdicts = self.verify(repeated, drawn)
+        cuts = [slice(begin, begin + size) for begin in range(0, len(texts), size)]
+        return [(prompt, drawn[cut], verdicts[cut]) for prompt, cut in zip(prompts, cuts)]
+
+    def rule(self, seed: int | None) -> Rule:
+        """How tokens are chosen: by draws of the policy itself, at temperature 1, or the likeliest."""
+        more = {"tokens": self.own.tokens, "finished": self.finished, "vocabulary": self.tokenizer.size}
+        return Rule(key=None, **more) if seed is None else Rule.of(seed, **more)
+
+    def finished(self, ids: list[int]) -> bool:
+        stop = self.own.stop
+        if ids[-1] == self.tokenizer.eod_id:
+            return True
+        return stop is not None and stop in self.tokenizer.decode(ids[-len(stop.encode()) - 4 :])
+
+    def text(self, drawn: Drawn) -> str:
+        """The text of a completion, without the token or the text that ended it."""
+        ids = drawn.tokens[:-1] if drawn.tokens[-1] == self.tokenizer.eod_id else drawn.tokens
+        text = self.tokenizer.decode(ids)
+        return text.partition(self.own.stop)[0] if self.own.stop is not None else text
+
+    def verify(self, prompts: Sequence[Prompt], drawn: Sequence[Drawn]) -> list[Verdict]:
+        """The verdict on each completion, by rank 0's processes."""
+        found = None
+        if self.world.is_main:
+            facts = [{"completion_tokens": len(each.tokens), "ended": each.ended} for each in drawn]
+            items = [
+                Item(p.text, self.text(each), {**p.record, **fact}) for p, each, fact in zip(prompts, drawn, facts)
+            ]
+            found = [asdict(verdict) for verdict in self.verifier.judge(items)]
+        return [Verdict(**each) for each in self.world.communicator.broadcast(found)]
+
+    def scored(self, found: list[Rollout]) -> list[Rollout]:
+        """With advantages, and with log-probabilities as the trainer reads the texts."""
+        texts = [Text((*each.prompt, *each.completion), len(each.completion)) for each in found]
+        old, reference = self.sampler.log_probabilities(texts), [list[float]()] * len(found)
+        if self.config.objective.options.get("beta"):
+            with self.engine.averaged():
+                reference = self.sampler.log_probabilities(texts)
+        rewards = np.array([each.reward for each in found]).reshape(-1, self.own.group)
+        worth = advantages(rewards, self.own.advantage).flatten().tolist()
+        return [
+            replace(each, old=own, reference=other, advantage=value)
+            for each, own, other, value in zip(found, old, reference, worth)
+        ]
+
+    def evaluate(self, trainer: Trainer) -> None:
+        """Answer the held-out problems greedily."""
+        if self.held_out is None:
+            return
+        prompts = [self.held_out(number) for number in range(self.own.problems)]
+        with trainer.aside(EVALUATE, "held-out problems"):
+            drawn = self.sampler.draw([each.ids for each in prompts], range(len(prompts)), self.rule(None))
+            verdicts = self.verify(prompts, drawn)
+        reward = fmean(each.reward for each in verdicts)
+        trainer.sinks.write({"step": trainer.completed, "held_out": {"reward": reward}})
+        trainer.log(f"held-out problems after {trainer.completed} steps: reward {reward:.4f}")
+
+
+def numbers_of(rollouts: Sequence[Rollout], group: int) -> dict[str, float]:
+    """Numbers of a round: means over its texts."""
+    apart = [abs(old - drawn) for each in rollouts for old, drawn in zip(each.old, each.sampler)]
+    rewards = np.array([each.reward for each in rollouts]).reshape(-1, group)
+    return {
+        "reward": float(rewards.mean()),
+        "equal_groups": float((rewards == rewards[:, :1]).all(1).mean()),
+        "completion_tokens": fmean(len(each.completion) for each in rollouts),
+        "truncated": fmean(not each.ended for each in rollouts),
+        "reward_failures": sum(each.failure is not None for each in rollouts),
+        "sampler_difference": fmean(apart),
+    }

@@ -1,0 +1,224 @@
+"""Keys and rules of reinforcement learning, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatron.config.features.feature import Feature, Keys
+from megatron.config.optimizer_kind import optimizer_kind
+from megatron.config.registry import PATH
+from megatron.config.section import Section, key
+
+if TYPE_CHECKING:
+    from megatron.config.problems import Problem
+    from megatron.config.rule_context import RuleContext
+
+# Rewards and environments by name. Others are import paths.
+REWARDS = {
+    name: f"megatron.features.align.rewards:{name}" for name in ("exact", "number", "math", "format", "length", "tests")
+}
+ENVIRONMENTS = {
+    name: f"megatron.features.align.environments:{name}" for name in ("addition", "arithmetic", "sorting", "reversal")
+}
+MATH_VERIFY = "math_verify"  # the module of the package math-verify
+POLICY, ROLLOUTS = "policy", "rollouts"  # names of the objective and of the source of samples
+
+
+class RewardSection(Section):
+    type: str = key("", f"One of {', '.join(REWARDS)}, or the import path of a function (package.module:name).")
+    weight: float = key(1.0, "Factor of this reward in the sum.")
+    options: dict[str, Any] = key(dict, "Keyword arguments of the function.")
+
+
+class AlignSection(Section):
+    prompts: str | None = key(
+        None, "JSON lines with `prompt` (a text) or `messages`, and what rewards read, such as `answer`."
+    )
+    held_out: str | None = key(None, "Prompts of evaluations, in the same form.")
+    environment: str | None = key(
+        None,
+        f"Makes problems in place of `prompts`: one of {', '.join(ENVIRONMENTS)}, or the import path of a function.",
+    )
+    difficulty: list[int] = key(lambda: [1, 1], "Least and largest difficulty of an environment's problems.")
+    template: str | None = key(None, "Chat template of `messages`: a name or a .jinja file. Default: the tokenizer's.")
+    rewards: list[RewardSection] = key(list, "Their sum, each times its weight, is the reward of a completion.")
+    group: int = key(8, "Completions of each prompt.", ge=1)
+    updates: int = key(1, "Steps on each round of rollouts.", unit="steps", ge=1)
+    tokens: int = key(128, "Most tokens of a completion.", unit="tokens", ge=1)
+    stop: str | None = key(None, "A completion also ends with this text.")
+    advantage: Literal["group", "mean", "leave_one_out", "max_rl", "reward"] = key(
+        "group", "Advantages from the rewards of a group (docs/reinforcement_learning.md)."
+    )
+    dynamic_sampling: int = key(
+        0, "Groups whose rewards are all equal are replaced by groups of further prompts, up to n times.", ge=0, le=100
+    )
+    mask_truncated: bool = key(False, "Completions that did not end do not count in the loss.")
+    workers: int = key(4, "Processes that compute rewards.", gt=0, le=1024)
+    time_limit: float = key(10.0, "For all rewards of one completion. After it the reward is 0.", unit="seconds", gt=0)
+    texts: int = key(64, "Completions that a rank draws together.", gt=0)
+    evaluate: int | None = key(None, "Rounds between evaluations on held-out problems.", unit="rounds", gt=0)
+    problems: int = key(128, "Held-out problems of an evaluation, each answered greedily.", gt=0)
+
+
+class AlignKeys(Section):
+    align: AlignSection = key(AlignSection, "Reinforcement learning (deepy align).")
+
+
+TOP = Keys("", AlignKeys, after="objective")
+
+
+def align_of(config: Any) -> AlignSection:
+    """The section of a `Config`."""
+    return TOP.of(config).align
+
+
+def wanted(config: Any) -> bool:
+    return align_of(config).prompts is not None or align_of(config).environment is not None
+
+
+def _known(name: str, shipped: dict[str, str]) -> str | None:
+    """The rule that the name of a function breaks, or None."""
+    if name in shipped:
+        if name == "math" and find_spec(MATH_VERIFY) is None:
+            return "must have the package math-verify, which is not installed (pip install math-verify)"
+        return None
+    if not PATH.fullmatch(name):
+        return f"must be one of {', '.join(shipped)}, or an import path (package.module:name)"
+    try:
+        missing = find_spec(name.partition(":")[0]) is None
+    except (ImportError, ValueError):
+        missing = True
+    return f"must be a function that Python finds, and there is no module {name.partition(':')[0]}" if missing else None
+
+
+def there_are_problems_and_rewards(context: RuleContext) -> Iterator[Problem]:
+    own = align_of(context.config)
+    if own.prompts is not None and own.environment is not None:
+        yield context.problem("align.prompts", "align.environment", rule="must not both be given", fix="remove one")
+    if own.environment is not None and (wrong := _known(own.environment, ENVIRONMENTS)):
+        yield context.problem("align.environment", rule=wrong, fix="correct the name, or set PYTHONPATH")
+    for number, each in enumerate(own.rewards):
+        if wrong := _known(each.type, REWARDS):
+            yield context.problem(f"align.rewards.{number}.type", rule=wrong, fix="correct the name, or set PYTHONPATH")
+    if not own.rewards:
+        yield context.problem(
+            "align.rewards", rule="must have a reward", fix="use [{type: exact}], which compares with `answer`"
+        )
+    if len(own.difficulty) != 2 or not 1 <= own.difficulty[0] <= own.difficulty[-1]:
+        yield context.problem(
+            "align.difficulty", rule="must be two numbers of at least 1 in order, such as [1, 3]", fix="correct them"
+        )
+    if own.evaluate is not None and own.environment is None and own.held_out is None:
+        yield context.problem(
+            "align.held_out",
+            "align.evaluate",
+            rule="must be a file of prompts",
+            fix="give one, or remove align.evaluate",
+        )
+
+
+def rounds_are_whole(context: RuleContext) -> Iterator[Problem]:
+    own, training = align_of(context.config), context.config.training
+    size = training.global_batch_size * own.updates
+    if size % own.group:
+        yield context.problem(
+            "align.group",
+            "training.global_batch_size",
+            "align.updates",
+            rule=f"must divide the {size} completions of a round (training.global_batch_size * align.updates)",
+            fix="change one of them",
+        )
+    if own.group < 2 and own.advantage != "reward":
+        yield context.problem(
+            "align.group",
+            "align.advantage",
+            rule="must be at least 2: an advantage compares completions of one prompt",
+            fix="use align.group=8, or align.advantage=reward",
+        )
+    if own.tokens >= training.sequence_length:
+        yield context.problem(
+            "align.tokens",
+            "training.sequence_length",
+            rule=f"must leave room for a prompt in training.sequence_length = {training.sequence_length}",
+            fix="use a smaller one, or longer samples",
+        )
+
+
+def the_run_fits(context: RuleContext) -> Iterator[Problem]:
+    """Keys that must have one value, and that a run without rollouts may have otherwise."""
+    config = context.config
+    needed: dict[str, tuple[Any, Any, str]] = {
+        "objective.type": (config.objective.type, POLICY, "the rounds have advantages"),
+        "data.synthetic": (config.data.synthetic, ROLLOUTS, "samples come from the rounds"),
+        "checkpoint.prove": (config.checkpoint.prove, False, "the next batch is not drawn when a checkpoint is saved"),
+    }
+    for name, (value, needs, why) in needed.items():
+        if value != needs:
+            shown = str(needs).lower()
+            yield context.problem(name, rule=f"must be {shown} with align: {why}", fix=f"use {name}={shown}")
+    if config.tokenizer.type == "none":
+        yield context.problem(
+            "tokenizer.type", rule="must be a tokenizer: prompts and completions are texts", fix="give tokenizer.path"
+        )
+    if config.evaluation.every is not None or config.evaluation.at_start or config.evaluation.at_end:
+        yield context.problem(
+            "evaluation.every",
+            "evaluation.at_end",
+            rule="must be off with align, which evaluates on held-out problems",
+            fix="use evaluation.at_end=false, and align.evaluate",
+        )
+    if "rollback" in (context.option("spikes.action"), context.option("spikes.non_finite")):
+        yield context.problem(
+            "spikes.action", rule="must not be rollback with align: rounds cannot be skipped", fix="use skip or stop"
+        )
+    kind = optimizer_kind(config)
+    if kind is not None and kind.averages:
+        yield context.problem(
+            "optimizer.type",
+            rule="must be an optimizer that evaluates the weights that it trains: this one evaluates an average",
+            fix="use optimizer.type=adamw",
+        )
+    if config.objective.options.get("beta") and config.training.weight_average is None:
+        yield context.problem(
+            "training.weight_average",
+            "objective.options",
+            rule="must be given with beta: the average of the weights is the reference, and with 1 they are the first",
+            fix="use training.weight_average=1, or remove beta",
+        )
+
+
+def _only(rule: Callable[[RuleContext], Iterator[Problem]]) -> Callable[[RuleContext], Iterator[Problem]]:
+    """The rule, for runs that are aligned."""
+
+    def checked(context: RuleContext) -> Iterator[Problem]:
+        if wanted(context.config):
+            yield from rule(context)
+
+    return checked
+
+
+def keys_have_a_use(context: RuleContext) -> Iterator[Problem]:
+    if wanted(context.config):
+        return
+    if align_of(context.config) != AlignSection():
+        yield context.problem(
+            "align", rule="must come with align.prompts or align.environment", fix="give one of them, or remove it"
+        )
+    if context.config.data.synthetic == ROLLOUTS:
+        yield context.problem(
+            "data.synthetic",
+            rule="must not be rollouts without align.prompts or align.environment",
+            fix="give one of them",
+        )
+
+
+FEATURE = Feature(
+    about="Reinforcement learning: draws texts, rewards them, and trains on them.",
+    wanted=wanted,
+    keys=(TOP,),
+    rules=(*map(_only, (there_are_problems_and_rewards, rounds_are_whole, the_run_fits)), keys_have_a_use),
+    hook="megatron.features.align.hook:AlignHook",
+    hook_before=("log",),
+)

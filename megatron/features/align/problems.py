@@ -1,0 +1,117 @@
+"""Prompts of training and of evaluations, from a file or an environment. Prompt n is a function of n only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.config import Config
+from megatron.config.file_access import read_plain
+from megatron.config.problems import UserError
+from megatron.config.registry import load
+from megatron.data.chat.template import BadConversation, find_template
+from megatron.data.errors import DataError
+from megatron.data.keyed import generator, key_of
+from megatron.data.tokenizer import Tokenizer
+
+from .environments import problem
+from .options import ENVIRONMENTS, align_of
+
+HELD_OUT = 8  # one of n problems of an environment is for evaluations only
+TRIES = 10_000  # draws of a problem until it is one of its set
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Ids and text of a prompt, and the record that rewards read."""
+
+    ids: tuple[int, ...]
+    text: str
+    record: Mapping[str, Any]
+
+
+class Problems:
+    """The prompts of a run.
+
+    Args:
+        held_out: prompts of evaluations. An environment's are no problems of training: a hash of the prompt decides.
+
+    Raises:
+        DataError: a file is missing, or has a prompt that is none or too long.
+    """
+
+    def __init__(self, config: Config, tokenizer: Tokenizer, held_out: bool = False) -> None:
+        self.config, self.tokenizer, self.own, self.held_out = config, tokenizer, align_of(config), held_out
+        self.environment = None
+        if self.own.environment is not None:
+            self.environment = load(ENVIRONMENTS.get(self.own.environment, self.own.environment))
+            return
+        path = Path((self.own.held_out if held_out else self.own.prompts) or "")
+        self.found = [self._checked(f"{path}:{line}", record) for line, record in _records(path)]
+        if not self.found:
+            raise DataError(path, "it must have a prompt", "write one JSON document per line")
+
+    def __call__(self, number: int) -> Prompt:
+        seed = self.config.training.seed
+        if self.environment is None:
+            epoch, place = divmod(number, len(self.found))
+            return self.found[place if self.held_out else int(_order(seed, epoch, len(self.found))[place])]
+        levels = (self.own.difficulty[0], self.own.difficulty[1])
+        for attempt in range(TRIES):
+            record = problem(self.environment, levels, seed, "problem", number, int(self.held_out), attempt)
+            if (key_of(str(record["prompt"])) % HELD_OUT == 0) == self.held_out:
+                return self._checked(f"align.environment {self.own.environment}", record)
+        raise UserError(f"align.environment: {TRIES} problems are all of one set. Use more difficulties")
+
+    def _checked(self, origin: str, record: Mapping[str, Any]) -> Prompt:
+        text = record.get("prompt")
+        if "messages" in record:
+            try:
+                template = find_template(self.config.tokenizer.path or "", self.own.template, {})
+                text = template.prompt(record["messages"])
+            except BadConversation as error:
+                raise DataError(origin, str(error), "correct the record") from error
+        if not isinstance(text, str) or not text:
+            raise DataError(origin, "it must have a text as prompt, or messages", "correct the record")
+        ids = tuple(self.tokenizer.encode(text))
+        most = self.config.training.sequence_length + 1 - self.own.tokens
+        if not 0 < len(ids) <= most:
+            rule = f"its prompt has {len(ids)} tokens, and must have 1 to {most}"
+            raise DataError(origin, rule, "remove it, use a longer training.sequence_length or a smaller align.tokens")
+        rest = {name: value for name, value in record.items() if name not in ("prompt", "messages")}
+        return Prompt(ids, text, rest)
+
+
+def _records(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """The line number and the document of each line.
+
+    Raises:
+        DataError: the file cannot be read, or a line is no JSON object.
+    """
+    try:
+        lines = read_plain(path).decode("utf-8").splitlines()
+    except (OSError, UnicodeError) as error:
+        raise DataError(path, f"prompts cannot be read: {error}", "correct align.prompts") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            raise DataError(f"{path}:{number}", "it must be a JSON object", "write one per line")
+        found.append((number, record))
+    return found
+
+
+@lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, count: int) -> np.ndarray:
+    return generator(seed, "prompts", epoch).permutation(count)

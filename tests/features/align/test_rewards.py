@@ -1,0 +1,122 @@
+"""Rewards, their processes, and the sandbox of programs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.config.problems import UserError
+from megatron.features.align import environments, rewards
+from megatron.features.align.sandbox import run
+from megatron.features.align.verifier import Item, Verifier
+
+BY_WORD = [{"type": "tests.features.align.judges:by_word", "weight": 2.0, "options": {}}]
+
+
+def test_a_reward_that_misbehaves_costs_its_sample_only():
+    verifier = Verifier(BY_WORD, 2, 1.0)
+    words = ["good", "hang", "fair", "die", "raise", "leave", "none", "good"]
+    begun = time.monotonic()
+    found = verifier.judge([Item("", word, {}) for word in words])
+    assert [each.reward for each in found] == [2.0, 0, 0.5, 0, 0, 0, 0, 2.0]
+    reasons = [each.failure or "" for each in found]
+    assert [reason[:22] for reason in reasons if reason] == [
+        "no answer within 1 sec",
+        "the process has ended ",
+        "ValueError: no number",
+        "SystemExit: 0",
+        "ValueError: tests.feat",
+    ]
+    assert time.monotonic() - begun < 60
+    verifier.close()
+    again = Verifier(BY_WORD, 1, 1.0)
+    again.judge([Item("", "good", {})])
+    process = again.idle.get()
+    again.idle.put(process)
+    again.close()
+    assert process is not None and process.ended
+
+
+def test_rewards_that_cannot_be_imported_end_the_run():
+    verifier = Verifier([{"type": "tests.features.align.judges:nothing", "weight": 1.0, "options": {}}], 1, 1.0)
+    with pytest.raises(UserError, match="must have nothing"):
+        verifier.judge([Item("", "a", {})])
+
+
+@pytest.mark.parametrize(
+    "name, completion, record, options, wanted",
+    [
+        ("exact", " 12\n", {"answer": 12}, {}, 1),
+        ("exact", "Paris", {"city": "paris"}, {"key": "city", "ignore_case": True}, 1),
+        ("exact", "13", {"answer": "12"}, {}, 0),
+        ("number", "so 3 + 4 = 1,007.0.", {"answer": "1007"}, {}, 1),
+        ("number", "7 or 8", {"answer": 7}, {}, 0),
+        ("number", "none", {"answer": 7}, {}, 0),
+        ("format", "<think>a\nb</think>c", {}, {"pattern": "<think>.*</think>.+"}, 1),
+        ("format", "<think>a", {}, {"pattern": "<think>.*</think>.+"}, 0),
+        ("length", "", {"completion_tokens": 90}, {"limit": 100, "buffer": 20}, -0.5),
+        ("length", "", {"completion_tokens": 80}, {"limit": 100, "buffer": 20}, 0),
+        ("length", "", {"completion_tokens": 300}, {"limit": 100, "buffer": 20}, -1),
+    ],
+)
+def test_shipped_rewards(name, completion, record, options, wanted):
+    assert getattr(rewards, name)("", completion, record, **options) == wanted
+
+
+def test_mathematical_answers():
+    pytest.importorskip("math_verify")
+    assert rewards.math("", r"so it is \boxed{\frac{1}{2}}", {"answer": "0.5"}) == 1
+    assert rewards.math("", r"so it is \boxed{2}", {"answer": "0.5"}) == 0
+
+
+def test_programs_are_judged_by_tests():
+    record = {"tests": "assert double(4) == 8"}
+    answer = "It is\n```python\ndef double(x):\n    return {}\n```\n"
+    assert rewards.tests("", answer.format("2 * x"), record) == 1
+    assert rewards.tests("", answer.format("3 * x"), record) == 0
+    assert rewards.tests("", "import os\nos._exit(0)", record) == 0  # it ends before the tests
+
+
+def test_programs_have_limits(tmp_path):
+    kept = tmp_path / "kept"
+    kept.write_text("a")
+    harmless = "open('x', 'w').write('a')\nimport threading\nt = threading.Thread(target=print)\nt.start()\nt.join()"
+    assert run(harmless, 10, 1 << 30)[0]
+    mode = kept.stat().st_mode
+    for program, reason in {
+        "import socket; socket.socket()": "PermissionError",
+        "import os; os.fork()": "PermissionError",
+        "import os; os.kill(os.getppid(), 9)": "PermissionError",
+        f"open({str(kept)!r}, 'w')": "PermissionError",
+        f"import os; os.unlink({str(kept)!r})": "PermissionError",
+        f"import os; os.truncate({str(kept)!r}, 0)": "PermissionError",
+        f"import os; os.chmod({str(kept)!r}, 0)": "PermissionError",
+        f"import os; os.rename({str(kept)!r}, 'mine')": "PermissionError",
+        "open('large', 'wb').write(bytes(1 << 25))": "File too large",
+        "x = bytearray(1 << 31)": "MemoryError",
+    }.items():
+        done, output = run(program, 10, 1 << 30)
+        assert not done and reason in output, program
+    assert kept.read_text() == "a" and kept.stat().st_mode == mode
+    begun = time.monotonic()
+    assert not run("while True: pass", 1, 1 << 30)[0] and time.monotonic() - begun < 30
+    assert not [each for each in Path("/tmp").glob("program-*") if each.stat().st_mtime > time.time() - 1]
+
+
+def test_environments_are_right():
+    for name, check in {
+        "addition": lambda prompt, answer: eval(prompt[:-1]) == int(answer),
+        "arithmetic": lambda prompt, answer: eval(prompt[:-1]) == int(answer),
+        "sorting": lambda prompt, answer: sorted(prompt[5:-1]) == list(answer),
+        "reversal": lambda prompt, answer: prompt[8:-1][::-1] == answer,
+    }.items():
+        environment = getattr(environments, name)
+        for number in range(200):
+            found = environments.problem(environment, (1, 4), 0, name, number)
+            assert check(found["prompt"], found["answer"]) and 1 <= found["difficulty"] <= 4
+            assert found == environments.problem(environment, (1, 4), 0, name, number)
+        hard = environment(6, np.random.default_rng(0))["prompt"]
+        assert len(hard) > len(environment(1, np.random.default_rng(0))["prompt"])
