@@ -132,6 +132,7 @@ ABOUT_KINDS = {
     "megatron.checkpoint.hf.export": "the package transformers, whose name a kind has",
     "megatron.checkpoint.format.meta": "the package transformers, whose name a kind has",
     "megatron.command.verbs": "a folder of tools",
+    "megatron.curation": "that package",
     "megatron.engine.deepspeed.expert_groups": "DeepSpeed's word for optimizer groups of experts",
     "megatron.engine.optimizers.groups": "DeepSpeed's word for optimizer groups of experts",
     "megatron.engine.parts.expert_load": "the name of a record in metrics.jsonl",

@@ -42,7 +42,7 @@ class PlainEngine(BaseEngine):
         with cut_as_they_are_made(self.config, self.options, mpu) if cut else nullcontext():
             model = make_model(self.plan, on_host=third)
         if third and not cut:
-            cut_parameters(model, self.options, mpu)
+            cut_parameters(model, self.options, mpu, self.device)
         self.call_parts("module_made", self, model)
         self._start(model, mpu)
         self.model: Model = self.deepspeed.module

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron.config import Config
@@ -37,14 +39,25 @@ def cut_as_they_are_made(config: Config, options: dict[str, Any], mpu: ModelPara
         yield
 
 
-def cut_parameters(model: nn.Module, options: dict[str, Any], mpu: ModelParallelUnit) -> None:
-    """Partition the parameters of a finished model, whose class was not made for it. One after another reaches the
-    device, so it never has the whole model."""
+def cut_parameters(model: nn.Module, options: dict[str, Any], mpu: ModelParallelUnit, device: torch.device) -> None:
+    """Partition the parameters of a finished model, one after another, with the values of the first rank.
+
+    A device never has the whole model. Other ranks than the first may have parameters without memory of their own.
+    Modules whose tokens choose what runs (`gathered_whole` of the model) are gathered as one, on all ranks alike.
+    """
     import deepspeed
 
+    for module in cast(tuple[nn.Module, ...], getattr(model, "gathered_whole", ())):
+        deepspeed.utils.set_z3_leaf_module(module, True)
     group = mpu.get_data_parallel_group()
     with _classes_as_they_were():
-        deepspeed.zero.Init(module=model, data_parallel_group=group, config_dict_or_path=options, mpu=mpu)
+        made = deepspeed.zero.Init(module=nn.Module(), data_parallel_group=group, config_dict_or_path=options, mpu=mpu)
+        for parameter in dict.fromkeys(model.parameters()):
+            values = (
+                parameter.data if dist.get_rank(group) == 0 else torch.empty(parameter.shape, dtype=parameter.dtype)
+            )
+            parameter.data = values.to(device).contiguous()
+            made._convert_to_zero_parameters([parameter])
 
 
 @contextlib.contextmanager

@@ -25,8 +25,10 @@ def hf_config(options: Mapping[str, Any]) -> PreTrainedConfig:
     Raises:
         FactsError: it cannot be read, or has no such settings.
     """
-    given, changes = str(options["config"]), thaw(options["options"])
+    given, changes, resolved = str(options["config"]), thaw(options["options"]), thaw(options["settings"])
     path = Path(given)
+    if resolved and not options["trust_remote_code"]:
+        return _of_type(str(resolved.pop("model_type", "")), PreTrainedConfig._decode_special_floats(resolved))
     if path.is_dir():
         base = _read(path, options["trust_remote_code"])
     elif path.is_file():

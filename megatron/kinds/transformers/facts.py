@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,10 @@ class FactsError(ValueError):
 
     def __init__(self, key: str, rule: str, fix: str) -> None:
         self.key, self.rule, self.fix = key, rule, fix
-        super().__init__(f"{rule}: {fix}")
+        super().__init__(key, rule, fix)
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.fix}"
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,9 @@ class Facts:
         parameters: number of trainable elements, tied ones once.
         matrices: elements of matrices that a token is multiplied by, without embedding and head.
         idle: parameters of experts that a token does not use.
+        documents: whether positions that begin again keep documents of a sample apart. None: the model is too large to
+            try it before processes start.
+        settings: the configuration of the class, as in a config.json.
     """
 
     class_name: str = ""
@@ -46,6 +52,8 @@ class Facts:
     parameters: int = 0
     matrices: int = 0
     idle: int = 0
+    documents: bool | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 def facts_of(options: Mapping[str, Any]) -> Facts:
@@ -55,6 +63,9 @@ def facts_of(options: Mapping[str, Any]) -> Facts:
         FactsError: the class cannot be built with them, or computes no causal language model that can be trained.
     """
     try:
+        settings = json.dumps(options["settings"], sort_keys=True)
+        if options["settings"] and settings in _known:
+            return _known[settings]
         text = json.dumps(dict(options), sort_keys=True)
     except TypeError as error:
         raise FactsError(".options", f"must be values of JSON ({error})", "use numbers, texts and lists") from error
@@ -64,7 +75,12 @@ def facts_of(options: Mapping[str, Any]) -> Facts:
             "must be a folder, a config.json or a model type of transformers",
             "give config: qwen3, or a path",
         )
-    return _found(text, _time_of(options["config"]))
+    found = _found(text, _time_of(options["config"]))
+    _known[json.dumps(found.settings, sort_keys=True)] = found
+    return found
+
+
+_known: dict[str, Facts] = {}  # by their settings
 
 
 def _time_of(given: str) -> int | None:

@@ -6,16 +6,16 @@ import contextlib
 import io
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .build import hf_model
+from .build import hf_config, hf_model
 from .facts import Facts, FactsError
-from .probe import SMALL, output_of, probe
+from .probe import SMALL, keeps_apart, output_of, probe
 
 
 def inspect(options: dict[str, Any]) -> dict[str, Any]:
@@ -25,8 +25,11 @@ def inspect(options: dict[str, Any]) -> dict[str, Any]:
             _check_weights(options)
         with torch.device("meta"):
             facts = facts_of_model(hf_model(options, values=False))
+        facts = replace(facts, settings=json.loads(hf_config(options).to_json_string()))
         if facts.parameters < SMALL:  # so small that its function is checked before a process starts
-            probe(hf_model(options, values=False))
+            small = hf_model(options, values=False)
+            probe(small)
+            facts = replace(facts, documents=keeps_apart(small))
         return asdict(facts)
     except FactsError as error:
         return {"key": error.key, "rule": error.rule, "fix": error.fix}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -25,7 +26,7 @@ from megatron.worker.place import StartError
 from .build import hf_model
 from .facts import FactsError
 from .layer import mark
-from .probe import Form, arguments_of, output_of, probe
+from .probe import Form, arguments_of, keeps_apart, output_of, probe
 
 
 class Taken(nn.Module):
@@ -96,13 +97,25 @@ class WholeModel(nn.Module):
         self.plan, self.form = plan, plan.form
         own, seed = plan.config.model.blocks[0].kinds[0].name, plan.config.training.seed
         options = getattr(plan.config.model, own).model_dump()
-        meta = torch.device(plan.device).type == "meta"
+        meta, same = torch.device(plan.device).type == "meta", plan.mesh.replicas if on_host else ALONE
+        form: Form | FactsError = Form()
         try:
-            with torch.device("meta" if meta else "cpu"):
+            with torch.device("meta" if meta or same.rank else "cpu"):
                 inner = hf_model(options, seed, plan.values)
-            layer, form = output_of(inner), Form() if meta else probe(inner)
+            layer = output_of(inner)
+            if not meta and not same.rank:
+                form = probe(inner)
+                if self.form.documents and not keeps_apart(inner):
+                    rule = f"must be false: {type(inner).__name__} reads across the ends of documents"
+                    raise FactsError("data.reset_attention_at_eod", rule, "remove it")
         except FactsError as error:
-            raise StartError(f"model.{own}{error.key}: {error}") from error
+            form = error
+        form = _of_first(form, same)
+        if isinstance(form, FactsError):
+            key = f"model.{own}{form.key}" if form.key.startswith(".") else form.key
+            raise StartError(f"{key}: {form}") from form
+        if same.rank:
+            _without_memory(inner)
         self.arguments, settings = arguments_of(inner), inner.config.get_text_config()
         self.balance = getattr(settings, "router_aux_loss_coef", None) or 0.0
         wide = (*(inner._keep_in_fp32_modules or ()), *(inner._keep_in_fp32_modules_strict or ()))
@@ -120,19 +133,30 @@ class WholeModel(nn.Module):
                     f"training.activation_checkpointing.mode must be none: {type(inner).__name__} cannot recompute"
                 )
             inner.gradient_checkpointing_enable({"use_reentrant": True})  # ZeRO 3 changes the sizes of saved weights
+        # In a tuple, not a list of modules: they are parts of `inner`.
+        self.gathered_whole = tuple(
+            parent if isinstance(child, nn.ModuleList) else child
+            for parent in inner.modules()
+            for name, child in parent.named_children()
+            if name == "experts"
+        )
         self.inner, self.head = inner, OutputHead(plan, layer, form)
-        self._place("cpu" if on_host else plan.device)
+        self._place("cpu" if on_host else plan.device, same)
 
-    def _place(self, device: torch.device | str) -> None:
-        """Give parameters their types, put them onto this device, and buffers onto the plan's."""
+    def _place(self, device: torch.device | str, same: Axis) -> None:
+        """Give parameters their types, put them onto this device, and buffers onto the plan's.
+
+        Args:
+            same: ranks with the same parameters. Only the first has values.
+        """
         plan = self.plan
         for parameter in dict.fromkeys(self.parameters()):
             dtype = torch.float32 if logical_of(parameter).keep_fp32 else plan.factory("").dtype
-            parameter.data = parameter.data.to(device, dtype)
+            parameter.data = parameter.data.to(device, dtype) if not same.rank else _one(parameter.shape, dtype)
         for module in self.modules():
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None:
-                    module._buffers[name] = buffer.to(plan.device)
+                    module._buffers[name] = _shared(buffer, plan.device, same)
         for name, buffer in self.inner.named_buffers():
             kept = name.rsplit(".", 1)
             parent = self.inner.get_submodule(kept[0]) if len(kept) > 1 else self.inner
@@ -159,8 +183,9 @@ class WholeModel(nn.Module):
         samples: Tensor | None = None,
     ) -> Stream:
         """The input of the head, with the loss of routers that the class returns."""
+        more = {"position_ids": positions.long()} if self.form.documents and positions is not None else {}
         with self._draws(samples):
-            output = self.inner(input_ids=tokens_BS, **self.arguments)
+            output = self.inner(input_ids=tokens_BS, **self.arguments, **more)
         stream, balance = Stream(self.taken.take(), samples=samples), getattr(output, "aux_loss", None)
         if isinstance(balance, Tensor) and self.balance and self.training:
             stream = stream.with_channels({LOSS: self.balance * balance})
@@ -182,7 +207,10 @@ class WholeModel(nn.Module):
         begin: int = 0,
     ) -> Any:
         """As `Model.forward`."""
-        stream = self.stream(tokens_BS, samples=samples) if state is None else self._continued(tokens_BS, state)
+        if state is None:
+            stream = self.stream(tokens_BS, positions, documents, samples)
+        else:
+            stream = self._continued(tokens_BS, state)
         return self.head(stream, labels_BS, weights_BS, reader, further, teacher, columns)
 
     def _continued(self, tokens_BS: Tensor, state: list[Any]) -> Stream:
@@ -194,7 +222,7 @@ class WholeModel(nn.Module):
 
     def logits(self, tokens_BS: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """fp32 logits [B, S, V]."""
-        return self.head.logits(self.stream(tokens_BS))
+        return self.head.logits(self.stream(tokens_BS, positions))
 
     def as_saved(self, dtype: torch.dtype) -> PreTrainedModel:
         """The class with its output layer in place, for `save_pretrained`. This object cannot compute afterwards."""
@@ -213,3 +241,36 @@ class WholeModel(nn.Module):
     def decode(self, tokens_BS: Tensor, state: list[Any], begin: int) -> Tensor:
         """Logits [B, S, V] of tokens that follow the `begin` tokens in `state`, which grows by them."""
         return self.head.logits(self._continued(tokens_BS, state))
+
+
+def _one(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A tensor of this shape with the memory of one element."""
+    return torch.zeros((), dtype=dtype).expand(shape)
+
+
+def _without_memory(model: nn.Module) -> None:
+    """Replace parameters without values by ones on the host, which can later be given values."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                new = nn.Parameter(_one(parameter.shape, parameter.dtype), parameter.requires_grad)
+                module._parameters[name] = made.setdefault(parameter, new)
+
+
+def _of_first(value: Any, same: Axis) -> Any:
+    """The value of the first of these ranks."""
+    values = [value]
+    if same.size > 1:
+        dist.broadcast_object_list(values, same.ranks[0], group=same.group)
+    return values[0]
+
+
+def _shared(buffer: Tensor, device: torch.device | str, same: Axis) -> Tensor:
+    """A buffer on the device, with the values of the first of these ranks."""
+    made = torch.empty(buffer.shape, dtype=buffer.dtype, device=device) if same.rank else buffer.to(device)
+    if same.size > 1:
+        made = made.contiguous()
+        real = torch.view_as_real(made) if made.is_complex() else made
+        dist.broadcast(real.reshape(-1).view(torch.uint8), same.ranks[0], group=same.group)
+    return made

@@ -26,6 +26,11 @@ class TransformersOptions(Section):
         dict,
         "Settings of the model's configuration that differ, by transformers' names, as in '{num_hidden_layers: 4}'.",
     )
+    settings: dict[str, Any] = key(
+        dict,
+        "The class's configuration, as resolved from config and options. Runs and checkpoints have it, so they need "
+        "neither the folder nor the same defaults of transformers again. Give config and options instead.",
+    )
     weights: bool = key(
         False, "Start from the weights of the folder. false: from the initial values of the class, under training.seed."
     )
@@ -60,6 +65,7 @@ def stack(options: dict[str, Any]) -> dict[str, Any]:
         "vocab_size": facts.vocab_size,
         "embedding.tied": facts.tied,
         "norm.type": "nonparametric",  # its norms are counted with the class
+        **({"transformers.settings": facts.settings} if facts.settings else {}),
     }
 
 
@@ -131,12 +137,6 @@ LIMITS: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ),
     ("training.compile", lambda mode: mode == "layer", "compile must be auto or off", "use off"),
     ("precision.products", lambda kind: kind != "compute", "products must be compute", "remove it"),
-    (
-        "data.reset_attention_at_eod",
-        bool,
-        "must be false: attention of transformers crosses the ends of documents",
-        "remove it",
-    ),
 )
 
 
@@ -145,6 +145,13 @@ def limits(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
         value = at.context.option(name)
         if value is not None and wrong(value):
             yield at.problem(name, "model.layers", rule=rule, fix=fix)
+
+
+def documents_are_apart(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
+    facts = _facts(at.options)
+    if at.config.data.reset_attention_at_eod and facts is not None and facts.documents is False:
+        rule = f"must be false: {facts.class_name} reads across the ends of documents"
+        yield at.problem("data.reset_attention_at_eod", "model.layers", rule=rule, fix="remove it")
 
 
 def adapters_need_names(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
@@ -162,7 +169,7 @@ KIND = LayerKind(
     layer="megatron.kinds.transformers.layer:Trunk",
     whole="megatron.kinds.transformers.model:WholeModel",
     stack=stack,
-    rules=(it_can_be_built, it_is_the_whole_model, no_other_model, limits, adapters_need_names),
+    rules=(it_can_be_built, it_is_the_whole_model, no_other_model, limits, documents_are_apart, adapters_need_names),
     keeps_fp32=False,
     draws=lambda options: True,
     mixes_samples=lambda options: False,

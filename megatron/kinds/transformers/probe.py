@@ -124,6 +124,23 @@ def arguments_of(model: PreTrainedModel) -> dict[str, Any]:
     return {name: False for name in ("use_cache", "use_mems") if name in known}
 
 
-def read(model: PreTrainedModel, tokens_BS: Tensor) -> Tensor:
+def read(model: PreTrainedModel, tokens_BS: Tensor, **more: Any) -> Tensor:
     """Logits [B, S, V]."""
-    return model(input_ids=tokens_BS, **arguments_of(model)).logits
+    return model(input_ids=tokens_BS, **arguments_of(model), **more).logits
+
+
+@torch.no_grad()
+def keeps_apart(model: PreTrainedModel) -> bool:
+    """Whether positions that begin again separate documents of a sample: the second document has the same logits
+    without the first."""
+    vocabulary, was_training = output_of(model).weight.shape[0], model.training
+    tokens = (torch.arange(4 * TOKENS).view(2, -1) * 7 + 3) % vocabulary
+    positions = torch.arange(TOKENS).repeat(2, 2)
+    model.eval()
+    try:
+        both = read(model, tokens, position_ids=positions)[:, TOKENS:]
+        return _same(both, read(model, tokens[:, TOKENS:]))
+    except Exception:  # a class may raise anything, such as that it has no such argument
+        return False
+    finally:
+        model.train(was_training)

@@ -55,13 +55,20 @@ def by_engine(values: dict[str, Any], ranks: int) -> tuple[list[float], list[tup
     return losses, weights
 
 
-def by_torch(values: dict[str, Any]) -> tuple[list[float], dict[str, np.ndarray]]:
-    """The same by transformers and torch, in one process: losses and weights, flattened."""
+def by_torch(values: dict[str, Any], rounded: bool = False) -> tuple[list[float], dict[str, np.ndarray]]:
+    """The same by transformers and torch, in one process: losses and weights, flattened.
+
+    Args:
+        rounded: each initial weight is rounded once more, up or down: the other result is as good.
+    """
     from megatron.kinds.transformers.build import hf_model
     from megatron.kinds.transformers.options import TransformersOptions
     from megatron.kinds.transformers.probe import arguments_of
 
     model = hf_model(TransformersOptions.model_validate(values["model"]["transformers"]).model_dump(), seed_of(values))
+    draw = torch.Generator().manual_seed(1)
+    for each in model.parameters() if rounded else ():
+        each.data *= 1 + 2.0**-23 * (2 * torch.randint(2, each.shape, generator=draw) - 1)
     optimizer = torch.optim.SGD(model.parameters(), LR, MOMENTUM)
     vocabulary, losses = model.get_output_embeddings().weight.shape[0], []
     for step in range(STEPS):
@@ -88,7 +95,8 @@ def differences(
     found = {name: np.full(each.size, np.nan) for name, each in wanted.items()}
     for _, parts in answers:
         for name, start, data in parts:
-            found[name][start : start + len(data)] = data
+            if name in found:  # a checkpoint has buffers too
+                found[name][start : start + len(data)] = data
     loss = max(abs(a / b - 1) for a, b in zip(answers[0][0], losses, strict=True))
     worst = {
         name: np.linalg.norm(found[name] - each) / max(float(np.linalg.norm(each)), 1e-3)

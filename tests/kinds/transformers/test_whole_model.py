@@ -15,7 +15,9 @@ from megatron.checkpoint.hf.verify import prove
 from megatron.checkpoint.save.store import find_checkpoint
 from megatron.config import ConfigError, resolve
 from megatron.model.generate import Sampling, generate
-from megatron.model.stack import build_model
+from megatron.model.stack import ModelPlan, build_model, make_model
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
 from megatron.testing import check_layouts, on_ranks, train_on_ranks
 from tests.kinds.transformers.steps import by_engine, by_torch, differences, values_of
 from tests.kinds.transformers.tiny import tiny
@@ -40,6 +42,21 @@ def test_gradients_do_not_depend_on_the_layout():
     check_layouts(values, [{"zero": {"stage": stage}} for stage in (1, 2, 3)])
     recomputed = {"training": {**values["training"], "activation_checkpointing": {"mode": "full"}}}
     check_layouts({**values, **recomputed}, [{"zero": {"stage": 0}}, {"zero": {"stage": 3}}])
+
+
+def test_documents_of_a_sample_are_apart():
+    """Gradients of samples of several documents, on layouts; and each document alone by transformers."""
+    values = values_of("gemma2", tiny("gemma2"))
+    values["data"] = {**values["data"], "reset_attention_at_eod": True}
+    values["tokenizer"] = {"type": "none", "eod_id": 0}
+    check_layouts(values, [{"zero": {"stage": 3}}])
+    model, tokens = build_model(resolve(values)).eval(), torch.randint(1, 96, (2, 12))
+    positions = torch.tensor([*range(5), *range(7)]).expand(2, -1)
+    with torch.no_grad():
+        found = model.logits(tokens, positions)
+        theirs = model.as_saved(torch.float32)
+        wanted = torch.cat([theirs(part).logits for part in tokens.split([5, 7], 1)], 1)
+    assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_a_run_resumes_on_another_layout_and_is_exported(tmp_path):
@@ -94,7 +111,12 @@ WRONG = {
     "own layers": ({}, {"model": {"norm": {"epsilon": 1e-6}}}, "must not be given with layers", "remove it"),
     "another width": ({}, {"model": {"hidden_size": 48}}, "must be 32, the value of Qwen3ForCausalLM", "hidden_size"),
     "tensor": ({}, {"parallel": {"tensor": 2}}, "tensor must be 1", "ZeRO"),
-    "documents": ({}, {"data": {"synthetic": "copy", "reset_attention_at_eod": True}}, "must be false", "remove"),
+    "documents": (
+        {"config": "mamba", "options": tiny("mamba")},
+        {"data": {"synthetic": "copy", "reset_attention_at_eod": True}},
+        "MambaForCausalLM reads across the ends of documents",
+        "remove",
+    ),
     "adapters": ({}, {"adapter": {"type": "lora", "rank": 2}}, "must be none with layers: transformers", "import"),
     "selective": (
         {},
@@ -130,3 +152,16 @@ def test_code_of_a_folder_does_not_run(tmp_path):
     with pytest.raises(ConfigError, match="--extensions"):  # in a file that somebody else wrote
         resolve(values_of(str(tmp_path), {}, trust_remote_code=True), whose="a checkpoint")
     assert not (tmp_path / "ran").exists()
+
+
+def bytes_on_host(values, ranks):
+    """Bytes of the parameters before ZeRO 3 partitions them, and of their elements."""
+    config = resolve(values, ranks=ranks)
+    model = make_model(ModelPlan(config, Mesh.build(Layout.of(config, ranks))), on_host=True)
+    parameters = list(model.parameters())
+    return sum(each.untyped_storage().nbytes() for each in parameters), sum(4 * each.numel() for each in parameters)
+
+
+def test_one_rank_has_the_whole_model_before_zero_3():
+    (first, whole), (second, _) = on_ranks(2, bytes_on_host, values_of("gpt2", tiny("gpt2"), 3), 2)
+    assert first == whole and second < whole / 100

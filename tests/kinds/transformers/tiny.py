@@ -59,11 +59,13 @@ PARTS += ("speech_config", "patcher_config", "global_config")
 # Settings of single classes: where the sizes above do not fit each other.
 OWN: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"n_group": 1, "topk_group": 1},
+    "big_bird": {"attention_type": "original_full"},  # which short sequences switch to
     "blt": {"encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_size": [3]},
     "dbrx": {
         "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8},
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_d_head": 16},
     "gemma3n_text": {"num_kv_shared_layers": 0},
@@ -78,16 +80,18 @@ OWN: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
     "reformer": {
-        "axial_pos_shape": [8, 8],
+        "axial_pos_shape": [4, 4],
         "axial_pos_embds_dim": [16, 16],
         "attn_layers": ["local", "local"],
         "local_attn_chunk_length": 8,
     },
+    "rwkv": {"rescale_every": 0},  # else evaluations change its weights
     "roc_bert": {"shape_vocab_size": 32, "shape_embed_dim": 16, "pronunciation_vocab_size": 32},
     "xlm": {"emb_dim": 32, "n_words": 96, "causal": True},
     "xlnet": {"attn_type": "uni"},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
-    **{name: {"num_hidden_layers": 4, "layer_types": ["mamba", "hybrid"] * 2} for name in ("zamba", "zamba2")},
+    "zamba": {"num_hidden_layers": 4, "layer_types": ["mamba", "hybrid"] * 2},
+    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2},
 }
 DECODERS = ("is_decoder",)
 
@@ -106,7 +110,7 @@ def _smaller(config: PreTrainedConfig) -> dict[str, Any]:
             found[key] = min(SIZES[key], value)
         elif key in DECODERS:
             found[key] = True
-        elif isinstance(value, float) and 0 < value < 1 and ("drop" in key):
+        elif isinstance(value, float) and 0 < value < 1 and ("drop" in key or "jitter" in key):
             found[key] = 0.0
         elif key.endswith("token_id") and number and value >= VOCABULARY:
             found[key] = 1
