@@ -87,9 +87,8 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         reason = each.get("reason", "") or ("" if all(name in names for names in exact.values()) else "differs")
         if "rounding" in each:
             reason += f" one more rounding of the initial weights changes the plain loop by {each['rounding']:.0e}"
-        rows.append(
-            f"| {name} | {each.get('class', '')} | {' | '.join(cells)} | {reason.strip().replace('|', '/').replace(';', ',')} |"
-        )
+        reason = reason.strip().replace("|", "/").replace(";", ",")
+        rows.append(f"| {name} | {each.get('class', '')} | {' | '.join(cells)} | {reason} |")
     return "\n".join([textwrap.fill(head, 120), "", *rows])
 
 
