@@ -63,7 +63,7 @@ def files(folder: Path) -> int:
     [
         (2, [*STAGES[:2], {"exact": {}}], 1, "run"),
         pytest.param(2, ALL, 4, "worker", marks=pytest.mark.slow),
-        pytest.param(4, ALL, 12, "run", marks=pytest.mark.slow),
+        pytest.param(4, ALL, 4, "run", marks=pytest.mark.slow),
     ],
 )
 def test_workers_that_are_killed_at_random_moments(
