@@ -175,9 +175,9 @@ def over_time(plan: SamplePlan, read: int, left_out: LeftOut, points: int) -> li
         For each point the step, whether the run has reached it, and by source the tokens.
     """
     steps = {plan.steps * number // points for number in range(1, points + 1)}
-    steps |= {phase.start // plan.batch for phase in plan.phases} | {read} - {0}
+    steps |= {phase.start // plan.batch for phase in plan.phases} | {read}
     found = []
-    for step in sorted(steps):
+    for step in sorted(steps - {0}):
         counts = [_samples(plan, source.index, step, left_out) for source in plan.sources]
         tokens = {source.name: count * plan.options.new_tokens for source, count in zip(plan.sources, counts)}
         found.append({"step": step, "read": step <= read, "tokens": tokens})
