@@ -101,7 +101,7 @@ class WholeModel(nn.Module):
         form: Form | FactsError = Form()
         try:
             with torch.device("meta" if meta or same.rank else "cpu"):
-                inner = hf_model(options, seed, plan.values)
+                inner = hf_model(options, seed, plan.values and not same.rank)
             layer = output_of(inner)
             if not meta and not same.rank:
                 form = probe(inner)

@@ -86,6 +86,8 @@ def test_weights_of_a_folder_are_the_start(tmp_path):
     model = build_model(resolve(values_of(str(tmp_path / "theirs"), {}, weights=True))).eval()
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").eval()
     tokens = torch.randint(0, 96, (2, 9))
+    third = values_of(str(tmp_path / "theirs"), {}, 3, weights=True)  # only one rank reads them
+    assert max(differences(on_ranks(2, by_engine, third, 2), *by_torch(third))[:2]) <= BOUND
     with torch.no_grad():
         assert torch.allclose(model.logits(tokens), again(tokens).logits, rtol=1e-5, atol=1e-5)
 
@@ -152,6 +154,36 @@ def test_code_of_a_folder_does_not_run(tmp_path):
     with pytest.raises(ConfigError, match="--extensions"):  # in a file that somebody else wrote
         resolve(values_of(str(tmp_path), {}, trust_remote_code=True), whose="a checkpoint")
     assert not (tmp_path / "ran").exists()
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+class XConfig(LlamaConfig):
+    model_type = "x_of_nobody"
+class X(LlamaForCausalLM):
+    config_class = XConfig
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * self.config.logits_scale
+        return output
+"""
+
+
+def test_code_of_a_folder_runs_where_the_key_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "code.py").write_text(CODE)
+    auto = {"AutoConfig": "code.XConfig", "AutoModelForCausalLM": "code.X"}
+    settings = {**tiny("llama"), "model_type": "x_of_nobody", "auto_map": auto, "logits_scale": 0.5}
+    (folder / "config.json").write_text(json.dumps(settings))
+    plain, model = (
+        build_model(resolve(each)).eval()
+        for each in (values_of("llama", tiny("llama")), values_of(str(folder), {}, trust_remote_code=True))
+    )
+    tokens = torch.arange(16).view(2, 8)
+    with torch.no_grad():
+        assert torch.allclose(model.logits(tokens), plain.logits(tokens) / 2, rtol=1e-5, atol=1e-6)
 
 
 def bytes_on_host(values, ranks):
