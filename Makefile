@@ -15,7 +15,7 @@ help:
 	@echo 'make test-fast    one case of every test that takes under a second: what to run while you work (3 minutes)'
 	@echo 'make numerics     the tests of numbers again, as a processor with fewer instructions computes them'
 	@echo 'make gpu-host     kernels, waits, copies and messages of steps on a GPU that computes nothing (torch with CUDA, no GPU)'
-	@echo 'make torch TORCH=2.11.0   the quick start and a part of the layouts, with another version of torch'
+	@echo 'make torch TORCH=2.14.1   the quick start and a part of the layouts, with another version of torch'
 	@echo 'make durations    the whole suite, and tests/durations.json, from which order and choice of tests follow'
 	@echo 'make bench        measure speed and memory beside other programs, and write the tables of docs/benchmarks.md'
 	@echo 'make package      build wheel and sdist, and try them outside of the repository'
@@ -81,7 +81,7 @@ gpu-host: dev
 # Another version of torch, in an environment of its own. requirements/base.txt has the range that the wheel asks for.
 OTHER := build/torch-$(TORCH)
 torch:
-	@test -n "$(TORCH)" || { echo 'give the version: make torch TORCH=2.11.0'; exit 2; }
+	@test -n "$(TORCH)" || { echo 'give the version: make torch TORCH=2.14.1'; exit 2; }
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
 	$(OTHER)/bin/python -m pip install --quiet torch==$(TORCH)
 	requirements/beside_torch dev $(OTHER)/bin/python
