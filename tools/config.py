@@ -31,6 +31,7 @@ if __name__ == "__main__":
 from megatron.command.given_options import status  # noqa: E402
 from megatron.config import ConfigError, Problem, Resolved, config_hash, load, split_arguments, to_yaml  # noqa: E402
 from megatron.config.arithmetic import machine  # noqa: E402
+from megatron.config.arithmetic.batches import batches_of  # noqa: E402
 from megatron.config.file_access import keep_inputs, writing  # noqa: E402
 from megatron.config.frozen import thaw  # noqa: E402
 from megatron.config.rules.data import blends_of, passes_over  # noqa: E402
@@ -97,7 +98,7 @@ def _amount(resolved: Resolved, options: argparse.Namespace) -> tuple[str, dict[
     found: dict[str, float] = {}
     text = f"\n{training.steps:,} steps"
     if training.global_batch_size is not None:
-        found["tokens"] = training.steps * training.global_batch_size * training.sequence_length
+        found["tokens"] = batches_of(config).before(training.steps) * training.sequence_length
         text += f" = {found['tokens']:,} tokens"
     blends = [passes_over(config, sources, steps) for _, sources, steps in blends_of(config)]
     if blends and None not in blends:
@@ -114,10 +115,12 @@ def _amount(resolved: Resolved, options: argparse.Namespace) -> tuple[str, dict[
             prediction = None
             text += f". No days and GPU-hours, since the formulas fail: {type(error).__name__}: {error}"
         if prediction:
-            need, seconds = prediction.corrected, prediction.corrected.seconds * training.steps
+            batches, need = batches_of(config), prediction.corrected
+            full = batches.before(training.steps) / batches.sizes[-1]  # as steps of training.global_batch_size
+            seconds = need.seconds * full
             found |= {"seconds": seconds, "gpu_hours": seconds * ranks / 3600, "memory": need.memory}
             text += f"\n{span(seconds)} and {found['gpu_hours']:,.0f} GPU-hours of {at.device.name}\n"
-            text += prediction.text(training.steps)
+            text += prediction.text(training.steps, full)
     elif ranks:
         text += " (give --gpu NAME for days and GPU-hours)"
     return text, found

@@ -93,6 +93,8 @@ def stage_values(values: Mapping[str, Any], number: int) -> dict[str, Any]:
     for name in ("micro_batch_size", "global_batch_size"):
         if training[name] is not None:
             training[name] *= pieces
+    for batch in training.get("batch_schedule") or []:
+        batch["global_batch_size"] *= pieces
     for name, rotary in entry["rotary"].items():
         put_rotary(model, name, rotary)
     return found

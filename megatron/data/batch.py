@@ -17,7 +17,8 @@ class StepBatch:
     Attributes:
         step: the optimizer step, from 0.
         tokens: int64 [A, M, S+1]. Inputs are `[..., :-1]`, labels `[..., 1:]`.
-        sample_ids: int64 [A, M], the global number n of each sample, step*B <= n < (step+1)*B.
+        sample_ids: int64 [A, M], the global number n of each sample. Step s begins with the sum of the
+            batch sizes before it, plus the skipped samples.
         hash: sum modulo 2**64 of `hashing.sample_hash` over this rank's samples. The sum over data parallel ranks is
             the global batch's hash.
         loss_mask: float32 [A, M, S], the weight of each label. None: all ones, on all ranks and in all steps.

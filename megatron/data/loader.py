@@ -49,15 +49,15 @@ class Loader:
     ):
         """`length`: step -> tokens of the samples that its own are cut into. None keeps them whole."""
         per_pass = micro_batch_size * data_ranks
-        if plan.batch % per_pass:
+        if plan.batches.common % per_pass:
             raise DataError(
                 "training.global_batch_size",
-                f"{plan.batch} samples must be a multiple of micro_batch_size * data parallel "
+                f"{plan.batches} samples must be a multiple of micro_batch_size * data parallel "
                 f"size = {micro_batch_size} * {data_ranks}",
                 "change one of them",
             )
         self.plan, self.steps, self.left_out = plan, plan.steps, LeftOut()
-        self.micro_batch_size, self.accumulation = micro_batch_size, plan.batch // per_pass
+        self._skipped, self.micro_batch_size = self.left_out, micro_batch_size
         self.data_rank, self.data_ranks, self._length = data_rank, data_ranks, length
         self._prefetch = prefetch if workers else 0
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="loader") if self._prefetch else None
@@ -65,15 +65,16 @@ class Loader:
 
     def leave_out(self, left_out: LeftOut) -> None:
         """Skip these batches from now on. Prepared steps are discarded."""
-        self.left_out = left_out
+        self.left_out, self._skipped = left_out, left_out.in_samples(self.plan.batches)
         for each in self._ready.values():
             each.cancel()
         self._ready.clear()
 
-    def indices(self) -> np.ndarray:
-        """Positions of this rank's samples in the global batch, int64 [A, M]: (g*R + r)*M + b for item b of micro-step
-        g."""
-        micro, place = np.arange(self.accumulation)[:, None], np.arange(self.micro_batch_size)
+    def indices(self, step: int) -> np.ndarray:
+        """Positions of this rank's samples in a step's global batch, int64 [A, M]: (g*R + r)*M + b for item b of
+        micro-step g."""
+        count = self.plan.batches.size(step) // (self.micro_batch_size * self.data_ranks)
+        micro, place = np.arange(count)[:, None], np.arange(self.micro_batch_size)
         return (micro * self.data_ranks + self.data_rank) * self.micro_batch_size + place
 
     def step(self, step: int) -> StepBatch:
@@ -95,12 +96,14 @@ class Loader:
 
     def read(self, step: int) -> StepBatch:
         """`step` without preparation, in the caller's thread."""
-        indices = self.indices()
-        numbers = self.left_out.batch(step) * self.plan.batch + indices
+        indices = self.indices(step)
+        numbers = self.plan.batches.before(step) + indices
+        if self._skipped:
+            numbers = np.vectorize(self._skipped.batch, otypes=[np.int64])(numbers)
         samples = [self._sample(step, int(number)) for number in numbers.flat]
         hashes = [sample_hash(int(index), sample.tokens) for index, sample in zip(indices.flat, samples)]
         batch = batch_of(step, samples, numbers, batch_hash(hashes), self.plan.masked, self.plan.columns)
-        return batch if self._length is None else cut_samples(batch, self._length(step), self.plan.batch)
+        return batch if self._length is None else cut_samples(batch, self._length(step), indices)
 
     def _sample(self, step: int, number: int) -> Sample:
         try:

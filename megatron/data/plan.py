@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from megatron.config.arithmetic.batches import Batches
+
 from .contract import SampleSource
 from .errors import DataError
 from .order.blend import Blend
@@ -51,7 +53,7 @@ class SampleSet(Protocol):
     """The plan's interface for a loader."""
 
     steps: int
-    batch: int
+    batches: Batches
     masked: bool
 
     def sample(self, number: int) -> Sample: ...
@@ -86,7 +88,7 @@ class SamplePlan:
     """The plan of a set that is read from files.
 
     Attributes:
-        batch: B, samples per step.
+        batches: samples per step.
         steps: steps of the set (for validation: per evaluation).
         sources: each different source once.
         period: the run repeats itself after this many samples. None: never.
@@ -98,7 +100,7 @@ class SamplePlan:
         phases: list[PlannedPhase],
         sources: list[OrderedSource],
         options: AssemblyOptions,
-        batch: int,
+        batches: Batches,
         steps: int,
         targets: Targets,
         parts: int = 1,
@@ -109,7 +111,7 @@ class SamplePlan:
         weighted: whether sources and documents have their training weights."""
         self.weighted = weighted
         self.phases, self.sources, self.options, self.targets = phases, sources, options, targets
-        self.batch, self.steps = batch, steps
+        self.batches, self.steps = batches, steps
         self.columns: tuple[str, ...] = ()
         self.masked = (
             options.mask_eod
@@ -122,7 +124,7 @@ class SamplePlan:
         self._starts = [phase.start for phase in phases]
         only = phases[0]
         repeats = len(phases) == 1 and all(not sources[each].order.endless for each in only.members)
-        unit = batch // parts
+        unit = batches.sizes[-1] // parts
         self.period = (only.length // unit * unit or only.length) if repeats else None
 
     def place(self, number: int) -> tuple[PlannedPhase, int, int]:
@@ -177,7 +179,7 @@ class SamplePlan:
 
     def uses(self) -> list[SourceUse]:
         """The whole run's use of each source."""
-        total, result = self.steps * self.batch, []
+        total, result = self.batches.before(self.steps), []
         for source in self.sources:
             samples = self.drawn(source.index, total)
             tokens = samples * self.options.new_tokens
@@ -213,9 +215,9 @@ class SamplePlan:
                 f"data.span_corruption: about {empty:.0%} of a sample is empty, where documents that are not corrupted "
                 "do not grow. rate=1 fills it"
             )
-        if self.period and self.steps * self.batch > self.period:
+        if self.period and self.batches.before(self.steps) > self.period:
             found.append(
-                f"the order has {self.period:,} samples, and repeats them from step {self.period // self.batch}"
+                f"the order has {self.period:,} samples, and repeats them from step {self.batches.step(self.period)}"
             )
         return found
 
@@ -223,9 +225,8 @@ class SamplePlan:
 class SyntheticPlan:
     """The plan of a set without token files."""
 
-    def __init__(self, made: SampleSource, config: Config, steps: int, targets: Targets):
-        self.made, self.steps, self.targets = made, steps, targets
-        self.batch = config.training.global_batch_size
+    def __init__(self, made: SampleSource, config: Config, batches: Batches, steps: int, targets: Targets):
+        self.made, self.batches, self.steps, self.targets = made, batches, steps, targets
         self.sources: list[OrderedSource] = []
         self.masked, self.columns = made.masked or targets.weighs, targets.columns
         self.name, self.vocabulary = config.data.synthetic, config.model.vocab_size

@@ -6,6 +6,7 @@ import math
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from megatron.config.arithmetic.batches import Batches, batches_of
 from megatron.config.arithmetic.span_lengths import tokens_read
 from megatron.config.names.added import resolve_import
 from megatron.config.problems import UserError
@@ -65,7 +66,8 @@ class _Builder:
                 f"there is no set {name!r}, only {', '.join(map(str, names)) or 'none'}",
                 f"give data.{split}, or a share in data.split",
             )
-        self.name, self.batch = name, config.training.global_batch_size
+        self.name = name
+        self.batches = batches_of(config) if split == "train" else Batches((config.training.global_batch_size,))
         objective = objective_of(config) if split == "train" else None  # other sets are scored by cross-entropy
         self.targets = Targets(objective, self.data.reset_attention_at_eod)
         if self.targets.columns and self.data.synthetic == "none":
@@ -96,10 +98,12 @@ class _Builder:
 
     def asked(self) -> int:
         """Samples that GPT-NeoX would request. The pythia order's number of epochs follows from it."""
-        steps = self.requested[0] + self.reserve
-        if self.split == "validation" and self.config.evaluation.every:
-            steps *= self.config.training.steps // self.config.evaluation.every + 1
-        return steps * self.batch
+        every = self.config.evaluation.every if self.split == "validation" else None
+        return self._samples() * (self.config.training.steps // every + 1 if every else 1)
+
+    def _samples(self) -> int:
+        """Samples of all steps to read, with the reserve."""
+        return self.batches.before(self.requested[0]) + self.reserve * max(self.batches.sizes)
 
     def build(self) -> SamplePlan | SyntheticPlan:
         steps, whole = self.requested
@@ -110,7 +114,7 @@ class _Builder:
                     f"data.synthetic = {self.data.synthetic!r} must have build and sample ({SampleSource.__module__})"
                 )
             made = source.build(self.config, self.name or self.split)
-            return SyntheticPlan(made, self.config, steps or 1, self.targets)
+            return SyntheticPlan(made, self.config, self.batches, steps or 1, self.targets)
         sections = self._sections()
         opened = self._open([section for _, part in sections for section in part])
         numbers = {each.identity: number for number, each in reversed(list(enumerate(opened)))}
@@ -131,9 +135,10 @@ class _Builder:
         sources = self._order(files, parts, whole, options)
         phases = self._planned_phases(parts, sources, whole)
         if whole:
-            steps = max(1, phases[-1].length // self.batch)
+            steps = max(1, self.batches.step(phases[-1].length))
         weighted = self.split == "train"
-        return SamplePlan(phases, sources, options, self.batch, steps, self.targets, self.data.epoch_parts, weighted)
+        parts_of_batch = self.data.epoch_parts
+        return SamplePlan(phases, sources, options, self.batches, steps, self.targets, parts_of_batch, weighted)
 
     def _sections(self) -> list[tuple[int, list[SourceSection]]]:
         if self.split != "train":
@@ -254,9 +259,9 @@ class _Builder:
         """Order each file. The pythia order needs the number of samples of all blends together."""
         total = [0] * len(files)
         for number, (start, _, members, weights) in enumerate(parts):
-            end = parts[number + 1][0] * self.batch if number + 1 < len(parts) else self.asked()
+            end = self.batches.before(parts[number + 1][0]) if number + 1 < len(parts) else self.asked()
             for member, weight in zip(members, normalised_weights(weights).tolist()):
-                samples = end - start * self.batch
+                samples = end - self.batches.before(start)
                 total[member] += (
                     samples if self.data.split is not None else math.ceil(samples * weight * self.data.margin)
                 )
@@ -271,23 +276,23 @@ class _Builder:
         ]
 
     def _planned_phases(self, parts: list, sources: list[OrderedSource], whole: bool) -> list[PlannedPhase]:
-        steps = self.requested[0] + self.reserve
-        phases: list[PlannedPhase] = []
+        end, phases = self._samples(), list[PlannedPhase]()
         taken = [0] * len(sources)
         for number, (start, entries, members, weights) in enumerate(parts):
+            first = self.batches.before(start)
+            rest = max(end - first, self.batches.size(start))
             endless = any(sources[each].order.endless for each in members)
             if number + 1 < len(parts):
-                length = (parts[number + 1][0] - start) * self.batch
+                length = self.batches.before(parts[number + 1][0]) - first
             elif len(parts) > 1 or (endless and not whole):
-                length = max(steps - start, 1) * self.batch
+                length = rest
             else:
                 length = sum(sources[each].order.length for each in members)
-            drawn = length if whole or len(members) == 1 else min(length, max(steps - start, 1) * self.batch)
+            drawn = length if whole or len(members) == 1 else min(length, rest)
             blend = Blend(weights, drawn, self.data.cache, as_neox=self.data.order == "pythia" and not whole)
             counts = tuple(each.counts if self.split == "train" else float(each.loss) for each in entries)
-            phases.append(
-                PlannedPhase(start * self.batch, length, blend, members, counts, tuple(taken[each] for each in members))
-            )
+            offsets = tuple(taken[each] for each in members)
+            phases.append(PlannedPhase(first, length, blend, members, counts, offsets))
             for place, each in enumerate(members):
                 taken[each] += blend.drawn(place, drawn)
         return phases

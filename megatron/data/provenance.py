@@ -126,6 +126,7 @@ class Provenance:
         self.config, self.plan = config, build_plan(config, split, name)
         found = LeftOut.given(config) if left_out is None else left_out
         self.left_out, self._trains = found if split == "train" else LeftOut(), split == "train"
+        self._skipped = self.left_out.in_samples(self.plan.batches)
         training = config.training
         self.data_ranks = training.global_batch_size // (training.micro_batch_size * (training.accumulation or 1))
         self._origins = lru_cache(None)(lambda source: Origins(self.plan.sources[source].file))
@@ -148,11 +149,11 @@ class Provenance:
             )
         micro, (pieces, length) = self.config.training.micro_batch_size, self._cut(step)
         found = []
-        for index in range(self.plan.batch):
+        for index in range(self.plan.batches.size(step)):
             own, pass_number = index // micro % self.data_ranks, index // micro // self.data_ranks
             if rank not in (None, own):
                 continue
-            number = self.left_out.batch(step) * self.plan.batch + index
+            number = self.number(step, index)
             sample = self.plan.sample(number)
             for piece in range(pieces):
                 place, tokens = index * pieces + piece, sample.tokens[piece * length : (piece + 1) * length + 1]
@@ -160,6 +161,10 @@ class Provenance:
                 numbers = (place, number * pieces + piece, own, pass_number, sample_hash(place, tokens))
                 found.append(Sequence(*numbers, self._pieces(sample.source, spans), tokens))
         return found
+
+    def number(self, step: int, index: int) -> int:
+        """The sample at a place of a step's global batch."""
+        return self._skipped.batch(self.plan.batches.before(step) + index)
 
     def _cut(self, step: int) -> tuple[int, int]:
         """Number and length of the pieces of each sample in a step. See `data.subsequences`."""
@@ -229,24 +234,21 @@ class Provenance:
     def _places(self, source: int, document: int, start: int, end: int) -> Iterator[tuple[int, int, TokenRange]]:
         """(step, position in the global batch, piece of the document) of each sequence with some of these tokens."""
         for number, begin, span in self._readings(source, document, start, end):
-            if (step := self._step(number)) is None:
+            position = self._skipped.step(number)
+            if position is None or (step := self.plan.batches.step(position)) >= self.plan.steps:
                 continue
             pieces, length = self._cut(step)
             for piece in range(pieces):
-                place = number % self.plan.batch * pieces + piece
+                place = (position - self.plan.batches.before(step)) * pieces + piece
                 own = [span] if self._moved else _part([span], piece * length - begin, length + 1)
                 yield from ((step, place, each) for each in own if _overlaps(each, document, start, end))
-
-    def _step(self, number: int) -> int | None:
-        step = self.left_out.step(number // self.plan.batch)
-        return step if step is not None and step < self.plan.steps else None
 
     def _readings(self, source: int, document: int, start: int, end: int) -> Iterator[tuple[int, int, TokenRange]]:
         """(sample, position in it, piece of the document) for each sample with some of these tokens."""
         plan = self.plan
         if isinstance(plan, SyntheticPlan):
             return
-        below = (plan.steps + self.left_out.total) * plan.batch
+        below = plan.batches.before(plan.steps) + self._skipped.total
         order = plan.sources[source].order
         for sample in order.find(document, plan.highest(source, below)):
             whole = order.spans(sample)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron.config.arithmetic.batches import Batches
 from megatron.config.features.feature import wanted_features
 
 if TYPE_CHECKING:
@@ -37,6 +38,12 @@ class LeftOut:
 
     def __add__(self, other: LeftOut) -> LeftOut:
         return LeftOut(self.pairs + other.pairs)
+
+    def in_samples(self, batches: Batches) -> LeftOut:
+        """The same pairs in samples: they are skipped from the first sample of a step on. `batch` then has the sample
+        that is read in the place of another, and `step` the place of a sample."""
+        before = batches.before
+        return LeftOut(tuple((before(step), before(step + count) - before(step)) for step, count in self.pairs))
 
     @property
     def total(self) -> int:

@@ -16,8 +16,8 @@ from megatron.config.source.resolved_file import read_resolved, read_resolved_te
 from .prediction import predict, steps_after
 
 
-def steps_left(config: Config) -> int:
-    """Steps after the newest checkpoint, intact or not, from which the run would continue."""
+def steps_left(config: Config) -> tuple[int, float]:
+    """`steps_after` the newest checkpoint, intact or not, from which the run would continue."""
     folder, done = Path(config.checkpoint.dir or ""), 0
     if config.checkpoint.resume == "auto" and config.checkpoint.dir:
         names = [each.name.removeprefix("step_") for each in folder.glob("step_*")]
@@ -35,7 +35,7 @@ def main(words: Sequence[str]) -> int:
         print(f"plan: none, since the formulas fail: {type(error).__name__}: {error}")
         return 0
     if found is not None:
-        print(found.text(steps_left(config)))
+        print(found.text(*steps_left(config)))
     return 0
 
 

@@ -144,7 +144,7 @@ def _why_empty(question: Question, named: dict[str, Any]) -> str:
     folded, training = named.get("folded", 1), question.base.training
     context = named.get("context", folded)
     inner = named.get("tensor", 1) * named.get("pipeline", 1) * context
-    devices, batch = question.at.devices, training.global_batch_size
+    devices, batch = question.at.devices, question.batches.common
     if max(context, folded) > 1 and training.sequence_length < LONG:
         return f"ranks share sequences of {LONG:,} tokens or more, and these have {training.sequence_length:,}"
     if devices % inner:
@@ -160,13 +160,13 @@ def _why_empty(question: Question, named: dict[str, Any]) -> str:
 
 def why_nothing_fits(question: Question, answers: Answers, devices: dict[str, Device]) -> Problem:
     """Why no layout fits, and the smallest changes that make one fit."""
-    at, base = question.at, question.base
+    at = question.at
     if answers.closest is None:
         rule, fix = f"no legal layout on {at.devices} devices", "use another number of devices"
         if answers.refusal is not None:
             refusal = answers.refusal
             return Problem(refusal.key, f"{rule}: {refusal.rule}", refusal.fix, refusal.value)
-        batch = base.training.global_batch_size
+        batch = question.batches.common
         rule += (
             f": training.global_batch_size {batch} must be a multiple of micro_batch_size times a data parallel size"
         )

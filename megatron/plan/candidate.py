@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron.config import Config
+from megatron.config.arithmetic.batches import batches_of
 from megatron.config.problems import ConfigError, Problem
 from megatron.parallel.layout.layout import Layout
 
@@ -98,10 +99,10 @@ def apply(config: Config, choice: Candidate, ranks: int) -> Config:
     parallel = config.parallel.model_copy(update={**choice.values()["parallel"], "expert_tensor": choice.tensor})
     if ranks % choice.inner:
         raise ValueError(f"{ranks} ranks are not a multiple of tensor * pipeline * context = {choice.inner}")
-    data, batch = ranks // choice.inner, config.training.global_batch_size
-    if batch % (choice.micro_batch * data):
+    data, batch, batches = ranks // choice.inner, config.training.global_batch_size, batches_of(config)
+    if batches.common % (choice.micro_batch * data):
         raise ValueError(
-            f"global_batch_size {batch} is not a multiple of micro_batch_size {choice.micro_batch} * data {data}"
+            f"global_batch_size {batches} is not a multiple of micro_batch_size {choice.micro_batch} * data {data}"
         )
     checkpointing = config.training.activation_checkpointing.model_copy(update={"mode": choice.recompute, "every": 1})
     sizes = {"micro_batch_size": choice.micro_batch, "accumulation": batch // (choice.micro_batch * data)}

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import Config
+from megatron.config.arithmetic.batches import batches_of
 
 from .candidate import Candidate
 from .devices import Cluster, Device, known_devices
@@ -74,16 +75,21 @@ class Prediction:
     def fits(self) -> bool:
         return not self.capacity or self.corrected.memory <= self.capacity
 
-    def text(self, steps: int) -> str:
+    def text(self, steps: int, full: float | None = None) -> str:
         """Two lines of at most 80 columns at the start of a run with `steps` remaining. Further ones if the memory is
-        near or above the device's, or the run is absurdly long."""
+        near or above the device's, or the run is absurdly long.
+
+        Args:
+            full: the remaining samples, as steps of `training.global_batch_size`. None: `steps`.
+        """
         need = self.corrected
         share = f" of {self.capacity / 2**30:,.0f}" if self.capacity else ""
         basis = f"corrected by {self.runs} runs on this device" if self.runs else "by formulas alone"
         close = self.capacity and need.memory > TIGHT * self.capacity
         step = span(need.seconds) if need.seconds >= 1000 else f"{need.seconds:.3g} s"
-        time, last = f", {step} a step,\n      {span(need.seconds * steps)} for {steps:,} steps", ""
-        if need.seconds * steps > YEAR:
+        seconds = need.seconds * (steps if full is None else full)
+        time, last = f", {step} a step,\n      {span(seconds)} for {steps:,} steps", ""
+        if seconds > YEAR:
             last = f"\n{LONG}"
         if self.entry.device == "cpu" and not self.runs:  # its rates are another machine's
             time, last = f"\n      time unknown until {ENOUGH} runs on this CPU have ended", ""
@@ -92,9 +98,11 @@ class Prediction:
         return f"plan: {need.memory / 2**30:,.1f}{share} GiB on the fullest device{time} ({basis}){last}"
 
 
-def steps_after(config: Config, done: int) -> int:
-    """Steps from update `done` to the end of the run, or to the step where it stops."""
-    return max(0, (config.training.stop_at_step or config.training.steps) - done)
+def steps_after(config: Config, done: int) -> tuple[int, float]:
+    """Steps from update `done` to the end of the run, or to the step where it stops. Then their samples as steps of
+    `training.global_batch_size`."""
+    batches, end = batches_of(config), max(config.training.stop_at_step or config.training.steps, done)
+    return end - done, (batches.before(end) - batches.before(done)) / batches.sizes[-1]
 
 
 def span(seconds: float) -> str:

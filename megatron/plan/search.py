@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from megatron.config import Config, ConfigError, Problem
+from megatron.config.arithmetic.batches import Batches, batches_of
 from megatron.config.arithmetic.divisors import divisors
 from megatron.config.problems import ABSENT
 from megatron.config.resolution import Resolved, combine
@@ -127,6 +128,15 @@ class Question:
         return StepEstimator(self.base, self.shapes, self.at)
 
     @cached_property
+    def batches(self) -> Batches:
+        return batches_of(self.base)
+
+    @property
+    def tokens(self) -> int:
+        """Of the whole run."""
+        return self.batches.before(self.base.training.steps) * self.base.training.sequence_length
+
+    @cached_property
     def flops(self) -> int:
         """Of training on one token."""
         return totals(self.base).training_flops + teacher_flops(self.base)
@@ -187,7 +197,7 @@ class Question:
                     inner = tensor * pipeline * context
                     if devices % inner or pipeline > blocks:
                         continue
-                    if config.training.global_batch_size % (devices // inner) or tensor & (tensor - 1):
+                    if self.batches.common % (devices // inner) or tensor & (tensor - 1):
                         continue
                     if context > 1 and pipeline * tensor > 2 * self.at.per_host:
                         continue
@@ -223,6 +233,18 @@ class Question:
         peak = self.at.device.peak(config.precision.compute) * self.at.devices
         return Plan(choice, need, step, tokens, tokens * self.flops / peak, need.total / self.at.device.bytes)
 
+    def seconds(self, plan: Plan) -> float:
+        """Of the whole run in a layout: each stage of batch size has its own steps."""
+        found, training = 0.0, self.base.training
+        for size, steps in self.batches.counts(training.steps):
+            if size == training.global_batch_size:
+                found += steps * plan.step.seconds
+                continue
+            own = training.model_copy(update={"global_batch_size": size, "batch_schedule": []})
+            config = apply(self.base.model_copy(update={"training": own}), plan.choice, self.at.devices)
+            found += steps * self.clock.step(config, plan.choice).seconds
+        return found
+
     def answers(self, fixed: dict[str, Any] | None = None) -> Answers:
         """All layouts that fit, sorted by `turn`.
 
@@ -250,7 +272,7 @@ class Question:
         """The micro-batches that fit a structure, each with the least recomputation that makes it fit."""
         data = self.at.devices // structure.inner
         for micro in MICRO_BATCHES:
-            if self.base.training.global_batch_size % (micro * data) or micro != fixed.get("micro_batch", micro):
+            if self.batches.common % (micro * data) or micro != fixed.get("micro_batch", micro):
                 continue
             fits = False
             for mode in structure.modes:

@@ -32,7 +32,7 @@ class Cost:
     @classmethod
     def of(cls, answers: Answers, plan: Plan, price: float | None) -> Cost:
         question = answers.question
-        seconds = question.base.training.steps * plan.step.seconds
+        seconds = question.seconds(plan)
         hours = seconds / 3600 * question.at.devices
         energy = hours * question.at.device.watts / 1e6
         return cls(seconds / 86400, hours, energy, None if price is None else hours * price)
@@ -56,7 +56,7 @@ def document(answers: Answers, price: float | None = None, named: dict[str, Any]
         "machine": describe_cluster(question.at),
         "precision": question.base.precision.compute,
         "tokens_per_step": training.global_batch_size * training.sequence_length,
-        "tokens": training.steps * training.global_batch_size * training.sequence_length,
+        "tokens": question.tokens,
         "mfu_convention": CONVENTION,
         "plans": rows,
         "structures": answers.tried,
@@ -78,12 +78,11 @@ def text(
     question, best = answers.question, answers.plans[0]
     at, training = question.at, question.base.training
     shown_plans = answers.distinct[:shown]
-    tokens = training.steps * training.global_batch_size * training.sequence_length
     unsaid = " (not in the files: without it a run takes fp32)" if "precision" in question.missing else ""
     hosts = f"{at.hosts} hosts of {at.per_host}" if at.hosts > 1 else "one host"
     lines = [
         f"{at.devices} x {at.device.name} on {hosts}, {question.base.precision.compute}{unsaid}, "
-        f"{tokens / 1e9:,.1f} billion tokens in {training.steps:,} steps of {training.global_batch_size:,} samples",
+        f"{question.tokens / 1e9:,.1f} billion tokens in {training.steps:,} steps of {question.batches} samples",
         "",
         *align_lines([
             ["", *_HEADER],

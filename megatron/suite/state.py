@@ -83,6 +83,8 @@ def data_group(config: Config) -> str:
     training = {key: getattr(config.training, key) for key in _READ}
     if schedule := config.training.sequence_schedule:
         training["sequence_schedule"] = [(each.until, each.sequence_length) for each in schedule]
+    if batches := config.training.batch_schedule:
+        training["batch_schedule"] = [each.model_dump() for each in batches]
     text = json.dumps([data, training, thaw(config.tokenizer.model_dump())], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 

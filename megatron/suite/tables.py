@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron.config.arithmetic.batches import batches_of
 from megatron.config.problems import UserError
 from megatron.config.resolution import Resolved
 from megatron.config.words import aligned, counted
@@ -42,10 +43,9 @@ def plan_document(suite: Suite, resolved: Mapping[str, Resolved], states: Mappin
     members, ranks = {}, ["--ranks", str(suite.ranks)] if suite.ranks else []
     for member in suite.members:
         config = resolved[member.name].config
-        training = config.training
         parameters, flops = size_of(resolved[member.name], member.first)
-        steps = last_step(resolved[member.name]) - member.first
-        tokens = steps * training.global_batch_size * training.sequence_length
+        steps, before = last_step(resolved[member.name]) - member.first, batches_of(config).before
+        tokens = (before(member.first + steps) - before(member.first)) * config.training.sequence_length
         members[member.name] = {
             "values": dict(member.values),
             "trunk": member.trunk.name if member.trunk else None,

@@ -113,7 +113,7 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     values = source.new or bool(own.initialize_map or own.initialize_layers) or own.initialize_vocabulary == INITIAL
     prediction = predicted(config, place, world)
     if prediction is not None and not printed_by_launcher(place, device_name(world.device)):
-        log(prediction.text(steps_after(config, source.checkpoint.step if source.checkpoint else 0)))
+        log(prediction.text(*steps_after(config, source.checkpoint.step if source.checkpoint else 0)))
     tell(detail=b"building the model and the engine")
     teacher = Teacher.of(config, world.mesh, world.device)
     engine = build_engine(config, world.mesh, world.device, values=values, beacon=world.beacon, teacher=teacher)

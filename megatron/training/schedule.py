@@ -11,10 +11,12 @@ decay), Hu et al. 2024. infinite (warmup, cooldown, constant, annealing), Ibrahi
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from megatron.config import Config
+from megatron.config.arithmetic.batches import batches_of
 from megatron.config.names.added import resolve_import
 from megatron.config.problems import UserError
 from megatron.config.registry import INSIDE, SCHEDULE
@@ -55,11 +57,17 @@ class SchedulePeriods:
 def _warmup(config: Config, length: int) -> float:
     schedule = config.schedule
     if schedule.warmup_tokens is not None:
-        tokens_per_step = config.training.global_batch_size * config.training.sequence_length
-        return schedule.warmup_tokens / tokens_per_step
+        length = config.training.sequence_length
+        return batches_of(config).steps_of(schedule.warmup_tokens, length, schedule.start)
     if schedule.warmup_fraction is not None:
         return schedule.warmup_fraction * length
     return float(schedule.warmup_steps or 0)
+
+
+def _tokens_read(config: Config) -> Callable[[int], int]:
+    """The tokens that n steps of the schedule have read."""
+    start, batches, length = config.schedule.start, batches_of(config), config.training.sequence_length
+    return lambda n: (batches.before(start + n) - batches.before(start)) * length
 
 
 class Shape(Protocol):
@@ -88,6 +96,8 @@ class Schedule:
         self._shape: Shape = resolve_import(config, "schedule.type", SCHEDULE, config.schedule.type)
         self.peak = config.optimizer.lr
         self.span = SchedulePeriods.of(config)
+        grows = config.schedule.warmup_tokens is not None and config.training.batch_schedule
+        self._warmed = _tokens_read(config) if grows else None
         if self.options.type not in INSIDE[SCHEDULE]:
             self._try()
 
@@ -123,7 +133,9 @@ class Schedule:
             return self._neox(n, peak)
         if n < self.span.warmup:
             initial = self.options.initial_lr_ratio
-            return peak * (initial + (1 - initial) * n / self.span.warmup)
+            read, warmup = self._warmed, self.options.warmup_tokens
+            done, whole = (n, self.span.warmup) if read is None or warmup is None else (read(n), warmup)
+            return peak * (initial + (1 - initial) * done / whole)
         return self._shape(n, peak, self.span, self.options)
 
     def _neox(self, n: int, peak: float) -> float:

@@ -267,7 +267,7 @@ def train(folder: str, config_file: str, case: dict[str, Any]) -> tuple[list[flo
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (STEPS - step) / STEPS)
     options = {
         "train_micro_batch_size_per_gpu": config.training.micro_batch_size,
-        "gradient_accumulation_steps": loader.accumulation,
+        "gradient_accumulation_steps": config.training.accumulation,
         "zero_optimization": {"stage": case["zero"]},
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,

@@ -285,3 +285,20 @@ def test_answers_as_text_and_json(llama):
     assert found["tokens"] == 100 * 32 * 512
     peak = 8 * 989e12
     assert best["mfu"] == pytest.approx(best["tokens_per_second"] * totals(llama.question.base).training_flops / peak)
+
+
+def test_a_run_of_several_batch_sizes_costs_what_its_stages_cost() -> None:
+    """Tokens and time against plans of each batch size alone. Layouts must divide each size."""
+    stages = [{"until": 20, "global_batch_size": 8}, {"until": 50, "global_batch_size": 16}]
+    asked = question({**LLAMA, "training": {**LLAMA["training"], "batch_schedule": stages}})
+    assert asked.tokens == (20 * 8 + 30 * 16 + 50 * 32) * 512
+    found = asked.answers()
+    assert all(8 % (plan.choice.micro_batch * (8 // plan.choice.inner)) == 0 for plan in found.plans)
+    for plan in found.plans[:3]:
+        seconds = 0.0
+        for size, steps in ((8, 20), (16, 30), (32, 50)):
+            one = question({**LLAMA, "training": {**LLAMA["training"], "global_batch_size": size}})
+            seconds += steps * one.judge(plan.choice).step.seconds
+        assert asked.seconds(plan) == pytest.approx(seconds, rel=1e-12)
+    told = document(found)
+    assert told["tokens"] == asked.tokens and told["plans"][0]["cost"]["days"] == asked.seconds(found.plans[0]) / 86400

@@ -179,6 +179,18 @@ def test_warmup_in_tokens_fraction_and_steps_agree():
         assert tokens.lr(step) == steps.lr(step) == pytest.approx(share.lr(step), rel=1e-12)
 
 
+def test_a_warmup_in_tokens_is_linear_in_the_tokens_read():
+    """Batches of 1, 2 and 4 samples of 8 tokens: the rate of a step follows the samples before it."""
+    stages = [{"until": 3, "global_batch_size": 1}, {"until": 7, "global_batch_size": 2}]
+    sizes = [1] * 3 + [2] * 4 + [4] * 30
+    for start in (0, 2):
+        options = {"type": "constant", "warmup_tokens": 25 * 8, "start": start}
+        found = Schedule(settings(100, optimizer={"lr": 2e-3}, schedule=options, training={"batch_schedule": stages}))
+        for step in range(start, 30):
+            read = sum(sizes[start:step])
+            assert found.lr(step) == pytest.approx(2e-3 * min(read / 25, 1), rel=1e-12)
+
+
 def test_rewarming_is_a_shifted_schedule():
     options = dict(type="cosine", warmup_steps=5, initial_lr_ratio=0.1, min_lr_ratio=0.1)
     fresh, again = schedule(steps=60, **options), schedule(steps=100, start=40, **options)

@@ -15,6 +15,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
 from megatron.config import Config, config_hash
+from megatron.config.arithmetic.batches import batches_of
 from megatron.data.errors import DataError
 from megatron.data.tokenizer import build_tokenizer
 from megatron.model.costs.describe import totals
@@ -48,7 +49,7 @@ def model_card(checkpoint: Checkpoint, config: Config, architecture: Architectur
         "step": f"{meta.step:,} of {config.training.steps:,}",
         "tokens seen": f"{tokens:,}" if tokens is not None else None,
         "sequence length": f"{config.training.sequence_length:,}",
-        "global batch": f"{config.training.global_batch_size:,} samples" if config.training.global_batch_size else None,
+        "global batch": f"{batches_of(config)} samples" if config.training.global_batch_size else None,
         "optimizer": f"{optimizer.type}, peak learning rate {optimizer.lr:g}, weight decay {optimizer.weight_decay:g}",
         "schedule": schedule.type,
         "seed": str(config.training.seed),

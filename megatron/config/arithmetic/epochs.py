@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 from ..file_access import unreadable
+from .batches import batches_by
 from .span_lengths import tokens_read
 
 HEADER = struct.Struct("<9sQBQQ")  # data/token_file.py has the format
@@ -91,13 +92,15 @@ def steps_of_epochs(at: Callable[[str], Any]) -> int:
     shares, unit = at("data.split"), batch // parts
     samples = sum(_samples(_path(source), shares, at) for source in at("data.train"))
     whole = samples if at("data.order") in ("stream", "window") else samples // unit * unit
-    if whole * epochs < batch:
+    schedule, length = at("training.batch_schedule") or (), at("training.sequence_length")
+    steps = batches_by(batch, schedule, length).step(whole * epochs)
+    if not steps:
         raise Uncounted(
             "training.epochs",
             f"must make at least one step: {epochs} of {samples} samples are fewer than a batch of {batch}",
             "use more epochs, or a smaller training.global_batch_size",
         )
-    return whole * epochs // batch
+    return steps
 
 
 def _path(source: Any) -> str:

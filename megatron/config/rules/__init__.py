@@ -19,8 +19,8 @@ Rule = Callable[[RuleContext], Iterator[Problem]]
 # The order in which their problems are shown.
 _NAMES = (
     "names model recurrence parametrization layout sequences stages gpu.async_tensor communication chunks "
-    "recipe gpu.cuda_graphs gpu.fused_attention teacher objectives optimizers schedule data streams span_corruption "
-    "output levels launch deepspeed cost"
+    "recipe batches gpu.cuda_graphs gpu.fused_attention teacher objectives optimizers schedule data streams "
+    "span_corruption output levels launch deepspeed cost"
 )
 
 

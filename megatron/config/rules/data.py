@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path as File
 
+from ..arithmetic.batches import batches_of
 from ..arithmetic.epochs import Unread, training_tokens
 from ..arithmetic.tokenizer_size import local_tokens
 from ..catalog import Path, dotted
@@ -62,17 +63,17 @@ def files_exist(context: RuleContext) -> Iterator[Problem]:
             yield context.problem_at((*path, "document_weights"), rule=rule, fix=fix)
 
 
-def blends_of(config: Config) -> Iterator[tuple[str, Sequence[SourceSection], int]]:
+def blends_of(config: Config) -> Iterator[tuple[str, Sequence[SourceSection], range]]:
     """The key of each blend that training reads, its sources, and its steps."""
     data, end = config.data, config.training.steps
     starts = [phase.start for phase in data.phases]
     if data.train:
-        yield "data.train", data.train, min([end, *starts])
+        yield "data.train", data.train, range(min([end, *starts]))
     for number, (phase, last) in enumerate(zip(data.phases, [*starts[1:], end])):
-        yield f"data.phases.{number}.sources", phase.sources, max(min(last, end) - phase.start, 0)
+        yield f"data.phases.{number}.sources", phase.sources, range(phase.start, min(last, end))
 
 
-def passes_over(config: Config, sources: Sequence[SourceSection], steps: int) -> tuple[float, int, int] | None:
+def passes_over(config: Config, sources: Sequence[SourceSection], steps: range) -> tuple[float, int, int] | None:
     """Passes over the source of a blend that is read most often, tokens of the blend that are read, and all its tokens.
 
     None where a file cannot be read or the batch is not known.
@@ -84,7 +85,8 @@ def passes_over(config: Config, sources: Sequence[SourceSection], steps: int) ->
         sizes = [training_tokens(source.path or "", data.split) for source in sources]
     except Unread:
         return None
-    read = steps * training.global_batch_size * training.sequence_length
+    before = batches_of(config).before
+    read = (before(max(steps.stop, steps.start)) - before(steps.start)) * training.sequence_length
     shares = [source.weight for source in sources] if data.weighting == "given" else sizes
     passes = [read * share / max(sum(shares), 1e-9) / max(size, 1) for share, size in zip(shares, sizes)]
     return max(passes), read, sum(sizes)
@@ -102,7 +104,7 @@ def data_suffice(context: RuleContext) -> Iterator[Problem]:
             rule=f"{read:,} tokens {'must not be' if absurd else 'are'} {passes:,.0f} passes{most}: {key} has "
             f"{there:,} tokens"
             + ("" if absurd else ", and little is learned after 4 passes (Muennighoff et al., 2023)"),
-            fix=f"give more data, or at most {max(int(steps * 4 / passes), 1):,} steps for 4 passes",
+            fix=f"give more data, or at most {max(int(len(steps) * 4 / passes), 1):,} steps for 4 passes",
             fatal=absurd,
         )
 

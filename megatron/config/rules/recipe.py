@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..arithmetic import machine
+from ..arithmetic.batches import batches_of
 from ..arithmetic.epochs import Uncounted, Unread, steps_of_epochs
 from ..arithmetic.kernels import installed
 from ..problems import Problem
@@ -150,7 +151,9 @@ def recomputation_is_on(context: RuleContext) -> Iterator[Problem]:
 
 
 def _tokens(config: Config) -> int:
-    return config.training.steps * (config.training.global_batch_size or 1) * config.training.sequence_length
+    training = config.training
+    samples = training.steps if training.global_batch_size is None else batches_of(config).before(training.steps)
+    return samples * training.sequence_length
 
 
 CHECKS = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..arithmetic.batches import batches_of
 from ..problems import Problem
 from ..registry import INSIDE, SCHEDULE
 from ..rule_context import RuleContext
@@ -31,8 +32,10 @@ def warmup(config: Config) -> tuple[str, float]:
     """The warmup's key and its length in steps."""
     schedule, training = config.schedule, config.training
     if schedule.warmup_tokens is not None:
-        per_step = (training.global_batch_size or 0) * training.sequence_length
-        return "schedule.warmup_tokens", schedule.warmup_tokens / per_step if per_step else 0.0
+        if training.global_batch_size is None:
+            return "schedule.warmup_tokens", 0.0
+        steps = batches_of(config).steps_of(schedule.warmup_tokens, training.sequence_length, schedule.start)
+        return "schedule.warmup_tokens", steps
     if schedule.warmup_fraction is not None:
         return "schedule.warmup_fraction", schedule.warmup_fraction * (schedule.steps - schedule.start)
     return "schedule.warmup_steps", schedule.warmup_steps or 0

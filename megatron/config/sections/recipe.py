@@ -52,6 +52,18 @@ class SequenceStage(Section):
     )
 
 
+class BatchStage(Section):
+    until: int | None = key(None, "Updates that are done when the stage ends.", unit="steps", gt=0)
+    until_tokens: int | None = key(
+        None,
+        "Instead of until: tokens of the run that are read when the stage ends. The batch that has the last of them is "
+        "the stage's last.",
+        unit="tokens",
+        gt=0,
+    )
+    global_batch_size: int = key(..., "Samples per optimizer step in the stage.", unit="samples", gt=0)
+
+
 @extended("training")
 class TrainingSection(Section):
     steps: Derivable[int] = key(
@@ -86,6 +98,9 @@ class TrainingSection(Section):
             ("training.micro_batch_size", "training.accumulation"),
         ),
         gt=0,
+    )
+    batch_schedule: list[BatchStage] = key(
+        list, "Stages of other batch sizes before the steps with training.global_batch_size (docs/data.md)."
     )
     accumulation: Derivable[int] = key(
         None,

@@ -154,6 +154,7 @@ def nearest_key(path: Path) -> str:
     if name.lower() in ELSEWHERE:
         return f"did you mean {ELSEWHERE[name.lower()]}?"
     same = _by_name(current_schema()).get(name, [])
+    same = [each for each in same if "*" not in each] or same  # rather a key than an entry of some list
     beside = difflib.get_close_matches(name.lower(), siblings(path), n=1, cutoff=0.8 if same else 0.6)
     ways = [dotted((*path[:-1], each)) for each in beside] + same[:3] or _spellings(name)[:1]
     return f"did you mean {' or '.join(dict.fromkeys(ways))}?" if ways else ""

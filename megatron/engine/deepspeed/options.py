@@ -65,7 +65,9 @@ def accumulation_steps(config: Config, layout: Layout) -> int:
 
 def reduces_once(config: Config, layout: Layout) -> bool:
     """Whether ZeRO 2 or 3 keeps the gradients of a step's micro-batches whole and reduces their sums."""
-    several = accumulation_steps(config, layout) > 1 and zero_stage(config, layout) > 1
+    training = config.training
+    largest = max([training.global_batch_size, *(stage.global_batch_size for stage in training.batch_schedule)])
+    several = largest > training.micro_batch_size * layout.data and zero_stage(config, layout) > 1
     return several and config.zero.reduce == "step"
 
 

@@ -97,7 +97,6 @@ class ScatteredGradients:
         self._engine, self._zero, self._mesh = engine, engine.optimizer, mesh
         self._each, self._wire, self._passes = each, wire, passes
         self._cut: bool = engine.zero_optimization_stage() == 2
-        self._needed = 1 if each or self._cut else passes  # arrivals that fill a place
         self._arrived: dict[nn.Parameter, int] = {}
         self._spent: nn.Parameter | None = None
         self._flying: list[tuple[Bucket, Any, float, Tensor, Tensor]] = []
@@ -186,8 +185,14 @@ class ScatteredGradients:
         squares = sum_of_squares(parts) if parts else self.buckets[0].own.new_zeros(())
         return all_reduce(squares, self._mesh.replicas).sqrt().view(1)
 
-    def begin(self) -> None:
-        """A step begins: no gradient exists."""
+    def begin(self, passes: int | None = None) -> None:
+        """A step begins: no gradient exists.
+
+        Args:
+            passes: the micro-batches that it has, if that changes.
+        """
+        self._passes = passes or self._passes
+        self._needed = 1 if self._each or self._cut else self._passes  # arrivals that fill a place
         self._flying, self._sums = [], False
         self._reset()
 

@@ -50,6 +50,12 @@ PARTS = (
         "megatron.engine.parts.lengths:SequenceStages",
         lambda engine: bool(engine.config.training.sequence_schedule),
     ),
+    # Sets the number of a step's micro-batches in DeepSpeed: before a gradient is made.
+    PartEntry(
+        "batches",
+        "megatron.engine.parts.batches:BatchStages",
+        lambda engine: bool(engine.config.training.batch_schedule),
+    ),
     PartEntry("documents", "megatron.engine.parts.document_limit:DocumentLimit", _counts_documents),
     # Replaces the forward of blocks while layers are slow. Only an agent reads its reports.
     PartEntry(

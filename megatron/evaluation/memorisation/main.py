@@ -32,7 +32,7 @@ from ..arguments import OptionError
 from ..checkpoints import named_checkpoints
 from . import table
 from .arguments import Options, parse
-from .check import before_start
+from .check import before_start, smallest_batch
 from .recitation import recite
 from .summary import summary_of
 
@@ -92,7 +92,7 @@ def job_of(config: Config, options: Options, checkpoint: Checkpoint) -> table.Re
         str(checkpoint.path),
         checkpoint.meta.step,
         (steps.start, steps.stop, steps.step),
-        options.samples or config.training.global_batch_size,
+        options.samples or smallest_batch(config, steps),
         options.context,
         options.continuation,
         options.scores,
@@ -148,7 +148,7 @@ class Recitation:
 
     def _part(self, places: list[tuple[int, int]]) -> list[dict[str, Any]]:
         length = self.options.context + self.options.continuation
-        numbers = [self.data.left_out.batch(step) * self.data.plan.batch + sequence for step, sequence in places]
+        numbers = [self.data.number(*place) for place in places]
         samples = [self.data.plan.sample(number) for number in numbers]
         recitals = recite(
             self.scorer,

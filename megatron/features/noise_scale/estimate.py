@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron.data.batch import StepBatch
@@ -20,12 +21,17 @@ from megatron.data.batch import StepBatch
 SHARE = 8  # the small batch is the first 1/8 of the samples: noise outweighs the gradient there
 
 
-def small_batch(batch: StepBatch, global_batch_size: int) -> StepBatch:
+def small_batch(batch: StepBatch, indices: np.ndarray, size: int) -> StepBatch:
     """The same batch, in which only the labels of the first samples count.
 
-    Any batch begins at a multiple of its size, also after skipped batches (`data.left_out`).
+    Args:
+        indices: places of the rank's samples in the global batch, int64 [A, M]. In a stage of shorter samples, the
+            batch has pieces of them.
+        size: samples of the global batch.
     """
-    chosen = batch.sample_ids % global_batch_size < max(1, global_batch_size // SHARE)
+    pieces = batch.sample_ids.shape[1] // indices.shape[1]
+    places = torch.from_numpy(indices[..., None] * pieces + np.arange(pieces)).flatten(1)
+    chosen = places < max(1, size * pieces // SHARE)
     mask = torch.ones(batch.labels.shape) if batch.loss_mask is None else batch.loss_mask
     return replace(batch, loss_mask=mask * chosen.unsqueeze(-1))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron.config.arithmetic.batches import batches_of
 from megatron.data.batch import StepBatch
 from megatron.engine.part import part_of
 from megatron.engine.protocol import StepResult
@@ -32,9 +33,7 @@ class NoiseScaleHook(Hook):
     def run_step(self, trainer: Trainer, run: RunStep, batch: StepBatch, lr: float, look: Look) -> StepResult:
         if trainer.at % self._every:
             return run(batch, lr, look)
-        training = trainer.config.training
-        pieces = training.sequence_length // batch.labels.shape[-1]  # of each sample, in a stage of shorter ones
-        part = small_batch(batch, training.global_batch_size * pieces)
+        part = small_batch(batch, trainer.loader.indices(batch.step), batches_of(trainer.config).size(batch.step))
         self._gate.prepare(trial=True, hashes=False)
         small = trainer.engine.step(part, lr, None)
         result = run(batch, lr, look)

@@ -30,8 +30,9 @@ LOGGING = Keys("logging", NoiseScaleKeys, after="statistics")
 
 
 def batch_has_two_samples(context: RuleContext) -> Iterator[Problem]:
-    batch = context.config.training.global_batch_size  # None where the number of ranks is unknown
-    if LOGGING.of(context.config).noise_scale is not None and batch is not None and batch < 2:
+    training = context.config.training  # its batch is None where the number of ranks is unknown
+    batch = min([training.global_batch_size or 2, *(stage.global_batch_size for stage in training.batch_schedule)])
+    if LOGGING.of(context.config).noise_scale is not None and batch < 2:
         yield context.problem(
             "logging.noise_scale",
             "training.global_batch_size",

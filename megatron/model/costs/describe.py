@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.config import Config
+from megatron.config.arithmetic.batches import batches_of
 from megatron.config.arithmetic.recurrence import core_of, expected_passes, passes_of_step
 from megatron.config.pattern import BlockPattern
 from megatron.config.stages import as_stage, stages_of
@@ -225,9 +226,10 @@ def flops_of_step(config: Config, total: Totals, step: int) -> float:
 def training_operations(config: Config, completed: int) -> int:
     """FLOPs of all tokens of n completed updates, forward and backward. Shorter stages of sequence length have
     fewer."""
-    training, found = config.training, 0
+    batches, found = batches_of(config), 0
     for stage in stages_of(config):
         end = completed if stage.end is None else min(stage.end, completed)
         if end > stage.begin:
-            found += (end - stage.begin) * totals(as_stage(config, stage)).training_flops
-    return found * training.global_batch_size * training.sequence_length
+            samples = batches.before(end) - batches.before(stage.begin)
+            found += samples * totals(as_stage(config, stage)).training_flops
+    return found * config.training.sequence_length

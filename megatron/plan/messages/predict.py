@@ -149,6 +149,7 @@ def _refuse(config: Config, layout: Layout) -> None:
         "keys of `deepspeed`": bool(config.deepspeed),
         "clipped attention logits": any(kind.clips_logits(options) for _, kind, options in used_kinds(config.model)),
         "stages of sequence length, which have their own sizes": bool(config.training.sequence_schedule),
+        "stages of batch size, which have their own micro-batches": bool(config.training.batch_schedule),
         "an objective that reads logits": objective_of(config).reads_logits,
         "an objective that reads costs of labels twice": objective_of(config).reads_labels,
         "a teacher whose rows ranks share": layout.shares_rows and objective_of(config).teacher is not None,

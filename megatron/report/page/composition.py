@@ -42,7 +42,8 @@ def composition(run: RunHistory) -> Composition | str:
     steps = [number * last // windows for number in range(1, windows + 1)]
     parts = {}
     for source in plan.sources:
-        drawn = [plan.drawn(source.index, step * plan.batch) for step in [0, *steps]]
-        sizes = [(end - begin) * plan.batch for begin, end in zip([0, *steps], steps)]
+        read = [plan.batches.before(step) for step in [0, *steps]]
+        drawn = [plan.drawn(source.index, samples) for samples in read]
+        sizes = [end - begin for begin, end in zip(read, read[1:])]
         parts[source.name] = [(end - begin) / size for begin, end, size in zip(drawn, drawn[1:], sizes)]
     return Composition(steps, parts)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megatron.config import Config
+from megatron.config.arithmetic.batches import batches_of
 from megatron.config.problems import UserError
 from megatron.config.resolution import Resolved
 from megatron.config.show.difference import described
@@ -49,7 +50,7 @@ def points_of(
             if kind == "constant":
                 wanted = [(step, loss) for step, loss in wanted if _is_constant(config, step)]
             for step, loss in wanted if kind == "constant" else wanted[-1:]:
-                tokens = step * config.training.global_batch_size * config.training.sequence_length
+                tokens = batches_of(config).before(step) * config.training.sequence_length
                 rows.append((run.name, parameters, tokens, training_operations(config, step), loss))
     if name is None and len(sets) > 1:
         raise UserError(f"--validation must name one of {', '.join(sorted(sets))}")

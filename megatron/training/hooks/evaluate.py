@@ -79,7 +79,7 @@ def evaluate(
     for index in range(which.batches):
         batch = which.loader.step(index)
         if length is not None:
-            batch = cut_samples(batch, length, which.loader.plan.batch)
+            batch = cut_samples(batch, length, which.loader.indices(index))
         if breakdown is not None and sums is not None:
             loss, count = engine.evaluate(batch, breakdown.labels(batch, sums))
         else:

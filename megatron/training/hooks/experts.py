@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.config.arithmetic.batches import batches_of
+
 from ..exchange import StepReport
 from ..hook import Hook, HookContext
 from ..trainer import Trainer
@@ -26,7 +28,7 @@ class DeadExpertsHook(Hook):
     @classmethod
     def of(cls, parts: HookContext) -> DeadExpertsHook:
         training = parts.config.training
-        return cls(parts.config.logging.every, training.global_batch_size * training.sequence_length)
+        return cls(parts.config.logging.every, min(batches_of(parts.config).sizes) * training.sequence_length)
 
     def on_numbers(self, trainer: Trainer, report: StepReport) -> None:
         if report.step % self._every:

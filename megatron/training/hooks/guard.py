@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from megatron.config.arithmetic.batches import batches_of
 from megatron.data.skipped_batches import LeftOut
 from megatron.engine.spike import STOP
 from megatron.report.ledger import hash_text
@@ -83,7 +84,7 @@ class GuardHook(Hook):
 
 
 def _samples(trainer: Trainer, step: int) -> str:
-    size = trainer.config.training.global_batch_size
-    left_out = getattr(trainer.loader, "left_out", None) or LeftOut()
-    first = left_out.batch(step) * size
-    return f"samples {first} to {first + size - 1}"
+    batches = batches_of(trainer.config)
+    left_out = (getattr(trainer.loader, "left_out", None) or LeftOut()).in_samples(batches)
+    first, last = left_out.batch(batches.before(step)), left_out.batch(batches.before(step + 1) - 1)
+    return f"samples {first} to {last}"

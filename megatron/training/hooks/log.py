@@ -115,21 +115,20 @@ class LogHook(Hook):
                 "lr": report.lr,
                 "grad_norm": report.grad_norm,
                 "tokens": trainer.tokens(step + 1),
-                **self._speeds(trainer, seconds / steps, operations),
+                **self._speeds(trainer, step + 1 - steps, step + 1, seconds, operations),
                 "step_seconds": seconds / steps,
                 "data_seconds": data_seconds / steps,
                 "batch_hash": hash_text(report.batch_hash),
                 "memory_bytes": memory_bytes(trainer.exchange.device),
-                "eta_seconds": self._eta(trainer, step + 1, seconds / steps),
+                "eta_seconds": self._eta(trainer, step + 1 - steps, step + 1, seconds),
                 **({"skipped": True} if report.result.skipped else {}),
                 **({"unlabelled": True} if report.result.unlabelled else {}),
                 **{name: _read(value) for name, value in report.result.extras.items()},
                 **extra_metrics,
             })
 
-    def _speeds(self, trainer: Trainer, seconds: float, operations: float) -> dict[str, float]:
-        training = trainer.config.training
-        rate = training.global_batch_size * training.sequence_length / max(seconds, 1e-9)
+    def _speeds(self, trainer: Trainer, first: int, end: int, seconds: float, operations: float) -> dict[str, float]:
+        rate = (trainer.tokens(end) - trainer.tokens(first)) / max(seconds, 1e-9)
         speeds = {"tokens_per_second": rate}
         if self._flops is not None:
             speeds["tflops"] = rate * operations / trainer.mesh.layout.world_size / 1e12
@@ -138,9 +137,11 @@ class LogHook(Hook):
                 speeds["peak_tflops"] = self._peak.tflops
         return speeds
 
-    def _eta(self, trainer: Trainer, completed: int, seconds: float) -> float | None:
-        """Seconds to the end of the run, from a running mean without the first lap, which compiles and warms up."""
-        first = completed <= trainer.start + 1
-        if not first:
-            self._pace = seconds if self._pace is None else 0.9 * self._pace + 0.1 * seconds
-        return None if self._pace is None else self._pace * (trainer.end - completed)
+    def _eta(self, trainer: Trainer, begin: int, completed: int, seconds: float) -> float | None:
+        """Seconds to the end of the run, from a running mean per token without the first lap, which compiles and warms
+        up."""
+        tokens = trainer.tokens
+        if completed > trainer.start + 1:
+            pace = seconds / (tokens(completed) - tokens(begin))
+            self._pace = pace if self._pace is None else 0.9 * self._pace + 0.1 * pace
+        return None if self._pace is None else self._pace * (tokens(trainer.end) - tokens(completed))

@@ -16,6 +16,7 @@ from megatron.checkpoint.format.names import number_of
 from megatron.checkpoint.levels import Levels
 from megatron.checkpoint.save.store import Resume, Store
 from megatron.config import Config
+from megatron.config.arithmetic.batches import batches_of
 from megatron.config.source.origins import Origin
 from megatron.config.source.yaml_source import parse
 from megatron.config.stages import stages_of
@@ -307,10 +308,10 @@ def initialize(
 
 def tokens_read(source: StartPoint, config: Config) -> Callable[[int], int]:
     """Tokens that the run has read after n steps. Steps before a resume may have had batches of another size."""
-    per_step = config.training.global_batch_size * config.training.sequence_length
-    start = source.checkpoint.step if source.checkpoint else 0
-    before = source.checkpoint.meta.data.get("tokens", start * per_step) if source.checkpoint else 0
-    return lambda steps: before + (steps - start) * per_step
+    batches, length = batches_of(config), config.training.sequence_length
+    start = batches.before(source.checkpoint.step) if source.checkpoint else 0
+    before = source.checkpoint.meta.data.get("tokens", start * length) if source.checkpoint else 0
+    return lambda steps: before + (batches.before(steps) - start) * length
 
 
 def contents(
@@ -335,7 +336,7 @@ def contents(
     whole, left_out = config.checkpoint.optimizer_state, left_out or LeftOut()
 
     def at(step: int) -> tuple[Any, Meta]:
-        samples, kept = step * config.training.global_batch_size, engine.undo.kept()
+        samples, kept = plan.batches.before(step), engine.undo.kept()
         meta = Meta(
             step=step,
             config=config_text,

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.checkpoint import Checkpoint, CheckpointError, Meta
 from megatron.config import Config
+from megatron.config.arithmetic.batches import batches_of
 from megatron.config.features.feature import features_of
 from megatron.config.source.origins import Origin
 from megatron.config.source.yaml_source import parse
@@ -47,16 +48,14 @@ def last_sample(
     """
     if not samples:
         return None
-    step, index = divmod(samples - 1, plan.batch)
-    number = (left_out or LeftOut()).batch(step) * plan.batch + index
-    tokens = plan.sample(number).tokens
+    tokens = plan.sample((left_out or LeftOut()).in_samples(plan.batches).batch(samples - 1)).tokens
     return hash_text(sample_hash(0, tokens if length is None else tokens[-length - 1 :]))
 
 
 def data_changes(meta: Meta, config: Config, plan: SampleSet, left_out: LeftOut | None = None) -> list[str]:
     """Warnings where a resumed run does not continue in the checkpoint's data. These are a function of the
     configuration and the step, so another batch size, other files or another length of the run may move them."""
-    before, now = meta.data.get("samples"), meta.step * config.training.global_batch_size
+    before, now = meta.data.get("samples"), batches_of(config).before(meta.step)
     if before is None:
         return []
     length, longest = meta.data.get("sequence_length", config.training.sequence_length), config.training.sequence_length

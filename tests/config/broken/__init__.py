@@ -1,6 +1,7 @@
 """Broken configurations by concern: what stands in a.yml, and what the message must say."""
 
 from tests.config.broken.async_tensor import ASYNC_TENSOR
+from tests.config.broken.batches import BATCHES, WARNED_BATCHES
 from tests.config.broken.case import BASE, Case
 from tests.config.broken.cuda_graphs import CUDA_GRAPHS
 from tests.config.broken.data import DATA
@@ -32,6 +33,7 @@ BROKEN = [
     *ZERO,
     *COMMUNICATION,
     *RECIPE,
+    *BATCHES,
     *FUSED_ATTENTION,
     *CUDA_GRAPHS,
     *ASYNC_TENSOR,
@@ -46,6 +48,6 @@ BROKEN = [
     *PAIRS,
     *STREAMS,
 ]
-WARNED = [*WARNED_ELSEWHERE, *WARNED_FUSED_ATTENTION, *WARNED_MOE, *WARNED_PAIRS, *WARNED_STAGES]
+WARNED = [*WARNED_ELSEWHERE, *WARNED_BATCHES, *WARNED_FUSED_ATTENTION, *WARNED_MOE, *WARNED_PAIRS, *WARNED_STAGES]
 
 __all__ = ["BASE", "BROKEN", "WARNED", "Case"]
