@@ -175,7 +175,7 @@ def over_time(plan: SamplePlan, read: int, left_out: LeftOut, points: int) -> li
         For each point the step, whether the run has reached it, and by source the tokens.
     """
     steps = {plan.steps * number // points for number in range(1, points + 1)}
-    steps |= {phase.start // plan.batch for phase in plan.phases} | {read}
+    steps |= {plan.batches.step(phase.start) for phase in plan.phases} | {read}
     found = []
     for step in sorted(steps - {0}):
         counts = [_samples(plan, source.index, step, left_out) for source in plan.sources]
@@ -186,9 +186,11 @@ def over_time(plan: SamplePlan, read: int, left_out: LeftOut, points: int) -> li
 
 def _samples(plan: SamplePlan, source: int, steps: int, left_out: LeftOut) -> int:
     """Samples of a source in the batches that the first steps read."""
-    total, first = 0, 0
-    for end in [*sorted({step for step, _ in left_out.pairs if step < steps}), steps]:
-        begin = left_out.batch(first) * plan.batch
-        total += plan.drawn(source, begin + (end - first) * plan.batch) - plan.drawn(source, begin)
+    skipped, last, total, first = left_out.in_samples(plan.batches), plan.batches.before(steps), 0, 0
+    # where each pair begins to act, seen through the pairs that were added after it
+    jumps = {LeftOut(skipped.pairs[number:]).step(at) for number, (at, _) in enumerate(skipped.pairs, 1)}
+    for end in [*sorted(jump for jump in jumps if jump is not None and jump < last), last]:
+        begin = skipped.batch(first)
+        total += plan.drawn(source, begin + end - first) - plan.drawn(source, begin)
         first = end
     return total

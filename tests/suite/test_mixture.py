@@ -90,13 +90,20 @@ def test_rank_correlation_is_scipys() -> None:
         assert rank_correlation(one, other) == pytest.approx(stats.spearmanr(one, other).statistic, abs=1e-12)
 
 
-def test_tokens_over_time_are_those_of_every_sample(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pairs", [((3, 2), (9, 1)), ((9, 3), (4, 2))])
+def test_tokens_over_time_are_those_of_every_sample(pairs: tuple, tmp_path: Path) -> None:
+    """Batches of 2 samples up to step 5, then of 4. The samples of skipped batches are taken out of a list."""
     for name in ("a", "b", "c"):
         write_sizes(tmp_path / name, [40] * 50, seed=ord(name))
     source = {name: {"path": str(tmp_path / name), "weight": weight} for name, weight in zip("abc", (0.7, 0.3, 1.0))}
     data = {"train": [source["a"], source["b"]], "phases": [{"start": 7, "sources": [source["b"], source["c"]]}]}
-    plan = build_plan(configuration(data, training={"steps": 20, "sequence_length": 16, "global_batch_size": 4}))
-    left_out = LeftOut(((3, 2), (9, 1)))
+    training = {"steps": 20, "sequence_length": 16, "global_batch_size": 4, "micro_batch_size": 2}
+    training["batch_schedule"] = [{"until": 5, "global_batch_size": 2}]
+    plan, left_out = build_plan(configuration(data, training=training)), LeftOut(pairs)
+    before = [2 * step + 2 * max(step - 5, 0) for step in range(40)]
+    samples = list(range(200))
+    for first, count in pairs:
+        del samples[before[first] : before[first + count]]
     points = over_time(plan, 12, left_out, 5)
     steps = [each["step"] for each in points]
     assert (
@@ -105,12 +112,12 @@ def test_tokens_over_time_are_those_of_every_sample(tmp_path: Path) -> None:
         and [each["read"] for each in points] == [step <= 12 for step in steps]
     )
     for point in points:
-        if left_out.batch(point["step"] - 1) < plan.steps:
+        read = samples[: before[point["step"]]]
+        if read[-1] < before[20]:
             counts = dict.fromkeys("abc", 0)
-            for step in range(point["step"]):
-                for row in range(4):
-                    phase, member, _ = plan.place(left_out.batch(step) * 4 + row)
-                    counts[plan.sources[phase.members[member]].name] += 16
+            for sample in read:
+                phase, member, _ = plan.place(sample)
+                counts[plan.sources[phase.members[member]].name] += 16
             assert point["tokens"] == counts
 
 
