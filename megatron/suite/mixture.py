@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from megatron.data.errors import DataError
 from megatron.data.plan import SamplePlan
-
-if TYPE_CHECKING:
-    from megatron.data.skipped_batches import LeftOut
+from megatron.data.skipped_batches import LeftOut
 
 STRENGTHS = np.geomspace(0.1, 5, 15)  # of Dirichlet distributions around the prior
 STEP = 2e-4  # multiples of it are weights
