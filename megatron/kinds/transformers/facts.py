@@ -75,9 +75,14 @@ def facts_of(options: Mapping[str, Any]) -> Facts:
             "must be a folder, a config.json or a model type of transformers",
             "give config: qwen3, or a path",
         )
+    if not isinstance(options["options"], Mapping) or not isinstance(options["settings"], Mapping):
+        raise FactsError(".options", "must be names with values", "write options: {num_hidden_layers: 4}")
     found = _found(text, _time_of(options["config"]))
-    _known[json.dumps(found.settings, sort_keys=True)] = found
-    return found
+    if "key" in found:
+        raise FactsError(found["key"], found["rule"], found["fix"])
+    facts = Facts(**found)
+    _known[json.dumps(facts.settings, sort_keys=True)] = facts
+    return facts
 
 
 _known: dict[str, Facts] = {}  # by their settings
@@ -93,21 +98,20 @@ def _time_of(given: str) -> int | None:
 
 
 @cache
-def _found(text: str, changed: int | None) -> Facts:
+def _found(text: str, changed: int | None) -> dict[str, Any]:
+    """The facts, or the key, the rule and the fix of a problem. Both are found once."""
     if "torch" in sys.modules:
-        found = load("megatron.kinds.transformers.inspection:inspect")(json.loads(text))
-    else:
-        command = [sys.executable, "-m", "megatron.kinds.transformers.inspection"]
-        path = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": ""}
-        try:
-            done = subprocess.run(
-                command, input=text, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False
-            )
-            found = json.loads(done.stdout.strip().rsplit("\n", 1)[-1])
-        except (OSError, subprocess.SubprocessError, ValueError) as error:
-            rule = f"must be a model that transformers can build ({error})"
-            raise FactsError(".config", rule, "install transformers, or use layers of deepy") from error
-    if "key" in found:
-        raise FactsError(found["key"], found["rule"], found["fix"])
-    return Facts(**found)
+        return load("megatron.kinds.transformers.inspection:inspect")(json.loads(text))
+    command = [sys.executable, "-m", "megatron.kinds.transformers.inspection"]
+    path = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": ""}
+    said = ""
+    try:
+        done = subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False
+        )
+        said = (done.stderr.strip().splitlines() or [""])[-1]
+        return json.loads(done.stdout.strip().rsplit("\n", 1)[-1])
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        rule = f"must be a model that transformers can build here. The attempt ended with: {said or error}"
+        return {"key": ".config", "rule": rule, "fix": "install transformers, or use layers of deepy"}

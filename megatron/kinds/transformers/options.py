@@ -42,7 +42,7 @@ class TransformersOptions(Section):
     )
 
 
-LARGEST = 2**31 - 1
+STAND_IN = 2**20  # rows of a vocabulary that any tokenizer fits
 FREE = ("layers", "extensions", "vocab_multiple")  # other keys of `model` that keep their meaning
 
 
@@ -59,7 +59,7 @@ def stack(options: dict[str, Any]) -> dict[str, Any]:
     try:
         facts = facts_of(TransformersOptions().model_dump() | options)
     except FactsError:
-        facts = Facts(hidden_size=1, vocab_size=LARGEST)
+        facts = Facts(hidden_size=1, vocab_size=STAND_IN)
     return {
         "hidden_size": facts.hidden_size,
         "vocab_size": facts.vocab_size,
