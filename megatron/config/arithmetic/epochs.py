@@ -104,7 +104,8 @@ def steps_of_epochs(at: Callable[[str], Any]) -> int:
 
 
 def _path(source: Any) -> str:
-    return source["path"] if isinstance(source, dict) else source.path
+    """Prefix of a source's token file, or nothing: a stream gets its own later."""
+    return (source["path"] if isinstance(source, dict) else source.path) or ""
 
 
 def _samples(path: str, shares: list[float] | None, at: Callable[[str], Any]) -> int:

@@ -45,6 +45,15 @@ STREAMS = [
         problems=10,
     ),
     case(
+        "epochs of a stream",
+        "data: {synthetic: none, train: {stream: a.yml}, order: window}\ntraining: {steps: null, epochs: 2}\n"
+        "tokenizer: {type: bytes}\nmodel: {vocab_size: 257}",
+        "a.yml:3: training.epochs = 2",
+        "must be absent with a stream, whose documents are counted while the run trains",
+        "must be counted from the token files",
+        problems=3,
+    ),
+    case(
         "stream whose token file would be one of its texts, and is evaluated",
         "data:\n  synthetic: none\n  train: {stream: ., path: ./in/it}\n  order: window\n  validation: in/it\n"
         "tokenizer: {type: bytes}\nmodel: {vocab_size: 257}",
