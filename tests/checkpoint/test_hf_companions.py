@@ -233,6 +233,12 @@ def test_a_model_in_the_hubs_cache(tmp_path: Path, capsys: pytest.CaptureFixture
     assert path == str(root / "snapshots" / "abc" / "tokenizer.json")
 
 
+def test_a_tokenizer_without_files_is_named(tmp_path: Path) -> None:
+    for section, name in ((TokenizerSection(type="bytes"), "(bytes)"), (TokenizerSection(path="x"), "(huggingface x)")):
+        _, (note,) = write_tokenizer(tmp_path, section, "llama", 77)
+        assert f"the tokenizer {name} is no local tokenizer.json" in note
+
+
 def test_without_a_tokenizer_there_are_no_special_ids(tmp_path: Path) -> None:
     """glm4's own defaults are ids of its published vocabulary."""
     source, _ = checkpoint_of(tmp_path, MODELS["glm4"])

@@ -68,8 +68,9 @@ def write_tokenizer(
     local = Path(section.path) if section.path else None
     file = local / "tokenizer.json" if local is not None and local.is_dir() else local
     if section.type not in ("huggingface", "gpt2") or file is None or not file.is_file():
+        name = " ".join(filter(None, (section.type, section.path)))
         return ids, [
-            f"the tokenizer ({section.type} {section.path or ''}) is no local tokenizer.json and was not written: "
+            f"the tokenizer ({name}) is no local tokenizer.json and was not written: "
             "add its files to the model's folder"
         ]
     tokenizer = build_tokenizer(section)
