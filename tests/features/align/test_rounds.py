@@ -274,6 +274,7 @@ def test_prompts_are_functions_of_their_number(tmp_path):
         ({"align": {"environment": None}}, "must come with align.prompts or align.environment"),
         ({"training": {"weight_average": None}}, "the average of the weights is the reference"),
         ({"data": {"synthetic": "copy"}}, "must be rollouts with align"),
+        ({"training": {"batch_schedule": [{"until": 2, "global_batch_size": 4}]}}, "all rounds have one size"),
         ({"evaluation": {"at_end": True}}, "must be off with align"),
         ({"optimizer": {"type": "schedule_free_adamw"}}, "this one evaluates an average"),
     ],
