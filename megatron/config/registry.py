@@ -58,6 +58,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "sgd": "megatron.engine.optimizers.sgd.options:OPTIMIZER",
         "muon": "megatron.engine.optimizers.muon.options:OPTIMIZER",
         "normuon": "megatron.engine.optimizers.normuon.options:OPTIMIZER",
+        "dion": "megatron.engine.optimizers.dion.options:OPTIMIZER",
         "soap": "megatron.engine.optimizers.soap.options:OPTIMIZER",
         "adafactor": "megatron.engine.optimizers.adafactor.options:OPTIMIZER",
         "adamw_8bit": "megatron.engine.optimizers.adamw_8bit.options:OPTIMIZER",

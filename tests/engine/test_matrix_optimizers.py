@@ -11,6 +11,8 @@ from more_optimizers.jorge.update import follow
 from megatron.config.optimizer_kind import kinds_inside
 from megatron.config.registry import INSIDE, OPTIMIZER
 from megatron.engine.optimizers.contract import optimizer_class
+from megatron.engine.optimizers.dion.update import dion_step
+from megatron.engine.optimizers.dion.update import first_basis as first_columns
 from megatron.engine.optimizers.groups import build_optimizer, set_learning_rate
 from megatron.engine.optimizers.matrix import MatrixOptimizer
 from megatron.engine.optimizers.muon.update import ITERATIONS, orthogonalize
@@ -34,6 +36,7 @@ def tensors():
         ("muon", {"polynomials": "polar_express", "cautious": True}, 1e-5),
         ("normuon", {"beta2": 0.9}, 1e-5),
         ("normuon", {"polynomials": "polar_express", "cautious": True}, 1e-5),
+        ("dion", {"rank": 0.5, "cautious": True}, 1e-4),
         ("soap", {"frequency": 2}, 1e-4),
         ("jorge", {"lr": 0.05, "frequency": 2}, 1e-3),
     ],
@@ -73,6 +76,37 @@ def test_polar_express_brings_small_singular_values_nearer_to_one():
         for name in ITERATIONS
     }
     assert far["polar_express"] < far["jordan"]
+
+
+def test_dion_of_full_rank_orthogonalizes_the_momentum():
+    """After many steps with one gradient, in float64: rank 1.0 gives U V^T of its singular value decomposition."""
+    draw = torch.Generator().manual_seed(4)
+    gradient = torch.randn(1, 6, 9, generator=draw, dtype=torch.float64)
+    momentum, basis = torch.zeros_like(gradient), first_columns(9, 6)[None].clone()
+    for _ in range(4000):
+        momentum.zero_()
+        step = dion_step(gradient, momentum, basis, 0.95)
+    left, _, right = torch.linalg.svd(gradient, full_matrices=False)
+    torch.testing.assert_close(step, left @ right * (6 / 9) ** 0.5, rtol=0, atol=1e-6)
+    torch.testing.assert_close(momentum, 0.95 * gradient, rtol=1e-9, atol=1e-9)
+
+
+def test_dion_steps_have_no_direction_that_is_rounding():
+    """A gradient of rank 2 where steps have rank 4: noise of its rounding moves nothing, and zeros move nothing."""
+    draw = torch.Generator().manual_seed(5)
+    low = torch.randn(1, 8, 2, generator=draw, dtype=torch.float64) @ torch.randn(
+        1, 2, 7, generator=draw, dtype=torch.float64
+    )
+    noise = 1e-8 * torch.randn(1, 8, 7, generator=draw, dtype=torch.float64)
+    found = []
+    for gradient in (low, low + noise):
+        momentum, basis = torch.zeros_like(low), first_columns(7, 4)[None].clone()
+        found.append(dion_step(gradient, momentum, basis, 0.95))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-6)
+    assert torch.linalg.matrix_rank(found[0]) == 2
+    momentum, basis = torch.zeros_like(low), first_columns(7, 4)[None].clone()
+    assert not dion_step(torch.zeros_like(low), momentum, basis, 0.95).any() and not momentum.any()
+    assert torch.equal(basis[0], first_columns(7, 4))
 
 
 def test_soaps_first_basis_does_not_depend_on_rounding():
@@ -220,7 +254,7 @@ def test_the_schedule_multiplies_each_groups_rate(kind):
         set_learning_rate(optimizer, lr)
         for group in optimizer.param_groups:
             role = group["params"][0].logical.role
-            base = 2.0 if kind in ("muon", "normuon") and group["matrix"] else 1.0  # muon_lr / lr
+            base = 2.0 if kind in ("muon", "normuon", "dion") and group["matrix"] else 1.0  # muon_lr / lr
             assert group["lr"] == pytest.approx(lr * base * {Role.NORM: 0.5, Role.HIDDEN: 0.25}.get(role, 1.0))
     before = [p.detach().clone() for p in ours]
     gradients(ours, 0)

@@ -171,7 +171,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline": (2, {"parallel": {"pipeline": 2}, "zero": {"stage": 1}}),
     "clipped logits": (1, {"model": {**ATTENTION, "attention": {"heads": 2, "qk_clip": 0.01}}}),
     "AdaGC": (2, {"zero": {"stage": 1}, "spikes": {"action": "adagc", "adagc": {"warmup": 1}}}),
-    **{each: (1, by(each)) for each in ("normuon", "soap", "adafactor", "adam_mini", "adamw_8bit", "ademamix")},
+    **{each: (1, by(each)) for each in ("normuon", "dion", "soap", "adafactor", "adam_mini", "adamw_8bit", "ademamix")},
     "schedule_free_adamw": (
         2,
         by(

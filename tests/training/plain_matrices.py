@@ -75,6 +75,29 @@ class PlainNorMuon(PlainMuon):
         return divided * found.norm() / divided.norm().clamp(min=1e-8)
 
 
+class PlainDion:
+    """Algorithm 1 of arXiv 2504.05295, with a given first basis."""
+
+    def __init__(self, options) -> None:
+        self.rate, self.mu, self.share = options.muon_lr, options.muon_momentum, options.options.get("rank", 0.25)
+
+    def start(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+        rows, columns = matrix.shape
+        draw = torch.Generator().manual_seed(columns)
+        basis = torch.randn(columns, math.ceil(self.share * min(rows, columns)), generator=draw, dtype=torch.float64)
+        return {"momentum": torch.zeros_like(matrix), "basis": basis.to(matrix.dtype)}
+
+    def direction(self, state: dict[str, torch.Tensor], gradient: torch.Tensor) -> torch.Tensor:
+        total = state["momentum"] + gradient
+        left = torch.linalg.qr(total @ state["basis"])[0]
+        right = total.T @ left
+        state["momentum"] = total - (1 - self.mu) * left @ right.T
+        if right.any():
+            state["basis"] = right / right.norm(dim=0)
+        rows, columns = gradient.shape
+        return (rows / columns) ** 0.5 * left @ state["basis"].T * bool(right.any())
+
+
 def quintic(low: float, high: float) -> tuple[float, float, float]:
     """The odd polynomial of degree 5 that is nearest to 1 on [low, high], by Remez's exchange of points."""
     inner, found = [(3 * low + high) / 4, (low + 3 * high) / 4], None
@@ -303,6 +326,7 @@ class PlainAdamW8bit:
 PLAIN = {
     "muon": PlainMuon,
     "normuon": PlainNorMuon,
+    "dion": PlainDion,
     "soap": PlainSOAP,
     "jorge": PlainJorge,
     "adafactor": PlainAdafactor,

@@ -118,7 +118,7 @@ TYPES = [
         "choice misspelt",
         "optimizer: {type: adamW2}",
         "a.yml:2: optimizer.type = 'adamW2'",
-        "must be one of adamw, lion, sgd, muon, normuon, soap, adafactor, adamw_8bit, ademamix, adam_mini, ",
+        "must be one of adamw, lion, sgd, muon, normuon, dion, soap, adafactor, adamw_8bit, ademamix, ",
         "did you mean adamw?",
     ),
     case(
