@@ -152,7 +152,6 @@ def the_run_fits(context: RuleContext) -> Iterator[Problem]:
     needed: dict[str, tuple[Any, Any, str]] = {
         "objective.type": (config.objective.type, POLICY, "the rounds have advantages"),
         "data.synthetic": (config.data.synthetic, ROLLOUTS, "samples come from the rounds"),
-        "training.batch_schedule": (list(config.training.batch_schedule), [], "all rounds have equal sizes"),
         "training.batch_schedule": (list(config.training.batch_schedule), [], "all rounds have one size"),
         "checkpoint.prove": (config.checkpoint.prove, False, "the next batch is not drawn when a checkpoint is saved"),
     }
