@@ -157,12 +157,30 @@ class OpenModel:
             tokens = torch.from_numpy(file[number].astype(np.int64))[None].to(self._device)
             if tokens.shape[1] < 2:
                 continue
-            places = torch.arange(tokens.shape[1] - 1, dtype=torch.int32, device=self._device)[None]
-            named = {"positions": places, "documents": torch.zeros_like(places), "samples": places[:, 0].long()}
-            wanted = {name: named[name] for name in self.model.form.optional}
-            ce = self.model(tokens[:, :-1], tokens[:, 1:], torch.ones_like(places).float(), **wanted)[1]
+            weights, named = self._inputs(tokens[:, :-1])
+            ce = self.model(tokens[:, :-1], tokens[:, 1:], weights, **named)[1]
             found[first + 1 : first + tokens.shape[1]] = -ce[0].cpu().numpy()
         return found
+
+    @torch.no_grad()
+    def reward(self, tokens: Sequence[int] | np.ndarray) -> float:
+        """The value of a text's last token under a reward model (`objective.type: reward_model`).
+
+        Raises:
+            ValueError: the model is no reward model, or the text has no token.
+        """
+        if not len(tokens):
+            raise ValueError("a text must have a token")
+        ids = torch.from_numpy(np.asarray(tokens, np.int64))[None].to(self._device)
+        weights, named = self._inputs(ids)
+        values = self.model(ids, ids, weights, **named, reader=lambda head, x: head.values_at(x))
+        return float(values[0, -1])
+
+    def _inputs(self, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Weights and side inputs of a text that is one document."""
+        places = torch.arange(tokens.shape[1], dtype=torch.int32, device=self._device)[None]
+        named = {"positions": places, "documents": torch.zeros_like(places), "samples": places[:, 0].long()}
+        return torch.ones_like(places).float(), {name: named[name] for name in self.model.form.optional}
 
     @property
     def _device(self) -> torch.device:

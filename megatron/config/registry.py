@@ -81,10 +81,12 @@ INSIDE: dict[str, dict[str, str]] = {
         "dpo": "megatron.objectives.dpo.options:OBJECTIVE",
         "policy": "megatron.objectives.policy.options:OBJECTIVE",
         "kto": "megatron.objectives.kto.options:OBJECTIVE",
+        "reward_model": "megatron.objectives.reward_model.options:OBJECTIVE",
     },
     SOURCE: {  # of samples that no order cuts from token files: megatron.data.contract
         "copy": "megatron.data.synthetic:Copy",
         "pairs": "megatron.data.preferences.pairs:Pairs",
+        "reward_pairs": "megatron.data.preferences.reward_pairs:RewardPairs",
         "rated": "megatron.data.preferences.rated:Rated",
         "rollouts": "megatron.features.align.rollouts:Rollouts",
     },

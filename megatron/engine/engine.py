@@ -107,7 +107,8 @@ class PlainEngine(BaseEngine):
         losses = self._accumulator(groups)
         for micro in self._micro_batches(batch, 1.0):
             given = inputs_of(micro, self.form)
-            losses.add(self.model(micro.tokens, micro.labels, micro.weights, **given)[1], micro.weights)
+            ce_BS = self.model(micro.tokens, micro.labels, micro.weights, **given, columns=micro.columns)[1]
+            losses.add(ce_BS, micro.weights)
         return (losses.loss, losses.weight) if self.reports else (0.0, 0.0)
 
     @phase(EVALUATE)

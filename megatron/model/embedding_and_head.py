@@ -19,9 +19,9 @@ from megatron.parallel.layers.distillation import SoftLabels
 from megatron.parallel.layers.label_costs import LabelsLoss
 from megatron.parallel.layers.linear import VocabEmbedding, sequence_slice
 from megatron.parallel.layers.objective_logits import LogitsLoss
-from megatron.parallel.layers.parameters import ParameterFactory, logical_of
+from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layers.scores import token_scores
-from megatron.parallel.layout.initial import ZEROS
+from megatron.parallel.layout.initial import ZEROS, Init
 from megatron.parallel.layout.precision import at_least_fp32
 from megatron.parallel.layout.shard import Role, Shard
 
@@ -144,14 +144,19 @@ class Head(nn.Module):
         if self.teaching is not None and further is not None:
             raise ValueError("a teacher has no costs of further tokens")
         self.norm = norm
-        shape = (model.vocab_size, model.hidden_size)
+        self.vocabulary, shape = model.vocab_size, (model.vocab_size, model.hidden_size)
         head, self.rows = make.scope("head"), make.row_axis(model.vocab_size)
-        if tied is None:
+        self.value: nn.Parameter | None = None
+        if objective.scores:
+            reward, size = make.scope("reward"), model.hidden_size
+            start = Init("normal", (size + 1) ** -0.5)
+            self.value = reward.parameter("weight", (1, size), role=Role.HEAD, init=start)
+        elif tied is None:
             start = init.head(model.vocab_size)
             tied = head.parameter("weight", shape, role=Role.HEAD, init=start, shard=Shard(0), rows=self.rows)
-        self.weight = tied
+        self.weight = None if objective.scores else tied
         self.bias = None
-        if model.head.bias:
+        if model.head.bias and not objective.scores:
             self.bias = head.parameter("bias", shape[:1], role=Role.BIAS, init=ZEROS, shard=Shard(0))
         (self.span,) = Shard(0).spans(model.vocab_size, self.mesh.tensor.rank, self.mesh.tensor.size)
         self.of_labels: LabelsLoss | None = None
@@ -166,6 +171,8 @@ class Head(nn.Module):
     @property
     def matrix(self) -> Tensor:
         """This tensor parallel rank's rows [V/t, H] of the head, gathered from the ranks that share them."""
+        if self.weight is None:
+            raise ValueError("a reward model has no logits: it scores answers (deepy reward)")
         return gather_rows(self.weight, self.rows)
 
     def forward(
@@ -199,6 +206,8 @@ class Head(nn.Module):
             if further is None:
                 further = self._further_labels(labels_BS, weights_BS, stream)
             loss, *of_tokens, stream = self._further_loss(self.further, stream, labels_BS, weights_BS, further)
+        elif self.of_labels is not None and self.value is not None:
+            loss, *of_tokens = self._of_values(self.of_labels, stream.hidden, weights_BS, columns or {})
         elif self.of_labels is not None and (self.training or torch.is_grad_enabled()):
             loss, *of_tokens = self._in_two_passes(self.of_labels, stream.hidden, labels_BS, weights_BS, columns or {})
         else:
@@ -232,6 +241,32 @@ class Head(nn.Module):
         signed_BS, loss = objective.weights(ce_BS, weights_BS, columns, self.context.axis)
         total, ce_BS = self._cross_entropy(normed_BsH, labels_BS, signed_BS, matrix)
         return total - total.detach() + loss.to(total.dtype), ce_BS
+
+    def _of_values(
+        self, objective: LabelsLoss, x_BsH: Tensor, weights_BS: Tensor, columns: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """(weighted sum of the costs of values, each cost [B, S]).
+
+        All t tensor parallel ranks compute it, and each has a share of 1/t in the gradient. The head's input and its
+        weight sum up the shares.
+        """
+        values_BS, before = self.values_at(enter(self.norm(x_BsH), self.mesh)), objective.sums
+        signed_BS, loss = objective.weights(-values_BS.detach(), weights_BS, columns, self.context.axis)
+        if not self.training:
+            objective.sums = before
+        assert objective.costs_BS is not None
+        total = -(signed_BS * values_BS).sum() / self.mesh.tensor.size
+        return total - total.detach() + loss.to(total.dtype), objective.costs_BS
+
+    def values_at(self, x_BSH: Tensor) -> Tensor:
+        """The scalar of each token [B, S] in at least fp32, from the head's input.
+
+        Raises:
+            ValueError: the model is no reward model.
+        """
+        if self.value is None:
+            raise ValueError("the model must be a reward model: objective.type=reward_model trains one")
+        return at_least_fp32(x_BSH) @ at_least_fp32(sum_gradient(self.value, self.mesh.tensor))[0]
 
     def _further_labels(self, labels_BS: Tensor, weights_BS: Tensor, stream: Stream) -> FurtherLabels:
         if self.context.size > 1 or self.further is None:
@@ -333,7 +368,7 @@ class Head(nn.Module):
         local = logits_of(x, self.matrix, self.bias, self.options)
         if self.mesh.tensor.size == 1:
             return local
-        whole = local.new_zeros((*local.shape[:-1], logical_of(self.weight).shape[0]))
+        whole = local.new_zeros((*local.shape[:-1], self.vocabulary))
         whole[..., self.span.start : self.span.stop] = local
         return all_reduce(whole, self.mesh.tensor)
 

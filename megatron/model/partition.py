@@ -7,6 +7,7 @@ from megatron.config.arithmetic.divisors import uniform_counts
 from megatron.config.arithmetic.recurrence import core_of
 from megatron.config.pattern import call_numbers
 from megatron.config.variants import options_of
+from megatron.objectives.named import objective_of
 
 from .block import block_counts
 from .embedding_and_head import embedding_counts, head_counts, multi_token_counts
@@ -48,7 +49,8 @@ def stage_bounds(config: Config) -> list[int]:
 def copies(config: Config) -> dict[str, tuple[int, ...]]:
     """Parameters on several pipeline stages: prefixes of logical names, and the stages, in order."""
     model, stages = config.model, stage_of(config)
-    twice = model.embedding.tied or model.further_blocks
+    tied = model.embedding.tied and not objective_of(config).scores  # a reward model's head has no tokens
+    twice = tied or model.further_blocks
     found = {"embedding.tokens": (0, config.parallel.pipeline - 1)} if twice else {}
     users: dict[str, set[int]] = {}
     for block, numbers, stage in zip(model.blocks, call_numbers(model.blocks), stages[1:]):

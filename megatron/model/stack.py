@@ -172,7 +172,8 @@ class ModelPlan:
     @property
     def head_embeds(self) -> bool:
         """Whether the head's stage has the token embedding too."""
-        return self.config.model.embedding.tied or bool(self.further)
+        tied = self.config.model.embedding.tied and not objective_of(self.config).scores
+        return tied or bool(self.further)
 
     def tokens(self) -> nn.Parameter:
         """The weights of the token embedding, for a stage that has no embedding layer."""

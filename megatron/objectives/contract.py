@@ -42,6 +42,9 @@ class Objective:
         sequences: the number of sequences in a sample whose sums `cost_of_labels` reads. The column "sequence" numbers
             them from 0, and -1 is a label of none.
         reports: names of numbers that `cost_of_labels` reports.
+        scores: whether `cost_of_labels` reads a scalar of each token, `Labels.log_p_BS`, in place of the label's
+            log-probability. The model then has a head with one output in place of the language model's, and
+            evaluations report the objective's loss.
         probes: whether a step begins with `of_probes`. The source of samples then has `probe(number)`, which returns
             the probe of sample n, a `Sample`.
         columns_of_probes: numbers of each label that probes must have, by name.
@@ -54,6 +57,7 @@ class Objective:
     columns: tuple[str, ...] = ()
     sequences = 0
     reports: tuple[str, ...] = ()
+    scores = False
     probes = False
     columns_of_probes: tuple[str, ...] = ()
     teacher: TeacherOptions | None = None

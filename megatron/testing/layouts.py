@@ -99,6 +99,14 @@ def one_process(values: dict[str, Any], dtype: torch.dtype) -> tuple[float, dict
         rows = slice(begin, begin + M)
         extras = {name: drawn[name][rows] for name in model.form.optional if drawn.get(name) is not None}
         stream = model.stream(drawn["tokens"][rows, :-1], **extras)
+        if objective.scores:
+            read = model.head.values_at(model.head.read(stream))
+            numbers = {name: each[rows].to(dtype) for name, each in drawn["columns"].items()}
+            scored = Labels(read, weights[rows], numbers, objective.sequences, units=units)
+            cost = objective.cost_of_labels(scored)
+            (weights[rows] * cost).sum().backward()
+            total += float((weights[rows] * cost.detach()).sum())
+            continue
         logits, targets = model.head.logits(stream), drawn["tokens"][rows, 1:]
         ce = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         lse = logits.flatten(0, 1).logsumexp(1)

@@ -17,6 +17,8 @@ from megatron.kinds.common.links import Link
 from .layers import Layers, without_variants
 from .parts import ConfigPart
 
+SCORER = "ForSequenceClassification"  # end of the name of a class with outputs for a whole text
+
 
 @dataclass(frozen=True)
 class Field:
@@ -108,6 +110,11 @@ class Architecture:
     older: Callable[[dict[str, Any]], dict[str, Any]] = lambda settings: {}
 
     @property
+    def scorer(self) -> str:
+        """Name of the class with one output, as which transformers opens a reward model."""
+        return self.class_name.removesuffix("ForCausalLM") + SCORER
+
+    @property
     def blocks(self) -> tuple[str, ...]:
         """The patterns of its layers, without variants."""
         return tuple(self.layers.blocks)
@@ -147,5 +154,5 @@ class Architecture:
         name = self.aliases.get(name, name)
         for pattern, replacement in self.renamed:
             name = re.sub(pattern, replacement, name)
-        whole = name.startswith((self.head.removesuffix("weight"), self.prefix))
+        whole = name.startswith((self.head.removesuffix("weight"), self.prefix, "score."))
         return name if whole else self.prefix + name

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.links import Form
+from megatron.kinds.common.links import SAME, Form
 
 from ..format.errors import CheckpointError
 from .architecture import Architecture
 
 EMBEDDING, HEAD = "embedding.tokens.weight", "head.weight"
+REWARD, SCORE = "reward.weight", "score.weight"  # a reward model's head, and its name in all architectures
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,9 @@ def plan(architecture: Architecture, ours: Iterable[str], model: ModelSection) -
         CheckpointError: a tensor has no counterpart in the architecture, or only part of a set exists.
     """
     wanted, steps, problems = set(ours), list[ConversionStep](), []
+    if REWARD in wanted:
+        wanted.remove(REWARD)
+        steps.append(ConversionStep((REWARD,), (SCORE,), SAME))
     layers = len(model.blocks) + len(model.further_blocks)
     for link in architecture.all_links(wanted.copy()):
         for layer in range(layers) if link.repeated else [None]:

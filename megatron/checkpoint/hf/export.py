@@ -12,6 +12,7 @@ from functools import reduce
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import GenerationConfig, PreTrainedConfig
 
 from megatron.config import Config, config_hash
@@ -29,7 +30,7 @@ from ..read.reader import Checkpoint
 from .architecture import Architecture
 from .companions import GENERATION, Companions
 from .config import hf_config
-from .convert import further_copies, further_tensors, plan
+from .convert import REWARD, further_copies, further_tensors, plan
 from .tokenizer_files import differing, shorter, write_tokenizer
 from .versions import IDS, least_version, make_readable
 from .written import shapes_of, write_tensors
@@ -60,7 +61,8 @@ def model_card(checkpoint: Checkpoint, config: Config, architecture: Architectur
     }
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items() if value)
     notes = f"\n{config.run.notes}\n" if config.run.notes else ""
-    head = "\n".join(["---", "library_name: transformers", "pipeline_tag: text-generation", "---"])
+    task = "text-classification" if REWARD in checkpoint.tensors else "text-generation"
+    head = "\n".join(["---", "library_name: transformers", f"pipeline_tag: {task}", "---"])
     return (
         f"{head}\n\n# {config.run.name}\n{notes}\n| | |\n|---|---|\n{rows}\n\n"
         f"```json\n{json.dumps({'layers': config.model.layers}, indent=2)}\n```\n"
@@ -146,6 +148,10 @@ def export(
     architecture, theirs = hf_config(config, name, kept, ids=same)
     if kept is not None and kept.model_type != architecture.name:
         kept, same = None, False
+    if REWARD in checkpoint.tensors:
+        if not hasattr(transformers, architecture.scorer):
+            raise CheckpointError(out, f"transformers must have {architecture.scorer}, to open a reward model as it")
+        theirs.architectures, theirs.num_labels = [architecture.scorer], 1
     wanted = TYPES[dtype] if dtype else type_of(checkpoint)
     if kept is None or str(wanted) != f"torch.{kept.dtype}":
         theirs.dtype = wanted

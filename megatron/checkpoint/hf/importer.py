@@ -28,7 +28,7 @@ from ..format.fragment import WEIGHT, FragmentSpec
 from ..format.meta import Meta
 from ..format.rankfile import write_rank_file
 from ..save.writer import Draft
-from .architecture import Architecture
+from .architecture import SCORER, Architecture
 from .companions import TOKENIZER_FILES, Companions, file_in
 from .config import Extensions, architecture_of, extensions_for, known_architectures, longest, model_values
 from .convert import ConversionStep, match, plan
@@ -189,6 +189,10 @@ def settings(
     if further:
         model["multi_token_prediction"] = _further(folder, theirs, extensions)
     values: dict[str, Any] = {"model": model, "training": {"steps": 0, "sequence_length": length}}
+    if any(str(name).endswith(SCORER) for name in theirs.architectures or ()):
+        if theirs.num_labels != 1:
+            raise CheckpointError(folder / CONFIG, f"a reward model must have num_labels 1, not {theirs.num_labels}")
+        values["objective"] = {"type": "reward_model"}
     values["tokenizer"] = {"type": "none"}
     if (folder / "tokenizer.json").is_file():
         # the name in the folder, which in the hub's cache is a link to a file without one

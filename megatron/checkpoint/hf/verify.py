@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
 from megatron.config import Config
 from megatron.data.errors import DataError
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.model.stack import build_model
+from megatron.model.stack import Model, build_model
 from megatron.parallel.layers.parameters import logical_of, stored_tensors
 
 from ..format.errors import CheckpointError
@@ -87,14 +87,15 @@ def prove(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | None, *, to
     with torch.no_grad():
         for tensor in stored_tensors(model):
             tensor.copy_(read(logical_of(tensor).name))
-        theirs = _load(folder)
+        theirs = _load(folder, scores=model.head.value is not None)
         ids = _samples(config, tokenizer, min(tokens, config.training.sequence_length), seed)
-        ours, wanted = model.logits(ids), theirs(ids, use_cache=False).logits.float()
+        ours = _outputs(model, ids)
+        wanted = torch.cat([theirs(row[None], use_cache=False).logits.float() for row in ids])
         del theirs
         generator = torch.Generator().manual_seed(seed)
         for tensor in stored_tensors(model):
             tensor.mul_(1 + ROUNDING * (2 * torch.randint(2, tensor.shape, generator=generator) - 1))
-        rounding = (model.logits(ids) - ours).abs().max().item()
+        rounding = (_outputs(model, ids) - ours).abs().max().item()
     return Proof(
         (ours - wanted).abs().max().item(),
         wanted.abs().max().item(),
@@ -102,6 +103,13 @@ def prove(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | None, *, to
         ours.argmax(-1).equal(wanted.argmax(-1)),
         None if tokenizer is None or not _has_tokenizer(folder) else differing(folder, tokenizer),
     )
+
+
+def _outputs(model: Model, ids: torch.Tensor) -> torch.Tensor:
+    """Logits [2, S, V], or a reward model's value [2, 1] of a text."""
+    if model.head.value is None:
+        return model.logits(ids)
+    return model.head.values_at(model.head.read(model.stream(ids)))[:, -1:]
 
 
 def _tokenizer(config: Config) -> Tokenizer | None:
@@ -125,12 +133,16 @@ def _samples(config: Config, tokenizer: Tokenizer | None, length: int, seed: int
     return ids
 
 
-def _load(folder: Path) -> torch.nn.Module:
+def _load(folder: Path, scores: bool = False) -> torch.nn.Module:
     """The model as transformers reads it."""
     for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which warns of libraries for GPUs
         logging.getLogger(name).setLevel(logging.ERROR)
     disable_progress_bar()
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+        found = kind.from_pretrained(folder, dtype=torch.float32).eval()
+        if scores:
+            found.config.pad_token_id = None  # the value is that of the last token
+        return found
     except Exception as error:
         raise CheckpointError(folder, f"transformers cannot load it: {error!r:.1000}") from error

@@ -170,12 +170,14 @@ class Checkpoint:
         *,
         communicator: Communicator = SOLO,
         states: Collection[str] | None = None,
+        spare: Collection[str] = (),
     ) -> None:
         """Compare the fragments that the ranks want with the stored ones, both ways.
 
         Args:
             wanted: fragments that this rank will read.
             states: only these stored states must be wanted (to initialise from weights, without the moments).
+            spare: stored tensors that need not be wanted.
 
         Raises:
             CheckpointError: on every rank, with every tensor that is missing, left over or of another shape.
@@ -187,7 +189,8 @@ class Checkpoint:
             problems += misfit
             covered = {spec.state, STAND_INS.get(spec.state, spec.state), IMPLIED.get(spec.state, spec.state)}
             used |= {(spec.tensor.name, state) for state in covered}
-        keys = sorted(key for key in self.stored if states is None or key[1] in states)
+        must = [key for key in self.stored if key[0] not in spare]
+        keys = sorted(key for key in must if states is None or key[1] in states)
         weights, *wanted_by_any = communicator.any_rank([weights, *(key in used for key in keys)])
         problems = all_problems(communicator, by_layer(problems))
         left = [key for key, found in zip(keys, wanted_by_any, strict=True) if not found]

@@ -86,15 +86,18 @@ def options_of(options: Mapping[str, Any], name: str, keys: frozenset[str]) -> M
     return found
 
 
-def check_lengths(sizes: np.ndarray, room: int, what: str) -> None:
-    """Refuse what has more tokens than a sample.
+def check_lengths(sizes: np.ndarray, length: int, what: str, spare: int = 0) -> None:
+    """Refuse what has more than the S + 1 tokens of a sample, less `spare`.
 
     Raises:
         DataError: with the number of long ones.
     """
+    room = length + 1 - spare
     if (long := int((sizes > room).sum())) > 0:
         rule = f"{long} of {len(sizes)} {what} have more than the {room} tokens of a sample, up to {sizes.max()}"
-        raise DataError("training.sequence_length", rule, f"use at least {sizes.max() - 1}, or remove long {what}")
+        raise DataError(
+            "training.sequence_length", rule, f"use at least {sizes.max() - 1 + spare}, or remove long {what}"
+        )
 
 
 def sample_of(documents: Sequence[tuple[Answers, int]], length: int, filler: int) -> Sample:

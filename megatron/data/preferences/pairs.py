@@ -32,6 +32,8 @@ class Pairs:
     """
 
     masked = True
+    keys = KEYS
+    spare = 0  # places that a pair leaves free in a sample
 
     def __init__(self, chosen: Answers, rejected: Answers, seed: int, length: int, filler: int):
         self.sides, self.seed, self.length, self.filler = (chosen, rejected), seed, length, filler
@@ -41,7 +43,7 @@ class Pairs:
                 raise DataError(
                     side.path, f"it has {len(side)} documents, chosen has {self.count}", "pair them by number"
                 )
-        check_lengths(chosen.sizes + rejected.sizes, length + 1, "pairs")
+        check_lengths(chosen.sizes + rejected.sizes, length, "pairs", self.spare)
 
     @classmethod
     def build(cls, config: Config, name: str) -> Self:
@@ -51,7 +53,7 @@ class Pairs:
         Raises:
             UserError: an option is missing or unknown.
         """
-        options = options_of(config.data.options, name, KEYS)
+        options = options_of(config.data.options, name, cls.keys)
         chosen, rejected = (answers_of(options, side) for side in SIDES)
         if (chosen.reference is None) != (rejected.reference is None):
             raise UserError("data.options must have chosen_reference and rejected_reference, or neither")
@@ -59,6 +61,9 @@ class Pairs:
 
     def sample(self, number: int) -> Sample:
         """Sample n: tokens int64 [S+1], weights, documents, and the columns `sequence` and `reference`."""
-        epoch, place = divmod(number, self.count)
-        pair = int(order_of(self.seed, "pairs", epoch, self.count)[place])
+        pair = self.pair(number)
         return sample_of([(side, pair) for side in self.sides], self.length, self.filler)
+
+    def pair(self, number: int) -> int:
+        epoch, place = divmod(number, self.count)
+        return int(order_of(self.seed, "pairs", epoch, self.count)[place])

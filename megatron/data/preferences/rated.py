@@ -56,12 +56,12 @@ class Rated:
         self.seed, self.length, self.filler = seed, length, filler
         if not len(answers):
             raise DataError(answers.path, "it must have a document", "use a file of answers")
-        check_lengths(answers.sizes, length + 1, "answers")
+        check_lengths(answers.sizes, length, "answers")
         if mismatched is not None:
             if len(mismatched) != len(answers):
                 rule = f"it has {len(mismatched)} documents, answers has {len(answers)}"
                 raise DataError(mismatched.path, rule, "make it from these answers by deepy data mismatch")
-            check_lengths(mismatched.sizes, length + 1, "mismatched answers")
+            check_lengths(mismatched.sizes, length, "mismatched answers")
 
     @classmethod
     def build(cls, config: Config, name: str) -> Self:

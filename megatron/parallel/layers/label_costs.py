@@ -33,7 +33,8 @@ class Labels:
     `known` the means of `Objective.of_probes`.
 
     Attributes:
-        log_p_BS: log-probability of each label in nats, in at least fp32.
+        log_p_BS: log-probability of each label in nats, in at least fp32, or a scalar of the token before it
+            (`Objective.scores`).
         weights_BS: of each label in the loss. A label of weight 0 does not count.
         columns: numbers of each label from the data, [B, s].
         sequences: K.
@@ -104,6 +105,7 @@ class LabelsLoss:
         self.sums: Tensor | None = None  # of this step: float64, by name
         self.units: Mapping[str, Tensor | float] = {}  # of this step
         self.known: Mapping[str, Tensor | float] = {}
+        self.costs_BS: Tensor | None = None  # of the last micro-batch
 
     def weights(
         self, ce_BS: Tensor, weights_BS: Tensor, columns: Mapping[str, Tensor], axis: Axis
@@ -125,6 +127,7 @@ class LabelsLoss:
             loss = (labels.weights_BS * cost_BS).sum()
             (slope_BS,) = torch.autograd.grad(loss, log_p_BS)
         labels.report(self.LOSS, cost_BS)
+        self.costs_BS = cost_BS.detach()
         sums = torch.stack([labels.reported[name] for name in self.names])
         self.sums = sums if self.sums is None else self.sums + sums
         return -slope_BS, loss.detach()

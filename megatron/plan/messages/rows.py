@@ -58,7 +58,7 @@ def row_traffic(config: Config, mesh: Mesh, layers: nn.Module, core: Passes = ON
                 for operation in ("send", "recv"):
                     call = Call(phase, each.layer, "context", 2, operation, kind)
                     tally.add(call, times, times * each.elements * SIZES[kind])
-        if isinstance(module, Head) and module.rows.size > 1:
+        if isinstance(module, Head) and module.rows.size > 1 and module.weight is not None:
             size = ranks * module.weight.numel() * SIZES[dtype]
             for phase, operation in (("forward", "all_gather"), ("backward", "reduce_scatter")):  # once for all chunks
                 tally.add(Call(phase, "head", "context", ranks, operation, dtype), 1, size)

@@ -24,6 +24,7 @@ from megatron.data.plan import SampleSet
 from megatron.data.skipped_batches import LeftOut
 from megatron.engine.base import BaseEngine
 from megatron.engine.undo import OPTIMIZER, SCALER
+from megatron.objectives.named import objective_of
 from megatron.parallel.layout.precision import COMPUTE_TYPES
 from megatron.parallel.layout.shard import LogicalTensor
 from megatron.report.ledger import Ledger
@@ -37,6 +38,8 @@ from .same_run import changes, last_sample, refuse_other_files, refuse_other_run
 from .upcycle import mapped, upcycle
 from .uploads import leave_later, or_uploaded
 from .vocabulary import MEAN, extend, extended
+
+REWARD = "reward.weight"  # the head of a reward model
 
 
 @dataclass(frozen=True)
@@ -297,7 +300,12 @@ def initialize(
         log = print if world.is_main else lambda _: None
         masters, tables, known = extended(checkpoint, masters, config, log)
     wanted = [each.spec for each in masters] + [FragmentSpec.whole(origin, MASTER) for _, origin in made + tables]
-    checkpoint.check(wanted, communicator=world.communicator, states={MASTER, WEIGHT})
+    spare: tuple[str, ...] = ()
+    if config is not None and objective_of(config).scores and REWARD not in checkpoint.tensors:
+        # A language model: the run's own head keeps its initial values.
+        masters = [each for each in masters if each.tensor.name != REWARD]
+        wanted, spare = [each for each in wanted if each.tensor.name != REWARD], ("head.weight", "head.bias")
+    checkpoint.check(wanted, communicator=world.communicator, states={MASTER, WEIGHT}, spare=spare)
     checkpoint.read_into(masters, cast={MASTER, WEIGHT}, communicator=world.communicator)
     upcycle(checkpoint, made)
     if config is not None and tables:

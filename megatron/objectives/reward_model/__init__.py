@@ -1,0 +1,1 @@
+"""A reward model: one number for an answer."""

@@ -1,0 +1,57 @@
+"""Facts of reward models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.features.objective_kind import ObjectiveKind
+from megatron.config.optimizer_kind import Option
+from megatron.config.problems import Problem
+from megatron.config.rule_context import RuleContext
+
+
+def answers_are_apart(context: RuleContext) -> Iterator[Problem]:
+    data = context.config.data
+    if not context.config.training.steps:  # an import trains nothing
+        return
+    if data.synthetic == "none":
+        yield context.problem(
+            "data.synthetic",
+            "objective.type",
+            rule="must be a source of pairs of answers",
+            fix="use data.synthetic=reward_pairs, with data.options={chosen: ..., rejected: ...}",
+        )
+    if not data.reset_attention_at_eod:
+        yield context.problem(
+            "data.reset_attention_at_eod",
+            "objective.type",
+            rule="must be true with a reward model: both answers are in one sample",
+            fix="use data.reset_attention_at_eod=true",
+        )
+    evaluation = context.config.evaluation
+    evaluates = evaluation.every is not None or evaluation.at_start or evaluation.at_end
+    if data.synthetic == "reward_pairs" and evaluates and "validation" not in data.options:
+        yield context.problem(
+            "data.options",
+            "evaluation.every",
+            rule="must have the key validation, with the pairs that are evaluated",
+            fix="give validation: {chosen: ..., rejected: ...}, or evaluation.every=null and evaluation.at_end=false",
+        )
+
+
+def head_is_trained(context: RuleContext) -> Iterator[Problem]:
+    if context.option("adapter.type") not in (None, "none"):
+        rule = "must be none with a reward model, whose new head would stay at its random start"
+        yield context.problem("adapter.type", "objective.type", rule=rule, fix="use adapter.type=none")
+
+
+OBJECTIVE = ObjectiveKind(
+    objective="megatron.objectives.reward_model.objective:RewardModel",
+    options={
+        "margins": Option(False, 0, 1, "subtract the margin of each pair (data.options.margins)", switch=True),
+        "centre": Option(0.0, 0, 1e6, "factor of the squared sum of both values, which keeps them around 0"),
+        "squares": Option(0.0, 0, 1e6, "factor of the sum of both squared values, GPT-NeoX's z_loss"),
+    },
+    labels=True,
+    rules=(answers_are_apart, head_is_trained),
+)
