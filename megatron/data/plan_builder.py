@@ -68,8 +68,9 @@ class _Builder:
             )
         self.name = name
         self.batches = batches_of(config) if split == "train" else Batches((config.training.global_batch_size,))
-        objective = objective_of(config) if split == "train" else None  # other sets are scored by cross-entropy
-        self.targets = Targets(objective, self.data.reset_attention_at_eod)
+        objective = objective_of(config)
+        trains = split == "train" or objective.scores  # other sets are scored by cross-entropy
+        self.targets = Targets(objective if trains else None, self.data.reset_attention_at_eod)
         if self.targets.columns and self.data.synthetic == "none":
             columns = ", ".join(self.targets.columns)
             rule = f"{config.objective.type} reads numbers of labels that token files do not have: {columns}"
@@ -206,9 +207,10 @@ class _Builder:
         data = self.data
         fim = data.fim if data.fim.rate > 0 and self.split == "train" else None
         spans = data.span_corruption if data.span_corruption.rate > 0 and self.split == "train" else None
-        needed = self.targets.marks_documents or data.mask_loss_at_eod or fim or spans or data.packing == "best_fit"
+        packs = data.packing in ("best_fit", "unpacked")
+        needed = self.targets.marks_documents or data.mask_loss_at_eod or fim or spans or packs
         eod = end_of_document(files, self.config.tokenizer) if needed else None
-        if eod is None and (data.mask_loss_at_eod or data.packing == "best_fit"):
+        if eod is None and (data.mask_loss_at_eod or packs):
             raise DataError(
                 "tokenizer.eod_id", "the end-of-document token must be known", "give tokenizer.eod_id or tokenizer.path"
             )

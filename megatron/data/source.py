@@ -33,7 +33,7 @@ class OrderRequest:
     """The keys of `data` that an order depends on, and S. A `cache` of None keeps arrays in memory."""
 
     kind: Literal["pythia", "stream", "sequential", "window"]
-    packing: Literal["continuous", "best_fit", "until_overflow"]
+    packing: Literal["continuous", "best_fit", "until_overflow", "unpacked"]
     sequence_length: int
     seed: int
     cache: str | os.PathLike | None
@@ -121,14 +121,16 @@ class SourceFile:
         """The order of its samples. pythia needs the number of samples, or epochs, that will be read."""
         where = (self.file, self.first, self.last, request.sequence_length)
         known = {"fingerprint": self.facts["fingerprint"], "cache": request.cache}
-        if request.packing == "best_fit":
+        if request.packing in ("best_fit", "unpacked"):
             if request.kind in ("pythia", "window"):
                 raise DataError(
                     "data.packing",
-                    f"best_fit packs whole documents, and the {request.kind} order cuts them",
+                    f"{request.packing} packs whole documents, and the {request.kind} order cuts them",
                     "use data.order: stream (shuffled) or sequential",
                 )
-            return PackedOrder(*where, request.seed if request.kind == "stream" else None, **known)
+            apart = request.packing == "unpacked"
+            drawn = request.seed if request.kind == "stream" else None
+            return PackedOrder(*where, drawn, apart=apart, drop_long=request.drop_long, **known)
         if request.packing == "until_overflow":
             if request.kind != "pythia":
                 raise DataError("data.packing", "until_overflow is GPT-NeoX's", "use data.order: pythia, or best_fit")

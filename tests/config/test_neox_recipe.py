@@ -340,4 +340,6 @@ def test_pack_until_overflow():
     )
     plain = flat(data_path="a", pack_impl="packed", allow_chopped=False)
     assert plain.problems == [] and "packing" not in plain.values["data"] and noted(plain, "allow_chopped")
-    assert "not available" in problem_of(flat(pack_impl="unpacked"), "pack_impl").rule
+    apart = flat(data_path="a", pack_impl="unpacked", allow_chopped=False)
+    assert apart.problems == [] and noted(apart, "data.packing: unpacked", "first token of the next document")
+    assert [at(apart, f"data.{key}") for key in ("packing", "drop_long", "order")] == ["unpacked", True, "stream"]

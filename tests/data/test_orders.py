@@ -129,3 +129,20 @@ def test_packing_fills_well(tmp_path):
 def test_places_by_scanning_and_by_an_index(values, wanted):
     lookup, expected = Lookup(np.array(values, np.int32)), [k for k, value in enumerate(values) if value in wanted]
     assert [lookup.places(wanted).tolist() for _ in range(Lookup.SCANS + 2)] == [expected] * (Lookup.SCANS + 2)
+
+
+def test_unpacked_samples_have_one_document(tmp_path):
+    """Long documents are cut into samples of their own, or skipped. Empty ones are none."""
+    documents = [[1, 2, 3], [], [4], [5] * 9, [6, 7]]
+    file = write_documents(tmp_path / "a", documents)
+
+    def all_of(**options: bool) -> list[list[int]]:
+        order = PackedOrder(file, 0, len(documents), 3, None, apart=True, cache=tmp_path / "cache", **options)
+        return [text(file, order, sample) for sample in range(order.length)]
+
+    assert all_of() == [[1, 2, 3], [4], [5] * 4, [5] * 4, [5], [6, 7]]
+    assert all_of(drop_long=True) == [[1, 2, 3], [4], [6, 7]]
+    packed = PackedOrder(file, 0, len(documents), 3, None, cache=tmp_path / "cache")
+    assert packed.length < 6
+    drawn = PackedOrder(file, 0, len(documents), 3, 5, apart=True)
+    assert sorted(text(file, drawn, sample) for sample in range(6)) == sorted(all_of())

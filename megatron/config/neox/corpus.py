@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .post_training import OBJECTIVES, trained
 from .reader import Flat, Native, as_number
 
 # Key -> GPT-NeoX's default.
@@ -46,9 +47,14 @@ TOKENIZERS = {
 
 def translate(flat: Flat, native: Native) -> None:
     """Translate the data and tokenizer keys."""
+    native.put("data.workers", flat.integer("num_workers"), "num_workers")
+    if trained(flat) in OBJECTIVES:
+        native.unused("its files have one document in a sample", "pack_impl", "allow_chopped")
+        native.unused("only data_path is split", "split")
+        _tokenizer(flat, native)
+        return
     native.put("data.order", "pythia", "data_path", "train_data_paths")
     native.put("data.reset_attention_at_eod", False, "data_path", "train_data_paths")
-    native.put("data.workers", flat.integer("num_workers"), "num_workers")
     separate = [name for name in ("train_data_paths", "valid_data_paths", "test_data_paths") if flat.given(name)]
     if flat.given("data_path"):
         if separate:
@@ -69,17 +75,22 @@ def translate(flat: Flat, native: Native) -> None:
 
 def _packing(flat: Flat, native: Native) -> None:
     kind = flat.choice(
-        "pack_impl",
-        {"packed": "continuous", "pack_until_overflow": "until_overflow"},
-        {"unpacked": "take pack_until_overflow, or natively data.packing: best_fit. Both keep documents whole"},
+        "pack_impl", {"packed": "continuous", "pack_until_overflow": "until_overflow", "unpacked": "unpacked"}
     )
     chopped = flat.boolean("allow_chopped")
-    if kind != "until_overflow":
+    if kind in (None, "continuous"):
         native.unused("at a value that changes nothing", "pack_impl")
         native.unused("GPT-NeoX reads it only where pack_impl is not packed", "allow_chopped")
         return
     native.put("data.packing", kind, "pack_impl")
     native.put("data.drop_long", not chopped, "allow_chopped")
+    if kind == "unpacked":
+        native.put("data.order", "stream", "pack_impl")
+        native.note(
+            "data.packing: unpacked: a sample has one document. GPT-NeoX appends the first token of the next document, "
+            "with its label, and its order is another one"
+        )
+        return
     if flat.given("data_path"):
         native.note(
             "data.packing: until_overflow: with data_path, GPT-NeoX fills validation and test samples from the first "

@@ -71,8 +71,7 @@ REASONS = {
     "scalenorm is not available": "scalenorm_epsilon",
     "the base model's width is a native key, model.parametrization.base_width": "base_shapes_file mup_width_scale",
     "pos_emb is not rpe": "rpe_num_buckets rpe_max_distance mup_rp_embedding_mult",
-    "train_impl is normal (z_loss is of reward models, not training.z_loss)": (
-        "dpo_fp32 dpo_reference_free dpo_beta kto_fp32 kto_beta kto_desirable_weight kto_undesirable_weight z_loss "
+    "train_impl is not reinforce": (
         "fp32_reinforce kl_impl kl_div_beta reinforce_leave_one_out online_dataserver_ips online_dataserver_ports"
     ),
 }

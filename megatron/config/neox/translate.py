@@ -8,13 +8,13 @@ from functools import cache
 from typing import Any, Literal
 
 from ..catalog import ANY, catalog
-from . import architecture, corpus, layout, moe, mup, output, recipe
+from . import architecture, corpus, layout, moe, mup, output, post_training, recipe
 from .documents import FlatDocument, FlatProblem, Translation
 from .inert import NO_EFFECT
 from .reader import Flat, FlatEntry, Native
 from .refused import REFUSED, RETIRED, RETIRED_READ
 
-TOPICS = (architecture, recipe, corpus, layout, output, moe, mup)
+TOPICS = (architecture, recipe, corpus, post_training, layout, output, moe, mup)
 TRANSLATED: dict[str, Any] = {name: default for topic in TOPICS for name, default in topic.KEYS.items()}
 NAMES: frozenset[str] = frozenset(TRANSLATED) | frozenset(NO_EFFECT) | frozenset(REFUSED)
 

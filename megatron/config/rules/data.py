@@ -331,8 +331,12 @@ CHECKS = (
     ),
     Check(
         "data.packing data.order",
-        lambda c: c.data.packing == "best_fit" and c.data.order in ("pythia", "window") and c.data.synthetic == "none",
-        lambda c: f"best_fit must not go with the {c.data.order} order, which splits documents",
+        lambda c: (
+            c.data.packing in ("best_fit", "unpacked")
+            and c.data.order in ("pythia", "window")
+            and c.data.synthetic == "none"
+        ),
+        lambda c: f"{c.data.packing} must not go with the {c.data.order} order, which splits documents",
         "use data.order: stream (shuffled) or sequential",
     ),
     Check(
@@ -343,8 +347,8 @@ CHECKS = (
     ),
     Check(
         "data.drop_long data.packing",
-        lambda c: c.data.drop_long and c.data.packing != "until_overflow",
-        "must go with data.packing: until_overflow",
+        lambda c: c.data.drop_long and c.data.packing not in ("until_overflow", "unpacked"),
+        "must go with data.packing: until_overflow or unpacked",
         "use data.packing=until_overflow, or drop_long=false",
     ),
 )

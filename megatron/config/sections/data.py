@@ -141,14 +141,15 @@ class DataSection(Section):
         "share p of documents, which ignores the weights.",
     )
     alpha: float = key(1.0, "Exponent of data.weighting. Below 1 small sources count for more.", ge=0)
-    packing: Literal["continuous", "best_fit", "until_overflow"] = key(
+    packing: Literal["continuous", "best_fit", "until_overflow", "unpacked"] = key(
         "continuous",
         "continuous: documents back to back, and cut. best_fit: whole documents, with the least room left in "
         "samples. until_overflow: GPT-NeoX's pack_until_overflow, whole documents in shuffled order until the "
-        "next one does not fit. It fills the rest with id 0, which counts in the loss.",
+        "next one does not fit. It fills the rest with id 0, which counts in the loss. unpacked: one document, and a "
+        "filler that does not count.",
     )
     drop_long: bool = key(
-        False, "until_overflow: skip documents that are longer than a sample instead of cutting them off."
+        False, "until_overflow, unpacked: skip documents that are longer than a sample instead of cutting them."
     )
     epoch_parts: int = key(
         1,

@@ -93,15 +93,24 @@ def _give(room: dict[int, list[np.ndarray]], levels: list[int], space: int, bins
     room[space].append(bins)
 
 
-def build_arrays(sizes: np.ndarray, first: int, last: int, width: int) -> Arrays:
+def build_arrays(
+    sizes: np.ndarray, first: int, last: int, width: int, apart: bool = False, drop_long: bool = False
+) -> Arrays:
     """Pack documents first ... last-1 into samples of `width` tokens.
+
+    Args:
+        apart: each piece of a document is a sample of its own.
+        drop_long: skip documents of more than `width` tokens.
 
     Returns:
         documents, starts, lengths: of the pieces, sample by sample, in a sample by document.
         bounds: int64 [samples + 1], each sample's first piece.
     """
     documents, starts, lengths = pieces_of(sizes[first:last], first, width)
-    bins = best_fit(lengths, width)
+    if drop_long:
+        short = sizes[documents] <= width
+        documents, starts, lengths = documents[short], starts[short], lengths[short]
+    bins = np.arange(len(documents)) if apart else best_fit(lengths, width)
     order = np.argsort(bins, kind="stable")
     bounds = np.concatenate([[0], np.cumsum(np.bincount(bins))]) if len(bins) else np.zeros(1, np.int64)
     return {"documents": documents[order], "starts": starts[order], "lengths": lengths[order], "bounds": bounds}
@@ -120,20 +129,26 @@ class PackedOrder(Order):
         sequence_length: int,
         seed: int | None,
         *,
+        apart: bool = False,
+        drop_long: bool = False,
         fingerprint: str | None = None,
         cache: str | os.PathLike | None = None,
     ):
-        """Of documents first ... last-1. Without a seed, samples keep the order of packing."""
+        """Of documents first ... last-1. Without a seed, samples keep the order of packing. Options as of
+        `build_arrays`."""
         self.tokens = file.tokens_of(first, last)
-        key = () if cache is None else (fingerprint or file.fingerprint(), first, last, sequence_length)
-        arrays = cached(cache, "packing", key, lambda: build_arrays(file.sizes, first, last, sequence_length + 1))
+        options = (apart, drop_long) if apart or drop_long else ()
+        key = () if cache is None else (fingerprint or file.fingerprint(), first, last, sequence_length, *options)
+        width = sequence_length + 1
+        arrays = cached(cache, "packing", key, lambda: build_arrays(file.sizes, first, last, width, apart, drop_long))
         self.documents, self.starts, self.lengths = arrays["documents"], arrays["starts"], arrays["lengths"]
         self.bounds, self._pieces = arrays["bounds"], Lookup(self.documents)
         self.length = len(self.bounds) - 1
         if self.length < 1:
             raise too_small(file, self.tokens, sequence_length)
-        self.filled = self.tokens / (self.length * (sequence_length + 1))
-        self.description = f"whole documents packed by best fit, samples {100 * self.filled:.1f} % full"
+        self.filled = int(self.lengths.sum(dtype=np.int64)) / (self.length * width)
+        how = "one document in a sample" if apart else "whole documents packed by best fit"
+        self.description = f"{how}, samples {100 * self.filled:.1f} % full"
         self._seeded = seed is not None
         key_of_draws = 0 if seed is None else seed  # without one nothing is drawn
         self.permutation = lru_cache(4)(lambda epoch: Permutation(self.length, key_of_draws, "packing", epoch))
