@@ -148,7 +148,8 @@ class Head(nn.Module):
         head, self.rows = make.scope("head"), make.row_axis(model.vocab_size)
         self.value: nn.Parameter | None = None
         if objective.scores:
-            reward, size = make.scope("reward"), model.hidden_size
+            size = model.hidden_size
+            reward = replace(make.scope("reward"), values=True)  # a language model's checkpoint has none
             start = Init("normal", (size + 1) ** -0.5)
             self.value = reward.parameter("weight", (1, size), role=Role.HEAD, init=start)
         elif tied is None:
