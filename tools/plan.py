@@ -8,6 +8,7 @@
     python tools/plan.py a.yml --gpus 64..1024 --plot scaling.png        weak and strong scaling
     python tools/plan.py a.yml --gpus 64 --budget "20000 gpu-hours"      sizes of the model for a budget
     python tools/plan.py lint a.yml --gpus 64 --layout tensor=4          what is wrong with the model's shape
+    python tools/plan.py schedule a.yml --gpus 8 --plot s.png            the pipeline's schedule and its bubble
     python tools/plan.py score                                           predictions against published runs
     python tools/plan.py history                                         predictions against your own runs
     python tools/plan.py recommend [pythia/70m ...]                      write docs/recommended_layouts.md
@@ -167,6 +168,20 @@ def lint(options: argparse.Namespace) -> None:
         print("\n".join(map(str, found)) or "nothing to say: the shape fits the device")
 
 
+def schedule(options: argparse.Namespace) -> None:
+    """The schedule of a configuration's pipeline."""
+    from megatron.config import load
+    from megatron.plan.schedule import document, draw, text
+
+    files, overrides = _files(options)
+    config = load(files, overrides, ranks=options.gpus[0], check_inputs=False).config
+    if options.plot:
+        keep_inputs([options.plot], files, "--plot")
+        with writing(options.plot, "--plot"):
+            draw(config, options.plot)
+    print(json.dumps(document(config), indent=2) if options.json else text(config))
+
+
 def score(options: argparse.Namespace) -> None:
     """Predictions against published runs."""
     from megatron.plan.score import fit, markdown, summary
@@ -309,7 +324,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--disk", type=_bytes, help="room for checkpoints, such as 500TB")
     parser.add_argument("--why-not", metavar="tensor=8,...", help="what speaks against this layout")
     parser.add_argument("--top", type=_count, default=8, help="layouts to show")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="picture of the scaling over FEWEST..MOST devices")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="picture of the scaling, or of the schedule")
     parser.add_argument("--budget", type=_hours, help='propose sizes of the model: "20000 gpu-hours"')
     parser.add_argument("--tokens-per-parameter", type=_positive, default=20.0, help="with --budget (default: 20)")
     parser.add_argument("--failures", type=_positive, help="of a device in a day (Llama 3's run: 0.00047)")
@@ -332,11 +347,12 @@ READ: dict[Callable[[argparse.Namespace], None], set[str]] = {
     scaling: _MACHINE | {"plot"},
     budget: _MACHINE | _FAILURES | {"budget", "tokens_per_parameter"},
     lint: _MACHINE | {"layout"},
+    schedule: {"arguments", "gpus", "plot", "json"},
     score: {"fit", "json"},
     history: {"top", "json"},
     recommend: {"arguments", "formulas"},
 }
-WORDS = {each.__name__: each for each in (lint, score, history, recommend)}
+WORDS = {each.__name__: each for each in (lint, schedule, score, history, recommend)}
 
 
 def _refuse(parser: argparse.ArgumentParser, options: argparse.Namespace, action: Callable) -> None:
@@ -345,7 +361,7 @@ def _refuse(parser: argparse.ArgumentParser, options: argparse.Namespace, action
     if fewest != most and "gpus" in READ[action] and (action is not scaling or options.why_not is not None):
         rule = "must be one number for this question: a range shows how a run scales"
         raise ConfigError([Problem("--gpus", rule, f"give {fewest} or {most}", f"{fewest}..{most}")])
-    if options.plot and action is not scaling:
+    if options.plot and action not in (scaling, schedule):
         raise ConfigError([Problem("--plot", "must come with a range of devices", "give --gpus FEWEST..MOST")])
     refuse_unread(parser, options, READ[action] | {"arguments"}, action.__name__)
     if options.arguments and "arguments" not in READ[action]:

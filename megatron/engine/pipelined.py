@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from megatron.config.arithmetic.pipelines import by_table
 from megatron.data.batch import StepBatch
 from megatron.model.embedding_and_head import Reader
 from megatron.parallel.messages.account import EVALUATE, phase
@@ -19,9 +20,12 @@ from .deepspeed.stages import Pipeline, stream_inputs
 from .parts import TEACHER
 from .protocol import LabelGroups, StepResult
 
+if TYPE_CHECKING:
+    from .deepspeed.table import TableExecutor
+
 
 class PipelinedEngine(BaseEngine):
-    """Several stages under DeepSpeed's 1F1B schedule: ZeRO 0-1, tensor and data parallel."""
+    """Several stages under DeepSpeed's 1F1B schedule, or a table: ZeRO 0-1, tensor and data parallel."""
 
     def _assemble(self) -> None:
         if TEACHER in self.parts:
@@ -37,6 +41,11 @@ class PipelinedEngine(BaseEngine):
             # The engine adds losses itself. DeepSpeed's mean would be two messages more, and a wait of the host.
             self.deepspeed._aggregate_total_loss = lambda: None
         self.deepspeed._INSTRUCTION_MAP = with_phases(self.deepspeed._INSTRUCTION_MAP)
+        self.table: TableExecutor | None = None
+        if by_table(self.config.parallel):
+            from .deepspeed.table import TableExecutor
+
+            self.table = TableExecutor(self.deepspeed, self.pipeline, self.beacon)
 
     def _feed(
         self, batch: StepBatch, scale: float | Tensor, depth: int = 0
@@ -56,18 +65,31 @@ class PipelinedEngine(BaseEngine):
         if scale is None:
             return NO_LABELS
         self.losses.scale = scale
+        feed = self._feed(batch, scale, len(self.plan.further))
+        if self.table is not None:
+            self.table.train(feed, batch.tokens.shape[0], self._sizes(batch), look)
+            return self._result()
         with looked_into(self.deepspeed, look, self.beacon):
-            self.deepspeed.train_batch(self._feed(batch, scale, len(self.plan.further)))
+            self.deepspeed.train_batch(feed)
         return self._result()
+
+    def _sizes(self, batch: StepBatch) -> tuple[int, int]:
+        """Samples of a micro-batch, and positions of each on this rank."""
+        return batch.tokens.shape[1], batch.inputs.shape[-1] // self.mesh.layout.context
+
+    def _forward_passes(self, batch: StepBatch) -> None:
+        count, feed = batch.tokens.shape[0], self._feed(batch, 1.0)
+        if self.table is not None:
+            self.table.evaluate(feed, count, self._sizes(batch))
+            return
+        self.deepspeed.eval_batch(feed, reduce_output=None, bcast_loss=False, num_micro_batches=count)
 
     @phase(EVALUATE)
     @torch.no_grad()
     def evaluate(self, batch: StepBatch, groups: LabelGroups | None = None) -> tuple[Tensor | float, Tensor | float]:
         self.state.for_evaluation()
         self.losses = self._accumulator(groups)
-        self.deepspeed.eval_batch(
-            self._feed(batch, 1.0), reduce_output=None, bcast_loss=False, num_micro_batches=batch.tokens.shape[0]
-        )
+        self._forward_passes(batch)
         return (self.losses.loss, self.losses.weight) if self.reports else (0.0, 0.0)
 
     @phase(EVALUATE)
@@ -78,9 +100,7 @@ class PipelinedEngine(BaseEngine):
             self.head.readers.extend(readers)
         self.deepspeed.reset_activation_shape()  # the stages exchange shapes again
         try:
-            self.deepspeed.eval_batch(
-                self._feed(batch, 1.0), reduce_output=None, bcast_loss=False, num_micro_batches=batch.tokens.shape[0]
-            )
+            self._forward_passes(batch)
             return [] if self.head is None else list(self.head.found)
         finally:
             self.deepspeed.reset_activation_shape()

@@ -15,12 +15,13 @@ from .options import layer_class
 
 
 def stage_bounds(config: Config) -> list[int]:
-    """Bounds b such that stage i holds layers b[i] ... b[i + 1] - 1 of [embedding, blocks..., head].
+    """Bounds b such that stage i holds layers b[i] ... b[i + 1] - 1 of [embedding, blocks..., head]. Stage i is on rank
+    i mod `parallel.pipeline` of the pipeline.
 
     Every stage has at least one block: the first holds the embedding too, the last the final norm and the head. The
     blocks of a recurrent core stay together.
     """
-    stages, split = config.parallel.pipeline, config.parallel.pipeline_split
+    stages, split = config.parallel.pipeline * config.parallel.stages_per_rank, config.parallel.pipeline_split
     blocks = config.model.blocks
     if split == "parameters":
         sizes = [
@@ -46,21 +47,29 @@ def stage_bounds(config: Config) -> list[int]:
     return bounds
 
 
-def copies(config: Config) -> dict[str, tuple[int, ...]]:
-    """Parameters on several pipeline stages: prefixes of logical names, and the stages, in order."""
-    model, stages = config.model, stage_of(config)
+def users(config: Config) -> dict[str, tuple[int, ...]]:
+    """Parameters that several layers may use: prefixes of logical names, and the pipeline stages of these layers."""
+    model, bounds = config.model, stage_bounds(config)
+    stages = [stage for stage in range(len(bounds) - 1) for _ in range(bounds[stage], bounds[stage + 1])]
+    found: dict[str, set[int]] = {}
     tied = model.embedding.tied and not objective_of(config).scores  # a reward model's head has no tokens
-    twice = tied or model.further_blocks
-    found = {"embedding.tokens": (0, config.parallel.pipeline - 1)} if twice else {}
-    users: dict[str, set[int]] = {}
+    if tied or model.further_blocks:
+        found["embedding.tokens"] = {0, stages[-1]}
     for block, numbers, stage in zip(model.blocks, call_numbers(model.blocks), stages[1:]):
         for kind, number in zip(block.side, numbers):
             name = layer_class(model, kind).shared_name(kind, options_of(model, kind), number)
-            users.setdefault(name, set()).add(stage)
+            found.setdefault(name, set()).add(stage)
     core = core_of(model.blocks)
-    if core and model.recurrence.norm == "head" and stages[core.start + 1] != stages[-1]:
-        found["final_norm"] = (stages[core.start + 1], stages[-1])
-    return found | {name: tuple(sorted(at)) for name, at in users.items() if len(at) > 1}
+    if core and model.recurrence.norm == "head":
+        found["final_norm"] = {stages[core.start + 1], stages[-1]}
+    return {name: tuple(sorted(at)) for name, at in found.items()}
+
+
+def copies(config: Config) -> dict[str, tuple[int, ...]]:
+    """Parameters on several ranks of the pipeline: prefixes of logical names, and the ranks, in order."""
+    ranks = config.parallel.pipeline
+    held = {name: tuple(sorted({stage % ranks for stage in at})) for name, at in users(config).items()}
+    return {name: at for name, at in held.items() if len(at) > 1}
 
 
 def balanced(sizes: list[int], stages: int, first: int = 0, last: int = 0) -> list[int]:
@@ -96,7 +105,7 @@ def balanced(sizes: list[int], stages: int, first: int = 0, last: int = 0) -> li
     return best[count][1]
 
 
-def stage_of(config: Config) -> list[int]:
-    """The stage of each layer of [embedding, blocks..., head]."""
-    bounds = stage_bounds(config)
-    return [stage for stage in range(len(bounds) - 1) for _ in range(bounds[stage], bounds[stage + 1])]
+def rank_of(config: Config) -> list[int]:
+    """The pipeline rank of each layer of [embedding, blocks..., head]."""
+    bounds, ranks = stage_bounds(config), config.parallel.pipeline
+    return [stage % ranks for stage in range(len(bounds) - 1) for _ in range(bounds[stage], bounds[stage + 1])]

@@ -27,6 +27,7 @@ class Candidate:
     recompute: str = "none"  # `training.activation_checkpointing.mode`
     sequence: bool = False
     folded: int = 1  # `parallel.folded`: 1, or `context` where these ranks share matrices too
+    stages_per_rank: int = 1
 
     @property
     def inner(self) -> int:
@@ -37,6 +38,11 @@ class Candidate:
     def passes_weights(self) -> bool:
         """Whether a rank computes with temporary weights, with which selective recomputation does not work."""
         return self.zero == 3 or self.folded > 1
+
+    @property
+    def schedule(self) -> str:
+        """`parallel.schedule`"""
+        return "interleaved" if self.stages_per_rank > 1 else "1f1b"
 
     @property
     def overlaps(self) -> bool:
@@ -50,17 +56,18 @@ class Candidate:
 
     def values(self) -> dict[str, Any]:
         """As nested values of a configuration."""
-        axes = ("tensor", "pipeline", "context", "expert", "sequence", "folded")
+        axes = ("tensor", "pipeline", "context", "expert", "sequence", "folded", "stages_per_rank")
         checkpointing = {"mode": self.recompute, "every": 1 if self.recompute == "full" else None}
         training = {"micro_batch_size": self.micro_batch, "accumulation": None}
         return {
-            "parallel": {name: getattr(self, name) for name in axes},
+            "parallel": {**{name: getattr(self, name) for name in axes}, "schedule": self.schedule},
             "zero": {"stage": self.zero, "overlap": self.overlaps},
             "training": {**training, "activation_checkpointing": checkpointing},
         }
 
     def __str__(self) -> str:
         axes = {"t": self.tensor, "p": self.pipeline, "c": self.context, "e": self.expert, "f": self.folded}
+        axes["v"] = self.stages_per_rank
         words = [f"{name}{size}" for name, size in axes.items() if size > 1 or name in "tp"]
         return " ".join([*words, f"zero{self.zero}", f"mb{self.micro_batch}", self.recompute])
 

@@ -12,10 +12,12 @@ Stage i of p holds min(p - i, m) micro-batches at a time (1F1B).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config import Config
+from megatron.config.arithmetic.pipelines import live_micro_batches
 from megatron.config.arithmetic.wire import FEEDS_BACK, bucket_elements, scatters_gradients, skips_late
 from megatron.config.features.feature import wanted_features
 from megatron.config.optimizer_kind import state_bytes
@@ -64,7 +66,7 @@ class Memory:
         }
 
 
-def stage_weights(shapes: Shapes, choice: Candidate, places: range) -> RankWeights:
+def stage_weights(shapes: Shapes, choice: Candidate, places: Sequence[int]) -> RankWeights:
     """Parameters of the layers of a stage on one rank. Shared ones count once."""
     total, shared = RankWeights(), dict[str, RankWeights]()
     for place in places:
@@ -138,16 +140,15 @@ def teacher_bytes(shapes: Shapes, choice: Candidate) -> float:
     return float(SIZES[shapes.config.precision.compute] * (weights.low + weights.expert) + 4 * weights.wide)
 
 
-def stage_memory(config: Config, shapes: Shapes, choice: Candidate, stage: int, bounds: list[int]) -> Memory:
-    """Peak memory of a rank of a stage."""
-    layout = layout_of(choice, shapes.ranks)
-    places = range(bounds[stage], bounds[stage + 1])
+def rank_memory(config: Config, shapes: Shapes, choice: Candidate, rank: int) -> Memory:
+    """Peak memory of a rank of the pipeline."""
+    layout, places = layout_of(choice, shapes.ranks), shapes.held(config)[rank]
     training, size = config.training, SIZES[config.precision.compute]
     tokens = choice.micro_batch * training.sequence_length / choice.context
     weights = stage_weights(shapes, choice, places)
     parts = states(config, layout, weights)
     kinds = [shapes.layer(place, choice) for place in places]
-    flying = max(1, min(choice.pipeline - stage, training.accumulation or 1))
+    flying = live_micro_batches(config.parallel, rank, training.accumulation or 1)
     modes = [shapes.recomputes(config, choice, place) for place in places]
     parts["activations"] = flying * tokens * sum(each.saved[mode] for each, mode in zip(kinds, modes))
     working = max(each.whole for each in kinds) * tokens
@@ -155,9 +156,9 @@ def stage_memory(config: Config, shapes: Shapes, choice: Candidate, stage: int, 
     parts["working"] = (working if again else 0.5 * working) / training.sequence_chunks
     stream = config.model.hidden_size * size * tokens
     if choice.pipeline > 1:
-        parts["working"] += 2 * max(2, flying) * stream
+        parts["working"] += 2 * max(2, flying * choice.stages_per_rank) * stream
     parts["loss"] = 0.0
-    if bounds[stage + 1] == shapes.places:
+    if places[-1] + 1 == shapes.places:
         rows = -(-config.model.vocab_size // choice.tensor)
         chunk = min(training.loss_chunk or tokens, tokens)
         # A chunk's logits in fp32, their gradients in the compute type, and the head's gradient in fp32.
@@ -180,16 +181,15 @@ def stage_memory(config: Config, shapes: Shapes, choice: Candidate, stage: int, 
     # The bf16 optimizer reduces after the last backward pass, when activations are gone.
     parts["buckets"] = max(0.0, exchange - passing) if after else exchange
     held = sum(parts.values())
-    return Memory(stage, {**parts, "runtime": RUNTIME, "fragments": FRAGMENTS * held})
+    return Memory(rank, {**parts, "runtime": RUNTIME, "fragments": FRAGMENTS * held})
 
 
 def memory(config: Config, shapes: Shapes, choice: Candidate, at: Cluster) -> Memory:
-    """Memory of the stage that needs most."""
-    bounds = shapes.bounds(config)
+    """Memory of the rank of the pipeline that needs most."""
     stages = {0, choice.pipeline - 1} if choice.pipeline > 1 else {0}
     if choice.pipeline > 2:
         stages |= {1, choice.pipeline - 2}
-    found = [stage_memory(config, shapes, choice, stage, bounds) for stage in sorted(stages)]
+    found = [rank_memory(config, shapes, choice, stage) for stage in sorted(stages)]
     most = max(found, key=lambda each: each.total)
     if at.device.name == "cpu":
         parts = {**most.parts, "runtime": 0.4 * 2**30}  # Python with torch and DeepSpeed

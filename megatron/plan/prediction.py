@@ -170,6 +170,7 @@ def choice_of(config: Config) -> Candidate:
         config.training.activation_checkpointing.mode,
         parallel.sequence,
         parallel.folded,
+        parallel.stages_per_rank,
     )
 
 

@@ -33,6 +33,7 @@ from .step import StepEstimator, StepTime
 
 WORTH = 1.11  # times as fast must be what is near the limit: the formulas' median error on published runs
 MICRO_BATCHES = tuple(2**power for power in range(8))
+STAGES_PER_RANK = (2, 4)  # with which a bubble is much shorter. More only add messages
 LONG = 16384  # tokens from which ranks may share a sequence: below, other axes are better
 
 
@@ -206,7 +207,12 @@ class Question:
                     for expert in spreads or [1]:
                         for zero in stages if pipeline == 1 else stages[:2] if stages[0] == 0 else (1,):
                             if zero != 3 or expert == 1:
-                                yield Candidate(tensor, pipeline, context, expert, zero, sequence=tensor > 1)
+                                once = Candidate(tensor, pipeline, context, expert, zero, sequence=tensor > 1)
+                                several = STAGES_PER_RANK if pipeline > 1 else ()
+                                yield once
+                                yield from (
+                                    replace(once, stages_per_rank=each) for each in several if pipeline * each <= blocks
+                                )
                             if tensor == 1 < context and zero != 3 and (expert == context or not experts):
                                 yield Candidate(1, pipeline, context, expert, zero, folded=context)
 
@@ -274,6 +280,9 @@ class Question:
         for micro in MICRO_BATCHES:
             if self.batches.common % (micro * data) or micro != fixed.get("micro_batch", micro):
                 continue
+            whole = micro * data * (structure.pipeline if structure.stages_per_rank > 1 else 1)
+            if any(size % whole for size, _ in self.batches.counts(self.base.training.steps)):
+                continue
             fits = False
             for mode in structure.modes:
                 if mode != fixed.get("recompute", mode) or (mode != "none" and self.once_a_step):
@@ -288,7 +297,7 @@ class Question:
 
 
 ALWAYS = (("zero", "stage"), ("training", "micro_batch_size"))  # shown also where they are defaults
-STRUCTURE = ("tensor", "pipeline", "context", "expert", "zero", "folded")
+STRUCTURE = ("tensor", "pipeline", "context", "expert", "zero", "folded", "stages_per_rank")
 
 
 @dataclass

@@ -24,7 +24,7 @@ from megatron.model.costs.traffic import Leave, NotPredicted, TensorAxis, block_
 from megatron.model.counts import Counts
 from megatron.model.embedding_and_head import embedding_counts, head_counts, multi_token_counts
 from megatron.model.options import kind_of, layer_class
-from megatron.model.partition import stage_bounds
+from megatron.model.partition import rank_of
 from megatron.model.stack import ModelPlan
 from megatron.objectives.named import objective_of
 from megatron.parallel.layers.parameters import is_spread, logical_of, shares_rows
@@ -119,7 +119,7 @@ class Shapes:
     def __init__(self, config: Config, ranks: int) -> None:
         self.config, self.ranks, self.places = config, ranks, len(config.model.blocks) + 2
         self._layers: dict[tuple, RankLayer] = {}
-        self._bounds: dict[tuple, list[int]] = {}
+        self._held: dict[tuple, list[list[int]]] = {}
         self._sends: dict[tuple, tuple[tuple[Call, int, int], ...]] = {}
         self._classes = [self._class(place) for place in range(self.places)]
         self._saved = {mode: _saved(config, mode) for mode in ("none", "selective", "full")}
@@ -149,13 +149,15 @@ class Shapes:
         length = self.config.training.sequence_length
         return f"{block} {block_counts(model, block, length, place - 1).parameters}" if indexed else str(block)
 
-    def bounds(self, config: Config) -> list[int]:
-        """`stage_bounds` of a candidate's configuration."""
+    def held(self, config: Config) -> list[list[int]]:
+        """Places of [embedding, blocks..., head] that each rank of the pipeline has, of a candidate's configuration."""
         parallel = config.parallel
-        key = (parallel.pipeline, str(parallel.pipeline_split))
-        if key not in self._bounds:
-            self._bounds[key] = stage_bounds(config)
-        return self._bounds[key]
+        key = (parallel.pipeline, parallel.stages_per_rank, str(parallel.pipeline_split))
+        if key not in self._held:
+            self._held[key] = [[] for _ in range(parallel.pipeline)]
+            for place, rank in enumerate(rank_of(config)):
+                self._held[key][rank].append(place)
+        return self._held[key]
 
     def passes(self, place: int) -> Passes:
         """How often a step runs the layer at a place, on average."""

@@ -8,12 +8,14 @@ gathers ahead of use.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 from typing import Any
 
 from megatron.config import Config
+from megatron.config.arithmetic.pipelines import bubble_factor
 from megatron.config.arithmetic.wire import between_stages, bucket_elements, scatters_gradients
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.messages.traffic import SIZES
@@ -101,7 +103,7 @@ class StepTime:
 
     seconds: float  # of the whole step
     parts: dict[str, float]  # seconds by purpose, which sum to `seconds`
-    stages: tuple[float, ...]  # seconds of a micro-batch on each stage
+    stages: tuple[float, ...]  # seconds of a micro-batch on each rank of the pipeline
 
     def to_json(self) -> dict[str, Any]:
         return {"seconds": self.seconds, "parts": self.parts, "stages": list(self.stages)}
@@ -123,28 +125,28 @@ class StepEstimator:
 
     def step(self, config: Config, choice: Candidate) -> StepTime:
         """The time of one step of a candidate. `config` has its values (`candidate.apply`)."""
-        layout, bounds = layout_of(choice, self.shapes.ranks), self.shapes.bounds(config)
+        layout, held = layout_of(choice, self.shapes.ranks), self.shapes.held(config)
         at, count = groups(layout, self.at.per_host), config.training.accumulation or 1
-        works = [self._stage(config, choice, range(*pair), at) for pair in zip(bounds, bounds[1:])]
+        works = [self._stage(config, choice, places, at) for places in held]
         works[-1] += self._teacher(config, choice, at)
-        send = self._send(config, choice, at)
+        send = choice.stages_per_rank * self._send(config, choice, at)
         totals = [each.total + send for each in works]
         slowest = max(range(len(works)), key=totals.__getitem__)
         running = count * totals[slowest]
-        bubble = sum(totals) - totals[slowest]
-        weights = stage_weights(self.shapes, choice, range(bounds[slowest], bounds[slowest + 1]))
+        bubble = (sum(totals) - totals[slowest]) * bubble_factor(config.parallel, count)
+        weights = stage_weights(self.shapes, choice, held[slowest])
         data = self._data(config, layout, weights, works[slowest], at, count)
         update = self._update(config, layout, weights)
         parts = {name: count * seconds for name, seconds in vars(works[slowest]).items()}
         parts |= {"pipeline": count * send, "bubble": bubble, "data": data, "accumulate": 0.0, "optimizer": update}
         parts["accumulate"] = count * self._accumulate(config, layout, weights)
-        parts["hooks"] = self._hooks(choice, range(bounds[slowest], bounds[slowest + 1]), layout, count)
+        parts["hooks"] = self._hooks(choice, held[slowest], layout, count)
         seconds = running + bubble + data + update + parts["accumulate"] + parts["hooks"]
         parts["host"] = self._host(choice, count, seconds)
         seconds += parts["host"]
         return StepTime(seconds, parts, tuple(totals))
 
-    def _stage(self, config: Config, choice: Candidate, places: range, at: dict[str, Group]) -> MicroBatchTime:
+    def _stage(self, config: Config, choice: Candidate, places: Sequence[int], at: dict[str, Group]) -> MicroBatchTime:
         total = MicroBatchTime()
         for place in places:
             key = (self.shapes.class_of(place), self.shapes.recomputes(config, choice, place), choice)
@@ -295,7 +297,7 @@ class StepEstimator:
         size = self.size + 2 * SIZES[config.precision.accumulate]
         return weights.total * size / (self.device.bandwidth * 1e9 * self.device.efficiency.memory)
 
-    def _hooks(self, choice: Candidate, places: range, layout: Layout, count: int) -> float:
+    def _hooks(self, choice: Candidate, places: Sequence[int], layout: Layout, count: int) -> float:
         """DeepSpeed's work for each tensor of parameters, if it takes the device's time."""
         if self.device.name != "cpu":
             return 0.0

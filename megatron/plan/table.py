@@ -116,18 +116,18 @@ def _name(device: Device) -> str:
     return next((name for name, known in known_devices()[0].items() if known == device), "NAME --machine FILE")
 
 
-_HEADER = ["tensor", "pipeline", "context", "folded", "expert", "data", "ZeRO", "micro", "recompute", "step s"]
-_HEADER += ["tokens/s", "MFU", "GiB", "of memory", "days", "MWh", "cost"]
+_HEADER = ["tensor", "pipeline", "per rank", "context", "folded", "expert", "data", "ZeRO", "micro", "recompute"]
+_HEADER += ["step s", "tokens/s", "MFU", "GiB", "of memory", "days", "MWh", "cost"]
 
 
 def _row(answers: Answers, plan: Plan, number: int, price: float | None) -> list[str]:
     choice, cost = plan.choice, Cost.of(answers, plan, price)
     data = answers.question.at.devices // choice.inner
-    folded = str(choice.folded) if choice.folded > 1 else ""  # a column where a layout has it
+    each, folded = (str(size) if size > 1 else "" for size in (choice.stages_per_rank, choice.folded))
     sizes = [choice.expert, data, choice.zero, choice.micro_batch]
     return [
         str(number),
-        *map(str, (choice.tensor, choice.pipeline, choice.context, folded, *sizes)),
+        *map(str, (choice.tensor, choice.pipeline, each, choice.context, folded, *sizes)),
         choice.recompute,
         f"{plan.step.seconds:,.3f}",
         f"{plan.tokens_per_second:,.0f}",

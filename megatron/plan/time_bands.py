@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import Config, ConfigError, read_resolved
+from megatron.config.arithmetic.pipelines import bubble_factor
 from megatron.config.problems import UserError
 from megatron.model.costs.describe import training_operations
 from megatron.parallel.layout.layout import Layout
@@ -280,7 +281,8 @@ def _on_device(told: _Told, predicted: StepTime | None) -> dict[str, Band]:
 
 def _bubble(config: Config, layout: Layout, work: float, waiting: float) -> float:
     """The part of a stage's waiting time due to the schedule: 1F1B leaves (p - 1) of m + p - 1 slots empty."""
-    ideal = work * (layout.pipeline - 1) / (config.training.accumulation or 1)
+    count = config.training.accumulation or 1
+    ideal = work * (layout.pipeline - 1) * bubble_factor(config.parallel, count) / count
     return min(ideal, waiting)
 
 

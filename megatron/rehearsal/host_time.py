@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 from megatron.config import Config
+from megatron.config.arithmetic.pipelines import bubble_factor
 from megatron.engine.deepspeed.options import accumulation_steps
 from megatron.parallel.layout.layout import Layout
 from megatron.plan.devices import Device
@@ -87,7 +88,8 @@ def whole(config: Config, ranks: int, found: Sequence[HostWork]) -> HostWork:
     stages while the pipeline fills."""
     layout = Layout.of(config, ranks)
     *others, slowest = sorted(found, key=lambda work: work.operations)
-    share = (layout.pipeline - 1) / accumulation_steps(config, layout)
+    count = accumulation_steps(config, layout)
+    share = (layout.pipeline - 1) * bubble_factor(config.parallel, count) / count
     filling = [share * statistics.fmean(counts) for counts in zip(*map(astuple, others or [slowest]))]
     return HostWork(*(own + more for own, more in zip(astuple(slowest), filling)))
 

@@ -3,39 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 from megatron.config import Config
 from megatron.config.variants import used_kinds
-from megatron.model.partition import stage_bounds
+from megatron.model.partition import rank_of
 from megatron.parallel.layout.layout import Coordinates, Layout
 
 
 @dataclass(frozen=True)
 class StagePart:
-    """Layers of a pipeline stage.
+    """Layers of a pipeline rank.
 
     Attributes:
-        embedding, head: whether the stage has them.
+        embedding, head: whether the rank has them.
     """
 
-    stage: int  # from 0
-    blocks: tuple[int, int]  # numbers of the first block and of the one after the last
+    rank: int  # from 0
+    blocks: tuple[int, ...]
     embedding: bool
     head: bool
 
     def __str__(self) -> str:
-        first, end = self.blocks
         held = ["embedding"] if self.embedding else []
-        held.append(f"block {first}" if end - first == 1 else f"blocks {first}-{end - 1}")
+        for _, run in groupby(enumerate(self.blocks), key=lambda pair: pair[1] - pair[0]):
+            first, *others = (block for _, block in run)
+            held.append(f"blocks {first}-{others[-1]}" if others else f"block {first}")
         return ", ".join([*held, *(["head"] if self.head else [])])
 
 
 def parts(config: Config) -> list[StagePart]:
-    """The layers of all stages, in order."""
-    bounds, blocks = stage_bounds(config), len(config.model.blocks)
+    """The layers of all ranks of the pipeline, in order."""
+    _, *at, _ = rank_of(config)
+    last = config.parallel.pipeline - 1
     return [
-        StagePart(stage, (max(first - 1, 0), min(end - 1, blocks)), first == 0, end == blocks + 2)
-        for stage, (first, end) in enumerate(zip(bounds, bounds[1:]))
+        StagePart(rank, tuple(block for block, here in enumerate(at) if here == rank), rank == 0, rank == last)
+        for rank in range(last + 1)
     ]
 
 
@@ -46,14 +49,15 @@ def hands_states_on(config: Config) -> bool:
 
 
 def kinds_of_ranks(config: Config, layout: Layout) -> list[int]:
-    """One rank of each kind: the first of all stages with the same layers, which keeps most micro-batches, and the last
-    stage. Ranks of the tensor and data axes do the same work, and the first has the largest shares. Of ranks that share
-    sequences the first two, one from the middle and the last are chosen, since they exchange different tensors.
+    """One rank of each kind: the first of all pipeline ranks with the same layers, which keeps most micro-batches, and
+    the last one. Ranks of the tensor and data axes do the same work, and the first has the largest shares. Of ranks
+    that share sequences the first two, one from the middle and the last are chosen, since they exchange different
+    tensors.
     """
     found: dict[tuple, int] = {}
     for part in parts(config):
-        layers = tuple(map(str, config.model.blocks[slice(*part.blocks)]))
-        found.setdefault((layers, part.embedding, part.head), part.stage)
+        layers = tuple(str(config.model.blocks[block]) for block in part.blocks)
+        found.setdefault((layers, part.embedding, part.head), part.rank)
     ranks = layout.context
     places = {0} if hands_states_on(config) else {0, 1 % ranks, ranks // 2, ranks - 1}
     return [

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.config import Config
+from megatron.config.arithmetic.pipelines import by_table, is_file
 from megatron.data.batch import StepBatch
 from megatron.engine.deepspeed.options import accumulation_steps
 from megatron.engine.deepspeed.process import prepare_deepspeed
@@ -112,8 +113,10 @@ class RankCounts:
 
 def enough_micro_batches(config: Config, layout: Layout) -> int:
     """Micro-batches that a rehearsal needs: one that adds to gradients of another, and a full pipeline."""
-    wanted = 2 if layout.pipeline == 1 else layout.pipeline + 1
-    return min(accumulation_steps(config, layout), wanted)
+    wanted, whole = 2 if layout.pipeline == 1 else layout.pipeline + 1, accumulation_steps(config, layout)
+    if by_table(config.parallel):  # a file has one number of micro-batches, an interleaved schedule multiples of ranks
+        wanted = whole if is_file(config.parallel.schedule) else 2 * layout.pipeline
+    return min(whole, wanted)
 
 
 def with_micro_batches(config: Config, layout: Layout, micro_batches: int) -> Config:

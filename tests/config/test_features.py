@@ -12,7 +12,7 @@ from megatron.config.registry import FEATURE, INSIDE, RegistryError
 from megatron.config.section import Section, key
 from megatron.model.costs.traffic import NotPredicted
 from megatron.plan.candidate import Candidate
-from megatron.plan.memory import stage_memory
+from megatron.plan.memory import rank_memory
 from megatron.plan.messages.predict import predict
 from megatron.plan.shapes import Shapes
 
@@ -105,7 +105,7 @@ def test_a_key_that_is_there_already_is_refused():
 def test_plans_add_its_memory_and_its_messages(guest):
     def parts(config):
         shapes = Shapes(config, 2)
-        return stage_memory(config, shapes, Candidate(), 0, shapes.bounds(config)).parts
+        return rank_memory(config, shapes, Candidate(), 0).parts
 
     off = resolve(with_guest(guest), ranks=2)
     on = resolve(with_guest(guest, tidy_every=1, tidiness={"amount": 7}), ranks=2)

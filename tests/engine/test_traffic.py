@@ -33,6 +33,8 @@ OFTEN = {
     "fp32: state space on tp2, sequence parallel, selective recomputation",
     "fp32: moe on tp2, sequence parallel, selective recomputation",
     "fp32: gpt2 on tp2 · pp2, sequence parallel, recomputation",
+    "fp32: zamba2 on pp2, two stages per rank",
+    "fp32: gpt2 on pp2 · dp2, two stages per rank, ZeRO 1",
     "fp32: moe on dp2, ZeRO 1, four micro-batches",
     "bf16: llama on dp2, ZeRO 1, four micro-batches",
     "fp32: state space on cp2, ZeRO 0",

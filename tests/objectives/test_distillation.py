@@ -19,7 +19,7 @@ from megatron.parallel.layers.distillation import SoftLabels
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.layout.mesh import Mesh
 from megatron.plan.candidate import Candidate
-from megatron.plan.memory import stage_memory
+from megatron.plan.memory import rank_memory
 from megatron.plan.shapes import Shapes
 from megatron.rehearsal.command import in_own_process
 from megatron.rehearsal.report import memory
@@ -237,7 +237,7 @@ def test_plan_and_rehearsal_know_the_teachers_memory(teacher):
     weights = sum(each.numel() * each.element_size() for each in _teachers_weights(config))
     choice = Candidate(tensor=2)
     shapes = Shapes(config, 4)
-    assert stage_memory(config, shapes, choice, 0, shapes.bounds(config)).parts["teacher"] == weights
+    assert rank_memory(config, shapes, choice, 0).parts["teacher"] == weights
     seen = in_own_process(config, 4, 0)
     assert memory(seen.allocations)["teacher"] == weights
 

@@ -130,8 +130,7 @@ def test_ranks_hold_the_whole_model(name):
     places = range(asked.shapes.places)
     assert stage_weights(asked.shapes, Candidate(), places).total == whole
     cut = Candidate(pipeline=2)
-    bounds = asked.shapes.bounds(apply(asked.base, cut, 2))
-    parts = [stage_weights(asked.shapes, cut, range(*pair)).total for pair in zip(bounds, bounds[1:])]
+    parts = [stage_weights(asked.shapes, cut, each).total for each in asked.shapes.held(apply(asked.base, cut, 2))]
     assert len(parts) == 2 and sum(parts) >= whole
     if not asked.base.model.embedding.tied and name != "tiny_zamba2":
         assert sum(parts) == whole
@@ -143,16 +142,14 @@ def test_bytes_of_the_data_axis_are_those_that_are_counted(llama):
     for choice in (Candidate(tensor=2, sequence=True), Candidate(tensor=2, pipeline=2, sequence=True), Candidate()):
         resolved = asked.resolved(choice).config
         config = apply(asked.base, choice, 8)
-        bounds = asked.shapes.bounds(config)
-        weights = stage_weights(asked.shapes, choice, range(bounds[0], bounds[1]))
+        places = asked.shapes.held(config)[0]
+        weights = stage_weights(asked.shapes, choice, places)
         sizes = predict(resolved, 8, 0).step.by("phase", "group", "operation")
         unit = 2 * resolved.parallel.tensor * 8 * 2 * 2
         assert 0 <= sizes["backward", "data", "reduce_scatter"][1] - 4 * weights.total < 4 * unit
         assert 0 <= sizes["update", "data", "all_gather"][1] - 2 * weights.total < 2 * unit
         tensor = [
-            (messages, size)
-            for place in range(bounds[0], bounds[1])
-            for _, messages, size in asked.shapes.sends(place, choice, config)
+            (messages, size) for place in places for _, messages, size in asked.shapes.sends(place, choice, config)
         ]
         if choice.tensor > 1:
             count = config.training.accumulation

@@ -24,6 +24,7 @@ from megatron.worker.place import WorkerEnvironment
 from tests.workers import run
 
 MODEL = {"layers": "(attention/mlp) x2", "hidden_size": 16, "vocab_size": 32, "attention": {"heads": 2}}
+DEEP = {**MODEL, "layers": "(attention/mlp) x4"}
 MOE = {**MODEL, "layers": "(attention/moe) x2", "moe": {"experts": 2, "hidden_size": 16}}
 CASES = {
     "one process": (1, MODEL, {}, 0, "fp32"),
@@ -33,6 +34,7 @@ CASES = {
     "tensor": (2, MODEL, {"tensor": 2}, 1, "fp32"),
     "pipeline": (2, MODEL, {"pipeline": 2}, 1, "fp32"),
     "pipeline and data": (4, MODEL, {"pipeline": 2}, 1, "fp32"),
+    "two stages per rank": (2, DEEP, {"pipeline": 2, "stages_per_rank": 2, "schedule": "interleaved"}, 1, "fp32"),
     "experts": (2, MOE, {"expert": 2}, 1, "fp32"),
 }
 STEP, AFTER = 2, 3  # the signal comes in this step, after so many looks

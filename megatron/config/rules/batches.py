@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ..arithmetic.batches import batches_of
 from ..arithmetic.divisors import multiples
+from ..arithmetic.pipelines import in_rounds, is_file
 from ..problems import Problem
 from ..rule_context import RuleContext
 from .check import Check
@@ -55,6 +56,14 @@ def ranks_share_each_batch(context: RuleContext) -> Iterator[Problem]:
                 f"{ranks} = {unit}",
                 fix=f"use {multiples(entry.global_batch_size, unit)}",
             )
+        elif in_rounds(context.config.parallel) and entry.global_batch_size % (unit * context.config.parallel.pipeline):
+            whole = unit * context.config.parallel.pipeline
+            yield context.problem_at(
+                (*SCHEDULE, number, "global_batch_size"),
+                "parallel.schedule",
+                rule=f"the micro-batches of a step must be a multiple of the pipeline's ranks: a batch is n * {whole}",
+                fix=f"use {multiples(entry.global_batch_size, whole)}",
+            )
 
 
 CHECKS = (
@@ -63,5 +72,11 @@ CHECKS = (
         lambda c: c.training.batch_schedule and c.data.epoch_parts != 1,
         "must be 1 with batches of several sizes: an epoch ends with whole parts of one size",
         "remove it, or use a run of its own for each batch size",
+    ),
+    Check(
+        "parallel.schedule training.batch_schedule",
+        lambda c: c.training.batch_schedule and is_file(c.parallel.schedule),
+        "must not be a file, which is for one number of micro-batches, with batches of several sizes",
+        "use interleaved or zb_h1",
     ),
 )

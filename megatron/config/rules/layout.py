@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from ..arithmetic.divisors import multiples
+from ..arithmetic.pipelines import ScheduleError, bubble_factor, check_table, in_rounds, is_file, is_split, table_of
+from ..file_access import unreadable
 from ..optimizer_kind import optimizer_kind
 from ..problems import Problem
 from ..rule_context import RuleContext
@@ -40,19 +43,54 @@ def offloaded_parameters_have_one_type(context: RuleContext) -> Iterator[Problem
 
 
 def stages_have_layers(context: RuleContext) -> Iterator[Problem]:
-    stages, blocks = context.config.parallel.pipeline, len(context.blocks)
-    if context.blocks and blocks < stages:
+    parallel, blocks = context.config.parallel, len(context.blocks)
+    each = parallel.stages_per_rank
+    if context.blocks and blocks < parallel.pipeline * each:
+        own = " parallel.stages_per_rank" if each > 1 else ""
+        most = f"parallel.pipeline{' * parallel.stages_per_rank' if own else ''} of at most {blocks}"
         yield context.problem(
-            "parallel.pipeline model.layers",
+            f"parallel.pipeline{own} model.layers",
             rule=f"each pipeline stage must have at least one block, and the model has {blocks}",
-            fix=f"use parallel.pipeline of at most {blocks}",
+            fix=f"use {most}",
         )
+
+
+def schedule_can_be_executed(context: RuleContext) -> Iterator[Problem]:
+    parallel, key = context.config.parallel, "parallel.schedule"
+    ranks, each, count = parallel.pipeline, parallel.stages_per_rank, context.config.training.accumulation
+    if not is_file(parallel.schedule) and parallel.schedule not in ("1f1b", "interleaved", "zb_h1"):
+        rule = "must be 1f1b, interleaved, zb_h1, or the path of a .csv file"
+        yield context.problem(key, rule=rule, fix="use interleaved with parallel.stages_per_rank of 2 or more")
+    elif (each > 1 or parallel.schedule != "1f1b") and ranks == 1:
+        which = "parallel.stages_per_rank" if each > 1 else key
+        rule = "must go with parallel.pipeline of 2 or more, without which there is one stage"
+        yield context.problem(f"{which} parallel.pipeline", rule=rule, fix="remove the key")
+    elif (parallel.schedule, each > 1) in (("1f1b", True), ("interleaved", False)):
+        rule = "interleaved must go with parallel.stages_per_rank of 2 or more, and 1f1b with 1"
+        fix = "use parallel.schedule=interleaved" if each > 1 else "use parallel.stages_per_rank=2"
+        yield context.problem(f"{key} parallel.stages_per_rank", rule=rule, fix=fix)
+    elif is_file(parallel.schedule) and (reason := unreadable(parallel.schedule)):
+        yield context.problem(key, rule=f"must be a table of instructions: {reason}", fix="use interleaved or 1f1b")
+    elif count is not None and in_rounds(parallel) and count % ranks:
+        rule = f"the {count} micro-batches of a step must be a multiple of the pipeline's {ranks} ranks"
+        fix = f"use {multiples(count, ranks)} micro-batches: change global_batch_size or micro_batch_size"
+        yield context.problem(f"{key} training.accumulation", rule=rule, fix=fix)
+    elif count is not None and is_file(parallel.schedule):
+        try:
+            check_table(table_of(parallel, count), each, count)
+        except (ScheduleError, UnicodeDecodeError) as error:
+            rule = f"must be a table for {ranks} ranks, stages_per_rank={each} and {count} micro-batches: {error}"
+            yield context.problem(key, rule=rule, fix="correct the table, or use interleaved or 1f1b")
+    elif context.config.training.compile == "layer" and is_split(parallel, count or ranks):
+        rule = "a backward pass in two parts must go without compiled layers, which compute both parts together"
+        yield context.problem(f"{key} training.compile", rule=rule, fix="use training.compile=auto, or interleaved")
 
 
 def pipeline_split_adds_up(context: RuleContext) -> Iterator[Problem]:
     """At least one block per stage: a last stage with only a tied head fails in bf16 training."""
     parallel = context.config.parallel
-    split, stages, blocks = parallel.pipeline_split, parallel.pipeline, len(context.blocks)
+    split, blocks = parallel.pipeline_split, len(context.blocks)
+    stages = parallel.pipeline * parallel.stages_per_rank
     if isinstance(split, str) or not blocks:
         return
     key = "parallel.pipeline_split"
@@ -123,9 +161,19 @@ def _in_one_piece(config: Config) -> bool:
     return config.parallel.context == 1 and config.training.sequence_chunks == 1
 
 
+def _bubble_factor(config: Config) -> float:
+    return 1.0 if is_file(config.parallel.schedule) else bubble_factor(config.parallel, 1)
+
+
+def _enough_micro_batches(config: Config) -> int:
+    """So that ranks wait for less than a fifth of the time."""
+    return math.ceil(4 * config.parallel.pipeline * _bubble_factor(config))
+
+
 def _micro_batches_idle(config: Config) -> str:
     stages, count = config.parallel.pipeline, config.training.accumulation
-    idle = f"{100 * (stages - 1) / (count + stages - 1):.0f} % of the time"
+    waiting = (stages - 1) * _bubble_factor(config)
+    idle = f"{100 * waiting / (count + waiting):.0f} % of the time"
     return f"{count} micro-batch{'es' * (count > 1)} must not leave each of {stages} stages idle {idle}"
 
 
@@ -192,11 +240,11 @@ CHECKS = (
         lambda c: (
             c.parallel.pipeline > 1
             and c.training.accumulation is not None
-            and c.training.accumulation < 4 * c.parallel.pipeline
+            and c.training.accumulation < _enough_micro_batches(c)
         ),
         _micro_batches_idle,
         lambda c: (
-            f"use at least {4 * c.parallel.pipeline} micro-batches per step: a smaller micro_batch_size or a larger "
+            f"use at least {_enough_micro_batches(c)} micro-batches per step: a smaller micro_batch_size or a larger "
             "global_batch_size"
         ),
         fatal=False,

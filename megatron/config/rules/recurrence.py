@@ -58,15 +58,16 @@ def core_is_on_one_stage(context: RuleContext) -> Iterator[Problem]:
     if not core or parallel.pipeline == 1:
         return
     units, split = len(context.blocks) - len(core) + 1, parallel.pipeline_split
+    stages = parallel.pipeline * parallel.stages_per_rank
     if split == "parameters":
-        if units < parallel.pipeline:
+        if units < stages:
             yield context.problem(
                 "parallel.pipeline model.layers",
                 rule=f"a recurrent group must be on one pipeline stage, and with it there are {units} parts",
                 fix=f"use parallel.pipeline of at most {units}, and parallel.tensor for parts that are too large",
             )
         return
-    counts = uniform_counts(len(context.blocks), parallel.pipeline) if split == "uniform" else list(split)
+    counts = uniform_counts(len(context.blocks), stages) if split == "uniform" else list(split)
     borders = [sum(counts[: stage + 1]) for stage in range(len(counts) - 1)]
     if any(core.start < border < core.stop for border in borders):
         yield context.problem(

@@ -112,6 +112,7 @@ class ScatteredGradients:
         self._order = sorted(self.buckets, key=turn)
         self._early = len(self.buckets) - len(held)  # buckets that are sent during the backward pass
         self._bucket_of = {parameter: each for each in self.buckets for parameter in each.parameters}
+        self._more: dict[nn.Parameter, int] = getattr(engine.module, "passes_of_weights", dict)()
         self._take_over()
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(self._add)
@@ -202,7 +203,8 @@ class ScatteredGradients:
         for parameter in self._bucket_of:
             parameter.grad = None
         for each in self.buckets:
-            each.seen, each.missing, each.sent = set(), self._needed * len(each.parameters), False
+            each.missing = self._needed * sum(self._more.get(parameter, 1) for parameter in each.parameters)
+            each.seen, each.sent = set(), False
             if self._cut:
                 each.flat = None
 

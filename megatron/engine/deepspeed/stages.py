@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
+from megatron.config.arithmetic.wire import between_stages
 from megatron.model.block import Block
 from megatron.model.embedding_and_head import Reader
 from megatron.model.multi_token import FurtherLabels
 from megatron.model.norm import Norm
-from megatron.model.partition import copies, stage_bounds
+from megatron.model.partition import copies, stage_bounds, users
 from megatron.model.stack import ModelPlan
 from megatron.model.stream import StreamForm
 from megatron.parallel.layers.parameters import logical_of
 from megatron.parallel.layout.mesh import new_group
+from megatron.parallel.layout.precision import COMPUTE_TYPES
 from megatron.parallel.transport.compression import pack_rows, unpack_rows
 
 from .mpu import groups_of_mesh
@@ -97,9 +100,9 @@ class HeadStage(nn.Module):
 
 
 class Pipeline(PipelineModule):
-    """This rank's stage.
+    """This rank's stages: every `parallel.pipeline`-th of the model's, by default one.
 
-    Stages that use the same parameters (a tied embedding, shared layers) have a copy each, with the same name and
+    Ranks that use the same parameters (a tied embedding, shared layers) have a copy each, with the same name and
     thus the same initial values. Gradients are summed over the copies once per step, and the norm only counts the
     first copy.
     """
@@ -109,7 +112,8 @@ class Pipeline(PipelineModule):
         self.tied: list[tuple[Tensor, dist.ProcessGroup]] = []
         self._copy_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         layout = plan.mesh.layout
-        self._bounds = stage_bounds(plan.config)
+        self._bounds, self._layers = stage_bounds(plan.config), dict[int, list[nn.Module]]()
+        self.stage = plan.mesh.pipeline.rank  # that `forward` computes
         specs = [LayerSpec(EmbeddingStage, plan)]
         shared: dict[str, nn.Module] = {}
         for index in range(len(plan.blocks)):
@@ -124,8 +128,8 @@ class Pipeline(PipelineModule):
             super().__init__(specs, partition_method="uniform", activation_checkpoint_interval=0, topology=topology)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:
-        """The stage's layers. Between stages all floats of the stream are one tensor."""
-        stage, layout = self.plan.mesh.pipeline.rank, self.plan.mesh.layout
+        """The layers of a stage. Between stages all floats of the stream are one tensor."""
+        stage, layout = self.stage, self.plan.mesh.layout
         config, cut = self.plan.config, layout.tensor if layout.sequence else 1
         wire, hidden = config.parallel.communication.compress.pipeline, config.model.hidden_size
         if stage > 0:
@@ -134,8 +138,10 @@ class Pipeline(PipelineModule):
                 stream = unpack_rows(inputs[0], wire, before.common_width(hidden, cut), self.plan.stream_dtype)
                 inputs = (stream if before.channels else stream.unflatten(1, (-1, hidden)), *inputs[1:])
             inputs = before.split(inputs, hidden, cut)
-        outputs = super().forward(inputs)
-        if stage == layout.pipeline - 1:
+        outputs: Any = inputs
+        for layer in self._layers[stage]:
+            outputs = layer(outputs)
+        if stage == len(self.parts) - 2:
             return outputs
         after = self.plan.form_at(self.parts[stage + 1] - 1)
         stream, *others = after.join(outputs)
@@ -145,6 +151,35 @@ class Pipeline(PipelineModule):
         self.parts = self._bounds
         stage = self.plan.mesh.pipeline.rank
         self._set_bounds(self.parts[stage], self.parts[stage + 1])
+
+    def _build(self) -> None:
+        axis = self.plan.mesh.pipeline
+        self._places: list[int] = []
+        for stage in range(axis.rank, len(self.parts) - 1, axis.size):
+            places = range(self.parts[stage], self.parts[stage + 1])
+            self._layers[stage] = [self._layer_specs[place].build() for place in places]
+            self._places += places
+            for place, layer in zip(places, self._layers[stage]):
+                self.fwd_map[str(place)] = len(self.forward_funcs)
+                self.forward_funcs.append(layer)
+                self.add_module(str(place), layer)
+        for parameter in self.parameters():
+            parameter.ds_pipe_replicated = False
+
+    def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
+        return super().ckpt_layer_path(ckpt_dir, self._places[local_layer_idx] - self._local_start)
+
+    def passes_of_weights(self) -> dict[nn.Parameter, int]:
+        """Stages of this rank that use a parameter, if there are several: each has a backward pass of its own."""
+        axis, found = self.plan.mesh.pipeline, dict[nn.Parameter, int]()
+        for prefix, stages in users(self.plan.config).items():
+            times = sum(stage % axis.size == axis.rank for stage in stages)
+            if times > 1:
+                found |= dict.fromkeys(self._named(prefix), times)
+        return found
+
+    def _named(self, prefix: str) -> Iterator[nn.Parameter]:
+        return (each for each in self.parameters() if logical_of(each).name.startswith(f"{prefix}."))
 
     def _index_tied_modules(self) -> dict:
         axis, held = self.plan.mesh.pipeline, copies(self.plan.config)
@@ -177,3 +212,24 @@ class Pipeline(PipelineModule):
 def stream_inputs(form: StreamForm, tokens: Tensor, extras: dict[str, Tensor]) -> tuple[Tensor, ...]:
     """Inputs of `EmbeddingStage`: tokens, and the side channels in the form's order."""
     return (tokens, *(extras[name] for name in form.optional))
+
+
+def stream_buffers(plan: ModelPlan, border: int, samples: int, positions: int) -> list[Tensor]:
+    """Empty tensors for what a stage receives that begins with layer `border`: the floats, then the side channels.
+
+    Args:
+        samples, positions: of a micro-batch, on this rank.
+    """
+    config, layout, form = plan.config, plan.mesh.layout, plan.form_at(border - 1)
+    cut = layout.tensor if layout.sequence else 1
+    hidden, wire = config.model.hidden_size, config.parallel.communication.compress.pipeline
+    compute = "fp32" if config.model.residual.fp32 else config.precision.compute
+    elements = positions // cut * form.sample_width(hidden, cut)
+    dtype, elements = between_stages(wire, elements, form.common_width(hidden, cut), compute)
+    # all floats of a sample are one row if there are channels, or if the stream is compressed
+    shape = [samples, elements] if form.channels or wire != "none" else [samples, positions // cut, hidden]
+    found = [torch.empty(shape, dtype=COMPUTE_TYPES[dtype], device=plan.device)]
+    for name in form.optional:
+        size, kind = ([samples], torch.int64) if name == "samples" else ([samples, positions], torch.int32)
+        found.append(torch.empty(size, dtype=kind, device=plan.device))
+    return found

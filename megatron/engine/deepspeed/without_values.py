@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.config.arithmetic.wire import between_stages
-from megatron.parallel.layout.precision import COMPUTE_TYPES
+from .stages import stream_buffers
 
 # Views. ZeRO 3 cuts each weight into parts for all ranks, whenever it gathers or reduces it.
 _aten = torch.ops.aten
@@ -128,17 +127,9 @@ def _apply(self: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = 
 def _expected_stream(self: Any, stage: int) -> tuple[Tensor, ...]:
     """Buffers for the stream from the stage before, in its form at this stage's border."""
     plan = self.module.plan
-    border = self.module.parts[plan.mesh.pipeline.rank]
-    form, config, layout = plan.form_at(border - 1), plan.config, plan.mesh.layout
-    samples, cut = config.training.micro_batch_size, layout.tensor if layout.sequence else 1
-    positions = config.training.sequence_length // layout.context
-    hidden, wire = config.model.hidden_size, config.parallel.communication.compress.pipeline
-    compute = "fp32" if config.model.residual.fp32 else config.precision.compute
-    elements = positions // cut * form.sample_width(hidden, cut)
-    dtype, elements = between_stages(wire, elements, form.common_width(hidden, cut), compute)
-    # all floats of a sample are one row if there are channels, or if the stream is compressed
-    shape = [samples, elements] if form.channels or wire != "none" else [samples, positions // cut, hidden]
-    shapes = [(shape, COMPUTE_TYPES[dtype])]
-    for name in form.optional:
-        shapes.append(([samples], torch.int64) if name == "samples" else ([samples, positions], torch.int32))
-    return tuple(self._allocate_or_extend_buffers(index, *each) for index, each in enumerate(shapes))
+    training, layout = plan.config.training, plan.mesh.layout
+    sizes = training.micro_batch_size, training.sequence_length // layout.context
+    buffers = stream_buffers(plan, self.module.parts[plan.mesh.pipeline.rank], *sizes)
+    return tuple(
+        self._allocate_or_extend_buffers(index, list(each.shape), each.dtype) for index, each in enumerate(buffers)
+    )

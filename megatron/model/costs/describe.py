@@ -17,7 +17,7 @@ from megatron.parallel.messages.traffic import SIZES
 from ..block import block_counts, streams_saved
 from ..counts import Counts
 from ..embedding_and_head import embedding_counts, head_counts, multi_token_counts
-from ..partition import stage_of
+from ..partition import rank_of
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def layers(config: Config) -> list[LayerCosts]:
         _head_recomputation(config, counts[-1], wider),
     ]
     rows = [
-        LayerCosts(*row[:4], *row[4], 3 * row[3].flops) for row in zip(names, kinds, stage_of(config), counts, saved)
+        LayerCosts(*row[:4], *row[4], 3 * row[3].flops) for row in zip(names, kinds, rank_of(config), counts, saved)
     ]
     rows[-1] = replace(rows[-1], training_flops=rows[-1].training_flops + 3 * further.flops)
     inside = {index + 1 for index in core_of(blocks)}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import Config
+from megatron.config.arithmetic.pipelines import is_split
 from megatron.config.pattern import BlockPattern, Kind
 from megatron.parallel.fallback import Fallback, lower_backward_at_once
 
@@ -42,6 +43,8 @@ def choose_compilation(config: Config, device: torch.device | str) -> tuple[Exte
         return "off", "training.compile: off"
     if kind == "meta":
         return "off", "nothing is computed on the meta device"
+    if is_split(config.parallel, config.training.accumulation or 1):
+        return "off", "the pipeline's schedule computes gradients of weights later"
     if wanted == "auto" and kind != "cuda":
         return "off", "auto: on CPU it gains nothing, or too little for its start and memory"
     if not any(_has_parts(config, each) for each in config.model.blocks):

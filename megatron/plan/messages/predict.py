@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import Config, resolve
+from megatron.config.arithmetic.pipelines import by_table
 from megatron.config.arithmetic.recurrence import Passes, core_of, passes_of_step
 from megatron.config.arithmetic.wire import between_stages, bucket_elements, scatters_gradients
 from megatron.config.features.feature import wanted_features
@@ -23,7 +24,7 @@ from megatron.config.variants import used_kinds
 from megatron.model.costs.exchanges import BY_DOCUMENTS, MOST, layer_traffic, reading_exchanges
 from megatron.model.costs.traffic import ONCE, NotPredicted, TensorAxis, reading_traffic, tensor_traffic
 from megatron.model.expert_tally import ExpertTally
-from megatron.model.partition import copies, stage_of
+from megatron.model.partition import copies, rank_of, stage_bounds
 from megatron.model.stack import ModelPlan
 from megatron.objectives.named import objective_of
 from megatron.parallel.layers.parameters import is_spread, logical_of
@@ -101,8 +102,7 @@ def predict(
     layout = Layout.of(config, ranks)
     mesh = Mesh.describe(layout, rank)
     _refuse(config, layout)
-    stages = stage_of(config)
-    held = [place for place, stage in enumerate(stages) if stage == mesh.at.pipeline]
+    held = [place for place, at in enumerate(rank_of(config)) if at == mesh.at.pipeline]
     micro_batches = accumulation_steps(config, layout)
     found = _Predictor(config, mesh, held, micro_batches)
     routed = RoutedTraffic(routes or _planned(config, ranks), layout, rank)
@@ -394,21 +394,19 @@ class _Predictor:
 
     def stages(self) -> None:
         """Activations, their gradients, and copies of weights."""
-        stage, stages = self.mesh.at.pipeline, self.layout.pipeline
-        for neighbour, border, forward, backward in (
-            (stage - 1, self.held[0], "recv", "send"),
-            (stage + 1, self.held[-1] + 1, "send", "recv"),
-        ):
-            if not 0 <= neighbour < stages:
-                continue
-            for dtype, elements, floats in self._stream(border):
-                count = self.micro_batches
-                self.add("forward", "pipeline", forward, dtype, elements * count, count, 2)
-                if floats:
-                    self.add("backward", "pipeline", backward, dtype, elements * count, count, 2)
-            self.first.add(Call("forward", "", "pipeline", 2, forward, "int32"), 1, META_BYTES)
+        rank, ranks, bounds = self.mesh.at.pipeline, self.layout.pipeline, stage_bounds(self.config)
+        for stage in range(1, len(bounds) - 1):  # that receives a stream
+            ends = [("recv", "send")] * (stage % ranks == rank) + [("send", "recv")] * ((stage - 1) % ranks == rank)
+            for forward, backward in ends:
+                for dtype, elements, floats in self._stream(bounds[stage]):
+                    count = self.micro_batches
+                    self.add("forward", "pipeline", forward, dtype, elements * count, count, 2)
+                    if floats:
+                        self.add("backward", "pipeline", backward, dtype, elements * count, count, 2)
+                if not by_table(self.config.parallel):  # DeepSpeed's engine sends the shapes too
+                    self.first.add(Call("forward", "", "pipeline", 2, forward, "int32"), 1, META_BYTES)
         for name, holders in copies(self.config).items():
-            if stage in holders:
+            if rank in holders:
                 for each in self._named(name):
                     wide = self.config.precision.compute == "bf16" and zero_stage(self.config, self.layout) == 1
                     dtype = "fp32" if wide else type_name(each.dtype)

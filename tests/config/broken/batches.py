@@ -47,6 +47,19 @@ BATCHES = [
         "must have at least two samples in a batch",
         ranks=1,
     ),
+    case(
+        "batches that do not interleave",
+        stages("{until: 50, global_batch_size: 10}") + "\nparallel: {pipeline: 2, schedule: zb_h1}",
+        "a batch is n * 4",
+        "use 8 or 12",
+        problems=1,
+    ),
+    case(
+        "batches of several sizes with a file's schedule",
+        stages("{until: 50, global_batch_size: 8}") + "\nparallel: {pipeline: 2, schedule: no.csv}",
+        "must not be a file",
+        problems=2,
+    ),
 ]
 WARNED_BATCHES = [
     case(

@@ -298,6 +298,58 @@ LAYOUT = [
         "for example [2, 2]",
     ),
     case(
+        "stages without blocks",
+        "parallel: {pipeline: 2, stages_per_rank: 3, schedule: interleaved}",
+        "parallel.stages_per_rank = 3",
+        "each pipeline stage must have at least one block, and the model has 4",
+        "use parallel.pipeline * parallel.stages_per_rank of at most 4",
+    ),
+    case(
+        "split of another number of stages",
+        "parallel: {pipeline: 2, stages_per_rank: 2, schedule: interleaved, pipeline_split: [2, 2]}",
+        "one number per stage: 4, not 2",
+    ),
+    case(
+        "recurrent group over several stages of a rank",
+        "model: {layers: attention recurrent(attention x2) attention}\n"
+        "parallel: {pipeline: 2, stages_per_rank: 2, schedule: interleaved}",
+        "a recurrent group must be on one pipeline stage",
+    ),
+    case(
+        "unknown schedule",
+        "parallel: {pipeline: 2, schedule: gpipe}",
+        "a.yml:2: parallel.schedule = 'gpipe'",
+        "must be 1f1b, interleaved, zb_h1, or the path of a .csv file",
+    ),
+    case(
+        "several stages without their schedule",
+        "parallel: {pipeline: 2, stages_per_rank: 2}",
+        "interleaved must go with parallel.stages_per_rank of 2 or more, and 1f1b with 1",
+        "use parallel.schedule=interleaved",
+    ),
+    case(
+        "split backward passes of compiled layers",
+        "parallel: {pipeline: 2, schedule: zb_h1}\ntraining: {compile: layer}",
+        "must go without compiled layers",
+        problems=1,
+    ),
+    case(
+        "schedule without a pipeline",
+        "parallel: {stages_per_rank: 2, schedule: interleaved}",
+        "must go with parallel.pipeline of 2 or more",
+    ),
+    case(
+        "micro-batches that do not interleave",
+        "parallel: {pipeline: 2, stages_per_rank: 2, schedule: interleaved}\ntraining: {global_batch_size: 18}",
+        "the 9 micro-batches of a step must be a multiple of the pipeline's 2 ranks",
+        "use 8 or 10 micro-batches",
+    ),
+    case(
+        "schedule of a file that is not there",
+        "parallel: {pipeline: 2, schedule: nowhere.csv}",
+        "must be a table of instructions",
+    ),
+    case(
         "stage without blocks",
         "parallel: {pipeline: 2, pipeline_split: [4, 0]}",
         "each stage must have at least one block",

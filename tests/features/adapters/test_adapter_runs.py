@@ -33,7 +33,7 @@ from megatron.model.stack import ModelPlan, build_model
 from megatron.parallel.layers.parameters import logical_of
 from megatron.parallel.layout.mesh import Mesh
 from megatron.plan.candidate import Candidate
-from megatron.plan.memory import stage_memory
+from megatron.plan.memory import rank_memory
 from megatron.plan.messages.predict import predict
 from megatron.plan.shapes import Shapes
 from megatron.testing.runs import train_on_ranks
@@ -481,7 +481,7 @@ def test_a_plan_counts_neither_gradients_nor_states_of_frozen_weights() -> None:
         values = {**PLAIN, "adapter": adapter, "checkpoint": {"initialize_from": "base" if adapter else None}}
         config = resolve({**values, "model": {**PLAIN["model"], "hidden_size": 128}}, ranks=2)
         shapes = Shapes(config, 2)
-        return stage_memory(config, shapes, Candidate(), 0, shapes.bounds(config)).parts
+        return rank_memory(config, shapes, Candidate(), 0).parts
 
     plain, adapted = parts(), parts(type="lora", rank=4)
     assert adapted["weights"] == plain["weights"]

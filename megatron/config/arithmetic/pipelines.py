@@ -1,0 +1,340 @@
+"""Pipeline schedules as tables of instructions.
+
+A model is cut into S = p * v stages for p ranks, and stage s is on rank s mod p (v is `parallel.stages_per_rank`). A
+table has one list of instructions per rank: the forward pass (F) or the backward pass (B) of a micro-batch in a stage.
+B may be split: I computes the gradients of the stage's inputs, and W later the gradients of its weights.
+Sources: PipeDream-Flush (arXiv:2006.09503) for 1F1B, Megatron-LM (arXiv:2104.04473) for the interleaved schedule, Qi et
+al. (arXiv:2401.10241) for ZB-H1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
+_LARGEST = 2**26  # bytes of a file
+
+
+class Instruction(NamedTuple):
+    stage: int
+    kind: str
+    micro_batch: int
+
+    @property
+    def result(self) -> Instruction:
+        """The instruction under which others find its result: I passes a gradient on, as B does."""
+        return self._replace(kind=BACKWARD) if self.kind == INPUTS else self
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+Table = list[list[Instruction]]
+
+
+class Message(NamedTuple):
+    """The result of an instruction, from the rank that has executed it to the rank that needs it."""
+
+    made: Instruction
+    source: int
+    to: int
+
+
+class ScheduleError(ValueError):
+    """A table that cannot be executed. The text names the rank and the instruction."""
+
+
+class HasSchedule(Protocol):
+    """Keys of the section `parallel` that decide about a table."""
+
+    pipeline: int
+    stages_per_rank: int
+    schedule: str
+
+
+def by_table(parallel: HasSchedule) -> bool:
+    """Whether the stages execute a table, and not DeepSpeed's own schedule, which is 1F1B."""
+    return parallel.pipeline > 1 and parallel.schedule != "1f1b"
+
+
+def is_file(schedule: str) -> bool:
+    return schedule.lower().endswith(".csv")
+
+
+def in_rounds(parallel: HasSchedule) -> bool:
+    """Whether the number of micro-batches must be a multiple of the ranks."""
+    return parallel.pipeline > 1 and parallel.schedule in ("interleaved", "zb_h1")
+
+
+def is_split(parallel: HasSchedule, micro_batches: int) -> bool:
+    """Whether some backward passes are in two parts."""
+    if not is_file(parallel.schedule):
+        return parallel.schedule == "zb_h1"
+    return any(it.kind == WEIGHTS for own in table_of(parallel, micro_batches) for it in own)
+
+
+def table_of(parallel: HasSchedule, micro_batches: int) -> Table:
+    """The table of a configuration.
+
+    Raises:
+        ScheduleError: there is none for this number of micro-batches, or the file has no table.
+        OSError: the file cannot be read.
+    """
+    if is_file(parallel.schedule):
+        if Path(parallel.schedule).stat().st_size > _LARGEST:
+            raise ScheduleError(f"the file must have at most {_LARGEST:,} bytes")
+        return read_table(Path(parallel.schedule).read_text(encoding="utf-8"), parallel.pipeline)
+    if parallel.schedule in ("interleaved", "zb_h1"):
+        split = parallel.schedule == "zb_h1"
+        return interleaved(parallel.pipeline, parallel.stages_per_rank, micro_batches, split)
+    return one_forward_one_backward(parallel.pipeline, micro_batches)
+
+
+def one_forward_one_backward(ranks: int, micro_batches: int) -> Table:
+    """Each rank does forward passes until the first gradient arrives, and then backward and forward passes in turn."""
+    table: Table = []
+    for rank in range(ranks):
+        first = min(micro_batches, ranks - rank)
+        table.append(
+            _in_turn(
+                [Instruction(rank, FORWARD, each) for each in range(micro_batches)],
+                [Instruction(rank, BACKWARD, each) for each in range(micro_batches)],
+                first - 1,
+            )
+        )
+    return table
+
+
+def interleaved(ranks: int, stages_per_rank: int, micro_batches: int, split: bool = False) -> Table:
+    """Each rank alternates between its stages, after every `ranks` micro-batches: the bubble is that of 1F1B divided by
+    the number of stages of a rank.
+
+    Args:
+        split: ZB-H1. Gradients of weights fill the time in which a rank would wait, so fewer forward passes come first.
+    """
+    if micro_batches % ranks:
+        raise ScheduleError(f"the {micro_batches} micro-batches must be a multiple of the {ranks} ranks")
+    total, table = stages_per_rank * micro_batches, list[list[Instruction]]()
+    for rank in range(ranks):
+        first = min((stages_per_rank - 1) * ranks + (1 if split else 2) * (ranks - 1 - rank), total)
+        places = [divmod(number // ranks, stages_per_rank) for number in range(total)]  # (round, stage of the rank)
+        micros = [begun * ranks + number % ranks for number, (begun, _) in enumerate(places)]
+        forward = [
+            Instruction(own * ranks + rank, FORWARD, micro) for (_, own), micro in zip(places, micros, strict=True)
+        ]
+        backward = [
+            Instruction((stages_per_rank - 1 - own) * ranks + rank, BACKWARD, micro)
+            for (_, own), micro in zip(places, micros, strict=True)
+        ]
+        table.append(_split(_in_turn(forward, backward, first), rank) if split else _in_turn(forward, backward, first))
+    return table
+
+
+def _split(own: list[Instruction], waiting: int) -> list[Instruction]:
+    """Backward passes in two parts. Weights follow as soon as more than `waiting` of them are left."""
+    found, left = list[Instruction](), list[Instruction]()
+    for it in own:
+        found.append(it if it.kind == FORWARD else it._replace(kind=INPUTS))
+        if it.kind == BACKWARD:
+            left.append(it._replace(kind=WEIGHTS))
+            if len(left) > waiting:
+                found.append(left.pop(0))
+    return found + left
+
+
+def forward_only(ranks: int, stages_per_rank: int, micro_batches: int) -> Table:
+    """All micro-batches through one stage of a rank, and then through its next: for evaluation."""
+    return [
+        [
+            Instruction(own * ranks + rank, FORWARD, micro)
+            for own in range(stages_per_rank)
+            for micro in range(micro_batches)
+        ]
+        for rank in range(ranks)
+    ]
+
+
+def _in_turn(forward: list[Instruction], backward: list[Instruction], first: int) -> list[Instruction]:
+    """`first` forward passes, then a forward and a backward pass in turn, then what is left."""
+    rest = len(forward) - first
+    pairs = chain.from_iterable(zip(forward[first:], backward[:rest], strict=True))
+    return [*forward[:first], *pairs, *backward[rest:]]
+
+
+@dataclass(frozen=True)
+class Round:
+    """One instruction at most per rank, and the messages that are sent after it.
+
+    All ranks post the messages of a round in the same order, and before any message of the next round. So the order is
+    the same at both ends, and after a round no message has only one of its ends.
+    """
+
+    instructions: tuple[Instruction | None, ...]  # by rank
+    messages: tuple[Message, ...]
+
+
+def rounds(table: Table, stages: int) -> list[Round]:
+    """Simulate a table in which all instructions take the same time.
+
+    Raises:
+        ScheduleError: a rank waits for something that no rank will send.
+    """
+    at, done, found = [0] * len(table), set[Instruction](), list[Round]()
+    while any(place < len(own) for place, own in zip(at, table, strict=True)):
+        chosen = [
+            own[place] if place < len(own) and _needs(own[place], stages) <= done else None
+            for place, own in zip(at, table, strict=True)
+        ]
+        if not any(chosen):
+            rank = next(rank for rank, own in enumerate(table) if at[rank] < len(own))
+            waiting = table[rank][at[rank]]
+            missing = ", ".join(map(str, sorted(_needs(waiting, stages) - done)))
+            raise ScheduleError(f"rank {rank} waits for ever at {waiting}, which needs {missing}")
+        at = [place + (each is not None) for place, each in zip(at, chosen, strict=True)]
+        done |= {each.result for each in chosen if each is not None}
+        found.append(Round(tuple(chosen), tuple(_messages(chosen, len(table), stages))))
+    return found
+
+
+def _needs(it: Instruction, stages: int) -> set[Instruction]:
+    if it.kind == FORWARD:
+        return {it._replace(stage=it.stage - 1)} if it.stage else set()
+    if it.kind == WEIGHTS:
+        return {it._replace(kind=BACKWARD)}
+    it, own = it.result, {it._replace(kind=FORWARD)}
+    return own | ({it._replace(stage=it.stage + 1)} if it.stage + 1 < stages else set())
+
+
+def _messages(done: list[Instruction | None], ranks: int, stages: int) -> list[Message]:
+    found = []
+    for rank, it in enumerate(done):
+        if it is None or it.kind == WEIGHTS:
+            continue
+        stage = it.stage + (1 if it.kind == FORWARD else -1)
+        if 0 <= stage < stages:
+            found.append(Message(it.result, rank, stage % ranks))
+    return found
+
+
+def check_table(table: Table, stages_per_rank: int, micro_batches: int) -> list[Round]:
+    """The rounds of a table. Every rank must have the instructions of its stages, once each. The backward passes of a
+    stage must be in the order of the micro-batches, so that sums of gradients do not depend on the schedule.
+
+    Raises:
+        ScheduleError: it cannot be executed.
+    """
+    ranks = len(table)
+    for rank, own in enumerate(table):
+        stages = range(rank, ranks * stages_per_rank, ranks)
+        split = {(it.stage, it.micro_batch) for it in own if it.kind in (INPUTS, WEIGHTS)}
+        wanted = {
+            Instruction(stage, kind, micro)
+            for stage in stages
+            for micro in range(micro_batches)
+            for kind in (FORWARD, *((INPUTS, WEIGHTS) if (stage, micro) in split else (BACKWARD,)))
+        }
+        times = Counter(own)
+        for it in sorted(wanted | times.keys()):
+            if times[it] != (it in wanted):
+                rule = "must be there once" if it in wanted else "must not be there"
+                raise ScheduleError(f"rank {rank}: {it} {rule}, and is there {times[it]} times")
+        for stage in stages:
+            for kinds in ((BACKWARD, INPUTS), (BACKWARD, WEIGHTS)):
+                order = [it.micro_batch for it in own if it.stage == stage and it.kind in kinds]
+                if order != sorted(order):
+                    rule = f"backward passes of stage {stage} must be in the order 0, 1, 2, ..."
+                    raise ScheduleError(f"rank {rank}: {rule}")
+    return rounds(table, ranks * stages_per_rank)
+
+
+_CELL = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
+
+
+def read_table(text: str, ranks: int) -> Table:
+    """The table of a CSV file: one row per rank with cells such as 0F0 and 2B1 (stage, pass, micro-batch), which may be
+    empty. It is torch's `compute_only` form.
+
+    Raises:
+        ScheduleError: a cell that is no instruction, or another number of rows.
+    """
+    table: Table = []
+    for number, line in enumerate((line for line in text.splitlines() if line.strip()), 1):
+        cells = [cell.strip() for cell in line.split(",")]
+        matches = [(cell, _CELL.fullmatch(cell)) for cell in cells if cell]
+        wrong = next((cell for cell, match in matches if match is None), None)
+        if wrong is not None:
+            raise ScheduleError(
+                f"row {number}: {wrong[:40]!r} must be a stage, F, B, I or W, and a micro-batch, such as 0F3"
+            )
+        table.append([Instruction(int(m[1]), m[2], int(m[3])) for _, m in matches if m is not None])
+    if len(table) != ranks:
+        raise ScheduleError(f"it must have one row per rank of the pipeline: {ranks}, not {len(table)}")
+    return table
+
+
+def live_micro_batches(parallel: HasSchedule, rank: int, micro_batches: int) -> float:
+    """The most micro-batches whose activations a rank keeps at a time, in units of all of its layers."""
+    ranks, each = parallel.pipeline, parallel.stages_per_rank
+    if is_file(parallel.schedule):
+        return most_live(table_of(parallel, micro_batches)[rank]) / each
+    if parallel.schedule == "zb_h1":
+        first = (each - 1) * ranks + ranks - 1 - rank
+        return min(first + 1 + rank, each * micro_batches) / each
+    if each > 1:
+        return min((each - 1) * ranks + 2 * (ranks - 1 - rank) + 1, each * micro_batches) / each
+    return max(1, min(ranks - rank, micro_batches))
+
+
+def most_live(own: list[Instruction]) -> int:
+    """The most micro-batches of a stage that a rank keeps at a time, over its stages."""
+    live = accumulate({FORWARD: 1, INPUTS: 0}.get(it.kind, -1) for it in own)
+    return max(live, default=0)
+
+
+class Slot(NamedTuple):
+    """When a rank executes an instruction, in the units of the given costs."""
+
+    rank: int
+    it: Instruction
+    begin: float
+    end: float
+
+
+def timeline(table: Table, stages_per_rank: int, forward: float = 1.0, backward: float = 2.0) -> list[Slot]:
+    """When each instruction is executed if messages take no time.
+
+    Args:
+        forward, backward: times of all layers of a rank for one micro-batch.
+    """
+    stages, found, ready = len(table) * stages_per_rank, list[Slot](), dict[Instruction, float]()
+    clock, at = [0.0] * len(table), [0] * len(table)
+    cost = {FORWARD: forward / stages_per_rank, BACKWARD: backward / stages_per_rank}
+    cost[INPUTS] = cost[WEIGHTS] = cost[BACKWARD] / 2
+    while any(place < len(own) for place, own in zip(at, table, strict=True)):
+        for rank, own in enumerate(table):
+            while at[rank] < len(own) and _needs(own[at[rank]], stages) <= ready.keys():
+                it = own[at[rank]]
+                begin = max([clock[rank], *(ready[each] for each in _needs(it, stages))])
+                clock[rank] = ready[it.result] = begin + cost[it.kind]
+                found.append(Slot(rank, it, begin, clock[rank]))
+                at[rank] += 1
+    return found
+
+
+def bubble(slots: list[Slot]) -> float:
+    """Time of a step beyond the work of a rank, of equal ranks."""
+    return max(slot.end for slot in slots) - sum(slot.end - slot.begin for slot in slots if slot.rank == 0)
+
+
+def bubble_factor(parallel: HasSchedule, micro_batches: int) -> float:
+    """The bubble over that of 1F1B with one stage per rank, p - 1 micro-batches. A backward pass takes twice a forward
+    pass, and half of it are gradients of weights."""
+    if is_file(parallel.schedule):
+        slots = timeline(table_of(parallel, micro_batches), parallel.stages_per_rank)
+        return bubble(slots) / (3 * (parallel.pipeline - 1))
+    return (1 / 3 if parallel.schedule == "zb_h1" else 1) / parallel.stages_per_rank

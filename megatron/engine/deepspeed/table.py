@@ -1,0 +1,201 @@
+"""Executes a table of instructions (`config.arithmetic.pipelines`) in the place of DeepSpeed's pipeline schedule.
+
+DeepSpeed's pipeline engine has one stage per rank and blocking messages. Here a rank may have several stages, and
+messages are asynchronous. Everything else stays DeepSpeed's: a pass's precision and scale, sums of gradients over
+micro-batches and replicas, copies of tied weights, the optimizer. Shapes follow from the batch, so none are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
+
+from megatron.config.arithmetic.pipelines import BACKWARD as B
+from megatron.config.arithmetic.pipelines import FORWARD as F
+from megatron.config.arithmetic.pipelines import (
+    WEIGHTS,
+    Instruction,
+    Message,
+    Round,
+    forward_only,
+    is_split,
+    rounds,
+    table_of,
+)
+from megatron.parallel.layers.later import LaterGradients, Waiting, accumulate
+from megatron.parallel.messages.account import phase
+from megatron.worker.beacon import BACKWARD, FORWARD, OPTIMIZER, REDUCE, Beacon
+
+from .pipeline_schedule import Look
+from .stages import Pipeline, stream_buffers
+
+Feed = Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
+Place = tuple[int, int]  # stage, micro-batch
+Arriving = list[tuple[Tensor, Any]]  # tensors, and their messages
+
+
+class TableExecutor:
+    """One rank's part of all tables of a run.
+
+    Args:
+        engine: DeepSpeed's pipeline engine around `pipeline`.
+    """
+
+    def __init__(self, engine: Any, pipeline: Pipeline, beacon: Beacon) -> None:
+        self._engine, self._pipeline, self._beacon = engine, pipeline, beacon
+        self._axis, self._config = pipeline.plan.mesh.pipeline, pipeline.plan.config
+        self._stages = len(pipeline.parts) - 1
+        self._known: dict[tuple[str, int], list[Round]] = {}
+        # DeepSpeed divides a gradient by the number of micro-batches where it thinks that the loss is
+        engine.is_last_stage = lambda: pipeline.stage == self._stages - 1
+        self._later: LaterGradients | None = None
+        if is_split(self._config.parallel, engine.gradient_accumulation_steps()):
+            self._later = LaterGradients()
+            self._later.use_in(pipeline)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._inputs: dict[Place, Arriving] = {}
+        self._gradients: dict[Place, Arriving] = {}
+        self._kept: dict[Place, tuple[tuple[Tensor, ...], Any]] = {}  # inputs and outputs of forward passes
+        self._made: dict[Instruction, tuple[Tensor, ...]] = {}  # what is about to be sent
+        self._waiting: dict[Place, Waiting] = {}  # factors of gradients of weights
+        self._sent: Arriving = []
+
+    def train(self, feed: Feed, micro_batches: int, sizes: tuple[int, int], look: Look | None) -> None:
+        """A step: all passes, the sums of gradients, and the update.
+
+        Args:
+            feed: inputs and labels of each micro-batch.
+            sizes: samples of a micro-batch, and positions of each that this rank has.
+        """
+        self._engine.module.train()
+        made = self._rounds("train", micro_batches)
+        self._run(made, feed, sizes, look)
+        with phase("backward"):
+            self._beacon.at(REDUCE, len(made), len(made), b"ReduceGrads")
+            self._engine._exec_reduce_tied_grads()
+            self._engine._exec_reduce_grads()
+        self._beacon.at(OPTIMIZER, len(made), len(made))
+        with phase("update"):
+            self._engine._exec_optimizer_step()
+
+    def evaluate(self, feed: Feed, micro_batches: int, sizes: tuple[int, int]) -> None:
+        """Forward passes only."""
+        self._engine.module.eval()
+        self._run(self._rounds("evaluate", micro_batches), feed, sizes, None)
+
+    def _rounds(self, use: str, micro_batches: int) -> list[Round]:
+        if (use, micro_batches) not in self._known:
+            parallel = self._config.parallel
+            table = (
+                table_of(parallel, micro_batches)
+                if use == "train"
+                else forward_only(parallel.pipeline, parallel.stages_per_rank, micro_batches)
+            )
+            self._known[use, micro_batches] = rounds(table, self._stages)
+        return self._known[use, micro_batches]
+
+    def _run(self, made: list[Round], feed: Feed, sizes: tuple[int, int], look: Look | None) -> None:
+        self._forget()
+        for number, each in enumerate(made):
+            if number and look is not None:
+                look(number, len(made))
+            it = each.instructions[self._axis.rank]
+            if it is not None:
+                self._execute(it, feed, (number + 1, len(made)))
+            for message in each.messages:
+                if message.source == self._axis.rank:
+                    self._send(message)
+                elif message.to == self._axis.rank:
+                    self._receive(message, sizes)
+            self._sent = [(tensor, work) for tensor, work in self._sent if not work.is_completed()]
+        _arrived(self._sent)
+        self._forget()
+
+    def _execute(self, it: Instruction, feed: Feed, at: tuple[int, int]) -> None:
+        forward, name = it.kind == F, f"stage {it.stage}, micro-batch {it.micro_batch}"
+        part, arriving = FORWARD if forward else BACKWARD, self._inputs if forward else self._gradients
+        messages = arriving.pop((it.stage, it.micro_batch), [])
+        self._pipeline.stage = it.stage
+        with phase("forward" if forward else "backward"):
+            if messages:
+                self._beacon.at(part, *at, f"waits for {name}".encode())
+            received = _arrived(messages)
+            self._beacon.at(part, *at, name.encode())
+            if forward:
+                self._forward(it, feed, received)
+            elif it.kind != WEIGHTS:
+                self._backward(it, received)
+            if self._later is not None and it.kind in (B, WEIGHTS):
+                self._add_to_weights((it.stage, it.micro_batch))
+
+    def _forward(self, it: Instruction, feed: Feed, inputs: tuple[Tensor, ...]) -> None:
+        training = torch.is_grad_enabled()
+        for tensor in inputs:
+            tensor.requires_grad_(training and tensor.is_floating_point())
+        if it.stage == 0:
+            inputs = next(feed)[0]
+        if it.stage == self._stages - 1:
+            next(feed)  # hands its labels to the head
+        outputs = DeepSpeedEngine.forward(self._engine, inputs)
+        if training:
+            self._kept[it.stage, it.micro_batch] = inputs, outputs
+        if it.stage < self._stages - 1:
+            self._made[it] = tuple(each.detach() for each in outputs)
+
+    def _backward(self, it: Instruction, gradients: tuple[Tensor, ...]) -> None:
+        inputs, outputs = self._kept.pop((it.stage, it.micro_batch))
+        if it.stage == self._stages - 1:
+            DeepSpeedEngine.backward(self._engine, outputs)
+        else:
+            self._accumulating(lambda: outputs[0].backward(*gradients))
+        if self._later is not None:
+            self._waiting[it.stage, it.micro_batch] = self._later.take()
+        if it.stage:
+            assert inputs[0].grad is not None
+            self._made[it.result] = (inputs[0].grad,)
+
+    def _add_to_weights(self, place: Place) -> None:
+        self._accumulating(lambda: accumulate(self._waiting.pop(place)))
+
+    def _accumulating(self, backward: Callable[[], None]) -> None:
+        """Run a backward pass as `PipelineEngine._exec_backward_pass` does on a stage without the loss."""
+        engine, narrow = self._engine, self._engine.using_bf16_optimizer
+        if narrow:
+            engine.optimizer.clear_lp_grads()
+        engine._running_engine_backward = True
+        try:
+            backward()
+        finally:
+            engine._running_engine_backward = False
+        if narrow and not engine._config.bfloat16_config.immediate_grad_update:
+            engine.optimizer.update_hp_grads(clear_lp_grads=False)
+
+    def _send(self, message: Message) -> None:
+        with phase("forward" if message.made.kind == F else "backward"):
+            for tensor in self._made.pop(message.made):
+                whole = tensor.contiguous()
+                self._sent.append((whole, dist.isend(whole, group=self._axis.group, group_dst=message.to)))
+
+    def _receive(self, message: Message, sizes: tuple[int, int]) -> None:
+        made, forward = message.made, message.made.kind == F
+        place = made.stage + (1 if forward else -1), made.micro_batch
+        if forward:
+            buffers = stream_buffers(self._pipeline.plan, self._pipeline.parts[place[0]], *sizes)
+        else:
+            buffers = [torch.empty_like(self._kept[place][1][0], memory_format=torch.contiguous_format)]
+        with phase("forward" if forward else "backward"):
+            works = [dist.irecv(each, group=self._axis.group, group_src=message.source) for each in buffers]
+        (self._inputs if forward else self._gradients)[place] = list(zip(buffers, works, strict=True))
+
+
+def _arrived(messages: Arriving) -> tuple[Tensor, ...]:
+    for _, work in messages:
+        work.wait()
+    return tuple(tensor for tensor, _ in messages)

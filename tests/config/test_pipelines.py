@@ -1,0 +1,185 @@
+"""Tables of pipeline schedules: beside torch's generators, closed forms and simulations, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed.pipelining.schedules as torch_schedules
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.config import ConfigError, resolve
+from megatron.config.arithmetic.pipelines import (
+    BACKWARD,
+    FORWARD,
+    Instruction,
+    ScheduleError,
+    Table,
+    bubble,
+    check_table,
+    forward_only,
+    interleaved,
+    live_micro_batches,
+    most_live,
+    one_forward_one_backward,
+    read_table,
+    rounds,
+    table_of,
+    timeline,
+)
+from megatron.config.sections.layout import ParallelSection
+
+SIZES = [(2, 2, 4), (2, 3, 6), (4, 2, 8), (4, 3, 16), (8, 2, 8)]  # ranks, stages per rank, micro-batches
+
+
+def words(own: list[Instruction]) -> str:
+    return " ".join(map(str, own))
+
+
+def section(**values) -> ParallelSection:
+    return ParallelSection.model_validate(values)
+
+
+def test_published_table():
+    """Two ranks with two stages each, four micro-batches."""
+    first, second = interleaved(2, 2, 4)
+    assert words(first) == "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3"
+    assert words(second) == "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3"
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb_h1"])
+@pytest.mark.parametrize(("ranks", "each", "micro_batches"), [*SIZES, (4, 1, 8)])
+def test_interleaved_is_torchs(ranks: int, each: int, micro_batches: int, schedule: str):
+    known = SimpleNamespace(
+        pp_group_size=ranks,
+        n_local_stages=each,
+        _n_microbatches=micro_batches,
+        number_of_rounds=max(1, micro_batches // ranks),
+        microbatches_per_round=micro_batches // max(1, micro_batches // ranks),
+        _num_stages=ranks * each,
+    )
+    name = {"interleaved": "ScheduleInterleaved1F1B", "zb_h1": "ScheduleInterleavedZeroBubble"}[schedule]
+    make = getattr(torch_schedules, name)._calculate_single_rank_operations
+    for rank, own in enumerate(
+        table_of(section(pipeline=ranks, stages_per_rank=each, schedule=schedule), micro_batches)
+    ):
+        assert [str(it) for it in own] == [str(action) for action in make(known, rank) if action is not None]
+
+
+@pytest.mark.parametrize(("ranks", "each", "micro_batches"), SIZES)
+def test_closed_forms(ranks: int, each: int, micro_batches: int):
+    """The bubble is (p - 1) / v micro-batches; rank r keeps ((v - 1) p + 2 (p - 1 - r) + 1) / v of them."""
+    table = interleaved(ranks, each, micro_batches)
+    check_table(table, each, micro_batches)
+    assert bubble(timeline(table, each, 1.0, 2.0)) == pytest.approx(3 * (ranks - 1) / each)
+    parallel = section(pipeline=ranks, stages_per_rank=each, schedule="interleaved")
+    for rank, own in enumerate(table):
+        assert live_micro_batches(parallel, rank, micro_batches) == most_live(own) / each
+    split = section(pipeline=ranks, stages_per_rank=each, schedule="zb_h1")
+    table = table_of(split, micro_batches)
+    check_table(table, each, micro_batches)
+    assert bubble(timeline(table, each, 1.0, 2.0)) == pytest.approx((ranks - 1) / each)  # (p - 1) (F + I - W) / v
+    for rank, own in enumerate(table):
+        assert live_micro_batches(split, rank, micro_batches) == most_live(own) / each
+    plain = one_forward_one_backward(ranks, micro_batches)
+    check_table(plain, 1, micro_batches)
+    assert bubble(timeline(plain, 1, 1.0, 2.0)) == pytest.approx(3 * (ranks - 1))
+    for rank, own in enumerate(plain):
+        assert live_micro_batches(section(pipeline=ranks), rank, micro_batches) == most_live(own)
+
+
+def test_evaluation_has_every_forward_pass_once():
+    made = rounds(forward_only(2, 2, 3), 4)
+    done = [it for each in made for it in each.instructions if it is not None]
+    assert sorted(done) == [Instruction(stage, FORWARD, micro) for stage in range(4) for micro in range(3)]
+
+
+def orders(ranks: int, each: int, micro_batches: int) -> Iterator:
+    """How often each rank may choose between instructions."""
+    return st.lists(st.integers(0, 5), min_size=4 * each * micro_batches, max_size=4 * each * micro_batches * ranks)
+
+
+def drawn_table(ranks: int, each: int, micro_batches: int, choices: list[int]) -> Table:
+    """A legal table: in turn, each rank takes one of the instructions whose inputs exist."""
+    stages, done, table = ranks * each, set[Instruction](), [list[Instruction]() for _ in range(ranks)]
+    turn = 0
+    while sum(map(len, table)) < 2 * stages * micro_batches:
+        rank, ready = turn % ranks, []
+        for stage in range(rank, stages, ranks):
+            for kind in (FORWARD, BACKWARD):
+                made = [it.micro_batch for it in done if it.stage == stage and it.kind == kind]
+                it = Instruction(stage, kind, len(made))  # in the order of the micro-batches
+                near = Instruction(stage - 1 if kind == FORWARD else stage + 1, kind, it.micro_batch)
+                own = kind == FORWARD or it._replace(kind=FORWARD) in done
+                if it.micro_batch < micro_batches and own and (near in done or not 0 <= near.stage < stages):
+                    ready.append(it)
+        if ready:
+            it = ready[choices[turn % len(choices)] % len(ready)]
+            table[rank].append(it)
+            done.add(it)
+        turn += 1
+    return table
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_order_of_instructions_is_executed(data):
+    """Each message has both ends in one round, after the instruction that makes it and before the one that needs it."""
+    ranks, each, micro_batches = data.draw(st.sampled_from([(2, 1, 3), (2, 2, 4), (3, 2, 3), (4, 1, 4)]))
+    table = drawn_table(ranks, each, micro_batches, data.draw(orders(ranks, each, micro_batches)))
+    made = check_table(table, each, micro_batches)
+    for rank, own in enumerate(table):
+        assert [it for one in made if (it := one.instructions[rank]) is not None] == own
+    sent = [message.made for one in made for message in one.messages]
+    assert len(sent) == len(set(sent)) == 2 * (ranks * each - 1) * micro_batches
+    again = "\n".join(",".join(map(str, own)) for own in table)
+    assert read_table(again, ranks) == table
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("0F0,0B0\n1F0,1B0,1F1,1B1", "rank 0: 0B1 must be there once, and is there 0 times"),
+        ("0F0,0B0,0F1,0B1,0F1\n1F0,1B0,1F1,1B1", "rank 0: 0F1 must be there once, and is there 2 times"),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1,7F0", "rank 1: 7F0 must not be there"),
+        ("0F0,0F1,0B1,0B0\n1F0,1B0,1F1,1B1", "backward passes of stage 0 must be in the order"),
+        ("0F0,0B0,0F1,0B1\n1F1,1B0,1F0,1B1", "waits for ever at 1F1|waits for ever at 0B0"),
+        ("0F0,0F1,0I0,0W0,0B1\n1F0,1B0,1F1,1I1", "rank 1: 1W1 must be there once, and is there 0 times"),
+        ("0F0,0F1,0W0,0I0,0B1\n1F0,1B0,1F1,1B1", "rank 0 waits for ever at 0W0"),
+        ("0F0,0F1,0I0,0I1,0W1,0W0\n1F0,1B0,1F1,1B1", "backward passes of stage 0 must be in the order"),
+        ("0F0,0F1,0B0,0B1", "one row per rank of the pipeline: 2, not 1"),
+        ("0F0,0F1,0X0,0B1\n1F0", "row 1: '0X0' must be a stage, F, B, I or W, and a micro-batch"),
+        ("0F99999999999999999999\n", "must be a stage, F, B, I or W"),
+    ],
+)
+def test_what_cannot_be_executed_is_refused(text: str, says: str):
+    with pytest.raises(ScheduleError, match=says):
+        check_table(read_table(text, 2), 1, 2)
+
+
+VALUES = {
+    "model": {"layers": "(attention/mlp) x4", "hidden_size": 32, "vocab_size": 96, "attention": {"heads": 4}},
+    "training": {"steps": 1, "sequence_length": 16, "micro_batch_size": 2, "global_batch_size": 4},
+    "data": {"synthetic": "copy"},
+}
+
+
+def test_a_file_is_checked_before_the_start(tmp_path: Path):
+    good, bad = tmp_path / "good.csv", tmp_path / "bad.csv"
+    good.write_text("0F0, 0F1, , 0B0, 0B1\n1F0,1B0,1F1,1B1\n")
+    bad.write_bytes(b"0F0,\xff\n1F0\n")
+    values = {**VALUES, "parallel": {"pipeline": 2, "schedule": str(good)}}
+    config = resolve(values, ranks=2)
+    assert words(table_of(config.parallel, 2)[0]) == "0F0 0F1 0B0 0B1"
+    for parallel, training, says in (
+        ({"schedule": str(bad)}, {}, "must be a table for 2 ranks"),
+        ({}, {"global_batch_size": 8}, "0B2 must be there once"),
+        ({"stages_per_rank": 2}, {}, "stages_per_rank=2 and 2 micro-batches"),
+    ):
+        changed = {**values, "parallel": {**values["parallel"], **parallel}}
+        changed["training"] = {**VALUES["training"], **training}
+        with pytest.raises(ConfigError, match=says):
+            resolve(changed, ranks=2)

@@ -1,0 +1,77 @@
+"""Any table of instructions computes what DeepSpeed's own schedule does, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config.arithmetic.pipelines import BACKWARD, Instruction, Table, interleaved, one_forward_one_backward
+from megatron.config.variants import overlay
+from tests.config.test_pipelines import drawn_table
+from tests.training import runs
+from tests.training.matrix import cases
+from tests.workers import run
+
+BF16 = {"precision": "bf16", "zero": {"stage": 1}}
+
+
+def values_of(name: str, **parallel: Any) -> dict[str, Any]:
+    case = next(case for case in cases() if case.name == name)
+    return {**case.values, "parallel": {**case.values["parallel"], **parallel}}
+
+
+def written(path: Path, table: Table) -> str:
+    path.write_text("\n".join(",".join(map(str, own)) for own in table))
+    return str(path)
+
+
+def bits(values: dict[str, Any], ranks: int) -> list:
+    found = run(ranks, runs.train, values, ranks)
+    return [(*each[:3], [(one[0].name, one[-1].tobytes()) for one in each[3]]) for each in found]
+
+
+@pytest.mark.parametrize("more", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("layers", ["(attention/mlp) x4", "(attention/mlp) (attention/moe) x3"])
+def test_our_1f1b_is_deepspeeds(layers: str, more: dict, tmp_path: Path):
+    """Dropout, tied embeddings, experts and their tables: losses, norms, the evaluation and all weights."""
+    model = {"model": {"layers": layers, "moe": {"experts": 4}}}
+    values = overlay(overlay(values_of("fp32: gpt2 on pp2"), more), model)
+    ours = overlay(values, {"parallel": {"schedule": written(tmp_path / "a.csv", one_forward_one_backward(2, 4))}})
+    assert bits(ours, 2) == bits(values, 2)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "rwkv7"])
+def test_no_schedule_changes_a_bit(architecture: str, tmp_path: Path):
+    """Interleaved, all forward passes first, and in orders that were drawn."""
+    values = values_of(f"fp32: {architecture} on pp2, two stages per rank")
+    expected = bits(values, 2)
+    forward_first = [sorted(own, key=forward_passes_first) for own in interleaved(2, 2, 4)]
+    drawn = (drawn_table(2, 2, 4, random.Random(seed).choices(range(6), k=64)) for seed in (1, 2))
+    for number, table in enumerate([forward_first, *drawn]):
+        values["parallel"]["schedule"] = written(tmp_path / f"{number}.csv", table)
+        assert bits(values, 2) == expected
+
+
+def waiting_products(values: dict, ranks: int) -> tuple[int, int]:
+    """Products of this rank that are split, and how many gradients of weights waited in a step."""
+    config, engine = runs.start(values, ranks)
+    later, counted = engine.table._later, list[int]()
+    take = later.take
+    later.take = lambda: counted.append(len(found := take())) or found
+    data = engine.mesh.data
+    engine.step(runs.local_batch(config, 0, data.rank, data.size), config.optimizer.lr)
+    split = sum(getattr(module, "linear", None) == later.linear for module in engine.module.modules())
+    return split, sum(counted)
+
+
+def test_weights_wait_in_a_split_table():
+    values = values_of("fp32: neox on pp2, zero bubble")
+    for split, waited in run(2, waiting_products, values, 2):
+        assert split == 2 * 5 and waited == 4 * split  # of two blocks, in four micro-batches
+
+
+def forward_passes_first(it: Instruction) -> tuple:
+    return it.kind == BACKWARD, -it.stage if it.kind == BACKWARD else it.stage
