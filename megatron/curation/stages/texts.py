@@ -16,9 +16,11 @@ from megatron.config.section import Section, key
 from ..other_signals import RUNS, collapsed
 from .contract import Removed, StageKind, Work
 
+# Dots before an address are no part of it. It ends with its last letter, whatever follows: "a@b.org_", "a@b.org是".
 EMAIL = re.compile(
-    r"(?<![\w.+-])[\w+-]+(?:\.[\w+-]+)*@(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.)+[A-Za-z]{2,63}\b"
+    r"(?<![\w.+-])(\.*)[\w+-]+(?:\.+[\w+-]+)*\.*@(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.)+[A-Za-z]{2,63}"
 )
+LONGEST = 1 << 16  # length of a run that a recipe may name
 IP = re.compile(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?!\.?\d)")
 
 
@@ -48,8 +50,8 @@ def _collapse(options: CollapseSection) -> Work:
 
 def _collapse_rules(options: CollapseSection, path: str, where: str) -> Iterable[Problem]:
     for character, length in options.runs.items():
-        if len(character) != 1 or length < 2:
-            rule = f"{path}.runs must give single characters a length of at least 2"
+        if len(character) != 1 or not 2 <= length <= LONGEST:
+            rule = f"{path}.runs must give single characters a length of 2 to {LONGEST:,}"
             yield Problem(f"{path}.runs", rule, "write '-': 10, for example", {character: length}, where)
 
 
@@ -61,7 +63,7 @@ def _pii(options: PiiSection) -> Work:
             return match[0]
 
     def work(document: Any) -> None:
-        text, emails = EMAIL.subn(lambda _: options.email, document.text)
+        text = EMAIL.sub(lambda match: match[1] + options.email, document.text)
         document.text = IP.sub(address, text)
 
     return work
