@@ -6,6 +6,7 @@ import bz2
 import gzip
 import io
 import lzma
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any
@@ -304,6 +305,8 @@ def _parquet(file: InputFile, source: SourceSection, limits: LimitsSection) -> I
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None  # JSON has no such numbers
     if isinstance(value, (str, int, float, bool)) or value is None:
         return value
     if isinstance(value, list):

@@ -143,6 +143,15 @@ def test_a_classifier_of_transformers_and_a_sweep_of_thresholds(bert: Path) -> N
     assert document.metadata["scores"]["classifier"]["min"] == pytest.approx(1 - scores[texts[0]]["max"], abs=1e-6)
 
 
+def test_a_score_that_is_no_number_keeps_no_document(bert: Path, tmp_path: Path, monkeypatch) -> None:
+    from megatron.curation.stages import classifier
+
+    monkeypatch.setattr(classifier, "_of_transformers", lambda options: lambda text: [0.1, math.nan])
+    for limits in ({"most": 0.5}, {"least": 0.5}):
+        with pytest.raises(ValueError, match="no number"):  # which puts it into quarantine
+            stage("classifier", model=str(bert), **limits)(Document("a b", "a"))
+
+
 def test_mistakes_about_models(bert: Path, tmp_path: Path) -> None:
     def found(name: str, **options) -> list[str]:
         kind = STAGES[name]
@@ -153,6 +162,8 @@ def test_mistakes_about_models(bert: Path, tmp_path: Path) -> None:
     assert found("classifier", model=str(bert), label="bad") == ["classifier.label"]
     assert found("classifier", model=str(bert), label="clean") == []
     assert found("classifier", model=str(bert), like=["a"]) == ["classifier.model"]
+    (tmp_path / "config.json").write_text('{"id2label": {"0": "score"}}')
+    assert found("classifier", model=str(tmp_path)) == ["classifier.model"]  # a regression: softmax gives 1
     assert found("classifier", model="absent.bin") == ["classifier.model"]
     assert found("language", keep=["en", "xx"]) == ["language.keep"]
     assert found("language", model="lid.txt") == ["language.model"]
@@ -187,6 +198,8 @@ def test_a_fasttext_model_of_both_stages(tmp_path: Path) -> None:
         str(tmp_path / "train.txt"), dim=8, epoch=60, lr=1.0, minn=1, maxn=3, bucket=2000, verbose=0, thread=1
     )
     model.save_model(str(tmp_path / "model.bin"))
+    with pytest.raises(ValueError, match="no label 'De'"):
+        stage("classifier", model=str(tmp_path / "model.bin"), label="De")(Document("a b", "a"))
     language = stage("language", model=str(tmp_path / "model.bin"), keep=["en"])
     german = stage("classifier", model=str(tmp_path / "model.bin"), label="de", most=0.5)
     for name, text in TEXTS.items():

@@ -20,6 +20,7 @@ from ..signals import normalised
 from .contract import Removed, StageKind, Work
 from .language import FASTTEXT, fasttext_model, fasttext_problems
 
+SHOWN = 8  # labels in a message
 BUCKETS = 1 << 18  # of hashed words and pairs of words
 Score = Callable[[str], list[float]]  # of each window of a text
 
@@ -110,7 +111,9 @@ def _of_fasttext(options: ClassifierSection) -> Score:
     def score(text: str) -> list[float]:
         found = probabilities(text)
         label = options.label if options.label is not None else max(found)
-        return [found.get(label, 0.0)]
+        if label not in found:
+            raise ValueError(f"the model has no label {label!r}, but {', '.join(sorted(found)[:SHOWN])}")
+        return [found[label]]
 
     return score
 
@@ -123,6 +126,8 @@ def _classifier(options: ClassifierSection) -> Work:
 
     def work(document: Any) -> Removed | None:
         windows = score(document.text)
+        if not all(map(math.isfinite, windows)):
+            raise ValueError("the model gives no number")  # and no comparison with it would remove the document
         found = {"max": max(windows), "mean": sum(windows) / len(windows), "min": min(windows)}
         document.metadata.setdefault("scores", {})[options.name] = found
         value = found[options.of]
@@ -167,6 +172,15 @@ def _folder_problems(options: ClassifierSection, path: str, where: str) -> Itera
     except (ValueError, AttributeError) as error:
         yield Problem(path, f"{path} must have a readable config.json: {error}", "save it again", options.model, where)
         return
+    if len(labels) < 2:
+        rule = f"{path} must have at least two labels: the probability of its only output is always 1"
+        yield Problem(
+            path,
+            rule,
+            "give a classifier, or keep by stored scores: keep: {signals: {record.KEY: [3, 5]}}",
+            options.model,
+            where,
+        )
     if options.label is not None and options.label not in labels:
         rule = f"the label must be one of {', '.join(map(str, labels))}"
         yield Problem(path.replace(".model", ".label"), rule, "name one of them", options.label, where)
