@@ -47,27 +47,27 @@ def shares(
     rest = 1 - sum(fixed.values())
     if rest < -1e-9 or (not free and abs(rest) > 1e-9):
         raise DataError("--budget", f"the budgets are {1 - rest:.4f} of the run's tokens", "change them, or --tokens")
-    if over := [name for name in fixed if cap is not None and fixed[name] * tokens > cap * sizes[name]]:
+    if over := [name for name, value in (budgets or {}).items() if cap is not None and value > cap * sizes[name]]:
         raise DataError(
             "--budget", f"{over[0]} would be read more than {cap:g} times", "lower its budget, or raise --cap"
         )
-    exponents = np.array([sizes[name] for name in free], np.float64)
-    wanted = (exponents / exponents.max(initial=1.0)) ** (1 / temperature)
-    limits = exponents * (cap if cap is not None else np.inf) / tokens
+    free_sizes = np.array([sizes[name] for name in free], np.float64)
+    limits = free_sizes * (cap if cap is not None else np.inf) / tokens
     if limits.sum() < rest - 1e-12:
         most = limits.sum() * tokens
         raise DataError(
             "--cap", f"the sources have {most:,.0f} tokens at {cap:g} epochs", "raise it, or lower --tokens"
         )
-    return fixed | dict(zip(free, _fill(wanted, limits, max(rest, 0.0)).tolist()))
+    return fixed | dict(zip(free, _fill(np.log(free_sizes) / temperature, limits, max(rest, 0.0)).tolist()))
 
 
-def _fill(wanted: np.ndarray, limits: np.ndarray, total: float) -> np.ndarray:
-    """Numbers in proportion to `wanted` that add up to `total`, none above its limit."""
-    found, open_ = np.zeros(len(wanted)), np.ones(len(wanted), bool)
+def _fill(logs: np.ndarray, limits: np.ndarray, total: float) -> np.ndarray:
+    """Numbers in proportion to exp(logs) that add up to `total`, none above its limit."""
+    found, open_ = np.zeros(len(logs)), np.ones(len(logs), bool)
     while open_.any():
         left = total - found[~open_].sum()
-        found[open_] = wanted[open_] * (left / wanted[open_].sum())
+        wanted = np.exp(logs[open_] - logs[open_].max())  # at a low temperature, most are 0 next to the largest of all
+        found[open_] = wanted * (left / wanted.sum())
         full = open_ & (found > limits)
         if not full.any():
             break

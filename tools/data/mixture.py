@@ -103,10 +103,14 @@ def _named(texts: list[str], what: str) -> dict[str, str]:
 
 def _sizes(texts: list[str]) -> tuple[dict[str, str], dict[str, float]]:
     """Prefixes and numbers of tokens of sources."""
+    from megatron.data.errors import DataError
     from megatron.data.token_file import TokenFile
 
     paths = _named(texts, "sources")
-    return paths, {name: float(TokenFile(path).tokens) for name, path in paths.items()}
+    sizes = {name: float(TokenFile(path).tokens) for name, path in paths.items()}
+    if empty := [name for name, size in sizes.items() if not size]:
+        raise DataError(paths[empty[0]], "it has no tokens, so no weight can be given to it", "name other files")
+    return paths, sizes
 
 
 def weigh(given: argparse.Namespace) -> dict:
@@ -181,8 +185,9 @@ def fit(given: argparse.Namespace) -> dict:
     if name not in known:
         have = f"the finished runs have {', '.join(known) or 'none'}"
         raise DataError("--validation", f"it must name a validation set of all runs, and {have}", "name one, or train")
+    runs = [run for run in runs if math.isfinite(run[1][name])]  # a run that diverged has no loss to fit
     names = sorted({source for weights, _ in runs for source in weights})
-    table = np.array([[weights.get(source, 0.0) for source in names] for weights, _ in runs])
+    table = np.array([[weights.get(source, 0.0) for source in names] for weights, _ in runs]).reshape(-1, len(names))
     table /= table.sum(axis=1, keepdims=True)
     losses = np.array([each[name] for _, each in runs])
     found = Regression.of(table, losses, given.seed)
