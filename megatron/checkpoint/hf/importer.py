@@ -189,7 +189,8 @@ def settings(
     if further:
         model["multi_token_prediction"] = _further(folder, theirs, extensions)
     values: dict[str, Any] = {"model": model, "training": {"steps": 0, "sequence_length": length}}
-    if any(str(name).endswith(SCORER) for name in theirs.architectures or ()):
+    named = theirs.architectures if isinstance(theirs.architectures, list) else []
+    if any(str(name).endswith(SCORER) for name in named):
         if theirs.num_labels != 1:
             raise CheckpointError(folder / CONFIG, f"a reward model must have num_labels 1, not {theirs.num_labels}")
         values["objective"] = {"type": "reward_model"}
