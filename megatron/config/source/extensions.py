@@ -94,10 +94,17 @@ def _listed(source: ConfigSource) -> list[str]:
 
 
 def _folders_of_code(source: ConfigSource) -> list[str]:
-    """Folders of models whose Python code a section of `model` lets run."""
-    model = source.values.get("model")
-    sections = [each for each in model.values() if isinstance(each, dict)] if isinstance(model, dict) else []
-    return [str(each.get("config")) for each in sections if each.get("trust_remote_code")]
+    """Folders of models whose Python code a mapping anywhere in the configuration lets run."""
+    found: list[str] = []
+    rest: list[Any] = [source.values]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, dict) and value.get("trust_remote_code"):
+            folder = str(value.get("config"))
+            found.append(f"./{folder}" if folder.startswith("megatron.") else folder)  # a folder is never our module
+        if isinstance(value, dict | list):
+            rest.extend(value.values() if isinstance(value, dict) else value)
+    return found
 
 
 def _check(modules: list[str], source: ConfigSource) -> None:
