@@ -193,6 +193,10 @@ def _export_whole(
 
     if name is not None:
         raise CheckpointError(out, f"the model is a class of transformers already: remove --architecture {name}")
+    if REWARD in checkpoint.tensors:
+        raise CheckpointError(
+            out, "a reward model that is a class of transformers has no form for export: score with it"
+        )
     wanted = TYPES[dtype] if dtype else type_of(checkpoint)
     read = tensor_reader(checkpoint, torch.float32)
     return Exported(out, *export_whole(config, out, wanted, limit, read))

@@ -18,6 +18,7 @@ from .facts import FactsError
 
 SMALL = 2**25  # parameters of a model that the launcher runs
 TOKENS = 8
+WIDE = 100.0  # initial products may be so small that no cap shows
 EXACT = 1e-5  # two orders of the same fp32 sums, relative to the largest logit
 
 
@@ -27,6 +28,11 @@ class Form:
 
     multiplier: float = 1.0
     softcap: float | None = None
+
+    def of(self, products: Tensor) -> Tensor:
+        """Logits of W x + b."""
+        scaled = products * self.multiplier
+        return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
 
 
 def output_of(model: PreTrainedModel) -> nn.Linear:
@@ -56,13 +62,19 @@ def probe(model: PreTrainedModel) -> Form:
     model.eval()
     inputs: list[Tensor] = []
     handle = head.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    before = [each._version for each in model.parameters()]
     try:
         tokens = (torch.arange(2 * TOKENS).view(2, TOKENS) * 7 + 3) % head.weight.shape[0]
         logits = read(model, tokens)
-        seen = inputs[-1] if inputs else logits
+        if not inputs:
+            rule = f"{type(model).__name__} must call its output layer, and does not"
+            raise FactsError(".config", rule, "use another class")
+        seen = inputs[-1]
         later = tokens.clone()
         later[:, -1] = (tokens[:, -1] + 1) % head.weight.shape[0]
         changed = read(model, later)
+        spread = torch.linspace(-WIDE, WIDE, head.weight.shape[0])
+        wide = _with_output(model, head, spread, tokens)
     except FactsError:
         raise
     except Exception as error:  # a class may raise anything
@@ -71,6 +83,9 @@ def probe(model: PreTrainedModel) -> Form:
     finally:
         handle.remove()
         model.train(was_training)
+    if before != [each._version for each in model.parameters()]:
+        rule = f"an evaluation must keep the weights, and {type(model).__name__} changes them"
+        raise FactsError(".options", rule, "set options: {rescale_every: 0} for rwkv. Or use another class")
     if seen.shape[:-1] != tokens.shape or logits.shape != (*tokens.shape, head.weight.shape[0]):
         rule = f"logits of {type(model).__name__} must be [batch, sequence, vocabulary] from its output layer"
         raise FactsError(
@@ -83,12 +98,20 @@ def probe(model: PreTrainedModel) -> Form:
             "for encoders set options: {is_decoder: true}",
         )
     plain = nn.functional.linear(seen, head.weight, getattr(head, "bias", None))
-    for form in _forms(model, plain, logits):
-        scaled = plain * form.multiplier
-        if _same(scaled if form.softcap is None else form.softcap * torch.tanh(scaled / form.softcap), logits):
+    for form in _forms(model, spread.expand_as(wide), wide):
+        if _same(form.of(plain), logits) and _same(form.of(spread).expand_as(wide), wide):
             return form
     rule = f"logits of {type(model).__name__} must be the product with its output layer, scaled or capped, and are not"
     raise FactsError(".config", rule, "use another class")
+
+
+def _with_output(model: PreTrainedModel, head: nn.Module, output_V: Tensor, tokens_BS: Tensor) -> Tensor:
+    """Logits [B, S, V] where the output layer returns this for each token."""
+    handle = head.register_forward_hook(lambda _module, _given, own: output_V.to(own.dtype).expand_as(own).clone())
+    try:
+        return read(model, tokens_BS)
+    finally:
+        handle.remove()
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
