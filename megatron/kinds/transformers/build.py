@@ -27,12 +27,16 @@ def hf_config(options: Mapping[str, Any]) -> PreTrainedConfig:
     """
     given, changes, resolved = str(options["config"]), thaw(options["options"]), thaw(options["settings"])
     path = Path(given)
+    if not options["trust_remote_code"]:
+        _refuse_code(".attention", {"attn_implementation": options["attention"]})
+        _refuse_code(".options", changes)
+        _refuse_code(".settings", resolved)
     if resolved and not options["trust_remote_code"]:
         return _of_type(str(resolved.pop("model_type", "")), PreTrainedConfig._decode_special_floats(resolved))
     if path.is_dir():
         base = _read(path, options["trust_remote_code"])
     elif path.is_file():
-        base = _from_file(path)
+        base = _from_file(path, options["trust_remote_code"])
     else:
         base = _of_type(given, {})
     allowed = {*base.to_dict(), *vars(base), *base.attribute_map}
@@ -61,6 +65,16 @@ def _refused(key: str, error: Exception) -> FactsError:
     return FactsError(key, rule, "change model.transformers.options or .config")
 
 
+def _refuse_code(key: str, values: Any) -> None:
+    """Refuse implementations by the name of a repository: transformers would run its code."""
+    for name, value in values.items() if isinstance(values, dict) else ():
+        texts = value.values() if isinstance(value, dict) else [value]
+        if str(name).endswith("implementation") and any("/" in str(each) for each in texts):
+            rule = f"{name} must be code of transformers, and not of a repository, which has the user's rights"
+            raise FactsError(key, rule, "use sdpa. Or read that code, then set trust_remote_code: true")
+        _refuse_code(key, value)
+
+
 def _read(folder: Path, trust: bool) -> PreTrainedConfig:
     try:
         values = read_json(folder / "config.json")
@@ -73,13 +87,15 @@ def _read(folder: Path, trust: bool) -> PreTrainedConfig:
             "must be true for this folder: its model is Python code in the folder, which has the user's rights",
             "read the code, then set trust_remote_code: true. Or use a model type of transformers",
         )
+    if not trust:
+        _refuse_code(".config", values)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust, local_files_only=True)
     except Exception as error:
         raise _refused(".config", error) from error
 
 
-def _from_file(path: Path) -> PreTrainedConfig:
+def _from_file(path: Path, trust: bool) -> PreTrainedConfig:
     try:
         values = read_json(path)
     except (OSError, ValueError) as error:
@@ -88,6 +104,8 @@ def _from_file(path: Path) -> PreTrainedConfig:
         raise FactsError(
             ".config", "its JSON must be an object with a model_type", "add model_type, as in a config.json"
         )
+    if not trust:
+        _refuse_code(".config", values)
     return _of_type(values["model_type"], {name: value for name, value in values.items() if name != "model_type"})
 
 
@@ -123,13 +141,28 @@ def hf_model(options: Mapping[str, Any], seed: int = 0, values: bool = True) -> 
         torch.manual_seed(site_key(seed, "transformers"))
         try:
             if options["weights"] and values:
-                return AutoModelForCausalLM.from_pretrained(
-                    options["config"], config=config, local_files_only=True, **more
-                ).train()
+                return _with_weights(options["config"], config, more).train()
             return AutoModelForCausalLM.from_config(config, **more).train()
+        except FactsError:
+            raise
         except Exception as error:  # a class may raise anything
             known = getattr(AutoModelForCausalLM, "_model_mapping", {})
             if type(config) not in known and not trust:
                 rule = f"{config.model_type} must have a class for causal language models, and transformers has none"
                 raise FactsError(".config", rule, "use another model type") from error
             raise _refused(".options" if options["options"] else ".config", error) from error
+
+
+def _with_weights(folder: str, config: PreTrainedConfig, more: dict[str, Any]) -> PreTrainedModel:
+    """The model with all weights of a folder. transformers would draw the missing ones, and say so in a warning."""
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, config=config, local_files_only=True, output_loading_info=True, **more
+    )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        rule = f"must have all weights of {type(model).__name__}, and lacks {len(missing)}, such as {missing[0]}"
+        raise FactsError(".config", rule, "give a folder with all of them, or set weights: false")
+    if set(model.get_expanded_tied_weights_keys(all_submodels=True)) - set(model.all_tied_weights_keys):
+        rule = "tie_word_embeddings must be false: the folder has several values of tied weights"
+        raise FactsError(".options", rule, "set options: {tie_word_embeddings: false}")
+    return model

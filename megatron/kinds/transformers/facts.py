@@ -41,6 +41,7 @@ class Facts:
         idle: parameters of experts that a token does not use.
         documents: whether positions that begin again keep documents of a sample apart. None: the model is too large to
             try it before processes start.
+        positions: rows of a learned table of positions. None: it has none.
         settings: the configuration of the class, as in a config.json.
     """
 
@@ -53,6 +54,7 @@ class Facts:
     matrices: int = 0
     idle: int = 0
     documents: bool | None = None
+    positions: int | None = None
     settings: dict[str, Any] = field(default_factory=dict)
 
 

@@ -21,7 +21,8 @@ from .probe import SMALL, keeps_apart, output_of, probe
 def inspect(options: dict[str, Any]) -> dict[str, Any]:
     """The facts of a model, or the key, the rule and the fix of a problem."""
     try:
-        if options["weights"]:
+        _check_settings(options)
+        if options["weights"] and not options["settings"]:  # a checkpoint needs no folder
             _check_weights(options)
         with torch.device("meta"):
             facts = facts_of_model(hf_model(options, values=False))
@@ -33,6 +34,22 @@ def inspect(options: dict[str, Any]) -> dict[str, Any]:
         return asdict(facts)
     except FactsError as error:
         return {"key": error.key, "rule": error.rule, "fix": error.fix}
+
+
+def _check_settings(options: dict[str, Any]) -> None:
+    """Options that were changed after the settings were resolved would have no effect."""
+    changes = options["options"]
+    if not changes or not options["settings"]:
+        return
+    try:
+        wanted = hf_config({**options, "settings": {}}).to_dict()
+    except FactsError:  # such as a folder that is not here
+        return
+    used = hf_config(options).to_dict()
+    for name in changes:
+        if wanted.get(name) != used.get(name):
+            rule = f"{name} must be {used.get(name)!r}, as in settings, which have precedence"
+            raise FactsError(".options", rule, "remove settings, and they are resolved again")
 
 
 def _check_weights(options: dict[str, Any]) -> None:
@@ -66,7 +83,23 @@ def facts_of_model(model: PreTrainedModel) -> Facts:
         parameters=total,
         matrices=matrices - idle,
         idle=idle,
+        positions=_positions(model),
     )
+
+
+def _positions(model: PreTrainedModel) -> int | None:
+    """Rows of the smallest table of absolute positions."""
+    rows = [
+        each.num_embeddings
+        for name, each in model.named_modules()
+        if isinstance(each, nn.Embedding)
+        and (name.rsplit(".", 1)[-1] == "wpe" or "position" in name.rsplit(".", 1)[-1])
+        and "rel" not in name.rsplit(".", 1)[-1]
+    ]
+    own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not rows:
+        return None
+    return min([*rows, own] if isinstance(own, int) and own > 0 else rows)
 
 
 def _name(parameters: dict[str, nn.Parameter], wanted: nn.Parameter) -> str:

@@ -116,8 +116,7 @@ class WholeModel(nn.Module):
             raise StartError(f"{key}: {form}") from form
         if same.rank:
             _without_memory(inner)
-        self.arguments, settings = arguments_of(inner), inner.config.get_text_config()
-        self.balance = getattr(settings, "router_aux_loss_coef", None) or 0.0
+        self.arguments, self.balance = arguments_of(inner), _factor_of_routers(inner)
         wide = (*(inner._keep_in_fp32_modules or ()), *(inner._keep_in_fp32_modules_strict or ()))
         mark(inner, layer, wide)
         self.taken = Taken(plan.factory("").dtype, plan.device)
@@ -241,6 +240,13 @@ class WholeModel(nn.Module):
     def decode(self, tokens_BS: Tensor, state: list[Any], begin: int) -> Tensor:
         """Logits [B, S, V] of tokens that follow the `begin` tokens in `state`, which grows by them."""
         return self.head.logits(self._continued(tokens_BS, state))
+
+
+def _factor_of_routers(model: PreTrainedModel) -> float:
+    """Factor of the loss of routers, which the class multiplies only where it has labels. 0: it has none."""
+    places = (model, model.config.get_text_config())
+    found = (getattr(at, name, None) for at in places for name in ("router_aux_loss_coef", "aux_loss_coef"))
+    return next((float(each) for each in found if each is not None), 0.0)
 
 
 def _one(shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -77,7 +77,8 @@ def it_can_be_built(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
 
 
 def it_is_the_whole_model(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
-    if len(at.context.blocks) != 1 or len(at.context.blocks[0].kinds) != 1 or at.context.blocks[0].recurrent:
+    (first, *others) = at.context.blocks
+    if others or len(first.kinds) != 1 or first.recurrent or at.variant:
         rule = f"{at.kind} must be the only layer of the pattern, since it is a whole model"
         yield at.problem("model.layers", rule=rule, fix=f"write layers: {at.kind}")
 
@@ -154,6 +155,46 @@ def documents_are_apart(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
         yield at.problem("data.reset_attention_at_eod", "model.layers", rule=rule, fix="remove it")
 
 
+def _settings(facts: Facts) -> Iterator[tuple[str, Any]]:
+    """Settings of the class and of the models inside it."""
+    rest = [facts.settings]
+    while rest:
+        for name, value in rest.pop().items():
+            yield name, value
+            if isinstance(value, dict):
+                rest.append(value)
+
+
+def router_losses_have_gradients(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
+    """A recomputed layer has no gradient yet when the class computes the loss of its routers."""
+    facts, key = _facts(at.options), "training.activation_checkpointing.mode"
+    if facts is None or at.context.option(key) != "full":
+        return
+    if any(name == "output_router_logits" and value for name, value in _settings(facts)):
+        rule = f"must be none: the loss of routers of {facts.class_name} has no gradient with recomputation"
+        fix = f"use none, or set model.{at.kind}.options: {{output_router_logits: false}}"
+        yield at.problem(key, ".options", rule=rule, fix=fix)
+
+
+def layers_run_on_all_ranks(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
+    """A rank that skips a layer does not gather its weights, and the other ranks wait."""
+    facts = _facts(at.options)
+    if facts is None or at.context.option("zero.stage") != 3:
+        return
+    for name, value in _settings(facts):
+        if "layerdrop" in name and value:
+            rule = f"must be at most 2: ranks skip different layers with {name}={value}"
+            yield at.problem("zero.stage", ".options", rule=rule, fix=f"set options: {{{name}: 0.0}}, or zero.stage: 2")
+
+
+def positions_are_in_the_table(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
+    facts, length = _facts(at.options), at.config.training.sequence_length
+    if facts is not None and facts.positions is not None and length > facts.positions:
+        rule = f"must be at most {facts.positions}, the positions that {facts.class_name} has learned vectors of"
+        fix = "use shorter sequences, or set options: {max_position_embeddings: ...}"
+        yield at.problem("training.sequence_length", ".options", rule=rule, fix=fix)
+
+
 def adapters_need_names(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
     if at.context.option("adapter.type") not in (None, "none"):
         rule = f"must be none with layers: {at.kind}: its linear layers are not ours"
@@ -169,7 +210,17 @@ KIND = LayerKind(
     layer="megatron.kinds.transformers.layer:Trunk",
     whole="megatron.kinds.transformers.model:WholeModel",
     stack=stack,
-    rules=(it_can_be_built, it_is_the_whole_model, no_other_model, limits, documents_are_apart, adapters_need_names),
+    rules=(
+        it_can_be_built,
+        it_is_the_whole_model,
+        no_other_model,
+        limits,
+        documents_are_apart,
+        router_losses_have_gradients,
+        layers_run_on_all_ranks,
+        positions_are_in_the_table,
+        adapters_need_names,
+    ),
     keeps_fp32=False,
     draws=lambda options: True,
     mixes_samples=lambda options: False,

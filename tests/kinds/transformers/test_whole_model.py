@@ -4,9 +4,11 @@ exports, and refused settings."""
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatron.checkpoint import open_checkpoint
@@ -14,11 +16,13 @@ from megatron.checkpoint.hf.export import export
 from megatron.checkpoint.hf.verify import prove
 from megatron.checkpoint.save.store import find_checkpoint
 from megatron.config import ConfigError, resolve
+from megatron.config.frozen import thaw
 from megatron.model.generate import Sampling, generate
 from megatron.model.stack import ModelPlan, build_model, make_model
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.layout.mesh import Mesh
 from megatron.testing import check_layouts, on_ranks, train_on_ranks
+from megatron.worker.place import StartError
 from tests.kinds.transformers.steps import by_engine, by_torch, differences, values_of
 from tests.kinds.transformers.tiny import tiny
 
@@ -92,6 +96,36 @@ def test_weights_of_a_folder_are_the_start(tmp_path):
         assert torch.allclose(model.logits(tokens), again(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
+def test_folders_without_a_weight_are_refused(tmp_path):
+    build_model(resolve(values_of("llama", tiny("llama")))).as_saved(torch.float32).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(StartError, match=r"lacks 1, such as model\.norm\.weight"):
+        build_model(resolve(values_of(str(tmp_path), {}, weights=True)))
+
+
+def test_settings_need_no_folder_and_have_precedence(tmp_path):
+    folder = tmp_path / "theirs"
+    build_model(resolve(values_of("llama", tiny("llama")))).as_saved(torch.float32).save_pretrained(folder)
+    config = resolve(values_of(str(folder), {}, weights=True))
+    settings = thaw(config.model.model_dump()["transformers"]["settings"])
+    shutil.rmtree(folder)
+    build_model(resolve(values_of(str(folder), {}, weights=True, settings=settings)), values=False)
+    with pytest.raises(ConfigError, match="num_hidden_layers must be 2, as in settings"):
+        resolve(values_of("llama", {**tiny("llama"), "num_hidden_layers": 3}, settings=settings))
+
+
+@pytest.mark.parametrize("name, factor", (("dbrx", 0.01), ("jetmoe", 0.01), ("qwen3_moe", 0.001), ("llama", 0.0)))
+def test_the_loss_of_routers_has_the_factor_of_the_class(name, factor):
+    assert build_model(resolve(values_of(name, tiny(name)))).balance == factor
+
+
+def test_a_cap_is_found_where_initial_logits_are_tiny():
+    model = build_model(resolve(values_of("gemma2", {**tiny("gemma2"), "initializer_range": 1e-4})))
+    assert model.head.options.softcap == 30
+
+
 def test_text_is_that_of_transformers():
     model = build_model(resolve(values_of("gemma2", tiny("gemma2")))).eval()
     prompt = torch.tensor([[3, 1, 4, 1, 5]])
@@ -126,6 +160,43 @@ WRONG = {
         "mode must be none or full",
         "use full",
     ),
+    "a variant": (
+        {},
+        {"model": {"layers": "transformers@x", "hidden_size": 32, "vocab_size": 96, "variants": {"x": {}}}},
+        "must be the only layer",
+        "layers: transformers",
+    ),
+    "code of a repository": ({"attention": "some/kernel"}, {}, "attn_implementation must be code of", "trust_remote"),
+    "nested code of a repository": (
+        {"options": {**tiny("qwen3"), "attn_implementation": {"": "some/kernel"}}},
+        {},
+        "attn_implementation must be code of",
+        "trust_remote",
+    ),
+    "routers": (
+        {"config": "qwen3_moe", "options": {**tiny("qwen3_moe"), "output_router_logits": True}},
+        {"training": {"activation_checkpointing": {"mode": "full"}}},
+        "the loss of routers of Qwen3MoeForCausalLM has no gradient",
+        "output_router_logits: false",
+    ),
+    "layers that ranks skip": (
+        {"config": "opt", "options": {**tiny("opt"), "layerdrop": 0.1}},
+        {"zero": {"stage": 3}},
+        "ranks skip different layers",
+        "layerdrop: 0.0",
+    ),
+    "positions": (
+        {"config": "gpt2", "options": tiny("gpt2")},
+        {"training": {"sequence_length": 65}},
+        "must be at most 64, the positions that GPT2LMHeadModel",
+        "max_position_embeddings",
+    ),
+    "weights that evaluations change": (
+        {"config": "rwkv", "options": {**tiny("rwkv"), "rescale_every": 1}},
+        {},
+        "an evaluation must keep the weights",
+        "rescale_every: 0",
+    ),
     "two models": ({}, {"model": {"layers": "transformers x2"}}, "must be the only layer", "layers: transformers"),
 }
 
@@ -153,6 +224,11 @@ def test_code_of_a_folder_does_not_run(tmp_path):
         resolve(values_of(str(tmp_path), {}))
     with pytest.raises(ConfigError, match="--extensions"):  # in a file that somebody else wrote
         resolve(values_of(str(tmp_path), {}, trust_remote_code=True), whose="a checkpoint")
+    values = values_of("qwen3", tiny("qwen3"))
+    values["model"] |= {"layers": "transformers@x", "hidden_size": 32, "vocab_size": 96}
+    values["model"]["variants"] = {"x": {"config": str(tmp_path), "trust_remote_code": True, "options": {}}}
+    with pytest.raises(ConfigError, match="--extensions"):
+        resolve(values, whose="a checkpoint")
     assert not (tmp_path / "ran").exists()
 
 
