@@ -239,12 +239,26 @@ class SyntheticPlan:
             DataError: the source returns an invalid sample.
         """
         found = self.made.sample(number)
-        self._check(number, found)
+        self._check(f"sample {number}", found, self.columns)
         if found.begins is None and self.targets.marks_documents:
             found = replace(found, begins=self.one_document)
         return self.targets.of(found)
 
-    def _check(self, number: int, found: Sample) -> None:
+    def probe(self, number: int, columns: tuple[str, ...]) -> Sample:
+        """The probe of sample n, with numbers of each label by these names.
+
+        Raises:
+            DataError: the source has no probes, or returns an invalid one.
+        """
+        made = getattr(self.made, "probe", None)
+        if made is None:
+            fix = "use data.synthetic=rated, or give your source the method probe"
+            raise DataError("data.synthetic", f"{self.name} has no probes, which the objective reads", fix)
+        found = made(number)
+        self._check(f"probe {number}", found, columns)
+        return found
+
+    def _check(self, what: str, found: Sample, columns: tuple[str, ...]) -> None:
         length, wrong = len(self.one_document), None
         if found.tokens.shape != (length,) or found.tokens.dtype != np.int64:
             wrong = f"must have tokens int64 [{length}]: {found.tokens.dtype} {list(found.tokens.shape)}"
@@ -255,12 +269,13 @@ class SyntheticPlan:
             wrong = f"must have weights [{length - 1}], and `masked` say so: {list(found.weights.shape)}"
         elif found.begins is not None and found.begins.shape != (length,):
             wrong = f"must say of {length} tokens whether a document begins there: {list(found.begins.shape)}"
-        for name in self.columns:
+        for name in columns:
             column = (found.columns or {}).get(name)
             if column is None or column.shape != (length - 1,) or column.dtype != np.float32:
                 wrong = f"must have the column {name!r}, float32 [{length - 1}], which the objective reads"
         if wrong:
-            raise DataError("data.synthetic", f"sample {number} of {self.name} {wrong}", "fix its method sample")
+            fix = f"correct its files, or its method {what.split()[0]}"
+            raise DataError("data.synthetic", f"{what} of {self.name} {wrong}", fix)
 
     def uses(self) -> list[SourceUse]:
         return []

@@ -7,7 +7,7 @@ import os
 import resource
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -173,6 +173,7 @@ def _observed(config: Config, mesh: Mesh, batch: Batches | None, labels: Labels,
     engine = build_engine(config, mesh, "cpu", values=batch is not None, teacher=teacher)
     if batch is None:
         _count_labels(engine)
+        _blank_probes(engine)
     labels.of_engine(engine.deepspeed.module)
     start = ledger.peak
     # As a run does before its first step, it gives the optimizer its states.
@@ -220,6 +221,20 @@ def _count_labels(engine: Any) -> None:
         return torch.ones(()) if found is None else found
 
     engine._scale = counted
+
+
+def _blank_probes(engine: Any) -> None:
+    """Replace the samples that a step reads before it by ones without values, of the same shapes."""
+    part = engine.parts.get("probes")
+    if part is None:
+        return
+
+    def blank(batch: StepBatch) -> StepBatch:
+        shape = batch.labels.shape
+        columns = {name: torch.zeros(shape) for name in part.objective.columns_of_probes}
+        return replace(batch, loss_mask=torch.ones(shape), columns=columns)
+
+    part.probes_of = blank
 
 
 def _checkpoint(engine: Any) -> tuple[dict[str, int], int]:

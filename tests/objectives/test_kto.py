@@ -16,11 +16,14 @@ from megatron.config import ConfigError, resolve
 from megatron.config.problems import UserError
 from megatron.data.errors import DataError
 from megatron.data.loader import build_loader
+from megatron.data.plan import SyntheticPlan
+from megatron.data.plan_builder import build_plan
 from megatron.data.preferences.answers import Answers
 from megatron.data.preferences.rated import mismatches, read_rewards
 from megatron.objectives.kto.objective import KTO
 from megatron.parallel.layers.label_costs import Labels, LabelsLoss
 from megatron.parallel.layout.mesh import ALONE
+from megatron.rehearsal.rank import rehearse_rank
 from megatron.testing.layouts import check_layouts
 from megatron.testing.runs import train_on_ranks
 from tests.data.make import write_documents
@@ -225,6 +228,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
     assert "it has 2 documents, answers has 5" in refused(
         mismatched=str(tmp_path / "few"), mismatched_labels=None, mismatched_reference=str(_zeros(tmp_path, 9))
     )
+    assert "both files of answers must have labels" in refused(mismatched_labels=None)
     assert "must have one number for each of 5 documents" in refused(rewards=str(tmp_path / "short.npy"))
     assert "must be finite" in refused(rewards=str(tmp_path / "nan.npy"))
     assert "must have 5 documents of one number" in refused(rewards=str(tmp_path / "pairs"))
@@ -235,3 +239,23 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
 def _zeros(folder: Path, tokens: int) -> Path:
     np.save(folder / "zeros.npy", np.zeros(tokens, np.float32))
     return folder / "zeros.npy"
+
+
+def test_probes_are_checked_as_samples_are(tmp_path):
+    """An id beyond the vocabulary would have no row in any rank's part of the embedding."""
+    plan = build_plan(resolve({**SHAPE, "objective": {"type": "kto"}, "data": rated(tmp_path)}))
+    assert isinstance(plan, SyntheticPlan)
+    columns = KTO.columns_of_probes
+    assert set(plan.probe(0, columns).columns or {}) == set(columns)
+    plan.vocabulary = 4
+    with pytest.raises(DataError, match="probe 0 of rated must have ids below model.vocab_size = 4"):
+        plan.probe(0, columns)
+    plan = build_plan(resolve({**SHAPE, "data": {"synthetic": "copy"}}))
+    assert isinstance(plan, SyntheticPlan)
+    with pytest.raises(DataError, match="copy has no probes"):
+        plan.probe(0, columns)
+
+
+def test_a_rehearsal_needs_no_values_of_probes(tmp_path):
+    values = {**SHAPE, "objective": {"type": "kto"}, "data": rated(tmp_path)}
+    assert rehearse_rank(resolve(values), 1, 0).peak > 0

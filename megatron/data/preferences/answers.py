@@ -40,10 +40,18 @@ class Answers:
         return self.tokens.sizes.astype(np.int64)
 
     def counts(self, document: int) -> np.ndarray:
-        """Whether each token of a document is a label that counts. The first one follows from another document."""
+        """Whether each token of a document is a label that counts. The first one follows from another document.
+
+        Raises:
+            DataError: a label is neither its token nor masked.
+        """
         found = np.ones(int(self.tokens.sizes[document]), bool)
         if self.labels is not None:
-            found = self.labels[document] != IGNORED
+            labels, tokens = self.labels[document], self.tokens[document]
+            found = labels != IGNORED
+            if (wrong := found & (labels != tokens)).any():
+                rule = f"a label of document {document} ({labels[wrong][0]}) is neither {IGNORED} nor its token"
+                raise DataError(self.labels.bin_path, rule, "make the label file from the same tokens")
         found[:1] = False
         return found
 

@@ -62,6 +62,9 @@ class Rated:
                 rule = f"it has {len(mismatched)} documents, answers has {len(answers)}"
                 raise DataError(mismatched.path, rule, "make it from these answers by deepy data mismatch")
             check_lengths(mismatched.sizes, length, "mismatched answers")
+            if (mismatched.labels is None) != (answers.labels is None):
+                fix = "give answers_labels and mismatched_labels, or neither"
+                raise DataError(mismatched.path, "both files of answers must have labels, which mask prompts", fix)
 
     @classmethod
     def build(cls, config: Config, name: str) -> Self:
@@ -130,12 +133,12 @@ def write_mismatched(
         DataError: an input cannot be used, or an output is there already.
     """
     given, marks = Answers(answers, labels), f"{prefix_of(output)}_labels"
+    assert given.labels is not None
     for prefix in (output, marks):
         keep_others(prefix_of(prefix))
-        keep_inputs([with_ending(prefix_of(prefix), ".bin")], [given.tokens.bin_path])
+        keep_inputs([with_ending(prefix_of(prefix), ".bin")], [given.tokens.bin_path, given.labels.bin_path])
         if (index := with_ending(prefix_of(prefix), ".idx")).exists() and not overwrite:
             raise DataError(index, "it must not exist yet", "use another --output, or --overwrite")
-    assert given.labels is not None
     with TokenFileWriter(output, given.tokens.dtype) as ids, TokenFileWriter(marks, np.int32) as targets:
         for prompt, answer, partner in mismatches(given):
             room = None if longest is None else max(0, longest - len(prompt))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron.data.batch import StepBatch
+from megatron.data.errors import DataError
 from megatron.data.loader import batch_of
 from megatron.data.plan import SyntheticPlan
 from megatron.data.plan_builder import build_plan
@@ -29,25 +30,39 @@ class Probes(EnginePart):
 
     def attach(self, engine: BaseEngine) -> None:
         self.engine, self.objective = engine, objective_of(engine.config)
-        plan = build_plan(engine.config)
-        if not isinstance(plan, SyntheticPlan):
-            raise ValueError("probes need a source of samples")
-        self.probe = plan.made.probe  # type: ignore[attr-defined]
         heads = (each for each in engine.module.modules() if isinstance(each, Head))
         self.loss = next((each.of_labels for each in heads), None)
 
+    @cached_property
+    def plan(self) -> SyntheticPlan:
+        """Opened by the first step: an evaluation of the run's checkpoints needs no files of training.
+
+        Raises:
+            DataError: the samples are not those of a source.
+        """
+        plan = build_plan(self.engine.config)
+        if not isinstance(plan, SyntheticPlan):
+            fix = "use data.synthetic=rated, or a source of your own with the method probe"
+            raise DataError("data.synthetic", "the objective must have a source with probes", fix)
+        return plan
+
+    def probes_of(self, batch: StepBatch) -> StepBatch:
+        """The probes of a batch. A rehearsal, whose tensors have no values, has blank ones in their place."""
+        numbers = batch.sample_ids.numpy()
+        columns = self.objective.columns_of_probes
+        samples = [self.plan.probe(int(number), columns) for number in numbers.flat]
+        return batch_of(batch.step, samples, numbers, 0, True, columns)
+
     @torch.no_grad()
     def before_passes(self, batch: StepBatch) -> None:
-        numbers = batch.sample_ids.numpy()
-        samples = [self.probe(int(number)) for number in numbers.flat]
-        probes = batch_of(batch.step, samples, numbers, 0, True, self.objective.columns_of_probes)
+        probes = self.probes_of(batch)
         readers = [partial(self._read, probes, index) for index in range(probes.accumulation)]
         found: list[dict[str, Tensor]] = self.engine.read(probes, readers)  # type: ignore[attr-defined]
         if self.loss is None:
             return
         names, data = sorted(found[0]), self.engine.mesh.data
         sums = torch.stack([torch.cat([each[name] for each in found]).sum(dtype=torch.float64) for name in names])
-        means = all_reduce(sums, data) / (numbers.size * data.size)
+        means = all_reduce(sums, data) / (batch.sample_ids.numel() * data.size)
         self.loss.known = dict(zip(names, means))
 
     def _read(self, probes: StepBatch, index: int, head: Head, x_BSH: Tensor) -> dict[str, Tensor]:
@@ -56,8 +71,7 @@ class Probes(EnginePart):
 
         assert probes.loss_mask is not None
         weights_BS, labels_BS = own(probes.loss_mask), own(probes.labels)
-        counts_BS = weights_BS != 0
-        log_p_BS = torch.zeros(labels_BS.shape, dtype=wide_type(x_BSH.dtype), device=x_BSH.device)
-        log_p_BS[counts_BS] = head.scores(x_BSH[counts_BS], labels_BS[counts_BS])[0].to(log_p_BS.dtype)
+        log_p_N = head.scores(x_BSH.flatten(0, 1), labels_BS.flatten())[0]  # all: the host need not wait for a count
+        log_p_BS = log_p_N.view_as(labels_BS).to(wide_type(x_BSH.dtype))
         columns = {name: own(each) for name, each in probes.columns.items()}
         return dict(self.objective.of_probes(Labels(log_p_BS, weights_BS, columns, self.objective.sequences)))
