@@ -110,11 +110,6 @@ class Architecture:
     older: Callable[[dict[str, Any]], dict[str, Any]] = lambda settings: {}
 
     @property
-    def scorer(self) -> str:
-        """Name of the class with one output, as which transformers opens a reward model."""
-        return self.class_name.removesuffix("ForCausalLM") + SCORER
-
-    @property
     def blocks(self) -> tuple[str, ...]:
         """The patterns of its layers, without variants."""
         return tuple(self.layers.blocks)

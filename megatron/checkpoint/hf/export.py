@@ -12,8 +12,8 @@ from functools import reduce
 from pathlib import Path
 
 import torch
-import transformers
 from transformers import GenerationConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from megatron.config import Config, config_hash
 from megatron.config.arithmetic.batches import batches_of
@@ -149,9 +149,11 @@ def export(
     if kept is not None and kept.model_type != architecture.name:
         kept, same = None, False
     if REWARD in checkpoint.tensors:
-        if not hasattr(transformers, architecture.scorer):
-            raise CheckpointError(out, f"transformers must have {architecture.scorer}, to open a reward model as it")
-        theirs.architectures, theirs.num_labels = [architecture.scorer], 1
+        scorer = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(architecture.name)
+        if scorer is None:
+            rule = f"transformers has no class of {architecture.name} with one output, as which a reward model opens"
+            raise CheckpointError(out, rule)
+        theirs.architectures, theirs.num_labels = [scorer], 1
     wanted = TYPES[dtype] if dtype else type_of(checkpoint)
     if kept is None or str(wanted) != f"torch.{kept.dtype}":
         theirs.dtype = wanted
@@ -172,6 +174,7 @@ def export(
             progress(file)
             files.append(file)
         notes = _beside(draft, config, theirs, kept, same)
+        notes += _unskipped(theirs, config) if REWARD in checkpoint.tensors else []
         version, reason = least_version(architecture, config.model)
         notes += [f"needs transformers {version}: {reason}"] if reason else []
         notes += [f"skipped: {len(left_out)} tensors of modules that predict further tokens"] if left_out else []
@@ -231,6 +234,18 @@ def _beside(draft: Path, config: Config, theirs: PreTrainedConfig, kept: Compani
         *notes,
         f"the run reads another tokenizer than the imported model, or its file is gone. Not kept: {gone}",
         *(line for line in kept.changed(theirs) if not line.startswith(IDS)),
+    ]
+
+
+def _unskipped(theirs: PreTrainedConfig, config: Config) -> list[str]:
+    """Have transformers read a reward model's value at the end of a document. It takes `pad_token_id` for filler."""
+    ends = theirs.eos_token_id if isinstance(theirs.eos_token_id, list) else [theirs.eos_token_id]
+    pad = theirs.pad_token_id
+    if pad is None or pad not in (*ends, config.tokenizer.eod_id):
+        return []
+    theirs.pad_token_id = None
+    return [
+        f"pad_token_id={pad} is removed, since it ends documents, where values are read: batches need another filler"
     ]
 
 
