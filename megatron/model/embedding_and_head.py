@@ -250,7 +250,12 @@ class Head(nn.Module):
 
         All t tensor parallel ranks compute it, and each has a share of 1/t in the gradient. The head's input and its
         weight sum up the shares.
+
+        Raises:
+            ValueError: the batch is not one of pairs.
         """
+        if not columns:
+            raise ValueError("a reward model has a loss of pairs only: it scores answers (deepy reward)")
         values_BS, before = self.values_at(enter(self.norm(x_BsH), self.mesh)), objective.sums
         signed_BS, loss = objective.weights(-values_BS.detach(), weights_BS, columns, self.context.axis)
         if not self.training:
@@ -398,13 +403,17 @@ def embedding_counts(model: ModelSection) -> Counts:
     return total
 
 
-def head_counts(model: ModelSection) -> Counts:
+def head_counts(model: ModelSection, scores: bool = False) -> Counts:
     """Costs of the head. With tied embeddings the embedding counts the parameters of the matrix.
 
     The loss keeps the gradient of its input, and no logits.
+
+    Args:
+        scores: the head has one output (`Objective.scores`).
     """
-    H, matrix = model.hidden_size, model.vocab_size * model.hidden_size
-    own = (0 if model.embedding.tied else matrix) + (model.vocab_size if model.head.bias else 0)
+    H, matrix = model.hidden_size, model.hidden_size * (1 if scores else model.vocab_size)
+    own = matrix if scores or not model.embedding.tied else 0
+    own += model.vocab_size if model.head.bias and not scores else 0
     norm = final_norm(model)
     return Counts(own + norm_parameters(norm, H), flops=2 * matrix, activations=norm_activations(norm, H) + H)
 

@@ -29,9 +29,10 @@ def stage_bounds(config: Config) -> list[int]:
             for index, block in enumerate(blocks)
         ]
         first = embedding_counts(config.model).parameters
-        model = config.model
-        last = head_counts(model).parameters + multi_token_counts(model, config.training.sequence_length).parameters
-        last += first if model.embedding.tied or model.further_blocks else 0
+        model, scores = config.model, objective_of(config).scores
+        last = head_counts(model, scores).parameters
+        last += multi_token_counts(model, config.training.sequence_length).parameters
+        last += first if (model.embedding.tied and not scores) or model.further_blocks else 0
         core = core_of(blocks) or range(1)
         together = [*sizes[: core.start], sum(sizes[core.start : core.stop]), *sizes[core.stop :]]
         counts = balanced(together, stages, first, last)

@@ -209,7 +209,7 @@ class Shapes:
         if place == 0:
             counts, module = embedding_counts(model), plan.embedding()
         elif head:
-            counts = head_counts(model) + multi_token_counts(model, length)
+            counts = head_counts(model, objective_of(self.config).scores) + multi_token_counts(model, length)
             module = plan.head(plan.tokens() if plan.head_embeds else None)
         else:
             counts, module = block_counts(model, model.blocks[place - 1], length, place - 1), plan.block(place - 1)

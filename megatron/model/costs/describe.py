@@ -59,7 +59,7 @@ def layers(config: Config) -> list[LayerCosts]:
     counts = [
         embedding_counts(model),
         *(block_counts(model, block, config.training.sequence_length, index) for index, block in enumerate(blocks)),
-        head_counts(model) + replace(further, flops=0),
+        head_counts(model, objective_of(config).scores) + replace(further, flops=0),
     ]
     names = ["embedding", *(f"layers.{index}" for index in range(len(blocks))), "head"]
     kinds = ["embedding", *map(str, blocks), "head"]
