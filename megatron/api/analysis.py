@@ -167,11 +167,18 @@ class OpenModel:
         """The value of a text's last token under a reward model (`objective.type: reward_model`).
 
         Raises:
-            ValueError: the model is no reward model, or the text has no token.
+            ValueError: the model is no reward model, or the text has no token, more than the model has positions for,
+                or ids beyond the vocabulary.
         """
-        if not len(tokens):
+        own, model = np.asarray(tokens, np.int64), self.config.model
+        if not len(own):
             raise ValueError("a text must have a token")
-        ids = torch.from_numpy(np.asarray(tokens, np.int64))[None].to(self._device)
+        if own.min() < 0 or own.max() >= model.vocab_size:
+            raise ValueError(f"ids must be below {model.vocab_size}, not {own.min()} ... {own.max()}")
+        most = model.embedding.max_positions if model.embedding.position == "learned" else None
+        if most is not None and len(own) > most:
+            raise ValueError(f"a text must have at most {most} tokens, not {len(own)}: the model has no more positions")
+        ids = torch.from_numpy(own)[None].to(self._device)
         weights, named = self._inputs(ids)
         values = self.model(ids, ids, weights, **named, reader=lambda head, x: head.values_at(x))
         return float(values[0, -1])

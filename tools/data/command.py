@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron.config import ConfigError
 from megatron.config.file_access import OutputError
+from megatron.config.problems import UserError
 from megatron.data.errors import DataError
 from megatron.data.provenance import config_file
 from megatron.data.skipped_batches import LeftOut
@@ -47,7 +47,7 @@ def run_tool(
 def _run(options: argparse.Namespace, main: Callable[[argparse.Namespace], Any], show: Callable[[Any], None]) -> int:
     try:
         result = main(options)
-    except (DataError, ConfigError, OutputError, OSError) as error:
+    except (UserError, OutputError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -59,6 +59,21 @@ def _run(options: argparse.Namespace, main: Callable[[argparse.Namespace], Any],
     else:
         show(result)
     return 1 if isinstance(result, dict) and result.get("problems") else 0
+
+
+def opened(model: str) -> Any:
+    """The model of a run or a checkpoint (`megatron.api.open_model`).
+
+    Raises:
+        DataError: there is none, or it is damaged.
+    """
+    from megatron import api
+    from megatron.checkpoint import CheckpointError
+
+    try:
+        return api.open_model(model)
+    except CheckpointError as error:
+        raise DataError(model, str(error), "give a run, or the folder of a checkpoint") from error
 
 
 def run_left_out(given: str) -> LeftOut | None:

@@ -19,7 +19,7 @@ import argparse  # noqa: E402
 
 import numpy as np  # noqa: E402
 
-from tools.data.command import run_tool  # noqa: E402
+from tools.data.command import opened, run_tool  # noqa: E402
 
 
 def options() -> argparse.ArgumentParser:
@@ -32,7 +32,6 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(given: argparse.Namespace) -> dict:
-    from megatron import api
     from megatron.data.errors import DataError
     from megatron.data.token_file import TokenFile
 
@@ -40,7 +39,11 @@ def main(given: argparse.Namespace) -> dict:
     for output in outputs:
         if os.path.exists(output) and not given.overwrite:
             raise DataError(output, "it must not exist yet", "use --overwrite")
-    model = api.open_model(given.model)
+    model = opened(given.model)
+    if model.config.objective.type == "reward_model":
+        raise DataError(
+            given.model, "it must have logits, and is a reward model", "give the model that training starts from"
+        )
     return {"written": {output: _write(output, model.log_probabilities(path)) for output, path in outputs.items()}}
 
 
