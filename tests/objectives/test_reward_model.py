@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from megatron import api
+from megatron.checkpoint.hf.export import _unskipped
 from megatron.config import ConfigError, resolve
 from megatron.config.problems import UserError
 from megatron.data.errors import DataError
 from megatron.data.loader import build_loader
+from megatron.model.costs.describe import layers
 from megatron.objectives.reward_model.objective import RewardModel
 from megatron.parallel.layers.label_costs import LabelsLoss
 from megatron.parallel.layout.mesh import ALONE
@@ -198,13 +200,32 @@ def test_the_command_scores_texts(tmp_path):
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     model = api.open_model(str(tmp_path / "run"))
-    assert [each["reward"] for each in found] == [model.reward(list(b"Yes.")), model.reward(list(b"no"))]
+    assert [each["reward"] for each in found] == [model.reward([*b"Yes.", 256]), model.reward([*b"no", 256])]
     assert found[0]["id"] == 3
     with pytest.raises(ValueError, match="has no logits"):
         model.logits(torch.zeros(1, 4, dtype=torch.long))
     texts.write_text('{"text": "Yes."}\n{"words": 1}\n')
     done = subprocess.run([*map(str, command), "--output", str(tmp_path / "b.jsonl")], capture_output=True, text=True)
-    assert done.returncode == 2 and "a.jsonl:2" in done.stderr and not list(tmp_path.glob("b.*"))
+    assert done.returncode == 2 and "a.jsonl:2" in done.stderr and not list(tmp_path.glob("*b.jsonl*"))
+    for wrong, why in (([], "have a token"), ([1, 257], "below 257")):
+        with pytest.raises(ValueError, match=why):
+            model.reward(wrong)
+    with pytest.raises(ValueError, match="loss of pairs only"):
+        model.log_probabilities(tmp_path / "chosen")
+
+
+@pytest.mark.parametrize("pad, end, eod, left", [(7, 7, 0, None), (0, [5, 6], 0, None), (3, [5, 6], 0, 3)])
+def test_an_export_keeps_no_filler_that_ends_documents(pad, end, eod, left):
+    """transformers reads the value before the last tokens that are filler."""
+    theirs = LlamaConfig(vocab_size=48, pad_token_id=pad, eos_token_id=end)
+    notes = _unskipped(theirs, resolve({**SHAPE, "data": {"synthetic": "copy"}, "tokenizer": {"eod_id": eod}}))
+    assert theirs.pad_token_id == left and len(notes) == (left is None)
+
+
+def test_costs_count_one_output():
+    values = {**SHAPE, "data": {"synthetic": "copy", "reset_attention_at_eod": True}, "objective": OBJECTIVE}
+    (head,) = [each for each in layers(resolve(values)) if each.name == "head"]
+    assert head.counts.parameters == 32 + 32  # with the norm
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -220,6 +241,11 @@ def test_the_command_scores_texts(tmp_path):
             {"data": {"synthetic": "reward_pairs", "reset_attention_at_eod": True}},
             "must have the key validation, with the pairs that are evaluated",
         ),
+        (
+            {"data": {"synthetic": "reward_pairs", "reset_attention_at_eod": True, "options": {"margins": "a.npy"}}},
+            "options.margins must be true if data.options has margins",
+        ),
+        ({"evaluation": {"tasks": [{"name": "arc_easy"}]}}, "must be empty with a reward model"),
         ({"adapter": {"type": "lora", "rank": 2}}, "must be none with a reward model"),
     ],
 )
@@ -245,4 +271,9 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
     assert "must have one label that counts" in refused(chosen_labels=str(tmp_path / "many"))
     assert "must have one number for each of 4 documents" in refused(margins=str(tmp_path / "few.npy"))
     assert "must be the path of a .npy file" in refused(margins=1)
+    write_documents(tmp_path / "empty", [[5, 6], [], *REJECTED[2:]])
+    assert "document 1 must have a token" in refused(rejected=str(tmp_path / "empty"))
+    labels = [[*[-100] * (len(each) - 1), 7] for each in CHOSEN]
+    write_documents(tmp_path / "other", labels, np.int32)
+    assert "a label of document 0 (7) is neither -100 nor its token" in refused(chosen_labels=str(tmp_path / "other"))
     assert "must not have chosen_reference" in refused(chosen_reference="a")

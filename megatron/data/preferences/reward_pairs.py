@@ -39,6 +39,9 @@ class RewardPairs(Pairs):
         """
         made = super().build(config, name)
         for side in made.sides:
+            if not side.sizes.all():
+                rule = f"document {int(side.sizes.argmin())} must have a token, at which its value is read"
+                raise DataError(side.path, rule, "remove the pair from both files")
             for number in range(made.count if side.labels is not None else 0):
                 if (count := int(side.counts(number).sum())) != 1:
                     rule = f"document {number} must have one label that counts, behind the value: it has {count}"

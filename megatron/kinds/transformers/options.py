@@ -136,6 +136,12 @@ LIMITS: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
         "sequence_chunks must be 1: the class reads sequences whole",
         "use 1",
     ),
+    (
+        "objective.type",
+        lambda kind: kind == "reward_model",
+        "type must not be reward_model: the class has logits",
+        "use dpo",
+    ),
     ("training.compile", lambda mode: mode == "layer", "compile must be auto or off", "use off"),
     ("precision.products", lambda kind: kind != "compute", "products must be compute", "remove it"),
 )

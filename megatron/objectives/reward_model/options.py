@@ -28,6 +28,13 @@ def answers_are_apart(context: RuleContext) -> Iterator[Problem]:
             rule="must be true with a reward model: both answers are in one sample",
             fix="use data.reset_attention_at_eod=true",
         )
+    subtracts = OBJECTIVE.options_of(context.config)["margins"]
+    if data.synthetic == "reward_pairs" and subtracts != ("margins" in data.options):
+        yield context.problem(
+            "objective.options data.options",
+            rule="objective.options.margins must be true if data.options has margins, and only then",
+            fix="set objective.options.margins=true and data.options.margins, or neither",
+        )
     evaluation = context.config.evaluation
     evaluates = evaluation.every is not None or evaluation.at_start or evaluation.at_end
     if data.synthetic == "reward_pairs" and evaluates and "validation" not in data.options:
@@ -37,6 +44,12 @@ def answers_are_apart(context: RuleContext) -> Iterator[Problem]:
             rule="must have the key validation, with the pairs that are evaluated",
             fix="give validation: {chosen: ..., rejected: ...}, or evaluation.every=null and evaluation.at_end=false",
         )
+
+
+def nothing_reads_logits(context: RuleContext) -> Iterator[Problem]:
+    if context.config.evaluation.tasks:
+        rule = "must be empty with a reward model, which has no logits"
+        yield context.problem("evaluation.tasks", "objective.type", rule=rule, fix="remove the tasks")
 
 
 def head_is_trained(context: RuleContext) -> Iterator[Problem]:
@@ -53,5 +66,5 @@ OBJECTIVE = ObjectiveKind(
         "squares": Option(0.0, 0, 1e6, "factor of the sum of both squared values, GPT-NeoX's z_loss"),
     },
     labels=True,
-    rules=(answers_are_apart, head_is_trained),
+    rules=(answers_are_apart, nothing_reads_logits, head_is_trained),
 )
