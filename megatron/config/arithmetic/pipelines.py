@@ -222,8 +222,9 @@ def _messages(done: list[Instruction | None], ranks: int, stages: int) -> list[M
 
 
 def check_table(table: Table, stages_per_rank: int, micro_batches: int) -> list[Round]:
-    """The rounds of a table. Every rank must have the instructions of its stages, once each. The backward passes of a
-    stage must be in the order of the micro-batches, so that sums of gradients do not depend on the schedule.
+    """The rounds of a table. Every rank must have the instructions of its stages, once each. The passes of a stage must
+    be in the order of the micro-batches: of forward passes since the first and the last stage read a batch in that
+    order, of backward passes so that sums of gradients do not depend on the schedule.
 
     Raises:
         ScheduleError: it cannot be executed.
@@ -244,10 +245,11 @@ def check_table(table: Table, stages_per_rank: int, micro_batches: int) -> list[
                 rule = "must be there once" if it in wanted else "must not be there"
                 raise ScheduleError(f"rank {rank}: {it} {rule}, and is there {times[it]} times")
         for stage in stages:
-            for kinds in ((BACKWARD, INPUTS), (BACKWARD, WEIGHTS)):
+            for kinds in ((FORWARD,), (BACKWARD, INPUTS), (BACKWARD, WEIGHTS)):
                 order = [it.micro_batch for it in own if it.stage == stage and it.kind in kinds]
                 if order != sorted(order):
-                    rule = f"backward passes of stage {stage} must be in the order 0, 1, 2, ..."
+                    passes = "forward" if kinds == (FORWARD,) else "backward"
+                    rule = f"{passes} passes of stage {stage} must be in the order 0, 1, 2, ..."
                     raise ScheduleError(f"rank {rank}: {rule}")
     return rounds(table, ranks * stages_per_rank)
 
