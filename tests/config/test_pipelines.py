@@ -170,7 +170,8 @@ VALUES = {
 
 
 def test_a_file_is_checked_before_the_start(tmp_path: Path):
-    good, bad = tmp_path / "good.csv", tmp_path / "bad.csv"
+    good, bad, split = (tmp_path / f"{name}.csv" for name in ("good", "bad", "split"))
+    split.write_text("0F0,0F1,0I0,0W0,0B1\n1F0,1B0,1F1,1B1\n")
     good.write_text("0F0, 0F1, , 0B0, 0B1\n1F0,1B0,1F1,1B1\n")
     bad.write_bytes(b"0F0,\xff\n1F0\n")
     values = {**VALUES, "parallel": {"pipeline": 2, "schedule": str(good)}}
@@ -180,6 +181,7 @@ def test_a_file_is_checked_before_the_start(tmp_path: Path):
         ({"schedule": str(bad)}, {}, "must be a table for 2 ranks"),
         ({}, {"global_batch_size": 8}, "0B2 must be there once"),
         ({"stages_per_rank": 2}, {}, "stages_per_rank=2 and 2 micro-batches"),
+        ({"schedule": str(split)}, {"compile": "layer"}, "must go without compiled layers"),
     ):
         changed = {**values, "parallel": {**values["parallel"], **parallel}}
         changed["training"] = {**VALUES["training"], **training}

@@ -75,15 +75,24 @@ def schedule_can_be_executed(context: RuleContext) -> Iterator[Problem]:
         rule = f"the {count} micro-batches of a step must be a multiple of the pipeline's {ranks} ranks"
         fix = f"use {multiples(count, ranks)} micro-batches: change global_batch_size or micro_batch_size"
         yield context.problem(f"{key} training.accumulation", rule=rule, fix=fix)
-    elif count is not None and is_file(parallel.schedule):
-        try:
-            check_table(table_of(parallel, count), each, count)
-        except (ScheduleError, UnicodeDecodeError) as error:
+    elif error := _not_a_table(context, count or ranks):
+        if count is not None:
             rule = f"must be a table for {ranks} ranks, stages_per_rank={each} and {count} micro-batches: {error}"
             yield context.problem(key, rule=rule, fix="correct the table, or use interleaved or 1f1b")
     elif context.config.training.compile == "layer" and is_split(parallel, count or ranks):
         rule = "a backward pass in two parts must go without compiled layers, which compute both parts together"
         yield context.problem(f"{key} training.compile", rule=rule, fix="use training.compile=auto, or interleaved")
+
+
+def _not_a_table(context: RuleContext, micro_batches: int) -> ValueError | None:
+    """Why the file of a schedule cannot be executed."""
+    parallel = context.config.parallel
+    try:
+        if is_file(parallel.schedule):
+            check_table(table_of(parallel, micro_batches), parallel.stages_per_rank, micro_batches)
+    except (ScheduleError, UnicodeDecodeError) as error:
+        return error
+    return None
 
 
 def pipeline_split_adds_up(context: RuleContext) -> Iterator[Problem]:
