@@ -78,6 +78,11 @@ def test_polar_express_brings_small_singular_values_nearer_to_one():
     assert far["polar_express"] < far["jordan"]
 
 
+def test_dions_rank_is_rounded_up_but_not_by_rounding():
+    optimizer = build_optimizer(settings(optimizer={"type": "dion", "options": {"rank": 0.07}}), tensors())
+    assert [optimizer._rank(*shape) for shape in ((100, 200), (101, 100), (110, 120), (1, 50))] == [7, 7, 8, 1]
+
+
 def test_dion_of_full_rank_orthogonalizes_the_momentum():
     """After many steps with one gradient, in float64: rank 1.0 gives U V^T of its singular value decomposition."""
     draw = torch.Generator().manual_seed(4)

@@ -57,7 +57,7 @@ class Dion(Muon):
         return {"momentum": None, "basis": sum(columns * self._rank(rows, columns) for rows, columns in sizes(logical))}
 
     def _rank(self, rows: int, columns: int) -> int:
-        return math.ceil(self.rank * min(rows, columns))
+        return math.ceil(round(self.rank * min(rows, columns), 6))  # 0.07 * 100 is a little more than 7
 
     def direction(
         self, group: Mapping[str, Any], unit: OwnedUnit, whole: Tensor, states: dict[str, Tensor], done: int
