@@ -31,11 +31,7 @@ def mechanisms(case: Case) -> list[str]:
     several = training["global_batch_size"] // data > training["micro_batch_size"]
     return [
         *axes,
-        *(
-            name
-            for name in ("sequence", "expert_tensor", "context_cut", "pipeline_split", "stages_per_rank")
-            if name in parallel
-        ),
+        *(name for name in _FURTHER if name in parallel),
         *([f"context by {parallel['context_method']}"] if "context_method" in parallel else []),
         *(["data"] if data > 1 else []),
         *(["offload"] if "offload_optimizer" in zero else []),
