@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.config.arithmetic.pipelines import BACKWARD, Instruction, Table, interleaved, one_forward_one_backward
 from megatron.config.variants import overlay
+from megatron.engine.deepspeed.table import TableExecutor
 from tests.config.test_pipelines import drawn_table
 from tests.training import runs
 from tests.training.matrix import cases
@@ -71,6 +74,31 @@ def test_weights_wait_in_a_split_table():
     values = values_of("fp32: neox on pp2, zero bubble")
     for split, waited in run(2, waiting_products, values, 2):
         assert split == 2 * 5 and waited == 4 * split  # of two blocks, in four micro-batches
+
+
+class Sent:
+    """A message of gloo, which does not tell of its end."""
+
+    done = False
+
+    def is_completed(self) -> bool:
+        return self.done
+
+    def wait(self) -> None:
+        self.done = True
+
+
+def test_memory_of_messages_is_freed_within_a_step():
+    """On CPUs the oldest are waited for. On accelerators, only those are freed that have been received."""
+    for device, left in (("cpu", range(12, 20)), ("cuda", range(20))):
+        executor: Any = object.__new__(TableExecutor)
+        executor._engine, executor._stages = SimpleNamespace(device=torch.device(device)), 2
+        executor._sent = [(torch.tensor(number), Sent()) for number in range(20)]
+        executor._release_sent()
+        assert [int(tensor) for tensor, _ in executor._sent] == [*left]
+        executor._sent[-1][1].wait()
+        executor._release_sent()
+        assert [int(tensor) for tensor, _ in executor._sent] == [*left[:-1]]
 
 
 def forward_passes_first(it: Instruction) -> tuple:

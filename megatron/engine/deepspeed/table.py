@@ -37,6 +37,7 @@ from .stages import Pipeline, stream_buffers
 Feed = Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
 Place = tuple[int, int]  # stage, micro-batch
 Arriving = list[tuple[Tensor, Any]]  # tensors, and their messages
+SENT = 4  # tensors on their way per stage, on CPUs
 
 
 class TableExecutor:
@@ -114,9 +115,18 @@ class TableExecutor:
                     self._send(message)
                 elif message.to == self._axis.rank:
                     self._receive(message, sizes)
-            self._sent = [(tensor, work) for tensor, work in self._sent if not work.is_completed()]
+            self._release_sent()
         _arrived(self._sent)
         self._forget()
+
+    def _release_sent(self) -> None:
+        """Free the memory of messages that have been received. gloo only tells of one that is waited for. Its receive
+        was posted in the same round, and waits for nothing of a later one."""
+        self._sent = [(tensor, work) for tensor, work in self._sent if not work.is_completed()]
+        if self._engine.device.type == "cpu":
+            early = max(len(self._sent) - SENT * self._stages, 0)
+            _arrived(self._sent[:early])
+            del self._sent[:early]
 
     def _execute(self, it: Instruction, feed: Feed, at: tuple[int, int]) -> None:
         forward, name = it.kind == F, f"stage {it.stage}, micro-batch {it.micro_batch}"
@@ -153,7 +163,7 @@ class TableExecutor:
         inputs, outputs = self._kept.pop((it.stage, it.micro_batch))
         if it.stage == self._stages - 1:
             DeepSpeedEngine.backward(self._engine, outputs)
-        else:
+        elif outputs[0].requires_grad:  # else the first stage, where a run trains nothing
             self._accumulating(lambda: outputs[0].backward(*gradients))
         if self._later is not None:
             self._waiting[it.stage, it.micro_batch] = self._later.take()

@@ -147,6 +147,18 @@ def test_runs_on_layouts_are_that_of_one_process(
             np.testing.assert_allclose(found[key], wanted, rtol=1e-3, atol=2e-4, err_msg=key[0])
 
 
+def test_a_stage_of_a_table_may_train_nothing(tmp_path: Path) -> None:
+    """Adapters of the last two layers only: the first stage of two on each rank has none, and no gradient."""
+    torch.manual_seed(1)
+    shape = SHAPES["llama"].to_dict() | {"num_hidden_layers": 4}
+    hf.AutoModelForCausalLM.from_config(hf.LlamaConfig(**shape)).save_pretrained(tmp_path / "llama")
+    given = {"targets": ["layers.2.mlp.*", "layers.3.mlp.*"]}
+    one = train_on_ranks(1, values_of(tmp_path, tmp_path / "one", **given))
+    table = {"parallel": {"pipeline": 2, "stages_per_rank": 2, "schedule": "interleaved"}}
+    both = train_on_ranks(2, {**values_of(tmp_path, tmp_path / "two", **given), **table})
+    assert losses(both) == pytest.approx(losses(one), rel=1e-5)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_runs_in_bf16_train_like_those_in_fp32(
     stage: int, trained: dict[str, Path], models: Path, tmp_path: Path
