@@ -100,9 +100,10 @@ class SourceFile:
         return None if self.document_weights is None else content_hash(self.document_weights)
 
     @property
-    def identity(self) -> tuple:
-        """Equal for entries of different phases that are the same source."""
-        return os.path.abspath(self.file.prefix), self.first, self.last
+    def identity(self) -> str:
+        """Equal for entries of different phases that are the same source, also if a stream ends while they are
+        opened. `data.split`, which cuts a file, goes with one file only."""
+        return os.path.abspath(self.file.prefix)
 
     def check_ids(self, vocabulary: int) -> None:
         """Refuse ids that the model has no embedding for, if they are known without reading everything."""

@@ -151,14 +151,17 @@ def refuse_other_shards(subject: object, before: str, config: Config) -> None:
     """
     values = parse(before, lambda _line: Origin("values"))[0]["data"]
     blends = [values["train"], *(phase["sources"] for phase in values.get("phases") or ())]
-    known = {each["name"]: each["shards"] for blend in blends for each in blend if each.get("stream")}
+    known: dict[str, set[str | None]] = {}  # several streams may have one name
+    for each in (each for blend in blends for each in blend if each.get("stream")):
+        for key in (each["name"], each["stream"]):
+            known.setdefault(key, set()).add(each["shards"])
     streams = [
-        (each.name, each.shards)
+        (each.name, known.get(each.name, set()) | known.get(each.stream, set()), each.shards)
         for blend in (config.data.train, *(phase.sources for phase in config.data.phases))
         for each in blend
         if each.stream is not None
     ]
-    changed = [f"{name}: {known[name]} -> {now}" for name, now in streams if known.get(name, now) != now]
+    changed = [f"{name}: {', '.join(map(str, old))} -> {now}" for name, old, now in streams if old and now not in old]
     if changed and "data.train" not in config.checkpoint.allow_changes:
         raise CheckpointError(
             subject,

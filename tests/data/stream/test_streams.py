@@ -26,6 +26,8 @@ from megatron.data.errors import DataError
 from megatron.data.loader import build_loader
 from megatron.data.manifest import read_manifest
 from megatron.data.order.order import WindowOrder
+from megatron.data.plan_builder import build_plan
+from megatron.data.stream import source as source_module
 from megatron.data.stream import tokens as tokens_module
 from megatron.data.stream import work
 from megatron.data.stream.source import open_source
@@ -253,6 +255,40 @@ def test_resolved_runs_name_the_state_of_the_stream(tmp_path):
     source = config.data.train[0]
     assert source.shards.startswith("5 files, ") and source.name == "raw"
     assert resolve(config.model_dump(mode="json")).data.train[0].shards == source.shards
+
+
+def test_a_stream_that_ends_between_two_phases_is_one_source(tmp_path, monkeypatch):
+    """The first phase opens it as a stream, the second as a token file."""
+    folder = write_texts(tmp_path / "raw", files=1)
+    again = {"start": 4, "sources": [{"stream": str(folder)}]}
+    config = streamed(folder, tmp_path / "cache", phases=[again])
+    opened = []
+
+    def end(section, given):
+        opened.append(open_source(section, given))
+        if len(opened) == 1:
+            run(
+                work.job_of(
+                    {**opened[0].file._work.settings}, [ShardInput.of(each) for each in list_shards(str(folder))[0]]
+                )
+            )
+        return opened[-1]
+
+    monkeypatch.setattr(source_module, "open_source", end)
+    plan = build_plan(config)
+    assert [each.grows for each in opened] == [True, False] and len(plan.sources) == 1
+    assert plan.phases[1].offsets == (plan.batches.before(4),)
+
+
+def test_streams_of_one_name_keep_their_states(tmp_path):
+    folders = [write_texts(tmp_path / part / "raw", files=1, seed=seed) for seed, part in enumerate("ab")]
+    train = [{"stream": str(each), "path": str(tmp_path / each.parent.name)} for each in folders]
+    before = streamed(folders[0], tmp_path / "cache", train=train)
+    assert len({each.name for each in before.data.train}) == 1
+    refuse_other_shards("x", resolve_text(before), before)
+    (folders[0] / "0.jsonl").unlink()
+    with pytest.raises(CheckpointError, match="the files of a stream have changed"):
+        refuse_other_shards("x", resolve_text(before), streamed(folders[0], tmp_path / "cache", train=train))
 
 
 def test_another_encoder_takes_over_when_it_is_checked(tmp_path, monkeypatch):
