@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 KNOWN = (*LINES, ".json", *TABLES, *TEXTS, ".dat", ".tar")
 SAMPLE = 1 << 14  # bytes at the beginning, in the middle and at the end that identify a local file, with its size
 TAGS = "ETag etag blob_id md5Hash crc32c content_md5 Content-MD5 mtime LastModified Last-Modified updated".split()
+SECRET = re.compile(
+    r"://[^/?#@]*:[^/?#@]*@|[?&][^=&#/]*(sig|token|key|secret|passw|credential)[^=&#/]*=", re.IGNORECASE
+)
 
 
 def ending_of(name: str) -> tuple[str, str]:
@@ -83,6 +87,16 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
+def has_secret(path: str) -> bool:
+    """Whether a URL has a password before its host, or a key or signature in its query."""
+    return is_url(path) and SECRET.search(path) is not None
+
+
+def without_secrets(text: str) -> str:
+    """An error of a store without the queries and passwords of its URLs. A store may answer with a signed URL."""
+    return re.sub(r"://[^/\s@]*@", "://", re.sub(r"(://[^\s?'\"]+)\?[^\s'\"]+", r"\1?...", text))
+
+
 def list_shards(stream: str) -> tuple[list[Shard], list[str]]:
     """The shards of a stream in the order of `deepy data tokenize`, and the names of files that are skipped.
 
@@ -93,7 +107,7 @@ def list_shards(stream: str) -> tuple[list[Shard], list[str]]:
     shards = [each for each in found if each.kind]
     skipped = [each.name for each in found if not each.kind]
     if not shards:
-        there = f"there are only {', '.join(skipped[:8])}" if skipped else "it is empty"
+        there = f"there are only {', '.join(repr(each)[1:-1] for each in skipped[:8])}" if skipped else "it is empty"
         rule = f"must have files of texts, and {there}"
         raise ShardError(rule, f"give a folder with files that end in {', '.join(KNOWN[:-1])}")
     return shards, skipped
@@ -151,7 +165,7 @@ def _in_store(stream: str) -> list[Shard]:
         return list(_entries(system, root, listed))
     except Exception as error:  # each store has its own
         fix = "check the URL, its credentials, and the package of its protocol (s3:// s3fs, gs:// gcsfs)"
-        raise ShardError(f"must be listed: {type(error).__name__}: {error}", fix) from error
+        raise ShardError(f"must be listed: {type(error).__name__}: {without_secrets(str(error))}", fix) from error
 
 
 def _entries(system: Any, root: str, listed: dict[str, dict[str, Any]]) -> Iterator[Shard]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path as File
 
 from ..arithmetic.machine import why_not_writable
-from ..arithmetic.shards import ShardError, is_url, list_shards
+from ..arithmetic.shards import ShardError, has_secret, is_url, list_shards
 from ..catalog import Path, dotted
 from ..problems import ABSENT, Problem
 from ..rule_context import RuleContext
@@ -19,7 +19,18 @@ FEW = 5  # names of skipped files that a warning shows
 
 
 def _streams(context: RuleContext) -> Iterator[tuple[Path, SourceSection, str]]:
-    return ((path, source, source.stream) for path, source in sources(context) if source.stream is not None)
+    """Without those whose URL must not be shown."""
+    found = ((path, source, source.stream) for path, source in sources(context) if source.stream is not None)
+    return (each for each in found if not has_secret(each[2]))
+
+
+def streams_have_no_secrets(context: RuleContext) -> Iterator[Problem]:
+    for path, source in sources(context):
+        if source.stream is not None and has_secret(source.stream):
+            place = (*path, "stream")
+            rule = "must not have a password, key or signature: the configuration is kept with the run and in the logs"
+            fix = "give the URL without it, and the credentials as the store's package reads them (a file, variables)"
+            yield Problem(dotted(place), rule, fix, where=str(context.origin(place)).partition("=")[0])
 
 
 def sources_have_a_path(context: RuleContext) -> Iterator[Problem]:
@@ -63,7 +74,7 @@ def streams_are_for_training(context: RuleContext) -> Iterator[Problem]:
     for path, source in sources(context):
         if path[1] in ("train", "phases"):
             continue
-        if source.stream is not None:
+        if source.stream is not None and not has_secret(source.stream):
             rule = "must be absent here: an evaluation reads the same samples each time, from a token file"
             fix = "make one of other texts with deepy data tokenize, and give its path"
             yield context.problem_at((*path, "stream"), rule=rule, fix=fix)
@@ -109,7 +120,7 @@ def streams_can_be_read(context: RuleContext) -> Iterator[Problem]:
             yield context.problem_at(place, rule=error.rule, fix=error.fix)
             continue
         if skipped:
-            names = ", ".join(skipped[:FEW]) + (", ..." if len(skipped) > FEW else "")
+            names = ", ".join(repr(each)[1:-1] for each in skipped[:FEW]) + (", ..." if len(skipped) > FEW else "")
             rule = f"must have only files of texts: {len(skipped)} are not read, by their endings ({names})"
             fix = "rename or extract them, if they are texts"
             yield context.problem_at(place, rule=rule, fix=fix, fatal=False)

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from megatron.config.arithmetic.shards import Shard, is_url, state_of
+from megatron.config.arithmetic.shards import Shard, is_url, state_of, without_secrets
 
 from ..corpus.inputs import Input
 from ..errors import DataError
@@ -48,18 +48,20 @@ class ShardInput(Input):
         try:
             now = patiently(lambda: state_of(self.name), self.name) if remote else state_of(self.name)
         except FileNotFoundError as error:
-            raise self._changed("it is no longer there") from error
+            raise changed(self.name, "it is no longer there") from error
         if (now.size, now.tag, now.changed) != (self.shard.size, self.shard.tag, self.shard.changed):
-            raise self._changed(f"it had {self.shard.size} bytes, now {now.size} with another content or time")
-
-    def _changed(self, what: str) -> DataError:
-        fix = "restore this file, and start again: the order of a stream is fixed by its files"
-        return DataError(self.name, f"this shard has changed while its stream was read: {what}", fix)
+            what = f"it had {self.shard.size} bytes, now {now.size} with another content or time"
+            raise changed(self.name, what)
 
     def open(self) -> BinaryIO | None:
         if not is_url(self.name):
             return None
         return io.BufferedReader(PatientFile(self.name, self.shard.size), BUFFER)  # type: ignore[return-value]
+
+
+def changed(name: str, what: str) -> DataError:
+    fix = "restore this file, and start again: the order of a stream is fixed by its files"
+    return DataError(name, f"this shard has changed while its stream was read: {what}", fix)
 
 
 def patiently(work: Any, url: str) -> Any:
@@ -75,11 +77,12 @@ def patiently(work: Any, url: str) -> Any:
         except FileNotFoundError:
             raise
         except Exception as error:  # each store has its own
+            what = f"{type(error).__name__}: {without_secrets(str(error))}"
             if wait is None:
-                rule = f"the store has failed {len(WAITS) + 1} times in a row: {type(error).__name__}: {error}"
-                cause = error if isinstance(error, OSError) else OSError(str(error))  # what is tokenised stays
+                rule = f"the store has failed {len(WAITS) + 1} times in a row: {what}"
+                cause = error if isinstance(error, OSError) else OSError(what)  # what is tokenised stays
                 raise DataError(url, rule, "start again when the store answers: the run continues") from cause
-            print(f"{url}: {type(error).__name__}: {error}. Next attempt in {wait} s", file=sys.stderr, flush=True)
+            print(f"{url}: {what}. Next attempt in {wait} s", file=sys.stderr, flush=True)
             time.sleep(wait)
 
 
@@ -107,7 +110,10 @@ class PatientFile(io.RawIOBase):
         wanted = min(len(buffer), self.size - self._at)
         if wanted <= 0:
             return 0
-        data = patiently(lambda: self._read(wanted), self.url)
+        try:
+            data = patiently(lambda: self._read(wanted), self.url)
+        except FileNotFoundError as error:
+            raise changed(self.url, "it is no longer there") from error
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)

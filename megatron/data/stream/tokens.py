@@ -64,7 +64,8 @@ class Work:
                     return  # another rank's process, which keeps it while it lives
                 self._process = self._start(lock.fileno())
         except OSError as error:
-            raise DataError(path, f"it cannot be locked ({error})", "give path on another disk") from error
+            rule = f"it cannot be locked, or the process that tokenises cannot be started ({error})"
+            raise DataError(path, rule, "give path on another disk, or free memory and processes") from error
 
     def _start(self, lock: int) -> subprocess.Popen[str]:
         top = str(Path(__file__).resolve().parents[3])

@@ -27,6 +27,13 @@ STREAMS = [
         "the package for the URL's protocol must be installed",
     ),
     case(
+        "stream whose URL has a password",
+        "data: {synthetic: none, train: {stream: 'http://me:hidden@127.0.0.1:1/a?b'}, order: window}\n"
+        "tokenizer: {type: bytes}\nmodel: {vocab_size: 257}",
+        "a.yml:2: data.train.0.stream\n",
+        "must not have a password, key or signature",
+    ),
+    case(
         "stream with all that needs the number of its tokens, and without a tokenizer",
         "data:\n  synthetic: none\n  train: [{stream: a.yml, labels: whole}, {path: whole, shards: x}]\n"
         "  weighting: tokens\n  validation: {stream: a.yml}\nevaluation: {breakdown: [frequency]}",

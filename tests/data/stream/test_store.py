@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.arithmetic.shards import ShardError, describe_shards, list_shards
+from megatron.config.arithmetic.shards import ShardError, describe_shards, has_secret, list_shards
 from megatron.config.sections.data import TokenizerSection
 from megatron.data.corpus.encode import Treatment
 from megatron.data.corpus.inputs import find_inputs
@@ -115,6 +115,31 @@ def test_a_store_that_stays_away_is_an_error_that_keeps_the_work(server, tmp_pat
     fsspec.get_filesystem_class("http").clear_instance_cache()
     with pytest.raises(ShardError, match="must be listed"):
         list_shards(url)
+
+
+def test_a_file_of_a_store_that_goes_is_named(server, tmp_path):
+    folder, url, handler = server
+    handler.fails = False
+    opened = store.ShardInput.of(list_shards(url)[0][0]).open()
+    (folder / "a.jsonl").unlink()
+    with pytest.raises(DataError, match=r"a\.jsonl: this shard has changed .* it is no longer there"):
+        opened.read(1)
+
+
+def test_errors_of_a_store_show_no_secret(monkeypatch, capsys):
+    monkeypatch.setattr(store, "WAITS", (0.0,))
+
+    def fail() -> None:
+        raise RuntimeError("403 for url: https://me:pass@cdn.example/a?X-Signature=hidden&b=c, message='no'")
+
+    with pytest.raises(DataError) as caught:
+        store.patiently(fail, "hf://datasets/a/b")
+    shown = str(caught.value) + str(caught.value.__cause__) + capsys.readouterr().err
+    assert "hidden" not in shown and "pass" not in shown and shown.count("https://cdn.example/a?...") == 3
+    for url in ("s3://key:word@bucket/a", "https://a.example/b?x=1&X-Amz-Signature=c", "https://a.example/b?token=c"):
+        assert has_secret(url)
+    for url in ("s3://bucket/key=1/a", "http://host:80/a@b", "hf://datasets/a/b@main/c", "data/a?token=b"):
+        assert not has_secret(url)
 
 
 def test_a_file_of_a_store_that_changes_is_an_error(server, tmp_path):
