@@ -63,8 +63,8 @@ def data_changes(meta: Meta, config: Config, plan: SampleSet, left_out: LeftOut 
         before = now
     if before != now:
         return [
-            f"warning: the data continue at sample {now:,} (step * training.global_batch_size), and the checkpoint has "
-            f"read {before:,}: the samples between are " + ("skipped" if now > before else "read again")
+            f"warning: the data continue at sample {now:,} (by training.global_batch_size and batch_schedule), and the "
+            f"checkpoint has read {before:,}: the samples between are " + ("skipped" if now > before else "read again")
         ]
     found = []
     if meta.data.get("document_weights", {}) != plan.document_weights():
