@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from megatron.config.arithmetic.shards import has_secret
 from megatron.config.catalog import describe_type, dotted
 from megatron.config.problems import ABSENT, ConfigError, Problem
 from megatron.config.section import Section, key
@@ -202,6 +203,13 @@ def _cross(section: RecipeSection, where: Any) -> list[Problem]:
         elif name in names[:number]:
             rule = f"sources must have different names, and source {names.index(name) + 1} is {name!r} too"
             found.append(Problem(dotted(at), rule, "rename one of them", name, where(at)))
+    paths = [(("output",), section.output)]
+    paths += [(("sources", number, "path"), each.path) for number, each in enumerate(section.sources)]
+    for at, path in paths:
+        if has_secret(path):
+            rule = f"{dotted(at)} must not have a password, key or signature: the report and the ids would show it"
+            fix = "give the URL without it, and the credentials as the store's package reads them (a file, variables)"
+            found.append(Problem(dotted(at), rule, fix, ABSENT, where(at)))
     if section.executor == "slurm" and section.slurm is None:
         rule = "executor: slurm must have the section slurm"
         found.append(Problem("slurm", rule, "add slurm: {partition: NAME}", ABSENT, where(("executor",))))

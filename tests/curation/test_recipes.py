@@ -65,12 +65,14 @@ def test_rules_about_several_keys(tmp_path: Path) -> None:
     file = tmp_path / "a.yml"
     file.write_text(
         "output: out\nexecutor: slurm\nsources:\n"
-        "- {name: '../up', path: a}\n- {name: b, path: a}\n- {name: b, path: c}\n"
+        "- {name: '../up', path: a}\n- {name: b, path: a}\n- {name: b, path: 'https://a.example/c?Signature=hidden'}\n"
     )
     with pytest.raises(ConfigError) as raised:
         read_recipe(file)
     found = [(each.key, each.where.rsplit(":", 1)[-1]) for each in raised.value.problems]
-    assert found == [("sources.0.name", "4"), ("sources.2.name", "6"), ("slurm", "2")]
+    secret = ("sources.2.path", "6")
+    assert found == [("sources.0.name", "4"), ("sources.2.name", "6"), secret, ("slurm", "2")]
+    assert "hidden" not in str(raised.value)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "output: [", "output: 1\nsources: 2\nstages: 3\n", "stages: {exact: {}}\n"])
