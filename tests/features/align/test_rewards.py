@@ -95,6 +95,13 @@ def test_programs_have_limits(tmp_path):
         f"import os; os.truncate({str(kept)!r}, 0)": "PermissionError",
         f"import os; os.chmod({str(kept)!r}, 0)": "PermissionError",
         f"import os; os.rename({str(kept)!r}, 'mine')": "PermissionError",
+        "import os; os.sched_setscheduler(os.getppid(), os.SCHED_IDLE, os.sched_param(0))": "PermissionError",
+        "import ctypes, os; assert not ctypes.CDLL(None).sigqueue(os.getppid(), 0, 0)": "AssertionError",
+        "import fcntl, os; fcntl.fcntl(os.pipe()[0], 8, os.getppid())": "PermissionError",  # F_SETOWN
+        "import ctypes; assert not ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)": "AssertionError",  # PR_SET_PDEATHSIG
+        "import ctypes; assert ctypes.CDLL(None).msgget(0, 0o1600) >= 0": "AssertionError",  # it would stay
+        "import os\nfor _ in range(3000): os.mkdir('a'); os.chdir('a')": "PermissionError",
+        "open(__file__).read()": "FileNotFoundError",  # the tests of the program
         "open('large', 'wb').write(bytes(1 << 25))": "File too large",
         "x = bytearray(1 << 31)": "MemoryError",
     }.items():
