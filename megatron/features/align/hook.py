@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from megatron.config.frozen import thaw
+from megatron.config.problems import UserError
 from megatron.data.tokenizer import build_tokenizer
 from megatron.evaluation.shared_contexts import Text
 from megatron.training.hook import Hook, HookContext
@@ -68,14 +69,14 @@ class AlignHook(Hook):
         self.tokenizer = build_tokenizer(config.tokenizer)
         world = parts.world
         self.sampler = Sampler(config, parts.engine, world.mesh, world.device, texts=self.own.texts)
-        self.verifier = Verifier(
-            [each.model_dump() for each in self.own.rewards], self.own.workers, self.own.time_limit
-        )
+        self.verifier = Verifier.of(self.own)
         self.problems = Problems(config, self.tokenizer)
         self.held_out = Problems(config, self.tokenizer, held_out=True) if self.own.evaluate is not None else None
         self.numbers: dict[str, float] = {}
 
     def on_start(self, trainer: Trainer) -> None:
+        if wrong := self.world.communicator.broadcast(self.verifier.fault() if self.world.is_main else None):
+            raise UserError(wrong)
         trainer.loader = cast("Loader", Rounds(trainer.loader, self, trainer))
 
     def before_step(self, trainer: Trainer, step: int) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron.config import Config
 from megatron.config.file_access import read_plain
+from megatron.config.foreign_json import parse_json
 from megatron.config.problems import UserError
 from megatron.config.registry import load
 from megatron.data.chat.template import BadConversation, find_template
@@ -79,7 +80,15 @@ class Problems:
                 raise DataError(origin, str(error), "correct the record") from error
         if not isinstance(text, str) or not text:
             raise DataError(origin, "it must have a text as prompt, or messages", "correct the record")
-        ids = tuple(self.tokenizer.encode(text))
+        try:
+            text.encode()  # half a pair of UTF-16 is no text
+            ids = tuple(self.tokenizer.encode(text))
+            json.dumps(record)
+        except UnicodeError as error:
+            raise DataError(origin, f"its prompt must be text of UTF-8: {error}", "correct the record") from error
+        except (TypeError, ValueError) as error:
+            rule = f"its entries must be values of JSON, which rewards get: {error}"
+            raise DataError(origin, rule, "correct the record") from error
         most = self.config.training.sequence_length + 1 - self.own.tokens
         if not 0 < len(ids) <= most:
             rule = f"its prompt has {len(ids)} tokens, and must have 1 to {most}"
@@ -95,7 +104,7 @@ def _records(path: Path) -> list[tuple[int, dict[str, Any]]]:
         DataError: the file cannot be read, or a line is no JSON object.
     """
     try:
-        lines = read_plain(path).decode("utf-8").splitlines()
+        lines = read_plain(path).decode("utf-8").split("\n")
     except (OSError, UnicodeError) as error:
         raise DataError(path, f"prompts cannot be read: {error}", "correct align.prompts") from error
     found = []
@@ -103,7 +112,7 @@ def _records(path: Path) -> list[tuple[int, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError:
             record = None
         if not isinstance(record, dict):

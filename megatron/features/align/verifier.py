@@ -2,12 +2,14 @@
 
 The processes read a JSON document per line from standard input, and answer in the same way. A process that does not
 answer in time is killed with its children, and another one takes its place. Each also ends itself a second later, so
-that none outlives a trainer that was killed.
+that none outlives a trainer that was killed. A timer of its own does that: rewards such as `math` use the alarm.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import inspect
 import json
 import math
 import os
@@ -16,17 +18,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Self
 
 from megatron.config.problems import UserError
 from megatron.config.registry import load
 
-from .options import REWARDS
+from .options import REWARDS, AlignSection
 
 START = 120.0  # seconds in which a process must have imported the rewards
 LONGEST = 1 << 20  # bytes of an answer
@@ -57,7 +59,7 @@ class _Process:
         UserError: the rewards cannot be imported, or the process does not begin.
     """
 
-    def __init__(self, rewards: Sequence[Mapping[str, Any]], limit: float) -> None:
+    def __init__(self, rewards: Sequence[Mapping[str, Any]], limit: float, others: Sequence[str] = ()) -> None:
         self.limit, self.text = limit, b""
         paths = [str(Path(__file__).parents[3]), *(each or os.getcwd() for each in sys.path)]
         self.child = subprocess.Popen(
@@ -67,7 +69,9 @@ class _Process:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )
-        found = self.ask({"rewards": [dict(each) for each in rewards], "limit": limit}, START)
+        assert self.child.stdin is not None
+        os.set_blocking(self.child.stdin.fileno(), False)  # a process that reads nothing must not stop this one
+        found = self.ask({"rewards": [dict(each) for each in rewards], "limit": limit, "others": others}, START)
         if "failure" in found:
             self.end()
             raise UserError(f"align.rewards: {found['failure']}")
@@ -75,17 +79,21 @@ class _Process:
     def ask(self, message: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """The answer to a message. A process that gives none in time, or no JSON, has failed and is killed."""
         assert self.child.stdin is not None and self.child.stdout is not None
-        deadline, pipe = time.monotonic() + seconds, self.child.stdout.fileno()
+        deadline, asks, answers = time.monotonic() + seconds, self.child.stdin.fileno(), self.child.stdout.fileno()
+        rest = memoryview(json.dumps(message).encode() + b"\n")
         try:
-            self.child.stdin.write(json.dumps(message).encode() + b"\n")
-            self.child.stdin.flush()
             while b"\n" not in self.text and len(self.text) < LONGEST:
-                if not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                left = max(0.0, deadline - time.monotonic())
+                readable, writable, _ = select.select([answers], [asks] if rest else [], [], left)
+                if not readable and not writable:
                     self.end()
                     return {"failure": f"no answer within {seconds:g} seconds"}
-                if not (piece := os.read(pipe, 1 << 16)):
+                if writable:
+                    rest = rest[os.write(asks, rest[: 1 << 16]) :]
+                if readable and not (piece := os.read(answers, 1 << 16)):
                     break
-                self.text += piece
+                if readable:
+                    self.text += piece
             line, _, self.text = self.text.partition(b"\n")
             found = json.loads(line)
             if isinstance(found, dict):
@@ -125,6 +133,21 @@ class Verifier:
         for _ in range(processes):
             self.idle.put(None)
 
+    @classmethod
+    def of(cls, section: AlignSection) -> Self:
+        return cls([each.model_dump() for each in section.rewards], section.workers, section.time_limit)
+
+    def fault(self, others: Sequence[str] = ()) -> str | None:
+        """Why the rewards, or other functions at import paths, cannot be used. None if they can."""
+        process = self.idle.get()
+        try:
+            process = process or _Process(self.rewards, self.limit, others)
+        except UserError as error:
+            return str(error)
+        finally:
+            self.idle.put(process)
+        return None
+
     def judge(self, items: Sequence[Item]) -> list[Verdict]:
         """The verdict on each item, in their order.
 
@@ -145,7 +168,7 @@ class Verifier:
             self.idle.put(process)
         if "failure" in found:
             return Verdict(failure=str(found["failure"])[:500])
-        parts = {str(name): float(value) for name, value in found["parts"].items()}
+        parts: dict[str, float] = found["parts"]
         return Verdict(math.fsum(parts.values()), parts)
 
     def close(self) -> None:
@@ -167,26 +190,61 @@ def serve() -> None:
 
     settings = json.loads(next(asked))
     try:
-        rewards = [(each, load(REWARDS.get(each["type"], each["type"]))) for each in settings["rewards"]]
+        rewards = [(each, _ready(each["type"], each["options"])) for each in settings["rewards"]]
+        for name in settings["others"]:
+            load(name)
         say(ready=True)
     except Exception as error:
         say(failure=f"{type(error).__name__}: {error}")
         return
-    for line in asked:
-        item = json.loads(line)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # its default action ends the process, whatever it does
-        signal.setitimer(signal.ITIMER_REAL, settings["limit"] + 1)
-        try:
-            parts = {}
-            for number, (each, reward) in enumerate(rewards):
-                value = float(reward(item["prompt"], item["completion"], item["record"], **each["options"]))
-                if not math.isfinite(value):
-                    raise ValueError(f"{each['type']} gives {value}, and a reward must be a finite number")
-                parts[f"{number}.{each['type']}"] = each["weight"] * value
-            say(parts=parts)
-        except BaseException as error:  # of a user's function: it costs this sample only
-            say(failure=f"{type(error).__name__}: {error}")
-        signal.setitimer(signal.ITIMER_REAL, 0)
+    with open(os.devnull, "w") as nowhere:
+        for line in asked:
+            item = json.loads(line)
+            faulthandler.dump_traceback_later(settings["limit"] + 1, exit=True, file=nowhere)
+            try:
+                say(parts=_parts(item, rewards))
+            except BaseException as error:  # of a user's function: it costs this sample only
+                say(failure=f"{type(error).__name__}: {error}")
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _ready(name: str, options: Mapping[str, Any]) -> Callable[..., float]:
+    """The function of a reward. One inside is tried: its mistakes would otherwise cost every sample.
+
+    Raises:
+        Exception: it cannot be imported, or does not take these options.
+    """
+    reward = load(REWARDS.get(name, name))
+    try:
+        signature = inspect.signature(reward)
+    except ValueError:  # one that is not written in Python
+        return reward
+    try:
+        signature.bind("", "", {}, **options)
+    except TypeError as error:
+        raise TypeError(f"{name} does not take align.rewards.options {list(options)}: {error}") from error
+    if name in REWARDS:
+        record = {"answer": "1", "tests": "1", "completion_tokens": 1, "ended": True}
+        if "key" in options:
+            record[options["key"]] = "1"
+        if not reward("", "1", record, **options) and name == "tests":
+            raise ValueError("tests: a program of one line does not end with these seconds and memory_mib")
+    return reward
+
+
+def _parts(
+    item: Mapping[str, Any], rewards: Sequence[tuple[Mapping[str, Any], Callable[..., float]]]
+) -> dict[str, float]:
+    """The weighted rewards of a completion."""
+    parts = {}
+    for number, (each, reward) in enumerate(rewards):
+        value = float(reward(item["prompt"], item["completion"], item["record"], **each["options"]))
+        if not math.isfinite(value):
+            raise ValueError(f"{each['type']} gives {value}, and a reward must be a finite number")
+        parts[f"{number}.{each['type']}"] = each["weight"] * value
+    if not math.isfinite(total := sum(parts.values())):
+        raise ValueError(f"the weighted rewards add up to {total}, and must be finite")
+    return parts
 
 
 if __name__ == "__main__":

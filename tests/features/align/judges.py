@@ -29,3 +29,8 @@ def by_word(prompt: str, completion: str, record: dict[str, Any]) -> float:
     if completion == "leave":
         raise SystemExit(0)
     return {"none": float("nan"), "good": 1.0}.get(completion, 0.25)
+
+
+def unwritable(difficulty: int, draw: Any) -> dict[str, Any]:
+    """A problem whose answer JSON cannot write."""
+    return {"prompt": "1+1=", "answer": {2}}

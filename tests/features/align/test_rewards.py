@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import time
 from pathlib import Path
 
@@ -40,10 +43,45 @@ def test_a_reward_that_misbehaves_costs_its_sample_only():
     assert process is not None and process.ended
 
 
-def test_rewards_that_cannot_be_imported_end_the_run():
-    verifier = Verifier([{"type": "tests.features.align.judges:nothing", "weight": 1.0, "options": {}}], 1, 1.0)
-    with pytest.raises(UserError, match="must have nothing"):
-        verifier.judge([Item("", "a", {})])
+@pytest.mark.parametrize(
+    "reward, others, rule",
+    [
+        ({"type": "tests.features.align.judges:nothing"}, [], "must have nothing"),
+        ({"type": "tests.features.align.judges:digits", "options": {"limit": 1}}, [], "does not take .*'limit'"),
+        ({"type": "length", "options": {"limit": 4}}, [], "length does not take .* missing .* 'buffer'"),
+        ({"type": "length", "options": {"limit": 4, "buffer": 0}}, [], "division by zero"),
+        ({"type": "format", "options": {"pattern": "("}}, [], "unterminated subpattern"),
+        ({"type": "tests", "options": {"memory_mib": 1}}, [], "does not end with these seconds and memory_mib"),
+        ({"type": "exact"}, ["tests.features.align.judges:nothing"], "must have nothing"),
+    ],
+)
+def test_rewards_that_cannot_be_used_are_found_before_the_first(reward, others, rule):
+    verifier = Verifier([{"weight": 1.0, "options": {}, **reward}], 1, 10.0)
+    assert re.search(rule, verifier.fault(others) or "")
+    if not others:
+        with pytest.raises(UserError, match=rule):
+            verifier.judge([Item("", "a", {})])
+    verifier.close()
+
+
+def test_a_process_that_reads_nothing_does_not_stop_the_run():
+    """Its pipe is full long before the end of such a message."""
+    verifier = Verifier(BY_WORD, 1, 1.0)
+    assert verifier.fault() is None
+    process = verifier.idle.get()
+    assert process is not None
+    os.kill(process.child.pid, signal.SIGSTOP)
+    verifier.idle.put(process)
+    found = verifier.judge([Item("", "good" * (1 << 20), {}), Item("", "good", {})])
+    assert [each.failure for each in found] == ["no answer within 1 seconds", None]
+    verifier.close()
+
+
+def test_weighted_rewards_are_finite():
+    verifier = Verifier([{**BY_WORD[0], "weight": 1e308}] * 2, 1, 10.0)
+    (found,) = verifier.judge([Item("", "good", {})])
+    assert found.reward == 0 and "must be finite" in (found.failure or "")
+    verifier.close()
 
 
 @pytest.mark.parametrize(

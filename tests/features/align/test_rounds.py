@@ -21,12 +21,15 @@ from megatron.config import ConfigError, load, resolve
 from megatron.data.errors import DataError
 from megatron.data.loader import build_loader
 from megatron.data.tokenizer import build_tokenizer
+from megatron.features.align.check import before_start
 from megatron.features.align.problems import Problems
 from megatron.features.align.rollouts import advantages, path_of, read_round
 from megatron.features.align.sampler import Rule, Sampler
 from megatron.testing.ranks import on_ranks
 from megatron.testing.runs import train_on_ranks
 from tests.paths import ROOT
+
+UNWRITABLE = "tests.features.align.judges:unwritable"
 
 
 def values(folder: Path, **align: Any) -> dict[str, Any]:
@@ -285,6 +288,27 @@ def test_mistakes_are_found_before_a_start(tmp_path, change, rule):
         whole[section] = {**whole[section], **keys}
     with pytest.raises(ConfigError, match=rule):
         resolve(whole)
+
+
+def test_the_launcher_reads_prompts_and_imports_rewards(tmp_path):
+    def mistakes(**align: Any) -> str:
+        return "\n".join(before_start([], resolve(values(tmp_path, **align))))
+
+    file = tmp_path / "prompts.jsonl"
+    assert mistakes() == ""
+    assert "must have nothing" in mistakes(rewards=[{"type": "tests.features.align.judges:nothing"}])
+    assert "must have nothing" in mistakes(environment="tests.features.align.judges:nothing")
+    given = {"environment": None, "prompts": str(file), "held_out": str(file)}
+    assert f"{file}: prompts cannot be read" in mistakes(**given)
+    file.write_text("[" * 100_000)
+    assert f"{file}:1: it must be a JSON object" in mistakes(**given)
+    file.write_text(json.dumps({"prompt": "a\u2028b\x85"}, ensure_ascii=False))  # line ends of Unicode, inside a line
+    assert mistakes(**given) == ""
+    file.write_text(json.dumps({"prompt": "a\ud800"}))
+    assert f"{file}:1" in mistakes(**given)
+    own: Any = resolve(values(tmp_path, environment=UNWRITABLE))
+    with pytest.raises(DataError, match="must be values of JSON"):
+        Problems(own, build_tokenizer(own.tokenizer))(0)
 
 
 def test_the_example_is_a_run():
