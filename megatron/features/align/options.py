@@ -88,7 +88,7 @@ def _known(name: str, shipped: dict[str, str]) -> str | None:
         return f"must be one of {', '.join(shipped)}, or an import path (package.module:name)"
     try:
         missing = find_spec(name.partition(":")[0]) is None
-    except (ImportError, ValueError):
+    except Exception:  # of a package that is imported for it
         missing = True
     return f"must be a function that Python finds, and there is no module {name.partition(':')[0]}" if missing else None
 
@@ -110,6 +110,18 @@ def there_are_problems_and_rewards(context: RuleContext) -> Iterator[Problem]:
         yield context.problem(
             "align.difficulty", rule="must be two numbers of at least 1 in order, such as [1, 3]", fix="correct them"
         )
+    if own.stop == "":
+        yield context.problem("align.stop", rule="must not be empty", fix="remove it, or give a text")
+    unread = {
+        "align.held_out": (own.held_out is not None, "align.evaluate", own.evaluate is not None),
+        "align.template": (own.template is not None, "align.prompts", own.environment is None),
+        "align.difficulty": (own.difficulty != [1, 1], "align.environment", own.environment is not None),
+    }
+    if own.environment is not None:
+        unread["align.held_out"] = (own.held_out is not None, "align.prompts", False)
+    for name, (given, needs, there) in unread.items():
+        if given and not there:
+            yield context.problem(name, needs, rule=f"must come with {needs}, and is not read here", fix="remove it")
     if own.evaluate is not None and own.environment is None and own.held_out is None:
         yield context.problem(
             "align.held_out",

@@ -274,6 +274,13 @@ def test_prompts_are_functions_of_their_number(tmp_path):
         ({"align": {"tokens": 16}}, "must leave room for a prompt"),
         ({"align": {"difficulty": [3, 1]}}, "must be two numbers of at least 1 in order"),
         ({"align": {"prompts": "a.jsonl"}}, "must not both be given"),
+        ({"align": {"stop": ""}}, "must not be empty"),
+        ({"align": {"held_out": "a.jsonl"}}, "must come with align.prompts, and is not read here"),
+        ({"align": {"template": "chatml"}}, "must come with align.prompts, and is not read here"),
+        (
+            {"align": {"environment": None, "prompts": "a", "held_out": "a", "evaluate": None}},
+            "must come with align.evaluate, and is not read here",
+        ),
         ({"align": {"environment": None}}, "must come with align.prompts or align.environment"),
         ({"training": {"weight_average": None}}, "the average of the weights is the reference"),
         ({"data": {"synthetic": "copy"}}, "must be rollouts with align"),
