@@ -25,7 +25,7 @@ from megatron.training.hook import Hook, HookContext
 from megatron.worker.beacon import EVALUATE
 
 from .problems import Problems, Prompt
-from .rollouts import Rollout, advantages, file_hash, path_of, read_head, read_round, write_round
+from .rollouts import Rollout, advantages, await_round, file_hash, path_of, read_head, read_round, write_round
 from .sampler import Drawn, Rule, Sampler
 from .verifier import Item, Verdict, Verifier
 
@@ -99,17 +99,19 @@ class AlignHook(Hook):
             if self.world.is_main:
                 write_round(path, head, rollouts)
         digest = self.world.communicator.broadcast(file_hash(path) if self.world.is_main else None)
-        read_round.cache_clear()
+        await_round(path, digest)
         self.numbers = numbers_of(read_round(path), self.own.group)
         trainer.record("rollouts", step=trainer.completed, round=number, sha256=digest, **self.numbers)
 
     def head(self, number: int) -> dict[str, Any]:
         """The first line of a round's file: the settings that it follows from, and the file before it."""
         whole = thaw(self.config.model_dump(mode="json"))
-        names = ("model", "objective", "optimizer", "schedule", "tokenizer")
+        names = ("model", "adapter", "objective", "optimizer", "schedule", "tokenizer")
         given = {name: whole[name] for name in names if name in whole}
         given["align"] = {name: value for name, value in whole["align"].items() if name not in OTHER}
-        given["training"] = [whole["training"][name] for name in ("seed", "steps", "global_batch_size")]
+        keys = ("seed", "steps", "global_batch_size", "sequence_length", "weight_average")
+        given["training"] = [whole["training"][name] for name in keys]
+        given["prompts"] = self.problems.digest
         given["base"] = whole["checkpoint"]["initialize_from"]
         settings = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
         before = file_hash(path_of(self.config, number - 1)) if number else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,18 +44,23 @@ class Problems:
     Args:
         held_out: prompts of evaluations. An environment's are no problems of training: a hash of the prompt decides.
 
+    Attributes:
+        digest: hash of a file's records. Empty with an environment.
+
     Raises:
         DataError: a file is missing, or has a prompt that is none or too long.
     """
 
     def __init__(self, config: Config, tokenizer: Tokenizer, held_out: bool = False) -> None:
         self.config, self.tokenizer, self.own, self.held_out = config, tokenizer, align_of(config), held_out
-        self.environment = None
+        self.environment, self.digest = None, ""
         if self.own.environment is not None:
             self.environment = load(ENVIRONMENTS.get(self.own.environment, self.own.environment))
             return
         path = Path((self.own.held_out if held_out else self.own.prompts) or "")
-        self.found = [self._checked(f"{path}:{line}", record) for line, record in _records(path)]
+        records = _records(path)
+        self.digest = hashlib.sha256(json.dumps(records).encode()).hexdigest()
+        self.found = [self._checked(f"{path}:{line}", record) for line, record in records]
         if not self.found:
             raise DataError(path, "it must have a prompt", "write one JSON document per line")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -82,6 +83,23 @@ def read_head(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def await_round(path: Path, digest: str, patience: float = 90.0) -> None:
+    """Wait until this host sees the file of this hash, and read it anew. A network file system may show an earlier
+    file of the name for a while.
+
+    Raises:
+        DataError: it does not appear.
+    """
+    deadline = time.monotonic() + patience
+    while file_hash(path) != digest:
+        if time.monotonic() > deadline:
+            raise DataError(
+                path, "all hosts must see rank 0's file, and this one does not", "use a run.dir that all hosts share"
+            )
+        time.sleep(0.5)
+    read_round.cache_clear()
+
+
 @lru_cache(maxsize=2)
 def read_round(path: Path) -> tuple[Rollout, ...]:
     """The texts of a round.
@@ -142,15 +160,17 @@ def advantages(rewards: np.ndarray, kind: str) -> np.ndarray:
     """Advantages [P, G] of the rewards of P groups, float64.
 
     `group`: (r - mean) / (standard deviation + 1e-4), as in GRPO. `mean`: r - mean, as in Dr. GRPO. `leave_one_out`:
-    r - the mean of the others, as in RLOO. `max_rl`: (r - mean) / mean. `reward`: r.
+    r - the mean of the others, as in RLOO. `max_rl`: (r - mean) / mean, and 0 without a mean above 0. `reward`: r.
     """
-    mean, size = rewards.mean(1, keepdims=True), rewards.shape[1]
     if kind == "reward":
         return rewards
+    mean, size = rewards.mean(1, keepdims=True), rewards.shape[1]
+    equal = (rewards == rewards[:, :1]).all(1, keepdims=True)  # rounding of their mean is no advantage
+    apart = np.where(equal, 0.0, rewards - mean)
     if kind == "group":
-        return (rewards - mean) / (rewards.std(1, ddof=1, keepdims=True) + 1e-4)
+        return apart / (rewards.std(1, ddof=1, keepdims=True) + 1e-4)
     if kind == "leave_one_out":
-        return (rewards - mean) * size / (size - 1)
+        return apart * size / (size - 1)
     if kind == "max_rl":
-        return np.where(mean > 0, (rewards - mean) / np.where(mean > 0, mean, 1), 0.0)
-    return rewards - mean
+        return np.where(mean > 0, apart / np.where(mean > 0, mean, 1), 0.0)
+    return apart

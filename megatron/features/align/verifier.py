@@ -172,7 +172,7 @@ class Verifier:
         return Verdict(math.fsum(parts.values()), parts)
 
     def close(self) -> None:
-        self.threads.shutdown()
+        self.threads.shutdown(cancel_futures=True)
         while not self.idle.empty():
             if (process := self.idle.get()) is not None:
                 process.end()

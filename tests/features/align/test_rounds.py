@@ -23,7 +23,7 @@ from megatron.data.loader import build_loader
 from megatron.data.tokenizer import build_tokenizer
 from megatron.features.align.check import before_start
 from megatron.features.align.problems import Problems
-from megatron.features.align.rollouts import advantages, path_of, read_round
+from megatron.features.align.rollouts import advantages, await_round, path_of, read_round
 from megatron.features.align.sampler import Rule, Sampler
 from megatron.testing.ranks import on_ranks
 from megatron.testing.runs import train_on_ranks
@@ -110,6 +110,28 @@ def test_a_round_has_what_its_file_says(tmp_path):
         )
     with pytest.raises(DataError, match="was not drawn yet"):
         build_loader(config, data_rank=0, data_ranks=1).read(9)
+
+
+def test_ranks_read_the_round_of_rank_0_only(tmp_path):
+    path = tmp_path / "round-000000.jsonl"
+    with pytest.raises(DataError, match="all hosts must see rank 0's file"):
+        await_round(path, "0", patience=0.0)
+    path.write_text("{}\n")
+    assert read_round(path) == ()
+    await_round(path, hashlib.sha256(path.read_bytes()).hexdigest())
+    with pytest.raises(DataError, match="all hosts must see rank 0's file"):
+        await_round(path, "0", patience=0.0)
+
+
+def test_a_round_belongs_to_its_prompts(tmp_path):
+    """Other prompts at the same path are another course of a run."""
+    file = tmp_path / "prompts.jsonl"
+    own: Any = resolve(values(tmp_path, environment=None, prompts=str(file), evaluate=None))
+    digests = []
+    for answer in (2, 2, 3):
+        file.write_text(json.dumps({"prompt": "1+1=", "answer": answer}))
+        digests.append(Problems(own, build_tokenizer(own.tokenizer)).digest)
+    assert digests[0] == digests[1] != digests[2]
 
 
 def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path):
@@ -243,6 +265,8 @@ def test_advantages():
     }.items():
         found = advantages(rewards, kind)
         assert found[0].tolist() == pytest.approx(wanted, rel=1e-11) and not found[1].any()
+        if kind != "reward":
+            assert not advantages(np.full((1, 3), 0.1), kind).any()  # their mean is not 0.1 in float64
 
 
 def test_prompts_are_functions_of_their_number(tmp_path):
