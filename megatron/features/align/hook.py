@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
@@ -77,6 +78,7 @@ class AlignHook(Hook):
     def on_start(self, trainer: Trainer) -> None:
         if wrong := self.world.communicator.broadcast(self.verifier.fault() if self.world.is_main else None):
             raise UserError(wrong)
+        self.sampler.alive = partial(trainer.beacon.at, EVALUATE, detail=b"rollouts")
         trainer.loader = cast("Loader", Rounds(trainer.loader, self, trainer))
 
     def before_step(self, trainer: Trainer, step: int) -> None:
@@ -181,7 +183,7 @@ class AlignHook(Hook):
             items = [
                 Item(p.text, self.text(each), {**p.record, **fact}) for p, each, fact in zip(prompts, drawn, facts)
             ]
-            found = [asdict(verdict) for verdict in self.verifier.judge(items)]
+            found = [asdict(verdict) for verdict in self.verifier.judge(items, self.sampler.alive)]
         return [Verdict(**each) for each in self.world.communicator.broadcast(found)]
 
     def scored(self, found: list[Rollout]) -> list[Rollout]:

@@ -68,10 +68,14 @@ class Sampler(Scorer):
 
     Where the layout permits it (`reads_on`), prompts of one length are read together and each token continues from the
     layers' states. On others (pipelines, shared sequences) the whole text is read for each token.
+
+    Attributes:
+        alive: called after each pass, since a round may take longer than a rank is given for one phase.
     """
 
     def __init__(self, config: Config, engine: Engine, mesh: Mesh, device: torch.device, *, texts: int) -> None:
         super().__init__(config, engine, mesh, device, texts=texts)
+        self.alive: Callable[[], None] = lambda: None
         self.cached = isinstance(engine, ReadsOn) and not depends_on_batch(config) and reads_on(config, engine)
 
     def draw(self, prompts: Sequence[Row], numbers: Sequence[int], rule: Rule) -> list[Drawn]:
@@ -121,6 +125,7 @@ class Sampler(Scorer):
                 rows_left = torch.tensor(kept or [0], device=self.device)
                 state = [picked(each, rows_left) for each in state]
                 active = [active[row] for row in kept]
+            self.alive()
             newest = [made[index].tokens[-1:] for index in active] or [[PAD]]
             logits = self.engine.read_on(torch.tensor(newest, device=self.device), _last, state, begin + place)
 
@@ -169,6 +174,7 @@ class Sampler(Scorer):
                     made[index].tokens.append(int(token))
                     made[index].log_p.append(log_p)
                     made[index].ended = rule.finished(made[index].tokens)
+            self.alive()
             active = [index for index in active if not made[index].ended]
             if not active:
                 break
@@ -181,6 +187,7 @@ class Sampler(Scorer):
             same.setdefault(text.inputs, []).append(index)
         for step in self._steps(sorted(same, key=lambda row: (-len(row), row))):
             asked = [[(at, index) for at, row in enumerate(rows) for index in same.get(row, ())] for rows in step]
+            self.alive()
             readers: list[Reader] = [self._scores([(at, texts[index]) for at, index in each]) for each in asked]
             for each, (logs_N, _) in zip(asked, self._read(step, readers)):
                 logs, begin = logs_N.double().cpu(), 0

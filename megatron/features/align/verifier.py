@@ -148,13 +148,20 @@ class Verifier:
             self.idle.put(process)
         return None
 
-    def judge(self, items: Sequence[Item]) -> list[Verdict]:
+    def judge(self, items: Sequence[Item], alive: Callable[[], None] = lambda: None) -> list[Verdict]:
         """The verdict on each item, in their order.
+
+        Args:
+            alive: called after each verdict.
 
         Raises:
             UserError: the rewards cannot be imported, or a process does not begin.
         """
-        return list(self.threads.map(self._judge, items))
+        found = []
+        for verdict in self.threads.map(self._judge, items):
+            found.append(verdict)
+            alive()
+        return found
 
     def _judge(self, item: Item) -> Verdict:
         process = self.idle.get()
