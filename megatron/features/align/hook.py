@@ -97,12 +97,15 @@ class AlignHook(Hook):
             self.evaluate(trainer)
         path, head = path_of(self.config, number), self.head(number)
         if not self.world.communicator.broadcast(self.world.is_main and read_head(path) == head):
-            rollouts = self.draw_round(number)
+            drawn = self.draw_round(number)
             if self.world.is_main:
-                write_round(path, head, rollouts)
+                write_round(path, head, drawn)
         digest = self.world.communicator.broadcast(file_hash(path) if self.world.is_main else None)
         await_round(path, digest)
-        self.numbers = numbers_of(read_round(path), self.own.group)
+        rollouts = read_round(path)
+        self.numbers = numbers_of(rollouts, self.own.group)
+        if all(each.failure is not None for each in rollouts):
+            trainer.log(f"round {number}: all rewards have failed, the first with {rollouts[0].failure!r}")
         trainer.record("rollouts", step=trainer.completed, round=number, sha256=digest, **self.numbers)
 
     def head(self, number: int) -> dict[str, Any]:

@@ -310,6 +310,7 @@ def test_prompts_are_functions_of_their_number(tmp_path):
         ({"data": {"synthetic": "copy"}}, "must be rollouts with align"),
         ({"training": {"batch_schedule": [{"until": 2, "global_batch_size": 4}]}}, "all rounds have one size"),
         ({"evaluation": {"at_end": True}}, "must be off with align"),
+        ({"model": {"dropout": 0.1}}, "must be 0.0 with align"),
         ({"optimizer": {"type": "schedule_free_adamw"}}, "this one evaluates an average"),
     ],
 )
