@@ -125,8 +125,7 @@ def _continued(
 
 def tokens_left(model: Model, prompt: int) -> float:
     """Tokens that can follow a prompt of this length: without end, unless positions are learned."""
-    embedding = model.plan.config.model.embedding
-    return embedding.max_positions - prompt if embedding.position == "learned" else math.inf
+    return math.inf if model.longest is None else model.longest - prompt
 
 
 def complete(

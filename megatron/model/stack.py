@@ -222,6 +222,12 @@ class Model(nn.Module):
         self.head = plan.head(self.embedding.tokens.weight if plan.head_embeds else None)
         self.core = plan.core(list(self.blocks)[plan.inside.start : plan.inside.stop], self.head.norm)
 
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest text. None: any number."""
+        embedding = self.plan.config.model.embedding
+        return embedding.max_positions if embedding.position == "learned" else None
+
     def _run(self, stream: Stream, states: list[Any] | None = None, begin: int = 0) -> Stream:
         """The blocks, with their decoding states. The states of a core are at the place of its first block."""
         inside = self.plan.inside

@@ -85,7 +85,7 @@ def _continue(
             continue
         if tokens_left(model, len(ids)) < options.tokens:
             sys.stderr.write(
-                f"the prompt has {len(ids)} tokens and the model {config.model.embedding.max_positions} learned "
+                f"the prompt has {len(ids)} tokens and the model {model.longest} learned "
                 "positions: the text ends there\n"
             )
         made = complete(

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from .build import hf_config, hf_model
 from .facts import Facts, FactsError
-from .probe import SMALL, keeps_apart, output_of, probe
+from .probe import SMALL, keeps_apart, output_of, positions_of, probe
 
 
 def inspect(options: dict[str, Any]) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def inspect(options: dict[str, Any]) -> dict[str, Any]:
             _check_weights(options)
         with torch.device("meta"):
             facts = facts_of_model(hf_model(options, values=False))
-        facts = replace(facts, settings=json.loads(hf_config(options).to_json_string()))
+        facts = replace(facts, settings=_without_version(json.loads(hf_config(options).to_json_string())))
         if facts.parameters < SMALL:  # so small that its function is checked before a process starts
             small = hf_model(options, values=False)
             probe(small)
@@ -34,6 +34,15 @@ def inspect(options: dict[str, Any]) -> dict[str, Any]:
         return asdict(facts)
     except FactsError as error:
         return {"key": error.key, "rule": error.rule, "fix": error.fix}
+
+
+def _without_version(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings without the version of transformers: with another version it is the same model."""
+    return {
+        name: _without_version(value) if isinstance(value, dict) else value
+        for name, value in settings.items()
+        if name != "transformers_version"
+    }
 
 
 def _check_settings(options: dict[str, Any]) -> None:
@@ -83,23 +92,8 @@ def facts_of_model(model: PreTrainedModel) -> Facts:
         parameters=total,
         matrices=matrices - idle,
         idle=idle,
-        positions=_positions(model),
+        positions=positions_of(model),
     )
-
-
-def _positions(model: PreTrainedModel) -> int | None:
-    """Rows of the smallest table of absolute positions."""
-    rows = [
-        each.num_embeddings
-        for name, each in model.named_modules()
-        if isinstance(each, nn.Embedding)
-        and (name.rsplit(".", 1)[-1] == "wpe" or "position" in name.rsplit(".", 1)[-1])
-        and "rel" not in name.rsplit(".", 1)[-1]
-    ]
-    own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if not rows:
-        return None
-    return min([*rows, own] if isinstance(own, int) and own > 0 else rows)
 
 
 def _name(parameters: dict[str, nn.Parameter], wanted: nn.Parameter) -> str:

@@ -26,7 +26,7 @@ from megatron.worker.place import StartError
 from .build import hf_model
 from .facts import FactsError
 from .layer import mark
-from .probe import Form, arguments_of, keeps_apart, output_of, probe
+from .probe import Form, arguments_of, keeps_apart, output_of, positions_of, probe
 
 
 class Taken(nn.Module):
@@ -116,6 +116,7 @@ class WholeModel(nn.Module):
             raise StartError(f"{key}: {form}") from form
         if same.rank:
             _without_memory(inner)
+        self.longest = positions_of(inner)
         self.arguments, self.balance = arguments_of(inner), _factor_of_routers(inner)
         wide = (*(inner._keep_in_fp32_modules or ()), *(inner._keep_in_fp32_modules_strict or ()))
         mark(inner, layer, wide)

@@ -48,6 +48,21 @@ def output_of(model: PreTrainedModel) -> nn.Linear:
     return head
 
 
+def positions_of(model: PreTrainedModel) -> int | None:
+    """Rows of the smallest table of absolute positions."""
+    rows = [
+        each.num_embeddings
+        for name, each in model.named_modules()
+        if isinstance(each, nn.Embedding)
+        and (name.rsplit(".", 1)[-1] == "wpe" or "position" in name.rsplit(".", 1)[-1])
+        and "rel" not in name.rsplit(".", 1)[-1]
+    ]
+    own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not rows:
+        return None
+    return min([*rows, own] if isinstance(own, int) and own > 0 else rows)
+
+
 @torch.no_grad()
 def probe(model: PreTrainedModel) -> Form:
     """How the logits follow from the output layer.

@@ -17,7 +17,7 @@ from megatron.checkpoint.hf.verify import prove
 from megatron.checkpoint.save.store import find_checkpoint
 from megatron.config import ConfigError, resolve
 from megatron.config.frozen import thaw
-from megatron.model.generate import Sampling, generate
+from megatron.model.generate import Sampling, complete, generate
 from megatron.model.stack import ModelPlan, build_model, make_model
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.layout.mesh import Mesh
@@ -110,6 +110,7 @@ def test_settings_need_no_folder_and_have_precedence(tmp_path):
     build_model(resolve(values_of("llama", tiny("llama")))).as_saved(torch.float32).save_pretrained(folder)
     config = resolve(values_of(str(folder), {}, weights=True))
     settings = thaw(config.model.model_dump()["transformers"]["settings"])
+    assert "transformers_version" not in settings  # a run resumes with another version
     shutil.rmtree(folder)
     build_model(resolve(values_of(str(folder), {}, weights=True, settings=settings)), values=False)
     with pytest.raises(ConfigError, match="num_hidden_layers must be 2, as in settings"):
@@ -135,6 +136,11 @@ def test_text_is_that_of_transformers():
     )
     wanted = model.as_saved(torch.float32).generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)
     assert cached.equal(again) and cached.equal(wanted[:, 5:])
+
+
+def test_text_ends_with_the_learned_positions():
+    model = build_model(resolve(values_of("gpt2", tiny("gpt2")))).eval()
+    assert len(list(complete(model, [1, 2, 3], 100, Sampling(temperature=0)))) == 61
 
 
 WRONG = {
