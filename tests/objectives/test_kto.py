@@ -228,6 +228,11 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
     assert "it has 2 documents, answers has 5" in refused(
         mismatched=str(tmp_path / "few"), mismatched_labels=None, mismatched_reference=str(_zeros(tmp_path, 9))
     )
+    long = [[*each, *[7] * 12, 0] for each in ANSWERS]
+    write_documents(tmp_path / "long", long)
+    more = {"mismatched": str(tmp_path / "long"), "mismatched_labels": None}
+    said = refused(**more, mismatched_reference=str(_zeros(tmp_path, sum(map(len, long)))))
+    assert "have more than the 17 tokens of a sample" in said and "deepy data mismatch --longest 17" in said
     assert "both files of answers must have labels" in refused(mismatched_labels=None)
     assert "must have one number for each of 5 documents" in refused(rewards=str(tmp_path / "short.npy"))
     assert "must be finite" in refused(rewards=str(tmp_path / "nan.npy"))

@@ -94,8 +94,11 @@ def options_of(options: Mapping[str, Any], name: str, keys: frozenset[str]) -> M
     return found
 
 
-def check_lengths(sizes: np.ndarray, length: int, what: str, spare: int = 0) -> None:
+def check_lengths(sizes: np.ndarray, length: int, what: str, spare: int = 0, shorter: str = "") -> None:
     """Refuse what has more than the S + 1 tokens of a sample, less `spare`.
+
+    Args:
+        shorter: how to make what has fewer tokens. Default: remove it.
 
     Raises:
         DataError: with the number of long ones.
@@ -104,7 +107,9 @@ def check_lengths(sizes: np.ndarray, length: int, what: str, spare: int = 0) -> 
     if (long := int((sizes > room).sum())) > 0:
         rule = f"{long} of {len(sizes)} {what} have more than the {room} tokens of a sample, up to {sizes.max()}"
         raise DataError(
-            "training.sequence_length", rule, f"use at least {sizes.max() - 1 + spare}, or remove long {what}"
+            "training.sequence_length",
+            rule,
+            f"use at least {sizes.max() - 1 + spare}, or {shorter or f'remove long {what}'}",
         )
 
 

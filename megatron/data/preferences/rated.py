@@ -61,7 +61,8 @@ class Rated:
             if len(mismatched) != len(answers):
                 rule = f"it has {len(mismatched)} documents, answers has {len(answers)}"
                 raise DataError(mismatched.path, rule, "make it from these answers by deepy data mismatch")
-            check_lengths(mismatched.sizes, length, "mismatched answers")
+            again = f"make them again by deepy data mismatch --longest {length + 1}"
+            check_lengths(mismatched.sizes, length, "mismatched answers", shorter=again)
             if (mismatched.labels is None) != (answers.labels is None):
                 fix = "give answers_labels and mismatched_labels, or neither"
                 raise DataError(mismatched.path, "both files of answers must have labels, which mask prompts", fix)

@@ -38,7 +38,7 @@ class Probes(EnginePart):
         """Opened by the first step: an evaluation of the run's checkpoints needs no files of training.
 
         Raises:
-            DataError: the samples are not those of a source.
+            DataError: no source makes the samples.
         """
         plan = build_plan(self.engine.config)
         if not isinstance(plan, SyntheticPlan):
