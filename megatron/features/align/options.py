@@ -165,8 +165,12 @@ def the_run_fits(context: RuleContext) -> Iterator[Problem]:
         "objective.type": (config.objective.type, POLICY, "the rounds have advantages"),
         "data.synthetic": (config.data.synthetic, ROLLOUTS, "samples come from the rounds"),
         "training.batch_schedule": (list(config.training.batch_schedule), [], "all rounds have one size"),
-        "model.dropout": (config.model.dropout, 0.0, "log-probabilities are compared with those of whole texts"),
-        "adapter.dropout": (context.option("adapter.dropout") or 0.0, 0.0, "log-probabilities are compared"),
+        "model.dropout": (config.model.dropout, 0.0, "ratios of probabilities must be 1 at first"),
+        "adapter.dropout": (
+            context.option("adapter.dropout") or 0.0,
+            0.0,
+            "ratios of probabilities must be 1 at first",
+        ),
         "checkpoint.prove": (config.checkpoint.prove, False, "the next batch is not drawn when a checkpoint is saved"),
     }
     for name, (value, needs, why) in needed.items():
