@@ -84,8 +84,8 @@ def read_head(path: Path) -> dict[str, Any]:
 
 
 def await_round(path: Path, digest: str, patience: float = 90.0) -> None:
-    """Wait until this host sees the file of this hash, and forget what was read. A network file system may show an earlier
-    file of the name for a while.
+    """Wait until this host sees the file of this hash, and forget what was read. A network file system may show an
+    earlier file of the name for a while.
 
     Raises:
         DataError: it does not appear.
