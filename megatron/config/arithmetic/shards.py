@@ -43,11 +43,6 @@ def kind_of(name: str) -> str | None:
     return next((kind for endings, kind in kinds.items() if ending in endings), None)
 
 
-def is_hidden(file: Path, folder: Path) -> bool:
-    """Whether the file, or a folder between `folder` and it, begins with a dot."""
-    return any(part.startswith(".") for part in file.relative_to(folder).parts)
-
-
 class ShardError(Exception):
     """The shards of a stream cannot be listed.
 
@@ -143,16 +138,32 @@ def _in_folder(stream: str) -> list[Shard]:
     root = Path(stream)
     if not root.exists():
         raise ShardError(f"must exist: there is no {stream}", f"check the path (it is seen from {Path.cwd()})")
-    files = [stream]
-    if root.is_dir():
-        files = sorted(str(each) for each in root.rglob("*") if each.is_file() and not is_hidden(each, root))
     try:
+        files = files_below(root) if root.is_dir() else [stream]
         states = [state_of(file) for file in files]
     except OSError as error:
         raise ShardError(f"must be readable: {error}", "check its files and their permissions") from error
     base = root if root.is_dir() else root.parent
     names = (os.path.relpath(file, base) for file in files)
     return [Shard(each.path, name, each.size, each.tag, each.changed) for name, each in zip(names, states)]
+
+
+def files_below(root: Path) -> list[str]:
+    """The files below a folder, sorted, without those whose name, or whose folder's, begins with a dot.
+
+    Raises:
+        OSError: a folder cannot be read, which Path.rglob skips.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    found = []
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        folders[:] = [each for each in folders if not each.startswith(".")]
+        paths = (Path(folder, each) for each in names if not each.startswith("."))
+        found += [str(path) for path in paths if path.is_file()]
+    return sorted(found)
 
 
 def _in_store(stream: str) -> list[Shard]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from ...config.arithmetic.shards import KNOWN, ending_of, is_hidden, is_url, kind_of
+from ...config.arithmetic.shards import KNOWN, ending_of, files_below, is_url, kind_of
 from ...config.foreign_json import parse_json
 from ...config.words import counted
 from ..errors import DataError
@@ -115,7 +115,12 @@ def find_inputs(patterns: list[str], kind: str | None = None, skipped: list[str]
     for pattern in patterns:
         path = Path(pattern)
         if path.is_dir():
-            files = sorted(str(each) for each in path.rglob("*") if each.is_file() and not is_hidden(each, path))
+            try:
+                files = files_below(path)
+            except OSError as error:
+                raise DataError(
+                    path, f"it cannot be listed ({error})", "check the permissions of its folders"
+                ) from error
         else:
             files = [pattern] if path.is_file() else sorted(glob.glob(pattern, recursive=True))
         if not files:

@@ -15,7 +15,7 @@ import pytest
 
 from megatron.checkpoint import CheckpointError
 from megatron.config import resolve
-from megatron.config.arithmetic.shards import describe_shards, list_shards
+from megatron.config.arithmetic.shards import ShardError, describe_shards, list_shards
 from megatron.config.sections.data import TokenizerSection
 from megatron.data.corpus import job as job_module
 from megatron.data.corpus.encode import Treatment
@@ -278,6 +278,31 @@ def test_a_stream_that_ends_between_two_phases_is_one_source(tmp_path, monkeypat
     plan = build_plan(config)
     assert [each.grows for each in opened] == [True, False] and len(plan.sources) == 1
     assert plan.phases[1].offsets == (plan.batches.before(4),)
+
+
+def test_files_are_those_of_the_tokenizing_job_and_every_folder_must_be_readable(tmp_path, monkeypatch):
+    folder = write_texts(tmp_path / "raw")
+    for hidden in (".a/b.txt", "below/.c.txt", "below/.d/e.txt"):
+        (folder / hidden).parent.mkdir(exist_ok=True)
+        (folder / hidden).write_text("hidden")
+    (folder / "link.txt").symlink_to(tmp_path / "elsewhere.txt")  # to no file
+    (folder / "below.txt").write_text("sorted before the folder")
+    expected = [str(folder / each) for each in ("0.jsonl", "1.jsonl.gz", "2.jsonl", "3.jsonl.gz", "below.txt")]
+    expected += [str(folder / "below" / "text.txt")]
+    assert [each.name for each in find_inputs([str(folder)])] == sorted(expected)
+    assert [each.path for each in list_shards(str(folder))[0]] == sorted(expected)
+    scan = os.scandir
+
+    def refused(path):
+        if str(path).endswith("below"):
+            raise PermissionError(f"{path} is closed")
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(ShardError, match="must be readable: .* is closed"):
+        list_shards(str(folder))
+    with pytest.raises(DataError, match="cannot be listed .* is closed"):
+        find_inputs([str(folder)])
 
 
 def test_streams_of_one_name_keep_their_states(tmp_path):
