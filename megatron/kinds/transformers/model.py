@@ -110,7 +110,8 @@ class WholeModel(nn.Module):
                     raise FactsError("data.reset_attention_at_eod", rule, "remove it")
         except FactsError as error:
             form = error
-        form = _of_first(form, same)
+        first = _of_first(form, same)
+        form = form if isinstance(form, FactsError) else first
         if isinstance(form, FactsError):
             key = f"model.{own}{form.key}" if form.key.startswith(".") else form.key
             raise StartError(f"{key}: {form}") from form
