@@ -19,6 +19,8 @@ Record = Mapping[str, Any]
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
+_DELIMITED = re.compile(r"\$|\\\(|\\\[|\\boxed")
+
 
 def exact(prompt: str, completion: str, record: Record, *, key: str = "answer", ignore_case: bool = False) -> float:
     """1 if the completion is the record's answer, up to white space at its ends."""
@@ -37,7 +39,11 @@ def number(prompt: str, completion: str, record: Record, *, key: str = "answer")
 def math(prompt: str, completion: str, record: Record, *, key: str = "answer") -> float:
     """1 if math-verify finds the completion's answer equal to the record's, such as 1/2 and 0.5."""
     parse, verify = load(f"{MATH_VERIFY}:parse"), load(f"{MATH_VERIFY}:verify")
-    return float(verify(parse(str(record[key])), parse(completion)))
+    answer = str(record[key])  # math-verify reads LaTeX in delimiters only, and data often have it without
+    wanted = parse(answer if _DELIMITED.search(answer) else f"${answer}$")
+    if not wanted:
+        raise ValueError(f"math-verify finds no answer in the record's {answer[:100]!r}")
+    return float(verify(wanted, parse(completion)))
 
 
 def format(prompt: str, completion: str, record: Record, *, pattern: str) -> float:

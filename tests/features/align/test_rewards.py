@@ -108,6 +108,10 @@ def test_mathematical_answers():
     pytest.importorskip("math_verify")
     assert rewards.math("", r"so it is \boxed{\frac{1}{2}}", {"answer": "0.5"}) == 1
     assert rewards.math("", r"so it is \boxed{2}", {"answer": "0.5"}) == 0
+    for answer in (r"\sqrt{2}", r"$\sqrt{2}$", r"\boxed{\sqrt{2}}"):
+        assert rewards.math("", r"so it is \boxed{\sqrt{2}}", {"answer": answer}) == 1
+    with pytest.raises(ValueError, match="finds no answer"):
+        rewards.math("", "2", {"answer": ""})
 
 
 def test_programs_are_judged_by_tests():
