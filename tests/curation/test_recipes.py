@@ -30,6 +30,7 @@ stages:
   - blocklist: {file: nothing.txt}
   - pii
   - [pii]
+  - signals: {names: [record.score, zyda_length]}
 """
 
 
@@ -54,6 +55,7 @@ def test_all_mistakes_at_once(tmp_path: Path) -> None:
         "stages.3.keep.signals.rps_lines_num_words": 15,
         "stages.4.blocklist.file": 16,
         "stages.6": 18,
+        "stages.7.signals.names.record.score": 19,
     }
     assert found["sorces"].fix == "did you mean sources?" and found["stages.0"].fix == "did you mean exact?"
     assert "must be a whole number of at least 1" in found["limits.document"].rule

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from megatron.config.problems import Problem
@@ -40,7 +40,11 @@ def _known(names: Iterable[str], path: str, where: str, more: Iterable[str] = ()
 
 
 def _signal_rules(options: SignalsSection, path: str, where: str) -> Iterable[Problem]:
-    return _known(options.names, f"{path}.names", where)
+    yield from _known(options.names, f"{path}.names", where)
+    for name in options.names:
+        if name.startswith(RECORD):
+            rule = f"{path}.names must be signals of the text: {name} is stored with each document already"
+            yield Problem(f"{path}.names.{name}", rule, "remove it", where=where)
 
 
 def _keep_rules(options: KeepSection, path: str, where: str) -> Iterable[Problem]:
@@ -58,11 +62,12 @@ def _keep_rules(options: KeepSection, path: str, where: str) -> Iterable[Problem
 
 
 def _annotate(options: SignalsSection) -> Work:
-    names = options.names or [*DOCUMENT, *LINES]
+    known: dict[str, Callable[[TextViews], Any]] = {**DOCUMENT, **LINES, **OTHER}
+    chosen = {name: known[name] for name in options.names or [*DOCUMENT, *LINES]}
 
     def work(document: Any) -> None:
         view = TextViews(document.text)
-        document.metadata["signals"] = {name: ({**DOCUMENT, **LINES, **OTHER}[name])(view) for name in names}
+        document.metadata["signals"] = {name: signal(view) for name, signal in chosen.items()}
 
     return work
 
