@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -98,6 +100,19 @@ class Takes(Hook):
 
     def before_step(self, trainer, step):
         trainer.beacon._spent[FORWARD] += 100.0 if trainer.mesh.rank == 1 and step >= self.since else 10.0
+
+
+def test_a_larger_batch_is_no_slow_rank():
+    """Alone, a rank is compared with its own best: 1 s for 2 samples, and then 4 s for 8."""
+    stages = [{"until": 2, "global_batch_size": 2}]
+    grows = settings(training={"micro_batch_size": 1, "global_batch_size": 8, "batch_schedule": stages})
+    slow, own = SlowRanksHook(SlowOptions(every=2), ["a"]), [0.0] * 20
+    trainer: Any = SimpleNamespace(config=grows, beacon=SimpleNamespace(own=own))
+    found = []
+    for end, seconds in ((2, 2.0), (4, 8.0)):
+        own[FORWARD] += seconds
+        found.append(sum(slow._window(trainer, end)))
+    assert found == [4.0, 4.0]
 
 
 @pytest.mark.parametrize(("more", "since"), [((), 6), ((SignalOnRankOne(),), 2)], ids=["last step", "stopped"])

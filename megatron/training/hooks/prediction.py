@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
+from megatron.config.arithmetic.batches import Batches, batches_of
 from megatron.plan.prediction import Need, Prediction, remember
 from megatron.report.jsonl import lines_of, sound_metrics
 
@@ -17,15 +18,18 @@ LEAST = 10  # steps after them that are needed for a pace
 
 
 class PredictionHook(Hook):
-    """On rank 0, at the end of a start without an error that was long enough to have a pace."""
+    """On rank 0, at the end of a start without an error that was long enough to have a pace. Only steps with the batch
+    of the last stage count, which is predicted."""
 
-    def __init__(self, folder: str | Path, prediction: Prediction) -> None:
-        self._metrics, self._entry = Path(folder) / "metrics.jsonl", prediction.entry
+    def __init__(self, folder: str | Path, prediction: Prediction, batches: Batches) -> None:
+        self._metrics, self._entry, self._batches = Path(folder) / "metrics.jsonl", prediction.entry, batches
         self._begin = 0
 
     @classmethod
     def of(cls, parts: HookContext) -> PredictionHook | None:
-        return cls(parts.config.run.dir, parts.prediction) if parts.prediction is not None else None
+        if parts.prediction is None:
+            return None
+        return cls(parts.config.run.dir, parts.prediction, batches_of(parts.config))
 
     def on_start(self, trainer: Trainer) -> None:
         self._begin = self._metrics.stat().st_size if self._metrics.exists() else 0
@@ -33,7 +37,7 @@ class PredictionHook(Hook):
     def on_end(self, trainer: Trainer) -> None:
         if not trainer.is_main or trainer.error is not None or trainer.completed - trainer.start < FIRST + LEAST:
             return
-        seconds = self._paces(trainer.start + FIRST)
+        seconds = self._paces(max(trainer.start, self._batches.begins[-1]) + FIRST)
         if not seconds:
             return
         try:

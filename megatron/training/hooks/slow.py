@@ -8,6 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 
+from megatron.config.arithmetic.batches import batches_of
 from megatron.config.sections.watch import SlowOptions
 
 from ..exchange import StepReport
@@ -65,8 +66,10 @@ class SlowRanksHook(Hook):
         self._compare(trainer, everyone.view(ranks, -1).tolist())
 
     def _window(self, trainer: Trainer, end: int) -> list[float]:
-        """This rank's own seconds per step, averaged over the window that ends before a step."""
-        own, steps = parts_of(trainer.beacon.own), end - self._first
+        """This rank's own seconds per step, averaged over the window that ends before a step. A smaller batch counts
+        as part of a step: else a rank would be slow against its own best as soon as batches grow."""
+        own, batches = parts_of(trainer.beacon.own), batches_of(trainer.config)
+        steps = (batches.before(end) - batches.before(self._first)) / batches.sizes[-1]
         seconds = [(now - before) / steps for now, before in zip(own, self._before)]
         self._windows.append(range(self._first, end))
         self._first, self._before = end, own
