@@ -246,6 +246,7 @@ def test_costs_count_one_output():
             "options.margins must be true if data.options has margins",
         ),
         ({"evaluation": {"tasks": [{"name": "arc_easy"}]}}, "must be empty with a reward model"),
+        ({"evaluation": {"samples": {"every": 2, "prompts": ["a"]}}}, "must be null with a reward model"),
         ({"adapter": {"type": "lora", "rank": 2}}, "must be none with a reward model"),
     ],
 )

@@ -47,9 +47,14 @@ def answers_are_apart(context: RuleContext) -> Iterator[Problem]:
 
 
 def nothing_reads_logits(context: RuleContext) -> Iterator[Problem]:
-    if context.config.evaluation.tasks:
-        rule = "must be empty with a reward model, which has no logits"
-        yield context.problem("evaluation.tasks", "objective.type", rule=rule, fix="remove the tasks")
+    evaluation = context.config.evaluation
+    for name, used in (("tasks", evaluation.tasks), ("probes", evaluation.probes)):
+        if used:
+            rule = "must be empty with a reward model, which has no logits"
+            yield context.problem(f"evaluation.{name}", "objective.type", rule=rule, fix=f"remove evaluation.{name}")
+    if evaluation.samples.every is not None:
+        rule = "must be null with a reward model, which has no logits to draw texts from"
+        yield context.problem("evaluation.samples.every", "objective.type", rule=rule, fix="remove it")
 
 
 def head_is_trained(context: RuleContext) -> Iterator[Problem]:
