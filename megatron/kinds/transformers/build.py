@@ -154,7 +154,7 @@ def hf_model(options: Mapping[str, Any], seed: int = 0, values: bool = True) -> 
 
 
 def _with_weights(folder: str, config: PreTrainedConfig, more: dict[str, Any]) -> PreTrainedModel:
-    """The model with all weights of a folder. transformers would draw the missing ones, and say so in a warning."""
+    """Load the model with all weights of a folder. transformers only warns about missing ones."""
     model, info = AutoModelForCausalLM.from_pretrained(
         folder, config=config, local_files_only=True, output_loading_info=True, **more
     )
