@@ -223,8 +223,8 @@ def _messages(done: list[Instruction | None], ranks: int, stages: int) -> list[M
 
 def check_table(table: Table, stages_per_rank: int, micro_batches: int) -> list[Round]:
     """The rounds of a table. Every rank must have the instructions of its stages, once each. The passes of a stage must
-    be in the order of the micro-batches: of forward passes since the first and the last stage read a batch in that
-    order, of backward passes so that sums of gradients do not depend on the schedule.
+    be in the order of the micro-batches. The first and the last stage read a batch in that order, and sums of gradients
+    then do not depend on the schedule.
 
     Raises:
         ScheduleError: it cannot be executed.

@@ -120,7 +120,7 @@ class TableExecutor:
         self._forget()
 
     def _release_sent(self) -> None:
-        """Free the memory of messages that have been received. gloo only tells of one that is waited for. Its receive
+        """Free the memory of messages that have been received. gloo only reports one that is waited for. Its receive
         was posted in the same round, and waits for nothing of a later one."""
         self._sent = [(tensor, work) for tensor, work in self._sent if not work.is_completed()]
         if self._engine.device.type == "cpu":
