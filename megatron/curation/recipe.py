@@ -203,13 +203,13 @@ def _cross(section: RecipeSection, where: Any) -> list[Problem]:
         elif name in names[:number]:
             rule = f"sources must have different names, and source {names.index(name) + 1} is {name!r} too"
             found.append(Problem(dotted(at), rule, "rename one of them", name, where(at)))
-    paths = [(("output",), section.output)]
-    paths += [(("sources", number, "path"), each.path) for number, each in enumerate(section.sources)]
-    for at, path in paths:
+    paths: dict[tuple[str | int, ...], str] = {("output",): section.output}
+    paths |= {("sources", number, "path"): each.path for number, each in enumerate(section.sources)}
+    for place, path in paths.items():
         if has_secret(path):
-            rule = f"{dotted(at)} must not have a password, key or signature: the report and the ids would show it"
+            rule = f"{dotted(place)} must not have a password, key or signature: the report and the ids would show it"
             fix = "give the URL without it, and the credentials as the store's package reads them (a file, variables)"
-            found.append(Problem(dotted(at), rule, fix, ABSENT, where(at)))
+            found.append(Problem(dotted(place), rule, fix, ABSENT, where(place)))
     if section.executor == "slurm" and section.slurm is None:
         rule = "executor: slurm must have the section slurm"
         found.append(Problem("slurm", rule, "add slurm: {partition: NAME}", ABSENT, where(("executor",))))
