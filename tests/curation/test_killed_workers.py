@@ -31,7 +31,8 @@ def undisturbed(folder: Path, stages: list) -> dict[str, str]:
 
 
 def start(file: Path, workers: int) -> multiprocessing.Process:
-    child = multiprocessing.get_context("fork").Process(target=quietly, args=(file, workers))
+    # not a fork, which would inherit the address of this process's fork server
+    child = multiprocessing.get_context("spawn").Process(target=quietly, args=(file, workers))
     child.start()
     return child
 
