@@ -1,4 +1,4 @@
-"""Tables of pipeline schedules: beside torch's generators, closed forms and simulations, and what is refused."""
+"""Tables of pipeline schedules: compared with torch's generators, closed forms and simulations; illegal tables."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_weights_wait_in_a_split_table():
 
 
 class Sent:
-    """A message of gloo, which does not tell of its end."""
+    """A message of gloo, which does not report its end."""
 
     done = False
 

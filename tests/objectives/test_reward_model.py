@@ -101,7 +101,7 @@ def pairs(folder: Path, **more: Any) -> dict[str, Any]:
 
 
 def test_values_are_read_at_last_tokens_or_before_the_label_of_gpt_neox(tmp_path):
-    """Its files end with two ends of text, of which the second one is the label."""
+    """Its files end with two ends of text, and the second one is the label."""
 
     def rows(**more: Any) -> dict[tuple[int, ...], tuple[list[int], list[float]]]:
         config = resolve({**SHAPE, "objective": OBJECTIVE, "data": pairs(tmp_path, **more)})
