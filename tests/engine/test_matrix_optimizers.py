@@ -11,12 +11,12 @@ from more_optimizers.jorge.update import follow
 from megatron.config.optimizer_kind import kinds_inside
 from megatron.config.registry import INSIDE, OPTIMIZER
 from megatron.engine.optimizers.contract import optimizer_class
-from megatron.engine.optimizers.dion.update import dion_step
-from megatron.engine.optimizers.dion.update import first_basis as first_columns
+from megatron.engine.optimizers.dion import dion_step
+from megatron.engine.optimizers.dion import first_basis as first_columns
 from megatron.engine.optimizers.groups import build_optimizer, set_learning_rate
 from megatron.engine.optimizers.matrix import MatrixOptimizer
-from megatron.engine.optimizers.muon.update import ITERATIONS, orthogonalize
-from megatron.engine.optimizers.soap.update import first_basis
+from megatron.engine.optimizers.muon import ITERATIONS, orthogonalize
+from megatron.engine.optimizers.soap import first_basis
 from megatron.parallel.layout.shard import Role
 from megatron.rehearsal.command import main
 from tests.engine.test_optimizers import RATES, gradients, model, parameter, train

@@ -8,9 +8,9 @@ from torch import nn
 
 from megatron.engine.optimizers.contract import initialize_state
 from megatron.engine.optimizers.groups import build_optimizer, parameter_groups, set_learning_rate
-from megatron.engine.optimizers.lion.update import Lion
-from megatron.engine.optimizers.muon.update import Muon, muon_direction
-from megatron.engine.optimizers.sgd.update import SGD
+from megatron.engine.optimizers.lion import Lion
+from megatron.engine.optimizers.muon import Muon, muon_direction
+from megatron.engine.optimizers.sgd import SGD
 from megatron.parallel.layout.shard import LogicalTensor, Role
 from tests.training.plain_matrices import PlainCautious
 from tests.training.settings import settings

@@ -4,6 +4,6 @@
 element, so ZeRO may flatten and cut their parameters. Muon needs whole matrices: a `MatrixOptimizer` gets them on every
 layout.
 
-Each optimizer is a folder: `options.py`, its facts without torch (`megatron.config.optimizer_kind.OptimizerKind`),
-and `update.py`, its class.
+Each optimizer is a file. `facts.py` has the facts of all of them, without torch
+(`megatron.config.optimizer_kind.OptimizerKind`).
 """

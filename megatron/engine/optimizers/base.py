@@ -1,17 +1,21 @@
-"""Base of our optimizers: `torch.optim.Optimizer` without torch's compiler.
+"""Bases of our optimizers: those of torch without its compiler, and one that updates each element by itself.
 
 Several methods of torch's base class, and `step` of its Adam, import torch._dynamo at their first call, to exclude
 themselves from torch.compile. That import costs each rank 2 to 4 seconds of its start and 100 MiB, also in runs that
-compile nothing. This class has the methods inside of torch's decorators.
+compile nothing. The classes here have the methods inside of torch's decorators.
 """
 
 from __future__ import annotations
 
 import inspect
+from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .contract import initialize_state
 
 
 class EagerOptimizer(torch.optim.Optimizer):
@@ -56,3 +60,21 @@ def decay_cautiously(parameter: Tensor, step: Tensor, amount: float) -> None:
     """
     if amount:
         parameter.sub_(parameter * (step * parameter >= 0), alpha=amount)
+
+
+class ElementwiseOptimizer(EagerOptimizer):
+    """A subclass defines the update of one parameter. Its states are those in `state_names`."""
+
+    @abstractmethod
+    def update(self, group: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> None:
+        """Update a parameter and its states in place.
+
+        Args:
+            gradient: of the parameter's type.
+        """
+
+    def step_group(self, group: dict[str, Any]) -> None:
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        initialize_state(self, group, parameters)
+        for parameter in parameters:
+            self.update(group, parameter, parameter.grad.to(parameter.dtype))

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.config import resolve
 from megatron.config.variants import options_of
 from megatron.engine.optimizers.groups import parameter_groups
-from megatron.engine.optimizers.muon.update import muon_direction
+from megatron.engine.optimizers.muon import muon_direction
 from megatron.kinds.moe.choice import choose_experts, scores_of, sinkhorn
 from megatron.kinds.moe.layer import MoE
 from megatron.model.initialisation import Initialisation

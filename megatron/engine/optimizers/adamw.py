@@ -9,9 +9,9 @@ import torch
 
 from megatron.config import Config
 
-from ..base import EagerAdamW, decay_cautiously
-from ..groups import use_fused
-from .options import OPTIMIZER
+from .base import EagerAdamW, decay_cautiously
+from .facts import ADAMW
+from .groups import use_fused
 
 
 class AdamW(EagerAdamW):
@@ -21,7 +21,7 @@ class AdamW(EagerAdamW):
 
     @classmethod
     def build(cls, config: Config, groups: list[dict[str, Any]]) -> AdamW:
-        options, cautious = config.optimizer, OPTIMIZER.options_of(config)["cautious"]
+        options, cautious = config.optimizer, ADAMW.options_of(config)["cautious"]
         # None, unlike False, lets torch choose its next best implementation. Fused kernels drop a step on their own,
         # and the decay that is done here would stay.
         fused = None if cautious else use_fused(config, groups) or None

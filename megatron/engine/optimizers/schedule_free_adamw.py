@@ -9,9 +9,9 @@ from torch import Tensor
 
 from megatron.config import Config
 
-from ..contract import STEP
-from ..elementwise import ElementwiseOptimizer
-from .options import OPTIMIZER
+from .base import ElementwiseOptimizer
+from .contract import STEP
+from .facts import SCHEDULE_FREE_ADAMW
 
 Z = "z"
 
@@ -51,7 +51,7 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
 
     @classmethod
     def build(cls, config: Config, groups: list[dict[str, Any]]) -> ScheduleFreeAdamW:
-        common, own = config.optimizer, OPTIMIZER.options_of(config)
+        common, own = config.optimizer, SCHEDULE_FREE_ADAMW.options_of(config)
         return cls(groups, lr=0.0, betas=common.betas, eps=common.epsilon, **own)
 
     def state_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from megatron.parallel.layout.shard import LogicalTensor
 
-from ..matrix import sizes
-from ..muon.update import Muon, muon_direction
-from ..whole import OwnedUnit
-from .options import OPTIMIZER
+from .facts import NORMUON
+from .matrix import sizes
+from .muon import Muon, muon_direction
+from .whole import OwnedUnit
 
 EPSILON = 1e-8
 
@@ -30,7 +30,7 @@ class NorMuon(Muon):
         beta2: coefficient of that average.
     """
 
-    kind = OPTIMIZER
+    kind = NORMUON
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, beta2: float = 0.95, **muon: Any) -> None:
         super().__init__(groups, **muon)

@@ -18,9 +18,9 @@ from torchao.optim import subclass_8bit
 from megatron.config import Config
 from megatron.parallel.layout.shard import LogicalTensor
 
-from ..matrix import MatrixOptimizer, has_matrices
-from ..whole import OwnedUnit
-from .options import OPTIMIZER
+from .facts import ADAMW_8BIT
+from .matrix import MatrixOptimizer, has_matrices
+from .whole import OwnedUnit
 
 BLOCK = 256
 
@@ -41,7 +41,7 @@ class AdamW8bit(MatrixOptimizer):
 
     @classmethod
     def treats(cls, config: Config, logical: LogicalTensor) -> bool:
-        smallest, elements = OPTIMIZER.options_of(config)["smallest"], prod(logical.shape[-2:])
+        smallest, elements = ADAMW_8BIT.options_of(config)["smallest"], prod(logical.shape[-2:])
         return has_matrices(logical) and elements >= smallest and elements % BLOCK == 0
 
     def owner_states(self, logical: LogicalTensor) -> dict[str, int | None]:

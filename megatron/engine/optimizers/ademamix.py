@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron.config import Config
 
-from ..elementwise import ElementwiseOptimizer
-from .options import OPTIMIZER
+from .base import ElementwiseOptimizer
+from .facts import ADEMAMIX
 
 
 class AdEMAMix(ElementwiseOptimizer):
@@ -38,7 +38,7 @@ class AdEMAMix(ElementwiseOptimizer):
 
     @classmethod
     def build(cls, config: Config, groups: list[dict[str, Any]]) -> AdEMAMix:
-        common, own = config.optimizer, OPTIMIZER.options_of(config)
+        common, own = config.optimizer, ADEMAMIX.options_of(config)
         warmup = config.training.steps if own["warmup"] is None else own["warmup"]
         return cls(
             groups, lr=0.0, betas=common.betas, slow=own["slow"], alpha=own["alpha"], warmup=warmup, eps=common.epsilon

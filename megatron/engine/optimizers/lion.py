@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from megatron.config import Config
 
-from ..elementwise import ElementwiseOptimizer
+from .base import ElementwiseOptimizer
 
 
 class Lion(ElementwiseOptimizer):

@@ -17,9 +17,9 @@ from torch import Tensor
 from megatron.config import Config
 from megatron.parallel.layout.shard import LogicalTensor
 
-from ..matrix import MatrixOptimizer, blocks, sizes
-from ..whole import OwnedUnit
-from .options import OPTIMIZER
+from . import facts
+from .matrix import MatrixOptimizer, blocks, sizes
+from .whole import OwnedUnit
 
 ZERO = 1e-5  # of the largest singular value: below it a gradient's direction is rounding
 SHIFT = 1e-6  # of the sum of all eigenvalues
@@ -52,7 +52,7 @@ class SOAP(MatrixOptimizer):
 
     @classmethod
     def settings(cls, config: Config) -> dict[str, Any]:
-        own = OPTIMIZER.options_of(config)
+        own = facts.SOAP.options_of(config)
         return {**own, "beta": config.optimizer.betas[1] if own["beta"] is None else own["beta"]}
 
     def owner_states(self, logical: LogicalTensor) -> dict[str, int | None]:

@@ -17,10 +17,10 @@ from torch import Tensor
 from megatron.config import Config
 from megatron.parallel.layout.shard import LogicalTensor, Scales
 
-from ..contract import initialize_state
-from ..matrix import MatrixOptimizer
-from ..whole import OwnedUnit
-from .options import OPTIMIZER
+from .contract import initialize_state
+from .facts import MUON
+from .matrix import MatrixOptimizer
+from .whole import OwnedUnit
 
 EPSILON = 1e-7
 
@@ -133,7 +133,7 @@ class Muon(MatrixOptimizer):
         ValueError: a parameter of a matrix group is not a matrix.
     """
 
-    kind = OPTIMIZER
+    kind = MUON
 
     def __init__(
         self,

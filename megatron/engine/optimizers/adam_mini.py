@@ -11,8 +11,8 @@ from torch import Tensor
 from megatron.config import Config
 from megatron.parallel.layout.shard import LogicalTensor
 
-from ..matrix import MatrixOptimizer, blocks, has_matrices, sizes
-from ..whole import OwnedUnit
+from .matrix import MatrixOptimizer, blocks, has_matrices, sizes
+from .whole import OwnedUnit
 
 BY_HEAD = ("query", "key")
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from megatron.config import Config
 from megatron.parallel.layout.shard import LogicalTensor
 
-from ..matrix import MatrixOptimizer, blocks, has_matrices, sizes
-from ..whole import OwnedUnit
-from .options import OPTIMIZER
+from .facts import ADAFACTOR
+from .matrix import MatrixOptimizer, blocks, has_matrices, sizes
+from .whole import OwnedUnit
 
 EPSILON = 1e-30  # the paper's, added to squares. A larger one would outweigh the small gradients of a large model
 
@@ -36,7 +36,7 @@ class Adafactor(MatrixOptimizer):
 
     @classmethod
     def settings(cls, config: Config) -> dict[str, Any]:
-        return OPTIMIZER.options_of(config)
+        return ADAFACTOR.options_of(config)
 
     @classmethod
     def treats(cls, config: Config, logical: LogicalTensor) -> bool:

@@ -18,10 +18,10 @@ from torch import Tensor
 from megatron.config import Config
 from megatron.parallel.layout.shard import LogicalTensor
 
-from ..matrix import MatrixOptimizer, blocks, sizes
-from ..muon.update import Muon
-from ..whole import OwnedUnit
-from .options import OPTIMIZER
+from .facts import DION
+from .matrix import MatrixOptimizer, blocks, sizes
+from .muon import Muon
+from .whole import OwnedUnit
 
 ZERO = 1e-5  # of the longest column of M^T P: a shorter one is rounding
 
@@ -37,7 +37,7 @@ class Dion(Muon):
         rank: of a step, as a share of a matrix's shorter side.
     """
 
-    kind = OPTIMIZER
+    kind = DION
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, rank: float = 0.25, **muon: Any) -> None:
         super().__init__(groups, **muon)
