@@ -109,7 +109,7 @@ def test_activations(activation, fusion, native, gated):
         ({"use_qk_layernorm": True}, "use_qk_layernorm"),
         ({"save_base_shapes": True}, "save_base_shapes"),
         ({"coord_check": True}, "coord_check"),
-        ({"train_impl": "reinforce"}, "train_impl"),
+        ({"train_impl": "ppo"}, "train_impl"),
         ({"dataset_impl": "online"}, "dataset_impl"),
         ({"train_reward_data_paths": ["a"]}, "train_reward_data_paths"),
         ({"data_impl": "cached"}, "data_impl"),

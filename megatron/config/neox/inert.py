@@ -71,9 +71,6 @@ REASONS = {
     "scalenorm is not available": "scalenorm_epsilon",
     "the base model's width is a native key, model.parametrization.base_width": "base_shapes_file mup_width_scale",
     "pos_emb is not rpe": "rpe_num_buckets rpe_max_distance mup_rp_embedding_mult",
-    "train_impl is not reinforce": (
-        "fp32_reinforce kl_impl kl_div_beta reinforce_leave_one_out online_dataserver_ips online_dataserver_ports"
-    ),
 }
 
 NO_EFFECT: dict[str, str] = {name: reason for reason, names in REASONS.items() for name in names.split()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .post_training import trained
 from .reader import Flat, Native
 
 # Key -> GPT-NeoX's default.
@@ -140,7 +141,7 @@ def _load(flat: Flat, native: Native) -> None:
 def _evaluation(flat: Flat, native: Native) -> None:
     every, batches = flat.integer("eval_interval"), flat.integer("eval_iters")
     shares = native.result.values["data"].get("split")
-    judged = bool(batches) and (shares is None or shares[1] > 0)
+    judged = bool(batches) and (shares is None or shares[1] > 0) and trained(flat) != "reinforce"
     native.put("evaluation.at_end", judged, *(["split"] if shares else []), "eval_iters")
     if judged and every:
         native.put("evaluation.every", every, "eval_interval")

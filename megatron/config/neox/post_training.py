@@ -1,4 +1,4 @@
-"""GPT-NeoX's keys of preferences and reward models. Documents of two files are paired by number there too."""
+"""GPT-NeoX's keys of preferences, reward models and REINFORCE. It pairs documents of two files by number too."""
 
 from __future__ import annotations
 
@@ -25,10 +25,19 @@ KEYS: dict[str, Any] = {
     "kto_desirable_weight": 1.0,
     "kto_undesirable_weight": 1.0,
     "z_loss": 0.0,
+    "fp32_reinforce": True,
+    "kl_impl": "mse",
+    "kl_div_beta": 0.1,
+    "reinforce_leave_one_out": False,
+    "online_dataserver_ips": "localhost",
+    "online_dataserver_ports": 10000,
+    "serve_model_weights": False,
     **dict.fromkeys(PATHS),
 }
-OBJECTIVES = {"dpo": "dpo", "rm": "reward_model", "kto": "kto"}
-LATER = "sample from the model by deepy align: its objective is policy"
+OBJECTIVES = {"dpo": "dpo", "rm": "reward_model", "kto": "kto", "reinforce": "policy"}
+SOURCES = {"dpo": "pairs", "reward_model": "reward_pairs", "kto": "rated", "policy": "rollouts"}
+KL = {"abs": "abs", "mse": "k2", "kl": "k1"}
+ONLINE = ("reinforce_leave_one_out", "kl_impl", "kl_div_beta", "eval_interval")
 REFERENCE = "deepy data reference --model CHECKPOINT --input"
 
 
@@ -39,11 +48,12 @@ def trained(flat: Flat) -> str:
 
 def translate(flat: Flat, native: Native) -> None:
     """Translate the objective and its files. Files of plain training are read by `corpus`."""
-    found = flat.choice("train_impl", {"normal": "", **OBJECTIVES}, {"reinforce": LATER})
+    found = flat.choice("train_impl", {"normal": "", **OBJECTIVES})
     pairwise = found in ("dpo", "reward_model")
-    flat.choice("dataset_impl", {"pairwise" if pairwise else "gpt2": True}, {"online": LATER})
+    needed = "online" if found == "policy" else "pairwise" if pairwise else "gpt2"
+    flat.choice("dataset_impl", {needed: True}, {"online": "set train_impl: reinforce"})
     native.unused("at the value that train_impl needs", "train_impl", "dataset_impl")
-    native.unused("log-probabilities are summed in fp32 at least", "dpo_fp32", "kto_fp32")
+    native.unused("log-probabilities are summed in fp32 at least", "dpo_fp32", "kto_fp32", "fp32_reinforce")
     native.unused("train_impl does not read it", *(name for name in KEYS if not _reads(name, found)))
     if not found:
         for name in PATHS if found is not None else ():
@@ -52,8 +62,11 @@ def translate(flat: Flat, native: Native) -> None:
                 flat.problem(name, f"{name} must come with train_impl: {kinds}", "remove it, or set train_impl")
         return
     native.put("objective.type", found, "train_impl")
-    native.put("data.synthetic", {"kto": "rated", "dpo": "pairs"}.get(found, "reward_pairs"), "train_impl")
+    native.put("data.synthetic", SOURCES[found], "train_impl")
     native.put("data.reset_attention_at_eod", True, "train_impl")
+    if found == "policy":
+        _policy(flat, native)
+        return
     native.put("data.options", _files(flat, native, found), *(name for name in _read_paths(found) if flat.given(name)))
     if pairwise and (length := flat.count("seq_length")):
         native.put("training.sequence_length", 2 * length, "seq_length", "train_impl")
@@ -67,12 +80,15 @@ def translate(flat: Flat, native: Native) -> None:
 
 def _reads(name: str, found: str | None) -> bool:
     word = {"reward_model": "z_loss"}.get(found or "", f"{found}_")
+    if found == "policy" and name in ONLINE:
+        return True
     return name in ("train_impl", "dataset_impl", *_read_paths(found or "")) or (bool(found) and name.startswith(word))
 
 
 def _read_paths(found: str) -> list[str]:
-    if found == "kto":
-        return [f"{name}_{kind}data_paths" for name in ("train", "valid", "test") for kind in ("", "label_", "reward_")]
+    if found in ("kto", "policy"):
+        kinds = ("", "label_", "reward_") if found == "kto" else ("", "label_")
+        return [f"{name}_{kind}data_paths" for name in ("train", "valid", "test") for kind in kinds]
     return [name for name in PATHS if name.startswith(("pos_", "neg_"))] if found else []
 
 
@@ -130,3 +146,40 @@ def _kto(flat: Flat, native: Native) -> None:
 
 def _reward_model(flat: Flat, native: Native) -> None:
     native.put("objective.options.squares", flat.number("z_loss"), "z_loss")
+
+
+def _policy(flat: Flat, native: Native) -> None:
+    """Prompts are the conversations of its files, up to the first label. Its sampler and its rewards are a server."""
+    native.put("objective.options.loss", "reinforce", "train_impl")
+    beta, kind = flat.defaulted_number("kl_div_beta"), flat.choice("kl_impl", KL, {"full": "take mse, kl or abs"})
+    native.put("objective.options.beta", beta, "kl_div_beta")
+    if beta:
+        native.put("objective.options.kl", kind, "kl_impl")
+        native.put("training.weight_average", 1.0, "kl_div_beta")
+    native.unused("kl_div_beta is 0", *([] if beta else ["kl_impl"]))
+    native.put("align.advantage", "leave_one_out", "reinforce_leave_one_out")
+    judged = flat.given("valid_data_paths") and bool(flat.integer("eval_iters"))
+    for name, key in (("train", "prompt"), ("valid", "held_out")) if judged else (("train", "prompt"),):
+        paths, labels = f"{name}_data_paths", f"{name}_label_data_paths"
+        native.put(f"align.{key.replace('prompt', 'prompts')}", _one(flat, paths, needed=True), paths)
+        native.put(f"align.{key}_labels", _one(flat, labels, needed=True), labels)
+    if judged:
+        native.put("align.evaluate", flat.count("eval_interval"), "eval_interval")
+    native.unused("the test set is not scored", *(name for name in _read_paths("policy") if "test_" in name))
+    native.unused(
+        "there is no evaluation", *(name for name in _read_paths("policy") if "valid_" in name and not judged)
+    )
+    native.unused(
+        "the trainer's ranks draw completions",
+        *("online_dataserver_ips", "online_dataserver_ports", "serve_model_weights"),
+    )
+    native.note(
+        "align.rewards must be given: GPT-NeoX gets completions and rewards from a server of your own, by pickle. Here "
+        "align.rewards judges texts, and align.group and align.tokens say how many and how long they are"
+    )
+    if not flat.boolean("reinforce_leave_one_out"):
+        native.note(
+            "align.advantage: leave_one_out: GPT-NeoX subtracts the mean of the last 100 groups of one rank, which a "
+            "restart forgets"
+        )
+    native.note("objective.options.mean: label: over the whole step. GPT-NeoX divides by the labels of a micro-batch")

@@ -81,7 +81,6 @@ REFUSED: dict[str, Refusal] = {
         "the learning rate is a function of only this configuration",
         "copy the schedule's keys from the checkpoint",
     ),
-    "serve_model_weights": _later("reinforce", OFF, False),
 }
 
 # Names that GPT-NeoX once had, or that its files have although it knows no such key. The first ones are still read.

@@ -25,6 +25,7 @@ from megatron.evaluation.shared_contexts import Text
 from megatron.training.hook import Hook, HookContext
 from megatron.worker.beacon import EVALUATE
 
+from .options import AlignSection
 from .problems import Problems, Prompt
 from .rollouts import Rollout, advantages, await_round, file_hash, path_of, read_head, read_round, write_round
 from .sampler import Drawn, Rule, Sampler
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 
 Group = tuple[Prompt, list[Drawn], list[Verdict]]
 # Keys that change neither what is drawn nor what is trained.
-OTHER = ("workers", "texts", "time_limit", "evaluate", "problems", "held_out")
+OTHER = ("workers", "texts", "time_limit", "evaluate", "problems", "held_out", "held_out_labels")
+LATER = ("prompt_labels",)  # keys that the files of earlier versions do not have. They count where they are given
 
 
 class Rounds:
@@ -113,7 +115,8 @@ class AlignHook(Hook):
         whole = thaw(self.config.model_dump(mode="json"))
         names = ("model", "adapter", "objective", "optimizer", "schedule", "tokenizer")
         given = {name: whole[name] for name in names if name in whole}
-        given["align"] = {name: value for name, value in whole["align"].items() if name not in OTHER}
+        later = [name for name in LATER if getattr(self.own, name) == getattr(AlignSection(), name)]
+        given["align"] = {name: value for name, value in whole["align"].items() if name not in (*OTHER, *later)}
         keys = ("seed", "steps", "global_batch_size", "sequence_length", "weight_average")
         given["training"] = [whole["training"][name] for name in keys]
         given["prompts"] = self.problems.digest

@@ -34,9 +34,12 @@ class RewardSection(Section):
 
 class AlignSection(Section):
     prompts: str | None = key(
-        None, "JSON lines with `prompt` (a text) or `messages`, and what rewards read, such as `answer`."
+        None,
+        "JSON lines with `prompt` (a text) or `messages`, and what rewards read, such as `answer`. Or a token file.",
     )
+    prompt_labels: str | None = key(None, "Label file of a token file: its first label ends a prompt, and is `answer`.")
     held_out: str | None = key(None, "Prompts of evaluations, in the same form.")
+    held_out_labels: str | None = key(None, "Label file of a token file of held-out prompts.")
     environment: str | None = key(
         None,
         f"Makes problems in place of `prompts`: one of {', '.join(ENVIRONMENTS)}, or the import path of a function.",
@@ -114,6 +117,8 @@ def there_are_problems_and_rewards(context: RuleContext) -> Iterator[Problem]:
         yield context.problem("align.stop", rule="must not be empty", fix="remove it, or give a text")
     unread = {
         "align.held_out": (own.held_out is not None, "align.evaluate", own.evaluate is not None),
+        "align.prompt_labels": (own.prompt_labels is not None, "align.prompts", own.prompts is not None),
+        "align.held_out_labels": (own.held_out_labels is not None, "align.held_out", own.held_out is not None),
         "align.template": (own.template is not None, "align.prompts", own.environment is None),
         "align.difficulty": (own.difficulty != [1, 1], "align.environment", own.environment is not None),
     }

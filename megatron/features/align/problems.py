@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +20,8 @@ from megatron.config.registry import load
 from megatron.data.chat.template import BadConversation, find_template
 from megatron.data.errors import DataError
 from megatron.data.keyed import generator, key_of
+from megatron.data.preferences.answers import Answers
+from megatron.data.token_file import prefix_of, with_ending
 from megatron.data.tokenizer import Tokenizer
 
 from .environments import problem
@@ -58,9 +60,14 @@ class Problems:
             self.environment = load(ENVIRONMENTS.get(self.own.environment, self.own.environment))
             return
         path = Path((self.own.held_out if held_out else self.own.prompts) or "")
-        records = _records(path)
+        records: Sequence[Any]
+        if with_ending(prefix_of(path), ".idx").exists():
+            records = list(_documents(path, self.own.held_out_labels if held_out else self.own.prompt_labels))
+            self.found = [self._of_tokens(f"{path}, document {n}", *each) for n, each in enumerate(records)]
+        else:
+            records = _records(path)
+            self.found = [self._checked(f"{path}:{line}", record) for line, record in records]
         self.digest = hashlib.sha256(json.dumps(records).encode()).hexdigest()
-        self.found = [self._checked(f"{path}:{line}", record) for line, record in records]
         if not self.found:
             raise DataError(path, "it must have a prompt", "write one JSON document per line")
 
@@ -95,12 +102,40 @@ class Problems:
         except (TypeError, ValueError) as error:
             rule = f"its entries must be values of JSON, which rewards get: {error}"
             raise DataError(origin, rule, "correct the record") from error
-        most = self.config.training.sequence_length + 1 - self.own.tokens
+        rest = {name: value for name, value in record.items() if name not in ("prompt", "messages")}
+        return self._fitting(origin, Prompt(ids, text, rest))
+
+    def _of_tokens(self, origin: str, prompt: list[int], answer: list[int]) -> Prompt:
+        """A prompt of a token file. Its ids are read as they are."""
+        if (largest := max(*prompt, *answer, 0)) >= self.tokenizer.size:
+            rule = f"its ids must be below the tokenizer's {self.tokenizer.size}, and one is {largest}"
+            raise DataError(origin, rule, "give the tokenizer that made the file")
+        text = self.tokenizer.decode([each for each in answer if each != self.tokenizer.eod_id])
+        return self._fitting(origin, Prompt(tuple(prompt), self.tokenizer.decode(prompt), {"answer": text}))
+
+    def _fitting(self, origin: str, prompt: Prompt) -> Prompt:
+        ids, most = prompt.ids, self.config.training.sequence_length + 1 - self.own.tokens
         if not 0 < len(ids) <= most:
             rule = f"its prompt has {len(ids)} tokens, and must have 1 to {most}"
             raise DataError(origin, rule, "remove it, use a longer training.sequence_length or a smaller align.tokens")
-        rest = {name: value for name, value in record.items() if name not in ("prompt", "messages")}
-        return Prompt(ids, text, rest)
+        return prompt
+
+
+def _documents(path: Path, labels: str | None) -> Iterator[tuple[list[int], list[int]]]:
+    """The ids of each document before its first label, and those of its first labels.
+
+    Raises:
+        DataError: the files do not match, or a document has no labels.
+    """
+    if labels is None:
+        raise DataError(path, "a token file of prompts must come with its label file", "give align.prompt_labels")
+    file = Answers(str(path), labels)
+    for number in range(len(file)):
+        counts, ids = file.counts(number), file.tokens[number].tolist()
+        if not counts.any():
+            raise DataError(labels, f"document {number} has no label that counts", "remove the document")
+        begin = int(counts.argmax())
+        yield ids[:begin], ids[begin : begin + int(np.append(~counts[begin:], True).argmax())]
 
 
 def _records(path: Path) -> list[tuple[int, dict[str, Any]]]:

@@ -122,7 +122,10 @@ class Policy(Objective):
         """The estimator of KL(policy || reference) of each label."""
         x_BS = (labels.columns[REFERENCE] - labels.log_p_BS).clamp(max=LARGEST)
         kind = self.options["kl"]
-        found = -x_BS if kind == "k1" else x_BS.square() / 2 if kind == "k2" else x_BS.exp() - x_BS - 1
+        if kind in ("k1", "abs"):
+            found = -x_BS if kind == "k1" else x_BS.abs()
+        else:
+            found = x_BS.square() / 2 if kind == "k2" else x_BS.exp() - x_BS - 1
         labels.report("policy_kl", found)
         return found * change_BS.exp() if self.options["kl_ratio"] else found
 

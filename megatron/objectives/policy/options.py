@@ -82,7 +82,7 @@ OBJECTIVE = ObjectiveKind(
         "ratio_limit": Option(None, 1, 1e6, "the largest ratio where the advantage is negative (dual clip)"),
         "trust": Option(0.2, 0, 1, "dppo: difference of probabilities beyond which a label is masked"),
         "beta": Option(0.0, 0, 1e6, "factor of the divergence from the reference"),
-        "kl": Option("k3", 0, 0, "estimator of the divergence", choices=("k1", "k2", "k3")),
+        "kl": Option("k3", 0, 0, "estimator of the divergence", choices=("k1", "k2", "k3", "abs")),
         "kl_ratio": Option(False, 0, 1, "the divergence is multiplied by the ratio", switch=True),
         "correction": Option(
             "none",
