@@ -127,7 +127,7 @@ ABOUT_KINDS = {
     "megatron.config.neox": "GPT-NeoX's keys and names of layers, in our options",
     "megatron.checkpoint.hf.architectures": "which kinds a Hugging Face architecture has, and its names for them",
     "megatron.checkpoint.hf.rwkv_files": "the published files of single kinds",
-    "megatron.checkpoint.hf.parts": "rotary options and windows are attention's where nothing else is said",
+    "megatron.checkpoint.hf.layer_types": "rotary options and windows are attention's where nothing else is said",
     "megatron.checkpoint.hf.versions": "transformers' word for a type of layers, which is also ours",
     "megatron.checkpoint.hf.export": "the package transformers, whose name a kind has",
     "megatron.checkpoint.format.meta": "the package transformers, whose name a kind has",

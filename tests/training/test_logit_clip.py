@@ -171,7 +171,7 @@ def test_the_largest_logits_are_those_of_the_whole_matrix(monkeypatch):
 
 def test_clipping_after_updates_is_no_part_of_what_a_model_computes():
     """So a model that was trained with it can be exported."""
-    from megatron.checkpoint.hf.same import differences
+    from megatron.checkpoint.hf.config import differences
 
     for name, kind in (("tiny_llama", "attention"), ("tiny_deepseek_v2", "mla")):
         file, clip = f"configs/test/{name}.yml", f"model.{kind}.qk_clip=50"

@@ -2,8 +2,7 @@
 
 from megatron.checkpoint.hf.architecture import Architecture
 from megatron.checkpoint.hf.architectures import common
-from megatron.checkpoint.hf.layer_types import ByLayer
-from megatron.checkpoint.hf.parts import RotaryPart
+from megatron.checkpoint.hf.layer_types import ByLayer, RotaryPart
 
 MINISTRAL = Architecture(
     "ministral",

@@ -6,10 +6,12 @@ import json
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
@@ -20,7 +22,8 @@ from megatron.config.arithmetic.batches import batches_of
 from megatron.data.errors import DataError
 from megatron.data.tokenizer import build_tokenizer
 from megatron.model.costs.describe import totals
-from megatron.model.stack import ModelPlan
+from megatron.model.stack import ModelPlan, build_model
+from megatron.parallel.layers.parameters import logical_of, stored_tensors
 from megatron.parallel.layout.mesh import Mesh
 
 from ..configuration import config_of
@@ -30,10 +33,9 @@ from ..read.reader import Checkpoint
 from .architecture import Architecture
 from .companions import GENERATION, Companions
 from .config import hf_config
-from .convert import REWARD, further_copies, further_tensors, plan
+from .convert import REWARD, further_copies, further_tensors, plan, shapes_of, write_tensors
 from .tokenizer_files import differing, shorter, write_tokenizer
 from .versions import IDS, least_version, make_readable
-from .written import shapes_of, write_tensors
 
 
 def model_card(checkpoint: Checkpoint, config: Config, architecture: Architecture, dtype: torch.dtype) -> str:
@@ -166,9 +168,7 @@ def export(
     types = dict.fromkeys(shapes, wanted) if dtype else _types_of(checkpoint)
     for step in steps:  # tensors that are joined have one type: the widest loses nothing
         types |= dict.fromkeys(step.ours, reduce(torch.promote_types, [types[name] for name in step.ours]))
-    draft = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex[:12]}")
-    draft.mkdir(parents=True)
-    try:
+    with _draft(out) as draft:
         files = []
         for file in write_tensors(draft, shapes_of(steps, shapes, types), tensor_reader(checkpoint, types), limit):
             progress(file)
@@ -182,17 +182,25 @@ def export(
         make_readable(draft, architecture)
         notes += _tokenizer_notes(draft, config)
         (draft / "README.md").write_text(model_card(checkpoint, config, architecture, wanted), encoding="utf-8")
+    return Exported(out, architecture.name, architecture.class_name, wanted, files, notes)
+
+
+@contextmanager
+def _draft(out: Path) -> Iterator[Path]:
+    """A folder that becomes `out` if nothing fails, and is removed otherwise."""
+    draft = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex[:12]}")
+    draft.mkdir(parents=True)
+    try:
+        yield draft
         draft.rename(out)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return Exported(out, architecture.name, architecture.class_name, wanted, files, notes)
 
 
 def _export_whole(
     checkpoint: Checkpoint, config: Config, out: Path, name: str | None, dtype: str | None, limit: int
 ) -> Exported:
-    """`export` of a model that is a class of transformers."""
-    from .whole import export_whole
+    """`export` of a model that is a class of transformers, by its `save_pretrained`: all of it in memory, in fp32."""
 
     if name is not None:
         raise CheckpointError(out, f"the model is a class of transformers already: remove --architecture {name}")
@@ -200,9 +208,22 @@ def _export_whole(
         raise CheckpointError(
             out, "a reward model that is a class of transformers has no form for export: score with it"
         )
-    wanted = TYPES[dtype] if dtype else type_of(checkpoint)
-    read = tensor_reader(checkpoint, torch.float32)
-    return Exported(out, *export_whole(config, out, wanted, limit, read))
+    wanted, read = TYPES[dtype] if dtype else type_of(checkpoint), tensor_reader(checkpoint, torch.float32)
+    model: Any = build_model(config, dtype=torch.float32, values=False)
+    with torch.no_grad():
+        for tensor in stored_tensors(model):
+            tensor.copy_(read(logical_of(tensor).name))
+    theirs = model.as_saved(wanted)
+    kind = theirs.config.model_type
+    with _draft(out) as draft:
+        ids, notes = write_tokenizer(draft, config.tokenizer, kind, config.training.sequence_length)
+        for name, value in ids.items():
+            for settings in (theirs.config, theirs.generation_config):
+                if value is not None and settings is not None:
+                    setattr(settings, name, value)
+        theirs.save_pretrained(draft, max_shard_size=limit)
+    files = sorted(each.name for each in out.glob("*.safetensors"))
+    return Exported(out, kind, type(theirs).__name__, wanted, files, notes)
 
 
 def _beside(draft: Path, config: Config, theirs: PreTrainedConfig, kept: Companions | None, same: bool) -> list[str]:

@@ -31,8 +31,7 @@ from ..save.writer import Draft
 from .architecture import SCORER, Architecture
 from .companions import TOKENIZER_FILES, Companions, file_in
 from .config import Extensions, architecture_of, extensions_for, known_architectures, longest, model_values
-from .convert import ConversionStep, match, plan
-from .written import INDEX
+from .convert import INDEX, ConversionStep, match, plan
 
 CONFIG = "config.json"
 WEIGHTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -24,13 +24,12 @@ from ..format.errors import CheckpointError
 from ..format.fragment import MASTER, WEIGHT, FragmentSpec
 from ..format.meta import Meta
 from ..save.writer import write_tensors
-from .architectures.gpt import GPT_NEOX
+from .architectures.layernorm import GPT_NEOX
 from .config import hf_config
-from .convert import match, plan
+from .convert import INDEX, match, plan
 from .importer import logical_tensors
 from .neox_files import LayerShard, layers_of
 from .neox_optimizer import EMBEDDING, OptimizerStates, Place, read_optimizer
-from .written import INDEX
 
 ROWS = (
     EMBEDDING,

@@ -29,12 +29,11 @@ from megatron.parallel.layers.parameters import logical_of
 from ..format.errors import CheckpointError
 from ..format.pickles import load_tensors
 from ..read.reader import Checkpoint
-from .architecture import Architecture
+from .architecture import Architecture, uniform
+from .config import differences
 from .convert import ConversionStep, plan, to_hf
 from .export import TYPES, config_of, tensor_reader, type_of
 from .importer import write
-from .layers import uniform
-from .same import differences
 
 _OURS, _THEIRS = "layers.{n}", PUBLISHED
 _OUTSIDE = (

@@ -15,8 +15,7 @@ from transformers import CONFIG_MAPPING
 
 from megatron.config.sections.model import ModelSection
 
-from .architecture import Architecture
-from .parts import MOST
+from .architecture import MOST, Architecture
 
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 OLD, NEW = "4.57", "5.23"  # the tests open exports with both

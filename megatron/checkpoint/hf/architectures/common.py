@@ -8,9 +8,8 @@ from megatron.kinds.attention import hf as attention
 from megatron.kinds.common.links import Link
 from megatron.kinds.mlp import hf as mlp
 
-from ..architecture import Architecture, Field
-from ..layers import Layers, uniform
-from ..parts import ConfigPart, RotaryPart
+from ..architecture import Architecture, ConfigPart, Field, Layers, uniform
+from ..layer_types import RotaryPart
 
 OURS, THEIRS = "layers.{n}", "model.layers.{n}"
 ACTIVATIONS = {

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3: multi-head latent attention, an MLP in the first layers and experts in the others."""
+"""DeepSeek-V2 and V3 (multi-head latent attention) and GLM-4.5: an MLP in the first layers, experts in the others."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from megatron.kinds.mla import hf as mla
 from megatron.kinds.mla.options import yarn_multiplier
 from megatron.kinds.moe import hf as moe
 
-from ..architecture import Architecture, Field
-from ..layers import Layers, runs_of
-from ..parts import Found, Functions
-from ..rope import rope_parameters, rope_values
+from ..architecture import Architecture, Field, Found, Functions, Layers, runs_of
+from ..layer_types import RotaryPart, rope_parameters, rope_values
 from . import common
 
 _ATTENTION, _MOE = f"{common.THEIRS}.self_attn", f"{common.THEIRS}.mlp"
@@ -202,4 +200,40 @@ DEEPSEEK_V3 = Architecture(
     predicts_more=True,
     further_block="mla/moe",
     further_copies=tuple(_COPIES),
+)
+
+
+# -- GLM-4.5 and 4.6: attention, and experts chosen as in DeepSeek-V3 --------------------------------------------------
+
+_GLM_FIXED = {**common.ATTENTION_FIXED, **V3_FIXED, "attention.output_bias": False}
+del _GLM_FIXED["attention.qk_norm"]  # an option of theirs
+
+
+def _glm_norms(ours: Collection[str]) -> tuple[Link, ...]:
+    return common.QK_NORMS if any(".query_norm." in name for name in ours) else ()
+
+
+GLM4_MOE = Architecture(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    (common.EMBEDDING, *common.LLAMA_ATTENTION, common.FINAL_NORM, common.HEAD, *common.PRE_NORMS, *FFNS, CORRECTION),
+    FirstDense(
+        {"attention/moe": "sparse", "attention/mlp": "dense"},
+        settings=dense_layers,
+        links=_glm_norms,
+        needed=("attention/moe",),
+    ),
+    fields=(
+        *common.SIZES,
+        Field("attention.kv_heads", "num_key_value_heads"),
+        Field("attention.head_dim", "head_dim", optional=True),
+        Field("attention.qk_norm", "use_qk_norm", {"head": True, "none": False}),
+        common.QKV_BIAS,
+        common.rms_norm(),
+        *MOE_FIELDS,
+        *V3_FIELDS,
+    ),
+    fixed=_GLM_FIXED,
+    parts=(RotaryPart(partial=True), SHARED_EXPERTS, Functions(write=lambda config: {"num_nextn_predict_layers": 0})),
+    predicts_more=True,
 )

@@ -1,17 +1,21 @@
-"""Architectures of Llama's kind: rotary attention and a gated MLP in every layer."""
+"""Architectures of Llama's kind: rotary attention and a gated MLP in every layer, or in most."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedConfig
 
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.attention import hf as attention
 from megatron.kinds.common.links import Link
+from megatron.kinds.gated_delta import hf as gated_delta
 from megatron.kinds.mlp import hf as mlp
 
-from ..architecture import Field, Power
-from ..layer_types import ByLayer, near_rotary, windowed
-from ..parts import RotaryPart, WindowPart
+from ..architecture import Architecture, Field, Found, Functions, Layers, Power, numbers_of
+from ..layer_types import ByLayer, RotaryPart, WindowPart, near_rotary, rope_parameters, rope_values, windowed
 from . import common
 
 _BLOCK = "attention/mlp"
@@ -172,4 +176,152 @@ GLM4 = common.dense(
     more=(common.HEAD_DIM, common.QKV_BIAS),
     fixed={"residual.norm": "both", **_QKV_ONLY},
     parts=(RotaryPart(partial=True),),
+)
+
+
+# -- Gemma 1 to 3: from 2 on norms on both sides, attention with a window in some layers -------------------------------
+
+_GEMMA_LINKS = (
+    *(common.EMBEDDING, *common.LLAMA_ATTENTION, *common.LLAMA_MLP, common.HEAD, common.FINAL_NORM),
+    Link(f"{common.OURS}.mixer_norm", f"{common.THEIRS}.input_layernorm"),
+    Link(f"{common.OURS}.mixer_output_norm", f"{common.THEIRS}.post_attention_layernorm"),
+    Link(f"{common.OURS}.ffn_norm", f"{common.THEIRS}.pre_feedforward_layernorm"),
+    Link(f"{common.OURS}.ffn_output_norm", f"{common.THEIRS}.post_feedforward_layernorm"),
+)
+_GEMMA_FIELDS = (
+    *(field for field in common.LLAMA_SIZES if field.theirs != "hidden_act"),
+    *(common.activation("hidden_activation"), common.HEAD_DIM, *common.ATTENTION_BIASES),
+    Power("attention.scale", "query_pre_attn_scalar", power=-0.5),
+    Field("head.softcap", "final_logit_softcapping"),
+)
+_GEMMA_FIXED = {**common.LLAMA_FIXED, "residual.norm": "both", "norm.unit_offset": True, "mlp.bias": False}
+
+
+def _more_gemma(theirs: PreTrainedConfig) -> dict[str, Any]:
+    return {"embedding.multiplier": theirs.hidden_size**0.5}
+
+
+GEMMA = common.dense(
+    "gemma",
+    "GemmaForCausalLM",
+    common.LLAMA_LINKS,
+    more=(common.HEAD_DIM, *common.ATTENTION_BIASES),
+    fixed={"norm.unit_offset": True, "mlp.bias": False},
+    required={"use_bidirectional_attention": None},
+    parts=(RotaryPart(), Functions(lambda theirs: (_more_gemma(theirs), []))),
+)
+
+GEMMA2 = Architecture(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    _GEMMA_LINKS,
+    ByLayer({"attention/mlp": ""}, more=_more_gemma),
+    fields=(*_GEMMA_FIELDS, Field("attention.softcap", "attn_logit_softcapping")),
+    fixed=_GEMMA_FIXED,
+    required={"use_bidirectional_attention": None},
+    parts=(RotaryPart(),),
+)
+
+
+def _newer_gemma3(model: ModelSection) -> str:
+    near = near_rotary(model)
+    scaled = near is not None and near.scaling.type != "none"
+    return "version 4 has no rotary scaling in layers with a window" if scaled else ""
+
+
+def _older_gemma3(settings: dict[str, Any]) -> dict[str, Any]:
+    return {"rope_local_base_freq": settings["rope_parameters"]["sliding_attention"]["rope_theta"]}
+
+
+GEMMA3 = Architecture(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    (*_GEMMA_LINKS, *common.QK_NORMS),
+    ByLayer({"attention/mlp": ""}, ropes=True, more=_more_gemma),
+    fields=_GEMMA_FIELDS,
+    fixed={**_GEMMA_FIXED, "attention.qk_norm": "head"},
+    # its attention has the option and does not use it
+    required={"use_bidirectional_attention": False, "attn_logit_softcapping": None},
+    buffers=(r".*rotary_emb\..*",),
+    newer=_newer_gemma3,
+    older=_older_gemma3,
+)
+
+
+# -- OLMo Hybrid: Gated DeltaNet or attention, each with an MLP --------------------------------------------------------
+
+_DELTA = "gated_delta"
+_DELTA_OPTIONS = (
+    *common.fields(
+        _DELTA, heads="linear_num_value_heads", key_heads="linear_num_key_heads", key_dim="linear_key_head_dim"
+    ),
+    *common.fields(_DELTA, value_dim="linear_value_head_dim", convolution="linear_conv_kernel_dim"),
+    *common.fields(_DELTA, negative_eigenvalues="linear_allow_neg_eigval"),
+    *common.fields(_DELTA, decay_low="linear_a_log_min", decay_high="linear_a_log_max"),
+    *common.fields(_DELTA, time_step_low="linear_dt_min", time_step_high="linear_dt_max"),
+    *common.fields(_DELTA, time_step_floor="linear_dt_init_floor"),
+)
+
+
+def _hybrid_values(theirs: PreTrainedConfig) -> Found:
+    parameters = theirs.rope_parameters or {}
+    if parameters.get("rope_theta") is None:
+        return {"attention.position": "none"}, []
+    rotary, problems = rope_values(parameters, partial=False)
+    return {"attention.position": "rotary", "attention.rotary": rotary}, problems
+
+
+def _hybrid_settings(model: ModelSection, kinds: list[str]) -> dict[str, Any]:
+    turned = model.attention.position == "rotary"
+    nothing = {"rope_type": "default", "rope_theta": None}
+    return {
+        "layer_types": kinds,
+        "rope_parameters": rope_parameters(model.attention.rotary, partial=False) if turned else nothing,
+    }
+
+
+def _hybrid_links(ours: Collection[str]) -> tuple[Link, ...]:
+    """transformers has one name for the norm after a mixer: the mixer's own (attention), or the MLP's."""
+    links: list[Link] = []
+    for layer in numbers_of(ours):
+        mine, theirs = f"layers.{layer}", f"model.layers.{layer}"
+        if f"{mine}.gated_delta.A_log" in ours:
+            links += [
+                Link(f"{mine}.mixer_norm", f"{theirs}.attention_layer_norm"),
+                Link(f"{mine}.ffn_norm", f"{theirs}.feedforward_layer_norm"),
+                *gated_delta.mixer(f"{mine}.gated_delta", f"{theirs}.linear_attn"),
+            ]
+        else:
+            links += [
+                Link(f"{mine}.mixer_norm", f"{theirs}.feedforward_layer_norm"),
+                Link(f"{mine}.ffn_norm", f"{theirs}.post_feedforward_layernorm"),
+            ]
+    return tuple(links)
+
+
+OLMO_HYBRID = Architecture(
+    "olmo_hybrid",
+    "OlmoHybridForCausalLM",
+    common.LLAMA_COMMON + common.QK_NORMS,
+    Layers(
+        {"gated_delta/mlp": "linear_attention", "attention/mlp": "full_attention"},
+        _hybrid_values,
+        _hybrid_settings,
+        _hybrid_links,
+    ),
+    fields=(*(*common.LLAMA_SIZES, *common.ATTENTION_BIASES, *_DELTA_OPTIONS),),
+    fixed={
+        **{key: value for key, value in common.LLAMA_FIXED.items() if key != "attention.position"},
+        "residual.norm": "hybrid",
+        "attention.qk_norm": "full",
+        "mlp.bias": False,
+        "gated_delta.convolution_bias": False,
+        "gated_delta.norm_epsilon": 1e-5,  # a constant of their class
+    },
+    required={"hidden_act": "silu"},
+    renamed=(
+        (r"\binput_layernorm\b", "attention_layer_norm"),
+        (r"\bpost_attention_layernorm\b", "feedforward_layer_norm"),
+    ),
+    newer=lambda model: "version 4 does not have the class",
 )

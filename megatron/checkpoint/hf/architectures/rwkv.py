@@ -11,9 +11,7 @@ from megatron.kinds.common.links import Link
 from megatron.kinds.rwkv4 import hf as rwkv4
 from megatron.kinds.rwkv_ffn import hf as rwkv_ffn
 
-from ..architecture import Architecture, Field
-from ..layers import uniform
-from ..parts import Found, Functions
+from ..architecture import Architecture, Field, Found, Functions, uniform
 from .common import OURS, STREAM, TIED, options
 
 _THEIRS = "rwkv.blocks.{n}"

@@ -14,13 +14,10 @@ from megatron.kinds.mamba import hf as mamba
 from megatron.kinds.mamba2 import hf as mamba2
 from megatron.kinds.shared_attention import hf as shared
 
-from ..architecture import Architecture, Field
-from ..layers import Layers, numbers_of
-from ..parts import Found
-from ..rope import rope_parameters, rope_values
+from ..architecture import Architecture, Field, Found, Layers, numbers_of
+from ..layer_types import rope_parameters, rope_values
 from .common import BARE, EMBEDDING, HEAD, STREAM, activation, fields, options, rms_norm
-from .jamba import MAMBA_SIZES
-from .mamba import NO_STEP, STEPS, heads
+from .mamba import MAMBA_SIZES, NO_STEP, STEPS, heads
 
 _SHARED = "shared_attention"
 _SIZES = (
