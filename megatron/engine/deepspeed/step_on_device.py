@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -11,6 +11,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from .sum_of_squares import sum_of_squares
 
 
 def decide_on_device(optimizer: Any, inner: torch.optim.Optimizer) -> None:
@@ -36,7 +38,7 @@ def decide_on_device(optimizer: Any, inner: torch.optim.Optimizer) -> None:
     elif isinstance(optimizer, stage_1_and_2.DeepSpeedZeroOptimizer):
         home, optimizer.has_overflow = stage_1_and_2, _overflow_stays(optimizer, fused)
     elif isinstance(optimizer, stage3.DeepSpeedZeroOptimizer_Stage3):
-        home = stage3
+        home, optimizer.get_grad_norm_direct = stage3, _norm_of_shards(optimizer)
         _order_on_device(optimizer)
     else:
         return
@@ -56,6 +58,7 @@ def decide_on_device(optimizer: Any, inner: torch.optim.Optimizer) -> None:
 @contextlib.contextmanager
 def _decided_by(fused: Any, home: ModuleType) -> Iterator[None]:
     """A module of DeepSpeed passes its decisions about a norm to torch's optimizer, inside this context."""
+    from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime import utils
 
     def valid(norm: Tensor) -> bool:
@@ -77,6 +80,8 @@ def _decided_by(fused: Any, home: ModuleType) -> Iterator[None]:
             if hasattr(home, name):
                 stack.enter_context(mock.patch.object(home, name, function))
         stack.enter_context(mock.patch.object(utils, "mask_nan_or_inf_with_val_inplace", unmasked))
+        # ZeRO 3 has the host wait for the gather of small weights, which is in the order of the current stream
+        stack.enter_context(mock.patch.object(type(get_accelerator()), "resolves_data_dependency", lambda _: True))
         yield
 
 
@@ -91,6 +96,25 @@ def _overflow_stays(optimizer: Any, fused: Any) -> Any:
         return False
 
     return has_overflow
+
+
+def _norm_of_shards(optimizer: Any) -> Any:
+    """`get_grad_norm_direct` of ZeRO 3 with the same messages. DeepSpeed copies each gradient to fp64, and sends a
+    number from the host, which then waits. Here a norm that is not finite stays as it is."""
+    from deepspeed.runtime.utils import is_model_parallel_parameter
+
+    def of_group(gradients: Sequence[Tensor], params: Sequence[Any], norm_type: float = 2) -> Tensor:
+        ranks = optimizer._get_param_partition_group(params[0])
+        everywhere = optimizer._grad_norm_counts_every_rank(params, ranks)
+        first = everywhere or optimizer.model_parallel_rank == 0
+        counted = [each for each, of in zip(gradients, params) if first or is_model_parallel_parameter(of)]
+        squares = sum_of_squares(counted) if counted else gradients[0].new_zeros((), dtype=torch.float32)
+        dist.all_reduce(squares, group=ranks)
+        if not everywhere:
+            optimizer._model_parallel_all_reduce(tensor=squares, op=dist.ReduceOp.SUM)
+        return squares.sqrt()
+
+    return of_group
 
 
 class _OrderedStream(torch.cuda.Stream):
