@@ -46,6 +46,7 @@ SHAPES = {  # of the Pythia suite: hidden size, layers, heads
     # Mamba-2 of the same widths: a layer has about the parameters of half a block of attention and mlp
     "mamba2-14m": (128, 12, 4),
     "mamba2-70m": (512, 12, 16),
+    "mamba2-370m": (1024, 48, 16),
     "mamba2-tiny": (32, 2, 4),
     # RWKV-7: a block has the parameters of one of attention and mlp, and in addition the matrices of low rank
     "rwkv7-14m": (128, 6, 2),
@@ -81,7 +82,7 @@ class Setup:
     @property
     def tokens(self) -> int:
         """In one step."""
-        return self.sequence * self.micro_batch
+        return self.sequence * self.micro_batch * dict(self.options).get("training.accumulation", 1)
 
 
 def configuration(setup: Setup) -> Config:
@@ -221,8 +222,9 @@ class Ours:
 
         from megatron.data.batch import StepBatch
 
-        ids = torch.arange(self.setup.micro_batch)[None]
-        batch = StepBatch(step, batch_tokens(self.setup, step), ids, 0)
+        parts = range(dict(self.setup.options).get("training.accumulation", 1))
+        tokens = torch.cat([batch_tokens(self.setup, step + part) for part in parts])
+        batch = StepBatch(step, tokens, torch.arange(tokens[..., 0].numel()).view(tokens.shape[:2]), 0)
         if self.engine.form.documents:
             from bench.packed import batch_documents
 
@@ -427,6 +429,7 @@ CONTENDERS: dict[str, Callable[[Setup], Contender]] = {
     "ours-fp8": with_option("precision.products", "fp8"),
     "ours-fa3": with_option("model.fused_attention.flash", "fa3"),
     "ours-varlen": with_option("model.fused_attention.documents", "varlen"),
+    "ours-fla": with_option("model.kernels", "fla"),
     "ours-graphs": with_option("training.cuda_graphs", True),
     "ours-compiled": with_compiled_blocks,
     "ours-compiled-again": with_compiled_blocks,  # it finds what the one before it has left in the compiler's cache

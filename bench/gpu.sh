@@ -2,19 +2,21 @@
 # All that is to be known of a GPU: first that it computes what the CPU computes, then how fast. 25 minutes on an H100.
 #
 #   bench/gpu.sh FOLDER          parity.log, a log and a row of each measurement, and the rows of docs/benchmarks.md
-#   BUDGET=550 bench/gpu.sh FOLDER       in pieces: what a former call with this FOLDER has found is not measured again
+#   BUDGET=550 bench/gpu.sh FOLDER       in pieces: a call continues the former ones with this FOLDER. Rows that are there
+#                                        are not measured again, and tests that have passed are not run again
 #   ONLY=speed bench/gpu.sh FOLDER       or ONLY=parity
 #   DEVICE=cpu SHAPES=tiny CHOICES= ROUNDS=1 PAGE=copy.md bench/gpu.sh FOLDER    the same program without a GPU
 #
-# Rows come in the order of their worth, each with a limit of its own; those for which BUDGET (seconds) has no room are
-# named. They stand in PAGE between `<!-- gpu.sh -->` and `<!-- end -->`, as soon as each is found; on a CPU no page is
-# written unless it is named. Exit status 1 if a number is wrong or a row could not be measured, 2 if packages are missing.
+# Rows come in the order of their worth, each with a limit of its own. Rows for which BUDGET (seconds) has no room are
+# named. They stand in PAGE between `<!-- gpu.sh -->` and `<!-- end -->`, as soon as each is found. On a CPU no page is
+# written unless it is named. Exit status 1 if a number is wrong, or if a test or a row is left, 2 if packages are missing.
 set -uo pipefail
 folder=${1:?usage: bench/gpu.sh FOLDER}
 device=${DEVICE:-cuda} rounds=${ROUNDS:-4} budget=${BUDGET:-1500} failed=0
-shapes=${SHAPES:-"pythia-160m pythia-1.4b pythia-410m mamba2-70m"}
+shapes=${SHAPES:-"pythia-1.4b pythia-160m mamba2-370m rwkv7-70m pythia-410m mamba2-70m"}
 choices=${CHOICES-"fp8 graphs varlen fa3"} chosen=${CHOICE_SHAPE:-pythia-160m}
-declare -A samples=([pythia-160m]=16 [pythia-410m]=8 [pythia-1.4b]=4 [mamba2-70m]=8) # 80 GB hold three contenders
+declare -A samples=([pythia-160m]=16 [pythia-410m]=8 [pythia-1.4b]=4 [mamba2-70m]=8 [mamba2-370m]=4 [rwkv7-70m]=8)
+declare -A kept=([mamba2-370m]=fla [rwkv7-70m]=fla) several=([pythia-1.4b]=4) # packages of kernels, micro-batches
 documents=(data.synthetic=copy data.reset_attention_at_eod=true tokenizer.eod_id=0)
 mkdir -p "$folder/rows" && folder=$(cd "$folder" && pwd)
 page=$(realpath "${PAGE:-/dev/null}")
@@ -51,21 +53,30 @@ row() { # NAME LIMIT SHAPE WORDS...: unless there is one
     rm -f "$found.part"
 }
 
+parity() { # of every architecture and choice: the tests that no call with this folder has seen pass
+    [[ ! -e $folder/parity.done ]] || return 0
+    touch "$folder/parity.passed" && cp "$folder/parity.passed" "$folder/parity.before"
+    # One thread each. Interrupted, not ended, pytest says what it has found.
+    SIGNAL=INT OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 PASSED_BEFORE=$folder/parity.before \
+        PASSED=$folder/parity.passed within 480 python3 -m pytest -v -n 10 -p no:cacheprovider tests/gpu \
+        >"$folder/parity.log" 2>&1
+    local status=$?
+    grep -E '^(FAILED|ERROR) ' "$folder/parity.log"
+    echo "parity: $(wc -l <"$folder/parity.passed") passed in all calls; $(tail -n 1 "$folder/parity.log")"
+    ((status == 0 || status == 5)) && touch "$folder/parity.done" # 5: no test is left
+}
+
 if [[ $device == cuda ]]; then
     [[ -n ${PAGE:-} ]] || page=$PWD/docs/benchmarks.md
     name=$(python3 -c 'import torch; print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")') || exit 2
-    if [[ ${ONLY:-parity} == parity && ! -e $folder/parity.passed ]]; then
-        # One thread each. Interrupted, not ended, pytest says what it has found.
-        SIGNAL=INT OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 within 480 python3 -m pytest -v -n 10 \
-            -p no:cacheprovider tests/gpu >"$folder/parity.log" 2>&1 && touch "$folder/parity.passed" || failed=1
-        grep -E '^(FAILED|ERROR) ' "$folder/parity.log"
-        echo "parity: $(grep -c ' PASSED ' "$folder/parity.log") passed, $(grep -c ' FAILED ' "$folder/parity.log") failed;" \
-            "$(tail -n 1 "$folder/parity.log")"
-    fi
+    [[ ${ONLY:-parity} == parity ]] && { parity || failed=1; }
 fi
 if [[ ${ONLY:-speed} == speed ]]; then
     for shape in $shapes; do
         row "$shape" 300 "$shape" --contenders ours compiled
+        [[ -z ${several[$shape]:-} ]] || # as a run has them: one update for several micro-batches
+            row "$shape-accumulated" 200 "$shape" "training.accumulation=${several[$shape]}" --contenders ours ours-compiled
+        [[ -z ${kept[$shape]:-} ]] || row "$shape-${kept[$shape]}" 200 "$shape" --contenders ours "ours-${kept[$shape]}"
         [[ $shape == "$chosen" ]] || continue
         for choice in $choices; do
             if [[ $choice == fa3 ]] && ! python3 -c 'import flash_attn_interface' 2>/dev/null; then

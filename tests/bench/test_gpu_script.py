@@ -91,6 +91,42 @@ def test_choices_are_measured_beside_ours(tmp_path: Path, page: Path):
         assert line("tiny", f"ours, {choice}") in page.read_text()
 
 
+def test_several_micro_batches_and_packages_of_kernels(tmp_path: Path, page: Path):
+    done = gpu_script(tmp_path / "found", page, MEASURES, SHAPES="pythia-1.4b mamba2-370m")
+    assert done.returncode == 0, done.stderr
+    asked = [line.split() for line in (tmp_path / "found" / "asked").read_text().splitlines()]
+    shapes = [words[words.index("--shapes") + 1] for words in asked]
+    assert shapes == ["pythia-1.4b", "pythia-1.4b", "mamba2-370m", "mamba2-370m"]
+    assert "training.accumulation=4" in asked[1] and "ours-fla" in asked[3]
+
+
+TESTS = """
+def test_first(): pass
+def test_first_and_more(): pass
+def test_last():
+    import pathlib
+    assert pathlib.Path("fixed").exists()
+"""
+
+
+def test_parity_continues(tmp_path: Path, page: Path):
+    """Calls with one folder run each test until it has passed, and then none."""
+    (tmp_path / "test_some.py").write_text(TESTS)
+    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "gpu" / "conftest.py").read_text())
+    run = f"cd {tmp_path} && exec {sys.executable} -m pytest -v -p no:cacheprovider --rootdir . test_some.py"
+    python = f"case $* in *get_device_name*) echo a GPU ;; *pytest\\ -v*) {run} ;; esac"
+    results = []
+    for call in range(3):
+        if call:
+            (tmp_path / "fixed").touch()
+        done = gpu_script(tmp_path / "found", page, python, DEVICE="cuda", ONLY="parity")
+        results.append((done.returncode, done.stdout.split(";")[0].splitlines()[-1] if done.stdout else ""))
+    assert results[:2] == [(1, "parity: 2 passed in all calls"), (0, "parity: 3 passed in all calls")]
+    assert results[2] == (0, "")  # pytest is not called
+    log = (tmp_path / "found" / "parity.log").read_text()
+    assert "1 passed, 2 deselected" in log
+
+
 def test_what_cannot_be_measured_is_said_and_leaves_the_page(tmp_path: Path, page: Path):
     done = gpu_script(tmp_path / "found", page, "[[ $1 == -c || $3 == gpu-rows ]] || exit 3")
     assert done.returncode == 1 and page.read_text() == PAGE
