@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.config import Config
+from megatron.config.arithmetic.pipelines import ranks_of_stages
 from megatron.config.arithmetic.wire import bucket_elements, scatters_gradients
 from megatron.data.batch import StepBatch
 from megatron.model.block import hands_on_states
@@ -223,7 +224,7 @@ class BaseEngine:
     @property
     def reports(self) -> bool:
         """Whether this rank reports its labels: each label is reported by one rank."""
-        return self.mesh.at.tensor == 0 and self.mesh.at.pipeline == self.mesh.pipeline.size - 1
+        return self.mesh.at.tensor == 0 and self.mesh.at.pipeline == ranks_of_stages(self.config.parallel)[-1]
 
     def _losses_of(self, ce_BS: Tensor, weights_BS: Tensor, *more: Tensor) -> None:
         self.losses.add(ce_BS, weights_BS)

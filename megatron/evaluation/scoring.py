@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import Config
+from megatron.config.arithmetic.pipelines import ranks_of_stages
 from megatron.config.sequences import longest_text
 from megatron.data.batch import StepBatch
 from megatron.model.embedding_and_head import Reader
@@ -53,7 +54,8 @@ class Scorer:
         self.endings: SharedContexts | None = None
         if isinstance(engine, ReadsOn) and reads_on(config, engine):
             self.endings = SharedContexts(engine, self.texts, (mesh.data.rank, mesh.data.size), device)
-        self.reports = mesh.at.tensor == mesh.at.context == 0 and mesh.at.pipeline == mesh.pipeline.size - 1
+        last = ranks_of_stages(config.parallel)[-1]
+        self.reports = mesh.at.tensor == mesh.at.context == 0 and mesh.at.pipeline == last
 
     def score(self, texts: Sequence[Text]) -> list[Score]:
         """The score of each text. Texts that are equal up to their last token are computed once, and so is a context

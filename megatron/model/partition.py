@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.config import Config
 from megatron.config.arithmetic.divisors import uniform_counts
+from megatron.config.arithmetic.pipelines import ranks_of_stages
 from megatron.config.arithmetic.recurrence import core_of
 from megatron.config.pattern import call_numbers
 from megatron.config.variants import options_of
@@ -15,8 +16,8 @@ from .options import layer_class
 
 
 def stage_bounds(config: Config) -> list[int]:
-    """Bounds b such that stage i holds layers b[i] ... b[i + 1] - 1 of [embedding, blocks..., head]. Stage i is on rank
-    i mod `parallel.pipeline` of the pipeline.
+    """Bounds b such that stage i holds layers b[i] ... b[i + 1] - 1 of [embedding, blocks..., head]. Stages are
+    on the ranks `ranks_of_stages`.
 
     Every stage has at least one block: the first holds the embedding too, the last the final norm and the head. The
     blocks of a recurrent core stay together.
@@ -68,8 +69,8 @@ def users(config: Config) -> dict[str, tuple[int, ...]]:
 
 def copies(config: Config) -> dict[str, tuple[int, ...]]:
     """Parameters on several ranks of the pipeline: prefixes of logical names, and the ranks, in order."""
-    ranks = config.parallel.pipeline
-    held = {name: tuple(sorted({stage % ranks for stage in at})) for name, at in users(config).items()}
+    homes = ranks_of_stages(config.parallel)
+    held = {name: tuple(sorted({homes[stage] for stage in at})) for name, at in users(config).items()}
     return {name: at for name, at in held.items() if len(at) > 1}
 
 
@@ -108,5 +109,6 @@ def balanced(sizes: list[int], stages: int, first: int = 0, last: int = 0) -> li
 
 def rank_of(config: Config) -> list[int]:
     """The pipeline rank of each layer of [embedding, blocks..., head]."""
-    bounds, ranks = stage_bounds(config), config.parallel.pipeline
-    return [stage % ranks for stage in range(len(bounds) - 1) for _ in range(bounds[stage], bounds[stage + 1])]
+    bounds = stage_bounds(config)
+    homes = zip(ranks_of_stages(config.parallel), bounds, bounds[1:], strict=True)
+    return [rank for rank, begin, end in homes for _ in range(begin, end)]

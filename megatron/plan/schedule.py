@@ -15,6 +15,7 @@ from megatron.config.arithmetic.pipelines import (
     bubble,
     check_table,
     live_micro_batches,
+    ranks_of_stages,
     table_of,
     timeline,
 )
@@ -37,7 +38,7 @@ def slots_of(config: Config) -> list[Slot]:
         rule = "must be 2 or more to have a schedule"
         raise ConfigError([Problem("parallel.pipeline", rule, "add parallel.pipeline=4", 1)])
     table = table_of(parallel, count)
-    check_table(table, parallel.stages_per_rank, count)
+    check_table(table, ranks_of_stages(parallel), count)
     return timeline(table, parallel.stages_per_rank)
 
 

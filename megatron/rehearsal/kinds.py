@@ -34,11 +34,10 @@ class StagePart:
 
 def parts(config: Config) -> list[StagePart]:
     """The layers of all ranks of the pipeline, in order."""
-    _, *at, _ = rank_of(config)
-    last = config.parallel.pipeline - 1
+    first, *at, last = rank_of(config)
     return [
-        StagePart(rank, tuple(block for block, here in enumerate(at) if here == rank), rank == 0, rank == last)
-        for rank in range(last + 1)
+        StagePart(rank, tuple(block for block, here in enumerate(at) if here == rank), rank == first, rank == last)
+        for rank in range(config.parallel.pipeline)
     ]
 
 

@@ -19,12 +19,14 @@ from megatron.config.arithmetic.pipelines import (
     ScheduleError,
     Table,
     bubble,
+    bubble_factor,
     check_table,
     forward_only,
     interleaved,
     live_micro_batches,
     most_live,
     one_forward_one_backward,
+    ranks_of_stages,
     read_table,
     rounds,
     table_of,
@@ -37,6 +39,10 @@ SIZES = [(2, 2, 4), (2, 3, 6), (4, 2, 8), (4, 3, 16), (8, 2, 8)]  # ranks, stage
 
 def words(own: list[Instruction]) -> str:
     return " ".join(map(str, own))
+
+
+def loop(ranks: int, each: int) -> list[int]:
+    return ranks_of_stages(section(pipeline=ranks, stages_per_rank=each, schedule="interleaved"))
 
 
 def section(**values) -> ParallelSection:
@@ -73,26 +79,66 @@ def test_interleaved_is_torchs(ranks: int, each: int, micro_batches: int, schedu
 def test_closed_forms(ranks: int, each: int, micro_batches: int):
     """The bubble is (p - 1) / v micro-batches; rank r keeps ((v - 1) p + 2 (p - 1 - r) + 1) / v of them."""
     table = interleaved(ranks, each, micro_batches)
-    check_table(table, each, micro_batches)
+    check_table(table, loop(ranks, each), micro_batches)
     assert bubble(timeline(table, each, 1.0, 2.0)) == pytest.approx(3 * (ranks - 1) / each)
     parallel = section(pipeline=ranks, stages_per_rank=each, schedule="interleaved")
     for rank, own in enumerate(table):
         assert live_micro_batches(parallel, rank, micro_batches) == most_live(own) / each
     split = section(pipeline=ranks, stages_per_rank=each, schedule="zb_h1")
     table = table_of(split, micro_batches)
-    check_table(table, each, micro_batches)
+    check_table(table, loop(ranks, each), micro_batches)
     assert bubble(timeline(table, each, 1.0, 2.0)) == pytest.approx((ranks - 1) / each)  # (p - 1) (F + I - W) / v
     for rank, own in enumerate(table):
         assert live_micro_batches(split, rank, micro_batches) == most_live(own) / each
     plain = one_forward_one_backward(ranks, micro_batches)
-    check_table(plain, 1, micro_batches)
+    check_table(plain, loop(ranks, 1), micro_batches)
     assert bubble(timeline(plain, 1, 1.0, 2.0)) == pytest.approx(3 * (ranks - 1))
     for rank, own in enumerate(plain):
         assert live_micro_batches(section(pipeline=ranks), rank, micro_batches) == most_live(own)
 
 
-def test_evaluation_has_every_forward_pass_once():
-    made = rounds(forward_only(2, 2, 3), 4)
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipe_v"])
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (3, 7), (4, 8), (4, 19), (8, 16), (5, 40)])
+def test_tables_in_a_v_are_torchs(ranks: int, micro_batches: int, schedule: str):
+    """An overlapped pair of torch's is executed one after the other. If all parts take the same time, the bubble is
+    the skew of the start, (p - 1) F / v."""
+    known = SimpleNamespace(pp_group_size=ranks, _n_microbatches=micro_batches, num_stages=2 * ranks)
+    name = {"zbv": "ScheduleZBVZeroBubble", "dualpipe_v": "ScheduleDualPipeV"}[schedule]
+    make = getattr(torch_schedules, name)._calculate_single_rank_operations
+    parallel = section(pipeline=ranks, stages_per_rank=2, schedule=schedule)
+    table = table_of(parallel, micro_batches)
+    check_table(table, ranks_of_stages(parallel), micro_batches)
+    assert bubble(timeline(table, 2, 1.0, 2.0)) == pytest.approx(
+        bubble_factor(parallel, micro_batches) * 3 * (ranks - 1)
+    )
+    assert bubble_factor(parallel, micro_batches) == pytest.approx(1 / 6)
+    for rank, own in enumerate(table):
+        theirs = [part for each in make(known, rank) if each is not None for part in each.sub_actions or (each,)]
+        assert [str(it) for it in own] == [str(part) for part in theirs]
+        assert live_micro_batches(parallel, rank, micro_batches) == most_live(own) / 2
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 5, 6])
+def test_zbv_with_few_micro_batches(micro_batches: int):
+    parallel = section(pipeline=4, stages_per_rank=2, schedule="zbv")
+    table = table_of(parallel, micro_batches)
+    check_table(table, ranks_of_stages(parallel), micro_batches)
+    assert [most_live(own) / 2 for own in table] == [live_micro_batches(parallel, r, micro_batches) for r in range(4)]
+
+
+def test_a_file_in_a_v(tmp_path: Path):
+    """Its first rank has the last stage."""
+    file = tmp_path / "v.csv"
+    table = table_of(section(pipeline=2, stages_per_rank=2, schedule="zbv"), 4)
+    file.write_text("\n".join(",".join(map(str, own)) for own in table))
+    parallel = section(pipeline=2, stages_per_rank=2, schedule=str(file))
+    assert ranks_of_stages(parallel) == [0, 1, 1, 0] and table_of(parallel, 4) == table
+    assert resolve({**VALUES, "parallel": parallel.model_dump(exclude_unset=True), "training": BATCHES_OF_4}, ranks=2)
+
+
+@pytest.mark.parametrize("homes", [[0, 1, 0, 1], [0, 1, 1, 0]])
+def test_evaluation_has_every_forward_pass_once(homes: list[int]):
+    made = rounds(forward_only(homes, 3), 4)
     done = [it for each in made for it in each.instructions if it is not None]
     assert sorted(done) == [Instruction(stage, FORWARD, micro) for stage in range(4) for micro in range(3)]
 
@@ -130,7 +176,7 @@ def test_any_order_of_instructions_is_executed(data):
     """Each message has both ends in one round, after the instruction that makes it and before the one that needs it."""
     ranks, each, micro_batches = data.draw(st.sampled_from([(2, 1, 3), (2, 2, 4), (3, 2, 3), (4, 1, 4)]))
     table = drawn_table(ranks, each, micro_batches, data.draw(orders(ranks, each, micro_batches)))
-    made = check_table(table, each, micro_batches)
+    made = check_table(table, loop(ranks, each), micro_batches)
     for rank, own in enumerate(table):
         assert [it for one in made if (it := one.instructions[rank]) is not None] == own
     sent = [message.made for one in made for message in one.messages]
@@ -159,7 +205,7 @@ def test_any_order_of_instructions_is_executed(data):
 )
 def test_what_cannot_be_executed_is_refused(text: str, says: str):
     with pytest.raises(ScheduleError, match=says):
-        check_table(read_table(text, 2), 1, 2)
+        check_table(read_table(text, 2), [0, 1], 2)
 
 
 VALUES = {
@@ -167,6 +213,7 @@ VALUES = {
     "training": {"steps": 1, "sequence_length": 16, "micro_batch_size": 2, "global_batch_size": 4},
     "data": {"synthetic": "copy"},
 }
+BATCHES_OF_4 = {**VALUES["training"], "global_batch_size": 8}
 
 
 def test_a_file_is_checked_before_the_start(tmp_path: Path):

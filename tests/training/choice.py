@@ -32,7 +32,7 @@ def mechanisms(case: Case) -> list[str]:
     return [
         *axes,
         *(name for name in _FURTHER if name in parallel),
-        *([f"context by {parallel['context_method']}"] if "context_method" in parallel else []),
+        *(f"{name} {parallel[name]}" for name in ("context_method", "schedule") if name in parallel),
         *(["data"] if data > 1 else []),
         *(["offload"] if "offload_optimizer" in zero else []),
         f"ZeRO {zero.get('stage', 1)}",

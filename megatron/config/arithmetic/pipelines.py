@@ -1,10 +1,11 @@
 """Pipeline schedules as tables of instructions.
 
-A model is cut into S = p * v stages for p ranks, and stage s is on rank s mod p (v is `parallel.stages_per_rank`). A
-table has one list of instructions per rank: the forward pass (F) or the backward pass (B) of a micro-batch in a stage.
-B may be split: I computes the gradients of the stage's inputs, and W later the gradients of its weights.
+A model is cut into S = p * v stages for p ranks (v is `parallel.stages_per_rank`). Stage s is on rank s mod p, or in a
+V: of two stages per rank, rank r has r and 2p - 1 - r. A table has one list of instructions per rank: the forward pass
+(F) or the backward pass (B) of a micro-batch in a stage. B may be split: I computes the gradients of the stage's
+inputs, and W later the gradients of its weights.
 Sources: PipeDream-Flush (arXiv:2006.09503) for 1F1B, Megatron-LM (arXiv:2104.04473) for the interleaved schedule, Qi et
-al. (arXiv:2401.10241) for ZB-H1.
+al. (arXiv:2401.10241, arXiv:2405.15362) for ZB-H1 and ZB-V, DeepSeek-AI and Sea AI Lab (2025) for DualPipe-V.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
+V_SHAPED = ("zbv", "dualpipe_v")
+SCHEDULES = ("1f1b", "interleaved", "zb_h1", *V_SHAPED)
 _LARGEST = 2**26  # bytes of a file
 
 
@@ -38,7 +41,8 @@ Table = list[list[Instruction]]
 
 
 class Message(NamedTuple):
-    """The result of an instruction, from the rank that has executed it to the rank that needs it."""
+    """The result of an instruction, from the rank that has executed it to the rank that needs it, which may be the
+    same."""
 
     made: Instruction
     source: int
@@ -71,10 +75,30 @@ def in_rounds(parallel: HasSchedule) -> bool:
     return parallel.pipeline > 1 and parallel.schedule in ("interleaved", "zb_h1")
 
 
+def least_micro_batches(parallel: HasSchedule) -> int:
+    """The fewest micro-batches that a schedule can have."""
+    return 2 * parallel.pipeline if parallel.schedule == "dualpipe_v" else 1
+
+
+def ranks_of_stages(parallel: HasSchedule) -> list[int]:
+    """The rank of each stage."""
+    ranks, each = parallel.pipeline, parallel.stages_per_rank
+    if parallel.schedule in V_SHAPED or (is_file(parallel.schedule) and each == 2 and _is_v(parallel)):
+        return [*range(ranks), *reversed(range(ranks))]
+    return [stage % ranks for stage in range(ranks * each)]
+
+
+def _is_v(parallel: HasSchedule) -> bool:
+    """Whether the first rank of a file has the last stage."""
+    with Path(parallel.schedule).open(encoding="utf-8", errors="replace") as lines:
+        first = next((line for line in iter(lambda: lines.readline(_LARGEST), "") if line.strip()), "")
+    return re.search(rf"(?<!\d){2 * parallel.pipeline - 1}[FBIW]", first) is not None
+
+
 def is_split(parallel: HasSchedule, micro_batches: int) -> bool:
     """Whether some backward passes are in two parts."""
     if not is_file(parallel.schedule):
-        return parallel.schedule == "zb_h1"
+        return parallel.schedule in ("zb_h1", *V_SHAPED)
     return any(it.kind == WEIGHTS for own in table_of(parallel, micro_batches) for it in own)
 
 
@@ -92,6 +116,8 @@ def table_of(parallel: HasSchedule, micro_batches: int) -> Table:
     if parallel.schedule in ("interleaved", "zb_h1"):
         split = parallel.schedule == "zb_h1"
         return interleaved(parallel.pipeline, parallel.stages_per_rank, micro_batches, split)
+    if parallel.schedule in V_SHAPED:
+        return (zero_bubble_v if parallel.schedule == "zbv" else dualpipe_v)(parallel.pipeline, micro_batches)
     return one_forward_one_backward(parallel.pipeline, micro_batches)
 
 
@@ -147,16 +173,80 @@ def _split(own: list[Instruction], waiting: int) -> list[Instruction]:
     return found + left
 
 
-def forward_only(ranks: int, stages_per_rank: int, micro_batches: int) -> Table:
-    """All micro-batches through one stage of a rank, and then through its next: for evaluation."""
-    return [
-        [
-            Instruction(own * ranks + rank, FORWARD, micro)
-            for own in range(stages_per_rank)
-            for micro in range(micro_batches)
-        ]
-        for rank in range(ranks)
-    ]
+class _TwoStages:
+    """Instructions of a rank with one stage on each arm of a V. Each pass takes the next micro-batch of its stage."""
+
+    def __init__(self, ranks: int, rank: int) -> None:
+        self.stages, self.own, self.waiting = (rank, 2 * ranks - 1 - rank), list[Instruction](), list[Instruction]()
+        self._begun = Counter[tuple[int, str]]()
+
+    def begun(self, kind: str, arm: int) -> int:
+        return self._begun[self.stages[arm], kind]
+
+    def add(self, passes: str, times: int = 1) -> None:
+        """Passes such as "F0 I1": the forward pass of the first arm, then I of the second. W is the oldest one left."""
+        for each in passes.split() * times:
+            if each == "W":
+                self.own += [self.waiting.pop(0)] if self.waiting else []
+                continue
+            kind, stage = each[0], self.stages[int(each[1])]
+            place = stage, {BACKWARD: INPUTS}.get(kind, kind)
+            self.own.append(Instruction(stage, kind, self._begun[place]))
+            if kind == INPUTS:
+                self.waiting.append(Instruction(stage, WEIGHTS, self._begun[place]))
+            self._begun[place] += 1
+
+
+def zero_bubble_v(ranks: int, micro_batches: int) -> Table:
+    """ZB-V: no rank waits between its first and its last instruction if F, I and W take the same time."""
+    count, table = max(2 * ranks - 1, micro_batches), list[list[Instruction]]()
+    for rank in range(ranks):
+        made = _TwoStages(ranks, rank)
+        made.add("F0", 2 * (ranks - rank) - 1)
+        made.add("F1 F0", rank)
+        made.add("F1 I1 W1", ranks - rank)
+        while made.begun(FORWARD, 1) < max(made.begun(FORWARD, 0), count):
+            made.add("F0" if made.begun(FORWARD, 0) < count else "")
+            made.add("I0 W0 F1 I1 W1")
+        made.add("I0 I1", rank)
+        made.add("I0 W0", ranks - rank)
+        for arm in (1, 0):
+            made.add(f"W{arm}", count - made.begun(WEIGHTS, arm))
+        table.append([it for it in made.own if it.micro_batch < micro_batches])
+    return table
+
+
+def dualpipe_v(ranks: int, micro_batches: int) -> Table:
+    """DualPipe-V: forward passes of one arm next to backward passes of the other. Here they follow each other."""
+    if micro_batches < 2 * ranks:
+        raise ScheduleError(f"there must be at least {2 * ranks} micro-batches, not {micro_batches}")
+    table: Table = []
+    for rank in range(ranks):
+        made, after = _TwoStages(ranks, rank), ranks - rank - 1
+        made.add("F0", 2 * after)
+        made.add("F0 F1", rank + 1)
+        made.add("I1 W F1", after)
+        made.add("F0 B1 F1 B0", micro_batches - 2 * ranks + rank + 1)
+        made.add("B1 F1 B0", after)
+        whole = 2 * ((rank + 1) // 2) + (rank + 1) % 2  # backward passes in one part, of the next 2 (rank + 1)
+        for number in range(2 * (rank + 1)):
+            made.add(f"{BACKWARD if number < whole else INPUTS}{1 - number % 2}")
+        made.add("W I0", after)
+        made.add("W", rank + 1)
+        table.append(made.own)
+    return table
+
+
+def forward_only(homes: list[int], micro_batches: int) -> Table:
+    """All micro-batches through one stage of a rank, and then through its next: for evaluation.
+
+    Args:
+        homes: the rank of each stage.
+    """
+    table: Table = [[] for _ in range(max(homes) + 1)]
+    for stage, rank in enumerate(homes):
+        table[rank] += [Instruction(stage, FORWARD, micro) for micro in range(micro_batches)]
+    return table
 
 
 def _in_turn(forward: list[Instruction], backward: list[Instruction], first: int) -> list[Instruction]:
@@ -185,6 +275,7 @@ def rounds(table: Table, stages: int) -> list[Round]:
         ScheduleError: a rank waits for something that no rank will send.
     """
     at, done, found = [0] * len(table), set[Instruction](), list[Round]()
+    homes = {it.stage: rank for rank, own in enumerate(table) for it in own}
     while any(place < len(own) for place, own in zip(at, table, strict=True)):
         chosen = [
             own[place] if place < len(own) and _needs(own[place], stages) <= done else None
@@ -197,7 +288,7 @@ def rounds(table: Table, stages: int) -> list[Round]:
             raise ScheduleError(f"rank {rank} waits for ever at {waiting}, which needs {missing}")
         at = [place + (each is not None) for place, each in zip(at, chosen, strict=True)]
         done |= {each.result for each in chosen if each is not None}
-        found.append(Round(tuple(chosen), tuple(_messages(chosen, len(table), stages))))
+        found.append(Round(tuple(chosen), tuple(_messages(chosen, homes))))
     return found
 
 
@@ -210,28 +301,30 @@ def _needs(it: Instruction, stages: int) -> set[Instruction]:
     return own | ({it._replace(stage=it.stage + 1)} if it.stage + 1 < stages else set())
 
 
-def _messages(done: list[Instruction | None], ranks: int, stages: int) -> list[Message]:
+def _messages(done: list[Instruction | None], homes: dict[int, int]) -> list[Message]:
     found = []
     for rank, it in enumerate(done):
         if it is None or it.kind == WEIGHTS:
             continue
         stage = it.stage + (1 if it.kind == FORWARD else -1)
-        if 0 <= stage < stages:
-            found.append(Message(it.result, rank, stage % ranks))
+        if stage in homes:
+            found.append(Message(it.result, rank, homes[stage]))
     return found
 
 
-def check_table(table: Table, stages_per_rank: int, micro_batches: int) -> list[Round]:
+def check_table(table: Table, homes: list[int], micro_batches: int) -> list[Round]:
     """The rounds of a table. Every rank must have the instructions of its stages, once each. The passes of a stage must
     be in the order of the micro-batches. The first and the last stage read a batch in that order, and sums of gradients
     then do not depend on the schedule.
 
+    Args:
+        homes: the rank of each stage.
+
     Raises:
         ScheduleError: it cannot be executed.
     """
-    ranks = len(table)
     for rank, own in enumerate(table):
-        stages = range(rank, ranks * stages_per_rank, ranks)
+        stages = [stage for stage, home in enumerate(homes) if home == rank]
         split = {(it.stage, it.micro_batch) for it in own if it.kind in (INPUTS, WEIGHTS)}
         wanted = {
             Instruction(stage, kind, micro)
@@ -251,7 +344,7 @@ def check_table(table: Table, stages_per_rank: int, micro_batches: int) -> list[
                     passes = "forward" if kinds == (FORWARD,) else "backward"
                     rule = f"{passes} passes of stage {stage} must be in the order 0, 1, 2, ..."
                     raise ScheduleError(f"rank {rank}: {rule}")
-    return rounds(table, ranks * stages_per_rank)
+    return rounds(table, len(homes))
 
 
 _CELL = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
@@ -287,6 +380,12 @@ def live_micro_batches(parallel: HasSchedule, rank: int, micro_batches: int) -> 
     if parallel.schedule == "zb_h1":
         first = (each - 1) * ranks + ranks - 1 - rank
         return min(first + 1 + rank, each * micro_batches) / each
+    if parallel.schedule in V_SHAPED:
+        return (
+            ranks + 0.5
+            if parallel.schedule == "dualpipe_v"
+            else min(ranks, micro_batches, (micro_batches + 1 + rank) / 2)
+        )
     if each > 1:
         return min((each - 1) * ranks + 2 * (ranks - 1 - rank) + 1, each * micro_batches) / each
     return max(1, min(ranks - rank, micro_batches))
@@ -339,4 +438,4 @@ def bubble_factor(parallel: HasSchedule, micro_batches: int) -> float:
     if is_file(parallel.schedule):
         slots = timeline(table_of(parallel, micro_batches), parallel.stages_per_rank)
         return bubble(slots) / (3 * (parallel.pipeline - 1))
-    return (1 / 3 if parallel.schedule == "zb_h1" else 1) / parallel.stages_per_rank
+    return (1 / 3 if is_split(parallel, micro_batches) else 1) / parallel.stages_per_rank

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..arithmetic.batches import batches_of
 from ..arithmetic.divisors import multiples
-from ..arithmetic.pipelines import in_rounds, is_file
+from ..arithmetic.pipelines import in_rounds, is_file, least_micro_batches
 from ..problems import Problem
 from ..rule_context import RuleContext
 from .check import Check
@@ -63,6 +63,14 @@ def ranks_share_each_batch(context: RuleContext) -> Iterator[Problem]:
                 "parallel.schedule",
                 rule=f"the micro-batches of a step must be a multiple of the pipeline's ranks: a batch is n * {whole}",
                 fix=f"use {multiples(entry.global_batch_size, whole)}",
+            )
+        elif entry.global_batch_size < unit * least_micro_batches(context.config.parallel):
+            least = least_micro_batches(context.config.parallel)
+            yield context.problem_at(
+                (*SCHEDULE, number, "global_batch_size"),
+                "parallel.schedule",
+                rule=f"a step must have at least {least} micro-batches, twice the pipeline's ranks",
+                fix=f"use {least * unit} or more, or parallel.schedule=zbv",
             )
 
 

@@ -6,7 +6,19 @@ import math
 from collections.abc import Iterator
 
 from ..arithmetic.divisors import multiples
-from ..arithmetic.pipelines import ScheduleError, bubble_factor, check_table, in_rounds, is_file, is_split, table_of
+from ..arithmetic.pipelines import (
+    SCHEDULES,
+    V_SHAPED,
+    ScheduleError,
+    bubble_factor,
+    check_table,
+    in_rounds,
+    is_file,
+    is_split,
+    least_micro_batches,
+    ranks_of_stages,
+    table_of,
+)
 from ..file_access import unreadable
 from ..optimizer_kind import optimizer_kind
 from ..problems import Problem
@@ -58,8 +70,8 @@ def stages_have_layers(context: RuleContext) -> Iterator[Problem]:
 def schedule_can_be_executed(context: RuleContext) -> Iterator[Problem]:
     parallel, key = context.config.parallel, "parallel.schedule"
     ranks, each, count = parallel.pipeline, parallel.stages_per_rank, context.config.training.accumulation
-    if not is_file(parallel.schedule) and parallel.schedule not in ("1f1b", "interleaved", "zb_h1"):
-        rule = "must be 1f1b, interleaved, zb_h1, or the path of a .csv file"
+    if not is_file(parallel.schedule) and parallel.schedule not in SCHEDULES:
+        rule = f"must be {', '.join(SCHEDULES)}, or the path of a .csv file"
         yield context.problem(key, rule=rule, fix="use interleaved with parallel.stages_per_rank of 2 or more")
     elif (each > 1 or parallel.schedule != "1f1b") and ranks == 1:
         which = "parallel.stages_per_rank" if each > 1 else key
@@ -69,11 +81,18 @@ def schedule_can_be_executed(context: RuleContext) -> Iterator[Problem]:
         rule = "interleaved must go with parallel.stages_per_rank of 2 or more, and 1f1b with 1"
         fix = "use parallel.schedule=interleaved" if each > 1 else "use parallel.stages_per_rank=2"
         yield context.problem(f"{key} parallel.stages_per_rank", rule=rule, fix=fix)
+    elif parallel.schedule in V_SHAPED and each != 2:
+        rule = f"{parallel.schedule} must go with parallel.stages_per_rank of 2"
+        yield context.problem(f"{key} parallel.stages_per_rank", rule=rule, fix="use parallel.stages_per_rank=2")
     elif is_file(parallel.schedule) and (reason := unreadable(parallel.schedule)):
         yield context.problem(key, rule=f"must be a table of instructions: {reason}", fix="use interleaved or 1f1b")
     elif count is not None and in_rounds(parallel) and count % ranks:
         rule = f"the {count} micro-batches of a step must be a multiple of the pipeline's {ranks} ranks"
         fix = f"use {multiples(count, ranks)} micro-batches: change global_batch_size or micro_batch_size"
+        yield context.problem(f"{key} training.accumulation", rule=rule, fix=fix)
+    elif count is not None and count < least_micro_batches(parallel):
+        rule = f"a step must have at least {least_micro_batches(parallel)} micro-batches, twice the ranks, not {count}"
+        fix = "use a larger global_batch_size, a smaller micro_batch_size, or parallel.schedule=zbv"
         yield context.problem(f"{key} training.accumulation", rule=rule, fix=fix)
     elif error := _not_a_table(context, count or ranks):
         if count is not None:
@@ -89,7 +108,7 @@ def _not_a_table(context: RuleContext, micro_batches: int) -> ValueError | None:
     parallel = context.config.parallel
     try:
         if is_file(parallel.schedule):
-            check_table(table_of(parallel, micro_batches), parallel.stages_per_rank, micro_batches)
+            check_table(table_of(parallel, micro_batches), ranks_of_stages(parallel), micro_batches)
     except (ScheduleError, UnicodeDecodeError) as error:
         return error
     return None

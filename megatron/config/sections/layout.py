@@ -119,17 +119,18 @@ class ParallelSection(Section):
     )
     stages_per_rank: int = key(
         1,
-        "Pipeline stages of each rank. Stage s is on rank s mod parallel.pipeline, so each micro-batch passes every "
-        "rank several times. The pipeline's bubble gets shorter by this factor, and messages between stages more.",
+        "Pipeline stages of each rank. Stage s is on rank s mod parallel.pipeline (zbv and dualpipe_v: rank r "
+        "has r and 2p - 1 - r), so each micro-batch passes every rank several times. The pipeline's bubble gets "
+        "shorter by this factor, and messages between stages more.",
         unit="stages",
         gt=0,
     )
     schedule: str = key(
         "1f1b",
         "Order of forward and backward passes in a pipeline. 1f1b: one of each in turn. interleaved: the same with "
-        "several stages per rank. zb_h1: gradients of weights are computed later, where a rank would wait. Or a CSV "
-        "file with a row per rank and cells such as 0F0, 2B1 (stage, pass, "
-        "micro-batch). Sums of gradients do not depend on it.",
+        "several stages per rank. zb_h1: gradients of weights are computed later, where a rank would wait. zbv and "
+        "dualpipe_v: so too, with the first and the last stage on one rank. Or a CSV file with a row per rank and "
+        "cells such as 0F0, 2B1 (stage, pass, micro-batch). Sums of gradients do not depend on it.",
     )
     communication: CommunicationOptions = key(CommunicationOptions, "How collectives are done.")
 

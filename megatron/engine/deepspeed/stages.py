@@ -12,9 +12,10 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
+from megatron.config.arithmetic.pipelines import ranks_of_stages
 from megatron.config.arithmetic.wire import between_stages
 from megatron.model.block import Block
-from megatron.model.embedding_and_head import Reader
+from megatron.model.embedding_and_head import Embedding, Reader
 from megatron.model.multi_token import FurtherLabels
 from megatron.model.norm import Norm
 from megatron.model.partition import copies, stage_bounds, users
@@ -28,14 +29,16 @@ from megatron.parallel.transport.compression import pack_rows, unpack_rows
 from .mpu import groups_of_mesh
 
 FINAL_NORM = "final_norm"  # logical name of the norm before the head, which a recurrent core uses too
+EMBEDDING = "embedding"  # of a rank that has the first stage, and maybe the last one too
 
 
 class EmbeddingStage(nn.Module):
     """(tokens, then the form's side channels) to a packed stream."""
 
-    def __init__(self, plan: ModelPlan):
+    def __init__(self, plan: ModelPlan, shared: dict[str, nn.Module]):
         super().__init__()
         self.embedding, self.form = plan.embedding(), plan.form_at(0)
+        shared[EMBEDDING] = self.embedding
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self.form.pack(self.embedding(inputs[0], **self.form.name(inputs[1:])))
@@ -80,7 +83,10 @@ class HeadStage(nn.Module):
 
     def __init__(self, plan: ModelPlan, shared: dict[str, nn.Module]):
         super().__init__()
-        tokens = plan.tokens() if plan.head_embeds else None
+        tokens = None
+        if plan.head_embeds:
+            own = cast("Embedding | None", shared.get(EMBEDDING))
+            tokens = plan.tokens() if own is None else own.tokens.weight
         norm = cast("Norm | None", shared.get(FINAL_NORM))
         self.head, self.form = plan.head(tokens, norm), plan.form_at(len(plan.blocks))
         self.targets: deque[tuple[Tensor, Tensor, FurtherLabels | None, dict[str, Tensor]]] = deque()
@@ -100,7 +106,7 @@ class HeadStage(nn.Module):
 
 
 class Pipeline(PipelineModule):
-    """This rank's stages: every `parallel.pipeline`-th of the model's, by default one.
+    """This rank's stages, by default one.
 
     Ranks that use the same parameters (a tied embedding, shared layers) have a copy each, with the same name and
     thus the same initial values. Gradients are summed over the copies once per step, and the norm only counts the
@@ -114,8 +120,9 @@ class Pipeline(PipelineModule):
         layout = plan.mesh.layout
         self._bounds, self._layers = stage_bounds(plan.config), dict[int, list[nn.Module]]()
         self.stage = plan.mesh.pipeline.rank  # that `forward` computes
-        specs = [LayerSpec(EmbeddingStage, plan)]
+        self._homes = ranks_of_stages(plan.config.parallel)
         shared: dict[str, nn.Module] = {}
+        specs = [LayerSpec(EmbeddingStage, plan, shared)]
         for index in range(len(plan.blocks)):
             if index not in plan.inside:
                 specs.append(LayerSpec(BlockStage, plan, index, shared))
@@ -155,7 +162,7 @@ class Pipeline(PipelineModule):
     def _build(self) -> None:
         axis = self.plan.mesh.pipeline
         self._places: list[int] = []
-        for stage in range(axis.rank, len(self.parts) - 1, axis.size):
+        for stage in (stage for stage, home in enumerate(self._homes) if home == axis.rank):
             places = range(self.parts[stage], self.parts[stage + 1])
             self._layers[stage] = [self._layer_specs[place].build() for place in places]
             self._places += places
@@ -173,7 +180,7 @@ class Pipeline(PipelineModule):
         """Stages of this rank that use a parameter, if there are several: each has a backward pass of its own."""
         axis, found = self.plan.mesh.pipeline, dict[nn.Parameter, int]()
         for prefix, stages in users(self.plan.config).items():
-            times = sum(stage % axis.size == axis.rank for stage in stages)
+            times = sum(self._homes[stage] == axis.rank for stage in stages)
             if times > 1:
                 found |= dict.fromkeys(self._named(prefix), times)
         return found

@@ -7,6 +7,7 @@ micro-batches and replicas, copies of tied weights, the optimizer. Shapes follow
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from megatron.config.arithmetic.pipelines import (
     Round,
     forward_only,
     is_split,
+    ranks_of_stages,
     rounds,
     table_of,
 )
@@ -97,21 +99,25 @@ class TableExecutor:
             table = (
                 table_of(parallel, micro_batches)
                 if use == "train"
-                else forward_only(parallel.pipeline, parallel.stages_per_rank, micro_batches)
+                else forward_only(ranks_of_stages(parallel), micro_batches)
             )
             self._known[use, micro_batches] = rounds(table, self._stages)
         return self._known[use, micro_batches]
 
     def _run(self, made: list[Round], feed: Feed, sizes: tuple[int, int], look: Look | None) -> None:
         self._forget()
+        homes = ranks_of_stages(self._config.parallel)
+        first, last = itertools.tee(feed) if homes[0] == homes[-1] else (feed, feed)
         for number, each in enumerate(made):
             if number and look is not None:
                 look(number, len(made))
             it = each.instructions[self._axis.rank]
             if it is not None:
-                self._execute(it, feed, (number + 1, len(made)))
+                self._execute(it, first if it.stage == 0 else last, (number + 1, len(made)))
             for message in each.messages:
-                if message.source == self._axis.rank:
+                if message.source == message.to == self._axis.rank:
+                    self._keep(message)
+                elif message.source == self._axis.rank:
                     self._send(message)
                 elif message.to == self._axis.rank:
                     self._receive(message, sizes)
@@ -151,7 +157,7 @@ class TableExecutor:
             tensor.requires_grad_(training and tensor.is_floating_point())
         if it.stage == 0:
             inputs = next(feed)[0]
-        if it.stage == self._stages - 1:
+        elif it.stage == self._stages - 1:
             next(feed)  # hands its labels to the head
         outputs = DeepSpeedEngine.forward(self._engine, inputs)
         if training:
@@ -187,6 +193,12 @@ class TableExecutor:
         if narrow and not engine._config.bfloat16_config.immediate_grad_update:
             engine.optimizer.update_hp_grads(clear_lp_grads=False)
 
+    def _keep(self, message: Message) -> None:
+        """Two stages of this rank follow each other."""
+        place, forward = _next_place(message), message.made.kind == F
+        kept = [(tensor, None) for tensor in self._made.pop(message.made)]
+        (self._inputs if forward else self._gradients)[place] = kept
+
     def _send(self, message: Message) -> None:
         with phase("forward" if message.made.kind == F else "backward"):
             for tensor in self._made.pop(message.made):
@@ -194,8 +206,7 @@ class TableExecutor:
                 self._sent.append((whole, dist.isend(whole, group=self._axis.group, group_dst=message.to)))
 
     def _receive(self, message: Message, sizes: tuple[int, int]) -> None:
-        made, forward = message.made, message.made.kind == F
-        place = made.stage + (1 if forward else -1), made.micro_batch
+        place, forward = _next_place(message), message.made.kind == F
         if forward:
             buffers = stream_buffers(self._pipeline.plan, self._pipeline.parts[place[0]], *sizes)
         else:
@@ -205,7 +216,13 @@ class TableExecutor:
         (self._inputs if forward else self._gradients)[place] = list(zip(buffers, works, strict=True))
 
 
+def _next_place(message: Message) -> Place:
+    made = message.made
+    return made.stage + (1 if made.kind == F else -1), made.micro_batch
+
+
 def _arrived(messages: Arriving) -> tuple[Tensor, ...]:
     for _, work in messages:
-        work.wait()
+        if work is not None:
+            work.wait()
     return tuple(tensor for tensor, _ in messages)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import Config, resolve
-from megatron.config.arithmetic.pipelines import by_table
+from megatron.config.arithmetic.pipelines import by_table, ranks_of_stages
 from megatron.config.arithmetic.recurrence import Passes, core_of, passes_of_step
 from megatron.config.arithmetic.wire import between_stages, bucket_elements, scatters_gradients
 from megatron.config.features.feature import wanted_features
@@ -394,9 +394,11 @@ class _Predictor:
 
     def stages(self) -> None:
         """Activations, their gradients, and copies of weights."""
-        rank, ranks, bounds = self.mesh.at.pipeline, self.layout.pipeline, stage_bounds(self.config)
+        rank, bounds, homes = self.mesh.at.pipeline, stage_bounds(self.config), ranks_of_stages(self.config.parallel)
         for stage in range(1, len(bounds) - 1):  # that receives a stream
-            ends = [("recv", "send")] * (stage % ranks == rank) + [("send", "recv")] * ((stage - 1) % ranks == rank)
+            ends = [("recv", "send")] * (homes[stage] == rank) + [("send", "recv")] * (homes[stage - 1] == rank)
+            if len(ends) == 2:  # in the bend of a V
+                continue
             for forward, backward in ends:
                 for dtype, elements, floats in self._stream(bounds[stage]):
                     count = self.micro_batches

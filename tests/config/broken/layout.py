@@ -319,7 +319,7 @@ LAYOUT = [
         "unknown schedule",
         "parallel: {pipeline: 2, schedule: gpipe}",
         "a.yml:2: parallel.schedule = 'gpipe'",
-        "must be 1f1b, interleaved, zb_h1, or the path of a .csv file",
+        "must be 1f1b, interleaved, zb_h1, zbv, dualpipe_v, or the path of a .csv file",
     ),
     case(
         "several stages without their schedule",
@@ -332,6 +332,18 @@ LAYOUT = [
         "parallel: {pipeline: 2, schedule: zb_h1}\ntraining: {compile: layer}",
         "must go without compiled layers",
         problems=1,
+    ),
+    case(
+        "V of other stages",
+        "parallel: {pipeline: 2, schedule: zbv}",
+        "zbv must go with parallel.stages_per_rank of 2",
+        "use parallel.stages_per_rank=2",
+    ),
+    case(
+        "too few micro-batches for DualPipe-V",
+        "parallel: {pipeline: 2, stages_per_rank: 2, schedule: dualpipe_v}\ntraining: {global_batch_size: 6}",
+        "a step must have at least 4 micro-batches, twice the ranks, not 3",
+        "parallel.schedule=zbv",
     ),
     case(
         "schedule without a pipeline",
