@@ -138,7 +138,7 @@ def _products(device: Device, peak: float, tokens: int, n: int, k: int, count: i
     """Forward, and the gradients of what it read and of the weight."""
     m = max(1.0, tokens * share)
     ways = ((m, n, k), (m, k, n), (n, k, max(1, round(m))))
-    return sum(product_time(device, peak, 2, *way, count) for way in ways)  # type: ignore[misc]
+    return sum(product_time(device, peak, 2, rows, columns, inner, count) for rows, columns, inner in ways)
 
 
 def _messages(config: Config, ranks: int, weights: int, pass_time: float, at: Cluster) -> dict[str, float]:

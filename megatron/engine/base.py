@@ -121,11 +121,11 @@ class BaseEngine:
         self.deepspeed = self._initialize(module, mpu)
         self._replace_parts_of_deepspeed(stage)
         average = self.config.training.weight_average is not None
-        self.state = EngineState(
+        self._state = EngineState(
             self.deepspeed, self.optimizer, parameters, self.mesh, stage, buffers_of(module), average, frozen
         )
         self.call_parts("attach", self)
-        self.undo = Undo(self.state, self.parts)
+        self.undo = Undo(self._state, self.parts)
         if isinstance(self.optimizer, MatrixOptimizer):  # last: it finds each matrix in the state
             held = self.state.held(lambda group: group["matrix"])
             self.optimizer.attach(held, stage_axis(self.mesh), self.device)
@@ -166,7 +166,7 @@ class BaseEngine:
         self.call_parts("start_at", step)
 
     def _begin(self, step: int, micro_batches: int, lr: float) -> None:
-        self.state.for_training()
+        self._state.for_training()
         set_learning_rate(self.optimizer, lr)
         self.losses = LossAccumulator.zero(self.device)
         if self.scattered is not None:
@@ -196,7 +196,18 @@ class BaseEngine:
 
     @property
     def module(self) -> nn.Module:
+        self._settle()
         return self.deepspeed.module
+
+    @property
+    def state(self) -> EngineState:
+        self._settle()
+        return self._state
+
+    def _settle(self) -> None:
+        """Wait for weights that are being gathered, before any code but the next step reads them."""
+        if self.scattered is not None:
+            self.scattered.gathers.settle()
 
     def save_native(self, folder: Path, tag: str, step: int) -> dict[str, str]:
         """Write a checkpoint in DeepSpeed's own format, `<folder>/<tag>`. Every rank calls it.
@@ -204,6 +215,7 @@ class BaseEngine:
         Returns:
             The name in that checkpoint of each parameter, by its logical name.
         """
+        self._settle()
         self.deepspeed.global_steps = step
         self.deepspeed.save_checkpoint(str(folder), tag=tag, client_state={"universal_checkpoint_info": {}})
         return {logical_of(parameter).name: name for name, parameter in self.deepspeed.module.named_parameters()}

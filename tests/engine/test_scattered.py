@@ -6,6 +6,7 @@ All layouts of `make layouts` at ZeRO 1 and 2 are compared with one process; her
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from megatron.config.arithmetic.wire import scatters_gradients
 from megatron.config.variants import overlay
 from megatron.engine import base
 from megatron.engine.deepspeed import scattered as module
+from megatron.model.block import Block
 from megatron.parallel.layers.parameters import logical_of
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.messages.traffic import Tally
@@ -114,6 +116,64 @@ def test_buckets_are_sent_before_the_backward_pass_ends():
         assert gradients // 4 * 3 <= seen.index("send") < gradients
         block = [number for number, name in enumerate(seen) if name.startswith("layers.0.")]
         assert seen[: block[len(block) // 4 * 3]].count("send") > seen.count("send") // 2
+
+
+class Lazy:
+    """A gather that takes place when it is waited for."""
+
+    def __init__(self, seen: list[str], gather: Callable[[], Any]) -> None:
+        self.seen, self.gather = seen, gather
+
+    def wait(self) -> None:
+        self.seen.append("gathered")
+        with torch.no_grad():
+            self.gather()
+
+
+def lazily(seen: list[str], work: Callable[..., Any], *arguments: Any) -> Any:
+    gather = dist.all_gather_into_tensor
+
+    def later(*given: Any, async_op: bool = False, **options: Any) -> Any:
+        return Lazy(seen, partial(gather, *given, **options)) if async_op else gather(*given, **options)
+
+    with mock.patch.object(dist, "all_gather_into_tensor", later):
+        return work(*arguments)
+
+
+def trained_lazily(values: dict[str, Any], ranks: int) -> Any:
+    seen = list[str]()
+    return lazily(seen, runs.train, values, ranks), len(seen)
+
+
+@pytest.mark.parametrize("name", [PAIRS[1], PAIRS[3], PAIRS[5], PAIRS[6]])
+def test_no_weight_is_read_before_it_is_gathered(name: str):
+    """Where gathers take place as late as they can, steps, evaluation and masters have the same bits."""
+    values, ranks = values_of(name, **SMALL)
+    ours, late = run(ranks, runs.train, values, ranks), run(ranks, trained_lazily, values, ranks)
+    for mine, (other, gathers) in zip(ours, late):
+        assert mine[:3] == other[:3] and gathers > 3
+        assert all((one[-1] == two[-1]).all() for one, two in zip(mine[3], other[3], strict=True))
+
+
+def gathers(values: dict[str, Any], ranks: int) -> list[str]:
+    """Gathers and blocks of the forward pass of a second step, in order."""
+    config, engine = runs.start(values, ranks)
+    seen = list[str]()
+    for number, block in enumerate(each for each in engine.module.modules() if isinstance(each, Block)):
+        block.register_forward_pre_hook(lambda *_, number=number: seen.append(f"block {number}"))
+    lazily(seen, runs.steps, config, engine, 0, 1)
+    seen.clear()
+    runs.steps(config, engine, 1, 1)
+    engine.module  # noqa: B018  waits for the gathers of the last step
+    return seen
+
+
+def test_a_block_runs_before_the_weights_of_later_blocks_are_there():
+    values, ranks = values_of(PAIRS[0], **SMALL)
+    for seen in run(ranks, gathers, values, ranks):
+        first, last = seen.index("block 0"), seen.index("block 3")
+        assert "gathered" in seen[:first] and "gathered" not in seen[last:]
+        assert all("gathered" in seen[seen.index(f"block {n}") : seen.index(f"block {n + 1}")] for n in range(3))
 
 
 def twice(values: dict[str, Any], ranks: int) -> str:

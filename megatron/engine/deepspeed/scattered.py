@@ -23,6 +23,7 @@ from megatron.parallel.transport.routes import installed_routes
 from megatron.parallel.transport.shared_sums import averages
 
 from .expert_groups import norm_of_parts
+from .gathers import LateGathers
 from .sum_of_squares import sum_of_squares
 
 FLYING = 2  # buckets on their way, where each has memory of its own
@@ -116,6 +117,7 @@ class ScatteredGradients:
         self._take_over()
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(self._add)
+        self.gathers = LateGathers(self._zero, engine.module, self.buckets, self._order)
         self.begin()
 
     def _made(self) -> list[Bucket]:
@@ -195,6 +197,7 @@ class ScatteredGradients:
         self._passes = passes or self._passes
         self._needed = 1 if self._each or self._cut else self._passes  # arrivals that fill a place
         self._flying, self._sums = [], False
+        self.gathers.begin()
         self._reset()
 
     def _reset(self) -> None:
@@ -224,7 +227,7 @@ class ScatteredGradients:
             self._send(self._order[self._next])
 
     def _keep(self, bucket: Bucket, parameter: nn.Parameter) -> None:
-        """Add a gradient to those of earlier micro-batches."""
+        """Add a gradient to the sum of earlier micro-batches."""
         if bucket.flat is None:
             bucket.flat = bucket.own.new_empty(bucket.size, dtype=self._wire)
             last = max(begin + each.numel() for each, begin in bucket.parameters.items())
@@ -287,6 +290,7 @@ class ScatteredGradients:
             self._send(self._order[self._next])
         while self._flying:
             self._receive()
+        self.gathers.settle()  # weights of blocks without a forward pass in this step
         self._sums = self._cut and self._each
         self._reset()
 
