@@ -84,7 +84,7 @@ def inputs_of(micro: MicroBatch, form: StreamForm) -> dict[str, Tensor]:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on the device, through pinned memory to a GPU: from other memory the host would wait for the copy."""
     if device.type == "cuda" and tensor.device.type == "cpu" and not is_fake(tensor):
-        tensor = tensor.pin_memory()
+        tensor = tensor.contiguous().pin_memory()  # which refuses an expanded tensor
     return tensor.to(device, non_blocking=True)
 
 
