@@ -21,10 +21,9 @@ from bench.runner import Result, grid
 from megatron.config import Config, load
 from megatron.parallel.layout.layout import Layout
 from megatron.plan.devices import Cluster, Device, cluster
-from megatron.plan.network import collective, groups
 from megatron.plan.prediction import choice_of
 from megatron.plan.shapes import Shapes
-from megatron.plan.step import BACKWARD_ATTENTION, OVERLAP, product_time
+from megatron.plan.step import BACKWARD_ATTENTION, OVERLAP, collective, groups, product_time
 
 GPUS = (1, 8, 64)
 RATES = {  # shares of the data sheet's figures

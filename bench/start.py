@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.runner import ROOT, Result, compare, comparison, in_turns, share
-from megatron.config.words import counted
+from megatron.config.problems import counted
 
 PEER = "torchrun, transformers, DistributedDataParallel"
 WORDS, LENGTH, SAMPLES = 64, 32, 8  # as in ranks/start.py

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from megatron.config import ConfigError, load, read_resolved, save_resolved
-from megatron.config.show.explain import explain
+from megatron.config.show.reference import explain
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.tour

@@ -139,7 +139,6 @@ ABOUT_KINDS = {
     "megatron.extras": "that package",
     "megatron.launch.doctor": "that package",
     "megatron.plan.time_bands": "a band of a run's time has a kind's name",
-    "megatron.plan.time_bands_text": "the same band",
     "megatron.plan.scaling": "which kinds can be made wider and deeper, and how their widths follow",
     "megatron.plan.score": "published runs are of dense transformers; a share of a device's peak has a kind's name",
     "megatron.report": "the name of that record",

@@ -34,8 +34,7 @@ from megatron.parallel.layout.layout import AXES  # noqa: E402
 from megatron.parallel.messages.curve import CostCurve, read_curves  # noqa: E402
 from megatron.parallel.messages.traffic import Tally  # noqa: E402
 from megatron.report.communication import FOLDER, RankAccount, read_accounts, readable_bytes, regular_calls, table  # noqa: E402
-from megatron.report.hidden import TimedSteps, side_by_side  # noqa: E402
-from megatron.report.message_times import StepTimes, save_account  # noqa: E402
+from megatron.report.message_times import StepTimes, TimedSteps, save_account, side_by_side  # noqa: E402  # noqa: E402
 from megatron.report.message_trace import read_events, write_trace  # noqa: E402
 
 FIELDS = ("phase", "group", "operation", "dtype")

@@ -22,9 +22,8 @@ if __name__ == "__main__":
 from megatron.config import ConfigError  # noqa: E402
 from megatron.config.admitted import add_flag  # noqa: E402
 from megatron.config.file_access import OutputError, keep_inputs, writing  # noqa: E402
-from megatron.config.problems import UserError  # noqa: E402
+from megatron.config.problems import UserError, aligned  # noqa: E402
 from megatron.config.show.difference import described, differences  # noqa: E402
-from megatron.config.words import aligned  # noqa: E402
 from megatron.report.curve import History, smoothed  # noqa: E402
 from megatron.report.figures import save_lines  # noqa: E402
 

@@ -33,10 +33,10 @@ from megatron.config import ConfigError, Problem, Resolved, config_hash, load, s
 from megatron.config.arithmetic import machine  # noqa: E402
 from megatron.config.arithmetic.batches import batches_of  # noqa: E402
 from megatron.config.file_access import keep_inputs, writing  # noqa: E402
-from megatron.config.frozen import thaw  # noqa: E402
+from megatron.config.problems import aligned, counted  # noqa: E402
 from megatron.config.rules.data import blends_of, passes_over  # noqa: E402
-from megatron.config.show.explain import explain  # noqa: E402
-from megatron.config.words import aligned, counted  # noqa: E402
+from megatron.config.show.reference import explain  # noqa: E402
+from megatron.config.tree import thaw  # noqa: E402
 
 
 def _load(options: argparse.Namespace, inputs: bool) -> Resolved:
@@ -258,7 +258,7 @@ def _cell(value: Any) -> str:
 
 def schedule(options: argparse.Namespace) -> None:
     """The learning rate of every step as a curve, or all points as JSON."""
-    from megatron.report.plot import draw
+    from megatron.report.curve import draw
     from megatron.training.schedule import curve
 
     config = _load(options, inputs=False).config
@@ -280,7 +280,7 @@ def schedule(options: argparse.Namespace) -> None:
 
 def convert(options: argparse.Namespace) -> None:
     """GPT-NeoX's flat files as one native file."""
-    from megatron.config.source.flat import convert as translated
+    from megatron.config.source.files import convert as translated
 
     text = translated(options.arguments)
     if options.output:

@@ -44,10 +44,9 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "pib": 2**50}
 
 def search(options: argparse.Namespace) -> None:
     """Layouts that fit, the fastest first."""
-    from megatron.plan.advice import why_nothing_fits
+    from megatron.plan.advice import document, text, why_nothing_fits
     from megatron.plan.candidate import parse
     from megatron.plan.devices import known_devices
-    from megatron.plan.table import document, text
 
     named = None if options.why_not is None else parse(options.why_not, "--why-not")
     question = _question(options)
@@ -92,8 +91,8 @@ def _question(options: argparse.Namespace) -> Question:
 
 def scaling(options: argparse.Namespace) -> None:
     """Weak and strong scaling over numbers of devices."""
+    from megatron.plan.advice import align_lines
     from megatron.plan.scaling import curve, draw
-    from megatron.plan.table import align_lines
 
     if options.plot:
         keep_inputs([options.plot], filter(None, (*_files(options)[0], options.machine)), "--plot")
@@ -119,8 +118,8 @@ def scaling(options: argparse.Namespace) -> None:
 
 def budget(options: argparse.Namespace) -> None:
     """Sizes of the model that a budget trains."""
+    from megatron.plan.advice import align_lines
     from megatron.plan.scaling import proposals
-    from megatron.plan.table import align_lines
 
     question = _question(options)
     lost = _failures(options, question.at.devices)
@@ -206,8 +205,8 @@ def score(options: argparse.Namespace) -> None:
 
 def history(options: argparse.Namespace) -> None:
     """Predicted and measured needs of this account's runs."""
+    from megatron.plan.advice import align_lines
     from megatron.plan.prediction import document, errors, history_file, read_history
-    from megatron.plan.table import align_lines
 
     entries = read_history()
     if options.json:

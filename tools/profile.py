@@ -55,8 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         inputs = [Path(options.run, name) for name in READ]
         if options.output:
             keep_inputs([options.output], [each for each in inputs if each.is_file()])
-        from megatron.plan.time_bands import profile
-        from megatron.plan.time_bands_text import advice, picture, text
+        from megatron.plan.time_bands import advice, picture, profile, text
 
         found = profile(options.run, options.device, options.machine)
         if options.output:

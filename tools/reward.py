@@ -87,7 +87,7 @@ def main(given: argparse.Namespace) -> dict:
 
 def _records(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The place and the object of each line."""
-    from megatron.config.foreign_json import parse_json
+    from megatron.config.file_access import parse_json
     from megatron.data.errors import DataError
 
     with path.open(encoding="utf-8", errors="replace") as lines:

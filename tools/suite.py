@@ -129,9 +129,8 @@ def manifest(suite: Suite, options: argparse.Namespace) -> int:
 
 def fit(suite: Suite | Path, options: argparse.Namespace) -> int:
     from megatron.suite.scaling import read_points, study, write_points
-    from megatron.suite.scaling.gather import points_of
-    from megatron.suite.scaling.picture import save_study
-    from megatron.suite.scaling.study import study_lines
+    from megatron.suite.scaling.points import points_of
+    from megatron.suite.scaling.study import save_study, study_lines
 
     if isinstance(suite, Path):
         points, folder, name = read_points(suite), suite.parent, suite.stem
@@ -156,7 +155,7 @@ def _picture(options: argparse.Namespace, folder: Path, name: str) -> Path:
 
 
 def _states(suite: Suite) -> dict:
-    from megatron.suite.state import state_of
+    from megatron.suite.members import state_of
 
     try:
         return {member.name: state_of(member) for member in suite.members}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.config import Config, ConfigError, Problem, load
 from megatron.config.pattern import BlockPattern
-from megatron.config.words import aligned
+from megatron.config.problems import aligned
 
 if TYPE_CHECKING:
     import torch

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.config.paths import UnsafeName, check_name
-from megatron.config.source.origins import Origin
+from megatron.config.file_access import UnsafeName, check_name
+from megatron.config.source.layers import Origin
 from megatron.config.source.yaml_source import parse
 from megatron.parallel.layout.shard import LogicalTensor
 

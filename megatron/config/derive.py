@@ -16,7 +16,7 @@ from .catalog import Path, catalog_of, parse_path
 from .pattern import PatternError, blocks_of
 from .schema import Config, current_schema
 from .section import Derived
-from .source.origins import Origin
+from .source.layers import Origin
 from .tree import expand, get, put
 
 

@@ -1,14 +1,16 @@
-"""Whether a file can be read, and where a tool may write: never over something that it reads."""
+"""Files: whether they can be read, where a tool may write (never over its inputs), JSON and names of others."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
+import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import BinaryIO
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
 
 from .problems import UserError
 
@@ -166,3 +168,83 @@ def writing(output: AnyPath, option: str = "--output", *, folders: bool = False)
     except OSError as error:
         reason = error.strerror or error
         raise OutputError(output, f"it cannot be written ({reason})", f"use another {option}") from error
+
+
+LARGEST = 2**28  # bytes of a file (the largest tokenizers have some 50 MiB)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is no JSON, or its lists and objects are nested deeper than Python can follow.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply, and JSON must be a few levels deep") from error
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file in UTF-8.
+
+    Raises:
+        ValueError: as `parse_json`, or it is larger than `LARGEST`.
+        OSError: it cannot be read.
+    """
+    return parse_json(read_plain(path, LARGEST).decode("utf-8"))
+
+
+LONGEST = 255  # bytes of one part of a path, on every file system in use
+_DEVICES = {"con", "prn", "aux", "nul", *(f"{name}{digit}" for name in ("com", "lpt") for digit in "123456789")}
+_CONTROL = ("Cc", "Cs", "Zl", "Zp")  # Unicode categories: control characters, surrogates, line separators
+
+
+class UnsafeName(ValueError):
+    """A name in a file that must not become a path."""
+
+
+def check_name(name: object) -> str:
+    """A relative name of plain parts, unchanged. The disk is not read.
+
+    Raises:
+        UnsafeName: it is no text, empty, absolute, has `.` or `..` in it, control characters, or names a device.
+    """
+    if not isinstance(name, str) or not name:
+        raise UnsafeName(f"{name!r} is not a file name")
+    if any(unicodedata.category(letter) in _CONTROL for letter in name):
+        raise UnsafeName(f"the file name {name!r} has control characters")
+    if name.startswith("/") or "\\" in name or PurePosixPath(name).is_absolute():
+        raise UnsafeName(f"the file name {name!r} must be relative, with / between its parts")
+    for part in name.split("/"):
+        if part in ("", ".", ".."):
+            raise UnsafeName(f"the file name {name!r} leads out of its folder, or has an empty part")
+        if part.partition(".")[0].rstrip().casefold() in _DEVICES:
+            raise UnsafeName(f"the file name {name!r} is that of a device")
+        if len(part.encode()) > LONGEST:
+            raise UnsafeName(f"the file name {name[:40]!r}... is too long")
+    return name
+
+
+def path_inside(folder: str | os.PathLike, name: object, *, root: str | os.PathLike | None = None) -> Path:
+    """`folder / name` for a name that was read from a file, which may be anybody's. No name leads out of the folder.
+
+    Args:
+        folder: where the name belongs.
+        name: as it was read.
+        root: a wider folder that links in `folder` may lead to. None is `folder` itself.
+
+    Raises:
+        UnsafeName: as of `check_name`, or links lead out of `root`, or it is a device, a socket or a pipe.
+    """
+    path = Path(folder, check_name(name))
+    real, limit = os.path.realpath(path), os.path.realpath(folder if root is None else root)
+    if os.path.commonpath([real, limit]) != limit:
+        raise UnsafeName(f"{name!r} is a link that leads out of {limit}")
+    try:
+        mode = os.stat(real).st_mode
+    except OSError:  # whoever opens it says what is wrong
+        return path
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise UnsafeName(f"{name!r} is neither a file nor a folder")
+    return path

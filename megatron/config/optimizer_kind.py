@@ -144,7 +144,7 @@ def _kind(name: str, extensions: tuple[str, ...]) -> OptimizerKind | None:
             return None  # a class, whose module needs torch
         found = registry.load(OPTIMIZER, name)
     except RegistryError:
-        return None  # rules/names.py reports it
+        return None  # rules/model.py reports it
     return found if isinstance(found, OptimizerKind) else None
 
 

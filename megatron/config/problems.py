@@ -1,12 +1,30 @@
-"""Mistakes in a configuration, with all that a user needs: place, key, value, rule, fix."""
+"""Mistakes in a configuration, with all that a user needs: place, key, value, rule, fix. Words and numbers of fixes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .words import counted
+YAML_WORDS = frozenset("y n yes no on off true false null".split())  # not text to every YAML reader
+
+
+def counted(number: int, thing: str) -> str:
+    """A number with what it counts: 1 rank, 2 ranks."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Lines of a table: the first `left` columns to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return [
+        "  ".join(
+            cell.ljust(width) if at < left else cell.rjust(width) for at, (cell, width) in enumerate(zip(row, widths))
+        ).rstrip()
+        for row in rows
+    ]
+
 
 ABSENT = object()  # the value of a key that is not there
 
@@ -117,3 +135,33 @@ def list_problems(problems: Iterable[Problem]) -> str:
             parts.append(f"{counted(len(group), name)} in the configuration:")
             parts += map(str, group)
     return "\n\n".join(parts)
+
+
+def uniform_counts(blocks: int, stages: int) -> list[int]:
+    """As even as can be: stages in the middle have neither embedding nor head, and take what is left over first."""
+    counts = [blocks // stages] * stages
+    order = [*range(1, stages - 1), 0, stages - 1] if stages > 1 else [0]
+    for stage in order[: blocks % stages]:
+        counts[stage] += 1
+    return counts
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, in rising order. Fast for large numbers too."""
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return small + [number // each for each in reversed(small) if each * each != number]
+
+
+def near(number: int, choices: list[int]) -> str:
+    """The choices just below and above `number`, in words."""
+    sides = [
+        max((each for each in choices if each < number), default=None),
+        min((each for each in choices if each > number), default=None),
+    ]
+    return " or ".join(str(each) for each in sides if each is not None)
+
+
+def multiples(number: int, unit: int) -> str:
+    """The multiples of `unit` just below and above `number`, in words."""
+    below = number // unit * unit
+    return " or ".join(str(each) for each in (below, below + unit) if each)

@@ -10,7 +10,6 @@ from typing import Any
 from . import rules
 from .catalog import Path, dotted, lookup, parse_path, pattern_of
 from .derive import AT_START, NEED_RANKS, NEED_TOKENIZER, View, derive, unknown_after
-from .frozen import thaw
 from .kind import kinds_of
 from .problems import ABSENT, ConfigError, Problem, list_problems
 from .rule_context import RuleContext
@@ -19,13 +18,10 @@ from .sections.layout import LaunchSection
 from .sections.output import RUN_NAME
 from .sections.recipe import OptimizerSection
 from .source.extensions import admit_names, extensions_of, refuse_names
-from .source.files import gather, run_name
-from .source.flat import translate_flat
-from .source.layers import ConfigSource, merge
-from .source.origins import DEFAULT, Origin, Overridden
-from .source.shorthand import normalise
+from .source.files import gather, normalise, run_name, translate_flat
+from .source.layers import DEFAULT, ConfigSource, Origin, Overridden, merge
 from .source.structure import check_structure
-from .tree import get, leaves, put
+from .tree import get, leaves, put, thaw
 from .variants import check_variants, complete_variants
 
 FEW = 2  # overridden values that a start prints in full

@@ -16,9 +16,8 @@ from .section import Section, key
 from .sections.data import DataSection, TokenizerSection
 from .sections.layout import LaunchSection, ParallelSection, PrecisionSection, ZeroSection
 from .sections.model import ModelSection
-from .sections.output import CheckpointSection, EvaluationSection, HookSection, LoggingSection, RunSection
+from .sections.output import CheckpointSection, EvaluationSection, HookSection, LoggingSection, RunSection, WatchSection
 from .sections.recipe import ObjectiveSection, OptimizerSection, ScheduleSection, TrainingSection
-from .sections.watch import WatchSection
 
 
 @extended("")

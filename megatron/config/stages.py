@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from .frozen import thaw
 from .section import Section
-from .tree import get
+from .tree import get, thaw
 
 C = TypeVar("C", bound=Section)
 

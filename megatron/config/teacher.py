@@ -9,14 +9,14 @@ from typing import Any
 
 from .admitted import refuse_strange
 from .features.feature import features_of
-from .foreign_json import read_json
-from .frozen import thaw
+from .file_access import read_json
 from .problems import ConfigError, UserError
 from .schema import Config
 from .sections.data import TokenizerSection
 from .sequences import choose_cut
 from .source.resolved_file import read_resolved_text
 from .stages import as_of
+from .tree import thaw
 from .variants import used_kinds
 
 META = "meta.json"  # facts of a checkpoint except tensors

@@ -9,16 +9,15 @@ from typing import Any
 
 from .catalog import Path, dotted, parse_path
 from .derive import View, derivations
-from .frozen import thaw
 from .kind import LayerKind, kinds_of
 from .pattern import Kind
 from .problems import Problem
 from .schema import current_schema
 from .section import Section
 from .sections.model import ModelSection
-from .source.origins import Origin
+from .source.layers import Origin
 from .source.structure import check_structure
-from .tree import drop, get, put
+from .tree import drop, get, put, thaw
 
 
 def overlay(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import fsspec
 import zstandard
 from datatrove.data import Document
 
-from megatron.config.foreign_json import parse_json
+from megatron.config.file_access import parse_json
 
 from .recipe import LimitsSection, SourceSection
 from .shards import InputFile

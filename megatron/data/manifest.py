@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..config.file_access import replace_file
-from ..config.foreign_json import read_json
+from ..config.file_access import read_json, replace_file
 from .block_checksums import checksums_of
 from .errors import DataError
 from .hashing import file_hash

@@ -7,8 +7,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from megatron.config.arithmetic.batches import Batches, batches_of
-from megatron.config.arithmetic.span_lengths import tokens_read
-from megatron.config.names.added import resolve_import
+from megatron.config.arithmetic.epochs import tokens_read
+from megatron.config.parts import resolve_import
 from megatron.config.problems import UserError
 from megatron.config.registry import SOURCE
 from megatron.objectives.named import objective_of

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.foreign_json import read_json
+from megatron.config.file_access import read_json
 
 from .errors import DataError
 

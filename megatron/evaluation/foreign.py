@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from megatron.config import Config
-from megatron.config.foreign_json import read_json
+from megatron.config.file_access import read_json
 from megatron.config.sections.data import TokenizerSection
 from megatron.data.agreement import is_local
 from megatron.data.errors import DataError

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.config import Config
-from megatron.config.foreign_json import parse_json
+from megatron.config.file_access import parse_json
 from megatron.config.sections.output import ProbeOptions
 from megatron.config.stages import shortest
 from megatron.data.tokenizer import Tokenizer

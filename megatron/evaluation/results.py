@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.config.file_access import replace_file
-from megatron.config.foreign_json import read_json
-from megatron.config.words import aligned
+from megatron.config.file_access import read_json, replace_file
+from megatron.config.problems import aligned
 
 Results = Mapping[str, Any]  # of `lm_eval.simple_evaluate`
 NOT_METRICS = ("alias", "name", "sample_len", "sample_count")

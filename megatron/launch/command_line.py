@@ -6,17 +6,30 @@ Everything that can be wrong with the configuration is found here, before any pr
 from __future__ import annotations
 
 import argparse
+import heapq
 import os
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
+from megatron.config.file_access import open_plain
+from megatron.config.problems import counted, list_problems
+from megatron.config.source.arguments import ArgumentError
 from megatron.pipes import visible
+from megatron.worker import devices
+from megatron.worker.place import worker_environment
 
-from .options import KEYS, meant
+from .agent.ranks import rank_environment
+from .job.job_plan import JobPlan, commands, script_arguments
+from .job.settings import KEYS, launch_section, meant
+from .report import forwarding
+from .wire.specification import Host
 
 REHEARSAL = ("--device", "--machine", "--rank", "--json")  # options that only --rehearse reads
 INQUIRIES = ("--logs", "--status", "--stacks")  # of a run
@@ -158,8 +171,6 @@ def _serve(options: argparse.Namespace) -> int:
     from megatron.worker.job import show_own_help
 
     if options.logs:
-        from .report.logs import merged
-
         for line in merged(Path(options.logs)):
             sys.stdout.write(visible(line))
         return 0
@@ -198,8 +209,6 @@ def _serve(options: argparse.Namespace) -> int:
             return 0
         return submit(plan, really=options.submit)
     if options.dry_run:
-        from .dry_run import describe
-
         sys.stdout.write(describe(plan))
         return 0
     from .supervisor import supervise
@@ -233,7 +242,6 @@ def _rehearse(options: argparse.Namespace) -> int:
 
 def _become_a_rank(options: argparse.Namespace) -> None:
     """Where something else has started the ranks, become the script itself, and never return."""
-    from .join import rank_command
     from .report.console import log
 
     found = rank_command(options.words[0], options.words[1:], overrides_of(options), os.environ)
@@ -259,3 +267,122 @@ def _quoted(text: str) -> str:
 
 def _is_address(text: str) -> bool:
     return text.count(".") == 3 or text.lower() in ("null", "true", "false", "yes", "no", "on", "off")
+
+
+_NAMES = {
+    "environment": "RANK and WORLD_SIZE are set",
+    "slurm": "inside a step of srun",
+    "openmpi": "inside mpirun",
+    "mpich": "inside mpiexec",
+}
+
+
+def rank_command(
+    script: str, words: Sequence[str], overrides: Sequence[str], environment: Mapping[str, str]
+) -> tuple[list[str], str] | None:
+    """The command that this process becomes, and rank 0's note about it, or None where the ranks are ours to start.
+
+    Args:
+        script, words, overrides: as in `make_plan`.
+        environment: of this process.
+
+    Raises:
+        LaunchError: the environment makes no sense.
+        ConfigError, ArgumentError: mistakes of the user.
+    """
+    place = worker_environment(environment)
+    if place.world_size == 1 or place.starter not in _NAMES:
+        return None
+    taken = script_arguments(script, words)
+    if launch_section(taken.files, [*taken.overrides, *overrides]).runner != "auto":
+        return None
+    own = ["--", *taken.own] if taken.own and not taken.own[0].startswith("-") else taken.own
+    command = [sys.executable, "-u", script, *taken.files, *taken.overrides, *overrides, *own]
+    said = f"no runner ({_NAMES[place.starter]}): this process is one of {place.world_size} ranks"
+    return command, said if place.rank == 0 else ""
+
+
+LONGEST = 1 << 20  # characters of a line
+_STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ")
+
+
+def merged(run: Path) -> Iterator[str]:
+    """Lines of all log files of a run directory, merged by their times, each with its rank in front.
+
+    Clocks of different hosts may differ: what is close in time on two hosts may be shown in the wrong order.
+
+    Raises:
+        ArgumentError: no log files there.
+    """
+    folder = run if run.name == "logs" else run / "logs"
+    files = sorted(folder.glob("*_[0-9]*.log"))
+    if not files:
+        raise ArgumentError(f"no log files in {folder}")
+    for _, _, name, line in heapq.merge(*(_stamped(path, order) for order, path in enumerate(files))):
+        stamp, _, text = line.partition(" ")
+        yield f"{stamp} [{name}] {text}\n"
+
+
+def _stamped(path: Path, order: int) -> Iterator[tuple[str, tuple[int, int], str, str]]:
+    """(time, place, name, line) of each line. A line without a time belongs to the one before it."""
+    name, stamp = path.stem.replace("rank_", ""), ""
+    name = name.lstrip("0") or "0"
+    with open(open_plain(path), encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(iter(partial(file.readline, LONGEST), "")):
+            match = _STAMP.match(line)
+            stamp = match.group().strip() if match else stamp
+            text = line.rstrip("\n") if match else f"{stamp} {line.rstrip()}"
+            yield stamp, (order, number), name, text
+
+
+def describe(plan: JobPlan) -> str:
+    """The plan for people. Nothing is started."""
+    job, choice = plan.job, plan.choice
+    where = f"{counted(choice.ranks, 'rank')} on {counted(len(choice.hosts), 'host')}"
+    lines = [f"runner {choice.runner} ({choice.reason}): {where}", ""]
+    lines.append("commands that this machine would start:")
+    for command in commands(plan):
+        variables = [f"{name}={shlex.quote(value)}" for name, value in forwarding.shown(command.environment).items()]
+        lines.append("  " + " ".join([*variables, shlex.join(command.arguments)]))
+    lines += [
+        "",
+        "every rank executes:",
+        f"  {shlex.join(job.command)}",
+        f"in {job.directory}",
+        "",
+        "with these variables:",
+    ]
+    lines += [f"  {name}={shlex.quote(value)}" for name, value in sorted(forwarding.shown(job.environment).items())]
+    lines += ["  JOB_CONFIG=(a private file with the configuration)", f"  JOB_CONFIG_SHA256={job.sha256}", ""]
+    first = 0
+    for host in job.hosts:
+        lines += _host(plan, host, first)
+        first += len(host.slots)
+    lines += ["", "the configuration is valid for that many ranks"]
+    if plan.resolved.warnings:
+        lines += ["", list_problems(plan.resolved.warnings)]
+    return "\n".join(lines) + "\n"
+
+
+def _host(plan: JobPlan, host: Host, first: int) -> list[str]:
+    """A host's ranks, one line each."""
+    size, launch = len(host.slots), plan.launch
+    master = (
+        launch.master_address or ("127.0.0.1" if len(plan.job.hosts) == 1 else f"(of {plan.job.hosts[0].name})"),
+        launch.master_port or "(a free port there)",
+    )
+    lines = [f"host {host.name}: slots {', '.join(map(str, host.slots))}"]
+    extra = {}
+    if plan.choice.starter.here:
+        extra = devices.visibility(host.slots, plan.job.environment, plan.job.device)
+        extra["OMP_NUM_THREADS"] = plan.job.environment.get("OMP_NUM_THREADS", str(devices.threads_per_rank(size)))
+    else:
+        lines.append(
+            "  its agent adds what only the host knows: visible devices, OMP_NUM_THREADS (unless set), network "
+            "interface, "
+            "fabric defaults"
+        )
+    for local in range(size if not plan.job.wrapper else 0):
+        values = rank_environment(extra, first + local, local, size, plan.job.world_size, master)
+        lines.append("  " + " ".join(f"{name}={value}" for name, value in values.items()))
+    return lines

@@ -1,16 +1,19 @@
-"""One run from its first start to its end, restarts included."""
+"""One run from its first start to its end, with its restarts, and its memory, reported before devices are taken."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
+import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megatron.config.words import counted
-from megatron.worker import network
+from megatron.config.problems import counted
+from megatron.worker import devices, network
 from megatron.worker.code_version import code_now
 from megatron.worker.job import CONFIG_ERROR, CORRUPT, RERUN
 from megatron.worker.writer_lock import holder
@@ -21,14 +24,134 @@ from ..report.ledger import Ledger, read_ledger
 from .doctor.doctor import Doctor
 from .job.hosts import HostError
 from .job.job_plan import JobPlan, commands, restarted, with_spares, without_hosts
-from .job.memory_notice import tell_need
 from .launcher.launcher import Launcher, Result
-from .launcher.restarts import CYCLES, Restarts
-from .report.console import YELLOW, log, report
-from .report.status import NO_PROGRESS, describe_status
+from .report.console import YELLOW, last_traceback, log, report
+from .report.status import COMPLAINT, HANG, NO_PROGRESS, Failure, describe_status
 from .watch.inquiry import pause
 from .wire.credentials import VARIABLE, write_file
 from .wire.listener import AgentListener
+
+_OUTSIDE = re.compile(
+    r"(\w+\.)*\w*(OS|IO|Timeout|Connection|BrokenPipe|FileNotFound|Permission)\w*Error|(\w+\.)*StoreRefuses"
+)  # may pass
+CYCLES = 3  # starts in a row that come no further than those before
+
+
+@dataclass
+class Restarts:
+    """Decides from one failure to the next.
+
+    Args:
+        allowed: how many restarts there may be.
+    """
+
+    allowed: int
+    done: int = 0
+    furthest: int | None = None  # step that some start has come to
+    idle: int = 0  # starts in a row that did not come further
+    last: tuple[int, int, str] | None = None  # cause of the last failure
+    _repeated: bool = field(default=False, repr=False)
+
+    def refusal(self, result: Result) -> str | None:
+        """Why a failed run is not started again, in words, "" without a reason to print, None if it is started again.
+
+        It is not after a signal to the launcher, nor where the ranks were never started: hosts that never answered are
+        a mistake, not a failure. Nor after a mistake in the configuration.
+        """
+        self.note(result)
+        if self.done >= self.allowed or result.signals or result.status == CONFIG_ERROR:
+            return ""
+        if self.done == 0 and not result.started:
+            return ""
+        if self._repeated:
+            assert self.last is not None
+            step, _, what = self.last
+            where = f"at step {step}" if step >= 0 else "before the first step"
+            return f"not started again: {what} has come twice {where}, so it would come again"
+        if self.idle >= CYCLES:
+            return f"not started again: {CYCLES} starts in a row have come no further than step {self.furthest}"
+        return None
+
+    def note(self, result: Result) -> None:
+        """Take in how a start ended."""
+        steps = [each.step for each in result.failures if each.step is not None]
+        here = max(steps, default=None)
+        if here is not None:
+            further = self.furthest is None or here > self.furthest
+            self.idle = 0 if further else self.idle + 1
+            self.furthest = here if further else self.furthest
+        cause = _cause(result.first)
+        self._repeated = cause is not None and cause == self.last
+        self.last = cause
+
+
+def _cause(failure: Failure | None) -> tuple[int, int, str] | None:
+    """The identity of a failure: step, status, and the exception's own words. None of one that chance may have brought:
+    a killed process, a lost host, a hang, a peer that has gone."""
+    if failure is None or failure.step is None or failure.status in (HANG, RERUN):
+        return None
+    if failure.disagreement:
+        return failure.step, 0, "a disagreement of ranks"
+    if failure.status <= 0:
+        return None
+    lines = last_traceback(failure.text).strip().splitlines()
+    if failure.reason or not lines or "Traceback" not in failure.text or COMPLAINT.search(failure.text):
+        return None
+    if _OUTSIDE.match(lines[-1]):
+        return None
+    return failure.step, failure.status, lines[-1][:200] or describe_status(failure.status)
+
+
+TOLD = "JOB_PLAN_TOLD"  # has the device of the plan, for rank 0
+PATIENCE = 20.0  # seconds: torch takes two to import, and a line is not worth a long wait
+
+
+def tell_need(plan: JobPlan) -> JobPlan:
+    """Print the line of the plan, where the ranks' device is known here, and give the ranks that plan.
+
+    The formulas build layers, for which they need torch. So another process, which sees no device, computes it. On a
+    CPU rank 0 does, as where this machine is no host of the run, or its device differs from that of the ranks.
+    """
+    config = plan.resolved.config
+    if not config.logging.predictions or Path(plan.script).name != "train.py" or plan.launch.device == "cpu":
+        return plan
+    name = devices.name_of_first(os.environ) if _among_hosts(plan) else None
+    if name is None:
+        return plan
+    said = _said(plan, name)
+    for line in said:
+        log(line, colour=YELLOW if line.startswith("warning") else "")
+    job = replace(plan.job, environment={**plan.job.environment, TOLD: name}) if said else plan.job
+    return replace(plan, job=job)
+
+
+def _among_hosts(plan: JobPlan) -> bool:
+    """Whether ranks start on this machine: a login node may have another device than they."""
+    if plan.choice.starter.here:
+        return True
+    own = socket.gethostname().partition(".")[0]
+    known = {own, "localhost", os.environ.get("SLURMD_NODENAME"), *(each.address for each in network.addresses())}
+    names = [host.name for host in plan.choice.hosts]
+    return any(name in known or name.partition(".")[0] == own for name in names)
+
+
+def _said(plan: JobPlan, device: str) -> list[str]:
+    """Lines of another process, none where it fails: a failed plan must not end a run."""
+    top = Path(__file__).resolve().parents[2]
+    path = os.pathsep.join(filter(None, (str(top), os.environ.get("PYTHONPATH"))))
+    hidden = {name: "" for names in devices.VISIBLE.values() for name in names}
+    environment = {**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu", **hidden}
+    per_host = max(len(host.slots) for host in plan.choice.hosts)
+    words = ["-m", "megatron.plan", "-", str(plan.choice.ranks), str(per_host), device]
+    try:
+        done = subprocess.run(
+            [sys.executable, *words], check=False,
+            input=plan.job.configuration, capture_output=True, text=True, env=environment, timeout=PATIENCE,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line for line in done.stdout.splitlines() if line.startswith(("plan: ", "      ", "warning: "))]
+
 
 LONGEST_DELAY = 600.0
 LINGER = 15.0  # seconds that the ranks of a launcher that was killed may take to end

@@ -25,9 +25,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.config import Config
-from megatron.config.frozen import thaw
 from megatron.config.kind import kinds_of
 from megatron.config.sections.model import ModelSection, ParametrizationOptions
+from megatron.config.tree import thaw
 from megatron.config.variants import options_of
 from megatron.parallel.layout.shard import UNSCALED, Growth, Scales
 

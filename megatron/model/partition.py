@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megatron.config import Config
-from megatron.config.arithmetic.divisors import uniform_counts
 from megatron.config.arithmetic.pipelines import ranks_of_stages
 from megatron.config.arithmetic.recurrence import core_of
 from megatron.config.pattern import call_numbers
+from megatron.config.problems import uniform_counts
 from megatron.config.variants import options_of
 from megatron.objectives.named import objective_of
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.arithmetic.recurrence import Passes, passes_of_step, split
-from megatron.config.sections.recurrence import RecurrenceOptions
+from megatron.config.sections.model import RecurrenceOptions
 from megatron.parallel.layers.linear import sequence_slice
 from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layout.random import sequence_counters, site_key, uniform

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.config.sections.rotary import RotaryOptions, RotaryScaling
+from megatron.config.section import RotaryOptions, RotaryScaling
 from megatron.parallel.layout.precision import at_least_fp32, wide_type
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.config import Config
 from megatron.config.features.objective_kind import ObjectiveKind
-from megatron.config.names.added import resolve_import
+from megatron.config.parts import resolve_import
 from megatron.config.problems import UserError
 from megatron.config.registry import OBJECTIVE, load
 

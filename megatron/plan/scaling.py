@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import Config, ConfigError
-from megatron.config.arithmetic.divisors import divisors
+from megatron.config.problems import divisors
 from megatron.config.source.layers import ConfigSource
 from megatron.model.costs.describe import totals
 from megatron.report.figures import new_figure, write_figure

@@ -16,11 +16,9 @@ import yaml
 
 from megatron.config import Config, ConfigError, Problem
 from megatron.config.arithmetic.batches import Batches, batches_of
-from megatron.config.arithmetic.divisors import divisors
-from megatron.config.problems import ABSENT
+from megatron.config.problems import ABSENT, divisors
 from megatron.config.resolution import Resolved, combine
-from megatron.config.source.files import gather, run_name
-from megatron.config.source.flat import translate_flat
+from megatron.config.source.files import gather, run_name, translate_flat
 from megatron.config.source.layers import ConfigSource
 from megatron.config.tree import get, leaves, put
 from megatron.model.costs.describe import teacher_flops, totals

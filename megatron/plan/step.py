@@ -11,22 +11,98 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil
+from math import ceil, log2
 from typing import Any
 
 from megatron.config import Config
 from megatron.config.arithmetic.pipelines import bubble_factor
 from megatron.config.arithmetic.wire import between_stages, bucket_elements, scatters_gradients
 from megatron.parallel.layout.layout import Layout
+from megatron.parallel.messages.curve import choose_curve
 from megatron.parallel.messages.traffic import SIZES
 from megatron.parallel.transport.compression import sum_messages
 
 from .candidate import Candidate, layout_of
 from .devices import Cluster, Device, known_devices
 from .memory import stage_weights
-from .network import Group, collective, groups
 from .sequence import exchanges, rows_around
 from .shapes import Matrix, RankLayer, RankWeights, Shapes
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate, as a host sees them."""
+
+    ranks: int  # of the group
+    local: int  # ranks of the group on each host
+
+    @property
+    def hosts(self) -> int:
+        return ceil(self.ranks / self.local)
+
+
+def group(size: int, stride: int, per_host: int) -> Group:
+    """A group of `size` ranks that are `stride` apart, ranks being numbered host by host."""
+    return Group(size, max(1, min(size, per_host // stride if stride < per_host else 1)))
+
+
+def groups(layout: Layout, per_host: int) -> dict[str, Group]:
+    """The groups of a layout by axis."""
+    tensor, replicas = layout.tensor, layout.replicas
+    stride = 1 if layout.folded else tensor
+    return {
+        "tensor": group(tensor, 1, per_host),
+        "context": group(layout.context, tensor, per_host),
+        "replicas": group(replicas, tensor, per_host),
+        "expert": group(layout.expert, stride, per_host),
+        "expert_data": group(layout.expert_data, stride * layout.expert, per_host),
+        "pipeline": group(layout.pipeline, tensor * replicas, per_host),
+    }
+
+
+def ring(operation: str, ranks: int, size: float, latency: float, bandwidth: float) -> float:
+    """Seconds of one collective among ranks with equal links (Thakur et al. 2005, nccl-tests' PERFORMANCE.md).
+
+    A ring of n ranks takes 2 (n - 1) steps of S / n for an all-reduce, and n - 1 steps for an all-gather, a
+    reduce-scatter or an all-to-all of S bytes. Small all-reduces use a tree.
+
+    Args:
+        operation: as in `megatron.parallel.messages.traffic.Call`.
+        size: bytes of the whole tensor, or of a send's message.
+        latency: seconds of each step.
+        bandwidth: bytes per second of a rank, in one direction.
+    """
+    if ranks == 1:
+        return 0.0
+    if operation == "all_reduce":
+        around = 2 * (ranks - 1) * (latency + size / (ranks * bandwidth))
+        return min(around, 2 * ceil(log2(ranks)) * latency + 2 * size / bandwidth)
+    if operation in ("all_gather", "reduce_scatter", "all_to_all"):
+        return (ranks - 1) * (latency + size / (ranks * bandwidth))
+    return latency + size / bandwidth  # a send, or a broadcast along a chain of pieces
+
+
+def collective(at: Cluster, group: Group, operation: str, size: float, messages: float = 1) -> float:
+    """Seconds of `messages` equal collectives of `size` bytes in total, one after the other.
+
+    If a group spans hosts, the slowest link of the ring is the network. The rings that leave a host at the same time,
+    one for each of its groups, share its adapters. A measured curve for the same ranks and hosts replaces the formulas.
+    """
+    if group.ranks == 1 or not messages:
+        return 0.0
+    curve = choose_curve(at.curves, operation, group.ranks, group.hosts)
+    if curve is not None:
+        return messages * curve.seconds(size / messages)
+    link, network = at.device.link, at.network
+    inside = ring(operation, group.ranks, size / messages, link.latency * 1e-6, link.bandwidth * 1e9)
+    if group.hosts == 1:
+        return messages * inside
+    host = network.bandwidth * 1e9 * network.adapters
+    between = min(host * group.local / at.per_host, link.bandwidth * 1e9)
+    # A host has one hop less than ranks. Hops between hosts are slower and fewer.
+    hops = (link.latency * (group.ranks - group.hosts) + network.latency * group.hosts) / group.ranks
+    return messages * ring(operation, group.ranks, size / messages, hops * 1e-6, between)
+
 
 # Tiles of a matrix product, and the share of the best tile's rate that each reaches once all units have one.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 128, 0.75), (64, 64, 0.55))

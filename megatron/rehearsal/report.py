@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from megatron.config import Config
-from megatron.config.words import counted
+from megatron.config.problems import counted
 from megatron.engine.deepspeed.options import accumulation_steps, zero_stage
 from megatron.model.costs.describe import totals
 from megatron.model.costs.exchanges import MOST

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import Config
-from megatron.config.names.added import build_added
+from megatron.config.parts import build_added
 from megatron.config.registry import INSIDE, METRIC, load
 
 from .console import MetricsConsole

@@ -15,7 +15,7 @@ from megatron.config.sections.output import WandbOptions
 from .append import warn
 from .jsonl import evaluations_at
 from .sink import SinkParts
-from .tags import tagged
+from .tensorboard import tagged
 
 if TYPE_CHECKING:
     import wandb

@@ -16,8 +16,7 @@ from megatron.config.problems import Problem, UserError
 from megatron.config.resolution import Resolved, combine
 from megatron.config.schema import Config
 from megatron.config.show.difference import Described
-from megatron.config.source.layers import ConfigSource
-from megatron.config.source.origins import Origin
+from megatron.config.source.layers import ConfigSource, Origin
 
 KEYS = {"at", "steps", "set"}
 # Keys that a branch sets itself.

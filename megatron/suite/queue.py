@@ -17,8 +17,7 @@ from megatron.config.show.difference import Described, described, differences
 from megatron.installation import root
 
 from .forks import make
-from .members import Member, Suite
-from .state import state_of
+from .members import Member, Suite, state_of
 
 TICK = 0.2  # seconds between two polls
 HARMLESS = ("launch.", "logging.", "evaluation.", "checkpoint.", "data.cache", "data.workers", "data.prefetch")

@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.config.arithmetic.batches import batches_of
-from megatron.config.problems import UserError
+from megatron.config.problems import UserError, aligned, counted
 from megatron.config.resolution import Resolved
-from megatron.config.words import aligned, counted
 from megatron.report.console import short_number
 
-from .members import Suite
-from .state import Agreement, State, agreement, data_group
+from .members import Agreement, State, Suite, agreement, data_group
 
 SEED = "seed"  # the axis over which results are averaged
 

@@ -20,8 +20,8 @@ from megatron.checkpoint.save.lock import sole_writer
 from megatron.checkpoint.save.saver import Saver
 from megatron.config import Config
 from megatron.config.file_access import replace_file
+from megatron.config.problems import counted
 from megatron.config.stages import as_stage, stage_at, stages_of
-from megatron.config.words import counted
 from megatron.data.block_checksums import NO_CHECKSUMS
 from megatron.data.loader import Loader, build_loader
 from megatron.data.plan_builder import set_names
@@ -36,8 +36,8 @@ from megatron.parallel.layout.precision import COMPUTE_TYPES
 from megatron.parallel.messages.watched import watched_collectives
 from megatron.parallel.transport.compression import describe_wire
 from megatron.plan.prediction import Prediction, predict, steps_after
+from megatron.report.console import say
 from megatron.report.sinks import open_run, put_damage_aside
-from megatron.report.terminal import say
 from megatron.worker.beacon import SETUP
 from megatron.worker.job import read_job
 from megatron.worker.place import StartError, WorkerEnvironment

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from megatron.config import Config
 from megatron.config.arithmetic.batches import batches_of
-from megatron.config.names.added import resolve_import
+from megatron.config.parts import resolve_import
 from megatron.config.problems import UserError
 from megatron.config.registry import INSIDE, SCHEDULE
 from megatron.config.sections.recipe import ScheduleSection

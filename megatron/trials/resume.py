@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron.checkpoint.read.compare import compare_tensors
 from megatron.checkpoint.read.reader import open_checkpoint
 from megatron.config import Config, ConfigError, load
-from megatron.config.words import counted
+from megatron.config.problems import counted
 
 from .job import TrialError, TrialJob
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from megatron.config import Config
-from megatron.config.words import counted
+from megatron.config.problems import counted
 
 from .chaos import Event, Round
 from .faults import FAULTS

@@ -25,7 +25,7 @@ from megatron.parallel.layout.mesh import Mesh
 from megatron.parallel.messages.account import Recorder
 from megatron.parallel.messages.curve import OPERATIONS, CostCurve, choose_curve, line, read_curves
 from megatron.plan.devices import cluster, known_devices, measured
-from megatron.plan.network import Group, collective
+from megatron.plan.step import Group, collective
 from tests.workers import run
 
 

@@ -15,8 +15,7 @@ import subprocess
 import time
 from typing import TYPE_CHECKING
 
-from megatron.launch.runner import Runner
-from megatron.launch.runners.agent_command import agent_command
+from megatron.launch.runner import Runner, agent_command
 from megatron.launch.wire.connection import Command
 from megatron.launch.wire.specification import Specification
 from megatron.trials.job import fields

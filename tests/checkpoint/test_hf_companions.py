@@ -25,8 +25,8 @@ from megatron.checkpoint.hf.importer import import_model
 from megatron.checkpoint.hf.tokenizer_files import COUNT, real_texts, write_tokenizer
 from megatron.checkpoint.hf.verify import prove
 from megatron.config import resolve
-from megatron.config.frozen import thaw
 from megatron.config.sections.data import TokenizerSection
+from megatron.config.tree import thaw
 from megatron.testing import train_on_ranks
 from tests.checkpoint.published import FORMS, TEMPLATE, publish, tokenizer_json
 from tests.checkpoint.test_hf_tools import MODELS, checkpoint_of, tool

@@ -21,7 +21,7 @@ from megatron.checkpoint.levels import levels as all_levels
 from megatron.checkpoint.levels import peer_transfer as courier
 from megatron.checkpoint.levels.hosts import own_folder, private
 from megatron.config.sections.output import LevelSection
-from megatron.launch.report.known_causes import hint_for
+from megatron.launch.report.console import hint_for
 from megatron.parallel.layout.layout import Layout
 from tests.checkpoint.model import Model, fragments, meta
 from tests.workers import run

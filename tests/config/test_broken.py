@@ -17,8 +17,7 @@ import pytest
 from megatron.config import rules, to_yaml
 from megatron.config.kind import LayerKind, kinds_of
 from megatron.config.resolution import combine
-from megatron.config.rule_context import RuleContext
-from megatron.config.rules.check import Check
+from megatron.config.rule_context import Check, RuleContext
 from megatron.config.source.layers import ConfigSource
 from tests.config.broken import BASE, BROKEN, WARNED, Case
 from tests.data.make import write_documents

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import foreign_json
+from megatron.config import file_access
 from megatron.config.arithmetic.tokenizer_size import SizeUnknown, local_tokens, tokenizer_size
-from megatron.config.foreign_json import parse_json, read_json
+from megatron.config.file_access import parse_json, read_json
 from megatron.config.problems import UserError
 from megatron.data.errors import DataError
 from megatron.data.manifest import ENDING, read_manifest
@@ -36,7 +36,7 @@ def test_files_of_other_sizes_and_encodings_are_refused(tmp_path: Path, monkeypa
     (tmp_path / "a.json").write_bytes('{"a": 1}'.encode("utf-16"))
     with pytest.raises(UnicodeDecodeError):
         read_json(tmp_path / "a.json")
-    monkeypatch.setattr(foreign_json, "LARGEST", 4)
+    monkeypatch.setattr(file_access, "LARGEST", 4)
     (tmp_path / "a.json").write_text("12345")
     with pytest.raises(ValueError, match="must have at most"):
         read_json(tmp_path / "a.json")

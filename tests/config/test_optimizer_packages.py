@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config.rules import optimizers
+from megatron.config.rules import recipe
 from tests.config.broken.case import BASE
 from tools.config import main
 
 
 @pytest.mark.parametrize("there", [True, False])
 def test_a_missing_package_is_named(there, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(optimizers, "has_file", lambda package, file: there)
+    monkeypatch.setattr(recipe, "has_file", lambda package, file: there)
     (tmp_path / "a.yml").write_text(BASE)
     status = main(["check", str(tmp_path / "a.yml"), "--ranks", "1", "optimizer.type=adamw_8bit"])
     assert status == (0 if there else 2)

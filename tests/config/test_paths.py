@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from megatron.config.paths import UnsafeName, path_inside
+from megatron.config.file_access import UnsafeName, path_inside
 
 HOSTILE = [
     "",

@@ -72,7 +72,7 @@ def test_what_is_wrong_with_an_extension_is_said(module, text, rule, fix):
 
 def test_folders_without_an_init_are_found(tmp_path, monkeypatch):
     """Nested ones too: Python's own search wants the outer folder imported."""
-    from megatron.config.names.importable import check_importable
+    from megatron.config.parts import check_importable
 
     (tmp_path / "our_lab" / "probes").mkdir(parents=True)
     (tmp_path / "our_lab" / "probes" / "first.py").write_text("class Probe: pass\n")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron.config import ConfigError, resolve
-from megatron.config.arithmetic.divisors import divisors
+from megatron.config.problems import divisors
 from megatron.config.stages import as_stage, stages_of
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from megatron.config.source import yaml_source
-from megatron.config.source.origins import Origin
+from megatron.config.source.layers import Origin
 from megatron.config.source.yaml_source import parse, read_file, read_override
 
 

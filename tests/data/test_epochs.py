@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.config import ConfigError, resolve
-from megatron.config.neox.documents import FlatDocument
+from megatron.config.neox.reader import FlatDocument
 from megatron.config.neox.translate import translate
 from megatron.data.plan_builder import build_plan, set_names
 from tests.data.make import write_documents, write_sizes

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.arithmetic.span_lengths import tokens_read
+from megatron.config.arithmetic.epochs import tokens_read
 from megatron.data.keyed import generator
 from megatron.data.loader import build_loader
 from megatron.data.order.span_corruption import Corruption, corrupt, noise_mask

@@ -20,7 +20,7 @@ from megatron.kinds.moe.trace import moe_layers, traced
 from megatron.model.stack import build_model
 from megatron.model.stream import Stream
 from megatron.parallel.layout.mesh import Mesh
-from megatron.report.experts import save_expert_load
+from megatron.report.curve import save_expert_load
 from tests.paths import ROOT
 from tests.training import runs
 from tests.training.matrix import merged, read

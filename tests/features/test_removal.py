@@ -12,8 +12,8 @@ import pytest
 
 from megatron.config import resolve
 from megatron.config.features.feature import features_of
-from megatron.config.frozen import thaw
 from megatron.config.registry import FEATURE, INSIDE
+from megatron.config.tree import thaw
 from megatron.testing import train_on_ranks
 from tests.paths import ROOT
 
@@ -43,7 +43,7 @@ import json, os, sys
 from pathlib import Path
 import torch
 from megatron.config import ConfigError, load
-from megatron.config.frozen import thaw
+from megatron.config.tree import thaw
 from megatron.testing.runs import train_on_this_rank
 
 folder = Path(sys.argv[1])

@@ -22,10 +22,9 @@ import torch
 
 from megatron.config import ConfigError, load
 from megatron.config.catalog import Path as KeyPath
-from megatron.config.frozen import thaw
 from megatron.config.resolution import combine
 from megatron.config.source.layers import ConfigSource
-from megatron.config.tree import get, leaves, put
+from megatron.config.tree import get, leaves, put, thaw
 from megatron.model.stack import build_model
 from megatron.parallel.layers.parameters import stored_tensors
 

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import Config, resolve
-from megatron.config.arithmetic.fused_attention import FA3
-from megatron.config.arithmetic.kernels import installed
+from megatron.config.arithmetic.machine import FA3, installed
 from megatron.config.variants import overlay
 from megatron.model.kernels.flash_attention import use_flash_attention
 from megatron.model.stack import build_model

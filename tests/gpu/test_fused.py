@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.config import Config, resolve
-from megatron.config.arithmetic.kernels import installed
+from megatron.config.arithmetic.machine import installed
 from tests.float64 import DOUBLE
 from tests.gpu.test_parity import computed, error
 

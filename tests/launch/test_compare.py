@@ -14,8 +14,8 @@ import pytest
 
 from megatron.config.problems import ConfigError
 from megatron.launch import supervisor
-from megatron.launch.doctor.compare import MEASURES
 from megatron.launch.doctor.doctor import FAIL, WARN, Doctor, HostFinding
+from megatron.launch.doctor.probe import MEASURES
 from megatron.launch.job.choose import RunnerChoice
 from megatron.launch.job.job_plan import make_plan
 from megatron.launch.launcher.launcher import Result

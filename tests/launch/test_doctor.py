@@ -11,10 +11,10 @@ import torch
 
 from megatron.config.sections.layout import LaunchSection
 from megatron.launch.doctor import probe
-from megatron.launch.doctor.compare import MEASURES, PAIRS, best_pairs, partners
 from megatron.launch.doctor.doctor import FAIL, GIB, OK, WARN, Doctor, judge, judge_clocks, judge_rates, table
+from megatron.launch.doctor.probe import MEASURES, PAIRS, best_pairs, partners
 from megatron.launch.job.choose import RunnerChoice
-from megatron.launch.runners import local
+from megatron.launch.runners.ssh import LOCAL
 from megatron.launch.wire.specification import Host
 from megatron.trials.chaos import own_network
 from megatron.worker import devices
@@ -120,7 +120,7 @@ def test_a_folder_that_cannot_be_written_to_is_a_finding(monkeypatch):
     """/proc: not even root makes folders there."""
     monkeypatch.chdir("/proc")
     doctor = Doctor(
-        RunnerChoice("local", (Host("here", (0,)),), "a test"), lambda job: local.commands(job, LaunchSection())
+        RunnerChoice("local", (Host("here", (0,)),), "a test"), lambda job: LOCAL.commands(job, LaunchSection())
     )
     monkeypatch.setattr(doctor, "_networks", lambda *_: [])
     (finding,) = [each for each in doctor.examine() if each.check == "shared folder"]
@@ -133,7 +133,7 @@ def test_facts_and_speeds_are_of_all_devices_of_a_host(tmp_path, monkeypatch):
 
     def start(job):
         jobs.append(job)
-        return local.commands(job, LaunchSection())
+        return LOCAL.commands(job, LaunchSection())
 
     doctor = Doctor(RunnerChoice("local", (Host("here", (0,)),), "a test"), start, compare=True)
     monkeypatch.chdir(tmp_path)

@@ -11,7 +11,7 @@ import pytest
 from megatron.config import ConfigError, config_hash, load, save_resolved
 from megatron.config.source.arguments import ArgumentError, split
 from megatron.launch.agent.ranks import rank_environment
-from megatron.launch.join import rank_command
+from megatron.launch.command_line import rank_command
 from megatron.launch.report.forwarding import forwarded, read_file, shown
 from megatron.worker.job import check_agreement, guarded, read_job
 from megatron.worker.place import LaunchError, WorkerEnvironment, worker_environment

@@ -9,9 +9,9 @@ import pytest
 
 from megatron.config.source.resolved_file import read_resolved
 from megatron.launch import supervisor
-from megatron.launch.job import memory_notice as need
+from megatron.launch import supervisor as need
 from megatron.launch.job.job_plan import make_plan
-from megatron.launch.job.memory_notice import TOLD, tell_need
+from megatron.launch.supervisor import TOLD, tell_need
 from megatron.plan.__main__ import main, steps_left
 from megatron.plan.prediction import TOO_LARGE, predict
 from megatron.training.run import printed_by_launcher

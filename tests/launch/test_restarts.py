@@ -7,8 +7,8 @@ import signal
 import pytest
 
 from megatron.launch.launcher.launcher import Result
-from megatron.launch.launcher.restarts import CYCLES, Restarts
 from megatron.launch.report.status import HANG, HOST_LOST, Failure
+from megatron.launch.supervisor import CYCLES, Restarts
 from megatron.worker.job import CORRUPT
 
 TRACE = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n'

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from megatron.config.sections.watch import WatchSection
+from megatron.config.sections.output import WatchSection
 from megatron.launch.agent.rank_probe import Sight, limit
 from megatron.worker.beacon import OPTIMIZER, REDUCE, SIZE, Beacon, RankProgress, read
 

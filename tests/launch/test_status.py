@@ -7,8 +7,7 @@ import signal
 
 import pytest
 
-from megatron.launch.report.console import YELLOW, last_traceback, log, report
-from megatron.launch.report.known_causes import hint_for
+from megatron.launch.report.console import YELLOW, hint_for, last_traceback, log, report
 from megatron.launch.report.status import HOST_LOST, STOPPED, Failure, describe_status, exit_status, outcome, signal_of
 
 

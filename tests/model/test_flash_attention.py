@@ -10,7 +10,7 @@ from torch.nn import attention
 from torch.nn.attention import SDPBackend
 
 from megatron.config import resolve
-from megatron.config.arithmetic.fused_attention import why_not
+from megatron.config.arithmetic.machine import why_not
 from megatron.kinds.attention.options import AttentionOptions
 from megatron.kinds.common.attention import attend as paths
 from megatron.kinds.common.attention.pattern import Pattern

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.config import resolve
 from megatron.config.arithmetic.recurrence import Passes, expected_passes, passes_of_step
 from megatron.config.pattern import PatternError, parse
-from megatron.config.sections.recurrence import RecurrenceOptions
+from megatron.config.sections.model import RecurrenceOptions
 from megatron.model.costs.describe import flops_of_step, layers, totals
 from megatron.model.generate import Sampling, generate
 from megatron.model.stack import build_model

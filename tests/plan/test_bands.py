@@ -12,8 +12,19 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.config.catalog import catalog, dotted
-from megatron.plan.time_bands import TITLES, WITHIN, Band, _fitted, _split_matrix, profile
-from megatron.plan.time_bands_text import ADVICE, HOST, advice, picture, text
+from megatron.plan.time_bands import (
+    ADVICE,
+    HOST,
+    TITLES,
+    WITHIN,
+    Band,
+    _fitted,
+    _split_matrix,
+    advice,
+    picture,
+    profile,
+    text,
+)
 from megatron.report.trace import FACTS, MARK, read_traces, sum_trace
 from tests.paths import ROOT
 from tests.training.test_run import TINY, job

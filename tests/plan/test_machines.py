@@ -7,7 +7,7 @@ import pytest
 from megatron.config import ConfigError
 from megatron.parallel.layout.layout import Layout
 from megatron.plan.devices import Cluster, cluster, known_devices
-from megatron.plan.network import Group, collective, group, groups, ring
+from megatron.plan.step import Group, collective, group, groups, ring
 
 
 def test_every_device_has_peaks_and_plausible_figures():

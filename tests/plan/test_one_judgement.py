@@ -10,14 +10,13 @@ import pytest
 import yaml
 
 from megatron.config import load, resolve
-from megatron.plan.advice import remarks, warned
+from megatron.plan.advice import document, remarks, text, warned
 from megatron.plan.candidate import Candidate
 from megatron.plan.devices import cluster, known_devices
 from megatron.plan.memory import TIGHT
 from megatron.plan.prediction import choice_of, planned_memory
 from megatron.plan.score import _question, runs
 from megatron.plan.search import WORTH, Plan, Question
-from megatron.plan.table import document, text
 from megatron.rehearsal.command import in_own_process, main
 from tests.paths import ROOT
 from tests.plan.test_search import LLAMA

@@ -13,14 +13,13 @@ from megatron.config import ConfigError, resolve
 from megatron.config.source.layers import ConfigSource
 from megatron.model.costs.describe import totals
 from megatron.model.stack import build_model
-from megatron.plan.advice import remarks, why_not, why_nothing_fits
+from megatron.plan.advice import document, remarks, text, why_not, why_nothing_fits
 from megatron.plan.candidate import RECOMPUTE, Candidate, apply, layout_of, parse
 from megatron.plan.devices import cluster, known_devices
 from megatron.plan.memory import stage_weights, states
 from megatron.plan.messages.predict import predict
 from megatron.plan.search import Answers, Question
 from megatron.plan.step import product_rate
-from megatron.plan.table import document, text
 from tests.paths import ROOT
 
 LLAMA = {

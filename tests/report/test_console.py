@@ -9,8 +9,16 @@ import re
 import pytest
 
 from megatron.launch.report.console import STATUS, RankConsole, log
-from megatron.report.console import MetricsConsole, duration, progress_line, short_number, training_line
-from megatron.report.terminal import ERASE, StatusLine, wrapped
+from megatron.report.console import (
+    ERASE,
+    MetricsConsole,
+    StatusLine,
+    duration,
+    progress_line,
+    short_number,
+    training_line,
+    wrapped,
+)
 
 RECORD = {
     "step": 41,

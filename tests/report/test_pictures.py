@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import sys
 
-from megatron.report.curve import History, save_loss_curve, smoothed, summary, terminal_loss_curve
+from megatron.report.curve import History, draw, save_loss_curve, smoothed, summary, terminal_loss_curve
 from megatron.report.figures import save_lines
 from megatron.report.jsonl import MetricsFile
-from megatron.report.plot import draw
 
 
 def dots(text: str, width: int) -> set[tuple[int, int]]:

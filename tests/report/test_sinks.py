@@ -10,7 +10,7 @@ import pytest
 from megatron.report.jsonl import read_lines, supersede
 from megatron.report.peaks import device_peak
 from megatron.report.sinks import open_sinks
-from megatron.report.tags import tagged
+from megatron.report.tensorboard import tagged
 from megatron.report.weights_and_biases import _known
 from tests.training.settings import settings
 

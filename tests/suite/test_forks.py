@@ -17,7 +17,7 @@ from megatron.config.source.files import split_arguments
 from megatron.report.jsonl import read_lines
 from megatron.suite import Member, Suite, queue, read_suite
 from megatron.suite.forks import make
-from megatron.suite.scaling.gather import points_of
+from megatron.suite.scaling.points import points_of
 from megatron.testing.runs import run_on_this_rank
 from tests.workers import run as on_ranks
 from tools.suite import main

@@ -12,8 +12,8 @@ import pytest
 from megatron.config.problems import UserError
 from megatron.suite import read_suite
 from megatron.suite.scaling import Law, Points, fit_isoflop, fit_law, read_points, study, write_points
-from megatron.suite.scaling.gather import points_of
 from megatron.suite.scaling.law import _Problem
+from megatron.suite.scaling.points import points_of
 from tests.paths import ROOT
 from tools.suite import main
 

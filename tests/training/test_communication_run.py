@@ -21,7 +21,7 @@ from megatron.parallel.messages.durations import Durations
 from megatron.parallel.messages.traffic import Tally
 from megatron.report.communication import AccountFile, RankAccount, by_group, read_accounts, regular_calls
 from megatron.report.message_trace import read_events
-from megatron.report.tags import tagged
+from megatron.report.tensorboard import tagged
 from megatron.training.exchange import REQUESTS
 from megatron.training.trainer import Trainer
 from tests.engine.test_routed_traffic import table

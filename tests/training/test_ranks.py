@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.config.schema import Config
-from megatron.config.sections.watch import SlowOptions
+from megatron.config.sections.output import SlowOptions
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.layout.mesh import Mesh
 from megatron.report.jsonl import read_lines

@@ -30,9 +30,8 @@ from megatron.checkpoint.hf.importer import import_model, locate
 from megatron.checkpoint.hf.verify import prove
 from megatron.checkpoint.save.progress import now_and_then
 from megatron.config import ConfigError, Resolved
-from megatron.config.frozen import thaw
 from megatron.config.registry import RegistryError
-from megatron.config.tree import get, put
+from megatron.config.tree import get, put, thaw
 
 
 def base_of(resolved: Resolved, checkpoint: Path) -> dict[str, Any]:

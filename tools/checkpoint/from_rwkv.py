@@ -23,7 +23,7 @@ from pathlib import Path
 from megatron.checkpoint import CheckpointError
 from megatron.checkpoint.hf.rwkv_files import import_published
 from megatron.config import ConfigError
-from megatron.config.frozen import thaw
+from megatron.config.tree import thaw
 
 
 def main(arguments: list[str] | None = None) -> int:

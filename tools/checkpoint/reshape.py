@@ -26,9 +26,9 @@ from megatron.checkpoint.save.progress import now_and_then
 from megatron.config import ConfigError, resolve
 from megatron.config.admitted import add_flag
 from megatron.config.derive import View
-from megatron.config.source.origins import Origin
+from megatron.config.problems import counted
+from megatron.config.source.layers import Origin
 from megatron.config.source.yaml_source import parse
-from megatron.config.words import counted
 from megatron.parallel.layout.layout import Layout
 
 

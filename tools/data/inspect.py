@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 import argparse  # noqa: E402
 
-from megatron.config.words import counted  # noqa: E402
+from megatron.config.problems import counted  # noqa: E402
 from tools.data.command import add_tokenizer, run_tool, tokenizer_section  # noqa: E402
 
 

@@ -167,9 +167,8 @@ def fit(given: argparse.Namespace) -> dict:
     import numpy as np
 
     from megatron.data.errors import DataError
-    from megatron.suite.members import read_suite
+    from megatron.suite.members import read_suite, state_of
     from megatron.suite.mixture import Regression
-    from megatron.suite.state import state_of
 
     suite = read_suite(Path(given.given[0]))
     resolved, runs = suite.resolved(), []

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from ...config.paths import UnsafeName
+from ...config.file_access import UnsafeName
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _REFUSALS = {

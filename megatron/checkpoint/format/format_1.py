@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...config.paths import check_name
+from ...config.file_access import check_name
 from .container import read_header
 from .errors import CheckpointError, understanding
 from .index import Index, refuse_strange

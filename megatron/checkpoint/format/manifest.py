@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...config.paths import UnsafeName, path_inside
+from ...config.file_access import UnsafeName, path_inside
 from . import format_1
 from .durable import new_file
 from .errors import CheckpointError, reading, refuse_checksum, refuse_size, understanding

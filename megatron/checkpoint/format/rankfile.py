@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import xxhash
 
-from ...config.paths import UnsafeName, path_inside
+from ...config.file_access import UnsafeName, path_inside
 from .container import DTYPE_NAMES, TensorEntry, header, metadata_of
 from .durable import CHUNK, name_errors, new_file, opened, read_fully
 from .errors import CheckpointError, understanding

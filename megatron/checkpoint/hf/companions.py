@@ -17,8 +17,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from megatron.config.foreign_json import LARGEST, read_json
-from megatron.config.paths import UnsafeName, path_inside
+from megatron.config.file_access import LARGEST, UnsafeName, path_inside, read_json
 from megatron.config.sections.data import TokenizerSection
 from megatron.data.errors import DataError
 from megatron.data.tokenizer import build_tokenizer

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig
 
-from megatron.config.foreign_json import read_json
+from megatron.config.file_access import read_json
 from megatron.config.pattern import MAX_BLOCKS
 from megatron.config.resolution import Resolved, combine
 from megatron.config.source.layers import ConfigSource as Values

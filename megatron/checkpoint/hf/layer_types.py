@@ -12,8 +12,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from megatron.config import Config
+from megatron.config.section import RotaryOptions, RotaryScaling
 from megatron.config.sections.model import ModelSection
-from megatron.config.sections.rotary import RotaryOptions, RotaryScaling
 from megatron.config.variants import options_of
 
 from .architecture import Found, Layers, runs_of

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.config.paths import UnsafeName, path_inside
+from megatron.config.file_access import UnsafeName, path_inside
 
 from ..format.errors import CheckpointError
 from ..format.pickles import load_tensors

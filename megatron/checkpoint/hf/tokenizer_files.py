@@ -11,7 +11,7 @@ from typing import Any
 import transformers
 from transformers import AutoTokenizer
 
-from megatron.config.foreign_json import read_json
+from megatron.config.file_access import read_json
 from megatron.config.sections.data import TokenizerSection
 from megatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 

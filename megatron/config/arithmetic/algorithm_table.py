@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ..words import counted
+from ..problems import counted
 
 BACKEND = "backend"  # what the group does without a table
 OTHER = "backend:"  # and the name of another backend

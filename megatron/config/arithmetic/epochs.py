@@ -14,7 +14,45 @@ from typing import Any, BinaryIO
 
 from ..file_access import unreadable
 from .batches import batches_by
-from .span_lengths import tokens_read
+
+SECTION = "data.span_corruption"
+
+
+def span_sizes(length: int, density: float, mean: float, most: int) -> tuple[int, int]:
+    """(number of corrupted tokens of `length`, number of their spans, at most `most`), as T5 counts them. Zeros for
+    less than two tokens.
+    """
+    if length < 2 or most < 1:
+        return 0, 0
+    noise = min(max(round(length * density), 1), length - 1)
+    return noise, min(max(round(noise / mean), 1), noise, length - noise, most)
+
+
+def grown(length: int, density: float, mean: float, most: int) -> int:
+    """Tokens of a corrupted document of a given length: each span has a sentinel in its place and one before it."""
+    return length + 2 * span_sizes(length, density, mean, most)[1]
+
+
+def fitting(room: int, density: float, mean: float, most: int) -> int:
+    """The most tokens of one document that have room when they are corrupted."""
+    length = room
+    while grown(length, density, mean, most) > room:
+        length -= 1
+    return length
+
+
+def tokens_read(at: Callable[[str], Any]) -> int:
+    """New tokens that a training sample reads of its documents: `training.sequence_length`, or fewer where these grow.
+
+    Args:
+        at: the value of a dotted key.
+    """
+    length = at("training.sequence_length")
+    if not at(f"{SECTION}.rate"):
+        return length
+    sizes = (at(f"{SECTION}.{name}") for name in ("noise_density", "mean_span_length", "sentinels"))
+    return max(fitting(length + 1, *sizes) - 1, 1)
+
 
 HEADER = struct.Struct("<9sQBQQ")  # data/token_file.py has the format
 WIDTHS = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}  # code of a type of token ids -> bytes

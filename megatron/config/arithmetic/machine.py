@@ -3,10 +3,12 @@ it takes seconds."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 NAME_BYTES = 255  # of a file's or folder's name, on Linux's file systems
 
@@ -60,3 +62,50 @@ def memory_bytes() -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
         return None
+
+
+def installed(package: str) -> bool:
+    """Whether it can be found. It is loaded at its first use."""
+    return importlib.util.find_spec(package) is not None
+
+
+def has_file(package: str, file: str) -> bool:
+    """Whether the package that would be imported has this file: another one may have its name."""
+    spec = importlib.util.find_spec(package)
+    places = spec.submodule_search_locations if spec is not None else None
+    return any((Path(place) / file).is_file() for place in places or ())
+
+
+FA3, FA3_FIX = "flash_attn_interface", "install FlashAttention 3 (the folder hopper/ of its repository)"
+WIDEST = 256  # channels of a head
+
+
+def why_not(options: Any, documents: bool, length: int) -> str | None:
+    """The part of a layer's attention that FlashAttention does not compute, or None.
+
+    Args:
+        options: of the layer's kind.
+        documents: whether it keeps documents apart. Otherwise a window is a mask too.
+        length: tokens of a sequence.
+    """
+    given = {name: getattr(options, name, None) for name in ("dropout", "softcap", "sinks", "window")}
+    if given["dropout"]:
+        return "drops probabilities by key"
+    if given["softcap"] or given["sinks"] or getattr(options, "position", None) == "alibi":
+        return "changes its logits"
+    if given["window"] and given["window"] < length and not documents:
+        return "has a window"
+    queries, values = widths(options)
+    if queries is None or queries != values:
+        return "has other channels for queries than for values"
+    if queries > WIDEST or queries % 8:
+        return f"has heads of {queries} channels, and not of 8, 16, ... or {WIDEST}"
+    return None
+
+
+def widths(options: Any) -> tuple[int | None, int | None]:
+    """Channels of a head's queries and of its values."""
+    values = getattr(options, "value_dim", None)
+    if values is not None:
+        return options.nope_dim + options.rope_dim, values
+    return (getattr(options, "head_dim", None),) * 2

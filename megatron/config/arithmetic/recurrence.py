@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..pattern import BlockPattern
-    from ..sections.recurrence import RecurrenceOptions
+    from ..sections.model import RecurrenceOptions
 
 _POINTS = 512  # at which the mean over rates is taken
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..foreign_json import read_json
+from ..file_access import read_json
 
 
 class SizeUnknown(Exception):

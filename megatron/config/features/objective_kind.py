@@ -70,5 +70,5 @@ def _kind(name: str, extensions: tuple[str, ...]) -> ObjectiveKind | None:
             return None  # a class, whose module may need torch
         found = registry.load(OBJECTIVE, name)
     except RegistryError:
-        return None  # rules/names.py reports it
+        return None  # rules/model.py reports it
     return found if isinstance(found, ObjectiveKind) else None

@@ -1,7 +1,6 @@
 """The reader of GPT-NeoX's flat YAML: every key of it becomes native keys, a line of the summary, or a problem."""
 
-from .documents import FlatDocument, FlatOrigin, FlatProblem, Translation
-from .emit import to_native_yaml
-from .translate import is_flat, translate
+from .reader import FlatDocument, FlatOrigin, FlatProblem, Translation
+from .translate import is_flat, to_native_yaml, translate
 
 __all__ = ["FlatDocument", "FlatProblem", "FlatOrigin", "Translation", "is_flat", "to_native_yaml", "translate"]

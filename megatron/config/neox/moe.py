@@ -1,4 +1,4 @@
-"""GPT-NeoX's keys of mixtures of experts, with the meaning that its dropless layer gives them."""
+"""GPT-NeoX's keys of mixtures of experts, with the meaning that its dropless layer gives them, and of muP."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 from .reader import Flat, Native
 
 # Key -> GPT-NeoX's default.
+MUP: dict[str, Any] = {"use_mup": False, "mup_init_scale": 1.0, "mup_embedding_mult": 1.0}
 KEYS: dict[str, Any] = {
     "moe_num_experts": 1,
     "moe_expert_interval": 1,
     "moe_top_k": 1,
     "moe_router_type": "sinkhorn",
     "moe_jitter_eps": None,
+    **MUP,
 }
 ROUTERS = {"sinkhorn": "sinkhorn", "topk": "top_k"}
 
@@ -23,13 +25,17 @@ WIDTH_MULTIPLE = 256  # of experts without a stated width, whatever mlp_multiple
 
 
 def translate(flat: Flat, native: Native) -> None:
-    """Translate the keys, where there are experts, after the topics of the model and the layout."""
+    """Translate the keys, after the topics of the model and the layout."""
+    _moe(flat, native)
+    _mup(flat, native)
+
+
+def _moe(flat: Flat, native: Native) -> None:
     experts = flat.defaulted_count("moe_num_experts") if flat.raw("moe_num_experts") != 0 else 1
     if experts == 1:
         native.unused("at a value that changes nothing", "moe_num_experts")
-        native.unused(
-            "no layer reads it: mixture of experts is off", *(name for name in KEYS if name != "moe_num_experts")
-        )
+        others = (name for name in KEYS if name not in ("moe_num_experts", *MUP))
+        native.unused("no layer reads it: mixture of experts is off", *others)
         return
     native.put("model.moe.experts", experts, "moe_num_experts")
     native.put("model.moe.top_k", flat.count("moe_top_k"), "moe_top_k")
@@ -120,3 +126,22 @@ def _ranks(flat: Flat, native: Native, experts: int) -> None:
             )
         native.put("parallel.expert", ranks, "model_parallel_size", "moe_num_experts")
         native.put("parallel.expert_tensor", 1, "model_parallel_size", "moe_num_experts")
+
+
+def _mup(flat: Flat, native: Native) -> None:
+    """Follows GPT-NeoX's intent, not its computation. There the schedule overwrites the rates of muP, only one of the
+    attention implementations divides by the head dimension, and the embedding multiplier has no gradient."""
+    if not flat.boolean("use_mup"):
+        native.unused("at a value that changes nothing", "use_mup")
+        native.unused("use_mup is off", "mup_init_scale", "mup_embedding_mult")
+        return
+    native.put("model.parametrization.type", "mup", "use_mup")
+    native.put("model.parametrization.base_head_dim", 1, "use_mup")
+    std = float(flat.number("init_method_std") or 0.02) * float(flat.number("mup_init_scale") or 1.0)
+    native.put("model.init.std", std, "init_method_std", "mup_init_scale")
+    native.put("model.embedding.multiplier", float(flat.number("mup_embedding_mult") or 1.0), "mup_embedding_mult")
+    native.note(
+        "use_mup: the width of the base model is in the file of base shapes, which is not read: give it as "
+        "model.parametrization.base_width. The rates of muP hold during the whole schedule, attention is divided by "
+        "the head dimension, and the embedding's multiplier has its gradient. GPT-NeoX loses all three"
+    )

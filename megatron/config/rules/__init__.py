@@ -18,9 +18,8 @@ from ..rule_context import RuleContext
 Rule = Callable[[RuleContext], Iterator[Problem]]
 # The order in which their problems are shown.
 _NAMES = (
-    "names model recurrence parametrization layout sequences stages gpu.async_tensor communication chunks "
-    "recipe batches gpu.cuda_graphs gpu.fused_attention teacher objectives optimizers schedule data streams "
-    "span_corruption output levels launch deepspeed cost"
+    "model layout sequences communication recipe gpu teacher objectives schedule data streams "
+    "output launch deepspeed cost"
 )
 
 

@@ -8,8 +8,7 @@ from ..arithmetic.algorithm_table import read_table
 from ..arithmetic.wire import LEAST_BLOCK, PIPELINE
 from ..file_access import unreadable
 from ..problems import Problem
-from ..rule_context import RuleContext
-from .check import Check
+from ..rule_context import Check, RuleContext
 
 SECTION = "parallel.communication"
 TABLE, DATA = f"{SECTION}.table", f"{SECTION}.compress.data"

@@ -10,8 +10,7 @@ from typing import Any
 from ..arithmetic import machine
 from ..problems import Problem
 from ..registry import RUNNER, RegistryError, registry_of
-from ..rule_context import RuleContext
-from .check import Check
+from ..rule_context import Check, RuleContext
 
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _WORD = re.compile(r"[A-Za-z0-9_.:+,@/=][A-Za-z0-9_.:+,@/=-]*")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ..arithmetic.divisors import multiples
 from ..arithmetic.pipelines import (
     SCHEDULES,
     V_SHAPED,
@@ -21,10 +20,9 @@ from ..arithmetic.pipelines import (
 )
 from ..file_access import unreadable
 from ..optimizer_kind import optimizer_kind
-from ..problems import Problem
-from ..rule_context import RuleContext
+from ..problems import Problem, multiples
+from ..rule_context import Check, RuleContext
 from ..schema import Config
-from .check import Check
 
 
 def ranks_fill_the_layout(context: RuleContext) -> Iterator[Problem]:

@@ -1,17 +1,23 @@
-"""The model: a readable pattern, variants that exist, a vocabulary that fits."""
+"""The model: names that stand for something, its pattern and vocabulary, recurrence, parametrization."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.config.problems import uniform_counts
+
+from ..arithmetic.recurrence import core_of
 from ..arithmetic.tokenizer_size import SizeUnknown, tokenizer_size
-from ..frozen import thaw
+from ..catalog import lookup
+from ..optimizer_kind import NOT_BUILT, kinds_inside, optimizer_kind
+from ..parts import check_importable
 from ..pattern import PatternError
 from ..problems import Problem
-from ..rule_context import RuleContext
+from ..registry import ADDED, OPTIMIZER, Registry, RegistryError, registry_of
+from ..rule_context import Check, RuleContext
+from ..sections.model import RecurrenceOptions
 from ..source.structure import nearest
-from ..tree import leaves
-from .check import Check
+from ..tree import leaves, thaw
 
 RESIDUAL = "model.residual"
 LARGEST = 2**31 - 1  # token files and kernels number tokens and channels with 32 bits
@@ -120,3 +126,159 @@ CHECKS = (
     ),
 )
 INPUT_RULES = (vocabulary_is_known,)
+
+
+SECTION = "model.recurrence"
+
+
+def options_need_a_core(context: RuleContext) -> Iterator[Problem]:
+    if core_of(context.blocks) or not context.blocks:
+        return
+    for name in RecurrenceOptions.model_fields:
+        if context.given(f"{SECTION}.{name}"):
+            yield context.warning(
+                f"{SECTION}.{name} model.layers",
+                rule="must go with a recurrent group in model.layers, and has no effect here",
+                fix="write recurrent(...) around the blocks that are repeated, or remove the key",
+            )
+
+
+def layers_can_be_repeated(context: RuleContext) -> Iterator[Problem]:
+    kinds = [each for index in core_of(context.blocks) for each in context.blocks[index].kinds]
+    for name in dict.fromkeys(each.name for each in kinds):
+        if not context.kinds[name].repeats:
+            able = ", ".join(sorted(each for each, kind in context.kinds.items() if kind.repeats))
+            yield context.problem(
+                "model.layers",
+                rule=f"layers of a recurrent group must be of kinds that can be repeated, and {name} is none: it "
+                "carries something from layer to layer, or counts by layer",
+                fix=f"put {name} before or after the group, in which there may be {able}",
+            )
+
+
+def nothing_is_drawn_inside(context: RuleContext) -> Iterator[Problem]:
+    """Dropout is keyed by layer and sample, and would be the same in all passes."""
+    core = core_of(context.blocks)
+    if core and context.config.model.dropout > 0.0:
+        rule = "must be 0 with a recurrent group, whose passes would all drop the same"
+        yield context.problem("model.dropout model.layers", rule=rule, fix="use model.dropout=0")
+    inside = dict.fromkeys((each.name, each.variant) for index in core for each in context.blocks[index].kinds)
+    for use in context.used:
+        if (use.kind, use.variant) in inside and context.kinds[use.kind].draws(use.options):
+            rule = f"a recurrent group must draw nothing: all passes of {use.kind} would draw the same"
+            fix = f"use {use.kind} without dropout or noise inside of the group"
+            yield context.problem("model.layers", rule=rule, fix=fix)
+
+
+def core_is_on_one_stage(context: RuleContext) -> Iterator[Problem]:
+    core, parallel = core_of(context.blocks), context.config.parallel
+    if not core or parallel.pipeline == 1:
+        return
+    units, split = len(context.blocks) - len(core) + 1, parallel.pipeline_split
+    stages = parallel.pipeline * parallel.stages_per_rank
+    if split == "parameters":
+        if units < stages:
+            yield context.problem(
+                "parallel.pipeline model.layers",
+                rule=f"a recurrent group must be on one pipeline stage, and with it there are {units} parts",
+                fix=f"use parallel.pipeline of at most {units}, and parallel.tensor for parts that are too large",
+            )
+        return
+    counts = uniform_counts(len(context.blocks), stages) if split == "uniform" else list(split)
+    borders = [sum(counts[: stage + 1]) for stage in range(len(counts) - 1)]
+    if any(core.start < border < core.stop for border in borders):
+        yield context.problem(
+            "parallel.pipeline_split model.layers",
+            rule=f"a recurrent group must be on one pipeline stage: blocks {core.start} to {core.stop - 1}",
+            fix="use parallel.pipeline_split=parameters, which keeps it together, or another list",
+        )
+
+
+def depth_is_known_to_completep(context: RuleContext) -> Iterator[Problem]:
+    if core_of(context.blocks) and context.config.model.parametrization.type == "completep":
+        yield context.problem(
+            "model.parametrization.type model.layers",
+            rule="completep must have a depth, and a recurrent group draws one in each step: no rule for it is known",
+            fix="use type: mup, whose factors of width hold for it, or type: standard",
+        )
+
+
+PARAMETRIZATION = "model.parametrization"
+BOTH, DEPTH = ("mup", "completep"), ("completep",)
+READERS = {"base_width": BOTH, "base_head_dim": BOTH, "base_depth": DEPTH, "depth_exponent": DEPTH}
+NEEDED = {"base_width": "model.hidden_size", "base_depth": "the number of blocks"}
+
+
+def options_suit_the_parametrization(context: RuleContext) -> Iterator[Problem]:
+    own = context.config.model.parametrization
+    for name, types in READERS.items():
+        keys = f"{PARAMETRIZATION}.{name} {PARAMETRIZATION}.type"
+        if own.type in types and name in NEEDED and getattr(own, name) is None:
+            yield context.problem(
+                keys,
+                rule=f"{own.type} must have a base model, which the rates and initial values were found for",
+                fix=f"give {PARAMETRIZATION}.{name}, {NEEDED[name]} of that model",
+            )
+        if own.type not in types and context.given(f"{PARAMETRIZATION}.{name}"):
+            rule = f"{name} must go with type: {' or '.join(types)}, and has no effect here"
+            yield context.warning(keys, rule=rule, fix="remove it, or change the type")
+
+
+def rates_are_derived_for_the_optimizer(context: RuleContext) -> Iterator[Problem]:
+    type, optimizer = context.config.model.parametrization.type, context.config.optimizer.type
+    kind = optimizer_kind(context.config)
+    if type == "standard" or (kind is not None and type in kind.rates_for):
+        return
+    if kind is not None:
+        able = [name for name, each in kinds_inside().items() if type in each.rates_for]
+        yield context.problem(
+            f"{PARAMETRIZATION}.type optimizer.type",
+            rule=f"the rates of {type} must be derived for the optimizer, as they are for {', '.join(able)}, but not "
+            f"for {optimizer}: {kind.why_no_rates}",
+            fix="use optimizer.type=adamw, or type: standard",
+        )
+    else:
+        yield context.warning(
+            f"{PARAMETRIZATION}.type optimizer.type",
+            rule=f"the rates of {type} must be for an optimizer whose steps do not depend on the size of gradients",
+            fix="give other factors in the optimizer's group_settings (scales), if its steps do",
+        )
+
+
+def names_stand_for_something(context: RuleContext) -> Iterator[Problem]:
+    for path, value in leaves(context.config.model_dump()):
+        key = lookup(path)
+        if key is None or "role" not in key.limits or not isinstance(value, str) or value in key.limits["words"]:
+            continue
+        role, registry = key.limits["role"], _registry(context)
+        inside = registry_of().names(role)
+        names = (
+            *key.limits["words"],
+            *(name for name in registry.names(role) if role not in ADDED or name not in inside),
+        )
+        if role in ADDED and value in inside:
+            rule = f"{value} must be turned on by keys of its own, not listed in {ADDED[role]}"
+            yield context.problem_at(path, rule=rule, fix="remove it here")
+        elif value in inside:
+            continue
+        elif role == OPTIMIZER and value in NOT_BUILT and ":" not in registry.tables[role].get(value, ""):
+            rule, fix = NOT_BUILT[value]
+            yield context.problem_at(path, rule=f"{key.name} must be one that is built: {rule}", fix=fix)
+        elif ":" not in registry.tables[role].get(value, value):
+            others = f"use one of: {', '.join(names)}" if names else "write it as package.module:name"
+            known = f"one of {', '.join(names)}, or " if names else ""
+            rule = f"{key.name} must be {known}an import path (package.module:name)"
+            yield context.problem_at(path, rule=rule, fix=nearest(value, names) or others)
+        else:
+            try:
+                check_importable(registry.path(role, value))
+            except RegistryError as error:
+                yield context.problem_at(path, rule=error.rule, fix=error.fix)
+
+
+def _registry(context: RuleContext) -> Registry:
+    """With the extensions' names. Another rule reports an extension that cannot be loaded."""
+    try:
+        return registry_of(tuple(context.config.model.extensions))
+    except RegistryError:
+        return registry_of()

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from ..arithmetic.batches import batches_of
 from ..problems import Problem
 from ..registry import INSIDE, SCHEDULE
-from ..rule_context import RuleContext
+from ..rule_context import Check, RuleContext
 from ..schema import Config
-from .check import Check
 
 WARMUPS = ("warmup_steps", "warmup_tokens", "warmup_fraction")
 READERS = {

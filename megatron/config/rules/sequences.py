@@ -1,16 +1,20 @@
-"""Lengths, heads and layers of sequences that ranks share (`parallel.context`, `parallel.folded`)."""
+"""Lengths of sequences: ranks that share them, chunks of them, and stages of lengths."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
-from ..arithmetic.divisors import divisors, multiples, near
-from ..problems import Problem
-from ..rule_context import RuleContext
+from ..kind import KindUse
+from ..problems import Problem, divisors, multiples, near
+from ..rule_context import Check, RuleContext, check_order
 from ..schema import Config
+from ..section import RotaryOptions
 from ..sequences import choose_method, kinds_needing_neighbours
-from .check import Check
+from ..source.structure import nearest
+from ..stages import as_stage, stages_of
 
 FOLDED = "parallel.folded"
 
@@ -126,6 +130,175 @@ def cuts_fit_lengths_and_layers(context: RuleContext) -> Iterator[Problem]:
         )
 
 
+KEY = "training.sequence_chunks"
+
+
+def chunks_are_equal(context: RuleContext) -> Iterator[Problem]:
+    training, parallel = context.config.training, context.config.parallel
+    cuts = {"parallel.context": parallel.context, "parallel.tensor": parallel.tensor if parallel.sequence else 1}
+    cuts = {name: ranks for name, ranks in cuts.items() if ranks > 1}
+    unit = training.sequence_chunks * math.prod(cuts.values())
+    if training.sequence_chunks > 1 and training.sequence_length % unit:
+        yield context.problem(
+            " ".join(("training.sequence_length", KEY, *cuts, *["parallel.sequence"] * ("parallel.tensor" in cuts))),
+            rule=f"must be a multiple of {' * '.join((KEY, *cuts))} = {unit}, since all chunks have the same length",
+            fix=f"use {multiples(training.sequence_length, unit)} tokens, or another number of chunks",
+        )
+
+
+def layers_continue_from_chunks(context: RuleContext) -> Iterator[Problem]:
+    """A layer computes one chunk at a time. One that mixes tokens must continue from its state after earlier chunks."""
+    if context.config.training.sequence_chunks == 1:
+        return
+    unable = dict.fromkeys(use.kind for use in context.used if not context.kinds[use.kind].context)
+    reasons = [f"{', '.join(unable)} layers, which need all tokens at once"] if unable else []
+    if any(block.recurrent for block in context.blocks):
+        reasons.append("a recurrent(...) group, whose blocks run several times over the same tokens")
+    for reason in reasons:
+        fix = "remove sequence_chunks, and use training.activation_checkpointing.mode: full"
+        yield context.problem(f"{KEY} model.layers", rule=f"must be 1 with {reason}", fix=fix)
+
+
+def ranks_share_chunks(context: RuleContext) -> Iterator[Problem]:
+    """Ranks that share sequences work on one chunk together, and then on the next."""
+    config, parallel = context.config, context.config.parallel
+    if config.training.sequence_chunks == 1 or parallel.context == 1:
+        return
+    for use in context.used:
+        heads, about = getattr(use.options, "heads", None), context.kinds[use.kind]
+        if about.context == "states":
+            yield context.problem(
+                f"{KEY} parallel.context model.layers",
+                rule=f"must be 1 with {use.kind} layers where ranks share sequences: these run on one rank after the "
+                "other. The first rank would begin a chunk before the last has finished the previous one",
+                fix="use one of both",
+            )
+        if about.context != "attends" or not heads or heads % parallel.tensor:
+            continue
+        own = heads // parallel.tensor
+        method = choose_method(parallel.context_method, own, parallel.context, parallel.context_ulysses)
+        if method.name != "ulysses" or own % parallel.context:
+            others = near(parallel.context, divisors(own))
+            ranks = f"parallel.context = {others} and " if own % parallel.context else ""
+            yield context.problem(
+                f"parallel.context {KEY} {use.key('.heads')} parallel.context_method",
+                rule=f"must divide the {own} query heads of {use.kind} on each rank with sequence_chunks, and "
+                "context_method be ulysses: keys of earlier chunks are kept by heads",
+                fix=f"use {ranks}context_method: auto, or sequence_chunks: 1",
+            )
+    if context.zigzag:
+        rule = "must be contiguous with sequence_chunks: all ranks work on one chunk at a time"
+        yield context.problem(f"parallel.context_cut {KEY}", rule=rule, fix="remove context_cut")
+
+
+def chunks_are_recomputed(context: RuleContext) -> Iterator[Problem]:
+    training = context.config.training
+    checkpointing = training.activation_checkpointing
+    if training.sequence_chunks > 1 and (checkpointing.mode == "selective" or checkpointing.every > 1):
+        name, value = ("mode", "none or full") if checkpointing.mode == "selective" else ("every", "1")
+        yield context.problem(
+            f"training.activation_checkpointing.{name} {KEY}",
+            rule=f"must be {value} with sequence_chunks, which keeps only a block's input and recomputes each chunk",
+            fix=f"remove {name}",
+        )
+
+
+SCHEDULE = ("training", "sequence_schedule")
+_LENGTH = "training.sequence_length"
+
+
+def stages_follow_each_other(context: RuleContext) -> Iterator[Problem]:
+    schedule, steps = context.config.training.sequence_schedule, context.config.training.steps
+    yield from check_order(context, SCHEDULE, "until", schedule, "end of the stage")
+    for number, entry in enumerate(schedule):
+        if entry.until >= steps > 0:
+            yield context.problem_at(
+                (*SCHEDULE, number, "until"),
+                "training.steps",
+                fatal=False,
+                rule=f"must be below training.steps: the run ends before it reaches training.sequence_length = "
+                f"{context.config.training.sequence_length}",
+                fix=f"use a step below {steps}, or more steps",
+            )
+
+
+def samples_are_cut_into_equal_pieces(context: RuleContext) -> Iterator[Problem]:
+    """Each stage's length divides the longest one, and ranks that share a sequence have equal parts of a piece."""
+    parallel, longest = context.config.parallel, context.config.training.sequence_length
+    ranks = {"parallel.tensor": parallel.tensor if parallel.sequence else 1, "parallel.context": parallel.context}
+    others = [name for name, size in ranks.items() if size > 1]
+    unit = math.lcm(math.prod(ranks.values()), 2 * parallel.context if context.zigzag else 1)
+    legal = [each for each in divisors(longest) if each % unit == 0]
+    for number, entry in enumerate(context.config.training.sequence_schedule):
+        if entry.sequence_length in legal:
+            continue
+        parts = f", and be a multiple of {unit}: ranks have equal parts of it" if unit > 1 else ""
+        choice = near(entry.sequence_length, legal)
+        yield context.problem_at(
+            (*SCHEDULE, number, "sequence_length"),
+            _LENGTH,
+            *others,
+            rule=f"must divide {_LENGTH} = {longest}, since samples are cut into equal pieces{parts}",
+            fix=f"use {choice} tokens" if choice else "use fewer ranks for a sequence",
+        )
+
+
+def stages_turn_layers_that_turn(context: RuleContext) -> Iterator[Problem]:
+    """Rotary options of a stage belong to a kind, or to a variant, of the pattern that has rotary positions."""
+    able = {
+        f"{use.kind}@{use.variant}" if use.variant else use.kind: use
+        for use in context.used
+        if isinstance(getattr(use.options, "rotary", None), RotaryOptions) and use.options.position == "rotary"
+    }
+    kinds = list(dict.fromkeys([*able, *(use.kind for use in able.values())]))
+    for number, entry in enumerate(context.config.training.sequence_schedule):
+        for name, own in entry.rotary.items():
+            path = (*SCHEDULE, number, "rotary", name)
+            if name not in kinds:
+                yield context.problem_at(
+                    path,
+                    "model.layers",
+                    rule=f"must be a kind with rotary positions, and this model has {', '.join(kinds) or 'none'}",
+                    fix=nearest(name, kinds) or "remove it",
+                )
+            for use in able.values():
+                if use.kind == name.partition("@")[0] and getattr(use.options, "mscale_all_dim", None):
+                    if own.scaling != use.options.rotary.scaling:
+                        yield context.problem_at(
+                            (*path, "scaling"),
+                            use.key(".mscale_all_dim"),
+                            rule="must be the model's, since its scale of attention follows from it (mscale_all_dim)",
+                            fix="give the stage the scaling of the model, or use mscale_all_dim: 0",
+                        )
+
+
+def each_stage_keeps_the_rules_of_layers(context: RuleContext) -> Iterator[Problem]:
+    """Rules of kinds about lengths and rotary options hold in each stage."""
+    if not context.config.training.sequence_schedule or any(samples_are_cut_into_equal_pieces(context)):
+        return
+    known = {problem.rule for use in context.used for problem in _problems(context, use)}
+    for stage in stages_of(context.config)[:-1]:
+        at = replace(context, config=as_stage(context.config, stage))
+        for use in at.used:
+            for problem in _problems(context, use):
+                if problem.rule not in known:
+                    path = _path(problem.key, stage.number, use.kind, use.variant)
+                    yield context.problem_at(path, rule=problem.rule, fix=problem.fix, fatal=problem.fatal)
+
+
+def _problems(context: RuleContext, use: KindUse[Any]) -> list[Problem]:
+    return [problem for rule in context.kinds[use.kind].rules for problem in rule(use)]
+
+
+def _path(key: str, number: int, kind: str, variant: str | None) -> tuple[str | int, ...]:
+    """The place in the schedule of a key of the stage's own configuration."""
+    _, found, option = key.partition(".rotary.")
+    name = f"{kind}@{variant}" if variant and key.startswith("model.variants.") else kind
+    if found:
+        return (*SCHEDULE, number, "rotary", name, *option.split("."))
+    return (*SCHEDULE, number, "sequence_length")
+
+
 CHECKS = (
     Check(
         "parallel.context_ulysses parallel.context_method",
@@ -166,6 +339,16 @@ CHECKS = (
             f"should be a multiple of {FOLDED} = {c.parallel.folded}: embedding and head stay whole on every rank"
         ),
         lambda c: f"use model.vocab_multiple={c.parallel.folded}",
+        fatal=False,
+    ),
+    Check(
+        "data.packing training.sequence_schedule",
+        lambda c: c.training.sequence_schedule and c.data.packing != "continuous",
+        lambda c: (
+            f"must be continuous for samples that are cut: {c.data.packing} packs whole documents into "
+            f"{c.training.sequence_length} tokens, and shorter stages cut some of these"
+        ),
+        "use data.packing: continuous, or a run of its own for each length",
         fatal=False,
     ),
 )

@@ -7,9 +7,8 @@ from typing import Any, Literal
 from ..arithmetic.epochs import Uncounted, steps_of_epochs
 from ..features.feature import extended
 from ..registry import OBJECTIVE, OPTIMIZER, SCHEDULE
-from ..section import Derivable, Derived, Section, key
+from ..section import Derivable, Derived, RotaryScaling, Section, key
 from .layout import ActivationCheckpointing
-from .rotary import RotaryScaling
 
 
 def _steps(own: dict[str, Any], at: Any) -> int:

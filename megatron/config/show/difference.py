@@ -9,13 +9,12 @@ from pathlib import Path as File
 from typing import Any
 
 from ..catalog import dotted
-from ..frozen import thaw
 from ..problems import ABSENT, shown_value
 from ..resolution import load
 from ..schema import Config
 from ..source.resolved_file import read_resolved
 from ..source.yaml_source import read_file
-from ..tree import leaves
+from ..tree import leaves, thaw
 
 _MARK = b"# Resolved for "
 

@@ -26,8 +26,7 @@ from ..registry import (
 )
 from ..schema import schema_of
 from ..tree import get, leaves, put
-from .layers import ConfigSource
-from .origins import Origin
+from .layers import ConfigSource, Origin
 
 KEY = ("model", "extensions")
 PLACES: tuple[tuple[str, Path], ...] = (  # where a configuration has names of the registry

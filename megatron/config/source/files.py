@@ -1,15 +1,23 @@
-"""Files and overrides as sources in the order in which they are merged: bases first, overrides last."""
+"""Files and overrides in the order in which they are merged, with short forms and flat files of GPT-NeoX translated."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from pathlib import Path as File
+from typing import TYPE_CHECKING, Any
 
 from ...installation import configuration_file
-from ..problems import Problem
-from .layers import ConfigSource
+from ..catalog import Path, lookup, parse_path
+from ..problems import ABSENT, ConfigError, Problem
+from ..schema import Config
+from ..tree import drop, get, put
+from .layers import ConfigSource, Origin
 from .yaml_source import read_file, read_override
+
+if TYPE_CHECKING:
+    from ..neox import FlatDocument, FlatProblem
+
 
 MOST_FILES = 40  # of a run, each counted as often as it is extended: files that extend files can double at each level
 
@@ -95,3 +103,179 @@ def _with_bases(path: str, open_files: tuple[str, ...], left: list[int]) -> list
         else:
             sources += _with_bases(base, chain, left)
     return [*sources, source]
+
+
+def translate_flat(sources: list[ConfigSource]) -> tuple[list[ConfigSource], tuple[str, ...]]:
+    """`sources` with all flat ones replaced by one native one, at the place of the last of them.
+
+    Flat files are read together, since GPT-NeoX lets one file's key bear on another's. Overrides of flat keys
+    (`train_iters=10`) count as flat too once there is a flat file.
+
+    Returns:
+        The native sources, and what the translation has to say.
+    """
+    files = [source for source in sources if source.fallback.kind == "file" and not _native(source)]
+    if not files:
+        return sources, ()
+    from .. import neox  # needed by few runs, and large
+
+    flat = [source for source in files if neox.is_flat(source.values)]
+    if not flat:
+        return sources, ()
+    last = flat[-1]
+    flat += [source for source in sources if source.fallback.kind == "argument" and _flat_argument(source)]
+    translation = neox.translate([_document(source) for source in flat])
+    known = {name.replace("-", "_"): source.origin((name,)) for source in flat for name in source.values}
+
+    places: dict[Path, Origin] = {}
+    for key, origin in translation.origins.items():
+        if origin.path is None:
+            places[parse_path(key)] = Origin("default", text=f"GPT-NeoX's {origin.key}")
+        elif origin.line is None:
+            places[parse_path(key)] = known.get(origin.key.replace("-", "_"), Origin("argument", text=origin.path))
+        else:
+            places[parse_path(key)] = Origin("file", file=origin.path, line=origin.line, text=origin.key)
+    read = [problem for source in flat for problem in source.problems]
+    native = ConfigSource(translation.values, places, last.fallback, read, any(source.unread for source in flat))
+    native.problems += [_problem(each) for each in translation.problems]
+    result = [
+        native if source is last else source
+        for source in sources
+        if source is last or not any(source is each for each in flat)
+    ]
+    return result, tuple(translation.notes)
+
+
+# Sections whose names GPT-NeoX has for keys of its own: such a file is inspected more closely.
+_AMBIGUOUS = {"optimizer", "precision", "tokenizer", "checkpoint", "deepspeed"}
+
+
+def _native(source: ConfigSource) -> bool:
+    """Whether this is plainly no flat file: known sections only, and one that GPT-NeoX has no key like."""
+    names = set(source.values)
+    return names <= set(Config.model_fields) and (not names or bool(names - _AMBIGUOUS))
+
+
+def _flat_argument(source: ConfigSource) -> bool:
+    """Whether an override is of a flat key: no dot in it, and no section's name."""
+    dotted = "." in source.fallback.text.partition("=")[0]
+    return bool(source.values) and not dotted and not set(source.values) & set(Config.model_fields)
+
+
+def convert(files: Sequence[str]) -> str:
+    """The native YAML that says what GPT-NeoX files say, with notes and origins as comments.
+
+    Raises:
+        ConfigError: a file cannot be read or is not flat, or a key cannot be translated.
+    """
+    from .. import neox
+
+    sources = gather(files)
+    problems = [problem for source in sources for problem in source.problems]
+    for source in sources:
+        if not source.problems and not neox.is_flat(source.values):
+            rule = "convert reads GPT-NeoX's flat keys, and this file has native sections"
+            fix = "remove the file: it needs no conversion"
+            problems.append(Problem("", rule, fix, ABSENT, source.fallback.file or ""))
+    if problems:
+        raise ConfigError(problems)
+    translation = neox.translate([_document(source) for source in sources])
+    if translation.problems:
+        raise ConfigError([_problem(each) for each in translation.problems])
+    return neox.to_native_yaml(translation)
+
+
+def _document(source: ConfigSource) -> FlatDocument:
+    from ..neox import FlatDocument
+
+    lines = {name: source.origin((name,)).line for name in source.values}
+    path = source.fallback.file or str(source.fallback)
+    known = {name: line for name, line in lines.items() if line is not None}
+    return FlatDocument(path, source.values, known, override=source.fallback.kind == "argument")
+
+
+def _problem(flat: FlatProblem) -> Problem:
+    place = f"{flat.path}:{flat.line}" if flat.line is not None else flat.path
+    return Problem(flat.key, flat.rule, flat.fix, ABSENT if flat.value is None else flat.value, place)
+
+
+def normalise(source: ConfigSource) -> ConfigSource:
+    """`source` with its short forms written out, in place: see the branches below. Returns it."""
+    _empty_sections(source, source.values, ())
+    if isinstance(source.values.get("precision"), str):
+        _move(source, ("precision",), {"compute": source.values["precision"]}, ("precision", "compute"))
+    _sources(source, ("data", "train"))
+    for name in ("validation", "test"):
+        path = ("data", name)
+        value = get(source.values, path, None)
+        if isinstance(value, (str, list)) or (
+            isinstance(value, dict) and any(isinstance(value.get(each), str) for each in ("path", "stream"))
+        ):
+            _move(source, path, {name: value}, (*path, name))
+        named = get(source.values, path, None)
+        for member in named if isinstance(named, dict) else ():
+            _sources(source, (*path, member))
+    for index, phase in enumerate(_list(get(source.values, ("data", "phases"), None))):
+        if isinstance(phase, dict):
+            _sources(source, ("data", "phases", index, "sources"))
+    _additions(source, ("hooks",))
+    _additions(source, ("logging", "sinks"))
+    _comms_logger(source)
+    return source
+
+
+def _comms_logger(source: ConfigSource) -> None:
+    """Turn DeepSpeed's logger of communication, which waits for the device after every operation, into our account,
+    which does not wait. A key of the account in the source has precedence."""
+    path, account = ("deepspeed", "comms_logger"), ("logging", "communication")
+    asked, logging = get(source.values, path, None), source.values.get("logging", {})
+    if not isinstance(asked, dict) or not isinstance(logging, dict):
+        return  # a rule reports that
+    if asked.get("enabled") and logging.get("communication") is None:
+        source.places[account] = source.origin(path)
+        put(source.values, account, "counts")
+    drop(source.values, path)
+
+
+def _additions(source: ConfigSource, path: Path) -> None:
+    """An import path, a list of them or one {type, options} as a list of {type, options}."""
+    value = get(source.values, path, None)
+    if isinstance(value, str) or (isinstance(value, dict) and "type" in value):
+        _move(source, path, [value], (*path, 0))
+    for index, item in enumerate(_list(get(source.values, path, None))):
+        if isinstance(item, str):
+            _move(source, (*path, index), {"type": item}, (*path, index, "type"))
+
+
+def _list(value: Any) -> list:
+    return value if isinstance(value, list) else []
+
+
+def _sources(source: ConfigSource, path: Path) -> None:
+    """A path, a list of paths or one {path, weight} as a list of {path, weight}."""
+    value = get(source.values, path, None)
+    if isinstance(value, str) or (isinstance(value, dict) and ("path" in value or "stream" in value)):
+        _move(source, path, [value], (*path, 0))
+        value = [value]
+    for index, item in enumerate(_list(value)):
+        if isinstance(item, str):
+            _move(source, (*path, index), {"path": item}, (*path, index, "path"))
+
+
+def _move(source: ConfigSource, path: Path, value: Any, inner: Path) -> None:
+    """Put `value` at `path`. The places of `path` and below now also hold for `inner`."""
+    origin, below = source.origin(path), source.places_at(path)
+    put(source.values, path, value)
+    for rest, place in below.items():
+        source.places[(*inner, *rest)] = place
+    source.places[inner] = source.places[path] = origin
+
+
+def _empty_sections(source: ConfigSource, values: dict[str, Any], above: Path) -> None:
+    """`evaluation:` with nothing below it is an empty section, not null."""
+    for name, value in values.items():
+        key = lookup((*above, name))
+        if key and value is None and key.section:
+            values[name] = {}
+        elif key and isinstance(value, dict):
+            _empty_sections(source, value, (*above, name))

@@ -14,14 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..catalog import Path, dotted
 from ..file_access import replace_file
-from ..former_keys import set_apart
-from ..frozen import thaw
-from ..problems import ABSENT, ConfigError, Problem
+from ..problems import ABSENT, YAML_WORDS, ConfigError, Problem, counted
 from ..schema import Config, using_extensions
-from ..tree import put
-from ..words import YAML_WORDS, counted
+from ..tree import put, thaw
 from .extensions import admit_names, extensions_of, refuse_names
-from .structure import check_structure
+from .structure import check_structure, set_apart
 from .yaml_source import RESOLVED, read_file
 
 if TYPE_CHECKING:

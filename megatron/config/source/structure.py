@@ -11,12 +11,30 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 
 from ..catalog import Path, catalog_of, describe_type, dotted, lookup, pattern_of, section_of, type_at, without_none
-from ..former_keys import FORMER
-from ..frozen import thaw
 from ..problems import ABSENT, Problem, shown_value
 from ..schema import Config, current_schema
-from ..tree import drop, get, put
-from .origins import Origin
+from ..tree import drop, get, put, thaw
+from .layers import Origin
+
+_STORE = (
+    "make it a level: `checkpoint: {levels: [{place: store, url: URL, every: auto, keep: all}]}`, where every may be a "
+    "number of steps and keep a number of copies"
+)
+FORMER: dict[Path, str] = {("checkpoint", name): _STORE for name in ("upload", "upload_every", "upload_keep_last")}
+
+
+def set_apart(values: dict[str, Any]) -> dict[Path, Any]:
+    """Remove the former keys from the values of a resolved file, in place. They had no effect on training.
+
+    Returns:
+        What they were.
+    """
+    absent = object()
+    found = {path: value for path in FORMER if (value := get(values, path, absent)) is not absent}
+    for path in found:
+        drop(values, path)
+    return found
+
 
 HINTS = 30  # unknown keys for which near names are looked up: with more, it is another kind of file
 NO_KEY: dict[Path, str] = {

@@ -18,8 +18,7 @@ from ...installation import near_names
 from ..catalog import Path, dotted, lookup, parse_path
 from ..problems import ABSENT, Problem
 from ..tree import put
-from .layers import ConfigSource
-from .origins import Origin
+from .layers import ConfigSource, Origin
 
 _TAG = "tag:yaml.org,2002:"
 _SCALARS = {

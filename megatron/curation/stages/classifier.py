@@ -11,8 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
-from megatron.config.file_access import unreadable
-from megatron.config.foreign_json import parse_json
+from megatron.config.file_access import parse_json, unreadable
 from megatron.config.problems import ABSENT, Problem
 from megatron.config.section import Section, key
 

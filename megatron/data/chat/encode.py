@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron.config.foreign_json import parse_json
+from megatron.config.file_access import parse_json
 
 from ..corpus.inputs import InputChunk
 from ..errors import DataError

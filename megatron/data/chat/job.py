@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron.config.file_access import keep_inputs
-from megatron.config.words import counted
+from megatron.config.problems import counted
 
 from ..corpus.inputs import Input, InputChunk, read_chunks
 from ..corpus.workers import in_order

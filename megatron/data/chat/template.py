@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.config.foreign_json import read_json
+from megatron.config.file_access import read_json
 
 from ..errors import DataError
 from ..hashing import content_hash

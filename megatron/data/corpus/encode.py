@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...config.foreign_json import parse_json
+from ...config.file_access import parse_json
 from ..errors import DataError
 from ..tokenizer import HuggingFaceTokenizer, Tokenizer
 from .inputs import InputChunk

@@ -11,8 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...config.file_access import replace_file
-from ...config.foreign_json import read_json
+from ...config.file_access import read_json, replace_file
 from ..errors import DataError
 from ..tokenizer import from_json
 

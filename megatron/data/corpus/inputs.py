@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from ...config.arithmetic.shards import KNOWN, ending_of, files_below, is_url, kind_of
-from ...config.foreign_json import parse_json
-from ...config.words import counted
+from ...config.file_access import parse_json
+from ...config.problems import counted
 from ..errors import DataError
 
 Bytes = IO[bytes] | io.BufferedIOBase  # decompressing files are only the latter

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import numpy as np
 
 from megatron.config.file_access import keep_inputs
-from megatron.config.words import counted
+from megatron.config.problems import counted
 
 from ..errors import DataError
 from ..hashing import content_hash, file_hash

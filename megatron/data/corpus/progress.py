@@ -8,8 +8,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ...config.file_access import replace_file
-from ...config.foreign_json import read_json
+from ...config.file_access import read_json, replace_file
 from ..errors import DataError
 
 

@@ -17,8 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...config.file_access import replace_file
-from ...config.foreign_json import read_json
+from ...config.file_access import read_json, replace_file
 from ..errors import DataError
 
 if TYPE_CHECKING:

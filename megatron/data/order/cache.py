@@ -20,9 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...config.file_access import replace_file
-from ...config.foreign_json import read_json
-from ...config.paths import path_inside
+from ...config.file_access import path_inside, read_json, replace_file
 from ..errors import DataError
 from ..hashing import content_hash
 from ..token_file import TokenFile

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from megatron.config.words import counted
+from megatron.config.problems import counted
 
 from ..errors import DataError
 from ..token_file import TokenFile

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.config.arithmetic.span_lengths import span_sizes
+from megatron.config.arithmetic.epochs import span_sizes
 
 
 @dataclass(frozen=True)

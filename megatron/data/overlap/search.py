@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.config.foreign_json import parse_json
+from megatron.config.file_access import parse_json
 from megatron.data.errors import DataError
 from megatron.data.plan import SyntheticPlan
 from megatron.data.provenance import Provenance

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.config.names.added import resolve_import
 from megatron.config.optimizer_kind import OptimizerKind
+from megatron.config.parts import resolve_import
 from megatron.config.problems import UserError
 from megatron.config.registry import OPTIMIZER, load
 from megatron.parallel.layout.shard import LogicalTensor

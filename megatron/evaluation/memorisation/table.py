@@ -15,8 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron.config.file_access import replace_file
-from megatron.config.foreign_json import read_json
+from megatron.config.file_access import read_json, replace_file
 
 JOB = "job.json"
 PART = 4096  # sequences

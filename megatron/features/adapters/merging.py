@@ -22,8 +22,8 @@ from megatron.checkpoint import (
 from megatron.checkpoint.configuration import ADAPTERS, config_of
 from megatron.checkpoint.save.store import find_checkpoint
 from megatron.config import Config, Resolved, to_yaml
-from megatron.config.frozen import thaw
 from megatron.config.schema import using_extensions
+from megatron.config.tree import thaw
 from megatron.model.stack import ModelPlan, build_model
 from megatron.parallel.layers.parameters import logical_of, stored_tensors
 from megatron.parallel.layout.mesh import Mesh

@@ -30,9 +30,9 @@ from megatron.checkpoint.hf.companions import Companions
 from megatron.checkpoint.hf.config import hf_config
 from megatron.checkpoint.hf.convert import ConversionStep, plan
 from megatron.config import Config, Resolved, to_yaml
-from megatron.config.foreign_json import read_json
-from megatron.config.frozen import thaw
+from megatron.config.file_access import read_json
 from megatron.config.schema import using_extensions
+from megatron.config.tree import thaw
 from megatron.kinds.common.links import Form
 from megatron.parallel.layout.shard import LogicalTensor, Role
 

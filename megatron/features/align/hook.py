@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from megatron.config.frozen import thaw
 from megatron.config.problems import UserError
+from megatron.config.tree import thaw
 from megatron.data.tokenizer import build_tokenizer
 from megatron.evaluation.shared_contexts import Text
 from megatron.training.hook import Hook, HookContext

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatron.config import Config
-from megatron.config.file_access import read_plain
-from megatron.config.foreign_json import parse_json
+from megatron.config.file_access import parse_json, read_plain
 from megatron.config.problems import UserError
 from megatron.config.registry import load
 from megatron.data.chat.template import BadConversation, find_template

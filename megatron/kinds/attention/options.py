@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron.config.arithmetic.divisors import divisors, near
 from megatron.config.kind import KindUse, LayerKind
 from megatron.config.optimizer_kind import optimizer_kind
-from megatron.config.section import Derivable, Derived, Needed, Section, key
-from megatron.config.sections.rotary import RotaryOptions
+from megatron.config.problems import divisors, near
+from megatron.config.section import Derivable, Derived, Needed, RotaryOptions, Section, key
 from megatron.kinds.common.options import (
     divides_heads,
     divides_over_tensor_ranks,

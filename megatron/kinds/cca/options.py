@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from megatron.config.kind import KindUse, LayerKind
-from megatron.config.section import Derivable, Derived, Needed, Section, key
-from megatron.config.sections.rotary import RotaryOptions
+from megatron.config.section import Derivable, Derived, Needed, RotaryOptions, Section, key
 from megatron.kinds.common.options import (
     divides_heads,
     divides_over_tensor_ranks,

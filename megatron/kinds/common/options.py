@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron.config.arithmetic.divisors import divisors, multiples, near
 from megatron.config.kind import KindUse
+from megatron.config.problems import divisors, multiples, near
 from megatron.config.section import Section, key
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
-from megatron.config.arithmetic.divisors import divisors, near
 from megatron.config.kind import KindUse, LayerKind
+from megatron.config.problems import divisors, near
 from megatron.config.section import Section, key
 from megatron.kinds.common.options import (
     StateSpaceOptions,

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.config.kind import KindUse, LayerKind
-from megatron.config.section import Derivable, Derived, Needed, Section, key
-from megatron.config.sections.rotary import RotaryOptions
+from megatron.config.section import Derivable, Derived, Needed, RotaryOptions, Section, key
 from megatron.kinds.attention.options import clipped_logits_are_seen_by_one_rank, heads_divide_over_tensor_ranks
 from megatron.kinds.common.options import heads_are_given, rotary_scaling_is_complete
 

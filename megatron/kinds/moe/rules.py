@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron.config.arithmetic.divisors import divisors, multiples, near
 from megatron.config.arithmetic.wire import LEAST_BLOCK, PIPELINE, sends_blocks
 from megatron.config.kind import KindUse
+from megatron.config.problems import divisors, multiples, near
 from megatron.kinds.common.options import divides_over_tensor_ranks
 from megatron.parallel.messages.traffic import SIZES
 

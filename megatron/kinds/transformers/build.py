@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.logging import disable_progress_bar
 
-from megatron.config.foreign_json import read_json
-from megatron.config.frozen import thaw
+from megatron.config.file_access import read_json
+from megatron.config.tree import thaw
 from megatron.parallel.layout.random import site_key
 
 from .facts import FactsError

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.frozen import thaw
 from megatron.config.kind import KindUse, LayerKind
 from megatron.config.section import Needed, Section, key
-from megatron.config.tree import leaves
+from megatron.config.tree import leaves, thaw
 
 from .facts import Facts, FactsError, facts_of
 

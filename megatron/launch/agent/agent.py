@@ -22,12 +22,10 @@ from megatron.worker.code_version import code_version
 from megatron.worker.rendezvous import SOCKET
 
 from ..report.status import COMPLAINT, FORWARDED_SIGNALS, KILLS, STOP_SIGNALS
-from ..wire.link import MessagePipe
-from ..wire.protocol import encode, encode_text
+from ..wire.protocol import MessagePipe, encode, encode_text
 from ..wire.specification import Seat, Specification, seat_in
 from .rank_probe import Sight
-from .rank_snapshot import RankObserver
-from .ranks import TRACEBACK, OutputStream, RankProcess, become_subreaper, children, rank_environment
+from .ranks import TRACEBACK, OutputStream, RankObserver, RankProcess, become_subreaper, children, rank_environment
 
 OUTPUT_LIMIT = 16 << 20  # bytes kept for a launcher that does not read. Further ones are only in the log files
 HOLD = 3.0  # seconds that a traceback of the speaking rank waits for the rank's end before it is shown

@@ -1,8 +1,9 @@
-"""One rank as its agent sees it: how it is started, what it says, how it ends."""
+"""One rank as its agent sees it: how it is started, where it is, what it says, how it ends."""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import pty
 import re
@@ -13,15 +14,16 @@ import termios
 import time
 import tty
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from fcntl import ioctl
 from pathlib import Path
+from typing import Any
 
 from megatron.report.append import AppendFile
 
 from ..report.status import FORWARDED_SIGNALS
-from ..wire.protocol import Lines
+from ..wire.protocol import Lines, encode_text
 from .rank_probe import Sight
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -258,3 +260,74 @@ def rank_environment(
         "MASTER_ADDR": master[0],
         "MASTER_PORT": str(master[1]),
     }
+
+
+STACKS_TAKE = 0.5  # seconds that ranks have to write their stacks
+AT_ONCE = 16  # ranks in one message
+ENDED = 0  # the number without a question: the last calls of failed ranks
+
+
+class RankObserver:
+    """Inspects an agent's ranks.
+
+    Args:
+        index: of the host.
+        limits: the numbers of the section `watch`.
+    """
+
+    def __init__(self, index: int, ranks: list[RankProcess], limits: dict[str, float]) -> None:
+        self._index, self._ranks, self._limits = index, ranks, limits
+        self._late: list[int] = []
+        self._answers: list[tuple[float, Callable[[], Iterator[bytes]]]] = []
+
+    @property
+    def waiting(self) -> bool:
+        """Whether an answer is due soon."""
+        return bool(self._answers)
+
+    def ask(self, request: int, stacks: str) -> None:
+        """Answer a question, with stacks ("main" or "all" threads) or without ("")."""
+        asked = set()
+        for rank in self._ranks if stacks else ():
+            if rank.alive and rank.sight and rank.sight.ask(rank.pid, everything=stacks == "all"):
+                asked.add(rank.rank)
+        due = time.monotonic() + (STACKS_TAKE if asked else 0.0)
+        self._answers.append((due, lambda: self._answer(request, asked)))
+
+    def due(self) -> Iterator[bytes]:
+        """Lines to send now."""
+        now = time.monotonic()
+        ready = [answer for at, answer in self._answers if at <= now]
+        self._answers = [each for each in self._answers if each[0] > now]
+        for answer in ready:
+            yield from answer()
+        late = [rank.rank for rank in self._ranks if rank.alive and rank.sight and rank.sight.late(self._limits)]
+        if late != self._late:
+            self._late = late
+            yield from encode_text({"type": "late", "host": self._index, "some": bool(late)}, "")
+
+    def beat(self) -> list[list[list[Any]]]:
+        """Short notes for the heartbeat: rank, step, phase and seconds in it, in lists that fit into a message."""
+        notes: list[list[Any]] = []
+        for rank in self._ranks:
+            place = rank.sight.place() if rank.sight and rank.alive else None
+            if place is not None:
+                notes.append([rank.rank, place.step, place.phase, round(time.monotonic() - place.since, 1)])
+        return [notes[at : at + AT_ONCE] for at in range(0, len(notes), AT_ONCE)]
+
+    def farewell(self, rank: RankProcess) -> Iterator[bytes]:
+        """Lines about a rank that has ended, without a question: its last call."""
+        if rank.sight is not None:
+            message = {"type": "place", "host": self._index, "request": ENDED, "rank": rank.rank}
+            yield from encode_text(message, json.dumps(rank.sight.last(rank.pid)))
+
+    def _answer(self, request: int, asked: set[int]) -> Iterator[bytes]:
+        for rank in self._ranks:
+            if rank.sight is None:
+                continue
+            told = rank.sight.tell(rank.pid, rank.alive, self._limits)
+            if rank.rank in asked:
+                told["stack"] = rank.sight.stack()
+            message = {"type": "place", "host": self._index, "request": request, "rank": rank.rank}
+            yield from encode_text(message, json.dumps(told))
+        yield from encode_text({"type": "seen", "host": self._index, "request": request}, "")

@@ -13,20 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.config.words import counted
+from megatron.config.problems import counted
 from megatron.worker import network
 from megatron.worker.code_version import code_version, root
 
 from ..job.choose import RunnerChoice
 from ..launcher.launcher import Launcher, LauncherSettings, Result
 from ..report import forwarding
-from ..report.console import RankConsole
-from ..report.known_causes import hint_for
+from ..report.console import RankConsole, hint_for
 from ..report.status import Failure
 from ..watch.inquiry import InquirySocket, instead_of_ranks
 from ..wire.connection import Command
 from ..wire.specification import Host, Specification
-from .compare import MEASURES, PAIRS, Measure, best_pairs, outliers
+from .probe import MEASURES, PAIRS, Measure, best_pairs, outliers
 
 GIB = 1 << 30
 LONGEST = 300.0  # seconds that an examination may take once all hosts have answered: a disk may never do

@@ -21,11 +21,11 @@ from megatron.installation import root
 from megatron.worker.code_version import code_now, code_version
 from megatron.worker.rendezvous import SECRET
 
-from .. import options
 from ..launcher.launcher import LauncherSettings
 from ..report import forwarding
 from ..wire.connection import Command
 from ..wire.specification import Specification
+from . import settings as options
 from .choose import RunnerChoice, choose_runner, some_hosts
 from .hosts import HostError
 from .settings import launch_section, registry_for

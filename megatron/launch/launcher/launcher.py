@@ -29,8 +29,8 @@ from ..report.status import (
 from ..watch.inquiry import InquirySocket, of_ranks
 from ..watch.watch import RankWatch
 from ..wire.connection import Command, Connection
-from ..wire.link import MessagePipe
 from ..wire.listener import AgentListener
+from ..wire.protocol import MessagePipe
 from ..wire.specification import Specification
 
 AT_ONCE = 64  # connections that are being made at the same time

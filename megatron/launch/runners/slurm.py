@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING
 
 from megatron.worker.slurm_nodes import expand
 
-from ..job.container import srun_options
 from ..job.hosts import HostError
-from ..runner import Runner
+from ..runner import Runner, agent_command, srun_options
 from ..wire.connection import Command
 from ..wire.specification import Host, Specification
-from .agent_command import agent_command
 
 if TYPE_CHECKING:
     from ...config.sections.layout import LaunchSection

@@ -22,10 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron.config.file_access import read_plain, replace_file
-from megatron.config.foreign_json import parse_json
-from megatron.config.problems import UserError
-from megatron.config.words import counted
+from megatron.config.file_access import parse_json, read_plain, replace_file
+from megatron.config.problems import UserError, counted
 
 from .diagnosis import Rank, diagnose
 from .watch import RankWatch, stacks, table

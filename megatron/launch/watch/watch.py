@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...config.file_access import replace_file
-from ..agent.rank_snapshot import ENDED
+from ..agent.ranks import ENDED
 from ..report.console import log
 from ..report.status import HANG, Failure
 from ..wire.specification import Specification

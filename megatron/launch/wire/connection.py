@@ -7,7 +7,7 @@ import subprocess
 from collections import deque
 from dataclasses import dataclass, field
 
-from .link import MessagePipe
+from .protocol import MessagePipe
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .credentials import LONGEST_LINE, PATIENCE, proof
-from .link import MessagePipe
+from .protocol import MessagePipe
 
 CALLERS = 64  # without a proof yet. The one that has waited longest makes room for the next
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from megatron.config import Config
-from megatron.config.arithmetic.kernels import installed
+from megatron.config.arithmetic.machine import installed
 from megatron.config.kind import LayerKind, kinds_of
 
 

@@ -3,7 +3,7 @@ that the host launches one graph where it launched some thirty kernels.
 
 A graph reads and writes the memory that it was recorded with. torch's compiler does the recording (its "trees" of
 graphs, a path for the blocks in their order). Here and in
-`config/rules/gpu/cuda_graphs.py` is what it relies on:
+`config/rules/gpu.py` is what it relies on:
 
 * Weights stay where they are. DeepSpeed moves them into its flat tensors before the first pass. ZeRO 3 and offloading,
   which move them later, are refused.

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 
 from megatron.config import Config
-from megatron.config.arithmetic.fused_attention import FA3, FA3_FIX
-from megatron.config.arithmetic.kernels import installed
+from megatron.config.arithmetic.machine import FA3, FA3_FIX, installed
 
 HOPPER = 9  # compute capability
 

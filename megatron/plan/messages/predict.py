@@ -42,8 +42,7 @@ from ...engine.deepspeed.options import accumulation_steps, reduces_once, zero_s
 from ...engine.optimizers.contract import optimizer_class
 from ...engine.optimizers.groups import build_optimizer, parameter_groups
 from ...engine.optimizers.matrix import MatrixOptimizer
-from .matrices import matrix_messages, padded
-from .rows import row_traffic
+from .matrices import matrix_messages, padded, row_traffic
 
 FALLBACK_BUCKET = 500_000_000  # elements; DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE
 META_BYTES = 1024  # of the message with a shape for the next stage: 256 int32 (TENSOR_META_SIZE)

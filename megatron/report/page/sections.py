@@ -6,8 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron.data.errors import DataError
+from megatron.data.plan import SamplePlan
+from megatron.data.plan_builder import build_plan
+
 from ..console import duration, short_number
-from ..experts import evenly, loads_over_even_share
+from ..curve import evenly, loads_over_even_share
 from ..goodput import PARTS, goodput
 from .charts import ChartLine, Charts, heat_map, shares
 from .history import Record, RunHistory, Series
@@ -273,7 +277,6 @@ def _communication(runs: list[RunHistory], charts: Charts) -> PageSection:
 
 
 def _data(runs: list[RunHistory], charts: Charts) -> PageSection:
-    from .composition import composition
 
     drawn = []
     notes = []
@@ -348,3 +351,42 @@ def _events(runs: list[RunHistory], charts: Charts) -> PageSection:
 
 def _configuration(runs: list[RunHistory], charts: Charts) -> PageSection:
     return PageSection("configuration", "Configuration", tables=list(configuration_tables(runs)))
+
+
+WINDOWS = 100
+
+
+@dataclass(frozen=True)
+class Composition:
+    """Shares of the samples by source in windows of steps, each given by its end.
+
+    Attributes:
+        parts: source -> its share in each window. The shares of a window sum to 1.
+    """
+
+    steps: list[int]
+    parts: dict[str, list[float]]
+
+
+def composition(run: RunHistory) -> Composition | str:
+    """Composition of the data up to the run's last step, or the reason why it is unknown."""
+    if run.described is None or not run.training:
+        return "there is no configuration or no step"
+    config = run.described.config
+    if not config.data.train and not config.data.phases:
+        return "the data are made up as the run needs them"
+    try:
+        plan = build_plan(config)
+    except (DataError, OSError, ValueError) as error:
+        return f"the data cannot be opened from here ({str(error).splitlines()[0]})"
+    assert isinstance(plan, SamplePlan)
+    last = int(run.training[-1]["step"]) + 1
+    windows = min(WINDOWS, last)
+    steps = [number * last // windows for number in range(1, windows + 1)]
+    parts = {}
+    for source in plan.sources:
+        read = [plan.batches.before(step) for step in [0, *steps]]
+        drawn = [plan.drawn(source.index, samples) for samples in read]
+        sizes = [end - begin for begin, end in zip(read, read[1:])]
+        parts[source.name] = [(end - begin) / size for begin, end, size in zip(drawn, drawn[1:], sizes)]
+    return Composition(steps, parts)

@@ -103,8 +103,7 @@ def configuration_tables(runs: list[RunHistory]) -> Iterator[PageTable]:
 
 def _values(run: RunHistory) -> dict[str, Any]:
     from megatron.config.catalog import dotted
-    from megatron.config.frozen import thaw
-    from megatron.config.tree import leaves
+    from megatron.config.tree import leaves, thaw
 
     assert run.described is not None
     return {dotted(path): value for path, value in leaves(thaw(run.described.config.model_dump()))}

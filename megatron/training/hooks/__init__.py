@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.config.features.feature import in_order, wanted_features
-from megatron.config.names.added import build_added
+from megatron.config.parts import build_added
 from megatron.config.registry import HOOK, INSIDE, load
 
 from ..hook import Hook, HookContext

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron.config.problems import counted
 from megatron.config.sections.output import SampleOptions
-from megatron.config.words import counted
 from megatron.report.jsonl import MetricsFile
 from megatron.worker.beacon import EVALUATE
 

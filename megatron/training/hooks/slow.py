@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from megatron.config.arithmetic.batches import batches_of
-from megatron.config.sections.watch import SlowOptions
+from megatron.config.sections.output import SlowOptions
 
 from ..exchange import StepReport
 from ..hook import Hook, HookContext

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.report.curve import History, save_loss_curve, summary, terminal_loss_curve
-from megatron.report.experts import save_expert_load
+from megatron.report.curve import History, save_expert_load, save_loss_curve, summary, terminal_loss_curve
 
 from ..hook import Hook, HookContext
 from ..trainer import Trainer

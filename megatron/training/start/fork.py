@@ -21,11 +21,10 @@ from megatron.checkpoint.read.reader import open_checkpoint
 from megatron.checkpoint.save.store import Store
 from megatron.config import Config
 from megatron.config.catalog import dotted, parse_path
-from megatron.config.frozen import thaw
 from megatron.config.problems import UserError
 from megatron.config.show.difference import Described, described
 from megatron.config.source.layers import ConfigSource, merge
-from megatron.config.tree import drop, get, leaves, put
+from megatron.config.tree import drop, get, leaves, put, thaw
 from megatron.report.ledger import Ledger, left_out
 
 from ..schedule import Schedule

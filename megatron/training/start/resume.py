@@ -17,7 +17,7 @@ from megatron.checkpoint.levels import Levels
 from megatron.checkpoint.save.store import Resume, Store
 from megatron.config import Config
 from megatron.config.arithmetic.batches import batches_of
-from megatron.config.source.origins import Origin
+from megatron.config.source.layers import Origin
 from megatron.config.source.yaml_source import parse
 from megatron.config.stages import stages_of
 from megatron.data.plan import SampleSet

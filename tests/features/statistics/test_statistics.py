@@ -242,7 +242,7 @@ def test_noise_scale_is_that_of_two_gradients(alone, name, number):
 
 
 def test_names_in_tensorboard():
-    from megatron.report.tags import tagged
+    from megatron.report.tensorboard import tagged
 
     record = json.loads('{"step": 3, "statistics": {"layers.0": {"weight": 2.0, "activation": 0.5}}}')
     assert tagged(record) == {"weight/layers.0": 2.0, "activation/layers.0": 0.5}

@@ -16,7 +16,7 @@ from megatron.checkpoint.hf.export import export
 from megatron.checkpoint.hf.verify import prove
 from megatron.checkpoint.save.store import find_checkpoint
 from megatron.config import ConfigError, resolve
-from megatron.config.frozen import thaw
+from megatron.config.tree import thaw
 from megatron.model.generate import Sampling, complete, generate
 from megatron.model.stack import ModelPlan, build_model, make_model
 from megatron.parallel.layout.layout import Layout

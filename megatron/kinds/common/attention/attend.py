@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from megatron.config.arithmetic.fused_attention import WIDEST
+from megatron.config.arithmetic.machine import WIDEST
 from megatron.parallel.fallback import Fallback, lower_backward_at_once
 from megatron.parallel.layout.precision import at_least_fp32, wide_type
 from megatron.parallel.layout.random import uniform

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from megatron.config.arithmetic.kernels import installed
+from megatron.config.arithmetic.machine import installed
 
 from ..documents import document_bounds
 from . import convolution

@@ -1,1 +1,0 @@
-"""Rules of options that only GPUs have."""
