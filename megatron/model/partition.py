@@ -110,5 +110,5 @@ def balanced(sizes: list[int], stages: int, first: int = 0, last: int = 0) -> li
 def rank_of(config: Config) -> list[int]:
     """The pipeline rank of each layer of [embedding, blocks..., head]."""
     bounds = stage_bounds(config)
-    homes = zip(ranks_of_stages(config.parallel), bounds, bounds[1:], strict=True)
+    homes = zip(ranks_of_stages(config.parallel), bounds[:-1], bounds[1:], strict=True)
     return [rank for rank, begin, end in homes for _ in range(begin, end)]
