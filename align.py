@@ -1,7 +1,6 @@
 """Reinforcement learning: `./deepy.py align.py a.yml b.yml key.path=value ...`. docs/reinforcement_learning.md."""
 
-from megatron.worker.job import guarded
-from megatron.worker.leaving import leave_process
+from megatron.worker.job import guarded, leave_process
 
 
 def main() -> int:

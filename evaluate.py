@@ -1,7 +1,6 @@
 """Score checkpoints on benchmark tasks: `./deepy.py evaluate.py a.yml --tasks arc_easy,lambada_openai`."""
 
-from megatron.worker.job import guarded
-from megatron.worker.leaving import leave_process
+from megatron.worker.job import guarded, leave_process
 
 
 def main() -> int:

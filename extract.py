@@ -1,7 +1,6 @@
 """Which training sequences a checkpoint can recite: `./deepy.py extract.py a.yml --steps 0:1000`."""
 
-from megatron.worker.job import guarded
-from megatron.worker.leaving import leave_process
+from megatron.worker.job import guarded, leave_process
 
 
 def main() -> int:

@@ -2,8 +2,7 @@
 
 import sys
 
-from megatron.worker.job import guarded
-from megatron.worker.leaving import leave_process
+from megatron.worker.job import guarded, leave_process
 
 
 def main() -> int:

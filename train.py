@@ -1,7 +1,6 @@
 """Train a model: `./deepy.py train.py a.yml b.yml key.path=value ...` (or `python train.py a.yml` on one process)."""
 
-from megatron.worker.job import guarded
-from megatron.worker.leaving import leave_process
+from megatron.worker.job import guarded, leave_process
 
 
 def main() -> int:

@@ -33,8 +33,11 @@ from typing import TYPE_CHECKING  # noqa: E402
 
 from megatron.config.problems import UserError  # noqa: E402
 from megatron.parallel.messages.curve import OPERATIONS  # noqa: E402
-from megatron.worker.job import guarded, read_job  # noqa: E402
-from megatron.worker.leaving import leave_process  # noqa: E402
+from megatron.worker.job import (  # noqa: E402
+    guarded,
+    leave_process,  # noqa: E402
+    read_job,
+)
 
 if TYPE_CHECKING:
     from megatron.config import Config

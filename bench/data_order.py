@@ -23,8 +23,7 @@ from bench.runner import Result
 from megatron.data.order.blend import Blend
 from megatron.data.order.cache import examine_once
 from megatron.data.order.pythia import PythiaOrder
-from megatron.data.token_file import TokenFile
-from megatron.data.token_writer import write_index
+from megatron.data.token_file import TokenFile, write_index
 
 T = TypeVar("T")
 

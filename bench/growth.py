@@ -27,14 +27,11 @@ import numpy as np
 from bench.runner import Result, grid
 from megatron.checkpoint import Solo
 from megatron.checkpoint.format import index_file
-from megatron.checkpoint.format.durable import new_file
+from megatron.checkpoint.format.durable import MANIFEST_NAME, META_NAME, new_file
 from megatron.checkpoint.format.fragment import FragmentSpec
-from megatron.checkpoint.format.hash_tree import HashTree
 from megatron.checkpoint.format.index import INDEX_NAME, Index
-from megatron.checkpoint.format.index_file import write_index
-from megatron.checkpoint.format.manifest import manifest_of, write_merged
-from megatron.checkpoint.format.meta import Meta
-from megatron.checkpoint.format.names import MANIFEST_NAME, META_NAME
+from megatron.checkpoint.format.index_file import HashTree, write_index
+from megatron.checkpoint.format.manifest import Meta, manifest_of, write_merged
 from megatron.checkpoint.format.rankfile import FileRecord
 from megatron.checkpoint.format.table import ROW, Vocabulary
 from megatron.checkpoint.read.read_plan import plan

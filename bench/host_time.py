@@ -19,7 +19,7 @@ from bench.step_times import round_of, seconds
 from megatron.config import Config, load
 from megatron.plan.devices import Device, HostTime
 from megatron.rehearsal.command import in_own_process
-from megatron.rehearsal.host_time import HostWork, whole, works
+from megatron.rehearsal.report import HostWork, whole, works
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMON = ["data.synthetic=copy", "data.train=null", "schedule.warmup_steps=1", "training.steps=64"]

@@ -21,7 +21,7 @@ from bench.runner import Result, grid
 from megatron.api import batches
 from megatron.api.analysis import OpenModel
 from megatron.config import Config, resolve
-from megatron.data.token_writer import TokenFileWriter
+from megatron.data.token_file import TokenFileWriter
 from megatron.engine.optimizers.groups import build_optimizer, set_learning_rate
 from megatron.parallel.layers.parameters import logical_of
 from megatron.report.figures import write_figure

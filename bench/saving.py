@@ -40,13 +40,13 @@ class Ways:
         return sum(each.data.numel() * each.data.element_size() for each in self.engine.state.fragments())
 
     def ours_save(self, where: Path) -> None:
-        from megatron.checkpoint.format.meta import Meta
+        from megatron.checkpoint.format.manifest import Meta
         from megatron.checkpoint.save.writer import save
 
         save(where, 1, self.engine.state.fragments(), Meta(1, optimizer=self.engine.state.counters()))
 
     def ours_resume(self, where: Path) -> None:
-        from megatron.checkpoint.format.names import step_name
+        from megatron.checkpoint.format.durable import step_name
         from megatron.checkpoint.read.reader import open_checkpoint
 
         open_checkpoint(where / step_name(1)).read_into(self.engine.state.targets())

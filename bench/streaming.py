@@ -23,7 +23,7 @@ from bench.runner import Result
 from bench.tokenize import write_corpus
 from megatron.config import resolve
 from megatron.data.loader import Loader, build_loader
-from megatron.data.token_writer import write_index
+from megatron.data.token_file import write_index
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -26,8 +26,7 @@ from megatron.data.corpus.encode import Treatment
 from megatron.data.corpus.inputs import find_inputs
 from megatron.data.corpus.job import TokenizeJob, run
 from megatron.data.corpus.registry import stdlib_texts
-from megatron.data.token_file import token_dtype
-from megatron.data.token_writer import TokenFileWriter
+from megatron.data.token_file import TokenFileWriter, token_dtype
 from megatron.data.tokenizer import build_tokenizer
 
 PEER = "a pool that encodes line by line"  # as GPT-NeoX's preprocess_data.py does

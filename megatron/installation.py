@@ -1,8 +1,10 @@
-"""Where the scripts, tools and configurations are, in a checkout of the repository and in an installed package."""
+"""Where scripts, tools and configurations are, in a checkout and in an installed package. A digest of the code."""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
+from functools import lru_cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
@@ -60,3 +62,19 @@ def _short(path: Path) -> str:
     """A path as one would type it from here."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+@lru_cache(maxsize=1)
+def code_version() -> str:
+    """SHA-256 of every Python file of the package and of the scripts next to it, at the time of the first call."""
+    return code_now()
+
+
+def code_now() -> str:
+    """SHA-256 of every Python file of the package and of the scripts next to it, with names."""
+    digest, top = hashlib.sha256(), root()
+    named = {path.name: path for path in top.glob("*.py")}
+    named |= {path.relative_to(PACKAGE.parent).as_posix(): path for path in PACKAGE.rglob("*.py")}
+    for name, path in sorted(named.items()):
+        digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()

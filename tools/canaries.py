@@ -56,7 +56,7 @@ def library() -> np.ndarray:
 
 def write_corpus(folder: Path, groups: dict[int, int], texts: int, seed: int = 0) -> Corpus:
     """Canaries and at least `texts` pieces of the standard library, which fill the last batch, in random order."""
-    from megatron.data.token_writer import TokenFileWriter
+    from megatron.data.token_file import TokenFileWriter
 
     draw = np.random.default_rng(seed)
     times = np.repeat(list(groups), list(groups.values()))
@@ -113,7 +113,7 @@ def train_and_extract(folder: Path, corpus: Corpus, objective: dict[str, Any], e
 
 def shares(corpus: Corpus, results: Path) -> dict[int, float]:
     """Share of canaries that a checkpoint recites, by number of occurrences."""
-    from megatron.evaluation.memorisation.table import batches
+    from megatron.evaluation.memorisation.summary import batches
 
     recited = np.zeros(len(corpus.times), bool)
     for batch in batches(results, ["document", "extractable"]):

@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.predict and len(options.results) < 2:
         parser.error("--predict needs at least two folders of results, and the last one is the truth")
-    from megatron.evaluation.memorisation.table import ResultError
+    from megatron.evaluation.memorisation.summary import ResultError
 
     try:
         found = _predictions(options.results) if options.predict else _summaries(options.results)

@@ -6,7 +6,7 @@ evaluations are omitted.
 
 import json
 
-from megatron.data.keyed import generator, key_of
+from megatron.data.hashing import generator, key_of
 from megatron.features.align.environments import addition, problem
 from megatron.features.align.problems import HELD_OUT
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint import Fragment, open_checkpoint
-from megatron.checkpoint.configuration import config_of
 from megatron.checkpoint.format.fragment import WEIGHT
+from megatron.checkpoint.read.reader import config_of
 from megatron.checkpoint.save.store import find_checkpoint
 from megatron.config import Config
 from megatron.data.batch import StepBatch

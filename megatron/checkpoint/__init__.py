@@ -3,7 +3,7 @@
 from .format.communicator import SOLO, Communicator, GroupCommunicator, Solo, StoreCommunicator
 from .format.errors import CheckpointError
 from .format.fragment import MASTER, WEIGHT, Fragment, FragmentSpec
-from .format.meta import Meta
+from .format.manifest import Meta
 from .read.reader import Checkpoint, open_checkpoint
 from .save.writer import save, write_tensors
 

@@ -31,10 +31,10 @@ from megatron.config.source.layers import Origin
 from megatron.config.source.yaml_source import parse
 from megatron.parallel.layout.shard import LogicalTensor
 
+from .format.container import load_tensors
 from .format.errors import CheckpointError, understanding
 from .format.fragment import MASTER, WEIGHT, FragmentSpec
-from .format.meta import Meta
-from .format.pickles import load_tensors
+from .format.manifest import Meta
 from .read.reader import Checkpoint
 from .save.writer import write_tensors
 
@@ -83,10 +83,8 @@ def made_universal(source: Path, out: Path, trust: bool) -> Iterator[Path]:
             yield Path(folder)
         return
     if not trust:
-        raise CheckpointError(
-            source,
-            "native files are pickles, which can run code when they are read: give --trust if you trust their source",
-        )
+        rule = "native files are pickles, which can run code when they are read: give --trust if you trust their source"
+        raise CheckpointError(source, rule)
     with tempfile.TemporaryDirectory(dir=out.resolve().parent, prefix=".universal-") as folder:
         command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
         command += ["--input_folder", str(source), "--output_folder", folder]

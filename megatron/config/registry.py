@@ -84,28 +84,28 @@ INSIDE: dict[str, dict[str, str]] = {
         "reward_model": "megatron.objectives.reward_model.options:OBJECTIVE",
     },
     SOURCE: {  # of samples that no order cuts from token files: megatron.data.contract
-        "copy": "megatron.data.synthetic:Copy",
+        "copy": "megatron.data.contract:Copy",
         "pairs": "megatron.data.preferences.pairs:Pairs",
-        "reward_pairs": "megatron.data.preferences.reward_pairs:RewardPairs",
-        "rated": "megatron.data.preferences.rated:Rated",
+        "reward_pairs": "megatron.data.preferences.pairs:RewardPairs",
+        "rated": "megatron.data.preferences.pairs:Rated",
         "rollouts": "megatron.features.align.rollouts:Rollouts",
     },
     HOOK: {  # in the order in which they act (megatron.training.hook)
-        "goodput": "megatron.training.hooks.goodput:GoodputHook",  # comes last: ends go backwards
+        "goodput": "megatron.training.hooks.ledger:GoodputHook",  # comes last: ends go backwards
         "summary": "megatron.training.hooks.summary:SummaryHook",
         "ledger": "megatron.training.hooks.ledger:LedgerHook",
         "guard": "megatron.training.hooks.guard:GuardHook",
-        "stop": "megatron.training.hooks.stop:StopHook",
+        "stop": "megatron.training.hooks.guard:StopHook",
         "profile": "megatron.training.hooks.profile:ProfileHook",
         "communication": "megatron.training.hooks.communication:CommunicationHook",
-        "prediction": "megatron.training.hooks.prediction:PredictionHook",
-        "lengths": "megatron.training.hooks.lengths:LengthsHook",
+        "prediction": "megatron.training.hooks.summary:PredictionHook",
+        "lengths": "megatron.training.hooks.log:LengthsHook",
         "log": "megatron.training.hooks.log:LogHook",
         "experts": "megatron.training.hooks.experts:DeadExpertsHook",
         "average": "megatron.training.hooks.average:AverageHook",
         "evaluate": "megatron.training.hooks.evaluate:EvaluateHook",
         "tasks": "megatron.evaluation.hook:TasksHook",
-        "probes": "megatron.evaluation.probes_hook:ProbesHook",
+        "probes": "megatron.evaluation.hook:ProbesHook",
         "samples": "megatron.training.hooks.samples:SamplesHook",
         "slow": "megatron.training.hooks.slow:SlowRanksHook",
         "levels": "megatron.training.hooks.levels:LevelsHook",
@@ -188,9 +188,9 @@ INSIDE: dict[str, dict[str, str]] = {
     # Checks of a script's own options before any rank starts: (words, config) -> a sentence for each mistake.
     "check": {
         "align": "megatron.features.align.check:before_start",
-        "evaluate": "megatron.evaluation.check:before_start",
-        "extract": "megatron.evaluation.memorisation.check:before_start",
-        "train": "megatron.evaluation.check:before_training",
+        "evaluate": "megatron.evaluation.arguments:before_start",
+        "extract": "megatron.evaluation.memorisation.arguments:before_start",
+        "train": "megatron.evaluation.arguments:before_training",
     },
     # The parser of a script's own options, whose help stands below the launcher's.
     "options": {

@@ -49,7 +49,6 @@ def _sources(report: dict[str, Any]) -> str:
 
 
 def _flow(report: dict[str, Any], entered: int, kept: int) -> str:
-    """How many documents are left after each stage."""
     rows, left = [_row(["stage", "removed", "left", ""], "th"), _row(["read", "", f"{entered:,}", _bar(1)])], entered
     for stage in report["stages"]:
         gone = sum(sum(sources.values()) for sources in report["removed"].get(stage, {}).values())

@@ -149,7 +149,6 @@ def _with_folder(value: Any, folder: str) -> Any:
 
 
 def _stages(given: list[Any], at: tuple, sources: list[str], where: Any) -> tuple[list[Stage], list[Problem]]:
-    """Checked stages of a list, and what is wrong with them."""
     stages, problems = list[Stage](), list[Problem]()
     for number, each in enumerate(given):
         found, wrong = _stage(each, number + 1, (*at, number), sources, where)

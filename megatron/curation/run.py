@@ -87,11 +87,8 @@ def _claim(folder: Folder, recipe: Recipe, shards: list[list[InputFile]]) -> Non
     names = {"recipe": "the recipe", "inputs": "the input files", "libraries": "the libraries"}
     for name, what in (names | {"files": "the files that stages read"}).items():
         if known.get(name) != state.get(name):
-            raise DataError(
-                folder.url,
-                f"it has the result of another run: {what} must be the same",
-                "name another output, or remove the folder",
-            )
+            rule = f"it has the result of another run: {what} must be the same"
+            raise DataError(folder.url, rule, "name another output, or remove the folder")
 
 
 def _read_by_stages(stages: Iterable[Stage]) -> list[str]:

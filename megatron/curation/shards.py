@@ -18,6 +18,7 @@ ENDINGS = {"jsonl": ".jsonl .ndjson", "parquet": ".parquet", "warc": ".warc .wet
 FORMATS = {ending: name for name, endings in ENDINGS.items() for ending in endings.split()}
 STDLIB = "{stdlib}"  # in a path: the folder of Python's standard library
 NO_FORMAT = "its ending stands for no format"
+STATES = ("ETag", "etag", "blob_id", "mtime", "LastModified", "updated")  # what changes with a file, by store
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 
 
@@ -80,16 +81,7 @@ def find_files(source: SourceSection) -> list[InputFile]:
         wanted = not source.endings or name.endswith(tuple(source.endings))
         if not wanted or set(folders) & set(source.skip) or entry["type"] == "directory":
             continue
-        state = str(
-            next(
-                (
-                    entry[each]
-                    for each in ("ETag", "etag", "blob_id", "mtime", "LastModified", "updated")
-                    if each in entry
-                ),
-                "",
-            )
-        )
+        state = str(next((entry[each] for each in STATES if each in entry), ""))
         problem = _unsafe(system, base, path, entry) or ("" if kind else NO_FORMAT)
         url = _shown(system.unstrip_protocol(path))
         found.append(InputFile(source.name, url, _shown(name), kind or "", int(entry["size"] or 0), state, problem))

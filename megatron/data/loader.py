@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import numpy as np
 import torch
 
+from megatron.config import Config
 from megatron.config.stages import stage_at
 
 from .batch import StepBatch
-from .block_checksums import DamagedTokens
 from .errors import DataError
 from .hashing import batch_hash, sample_hash
+from .manifest import DamagedTokens
 from .plan import SamplePlan, SyntheticPlan
 from .plan_builder import build_plan
 from .sample import Sample, documents_and_positions
 from .skipped_batches import LeftOut
-from .subsequences import cut_samples
-
-if TYPE_CHECKING:
-    from megatron.config import Config
 
 
 class Loader:
@@ -50,12 +47,11 @@ class Loader:
         """`length`: step -> tokens of the samples that its own are cut into. None keeps them whole."""
         per_pass = micro_batch_size * data_ranks
         if plan.batches.common % per_pass:
-            raise DataError(
-                "training.global_batch_size",
+            rule = (
                 f"{plan.batches} samples must be a multiple of micro_batch_size * data parallel "
-                f"size = {micro_batch_size} * {data_ranks}",
-                "change one of them",
+                f"size = {micro_batch_size} * {data_ranks}"
             )
+            raise DataError("training.global_batch_size", rule, "change one of them")
         self.plan, self.steps, self.left_out = plan, plan.steps, LeftOut()
         self._skipped, self.micro_batch_size = self.left_out, micro_batch_size
         self.data_rank, self.data_ranks, self._length = data_rank, data_ranks, length
@@ -176,3 +172,37 @@ def build_loader(
     if split == "train":
         loader.leave_out(LeftOut.given(config))
     return loader
+
+
+def cut_samples(batch: StepBatch, length: int, indices: np.ndarray) -> StepBatch:
+    """Cut each sample into pieces of `length` tokens, which become samples. Each label stays one label.
+
+    Piece k of sample n is sample n * pieces + k of the new batch. Its numbers, hashes, documents and positions are as
+    if the batch had been read with samples of this length. `indices` are the places of the samples in the global batch,
+    int64 [A, M].
+    """
+    pieces = batch.inputs.shape[-1] // length
+    if pieces == 1:
+        return batch
+    shape = (batch.tokens.shape[0], -1, length)
+
+    def parts(whole: torch.Tensor | None) -> torch.Tensor | None:
+        return None if whole is None else whole.reshape(shape)
+
+    tokens = batch.tokens.unfold(-1, length + 1, length).reshape(*shape[:2], length + 1)
+    numbers = (batch.sample_ids[..., None] * pieces + torch.arange(pieces)).flatten(1)
+    places = indices[..., None] * pieces + np.arange(pieces)
+    hashes = map(sample_hash, places.flatten().tolist(), tokens.flatten(0, 1).numpy())
+    documents, positions = parts(batch.documents), parts(batch.positions)
+    if documents is not None and positions is not None:
+        documents = documents - documents[..., :1]
+        positions = positions - positions[..., :1] * (documents == 0)
+    return replace(
+        batch,
+        tokens=tokens,
+        sample_ids=numbers,
+        hash=batch_hash(hashes),
+        loss_mask=parts(batch.loss_mask),
+        documents=documents,
+        positions=positions,
+    )

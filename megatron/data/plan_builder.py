@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from megatron.config import Config
 from megatron.config.arithmetic.batches import Batches, batches_of
 from megatron.config.arithmetic.epochs import tokens_read
 from megatron.config.parts import resolve_import
 from megatron.config.problems import UserError
 from megatron.config.registry import SOURCE
+from megatron.config.sections.data import SourceSection, SpanCorruptionSection, TokenizerSection
 from megatron.objectives.named import objective_of
 
 from .contract import SampleSource
 from .errors import DataError
 from .order.blend import Blend, normalised_weights, weights_by_documents
-from .order.span_corruption import Corruption
-from .plan import PlannedPhase, SamplePlan, SyntheticPlan
-from .sample import AssemblyOptions, Infilling
+from .plan import PlannedPhase, SamplePlan, SyntheticPlan, Targets
+from .sample import AssemblyOptions, Corruption, Infilling
 from .skipped_batches import reserve
 from .source import OrderedSource, OrderRequest, SourceFile
-from .targets import Targets
-
-if TYPE_CHECKING:
-    from megatron.config import Config
-    from megatron.config.sections.data import SourceSection, SpanCorruptionSection
+from .tokenizer import build_tokenizer
 
 
 def set_names(config: Config, split: str) -> list[str]:
@@ -103,7 +101,6 @@ class _Builder:
         return self._samples() * (self.config.training.steps // every + 1 if every else 1)
 
     def _samples(self) -> int:
-        """Samples of all steps to read, with the reserve."""
         return self.batches.before(self.requested[0]) + self.reserve * max(self.batches.sizes)
 
     def build(self) -> SamplePlan | SyntheticPlan:
@@ -155,7 +152,6 @@ class _Builder:
         return phases
 
     def _open(self, sections: list[SourceSection]) -> list[SourceFile]:
-        from .agreement import refuse_unlike_tokenizers
 
         opened = [self._source(section) for section in sections]
         for each in opened:
@@ -166,7 +162,7 @@ class _Builder:
     def _source(self, section: SourceSection) -> SourceFile:
         if section.stream is None:
             return SourceFile(section, self.data.cache, self._bounds(section))
-        from .stream.source import open_source
+        from .stream.tokens import open_source
 
         return open_source(section, self.config)
 
@@ -202,7 +198,6 @@ class _Builder:
         return [each.weight * float(size(each)) ** alpha for each in files]
 
     def _options(self, files: list[SourceFile]) -> AssemblyOptions:
-        from .agreement import end_of_document, token_ids
 
         data = self.data
         fim = data.fim if data.fim.rate > 0 and self.split == "train" else None
@@ -216,11 +211,8 @@ class _Builder:
             )
         if (fim or spans) and any(each.labels or each.document_weights is not None for each in files):
             key = "data.fim" if fim else "data.span_corruption"
-            raise DataError(
-                key,
-                "documents with label files or weights of their own cannot be reordered",
-                f"remove labels and document_weights, or set {key}.rate: 0",
-            )
+            rule = "documents with label files or weights of their own cannot be reordered"
+            raise DataError(key, rule, f"remove labels and document_weights, or set {key}.rate: 0")
         infilling = fim and Infilling(
             fim.rate,
             fim.suffix_first_rate,
@@ -243,7 +235,6 @@ class _Builder:
         )
 
     def _corruption(self, section: SpanCorruptionSection) -> Corruption:
-        from .agreement import token_ids
 
         names = [section.sentinel.replace("{}", str(number)) for number in range(section.sentinels)]
         key = "data.span_corruption.sentinel"
@@ -298,3 +289,65 @@ class _Builder:
             for place, each in enumerate(members):
                 taken[each] += blend.drawn(place, drawn)
         return phases
+
+
+_WITHOUT_FILES = ("bytes", "characters")
+
+
+def refuse_unlike_tokenizers(files: list[SourceFile], section: TokenizerSection) -> None:
+    """Refuse sources whose manifests name different tokenizers, or another than the run's.
+
+    Files without a manifest (of other programs) cannot be compared.
+    """
+    known = [(each.path, each.manifest.tokenizer) for each in files if each.manifest is not None]
+    for path, tokenizer in known[1:]:
+        if tokenizer["hash"] != known[0][1]["hash"]:
+            rule = (
+                f"it was made with the tokenizer {tokenizer['name']}, but {known[0][0]} "
+                f"with {known[0][1]['name']}, so their ids mean different texts"
+            )
+            raise DataError(path, rule, "tokenize both with one tokenizer")
+    if known and is_local(section):
+        own, (path, tokenizer) = build_tokenizer(section), known[0]
+        if own.hash != tokenizer["hash"]:
+            rule = f"it was made with the tokenizer {tokenizer['name']}, which is not the run's ({own.name})"
+            raise DataError(path, rule, "set tokenizer.path to the tokenizer that made the file")
+
+
+def is_local(section: TokenizerSection) -> bool:
+    """Whether the run's tokenizer is on this machine. It is not downloaded only to be compared."""
+    return section.type in _WITHOUT_FILES or (
+        section.type != "none" and section.path is not None and Path(section.path).exists()
+    )
+
+
+def end_of_document(files: list[SourceFile], section: TokenizerSection) -> int | None:
+    """The id of the end-of-document token: from the configuration, the manifests, or the tokenizer."""
+    if section.eod_id is not None:
+        return section.eod_id
+    for each in files:
+        if (
+            section.eod_token is None
+            and each.manifest is not None
+            and each.manifest.tokenizer.get("eod_id") is not None
+        ):
+            return each.manifest.tokenizer["eod_id"]
+    if section.type == "none" or (section.path is None and section.type not in _WITHOUT_FILES):
+        return None
+    return build_tokenizer(section).eod_id
+
+
+def token_ids(section: TokenizerSection, tokens: Sequence[str], key: str) -> tuple[int, ...]:
+    """The ids of special tokens of the run's tokenizer, one each.
+
+    Raises:
+        DataError: the tokenizer does not have one as a single token.
+    """
+    tokenizer, found = build_tokenizer(section), []
+    for token in tokens:
+        ids = tokenizer.encode(token)
+        if len(ids) != 1:
+            rule = f"the run's tokenizer has no token {token!r}"
+            raise DataError(key, rule, "name one of its special tokens, or add it when training it")
+        found += ids
+    return tuple(found)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from megatron.config import Config
 from megatron.config.stages import stage_at
 
 from .corpus.files import read_origin
@@ -23,9 +24,6 @@ from .plan import SyntheticPlan
 from .plan_builder import build_plan
 from .skipped_batches import LeftOut
 from .token_file import TokenFile
-
-if TYPE_CHECKING:
-    from megatron.config import Config
 
 
 def run_config(run: str | os.PathLike) -> Config:
@@ -89,11 +87,8 @@ class Origins:
     def __init__(self, file: TokenFile):
         self.table, self.manifest = read_origin(file.prefix), read_manifest(file.prefix)
         if self.table is not None and len(self.table) != len(file):
-            raise DataError(
-                file.prefix,
-                f"its table of origins has {len(self.table)} documents, the index {len(file)}",
-                "make the pair again, or remove the table",
-            )
+            rule = f"its table of origins has {len(self.table)} documents, the index {len(file)}"
+            raise DataError(file.prefix, rule, "make the pair again, or remove the table")
 
     def of(self, document: int) -> dict[str, Any]:
         """The origin's fields of a `TextPiece`. Empty if unknown."""
@@ -142,11 +137,8 @@ class Provenance:
                 "--step", f"there is no step {step} of {self.plan.steps}", f"give 0 ... {self.plan.steps - 1}"
             )
         if rank is not None and not 0 <= rank < self.data_ranks:
-            raise DataError(
-                "--rank",
-                f"there is no data parallel rank {rank} of {self.data_ranks}",
-                f"give 0 ... {self.data_ranks - 1}",
-            )
+            rule = f"there is no data parallel rank {rank} of {self.data_ranks}"
+            raise DataError("--rank", rule, f"give 0 ... {self.data_ranks - 1}")
         micro, (pieces, length) = self.config.training.micro_batch_size, self._cut(step)
         found = []
         for index in range(self.plan.batches.size(step)):
@@ -201,11 +193,8 @@ class Provenance:
         found = [source.index for source in self.plan.sources if source.name == name or str(source.file.prefix) == name]
         if len(found) != 1:
             names = ", ".join(source.name for source in self.plan.sources)
-            raise DataError(
-                "--document",
-                f"{len(found)} sources are called {name!r}, and there are {names}",
-                "give the path of the token file",
-            )
+            rule = f"{len(found)} sources are called {name!r}, and there are {names}"
+            raise DataError("--document", rule, "give the path of the token file")
         return found[0]
 
     def seen(self, source: int, document: int, start: int = 0, length: int | None = None) -> list[tuple[int, int]]:

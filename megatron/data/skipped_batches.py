@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from megatron.config import Config
 from megatron.config.arithmetic.batches import Batches
 from megatron.config.features.feature import wanted_features
-
-if TYPE_CHECKING:
-    from megatron.config import Config
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 from zipfile import BadZipFile
 
 import numpy as np
 
-from .block_checksums import BlockChecksums, DamagedTokens
+from megatron.config.sections.data import SourceSection
+
 from .errors import DataError
 from .hashing import content_hash
-from .manifest import Manifest, read_manifest
+from .manifest import BlockChecksums, DamagedTokens, Manifest, read_manifest
 from .order.cache import examine_once
 from .order.order import Order, SequentialOrder, StreamOrder, TokenRange, WindowOrder
 from .order.overflow import OverflowOrder
@@ -21,9 +22,6 @@ from .order.packing import PackedOrder
 from .order.pythia import PythiaOrder
 from .sample import IGNORED, AssemblyOptions, Sample, assemble
 from .token_file import TokenFile
-
-if TYPE_CHECKING:
-    from megatron.config.sections.data import SourceSection
 
 PIECE = 1 << 24  # weights that are checked together
 
@@ -64,11 +62,9 @@ class SourceFile:
             self.document_weights = read_document_weights(section.document_weights, self.file)
         self.labels = TokenFile(section.labels) if section.labels else None
         if self.labels and not np.array_equal(self.labels.sizes, self.file.sizes):
-            raise DataError(
-                section.labels,
-                f"its documents must have the sizes of the documents of {section.path}",
-                "make the label file together with the token file, document by document",
-            )
+            rule = f"its documents must have the sizes of the documents of {section.path}"
+            fix = "make the label file together with the token file, document by document"
+            raise DataError(section.labels, rule, fix)
 
         self.label_checksums = _checksums(self.labels, read_manifest(self.labels.prefix)) if self.labels else None
 
@@ -112,11 +108,9 @@ class SourceFile:
             largest = self.manifest.largest
         smallest = self.facts["smallest"] or 0
         if largest is not None and (largest >= vocabulary or smallest < 0):
-            raise DataError(
-                self.file.bin_path,
-                f"it has ids {smallest} ... {largest}, but model.vocab_size is {vocabulary}",
-                "use the tokenizer that the file was made with, and its vocabulary size",
-            )
+            rule = f"it has ids {smallest} ... {largest}, but model.vocab_size is {vocabulary}"
+            fix = "use the tokenizer that the file was made with, and its vocabulary size"
+            raise DataError(self.file.bin_path, rule, fix)
 
     def order(self, request: OrderRequest, samples: int | None, epochs: int | None) -> Order:
         """The order of its samples. pythia needs the number of samples, or epochs, that will be read."""
@@ -124,11 +118,8 @@ class SourceFile:
         known = {"fingerprint": self.facts["fingerprint"], "cache": request.cache}
         if request.packing in ("best_fit", "unpacked"):
             if request.kind in ("pythia", "window"):
-                raise DataError(
-                    "data.packing",
-                    f"{request.packing} packs whole documents, and the {request.kind} order cuts them",
-                    "use data.order: stream (shuffled) or sequential",
-                )
+                rule = f"{request.packing} packs whole documents, and the {request.kind} order cuts them"
+                raise DataError("data.packing", rule, "use data.order: stream (shuffled) or sequential")
             apart = request.packing == "unpacked"
             drawn = request.seed if request.kind == "stream" else None
             return PackedOrder(*where, drawn, apart=apart, drop_long=request.drop_long, **known)
@@ -207,11 +198,9 @@ class OrderedSource:
         made = assemble(pieces, options, number, targets, counts)
         low, high = int(made.tokens.min()), int(made.tokens.max())
         if low < 0 or high >= self.vocabulary:
-            raise DataError(
-                self.file.bin_path,
-                f"sample {number} has ids {low} ... {high}, but model.vocab_size is {self.vocabulary}",
-                "use the tokenizer that the file was made with, and its vocabulary size",
-            )
+            rule = f"sample {number} has ids {low} ... {high}, but model.vocab_size is {self.vocabulary}"
+            fix = "use the tokenizer that the file was made with, and its vocabulary size"
+            raise DataError(self.file.bin_path, rule, fix)
         lead = None if options.reorders else self._lead(spans[0], options)
         return Sample(made.tokens, made.weights, made.begins, self.index, spans, lead)
 
@@ -234,15 +223,11 @@ class OrderedSource:
         return weights if targets is None else weights * targets
 
     def _labelled(self, spans: tuple[TokenRange, ...]) -> np.ndarray | None:
-        """Which tokens are targets in the label file. None without one."""
         if self.opened.labels is None:
             return None
         labels = np.concatenate([self.opened.labels.read(*span) for span in spans])
         tokens = np.concatenate([self.file.read(*span) for span in spans])
         if (wrong := (labels != IGNORED) & (labels != tokens)).any():
-            raise DataError(
-                self.opened.labels.bin_path,
-                f"a label ({labels[wrong][0]}) is neither {IGNORED} nor its token ({tokens[wrong][0]})",
-                "make the label file from the same tokens",
-            )
+            rule = f"a label ({labels[wrong][0]}) is neither {IGNORED} nor its token ({tokens[wrong][0]})"
+            raise DataError(self.opened.labels.bin_path, rule, "make the label file from the same tokens")
         return labels != IGNORED

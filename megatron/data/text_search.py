@@ -184,7 +184,6 @@ def tokens_of(tokenizer: Tokenizer, ids: list[int], begin: int, end: int) -> tup
 
 
 def _least(high: int, reached: Callable[[int], bool]) -> int:
-    """The least count below `high` from which `reached` holds, or `high`."""
     low = 0
     while low < high:
         middle = (low + high) // 2

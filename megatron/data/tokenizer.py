@@ -4,17 +4,60 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import socket
+import threading
+import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from urllib.parse import urlsplit
 
 from megatron.config.file_access import read_json
+from megatron.config.sections.data import TokenizerSection
 
 from .errors import DataError
 
-if TYPE_CHECKING:
-    from megatron.config.sections.data import TokenizerSection
+PATIENCE = 2.5  # seconds for an answer to a connection. The library's own variable replaces it
+
+
+def unreachable(endpoint: str) -> str | None:
+    """Why a server cannot be reached, or None if it, or the proxy on the way to it, accepts a connection.
+
+    Args:
+        endpoint: its URL.
+    """
+    parts = urlsplit(endpoint)
+    host, port = parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443)
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if proxy and not urllib.request.proxy_bypass(host):
+        way = urlsplit(proxy if "//" in proxy else f"//{proxy}")
+        host, port = way.hostname or "", way.port or (443 if way.scheme == "https" else 80)
+    patience = _number(os.environ.get("HF_HUB_ETAG_TIMEOUT")) or PATIENCE
+    outcome: list[str | None] = []
+
+    def call() -> None:
+        try:
+            socket.create_connection((host, port), patience).close()
+            outcome.append(None)
+        except OSError as error:
+            outcome.append(f"{host} cannot be reached ({error.strerror or error})")
+
+    thread = threading.Thread(target=call, daemon=True)  # looking up a name has no time limit of its own
+    thread.start()
+    thread.join(patience)
+    late = f"{host} does not answer within {patience:g} seconds (HF_HUB_ETAG_TIMEOUT gives it more)"
+    return outcome[0] if outcome else late
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return float(text) if text else None
+    except ValueError:
+        return None
+
 
 # Tokens that end a document in published vocabularies, searched in this order.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
@@ -172,11 +215,8 @@ class TiktokenTokenizer(Tokenizer):
         import tiktoken
 
         if name not in tiktoken.list_encoding_names():
-            raise DataError(
-                "tokenizer.path",
-                f"tiktoken has no encoding {name!r}",
-                f"one of {', '.join(tiktoken.list_encoding_names())}",
-            )
+            rule = f"tiktoken has no encoding {name!r}"
+            raise DataError("tokenizer.path", rule, f"one of {', '.join(tiktoken.list_encoding_names())}")
         self.encoding = tiktoken.get_encoding(name)
         self.name, self.size = name, self.encoding.n_vocab
         special = self.encoding._special_tokens
@@ -275,11 +315,8 @@ def build_tokenizer(section: TokenizerSection) -> Tokenizer:
     tokenizer = _BUILDERS[section.type](section)
     if section.eod_id is not None:
         if section.eod_id >= tokenizer.size:
-            raise DataError(
-                "tokenizer.eod_id",
-                f"{section.eod_id} is no id: {tokenizer.name} has {tokenizer.size}",
-                "give a smaller id",
-            )
+            rule = f"{section.eod_id} is no id: {tokenizer.name} has {tokenizer.size}"
+            raise DataError("tokenizer.eod_id", rule, "give a smaller id")
         tokenizer.eod_id = section.eod_id
     return tokenizer
 
@@ -347,18 +384,14 @@ def _huggingface(section: TokenizerSection) -> Tokenizer:
 def _from_hub(name: str, file: str) -> Path:
     from huggingface_hub import constants, hf_hub_download
 
-    from .hub import unreachable
-
     missing = None if constants.HF_HUB_OFFLINE else unreachable(constants.ENDPOINT)
     try:
         return Path(hf_hub_download(name, file, endpoint=constants.ENDPOINT, local_files_only=bool(missing)))
     except (OSError, ValueError) as error:
         if missing:
-            raise DataError(
-                name,
-                f"it is no local file, it is not in the hub's local cache, and {missing}",
-                "give the path of a tokenizer.json, or fetch it where there is a network and take HF_HOME along",
-            ) from error
+            rule = f"it is no local file, it is not in the hub's local cache, and {missing}"
+            fix = "give the path of a tokenizer.json, or fetch it where there is a network and take HF_HOME along"
+            raise DataError(name, rule, fix) from error
         raise DataError(
             name, f"it is neither a local file nor a tokenizer on the hub ({error})", "correct tokenizer.path"
         ) from error

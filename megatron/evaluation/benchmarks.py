@@ -36,15 +36,9 @@ def _arc(rows: Rows) -> Rows:
         document = row["doc"]
         question = document["query"].removeprefix("Question: ").removesuffix("\nAnswer:")
         labels = [chr(ord("A") + at) for at in range(len(document["choices"]))]
-        found.setdefault(
-            document["id"],
-            {
-                "id": document["id"],
-                "question": question,
-                "choices": {"text": document["choices"], "label": labels},
-                "answerKey": labels[document["gold"]],
-            },
-        )
+        choices = {"text": document["choices"], "label": labels}
+        made = {"id": document["id"], "question": question, "choices": choices, "answerKey": labels[document["gold"]]}
+        found.setdefault(document["id"], made)
     return list(found.values())
 
 
@@ -77,25 +71,15 @@ def _arrow(task: str, documents: int, folder: str, **changes: Any) -> Benchmark:
     return Benchmark(task, documents, "validation", arrow=(folder, {"validation": "validation"}), changes=changes)
 
 
+def _made_of(task: str, documents: int, folder: str, rows: Callable[[Rows], Rows]) -> Benchmark:
+    return Benchmark(task, documents, "test", requests=(folder, rows), changes={"fewshot_split": "test"})
+
+
 BENCHMARKS = {
-    "arc_challenge": Benchmark(
-        "arc/arc_challenge.yaml",
-        1172,
-        "test",
-        requests=("arc_challenge/test_rc_5shot", _arc),
-        changes={"fewshot_split": "test"},
-    ),
-    "arc_easy": Benchmark(
-        "arc/arc_easy.yaml", 2376, "test", requests=("arc_easy/test_rc_5shot", _arc), changes={"fewshot_split": "test"}
-    ),
+    "arc_challenge": _made_of("arc/arc_challenge.yaml", 1172, "arc_challenge/test_rc_5shot", _arc),
+    "arc_easy": _made_of("arc/arc_easy.yaml", 2376, "arc_easy/test_rc_5shot", _arc),
     "hellaswag": _arrow("hellaswag/hellaswag.yaml", 10042, "hellaswag/none"),
-    "lambada_openai": Benchmark(
-        "lambada/lambada_openai.yaml",
-        5153,
-        "test",
-        requests=("lambada/bpb_0shot", _lambada),
-        changes={"fewshot_split": "test"},
-    ),
+    "lambada_openai": _made_of("lambada/lambada_openai.yaml", 5153, "lambada/bpb_0shot", _lambada),
     "openbookqa_validation": _arrow("openbookqa/openbookqa.yaml", 500, "openbookqa/main", test_split=None),
     "piqa": _arrow("piqa/piqa.yaml", 1838, "piqa/plain_text"),
     "sciq_validation": _arrow("sciq/sciq.yaml", 1000, "sciq/none", test_split=None),

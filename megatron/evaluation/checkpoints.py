@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.checkpoint import CheckpointError
+from megatron.checkpoint.format.communicator import from_rank_0
 from megatron.checkpoint.save.store import Store, find_checkpoint
 from megatron.config import Config
 from megatron.training.start.fetch import local_path
@@ -23,13 +24,9 @@ def named_checkpoints(config: Config, world: World, named: str | None, every: bo
     Raises:
         CheckpointError: there is none.
     """
-    answer: list[list[str] | str | None] | None = None
-    if world.communicator.rank == 0:
-        try:
-            answer = [[str(each) for each in _found(config, named, every)], None]
-        except (CheckpointError, OSError) as error:
-            answer = [None, str(error)]
-    paths, failure = world.communicator.broadcast(answer)
+    paths, failure = from_rank_0(
+        world.communicator, lambda: [*map(str, _found(config, named, every))], CheckpointError, OSError
+    )
     if failure:
         raise CheckpointError(config.checkpoint.dir, failure)
     return [Path(local_path(each, folder, world.communicator)) for each in paths]

@@ -22,11 +22,9 @@ from megatron.training.world import World, joined
 from megatron.worker.job import read_job
 from megatron.worker.place import StartError
 
-from . import results
-from .arguments import OptionError, Options, parse
-from .check import before_start
+from . import harness
+from .arguments import OptionError, Options, before_start, parse, tokenizer_problems
 from .checkpoints import named_checkpoints
-from .foreign import tokenizer_problems
 from .harness import run_tasks
 from .needles import needles, table, write
 from .select import TaskError
@@ -144,8 +142,7 @@ def _file(config: Config, path: Path) -> Path:
 
 
 def _done(config: Config, options: Options, path: Path) -> bool:
-    """Whether a checkpoint has results with the same facts."""
-    found = results.read(_file(config, path))
+    found = harness.read(_file(config, path))
     return found is not None and found.get("config", {}).get("model_args") == facts(
         config, open_checkpoint(path, verify="sizes"), options
     )
@@ -155,8 +152,8 @@ def _report(
     config: Config, options: Options, found: dict[str, Any], checkpoint: Checkpoint, log: Callable[[str], Any]
 ) -> None:
     file = options.output or _file(config, checkpoint.path)
-    results.write(file, found)
-    print(results.text(found) if options.as_json else f"{results.table(found)}\n", flush=True)
+    harness.write(file, found)
+    print(harness.text(found) if options.as_json else f"{harness.table(found)}\n", flush=True)
     asked = {request.name: request.few_shot for request in options.requests}
     if names := [name for name, shots in asked.items() if shots and found.get("n-shot", {}).get(name) == 0]:
         log(f"no examples before questions of {', '.join(names)}: the task's file says num_fewshot: 0")
@@ -164,14 +161,13 @@ def _report(
 
 
 def _draw(folder: Path, log: Callable[[str], Any]) -> None:
-    """Every metric over the steps, in one picture per run."""
     series: dict[str, list[tuple[float, float]]] = {}
     for file in sorted(folder.glob("*.json")):
-        found = results.read(file)
+        found = harness.read(file)
         if found is None or file.name.endswith(NEEDLES):
             continue
         step = found["config"]["model_args"]["step"]
-        for task, values in results.numbers(found).items():
+        for task, values in harness.numbers(found).items():
             name = next(
                 (metric for metric in ("acc_norm", "acc", "exact_match", "bits_per_byte") if metric in values), ""
             )

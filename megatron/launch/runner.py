@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from megatron.config.problems import UserError
 from megatron.config.registry import RUNNER, Registry, RegistryError
-from megatron.worker.code_version import root
+from megatron.installation import root
 
 from .wire.connection import Command
 from .wire.specification import Host, Specification

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron.config.problems import counted
+from megatron.installation import code_now
 from megatron.worker import devices, network
-from megatron.worker.code_version import code_now
 from megatron.worker.job import CONFIG_ERROR, CORRUPT, RERUN
 from megatron.worker.writer_lock import holder
 

@@ -47,8 +47,7 @@ def main(argv: Sequence[str]) -> int:
     except UserError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    from .host_time import step_seconds, works
-    from .report import document, text
+    from .report import document, step_seconds, text, works
 
     gpu = (config.launch.device if device is None else device.name) != "cpu"
     seen = {rank: in_own_process(config, options.ranks, rank, gpu=gpu) for rank in ranks}
@@ -117,7 +116,6 @@ def _ranks(given: str | None, config: Config, layout: Layout) -> list[int]:
 
 
 def _refuse(config: Config) -> None:
-    """Refuse runs that cannot be rehearsed."""
     if config.model.vocab_size is None:
         rule = "must be known: the tokenizer, which would say it, cannot be read here"
         raise ConfigError([Problem("model.vocab_size", rule, "give the number: model.vocab_size=50304", None)])

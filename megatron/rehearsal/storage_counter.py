@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from megatron.engine.parts import TEACHER as TEACHER_PART
 
 
 def grouped_product_flops(a: Tensor, b: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
@@ -90,7 +91,6 @@ class StorageCounter(TorchDispatchMode):
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], Allocation]] = {}
         self._present: list[Allocation] = []  # at the peak, and freed since
         self._later: set[int] = set()  # keys of what was made after the peak
-        self._part = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # where a tensor is: no operation, and most of what is asked
@@ -122,15 +122,6 @@ class StorageCounter(TorchDispatchMode):
         found = self._known.get(tensor.untyped_storage()._cdata)
         return found[1].part if found else None
 
-    @contextmanager
-    def making(self, part: str) -> Iterator[None]:
-        """Mark all storages made inside with this purpose."""
-        before, self._part = self._part, part
-        try:
-            yield
-        finally:
-            self._part = before
-
     def repetition(self) -> Repetition:
         """All counts, so that other calls can be counted without running them."""
         sizes = tuple(each.size for each in self.at_peak())
@@ -144,7 +135,7 @@ class StorageCounter(TorchDispatchMode):
             self.flops[place] = self.flops.get(place, 0) + done.flops
         if most > self.peak:
             self.peak, self.at = most, Moment(place, done.operation)
-            self._present = [Allocation(size, place, self._part) for size in done.sizes]
+            self._present = [Allocation(size, place) for size in done.sizes]
             self._later.clear()
 
     def at_peak(self) -> list[Allocation]:
@@ -176,7 +167,7 @@ class StorageCounter(TorchDispatchMode):
             if found[1].size == size:
                 return
             self._gone(key, found[1])  # it was resized
-        allocation = Allocation(size, self.place(), self._part)
+        allocation = Allocation(size, self.place())
         self._known[key] = weakref.ref(storage, lambda _: self._gone(key, allocation)), allocation
         self._later.add(key)
         self.live += size
@@ -192,3 +183,82 @@ class StorageCounter(TorchDispatchMode):
             self._later.discard(key)
         else:
             self._present.append(allocation)
+
+
+WEIGHTS, GRADIENTS, MASTERS, MOMENTS = "weights", "gradients", "masters", "moments"
+GATHERED, BUCKETS, BUFFERS, TEACHER = "gathered weights", "buckets", "buffers", "teacher"
+
+# Words in the names of DeepSpeed's attributes, and what such tensors are for. The first that fits counts.
+_WORDS = (
+    ("ipg", BUCKETS),
+    ("bucket", BUCKETS),
+    ("temp_grad", BUCKETS),
+    ("grad", GRADIENTS),
+    ("single_partition", MASTERS),
+    ("fp32", MASTERS),
+    ("bit16", WEIGHTS),
+    ("fp16", WEIGHTS),
+    ("bf16", WEIGHTS),
+)
+
+
+def mark_states(ledger: StorageCounter, engine: Any) -> None:
+    """Mark the purpose of an engine's tensors in the ledger. Called again after each step, since some are made late.
+
+    Args:
+        engine: a `BaseEngine`.
+    """
+    zero = engine.deepspeed.optimizer
+    for name, tensor in _reachable(vars(zero)) if hasattr(zero, "__dict__") else ():
+        part = next((part for word, part in _WORDS if word in name.lower()), None)
+        if part and not ledger.part_of(tensor):
+            ledger.mark(tensor, part)
+    for group in engine.optimizer.param_groups:
+        for tensor in group["params"]:
+            ledger.mark(tensor, MASTERS)
+            for value in engine.optimizer.state.get(tensor, {}).values():
+                if isinstance(value, Tensor):
+                    ledger.mark(value, MOMENTS)
+    module: nn.Module = engine.deepspeed.module
+    for parameter in module.parameters():
+        for weight in (parameter, getattr(parameter, "ds_tensor", None)):
+            if weight is not None:
+                ledger.mark(weight, WEIGHTS)
+    teacher = engine.parts.get(TEACHER_PART)
+    if teacher is not None:
+        for weight in teacher.model.parameters():
+            ledger.mark(weight, TEACHER)
+    for buffer in (*module.buffers(), *engine.state.buffers):
+        ledger.mark(buffer, BUFFERS)
+
+
+def watch_gradients(ledger: StorageCounter, engine: Any) -> None:
+    """Mark each gradient as soon as it exists."""
+
+    def mark(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            ledger.mark(parameter.grad, GRADIENTS)
+
+    for parameter in engine.deepspeed.module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(mark)
+
+
+def _reachable(values: dict[str, Any], depth: int = 3) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in attributes and in their lists and dictionaries, with the attribute's name."""
+    for name, value in values.items():
+        yield from ((name, tensor) for tensor in _tensors(value, depth))
+
+
+def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each, depth - 1)
+    elif depth and isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each, depth - 1)
+    elif depth and type(value).__module__.startswith("deepspeed") and type(value).__name__ == "IPGBucket":
+        for each in vars(value).values():
+            yield from _tensors(each, depth - 1)

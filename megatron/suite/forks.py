@@ -127,7 +127,7 @@ def make(fork: Fork, trunk: Path, folder: Path) -> bool:
     Raises:
         CheckpointError, OSError, UserError: the checkpoint or the trunk's files cannot be read.
     """
-    from megatron.checkpoint.format.names import step_of
+    from megatron.checkpoint.format.durable import step_of
     from megatron.checkpoint.save.store import Store
     from megatron.training.start import fork as branches
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from megatron.config import Config
+from megatron.data.plan import Targets
 from megatron.data.sample import Sample
-from megatron.data.targets import Targets
 from megatron.objectives.named import objective_of
 from megatron.parallel.layout.shard import LogicalTensor
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.checkpoint.format.communicator import from_rank_0
 from megatron.config import Config
 from megatron.config.arithmetic.algorithm_table import OTHER, AlgorithmTable, table_of
 from megatron.parallel.transport.routes import Router, Routes, groups_of
@@ -125,20 +126,19 @@ def chosen_algorithms(config: Config, world: World, log: Callable[[str], Any]) -
 
 def _read(path: str, world: World) -> AlgorithmTable:
     """Read by rank 0, so that all ranks have the same table."""
-    found: dict[str, str] = {}
-    if world.is_main:
-        try:
-            found["text"] = Path(path).read_text(encoding="utf-8")
-            table_of(found["text"])
-        except (OSError, ValueError) as error:
-            found["error"] = str(error)
-    found = world.communicator.broadcast(found)
-    if "error" in found:
+
+    def read() -> str:
+        text = Path(path).read_text(encoding="utf-8")
+        table_of(text)
+        return text
+
+    text, failure = from_rank_0(world.communicator, read, OSError, ValueError)
+    if failure:
         raise StartError(
-            f"parallel.communication.table: {path} must be a machine.yml with algorithms ({found['error']}). "
+            f"parallel.communication.table: {path} must be a machine.yml with algorithms ({failure}). "
             "Fix: make one with bench/communication.py --tune"
         )
-    return table_of(found["text"])
+    return table_of(text)
 
 
 def described(table: AlgorithmTable, router: Router) -> Iterator[str]:

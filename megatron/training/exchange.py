@@ -248,5 +248,4 @@ def weighted(loss: Number, tokens: Number) -> tuple[Number, Number]:
 
 
 def _read(value: Number) -> float:
-    """A number that is on the host."""
     return value.item() if isinstance(value, torch.Tensor) else float(value)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron.checkpoint import Fragment, Meta
 from megatron.checkpoint.levels import Levels
-from megatron.checkpoint.save.finite import non_finite
 from megatron.checkpoint.save.saver import Saver
+from megatron.checkpoint.save.writer import non_finite
 from megatron.config import Config
 from megatron.config.sections.output import SampleOptions
 from megatron.data.batch import StepBatch

@@ -14,16 +14,15 @@ import torch
 
 from megatron.checkpoint import CheckpointError
 from megatron.checkpoint.levels import Levels
-from megatron.checkpoint.save.copies import Copies
-from megatron.checkpoint.save.finite import non_finite
-from megatron.checkpoint.save.lock import sole_writer
-from megatron.checkpoint.save.saver import Saver
+from megatron.checkpoint.save.saver import Copies, Saver
+from megatron.checkpoint.save.store import sole_writer
+from megatron.checkpoint.save.writer import non_finite
 from megatron.config import Config
 from megatron.config.file_access import replace_file
 from megatron.config.problems import counted
 from megatron.config.stages import as_stage, stage_at, stages_of
-from megatron.data.block_checksums import NO_CHECKSUMS
 from megatron.data.loader import Loader, build_loader
+from megatron.data.manifest import NO_CHECKSUMS
 from megatron.data.plan_builder import set_names
 from megatron.engine.engine import PlainEngine, build_engine
 from megatron.engine.parts.teacher import Teacher
@@ -47,11 +46,10 @@ from .hook import HookContext, ValidationSet
 from .hooks import hooks_of
 from .hooks.log import device_name
 from .sampler import sampler
+from .start.fetch import copies_of
 from .start.resume import StartPoint, contents, find, load, tokens_read
-from .start.resume_check import check_loss, with_proof
-from .start.same_run import data_changes
-from .start.uploads import copies_of
-from .start.vocabulary import INITIAL
+from .start.same_run import check_loss, data_changes, with_proof
+from .start.upcycle import INITIAL
 from .trainer import Outcome, Trainer
 from .world import World, joined
 
@@ -162,7 +160,6 @@ def predicted(config: Config, place: WorkerEnvironment, world: World) -> Predict
 
 
 def _describe_model(config: Config, world: World, log: Callable[[str], Any]) -> None:
-    """Log the model, its layout and its kernels."""
     layout = world.mesh.layout
     context = f"{'folded' if layout.shares_rows else 'context'} {layout.context}, " if layout.context > 1 else ""
     log(
@@ -207,7 +204,6 @@ def _train(
     prediction: Prediction | None,
     levels: Levels | None,
 ) -> Outcome:
-    """Train from the start of a run, or from the point that it has returned to."""
     first = source.checkpoint.step if source.checkpoint else 0
     sinks, ledger = open_run(config, rank=world.mesh.rank, start=first, settings=config.model_dump(mode="json"))
     copies = copies_of(Path(config.run.dir) / "ledger.jsonl", ledger) if ledger is not None else Copies()
@@ -296,7 +292,6 @@ def _validation_sets(config: Config, world: World) -> list[ValidationSet]:
 
 
 def _describe_data(loader: Loader, log: Callable[[str], Any]) -> None:
-    """Log what the run will read of each source."""
     for use in loader.plan.uses():
         passes = f"{use.epochs:.3g} epochs of {use.available:,}" if use.available else "of a stream"
         log(f"data: {use.name}: {use.tokens:,} tokens, {passes} ({use.order})")

@@ -65,7 +65,6 @@ def _warmup(config: Config, length: int) -> float:
 
 
 def _tokens_read(config: Config) -> Callable[[int], int]:
-    """The tokens that n steps of the schedule have read."""
     start, batches, length = config.schedule.start, batches_of(config), config.training.sequence_length
     return lambda n: (batches.before(start + n) - batches.before(start)) * length
 
@@ -180,7 +179,6 @@ def _fall(shape: str, share: float, peak: float, options: ScheduleSection) -> fl
 
 
 def _share(n: float, span: SchedulePeriods) -> float:
-    """Share of the time after the warmup that has passed."""
     return (n - span.warmup) / max(span.length - span.warmup, 1e-9)
 
 

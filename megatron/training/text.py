@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint import Fragment, open_checkpoint
-from megatron.checkpoint.configuration import config_of
 from megatron.checkpoint.format.errors import CheckpointError
 from megatron.checkpoint.format.fragment import WEIGHT
+from megatron.checkpoint.read.reader import config_of
 from megatron.checkpoint.save.store import find_checkpoint
 from megatron.config import Config
 from megatron.config.admitted import add_flag

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron.checkpoint.format.durable import step_name
 from megatron.checkpoint.format.fragment import MASTER
-from megatron.checkpoint.format.names import step_name
 from megatron.engine.replicas import named_pieces
 from megatron.engine.state import EngineState
 from megatron.training.hook import Hook

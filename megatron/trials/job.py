@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.format.names import step_name, step_of
+from megatron.checkpoint.format.durable import step_name, step_of
 from megatron.installation import root
 from megatron.report.jsonl import read_lines
 

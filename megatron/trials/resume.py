@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint.read.compare import compare_tensors
+from megatron.checkpoint.read.logical import compare_tensors
 from megatron.checkpoint.read.reader import open_checkpoint
 from megatron.config import Config, ConfigError, load
 from megatron.config.problems import counted

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from . import fabric
-from .code_version import code_version
+from megatron.installation import code_version
+
+from . import devices
 from .network import free_port, interface_towards
-from .slurm_nodes import expand
 
 
 class LaunchError(RuntimeError):
@@ -56,7 +57,7 @@ class WorkerEnvironment:
         """The place as the environment variables that torch.distributed and DeepSpeed read. Set them before init."""
         network = {"GLOO_SOCKET_IFNAME": self.interface} if self.interface else {}
         return {
-            **(fabric.defaults(os.environ) if self.starter != "agent" else {}),  # the agent has set them
+            **(devices.fabric_defaults(os.environ) if self.starter != "agent" else {}),  # the agent has set them
             **network,
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -157,7 +158,7 @@ def _from_slurm(env: Mapping[str, str]) -> WorkerEnvironment:
     node = _number(env, "SLURM_NODEID", 0)
     local = _tasks_of_node(env.get("SLURM_STEP_TASKS_PER_NODE", str(size)), nodes, node)
     hosts = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))
-    names = expand(hosts) if nodes > 1 and hosts else ["127.0.0.1"]
+    names = expand_nodes(hosts) if nodes > 1 and hosts else ["127.0.0.1"]
     other = names[1 if node == 0 else 0] if len(names) > 1 and "GLOO_SOCKET_IFNAME" not in env else None
     port = _stable_port(env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", ""), env.get("SLURM_RESTART_COUNT", ""))
     return WorkerEnvironment(
@@ -220,3 +221,48 @@ def _mpi_master(env: Mapping[str, str], size: int, local: int, how: str, job: st
             f"{how} (rank 0's host and a free port there), or use deepy.py, which chooses them"
         )
     return env.get("MASTER_ADDR", "127.0.0.1"), _number(env, "MASTER_PORT", _stable_port(job))
+
+
+_BRACKETS = re.compile(r"\[([^\]]*)\]")
+MOST = 1_000_000  # hosts of a list. No cluster has more
+
+
+def expand_nodes(text: str) -> list[str]:
+    """All host names of a node list, in its order.
+
+    Raises:
+        ValueError: not a node list, or one of more than `MOST` hosts.
+    """
+    names: list[str] = []
+    for part in _split(text):
+        names += _expand_one(part)
+        _limit(part, len(names))
+    return names
+
+
+def _limit(part: str, count: int) -> None:
+    if count > MOST:
+        raise ValueError(f"{part!r} gives {count:,} hosts, and a list of nodes must have at most {MOST:,}")
+
+
+def _split(text: str) -> list[str]:
+    parts = [part for part in re.split(r",(?![^\[]*\])", text.strip()) if part]
+    if not parts or text.count("[") != text.count("]"):
+        raise ValueError(f"{text!r} is not a list of nodes")
+    return parts
+
+
+def _expand_one(part: str) -> list[str]:
+    match = _BRACKETS.search(part)
+    if not match:
+        return [part]
+    before, after = part[: match.start()], _expand_one(part[match.end() :])
+    numbers: list[str] = []
+    for each in match.group(1).split(","):
+        first, _, last = each.partition("-")
+        if not first.isdigit() or (last and not last.isdigit()):
+            raise ValueError(f"{part!r} is not a list of nodes: {each!r} is not a range of numbers")
+        _limit(part, len(numbers) + int(last or first) - int(first) + 1 if len(first) + len(last) < 40 else MOST + 1)
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+    _limit(part, len(numbers) * len(after))
+    return [before + number + rest for number in numbers for rest in after]

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from bench.growth import PIPELINE, STATES, TENSOR, checkpoint, groups, launcher, stored_rows, tables, tensors
-from megatron.checkpoint.format import merging
 from megatron.checkpoint.format.index import INDEX_NAME
 from megatron.checkpoint.format.manifest import write_merged
 from megatron.checkpoint.format.rankfile import FileRecord
@@ -60,7 +59,7 @@ def test_what_rank_0_holds_to_make_an_index_does_not_grow_with_its_rows(
     """ZeRO 3, where each rank has a piece of each tensor. Held are some batches, of each how many rows of which group
     it has, the files' records, and 16 bytes for each 4096 of the index."""
     batch, records = 1 << 14, list[FileRecord]()
-    monkeypatch.setattr(merging, "BATCH", batch)
+    monkeypatch.setattr("megatron.checkpoint.format.index.BATCH", batch)
     given = tables(640, 3, records)
     first = next(given)  # makes all rows, before the memory is looked at
     tracemalloc.start()

@@ -10,8 +10,8 @@ import torch
 
 from megatron.checkpoint import open_checkpoint
 from megatron.checkpoint.format.container import header
+from megatron.checkpoint.format.durable import MANIFEST_NAME, META_NAME
 from megatron.checkpoint.format.index import INDEX_NAME, checksum
-from megatron.checkpoint.format.names import MANIFEST_NAME, META_NAME
 
 
 def to_format_1(path: Path) -> Path:

@@ -316,7 +316,7 @@ def client_state(iteration: int) -> dict[str, Any]:
 
 def write_data(path: Path) -> None:
     """A file of tokens with something to learn in it."""
-    from megatron.data.token_writer import TokenFileWriter
+    from megatron.data.token_file import TokenFileWriter
 
     generator = np.random.default_rng(5)
     path.parent.mkdir(parents=True, exist_ok=True)

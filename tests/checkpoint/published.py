@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from megatron.checkpoint.hf.tokenizer_files import real_texts
+from megatron.checkpoint.hf.companions import real_texts
 from tests.model.parity import randomise
 
 ROWS = 640  # of the embedding; tokenizers have fewer
@@ -85,8 +85,8 @@ USUAL = {
 
 def publish(folder: Path, config: hf.PreTrainedConfig, dtype: torch.dtype = torch.float32) -> None:
     """A model of this configuration with all that belongs to it, as version 4 of transformers wrote such folders."""
+    from megatron.checkpoint.hf.companions import for_both
     from megatron.checkpoint.hf.config import architecture_of
-    from megatron.checkpoint.hf.versions import for_both
 
     form, kind = USUAL.get(config.model_type, ("llama3", "PreTrainedTokenizerFast"))
     content = json.loads(tokenizer_json(form))

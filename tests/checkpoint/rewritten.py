@@ -6,10 +6,10 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.checkpoint.format.durable import MANIFEST_NAME, META_NAME
 from megatron.checkpoint.format.index import INDEX_NAME, Index
 from megatron.checkpoint.format.index_file import write_index
 from megatron.checkpoint.format.manifest import manifest_of
-from megatron.checkpoint.format.names import MANIFEST_NAME, META_NAME
 from megatron.checkpoint.format.rankfile import FileRecord
 
 

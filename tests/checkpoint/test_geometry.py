@@ -8,8 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.checkpoint.format.fragment import FragmentSpec
-from megatron.checkpoint.format.geometry import common_width, overlap, rectangles
+from megatron.checkpoint.format.fragment import FragmentSpec, common_width, overlap, rectangles
 from megatron.parallel.layout.shard import LogicalTensor, Role, Shard
 from tests.checkpoint.brute import local_shard
 

@@ -8,7 +8,7 @@ import pytest
 import xxhash
 
 from megatron.checkpoint.format.errors import CheckpointError
-from megatron.checkpoint.format.hash_tree import BLOCK, HashTree, HashTreeBuilder, spans
+from megatron.checkpoint.format.index_file import BLOCK, HashTree, HashTreeBuilder, spans
 
 SIZES = [1, 4095, 4096, 4097, 3 * 4096, 256 * 4096, 256 * 4096 + 1, 300 * 4096 - 7]
 

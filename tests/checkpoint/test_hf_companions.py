@@ -18,12 +18,11 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from megatron.checkpoint import open_checkpoint
-from megatron.checkpoint.configuration import config_of
+from megatron.checkpoint.hf.companions import COUNT, real_texts, write_tokenizer
 from megatron.checkpoint.hf.config import hf_config
-from megatron.checkpoint.hf.export import export
+from megatron.checkpoint.hf.export import export, prove
 from megatron.checkpoint.hf.importer import import_model
-from megatron.checkpoint.hf.tokenizer_files import COUNT, real_texts, write_tokenizer
-from megatron.checkpoint.hf.verify import prove
+from megatron.checkpoint.read.reader import config_of
 from megatron.config import resolve
 from megatron.config.sections.data import TokenizerSection
 from megatron.config.tree import thaw

@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint import open_checkpoint
 from megatron.checkpoint.format.errors import CheckpointError
-from megatron.checkpoint.hf.export import export, tensor_reader
+from megatron.checkpoint.hf.export import export, prove, tensor_reader
 from megatron.checkpoint.hf.importer import import_model
-from megatron.checkpoint.hf.verify import prove
 from tests.checkpoint.test_hf_tools import checkpoint_of
 from tests.model.parity import LLAMA_LIKE
 from tests.model.test_parity import CASES

@@ -15,9 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron.checkpoint import MASTER, WEIGHT, Fragment, FragmentSpec, Meta, open_checkpoint, save
 from megatron.checkpoint.hf import export as exporting
-from megatron.checkpoint.hf.export import export
+from megatron.checkpoint.hf.export import export, prove
 from megatron.checkpoint.hf.importer import import_model
-from megatron.checkpoint.hf.verify import prove
 from megatron.checkpoint.reshape import parse_layout, reshape
 from megatron.config.resolution import combine
 from megatron.config.source.layers import ConfigSource

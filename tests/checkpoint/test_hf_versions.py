@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint import CheckpointError, FragmentSpec, open_checkpoint
 from megatron.checkpoint.format.fragment import WEIGHT
+from megatron.checkpoint.hf.companions import for_both
 from megatron.checkpoint.hf.export import export
 from megatron.checkpoint.hf.importer import import_model, settings
-from megatron.checkpoint.hf.versions import for_both
 from tests.checkpoint.test_hf_tools import MODELS, S, V, byte_tokenizer, checkpoint_of
 from tests.model.parity import relative
 from tests.paths import ROOT

@@ -18,8 +18,8 @@ from fsspec.implementations.local import LocalFileSystem
 from safetensors.torch import save_file
 
 from megatron.checkpoint import CheckpointError, Fragment, FragmentSpec, open_checkpoint, save
+from megatron.checkpoint.format.container import Inert, load_tensors
 from megatron.checkpoint.format.index import checksum
-from megatron.checkpoint.format.pickles import Inert, load_tensors
 from megatron.checkpoint.hf.importer import Folder
 from megatron.checkpoint.hf.neox import layers_of
 from megatron.checkpoint.save import transfer

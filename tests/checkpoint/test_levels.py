@@ -17,8 +17,8 @@ import torch
 
 from megatron.checkpoint import CheckpointError, Fragment, GroupCommunicator, open_checkpoint
 from megatron.checkpoint.levels import Levels, hosts, level
+from megatron.checkpoint.levels import hosts as courier
 from megatron.checkpoint.levels import levels as all_levels
-from megatron.checkpoint.levels import peer_transfer as courier
 from megatron.checkpoint.levels.hosts import own_folder, private
 from megatron.config.sections.output import LevelSection
 from megatron.launch.report.console import hint_for

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from megatron.checkpoint import CheckpointError, save
-from megatron.checkpoint.format import merging, rankfile
+from megatron.checkpoint.format import rankfile
 from megatron.checkpoint.format.errors import StoreRefuses
+from megatron.checkpoint.format.index import Merged
 from megatron.checkpoint.format.manifest import write_merged
-from megatron.checkpoint.format.merging import Merged
 from megatron.checkpoint.format.table import ROW, Vocabulary
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.layout.shard import LogicalTensor, Role, Shard
@@ -51,7 +51,7 @@ def pieces(seed: int, files: int) -> list[tuple[str, np.ndarray]]:
 @pytest.mark.parametrize("batch", [1, 40, 200, 10**6])
 @pytest.mark.parametrize("files", [1, 7, 40])
 def test_rows_are_sorted_however_few_fit_in_memory(tmp_path: Path, monkeypatch, batch: int, files: int):
-    monkeypatch.setattr(merging, "BATCH", batch)
+    monkeypatch.setattr("megatron.checkpoint.format.index.BATCH", batch)
     given = pieces(files, files)
     with Merged(given, tmp_path) as merged:
         rows = np.concatenate(list(merged.parts()))
@@ -82,7 +82,7 @@ def test_a_checkpoint_is_the_same_however_few_rows_fit_in_memory(tmp_path: Path,
     model = Model(seed=2)
 
     def head(batch: int) -> list[bytes]:
-        monkeypatch.setattr(merging, "BATCH", batch)
+        monkeypatch.setattr("megatron.checkpoint.format.index.BATCH", batch)
         folder = tmp_path / str(batch)
         Together(4).run(lambda member: save(folder, 2, fragments(model, LAYOUT, member.rank), meta(2), member))
         path = folder / "step_00000002"
@@ -95,7 +95,7 @@ def test_a_checkpoint_is_the_same_however_few_rows_fit_in_memory(tmp_path: Path,
 
 
 def test_a_disk_that_is_full_of_waiting_rows_is_an_error_on_all(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(merging, "BATCH", 3)
+    monkeypatch.setattr("megatron.checkpoint.format.index.BATCH", 3)
     original = os.write
 
     def full(handle, data):
@@ -118,7 +118,7 @@ def test_gaps_are_found_in_parts_as_in_the_whole(tmp_path: Path, monkeypatch):
         lost.add((known.tensors[row["tensor"]].name, known.states[row["state"]], row["tensor_rank"].item()))
         given.append((text, np.delete(rows, place)))
     for batch in (20, 10**6):
-        monkeypatch.setattr(merging, "BATCH", batch)
+        monkeypatch.setattr("megatron.checkpoint.format.index.BATCH", batch)
         with pytest.raises(CheckpointError) as caught:
             write_merged(tmp_path, given, [], whole=True)
         told = [

@@ -24,8 +24,8 @@ from megatron.checkpoint import (
 )
 from megatron.checkpoint.format import durable
 from megatron.checkpoint.format.errors import brief, by_layer
-from megatron.checkpoint.format.hash_tree import HashTree
 from megatron.checkpoint.format.index import INDEX_NAME
+from megatron.checkpoint.format.index_file import HashTree
 from megatron.checkpoint.read import read_plan
 from megatron.checkpoint.read.logical import TensorStream
 from megatron.checkpoint.reshape import reshape

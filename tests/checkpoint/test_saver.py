@@ -14,8 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from megatron.checkpoint import CheckpointError, Fragment, FragmentSpec, Meta, open_checkpoint, save
 from megatron.checkpoint.save import saver as saver_module
-from megatron.checkpoint.save.copies import Copies
-from megatron.checkpoint.save.saver import Saver
+from megatron.checkpoint.save.saver import Copies, Saver
 from megatron.checkpoint.save.store import Store
 from megatron.checkpoint.save.transfer import download, upload
 from megatron.config.sections.output import CheckpointSection, LevelSection

@@ -14,9 +14,8 @@ import torch
 
 from megatron.checkpoint import CheckpointError, Fragment, FragmentSpec, Meta, save
 from megatron.checkpoint.save import store as store_module
-from megatron.checkpoint.save.lock import sole_writer
 from megatron.checkpoint.save.policy import SavePolicy, StopSignals
-from megatron.checkpoint.save.store import Store
+from megatron.checkpoint.save.store import Store, sole_writer
 from megatron.config.sections.output import CheckpointSection
 from megatron.parallel.layout.shard import LogicalTensor, Role
 from tests.checkpoint.model import Together
@@ -163,7 +162,7 @@ def test_signals_are_remembered_and_given_back():
 def test_a_folder_has_one_writer(tmp_path):
     """Until its process ends, however it ends: the next start must not wait for anything."""
     script = (
-        "import sys, time\nfrom megatron.checkpoint.save.lock import sole_writer\n"
+        "import sys, time\nfrom megatron.checkpoint.save.store import sole_writer\n"
         f"with sole_writer({str(tmp_path / 'x')!r}):\n print('mine', flush=True)\n time.sleep(3600)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:

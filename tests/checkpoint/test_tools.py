@@ -18,8 +18,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import CheckpointError, open_checkpoint, save
-from megatron.checkpoint.read.ownership import owned
-from megatron.checkpoint.reshape import parse_layout
+from megatron.checkpoint.reshape import owned, parse_layout
 from megatron.checkpoint.save.progress import now_and_then
 from megatron.config import resolve
 from megatron.model.stack import ModelPlan

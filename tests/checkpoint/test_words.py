@@ -9,9 +9,9 @@ from dataclasses import asdict
 import pytest
 
 from megatron.checkpoint import CheckpointError, open_checkpoint, save
+from megatron.checkpoint.format.durable import MANIFEST_NAME, META_NAME
 from megatron.checkpoint.format.index import INDEX_NAME, checksum
 from megatron.checkpoint.format.index_file import IndexSeal
-from megatron.checkpoint.format.names import MANIFEST_NAME, META_NAME
 from megatron.checkpoint.reshape import reshape
 from megatron.checkpoint.save.store import Store
 from megatron.checkpoint.save.writer import write_tensors

@@ -8,8 +8,11 @@ pytest.importorskip("datatrove")
 
 from datatrove.data import Document  # noqa: E402
 
-from megatron.curation.other_signals import OTHER, list_signals  # noqa: E402
-from megatron.curation.signals import TextViews  # noqa: E402
+from megatron.curation.signals import (  # noqa: E402
+    OTHER,
+    TextViews,  # noqa: E402
+    list_signals,
+)
 from megatron.curation.stages import STAGES  # noqa: E402
 
 

@@ -8,8 +8,13 @@ import pytest
 
 pytest.importorskip("datatrove")
 
-from megatron.curation.other_signals import list_signals  # noqa: E402
-from megatron.curation.signals import DOCUMENT, LINES, TextViews, normalised  # noqa: E402
+from megatron.curation.signals import (  # noqa: E402
+    DOCUMENT,
+    LINES,
+    TextViews,
+    list_signals,  # noqa: E402
+    normalised,
+)
 
 A = (
     "The quick brown fox jumps.\nThe quick brown fox jumps!\n• bullet Item 12 ...\n"

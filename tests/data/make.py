@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron.config import Config, resolve
-from megatron.data.token_file import TokenFile
-from megatron.data.token_writer import TokenFileWriter
+from megatron.data.token_file import TokenFile, TokenFileWriter
 
 
 def write_documents(prefix: Path, documents: list[list[int]], dtype: type = np.uint16) -> TokenFile:

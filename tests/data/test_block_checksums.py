@@ -10,14 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import block_checksums
-from megatron.data.block_checksums import DamagedTokens
-from megatron.data.corpus.files import add_checksums, merge
-from megatron.data.corpus.inspect import examine_file
+from megatron.data.corpus.files import add_checksums, examine_file, merge
 from megatron.data.errors import DataError
 from megatron.data.hashing import file_hash
 from megatron.data.loader import build_loader
-from megatron.data.manifest import Manifest, read_manifest
+from megatron.data.manifest import DamagedTokens, Manifest, read_manifest
 from tests.data.make import configuration, write_documents
 
 SIZES = [40, 3, 0, 77, 1, 60, 25, 130, 9, 55]
@@ -26,7 +23,7 @@ SIZES = [40, 3, 0, 77, 1, 60, 25, 130, 9, 55]
 @pytest.fixture
 def pair(tmp_path, monkeypatch) -> Path:
     """A token file of 800 bytes in blocks of 64, with the manifest of an older version."""
-    monkeypatch.setattr(block_checksums, "BLOCK", 64)
+    monkeypatch.setattr("megatron.data.manifest.BLOCK", 64)
     draw = np.random.default_rng(5)
     file = write_documents(tmp_path / "corpus", [draw.integers(0, 50, size).tolist() for size in SIZES])
     hashes = {f"{name}_hash": file_hash(tmp_path / f"corpus.{name}") for name in ("bin", "idx")}

@@ -13,9 +13,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from megatron.config.sections.data import TokenizerSection
-from megatron.data.chat.encode import ChatEncoder, ChatTreatment
+from megatron.data.chat.encode import (
+    TAGS,
+    TEMPLATES,
+    BadConversation,
+    ChatEncoder,
+    ChatTemplate,
+    ChatTreatment,
+    conversation_of,
+    find_template,
+)
 from megatron.data.chat.job import ChatJob, run
-from megatron.data.chat.template import TAGS, TEMPLATES, BadConversation, ChatTemplate, conversation_of, find_template
 from megatron.data.corpus.inputs import find_inputs
 from megatron.data.errors import DataError
 from megatron.data.manifest import read_manifest

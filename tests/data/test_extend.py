@@ -8,8 +8,7 @@ from collections import Counter
 
 import pytest
 
-from megatron.data.corpus.extend import extend, merges
-from megatron.data.corpus.vocabulary import train
+from megatron.data.corpus.vocabulary import extend, merges, train
 from megatron.data.errors import DataError
 from megatron.data.tokenizer import from_json
 

@@ -13,8 +13,7 @@ from megatron.checkpoint import CheckpointError
 from megatron.checkpoint.hf.importer import locate
 from megatron.config.sections.data import TokenizerSection
 from megatron.data.errors import DataError
-from megatron.data.hub import unreachable
-from megatron.data.tokenizer import build_tokenizer
+from megatron.data.tokenizer import build_tokenizer, unreachable
 
 
 @pytest.fixture

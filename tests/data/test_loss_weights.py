@@ -135,7 +135,7 @@ def test_damaged_files_of_weights(tmp_path: Path, content: bytes):
 
 
 def test_a_resumed_run_says_that_weights_differ(tmp_path: Path):
-    from megatron.checkpoint.format.meta import Meta
+    from megatron.checkpoint.format.manifest import Meta
 
     files(tmp_path)
     config = resolve(values(tmp_path))

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.errors import DataError
-from megatron.data.order.order import Lookup, SequentialOrder, StreamOrder
+from megatron.data.order.order import Lookup, Permutation, SequentialOrder, StreamOrder
 from megatron.data.order.packing import PackedOrder, best_fit
-from megatron.data.order.permutation import Permutation
 from tests.data.make import write_documents, write_sizes
 from tests.data.reference import best_fit as plain_best_fit
 

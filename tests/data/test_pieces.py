@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data.loader import build_loader
-from megatron.data.subsequences import cut_samples
+from megatron.data.loader import build_loader, cut_samples
 from tests.data.make import configuration, write_documents
 
 

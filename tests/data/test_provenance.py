@@ -12,7 +12,6 @@ import pytest
 
 from megatron.config import load, save_resolved
 from megatron.config.sections.data import TokenizerSection
-from megatron.data.block_checksums import DamagedTokens
 from megatron.data.corpus.encode import Treatment
 from megatron.data.corpus.inputs import find_inputs, open_stream
 from megatron.data.corpus.job import TokenizeJob
@@ -20,6 +19,7 @@ from megatron.data.corpus.job import run as tokenize
 from megatron.data.errors import DataError
 from megatron.data.hashing import MODULUS, sample_hash
 from megatron.data.loader import build_loader
+from megatron.data.manifest import DamagedTokens
 from megatron.data.provenance import Provenance, TextPiece, run_config, step_hash
 from megatron.data.text_search import find_text
 from megatron.data.token_file import TokenFile
@@ -248,7 +248,7 @@ def test_changed_data_do_not_pass_unseen(run):
 
 
 def test_inspect_finds_problems(run, tmp_path):
-    from megatron.data.corpus.inspect import examine_file
+    from megatron.data.corpus.files import examine_file
 
     for ending in (".bin", ".idx", ".json", ".origin"):
         (tmp_path / f"a{ending}").write_bytes(Path(f"{run / 'a'}{ending}").read_bytes())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron.config import ConfigError
 from megatron.data.errors import DataError
-from megatron.data.keyed import generator
+from megatron.data.hashing import generator
 from megatron.data.loader import build_loader
 from megatron.data.plan_builder import build_plan
 from megatron.data.sample import AssemblyOptions, Infilling, assemble, documents_and_positions, infill

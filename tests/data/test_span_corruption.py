@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.arithmetic.epochs import tokens_read
-from megatron.data.keyed import generator
+from megatron.data.hashing import generator
 from megatron.data.loader import build_loader
-from megatron.data.order.span_corruption import Corruption, corrupt, noise_mask
 from megatron.data.plan_builder import build_plan
 from megatron.data.provenance import Provenance
-from megatron.data.sample import AssemblyOptions, assemble
+from megatron.data.sample import AssemblyOptions, Corruption, assemble, corrupt, noise_mask
 from megatron.data.token_file import TokenFile
 from tests.data.make import configuration, write_documents
 

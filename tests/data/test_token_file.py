@@ -9,12 +9,10 @@ import struct
 import numpy as np
 import pytest
 
-from megatron.data.corpus.files import merge
-from megatron.data.corpus.inspect import examine_file
+from megatron.data.corpus.files import examine_file, merge
 from megatron.data.errors import DataError
 from megatron.data.plan_builder import build_plan
-from megatron.data.token_file import TokenFile, token_dtype
-from megatron.data.token_writer import TokenFileWriter, write_index
+from megatron.data.token_file import TokenFile, TokenFileWriter, token_dtype, write_index
 from tests.data.make import configuration, write_documents, write_sizes
 from tests.paths import shared
 

@@ -21,11 +21,19 @@ import zstandard
 from megatron import __version__
 from megatron.config.sections.data import TokenizerSection
 from megatron.data.corpus import inputs
-from megatron.data.corpus.encode import Treatment, build_encoder, choose_encoder, mixed, with_tokenizer
+from megatron.data.corpus.encode import (
+    Treatment,
+    build_encoder,
+    choose_encoder,
+    difference,
+    differing,
+    mixed,
+    unsafe_characters,
+    with_tokenizer,
+)
 from megatron.data.corpus.files import read_origin
 from megatron.data.corpus.inputs import Input, find_inputs, read_chunks
 from megatron.data.corpus.job import TokenizeJob, run
-from megatron.data.corpus.probes import difference, differing, unsafe_characters
 from megatron.data.errors import DataError
 from megatron.data.manifest import read_manifest
 from megatron.data.token_file import TokenFile

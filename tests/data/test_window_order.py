@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.order.order import SequentialOrder, WindowOrder
-from megatron.data.order.permutation import Permutation
+from megatron.data.order.order import Permutation, SequentialOrder, WindowOrder
 from tests.data.make import write_sizes
 
 LENGTH, SEED = 5, 7

@@ -19,7 +19,7 @@ from megatron.checkpoint.format.fragment import MASTER
 from megatron.config import load, to_yaml
 from megatron.evaluation import benchmarks
 from megatron.evaluation.benchmarks import BENCHMARKS, PackageError, find_package, unpack
-from megatron.evaluation.documents import texts
+from megatron.evaluation.harness import texts
 from megatron.evaluation.select import Request, manager, tasks_of_request
 from megatron.model.stack import build_model
 from tests.eval_tasks.test_run import deepy

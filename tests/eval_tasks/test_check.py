@@ -11,14 +11,13 @@ import pytest
 import yaml
 from tokenizers import Tokenizer
 
-from megatron.checkpoint.format.names import META_NAME
+from megatron.checkpoint.format.durable import META_NAME
 from megatron.config import Config
 from megatron.config.resolution import combine
 from megatron.config.source.layers import ConfigSource
 from megatron.data.manifest import Manifest
 from megatron.evaluation import select
-from megatron.evaluation.check import before_start, before_training
-from megatron.evaluation.foreign import META, tokenizer_problems
+from megatron.evaluation.arguments import META, before_start, before_training, tokenizer_problems
 from tests.eval_tasks.models import LENGTH, settings, tokenizer_file, write_checkpoint
 
 TASK = {
@@ -202,7 +201,7 @@ def test_the_launcher_needs_no_torch_for_it(folder):
     """Tasks are loaded and their texts are counted in a process that stays small."""
     (folder / "run.yml").write_text(yaml.safe_dump({**settings("gpt_neox", folder), "evaluation": {}}))
     program = (
-        "import sys\nfrom megatron.config import load\nfrom megatron.evaluation.check import before_start\n"
+        "import sys\nfrom megatron.config import load\nfrom megatron.evaluation.arguments import before_start\n"
         "config = load([sys.argv[1]], check_inputs=False).config\n"
         "print(before_start(sys.argv[2:], config), 'torch' in sys.modules)"
     )

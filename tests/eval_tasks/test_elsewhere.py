@@ -9,7 +9,7 @@ import yaml
 
 from megatron.config.resolution import combine
 from megatron.config.source.layers import ConfigSource
-from megatron.evaluation.check import checkpoint_problems
+from megatron.evaluation.arguments import checkpoint_problems
 from tests.eval_tasks.models import settings, write_checkpoint
 from tests.workers import run as on_ranks
 
@@ -33,7 +33,7 @@ def evaluate(folder: str, words: list[str], uploaded: str | None) -> dict | str:
     from megatron.checkpoint import SOLO, CheckpointError
     from megatron.checkpoint.save.transfer import upload
     from megatron.engine.deepspeed.process import prepare_deepspeed
-    from megatron.evaluation import results
+    from megatron.evaluation import harness
     from megatron.evaluation.arguments import parse
     from megatron.evaluation.main import run
     from megatron.evaluation.select import TaskError
@@ -53,11 +53,11 @@ def evaluate(folder: str, words: list[str], uploaded: str | None) -> dict | str:
         run(config, parse([*words, "--output", str(output)]), World(torch.device("cpu"), mesh, SOLO, SOLO))
     except (CheckpointError, TaskError) as error:
         return str(error)
-    found = results.read(output)
+    found = harness.read(output)
     assert found is not None
     told = found["config"]["model_args"]
     assert Path(told["checkpoint"]).name == "step_00000007" and told["given"] == words[words.index("--checkpoint") + 1]
-    return {"results": results.numbers(found), "step": told["step"]}
+    return {"results": harness.numbers(found), "step": told["step"]}
 
 
 @pytest.fixture(scope="module")

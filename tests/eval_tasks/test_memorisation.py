@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron.config import load
-from megatron.evaluation.memorisation import table
+from megatron.evaluation.memorisation import summary
 from megatron.evaluation.memorisation.summary import predict, summary_of
 from tests.data.make import write_documents
 from tests.eval_tasks.models import LENGTH, SIZE, settings, write_checkpoint
@@ -115,13 +115,13 @@ def extract(folder: str, ranks: int, words: list[str], overrides: list[str], par
     prepare_deepspeed(torch.device("cpu"))
     mesh = Mesh.build(Layout.of(config, ranks))
     talk = SOLO if ranks == 1 else GroupCommunicator()
-    before, table.PART = table.PART, part
+    before, summary.PART = summary.PART, part
     try:
         run(config, parse(words), World(torch.device("cpu"), mesh, talk, talk))
-    except (table.ResultError, DataError) as error:
+    except (summary.ResultError, DataError) as error:
         return str(error)
     finally:
-        table.PART = before
+        summary.PART = before
     return ""
 
 
@@ -135,7 +135,7 @@ def trained(tmp_path_factory) -> Path:
 
 
 def rows_of(folder: Path) -> list[dict]:
-    return [row for batch in table.batches(folder, table.SCHEMA.names) for row in batch.to_pylist()]
+    return [row for batch in summary.batches(folder, summary.SCHEMA.names) for row in batch.to_pylist()]
 
 
 def test_a_job_on_two_layouts_that_goes_on(trained):
@@ -203,7 +203,7 @@ def test_other_results_and_other_data_are_refused(words, overrides, said, traine
 )
 def test_mistakes_are_found_before_a_rank_starts(words, said, tmp_path):
     from megatron.config import resolve
-    from megatron.evaluation.memorisation.check import before_start
+    from megatron.evaluation.memorisation.arguments import before_start
 
     assert LENGTH == 64
     if said != "train the run first":
@@ -214,7 +214,7 @@ def test_mistakes_are_found_before_a_rank_starts(words, said, tmp_path):
 
 def test_a_recital_fits_the_sequences_of_its_steps(tmp_path):
     from megatron.config import resolve
-    from megatron.evaluation.memorisation.check import before_start
+    from megatron.evaluation.memorisation.arguments import before_start
 
     (tmp_path / "checkpoints").mkdir()
     values = settings("gpt_neox", tmp_path)
@@ -226,17 +226,17 @@ def test_a_recital_fits_the_sequences_of_its_steps(tmp_path):
 
 
 def written(folder: Path, flags: dict[int, bool], **facts) -> Path:
-    job = table.RecitationJob("c", 10, (0, 4, 1), 4, 32, 32, True, "fp32")
-    table.begin(folder, job)
+    job = summary.RecitationJob("c", 10, (0, 4, 1), 4, 32, 32, True, "fp32")
+    summary.begin(folder, job)
     if facts:
-        (folder / table.JOB).write_text(json.dumps({**table.read_job(folder), **facts}))
+        (folder / summary.JOB).write_text(json.dumps({**summary.read_job(folder), **facts}))
     rows = [
         {"sample": sample, "step": sample // 4, "sequence": sample % 4, "source": "s", "documents": 1}
         | {"extractable": flag, "score": 1.0 if flag else 0.9 if sample % 2 else 0.25, "log_likelihood": -1.0}
         for sample, flag in flags.items()
     ]
-    table.write_part(folder, 0, rows[:3])
-    table.write_part(folder, 1, rows[3:])
+    summary.write_part(folder, 0, rows[:3])
+    summary.write_part(folder, 1, rows[3:])
     return folder
 
 

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from megatron.config.resolution import combine
 from megatron.config.source.layers import ConfigSource
 from megatron.data.tokenizer import BytesTokenizer, build_tokenizer
-from megatron.evaluation.arguments import OptionError, parse
-from megatron.evaluation.check import before_start
+from megatron.evaluation.arguments import OptionError, before_start, parse
 from megatron.evaluation.needles import haystack, needles, table
 from megatron.evaluation.scoring import Score
 from megatron.evaluation.select import TaskError

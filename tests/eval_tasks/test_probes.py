@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from megatron.checkpoint import open_checkpoint
-from megatron.checkpoint.read.compare import compare_tensors
+from megatron.checkpoint.read.logical import compare_tensors
 from megatron.config import load
 from megatron.data.tokenizer import BytesTokenizer
-from megatron.evaluation.check import before_training
+from megatron.evaluation.arguments import before_training
 from megatron.evaluation.probes import LARGEST, Probe, ProbeError, read_probes
 from megatron.training.text import load_model
 from tests.training.test_run import job

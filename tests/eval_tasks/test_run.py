@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from megatron.checkpoint import open_checkpoint
-from megatron.checkpoint.read.compare import compare_tensors
+from megatron.checkpoint.read.logical import compare_tensors
 from megatron.config.sections.output import TaskOptions
 from megatron.evaluation.arguments import parse
 from megatron.evaluation.select import Request

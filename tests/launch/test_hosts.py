@@ -14,7 +14,7 @@ from megatron.launch.job.hosts import HostError, read_hostfile, select
 from megatron.launch.wire.specification import Host
 from megatron.worker.devices import cores_of, parse_cores, ranks_here
 from megatron.worker.network import Address, addresses, free_port, shared_network
-from megatron.worker.slurm_nodes import expand
+from megatron.worker.place import expand_nodes
 
 
 def hostfile(tmp_path, text):
@@ -93,18 +93,18 @@ def test_wrong_selections(include, exclude, part):
     ],
 )
 def test_node_lists(text, names):
-    assert expand(text) == names
+    assert expand_nodes(text) == names
 
 
 @pytest.mark.parametrize("text", ["", "n[1-", "n[a-b]", "n[1--2]"])
 def test_what_is_no_node_list(text):
     with pytest.raises(ValueError, match="not a list of nodes"):
-        expand(text)
+        expand_nodes(text)
 
 
 @given(st.lists(st.integers(0, 9999), min_size=1, max_size=30))
 def test_node_lists_of_numbers_come_back(numbers):
-    assert expand("n[" + ",".join(f"{number:04d}" for number in numbers) + "]") == [
+    assert expand_nodes("n[" + ",".join(f"{number:04d}" for number in numbers) + "]") == [
         f"n{number:04d}" for number in numbers
     ]
 
@@ -229,4 +229,4 @@ def test_a_huge_number_of_slots_is_refused_with_its_line(tmp_path, slots):
 )
 def test_a_huge_list_of_nodes_is_refused(text):
     with pytest.raises(ValueError, match="hosts, and a list of nodes must have at most 1,000,000"):
-        expand(text)
+        expand_nodes(text)

@@ -13,7 +13,7 @@ ENDING = """
 import atexit, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 import torch
-from megatron.worker.leaving import leave_process
+from megatron.worker.job import leave_process
 
 def work():  # always inside of torch, and back for Python's lock, as gloo's threads when they let go of a tensor
     while True:
@@ -45,7 +45,7 @@ import sys, time
 from megatron.config import load
 from megatron.training import world
 from megatron.worker.beacon import Beacon, read
-from megatron.worker.leaving import leave_process
+from megatron.worker.job import leave_process
 from megatron.worker.place import worker_environment
 
 place, beacon, opened = worker_environment(), Beacon(), world.open_store

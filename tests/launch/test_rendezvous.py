@@ -123,7 +123,7 @@ if rank == 0:
     places = sorted(row[1].rpartition(":")[0] for row in rows if row[3] == "0A" and row[9] in mine)
     print(json.dumps([total.item(), places]), flush=True)
 dist.barrier()
-os._exit(0)  # see megatron/worker/leaving.py
+os._exit(0)  # see megatron/worker/job.py
 """
 OURS = """
 sys.path.insert(0, {root!r})

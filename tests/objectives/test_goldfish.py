@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron.data.loader import build_loader
+from megatron.data.plan import Targets
 from megatron.data.sample import AssemblyOptions, Infilling, assemble
-from megatron.data.targets import Targets
 from megatron.objectives.goldfish.objective import Goldfish
 from tests.data.make import configuration, write_documents
 

@@ -19,7 +19,7 @@ from megatron.data.loader import build_loader
 from megatron.data.plan import SyntheticPlan
 from megatron.data.plan_builder import build_plan
 from megatron.data.preferences.answers import Answers
-from megatron.data.preferences.rated import mismatches, read_rewards
+from megatron.data.preferences.pairs import mismatches, read_rewards
 from megatron.objectives.kto.objective import KTO
 from megatron.parallel.layers.label_costs import Labels, LabelsLoss
 from megatron.parallel.layout.mesh import ALONE

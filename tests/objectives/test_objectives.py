@@ -8,8 +8,8 @@ import pytest
 from megatron.config.problems import UserError
 from megatron.data.errors import DataError
 from megatron.data.loader import build_loader
+from megatron.data.plan import Targets
 from megatron.data.sample import Sample
-from megatron.data.targets import Targets
 from megatron.objectives.contract import Objective
 from megatron.objectives.named import objective_of
 from tests.data.make import configuration, write_documents

@@ -18,7 +18,7 @@ from megatron.parallel.layout.mesh import Mesh
 from megatron.plan.devices import HostTime, known_devices
 from megatron.rehearsal import command
 from megatron.rehearsal.command import in_own_process
-from megatron.rehearsal.host_time import HostWork, step_seconds, works
+from megatron.rehearsal.report import HostWork, step_seconds, works
 from megatron.testing.ranks import on_ranks
 from tests.engine.test_traffic import account_of
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron.data.token_file import TokenFile
-from megatron.evaluation.memorisation import table
+from megatron.evaluation.memorisation import summary
 from tools.canaries import BATCH, GROUPS, LENGTH, OBJECTIVES, draw, shares, train_and_extract, write_corpus
 
 
@@ -23,13 +23,13 @@ def test_the_corpus_has_each_canary_as_often_as_it_says(tmp_path):
 
 def test_shares_by_hand_and_their_picture(tmp_path):
     corpus = write_corpus(tmp_path, {1: 2, 7: 1}, 30)
-    table.begin(tmp_path / "results", table.RecitationJob("c", 2, (0, 2, 1), 32, 32, 32, False, "fp32"))
+    summary.begin(tmp_path / "results", summary.RecitationJob("c", 2, (0, 2, 1), 32, 32, 32, False, "fp32"))
     rows = [
         {"sample": number, "step": 0, "sequence": 0, "source": "rows", "document": number, "documents": 1}
         | {"extractable": bool(corpus.canary[number] in (-1, 1)), "score": None, "log_likelihood": -1.0}
         for number in range(64)
     ]
-    table.write_part(tmp_path / "results", 0, rows)
+    summary.write_part(tmp_path / "results", 0, rows)
     assert shares(corpus, tmp_path / "results") == {1: 0.5, 7: 0.0}
     draw(tmp_path / "picture.png", {"a": {1: 0.5, 7: 0.0}})
     assert (tmp_path / "picture.png").stat().st_size > 1000

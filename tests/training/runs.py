@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 from megatron.config import Config, resolve
 from megatron.data.batch import StepBatch
+from megatron.data.plan import Targets
 from megatron.data.sample import Sample
-from megatron.data.targets import Targets
 from megatron.kinds.moe.losses import Balance
 from megatron.model.stream import LOSS
 from megatron.objectives.named import objective_of

@@ -15,8 +15,8 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config.arithmetic.algorithm_table import RING
+from megatron.data.contract import Copy
 from megatron.data.sample import Sample
-from megatron.data.synthetic import Copy
 from megatron.parallel.messages.durations import Durations
 from megatron.parallel.messages.traffic import Tally
 from megatron.report.communication import AccountFile, RankAccount, by_group, read_accounts, regular_calls

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron.data.corpus.registry import prepare
-from megatron.data.token_writer import TokenFileWriter
+from megatron.data.token_file import TokenFileWriter
 from tests.paths import ROOT
 from tests.workers import run as on_ranks
 from tools.continual import ContinualStage, draw, losses, stages, table, train

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from megatron.checkpoint import Fragment, FragmentSpec
-from megatron.checkpoint.save.finite import non_finite
 from megatron.checkpoint.save.store import Store
+from megatron.checkpoint.save.writer import non_finite
 from megatron.parallel.layout.shard import LogicalTensor, Role
 from megatron.report.ledger import read_ledger
-from megatron.training.divergence_backoff import divergence
+from megatron.training.start.resume import divergence
 from tests.training.runs import assemble, local_batch, portable, start
 from tests.training.test_run import TINY, job
 from tests.workers import run as on_ranks

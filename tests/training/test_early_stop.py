@@ -15,10 +15,10 @@ from megatron.config.resolution import combine
 from megatron.config.source.layers import ConfigSource
 from megatron.engine.protocol import StepDropped
 from megatron.testing.ranks import PATIENCE
-from megatron.training import early_stop
-from megatron.training.early_stop import Looks
+from megatron.training import trainer
 from megatron.training.run import run_training as train
 from megatron.training.run import status
+from megatron.training.trainer import Looks
 from megatron.training.world import World
 from megatron.worker.place import WorkerEnvironment
 from tests.workers import run
@@ -73,7 +73,7 @@ def job(folder: str, case: str, stop_at: int | None, at: int | None, moment: int
     mesh = Mesh.single() if ranks == 1 else Mesh.build(Layout.of(resolved.config, ranks))
     communicator = SOLO if ranks == 1 else GroupCommunicator(device="cpu")
     seen = []
-    original, early_stop.EVERY = Looks.__call__, 0.0
+    original, trainer.EVERY = Looks.__call__, 0.0
 
     def called(self, done: int, total: int) -> None:
         self._pace = None  # look at every chance: this model is too quick to be looked into
@@ -94,7 +94,7 @@ def job(folder: str, case: str, stop_at: int | None, at: int | None, moment: int
             resolved.config, WorkerEnvironment(config_text=to_yaml(resolved), rank=mesh.rank, world_size=ranks), world
         )
     finally:
-        Looks.__call__, early_stop.EVERY = original, 5.0
+        Looks.__call__, trainer.EVERY = original, 5.0
         signal.signal(signal.SIGTERM, handler)
     if ranks > 1:
         dist.barrier()

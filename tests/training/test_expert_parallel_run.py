@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import open_checkpoint
-from megatron.checkpoint.hf.export import export
-from megatron.checkpoint.hf.verify import prove
+from megatron.checkpoint.hf.export import export, prove
 from tests.training.test_run import job
 from tests.workers import run
 

@@ -11,8 +11,7 @@ import pytest
 from megatron.checkpoint.save.policy import SavePolicy
 from megatron.report.goodput import best_interval
 from megatron.report.ledger import read_ledger
-from megatron.training import interval
-from megatron.training.interval import FIRST, LEAST, Interval
+from megatron.training.hooks.checkpoint import FIRST, LEAST, Interval
 from tests.training.settings import settings
 from tests.training.toy import run, toy_trainer
 
@@ -68,7 +67,7 @@ def test_failures_and_costs_of_earlier_starts_count(tmp_path: Path) -> None:
 
 def test_a_run_saves_when_the_interval_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock of a minute per look; the first save after FIRST seconds, then by what the toy's saves cost (0.5 s)."""
-    monkeypatch.setattr(interval, "DEVICE_HOURS", 10.0)
+    monkeypatch.setattr("megatron.training.hooks.checkpoint.DEVICE_HOURS", 10.0)
     config = settings(
         60, run={"dir": str(tmp_path), "name": "run"}, logging={"console": "quiet", "curve": False},
         checkpoint={"auto": True, "at_end": False},

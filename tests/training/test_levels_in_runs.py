@@ -13,8 +13,8 @@ import torch
 from megatron.checkpoint.levels import Levels
 from megatron.checkpoint.save.store import Store
 from megatron.report.ledger import read_ledger
+from megatron.training.hooks.checkpoint import Interval, failures, failures_answered
 from megatron.training.hooks.levels import FIRST, LevelsHook
-from megatron.training.interval import Interval, failures, failures_answered
 from tests.training.settings import settings
 from tests.training.test_run import TINY, job, losses, tensors
 from tests.workers import run as on_ranks

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron.checkpoint import open_checkpoint
-from megatron.checkpoint.configuration import config_of
 from megatron.checkpoint.format.fragment import FragmentSpec
+from megatron.checkpoint.read.reader import config_of
 from megatron.data.provenance import Provenance, run_config, step_hash
 from megatron.testing.runs import train_on_ranks
 from tests.data.make import write_documents

@@ -21,7 +21,7 @@ import pytest
 
 from megatron.report.ledger import read_ledger
 from megatron.training.hook import Hook
-from megatron.training.slow import PARTS, Comparison, median_of_others, parts_of
+from megatron.training.hooks.slow import PARTS, Comparison, median_of_others, parts_of
 from megatron.training.trainer import Trainer
 from megatron.worker.beacon import BACKWARD, DATA, FORWARD, NAMES
 from tests.paths import ROOT

@@ -19,7 +19,7 @@ from megatron.checkpoint.save.store import Store
 from megatron.config import load
 from megatron.parallel.layout.shard import LogicalTensor, Role
 from megatron.report.ledger import Ledger, read_ledger
-from megatron.training.start.uploads import copies_of, leave_later, or_uploaded
+from megatron.training.start.fetch import copies_of, leave_later, or_uploaded
 from tests.training.test_run import TINY, losses, start, tensors
 
 

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from megatron.worker import devices, fabric
+from megatron.worker import devices
 
 
 def amd(folder, buses, cores):
@@ -144,16 +144,19 @@ def interfaces(monkeypatch):
 
 def test_slingshot_is_told_to_rccl(frontier, interfaces):
     interfaces("lo", "bond0", "hsn0", "hsn1")
-    found = fabric.defaults({"NCCL_NET_GDR_LEVEL": "SYS"})
+    found = devices.fabric_defaults({"NCCL_NET_GDR_LEVEL": "SYS"})
     assert found["NCCL_SOCKET_IFNAME"] == "hsn" and found["FI_MR_CACHE_MONITOR"] == "userfaultfd"
     assert found["HSA_NO_SCRATCH_RECLAIM"] == "1" and "NCCL_NET_GDR_LEVEL" not in found, "what is set is left alone"
 
 
 def test_other_networks_need_nothing(frontier, interfaces, machine):
     interfaces("lo", "eth0", "ib0")
-    assert fabric.defaults({}) == {"HSA_NO_SCRATCH_RECLAIM": "1"}
+    assert devices.fabric_defaults({}) == {"HSA_NO_SCRATCH_RECLAIM": "1"}
     (machine / "dev" / "kfd").unlink()
     interfaces("lo", "hsn0")
-    assert fabric.defaults({}) == {}, "a machine without accelerators"
+    assert devices.fabric_defaults({}) == {}, "a machine without accelerators"
     (machine / "dev" / "nvidiactl").touch()
-    assert "HSA_NO_SCRATCH_RECLAIM" not in fabric.defaults({}) and "FI_CXI_RX_MATCH_MODE" in fabric.defaults({})
+    assert (
+        "HSA_NO_SCRATCH_RECLAIM" not in devices.fabric_defaults({})
+        and "FI_CXI_RX_MATCH_MODE" in devices.fabric_defaults({})
+    )

@@ -23,7 +23,7 @@ from pathlib import Path
 import yaml
 
 from megatron.checkpoint import SOLO, CheckpointError, open_checkpoint
-from megatron.checkpoint.configuration import config_of
+from megatron.checkpoint.read.reader import config_of
 from megatron.checkpoint.save.store import find_checkpoint
 from megatron.config import ConfigError
 from megatron.config.features.feature import load_of

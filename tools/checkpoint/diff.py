@@ -19,7 +19,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from megatron.checkpoint import CheckpointError, open_checkpoint
-from megatron.checkpoint.read.compare import TensorDifference, compare_meta, compare_tensors, to_json
+from megatron.checkpoint.read.logical import TensorDifference, compare_meta, compare_tensors, to_json
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

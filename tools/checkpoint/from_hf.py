@@ -26,8 +26,8 @@ import yaml
 
 from megatron.checkpoint import CheckpointError, open_checkpoint
 from megatron.checkpoint.hf.companions import not_kept
+from megatron.checkpoint.hf.export import prove
 from megatron.checkpoint.hf.importer import import_model, locate
-from megatron.checkpoint.hf.verify import prove
 from megatron.checkpoint.save.progress import now_and_then
 from megatron.config import ConfigError, Resolved
 from megatron.config.registry import RegistryError

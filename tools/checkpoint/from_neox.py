@@ -28,10 +28,10 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from megatron.checkpoint import CheckpointError, open_checkpoint
+from megatron.checkpoint.hf.export import Proof, prove
 from megatron.checkpoint.hf.importer import import_model
 from megatron.checkpoint.hf.neox import open_run, to_checkpoint, to_folder
-from megatron.checkpoint.hf.neox_optimizer import has_optimizer
-from megatron.checkpoint.hf.verify import Proof, prove
+from megatron.checkpoint.hf.neox_files import has_optimizer
 from megatron.config import ConfigError
 
 

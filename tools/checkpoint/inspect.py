@@ -20,8 +20,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from megatron.checkpoint import CheckpointError, open_checkpoint
+from megatron.checkpoint.read.logical import describe
 from megatron.checkpoint.read.reader import Checkpoint
-from megatron.checkpoint.read.summary import describe
 from megatron.checkpoint.save.store import Store, find_checkpoint, folder_of
 
 

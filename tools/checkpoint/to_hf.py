@@ -23,8 +23,7 @@ from pathlib import Path
 
 from megatron.checkpoint import CheckpointError, open_checkpoint
 from megatron.checkpoint.hf.config import names
-from megatron.checkpoint.hf.export import GIBIBYTE, TYPES, export
-from megatron.checkpoint.hf.verify import prove
+from megatron.checkpoint.hf.export import GIBIBYTE, TYPES, export, prove
 from megatron.checkpoint.save.progress import now_and_then
 from megatron.checkpoint.save.store import find_checkpoint
 from megatron.config import ConfigError

@@ -18,8 +18,7 @@ if __name__ == "__main__":
     # Python looks in a script's own folder first, where `inspect.py` would stand in for the standard library's.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from megatron.worker.job import guarded
-from megatron.worker.leaving import leave_process
+from megatron.worker.job import guarded, leave_process
 
 
 def main() -> int:

@@ -58,9 +58,8 @@ def options() -> argparse.ArgumentParser:
 
 def main(given: argparse.Namespace) -> dict:
     from megatron import __version__
-    from megatron.data.chat.encode import ChatTreatment
+    from megatron.data.chat.encode import ChatTreatment, find_template
     from megatron.data.chat.job import ChatJob, run
-    from megatron.data.chat.template import find_template
     from megatron.data.corpus.inputs import find_inputs
     from megatron.data.errors import DataError
 

@@ -36,8 +36,7 @@ def options() -> argparse.ArgumentParser:
 
 def main(given: argparse.Namespace) -> dict:
     from megatron.config.file_access import keep_inputs
-    from megatron.data.corpus.files import add_checksums, pair_files
-    from megatron.data.corpus.inspect import draw_lengths, examine_file
+    from megatron.data.corpus.files import add_checksums, draw_lengths, examine_file, pair_files
     from megatron.data.tokenizer import build_tokenizer
 
     if given.add_checksums:

@@ -33,7 +33,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(given: argparse.Namespace) -> dict:
-    from megatron.data.preferences.rated import write_mismatched
+    from megatron.data.preferences.pairs import write_mismatched
 
     count = write_mismatched(given.answers, given.labels, given.output, given.longest, given.overwrite)
     return {"output": given.output, "documents": count}

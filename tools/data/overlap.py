@@ -90,7 +90,7 @@ def _examples(given: argparse.Namespace) -> list[tuple[str, str]]:
     requests = [Request(name) for name in given.tasks.split(",") if name]
     if wrong := problems(requests, tuple(given.include_path)):
         raise DataError("--tasks", "; ".join(wrong), "name tasks that evaluate.py knows")
-    from megatron.evaluation.documents import texts
+    from megatron.evaluation.harness import texts
 
     return list(texts(requests, tuple(given.include_path)))
 

@@ -47,9 +47,8 @@ def options() -> argparse.ArgumentParser:
 def main(given: argparse.Namespace) -> dict:
     from megatron.config.file_access import keep_inputs
     from megatron.data.corpus.encode import Treatment
-    from megatron.data.corpus.extend import extend
     from megatron.data.corpus.inputs import find_inputs, skipped_files
-    from megatron.data.corpus.vocabulary import texts, train
+    from megatron.data.corpus.vocabulary import extend, texts, train
     from megatron.data.errors import DataError
 
     if given.limit is not None and not 1 <= given.limit < float("inf"):

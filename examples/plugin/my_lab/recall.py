@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron.config import Config
 from megatron.config.problems import UserError
-from megatron.data.keyed import generator
+from megatron.data.hashing import generator
 from megatron.data.sample import Sample
 
 

@@ -6,9 +6,8 @@ from safetensors.torch import load_file
 from transformers import MinistralConfig, MinistralForCausalLM
 
 from megatron.checkpoint import CheckpointError, open_checkpoint
-from megatron.checkpoint.hf.export import export
+from megatron.checkpoint.hf.export import export, prove
 from megatron.checkpoint.hf.importer import import_model
-from megatron.checkpoint.hf.verify import prove
 
 SIZES = {
     "hidden_size": 32,

@@ -48,6 +48,20 @@ def all_problems(communicator: Communicator, problems: Iterable[str]) -> list[st
     return list(dict.fromkeys(problem for found in communicator.gather(own) for problem in found))
 
 
+def from_rank_0(
+    communicator: Communicator, work: Callable[[], Any], *errors: type[Exception]
+) -> tuple[Any, str | None]:
+    """Rank 0's result of `work` (JSON), or the text of one of these errors of it, on every rank."""
+    answer = None
+    if communicator.rank == 0:
+        try:
+            answer = [work(), None]
+        except errors as error:
+            answer = [None, str(error)]
+    found, failure = communicator.broadcast(answer)
+    return found, failure
+
+
 class Solo:
     """A single process."""
 

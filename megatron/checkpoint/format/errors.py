@@ -7,8 +7,9 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from ...config.file_access import UnsafeName
+from megatron.config.file_access import UnsafeName, path_inside
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _REFUSALS = {
@@ -85,6 +86,18 @@ def reading(subject: object) -> Iterator[None]:
         raise CheckpointError(subject, "it is lost") from error
     except OSError as error:
         raise CheckpointError(subject, f"it cannot be read: {error}") from error
+
+
+def part_of(root: Path, name: str) -> Path:
+    """Path of a file of a checkpoint.
+
+    Raises:
+        CheckpointError: the name or a link leads out of the checkpoint.
+    """
+    try:
+        return path_inside(root, name)
+    except UnsafeName as error:
+        raise CheckpointError(root, str(error)) from error
 
 
 def refuse_size(subject: object, found: int, size: int) -> None:

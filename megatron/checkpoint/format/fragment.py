@@ -2,6 +2,12 @@
 
 With tensor parallelism a rank has a *shard* of a tensor. With ZeRO it owns a piece of that shard, cut anywhere. Both
 are elements [start, start + length) of the flattened (row-major) local shard, for one state.
+
+A shard cuts one dimension. The tensor is seen as a matrix [rows, width]: `rows` runs over the dimensions
+before the cut one, `width` over the cut one and those after it. A shard is a set of column ranges of it, one per part
+of the cut dimension. A row of the local shard is those ranges side by side. A flat range of the local shard is a
+partial first row, whole rows and a partial last row: a few rectangles, however large the tensor is. Rectangles
+intersect in rectangles, and one strided copy moves a rectangle.
 """
 
 from __future__ import annotations
@@ -11,7 +17,7 @@ from math import prod
 
 import torch
 
-from ...parallel.layout.shard import LogicalTensor
+from megatron.parallel.layout.shard import LogicalTensor
 
 WEIGHT = "weight"  # in the type that the forward pass uses
 MASTER = "master"  # the fp32 copy that the optimizer updates
@@ -102,3 +108,136 @@ class Fragment:
     @classmethod
     def empty(cls, spec: FragmentSpec, dtype: torch.dtype, device: torch.device | str = "cpu") -> Fragment:
         return cls.of(spec, torch.empty(spec.length, dtype=dtype, device=device))
+
+
+@dataclass(frozen=True)
+class FragmentRectangle:
+    """Elements of the logical matrix, and their position in the fragment.
+
+    Attributes:
+        row, rows, column, columns: the rectangle, in the logical tensor seen as a matrix.
+        local: index in the fragment of its first element.
+        stride: distance in the fragment from one row of the rectangle to the next.
+    """
+
+    row: int
+    rows: int
+    column: int
+    columns: int
+    local: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`count` runs of `length` elements to copy from one fragment (source) to another (target).
+
+    Run i is at source + i * source_stride in the source and at target + i * target_stride in the target.
+    """
+
+    count: int
+    length: int
+    source: int
+    source_stride: int
+    target: int
+    target_stride: int
+
+
+def natural_width(tensor: LogicalTensor) -> int:
+    """Width of the matrix in which the shards are column ranges. All elements, for a tensor that is not cut."""
+    return prod(tensor.shape[tensor.shard.dim :]) if tensor.shard is not None else prod(tensor.shape)
+
+
+def common_width(*tensors: LogicalTensor) -> int:
+    """The matrix width that serves several cuts of one logical tensor. It divides each natural width."""
+    return min(natural_width(tensor) for tensor in tensors)
+
+
+def rectangles(spec: FragmentSpec, width: int | None = None) -> list[FragmentRectangle]:
+    """The fragment as rectangles of the logical matrix of `width` columns, in the order of its elements.
+
+    Args:
+        width: a divisor of the natural width that is a product of trailing dimensions. None: the natural width.
+    """
+    own_width = natural_width(spec.tensor)
+    runs = _row_runs(spec)
+    local_width = runs[-1][1] + runs[-1][2] if runs else 0
+    if not spec.length or not local_width:
+        return []
+    found = []
+    for first, count, begin, end in _row_bands(spec.start, spec.stop, local_width):
+        for column, local, length in runs:
+            low, high = max(begin, local), min(end, local + length)
+            if low < high:
+                position = first * local_width + low - spec.start
+                found.append(FragmentRectangle(first, count, column + low - local, high - low, position, local_width))
+    found.sort(key=lambda rectangle: rectangle.local)
+    if width in (None, own_width):
+        return found
+    return [part for rectangle in found for part in _refine(rectangle, own_width, width)]
+
+
+def overlap(source: list[FragmentRectangle], target: list[FragmentRectangle]) -> list[Piece]:
+    """Intersect two fragments, as rectangles of one matrix width: how to copy from source to target."""
+    pieces = []
+    for ours in target:
+        for theirs in source:
+            row, column = max(ours.row, theirs.row), max(ours.column, theirs.column)
+            rows = min(ours.row + ours.rows, theirs.row + theirs.rows) - row
+            columns = min(ours.column + ours.columns, theirs.column + theirs.columns) - column
+            if rows > 0 and columns > 0:
+                begin, place = _position(theirs, row, column), _position(ours, row, column)
+                pieces.append(_joined(Piece(rows, columns, begin, theirs.stride, place, ours.stride)))
+    return pieces
+
+
+def _position(rectangle: FragmentRectangle, row: int, column: int) -> int:
+    return rectangle.local + (row - rectangle.row) * rectangle.stride + column - rectangle.column
+
+
+def _joined(piece: Piece) -> Piece:
+    """Join runs that are contiguous on both sides."""
+    if piece.count == 1 or piece.length == piece.source_stride == piece.target_stride:
+        length = piece.count * piece.length
+        return Piece(1, length, piece.source, length, piece.target, length)
+    return piece
+
+
+def _row_runs(spec: FragmentSpec) -> list[tuple[int, int, int]]:
+    """The shard's column ranges: (logical column, local column, length) of each part."""
+    tensor = spec.tensor
+    if tensor.shard is None:
+        return [(0, 0, prod(tensor.shape))]
+    dim = tensor.shard.dim
+    inner = prod(tensor.shape[dim + 1 :])
+    spans = tensor.shard.spans(tensor.shape[dim], spec.tensor_rank, spec.tensor_ranks)
+    return [(span.start * inner, span.local * inner, span.length * inner) for span in spans]
+
+
+def _row_bands(start: int, stop: int, width: int) -> list[tuple[int, int, int, int]]:
+    """A flat range as bands of rows with one column range: (first row, rows, first column, end column)."""
+    first, begin = divmod(start, width)
+    last, end = divmod(stop, width)
+    if first == last:
+        return [(first, 1, begin, end)]
+    bands = []
+    if begin:
+        bands.append((first, 1, begin, width))
+        first += 1
+    if first < last:
+        bands.append((first, last - first, 0, width))
+    if end:
+        bands.append((last, 1, 0, end))
+    return bands
+
+
+def _refine(rectangle: FragmentRectangle, width: int, finer: int) -> list[FragmentRectangle]:
+    """The same elements as rectangles of a narrower matrix. One row of the wide matrix is several of its rows."""
+    refined = []
+    for row in range(rectangle.rows):
+        start = (rectangle.row + row) * width + rectangle.column
+        local = rectangle.local + row * rectangle.stride
+        for first, count, begin, end in _row_bands(start, start + rectangle.columns, finer):
+            position = local + first * finer + begin - start
+            refined.append(FragmentRectangle(first, count, begin, end - begin, position, finer))
+    return refined

@@ -1,29 +1,156 @@
-"""The manifest: the checksums of a checkpoint's meta data and index.
+"""The meta data of a checkpoint, and the manifest: the checksums of its meta data and index.
 
 The index has the checksums of the ranks' files. The manifest therefore has the same size for any number of ranks.
+In format 1, which version 0.1.0 wrote, the manifest lists the file of every rank. The index has no groups and no
+checksums of its parts.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import mmap
 import os
+import platform
+import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ...config.file_access import UnsafeName, path_inside
-from . import format_1
-from .durable import new_file
-from .errors import CheckpointError, reading, refuse_checksum, refuse_size, understanding
-from .index import INDEX_NAME, Index, checksum
+from megatron.config.file_access import check_name
+
+from .container import read_header
+from .durable import MANIFEST_NAME, META_NAME, new_file
+from .errors import CheckpointError, part_of, reading, refuse_checksum, refuse_size, understanding
+from .index import INDEX_NAME, Index, Merged, checksum, refuse_strange
 from .index_file import IndexSeal, read_index, write_index
-from .merging import Merged
-from .meta import Meta
-from .names import MANIFEST_NAME, META_NAME
-from .rankfile import FileRecord
-from .table import coverage_problems
+from .rankfile import FileRecord, file_name
+from .table import ROW, Vocabulary, coverage_problems
+
+
+def versions() -> dict[str, str]:
+    """Versions of the programs that make a checkpoint. Packages that are not installed are omitted."""
+    found = {"python": platform.python_version()}
+    for package in ("torch", "deepspeed", "transformers", "safetensors", "numpy"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    from ... import __version__
+
+    return {"megatron": __version__, **found}
+
+
+IMPORTED = "hugging_face"  # key of `extra`: an imported model's further facts. Runs that start from it keep them
+
+
+@dataclass(frozen=True)
+class Meta:
+    """A run's state except for tensors, as plain JSON values.
+
+    There is no state of a random generator: every draw is a function of (seed, step, place).
+
+    Attributes:
+        step: optimizer steps done.
+        config: the resolved configuration's text.
+        layout: the layout that wrote it, for display only.
+        optimizer: the optimizer's state besides tensors (name, steps per group).
+        schedule: state of the learning-rate schedule, if it has any beyond the step.
+        data: position in the data (samples and tokens consumed, hash of the last sample).
+        ledger: position in the run's ledger.
+        versions: of the programs that wrote it.
+        resumable: False for a checkpoint with only weights.
+    """
+
+    step: int
+    config: str = ""
+    layout: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    schedule: dict[str, Any] = field(default_factory=dict)
+    loss_scaler: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    ledger: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=versions)
+    resumable: bool = True
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def config_hash(self) -> str:
+        return hashlib.sha256(self.config.encode()).hexdigest()
+
+    def to_bytes(self) -> bytes:
+        """JSON with all digits of floats."""
+        return json.dumps({**asdict(self), "config_hash": self.config_hash}, indent=1).encode()
+
+    @classmethod
+    def from_bytes(cls, text: bytes, subject: object) -> Meta:
+        """Read the output of `to_bytes`.
+
+        Raises:
+            CheckpointError: it is damaged, or the configuration does not have the recorded hash.
+        """
+        with understanding(subject):
+            values = json.loads(text)
+            recorded = values.pop("config_hash")
+            unknown = sorted(set(values) - {item.name for item in fields(cls)})
+            meta = cls(**{name: value for name, value in values.items() if name not in unknown})
+        if unknown:
+            raise CheckpointError(subject, f"written by a newer version: unknown entries {', '.join(unknown)}")
+        if meta.config_hash != recorded:
+            raise CheckpointError(subject, "the configuration text does not have the hash written with it")
+        return meta
+
+
+_NAME_1 = re.compile(r"data/\d{4,}/rank_(\d{5,})\.safetensors", re.ASCII)
+
+
+def rank_of(name: object) -> int:
+    """The rank whose file has this path.
+
+    Raises:
+        ValueError: it is no rank's.
+    """
+    digits = _NAME_1.fullmatch(check_name(name))
+    if digits is None or file_name(int(digits[1])) != name:
+        raise ValueError(f"{name!r} is not the name of a rank's file")
+    return int(digits[1])
+
+
+def listed_file(values: dict[str, Any]) -> FileRecord:
+    """Record of a file from its entry in the manifest.
+
+    Raises:
+        ValueError, TypeError, LookupError: the entry is malformed.
+    """
+    rest = {name: value for name, value in values.items() if name != "path"}
+    return FileRecord.from_dict({**rest, "rank": rank_of(values["path"])})
+
+
+def _open_index_1(path: Path) -> Index:
+    """Map an index. Its rows are read whole to find the groups.
+
+    Raises:
+        CheckpointError: it is damaged.
+        OSError: it cannot be read.
+    """
+    entries, metadata = read_header(path)
+    with understanding(path):
+        vocabulary = Vocabulary.from_json(metadata["vocabulary"])
+        first, rows = entries["first"], entries["rows"]
+        with open(path, "rb") as file:
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        table = np.frombuffer(content, ROW, count=(rows.end - rows.begin) // ROW.itemsize, offset=rows.begin)
+        starts = np.frombuffer(content, "<i8", count=(first.end - first.begin) // 8, offset=first.begin)
+        if len(starts) != len(vocabulary.tensors) + 1 or starts[-1] != len(table):
+            raise CheckpointError(path, "the index is damaged: its table and its list of tensors do not agree")
+        index = Index(vocabulary, table)
+        refuse_strange(index.groups, vocabulary, len(table))
+        return index
+
 
 FORMAT = 2
 
@@ -92,18 +219,6 @@ def manifest_of(index: IndexSeal, meta: bytes) -> bytes:
     return json.dumps({"checksum": checksum(content.encode()), "content": content}).encode()
 
 
-def part_of(root: Path, name: str) -> Path:
-    """Path of a file of a checkpoint.
-
-    Raises:
-        CheckpointError: the name or a link leads out of the checkpoint.
-    """
-    try:
-        return path_inside(root, name)
-    except UnsafeName as error:
-        raise CheckpointError(root, str(error)) from error
-
-
 def read_manifest(root: Path) -> Manifest:
     """Read the manifest of a checkpoint.
 
@@ -128,7 +243,7 @@ def read_manifest(root: Path) -> Manifest:
                 raise ValueError(f"no part of a checkpoint: {', '.join(map(repr, sorted(strange)))}")
             meta = Part.from_dict(parts[META_NAME])
             if inner["format"] == 1:
-                records = [format_1.listed_file(each) for each in inner["files"]]
+                records = [listed_file(each) for each in inner["files"]]
                 return Manifest(meta, Part.from_dict(parts[INDEX_NAME]), records)
             return Manifest(meta, IndexSeal.from_dict(parts[INDEX_NAME]))
     except FileNotFoundError as error:
@@ -169,4 +284,4 @@ def open_index(
         _read_part(root, INDEX_NAME, manifest.index)
     with reading(path):
         refuse_size(path, os.stat(path).st_size, manifest.index.size)
-        return format_1.open_index(path), manifest.records or []
+        return _open_index_1(path), manifest.records or []

@@ -13,10 +13,9 @@ import numpy as np
 import torch
 import xxhash
 
-from ...config.file_access import UnsafeName, path_inside
 from .container import DTYPE_NAMES, TensorEntry, header, metadata_of
 from .durable import CHUNK, name_errors, new_file, opened, read_fully
-from .errors import CheckpointError, understanding
+from .errors import CheckpointError, part_of, understanding
 from .fragment import FragmentSpec
 from .index import checksum
 from .table import DTYPE_ORDER, ROW, Vocabulary
@@ -70,15 +69,8 @@ class FileRecord:
         return record
 
     def under(self, root: Path) -> Path:
-        """Path of the file.
-
-        Raises:
-            CheckpointError: a link leads out of the checkpoint.
-        """
-        try:
-            return path_inside(root, self.path)
-        except UnsafeName as error:
-            raise CheckpointError(root, str(error)) from error
+        """Path of the file. Errors as of `part_of`."""
+        return part_of(root, self.path)
 
 
 def write_rank_file(

@@ -57,10 +57,8 @@ def known_architectures(name: Any, extensions: Extensions = ()) -> Architecture:
     registry = registry_of(extensions)
     found = registry.load(ARCHITECTURE, name)
     if not isinstance(found, Architecture) or found.name != name:
-        raise RegistryError(
-            f"{registry.path(ARCHITECTURE, name)} must be an Architecture whose name is {name!r}",
-            "describe it as the files of megatron/checkpoint/hf/architectures do",
-        )
+        rule = "describe it as the files of megatron/checkpoint/hf/architectures do"
+        raise RegistryError(f"{registry.path(ARCHITECTURE, name)} must be an Architecture whose name is {name!r}", rule)
     return found
 
 

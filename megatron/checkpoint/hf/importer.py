@@ -17,7 +17,7 @@ from megatron.config.pattern import MAX_BLOCKS
 from megatron.config.resolution import Resolved, combine
 from megatron.config.source.layers import ConfigSource as Values
 from megatron.config.source.resolved_file import to_yaml
-from megatron.data.hub import unreachable
+from megatron.data.tokenizer import unreachable
 from megatron.model.stack import build_model
 from megatron.parallel.layers.parameters import logical_of, stored_tensors
 from megatron.parallel.layout.shard import LogicalTensor
@@ -25,7 +25,7 @@ from megatron.parallel.layout.shard import LogicalTensor
 from ..format.container import TensorEntry, read_header
 from ..format.errors import CheckpointError, understanding
 from ..format.fragment import WEIGHT, FragmentSpec
-from ..format.meta import Meta
+from ..format.manifest import Meta
 from ..format.rankfile import write_rank_file
 from ..save.writer import Draft
 from .architecture import SCORER, Architecture
@@ -83,10 +83,8 @@ class Folder:
     def _file(self, name: str, *, must: bool = True) -> Path:
         place = file_in(self.path, name)
         if must and not place.is_file():
-            raise CheckpointError(
-                self.path,
-                "it has no safetensors. Older files (pytorch_model.bin) can run code: save them as safetensors first",
-            )
+            rule = "it has no safetensors. Older files (pytorch_model.bin) can run code: save them as safetensors first"
+            raise CheckpointError(self.path, rule)
         return place
 
     def usual_type(self) -> str:

@@ -1,8 +1,8 @@
 """GPT-NeoX's own checkpoints: as a Hugging Face folder (weights), or as one of ours to continue from.
 
 Column-parallel matrices are cut along rows, row-parallel ones along columns. Rows of query_key_value are ordered by
-head ([n, 3, D]) on every rank, as in GPTNeoXForCausalLM, so the shards are concatenated. `neox_files` and
-`neox_optimizer` read the files.
+head ([n, 3, D]) on every rank, as in GPTNeoXForCausalLM, so the shards are concatenated. `neox_files` reads the
+files.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from megatron.config import Resolved, load, to_yaml
 
 from ..format.errors import CheckpointError
 from ..format.fragment import MASTER, WEIGHT, FragmentSpec
-from ..format.meta import Meta
+from ..format.manifest import Meta
 from ..save.writer import write_tensors
 from .architectures.layernorm import GPT_NEOX
 from .config import hf_config
 from .convert import INDEX, match, plan
 from .importer import logical_tensors
-from .neox_files import LayerShard, layers_of
-from .neox_optimizer import EMBEDDING, OptimizerStates, Place, read_optimizer
+from .neox_files import EMBEDDING, LayerShard, OptimizerStates, Place, layers_of, read_optimizer
 
 ROWS = (
     EMBEDDING,

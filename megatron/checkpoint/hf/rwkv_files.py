@@ -26,8 +26,8 @@ from megatron.kinds.rwkv7 import hf as rwkv7
 from megatron.model.stack import build_model
 from megatron.parallel.layers.parameters import logical_of
 
+from ..format.container import load_tensors
 from ..format.errors import CheckpointError
-from ..format.pickles import load_tensors
 from ..read.reader import Checkpoint
 from .architecture import Architecture, uniform
 from .config import differences

@@ -14,16 +14,23 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ..format.communicator import Communicator
-from ..format.durable import move, remove, write_file
+from ..format.durable import (
+    MANIFEST_NAME,
+    META_NAME,
+    leftover_name,
+    leftover_of,
+    move,
+    number_of,
+    remove,
+    step_name,
+    write_file,
+)
 from ..format.errors import CheckpointError, StoreRefuses, describe_error, disk_refuses, understanding
 from ..format.fragment import Fragment
-from ..format.manifest import manifest_of, open_index, part_of, read_manifest, write_merged
-from ..format.meta import Meta
-from ..format.names import MANIFEST_NAME, META_NAME, leftover_name, leftover_of, number_of, step_name
+from ..format.manifest import Meta, manifest_of, open_index, part_of, read_manifest, write_merged
 from ..format.rankfile import FileRecord, file_name, host_chunks, tables_of, write_rank_file
 from ..save.store import Store
-from .hosts import Hosts, private
-from .peer_transfer import Courier, Parcel
+from .hosts import Courier, Hosts, Parcel, private
 
 NOTES, NOTE_BYTES = "notes", 256  # padded with spaces, so that receivers know the size
 KEY = "level"  # in `Meta.extra`: the save of a part, and its number of files

@@ -18,12 +18,11 @@ from ..format.communicator import Communicator, all_problems
 from ..format.durable import name_errors, sync_directory, write_file
 from ..format.errors import CheckpointError, StoreRefuses, brief, disk_refuses
 from ..format.fragment import Fragment
-from ..format.meta import Meta
+from ..format.manifest import Meta
 from ..read.reader import Checkpoint
-from .hosts import Hosts, own_folder
+from .hosts import Courier, GroupCourier, Hosts, own_folder
 from .index_exchange import FoundSave, gather
 from .level import KEY, HostPart, Level
-from .peer_transfer import Courier, GroupCourier
 
 MEMORY = "/dev/shm"  # noqa: S108  (a file system in memory, with private folders).
 # File in the folder of checkpoints: the token of its folders on hosts, and the steps after which it left a branch.

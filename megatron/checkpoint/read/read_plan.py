@@ -14,8 +14,7 @@ import torch
 from ..format.container import DTYPES
 from ..format.durable import CHUNK, read_fully
 from ..format.errors import CheckpointError, refuse_size, understanding
-from ..format.fragment import FragmentSpec
-from ..format.geometry import Piece, common_width, overlap, rectangles
+from ..format.fragment import FragmentSpec, Piece, common_width, overlap, rectangles
 from ..format.index import Index, Run, checksum
 from ..format.rankfile import FileRecord
 from ..format.table import DTYPE_ORDER, Vocabulary, spec_of

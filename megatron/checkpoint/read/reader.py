@@ -14,14 +14,17 @@ import numpy as np
 import torch
 import xxhash
 
-from ...parallel.layout.shard import LogicalTensor
+from megatron.config import Config
+from megatron.config.source.resolved_file import read_resolved_text
+from megatron.config.stages import as_of
+from megatron.parallel.layout.shard import LogicalTensor
+
 from ..format.communicator import SOLO, Communicator, all_problems
 from ..format.container import DTYPES
-from ..format.durable import opened, read_fully
+from ..format.durable import opened, read_fully, wrong_name
 from ..format.errors import CheckpointError, by_layer, describe_error
 from ..format.fragment import AVERAGE, MASTER, TRAINED, WEIGHT, Fragment, FragmentSpec
 from ..format.manifest import open_index, read_manifest, read_meta
-from ..format.names import wrong_name
 from ..format.rankfile import FileRecord, read_table
 from ..format.table import Vocabulary, spec_of
 from .read_plan import Files, execute, plan
@@ -235,11 +238,6 @@ class Checkpoint:
             execute(plan(self.index, spec, source), files, fragment.data)
         return fragment
 
-    def load(self, specs: Iterable[FragmentSpec]) -> Iterator[Fragment]:
-        """The wanted fragments one by one, in their stored types. Only one is in memory at a time."""
-        for spec in specs:
-            yield self.read(spec)
-
     def read_into(
         self,
         targets: Iterable[Fragment],
@@ -340,3 +338,26 @@ def _changed_rows(path: Path, record: FileRecord, rows: np.ndarray) -> Iterator[
                 digest.update(part)
             if digest.intdigest() != row["checksum"]:
                 yield row
+
+
+ADAPTERS = "adapters"  # in the meta data of a checkpoint of adapters: the hash of the weights under them
+
+
+def config_of(checkpoint: Checkpoint, *, whole: bool = True) -> Config:
+    """The configuration that wrote a checkpoint, as of its stage of sequence length (length and rotary options).
+
+    Raises:
+        CheckpointError: with `whole`, of a checkpoint that has adapters and not the weights under them.
+    """
+    if whole:
+        refuse_adapters(checkpoint)
+    return as_of(read_resolved_text(checkpoint.meta.config, f"checkpoint {checkpoint.path}"), checkpoint.meta.step)
+
+
+def refuse_adapters(checkpoint: Checkpoint) -> None:
+    """Raise `CheckpointError` if a checkpoint has adapters and not the weights under them."""
+    if ADAPTERS in checkpoint.meta.extra:
+        raise CheckpointError(
+            checkpoint.path,
+            "it has adapters, without the weights that they belong to: `deepy adapter merge` makes a whole checkpoint",
+        )

@@ -6,18 +6,21 @@ One run writes to a folder at a time.
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.worker.writer_lock import LOCK_NAME, take
+
 from ...config.foreign import advice, neox_checkpoint
-from ..format.communicator import SOLO, Communicator
-from ..format.durable import move, remove, sync_directory
+from ..format.communicator import SOLO, Communicator, from_rank_0
+from ..format.durable import MANIFEST_NAME, leftover_of, move, number_of, remove, step_of, sync_directory
 from ..format.errors import CheckpointError, brief
-from ..format.names import MANIFEST_NAME, leftover_of, number_of, step_of
 from ..read.reader import Checkpoint, open_checkpoint
 
 
@@ -81,13 +84,12 @@ class Store:
 
     # -- resume ----------------------------------------------------------------------------------------------------
 
-    def resume(self, how: str = "auto", *, verify: str = "checksums", before: int | None = None) -> Resume:
+    def resume(self, how: str = "auto", *, before: int | None = None) -> Resume:
         """The checkpoint to continue from.
 
         Args:
             how: "auto": the newest intact one here, if any. "none": start from step 0. A path: that of a
                 checkpoint, or of a folder of them or a run's directory (then its newest intact one).
-            verify: see `open_checkpoint`.
             before: with "auto", only checkpoints of earlier steps than this.
 
         Raises:
@@ -98,8 +100,8 @@ class Store:
         if how == "none":
             return Resume(None, reason="started from step 0: checkpoint.resume is none")
         if how == "auto":
-            return self._newest_intact(verify, before=before)
-        found = self._named(Path(how), "checkpoint.resume", verify)
+            return self._newest_intact(before=before)
+        found = self._named(Path(how), "checkpoint.resume")
         checkpoint = found.checkpoint
         if checkpoint is not None and not checkpoint.meta.resumable:
             raise CheckpointError(
@@ -107,9 +109,7 @@ class Store:
             )
         return found
 
-    def weights(
-        self, path: str | Path, *, verify: str = "checksums", key: str = "checkpoint.initialize_from"
-    ) -> Resume:
+    def weights(self, path: str | Path, *, key: str = "checkpoint.initialize_from") -> Resume:
         """The checkpoint to take weights from: the given one, or the newest intact one of a folder or a run's
         directory.
 
@@ -119,7 +119,7 @@ class Store:
         Raises:
             CheckpointError: it is missing or damaged.
         """
-        return self._named(Path(path), key, verify, weights=True)
+        return self._named(Path(path), key, weights=True)
 
     def _refuse_foreign(self, path: Path) -> None:
         """Refuse a folder with another program's checkpoints. It is not empty, and nothing is written into it."""
@@ -128,11 +128,11 @@ class Store:
             name = Path(found).name
             raise CheckpointError(path, f"there are checkpoints of GPT-NeoX here ({name}): {advice(Path(found))}")
 
-    def _named(self, path: Path, key: str, verify: str, *, weights: bool = False) -> Resume:
+    def _named(self, path: Path, key: str, *, weights: bool = False) -> Resume:
         self._refuse_foreign(path)
         folder, there, whole = self._on_rank_0(lambda: _look(path))
         if folder is not None:
-            found = Store(folder, self.communicator)._newest_intact(verify, weights=weights)
+            found = Store(folder, self.communicator)._newest_intact(weights=weights)
             if found.checkpoint is None:  # they were there a moment ago
                 raise CheckpointError(path, f"{key} asks for it, but {NEITHER}")
             return Resume(found.checkpoint, found.skipped, f"{found.reason}, as {key} asks")
@@ -140,20 +140,20 @@ class Store:
             raise CheckpointError(path, f"{key} asks for it, but it does not exist. {self._offer(path)}")
         if not whole and step_of(path) is None:
             raise CheckpointError(path, f"{key} asks for it, but {NEITHER}")
-        checkpoint = open_checkpoint(path, verify=verify, communicator=self.communicator)
+        checkpoint = open_checkpoint(path, verify="checksums", communicator=self.communicator)
         verb = "weights" if weights else "resumed"
         return Resume(checkpoint, reason=f"{verb} from {path} (step {checkpoint.step}), as {key} asks")
 
     def _listing(self) -> list[Path]:
         return [Path(name) for name in self._on_rank_0(lambda: [str(path) for path in self.paths()])]
 
-    def _newest_intact(self, verify: str, *, weights: bool = False, before: int | None = None) -> Resume:
+    def _newest_intact(self, *, weights: bool = False, before: int | None = None) -> Resume:
         skipped = []
         for path in reversed(self._listing()):
             if before is not None and number_of(path) >= before:
                 continue
             try:
-                checkpoint = open_checkpoint(path, verify=verify, communicator=self.communicator)
+                checkpoint = open_checkpoint(path, verify="checksums", communicator=self.communicator)
             except CheckpointError as error:
                 skipped.append((path, brief(error.problems)))
                 continue
@@ -228,14 +228,7 @@ class Store:
         return self._on_rank_0(lambda: self._retain(keep_last, keep_every, protect))
 
     def _on_rank_0(self, work: Callable[[], Any]) -> Any:
-        """Rank 0's result (JSON values) or error, on every rank."""
-        answer = None
-        if self.communicator.rank == 0:
-            try:
-                answer = [work(), None]
-            except (OSError, CheckpointError) as error:
-                answer = [None, str(error)]
-        done, failure = self.communicator.broadcast(answer)
+        done, failure = from_rank_0(self.communicator, work, OSError, CheckpointError)
         if failure:
             raise CheckpointError(self.directory, failure)
         return done
@@ -302,3 +295,28 @@ def is_complete(path: Path) -> bool:
     except CheckpointError:
         return False
     return True
+
+
+@contextmanager
+def sole_writer(directory: str | Path, communicator: Communicator = SOLO, *, insist: bool = True) -> Iterator[None]:
+    """Hold a folder for one run, until rank 0's process ends in any way. Does nothing on disks without locks.
+
+    Args:
+        insist: raise if another run holds it. A restarted run passes False: it must not wait until a file server
+            notices that its former host is gone.
+
+    Raises:
+        CheckpointError: on every rank, with the host and the process that hold it.
+    """
+    handle, holder = None, None
+    if communicator.rank == 0:
+        handle, holder = take(Path(directory) / LOCK_NAME)
+    holder = communicator.broadcast(holder)
+    try:
+        if holder is not None and insist:
+            rule = f"another run writes here ({holder}): wait for its end, or give this one a run.dir of its own"
+            raise CheckpointError(directory, rule)
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)

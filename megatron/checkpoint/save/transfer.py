@@ -18,11 +18,10 @@ import fsspec
 from megatron.config.arithmetic.machine import free_bytes
 
 from ..format.communicator import SOLO, Communicator, all_problems
-from ..format.durable import move
+from ..format.durable import MANIFEST_NAME, META_NAME, leftover_name, move, number_of, step_of
 from ..format.errors import CheckpointError, Unreachable, describe_error
 from ..format.index import INDEX_NAME
 from ..format.manifest import open_index, part_of, read_manifest
-from ..format.names import MANIFEST_NAME, META_NAME, leftover_name, number_of, step_of
 from ..read.reader import open_checkpoint
 
 MOST = 1 << 30  # bytes of a manifest, of meta data or of a ledger

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from . import classifier, datatrove_filters, duplicates, language, overlap, quality, texts
+from . import classifier, datatrove_filters, duplicates, language, texts
 from .contract import StageKind
 
 STAGES: dict[str, StageKind] = {
-    "signals": quality.SIGNALS,
-    "keep": quality.KEEP,
+    "signals": texts.SIGNALS,
+    "keep": texts.KEEP,
     "collapse": texts.COLLAPSE,
     "pii": texts.PII,
     "blocklist": texts.BLOCKLIST,
@@ -18,7 +18,7 @@ STAGES: dict[str, StageKind] = {
     "gopher_quality": datatrove_filters.GOPHER_QUALITY,
     "gopher_repetition": datatrove_filters.GOPHER_REPETITION,
     "fineweb_quality": datatrove_filters.FINEWEB_QUALITY,
-    "decontaminate": overlap.DECONTAMINATE,
+    "decontaminate": duplicates.DECONTAMINATE,
     "exact": duplicates.EXACT,
     "lines": duplicates.LINES,
     "minhash": duplicates.MINHASH,

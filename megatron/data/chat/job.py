@@ -5,26 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from megatron.config.file_access import keep_inputs
 from megatron.config.problems import counted
+from megatron.config.sections.data import TokenizerSection
 
 from ..corpus.inputs import Input, InputChunk, read_chunks
-from ..corpus.workers import in_order
+from ..corpus.job import in_order
 from ..errors import DataError
 from ..manifest import ENDING, Manifest, keep_others, pair_hashes
 from ..sample import IGNORED
-from ..token_file import TokenFile, prefix_of, token_dtype, with_ending
-from ..token_writer import TokenFileWriter
+from ..token_file import TokenFile, TokenFileWriter, prefix_of, token_dtype, with_ending
 from ..tokenizer import tokenizer_for
-from .encode import ChatEncoder, ChatTreatment, arrays
-from .template import ChatTemplate
-
-if TYPE_CHECKING:
-    from megatron.config.sections.data import TokenizerSection
+from .encode import ChatEncoder, ChatTemplate, ChatTreatment, arrays
 
 EXAMPLES = 20  # bad records that are reported with their line numbers
 LABELS = "_labels"  # behind the prefix of the token file

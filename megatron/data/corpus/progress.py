@@ -56,11 +56,8 @@ class Progress:
         except (ValueError, TypeError) as error:
             raise DataError(path, f"it is damaged ({error})", "start again with --overwrite") from error
         if found.key != key:
-            raise DataError(
-                path,
-                "an unfinished job with other inputs or options is there",
-                "finish it, or start again with --overwrite",
-            )
+            rule = "an unfinished job with other inputs or options is there"
+            raise DataError(path, rule, "finish it, or start again with --overwrite")
         return found
 
 

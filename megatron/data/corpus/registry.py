@@ -243,11 +243,8 @@ def _refuse_empty(name: str, documents: dict[str, int]) -> None:
     """Refuse an empty part, which no token file can be made of."""
     for part, number in documents.items():
         if number == 0:
-            raise DataError(
-                name,
-                f"none of its {sum(documents.values())} documents belongs to {part}",
-                "give another share to --validation (0 for none), or a higher --limit",
-            )
+            rule = f"none of its {sum(documents.values())} documents belongs to {part}"
+            raise DataError(name, rule, "give another share to --validation (0 for none), or a higher --limit")
 
 
 def stdlib_texts() -> Iterator[dict]:
@@ -311,7 +308,6 @@ def _hub_texts(corpus: HubCorpus) -> Iterator[dict]:
 
 
 def _from_archive(name: str, archive: Archive, folder: Path) -> dict:
-    """Download, verify, and cut at the customary places. Each part is one document."""
     try:
         with urllib.request.urlopen(archive.url, timeout=60) as answer:
             packed = answer.read()

@@ -124,11 +124,8 @@ class OverflowOrder(Order):
             rows = (labels.read(document, 0, min(width, int(file.sizes[document]))) for document in range(first, last))
             usable &= np.fromiter(((row != -100).any() for row in rows), bool, len(sizes))
         if not sizes[usable].sum():
-            raise DataError(
-                file.prefix,
-                f"no document of up to {width} tokens with a target is left to pack",
-                "use data.drop_long: false, a larger training.sequence_length, or other files",
-            )
+            fix = "use data.drop_long: false, a larger training.sequence_length, or other files"
+            raise DataError(file.prefix, f"no document of up to {width} tokens with a target is left to pack", fix)
         wanted = None if epochs is not None else max(samples or 0, 2)
         key: tuple[object, ...] = ()
         if cache is not None:

@@ -16,8 +16,7 @@ import numpy as np
 
 from ..token_file import TokenFile
 from .cache import Arrays, cached
-from .order import Lookup, Order, TokenRange, too_small
-from .permutation import Permutation
+from .order import Lookup, Order, Permutation, TokenRange, too_small
 
 
 def pieces_of(sizes: np.ndarray, first: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ import numpy as np
 from megatron.config.problems import UserError
 
 from ..errors import DataError
-from ..keyed import generator
+from ..hashing import generator
 from ..sample import IGNORED, Sample
 from ..token_file import TokenFile
 
@@ -106,11 +106,8 @@ def check_lengths(sizes: np.ndarray, length: int, what: str, spare: int = 0, sho
     room = length + 1 - spare
     if (long := int((sizes > room).sum())) > 0:
         rule = f"{long} of {len(sizes)} {what} have more than the {room} tokens of a sample, up to {sizes.max()}"
-        raise DataError(
-            "training.sequence_length",
-            rule,
-            f"use at least {sizes.max() - 1 + spare}, or {shorter or f'remove long {what}'}",
-        )
+        subject = "training.sequence_length"
+        raise DataError(subject, rule, f"use at least {sizes.max() - 1 + spare}, or {shorter or f'remove long {what}'}")
 
 
 def sample_of(documents: Sequence[tuple[Answers, int]], length: int, filler: int) -> Sample:

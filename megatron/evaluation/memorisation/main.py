@@ -1,7 +1,4 @@
-"""Have checkpoints recite sequences of the run's own data, and write down the scores, for extract.py.
-
-The run itself is only read.
-"""
+"""Have checkpoints recite sequences of the run's own data, and write down the scores, for extract.py."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from megatron.checkpoint.format.communicator import from_rank_0
 from megatron.config import Config
 from megatron.data.errors import DataError
 from megatron.data.provenance import Provenance
@@ -30,9 +28,8 @@ from megatron.worker.place import StartError
 
 from ..arguments import OptionError
 from ..checkpoints import named_checkpoints
-from . import table
-from .arguments import Options, parse
-from .check import before_start, smallest_batch
+from . import summary
+from .arguments import Options, before_start, parse, smallest_batch
 from .recitation import recite
 from .summary import summary_of
 
@@ -51,7 +48,7 @@ def extract() -> int:
     try:
         with joined(config, place) as world:
             run(config, options, world)
-    except (CheckpointError, DataError, table.ResultError) as error:
+    except (CheckpointError, DataError, summary.ResultError) as error:
         raise StartError(str(error)) from error
     return 0
 
@@ -86,9 +83,9 @@ def run(config: Config, options: Options, world: World) -> None:
             print(f"{where}\n{summary_of(where).text()}\n", flush=True)
 
 
-def job_of(config: Config, options: Options, checkpoint: Checkpoint) -> table.RecitationJob:
+def job_of(config: Config, options: Options, checkpoint: Checkpoint) -> summary.RecitationJob:
     steps = options.steps
-    return table.RecitationJob(
+    return summary.RecitationJob(
         str(checkpoint.path),
         checkpoint.meta.step,
         (steps.start, steps.stop, steps.step),
@@ -119,31 +116,27 @@ class Recitation:
     ) -> None:
         self.scorer, self.data, self.options, self.world, self.log = scorer, data, options, world, log
 
-    def run(self, folder: Path, job: table.RecitationJob) -> None:
+    def run(self, folder: Path, job: summary.RecitationJob) -> None:
         """Write the parts that a folder does not have yet. All ranks call it."""
         have = self._begin(folder, job)
         places = ((step, sequence) for step in self.options.steps for sequence in range(job.samples))
         total = len(self.options.steps) * job.samples
-        for number in range(-(-total // table.PART)):
-            part = list(islice(places, table.PART))
+        for number in range(-(-total // summary.PART)):
+            part = list(islice(places, summary.PART))
             if number in have:
                 continue
             rows = self._part(part)
             if self.world.is_main:
-                table.write_part(folder, number, rows)
+                summary.write_part(folder, number, rows)
             self.world.communicator.barrier()
-            self.log(f"{min((number + 1) * table.PART, total):,} of {total:,} sequences")
+            self.log(f"{min((number + 1) * summary.PART, total):,} of {total:,} sequences")
 
-    def _begin(self, folder: Path, job: table.RecitationJob) -> set[int]:
-        answer: list[Any] | None = None
-        if self.world.is_main:
-            try:
-                answer = [sorted(table.begin(folder, job)), None]
-            except (table.ResultError, OSError) as error:
-                answer = [None, str(error)]
-        have, failure = self.world.communicator.broadcast(answer)
+    def _begin(self, folder: Path, job: summary.RecitationJob) -> set[int]:
+        have, failure = from_rank_0(
+            self.world.communicator, lambda: sorted(summary.begin(folder, job)), summary.ResultError, OSError
+        )
         if failure:
-            raise table.ResultError(failure)
+            raise summary.ResultError(failure)
         return set(have)
 
     def _part(self, places: list[tuple[int, int]]) -> list[dict[str, Any]]:

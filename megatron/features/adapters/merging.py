@@ -19,7 +19,7 @@ from megatron.checkpoint import (
     open_checkpoint,
     write_tensors,
 )
-from megatron.checkpoint.configuration import ADAPTERS, config_of
+from megatron.checkpoint.read.reader import ADAPTERS, config_of
 from megatron.checkpoint.save.store import find_checkpoint
 from megatron.config import Config, Resolved, to_yaml
 from megatron.config.schema import using_extensions
@@ -35,7 +35,7 @@ from .options import AdapterSection, adapter_of
 from .part import refuse_other_base
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.hf.verify import Proof
+    from megatron.checkpoint.hf.export import Proof
 
 
 def base_of(adapters: Checkpoint, named: str | None) -> tuple[Checkpoint, Config]:
@@ -126,7 +126,7 @@ def prove(adapters: Checkpoint, base: Checkpoint, config: Config, out: Path) -> 
 
     Rounding of the merged weights to their type is allowed for, as that of each weight once more.
     """
-    from megatron.checkpoint.hf.verify import Proof  # transformers is slow to import
+    from megatron.checkpoint.hf.export import Proof  # transformers is slow to import
 
     plain = config_of(open_checkpoint(out))
     found = [build_model(plain, dtype=torch.float32, values=False) for _ in range(2)]

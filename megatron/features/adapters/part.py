@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.checkpoint import SOLO, Checkpoint, CheckpointError, Communicator, GroupCommunicator
-from megatron.checkpoint.configuration import ADAPTERS, config_of
 from megatron.checkpoint.format.fragment import MASTER, WEIGHT
+from megatron.checkpoint.read.reader import ADAPTERS, config_of
 from megatron.checkpoint.save.store import Store
 from megatron.engine.part import EnginePart
 from megatron.training.start.fetch import local_path

@@ -25,10 +25,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron.checkpoint import MASTER, Checkpoint, CheckpointError, FragmentSpec, Meta, write_tensors
-from megatron.checkpoint.configuration import ADAPTERS
 from megatron.checkpoint.hf.companions import Companions
 from megatron.checkpoint.hf.config import hf_config
 from megatron.checkpoint.hf.convert import ConversionStep, plan
+from megatron.checkpoint.read.reader import ADAPTERS
 from megatron.config import Config, Resolved, to_yaml
 from megatron.config.file_access import read_json
 from megatron.config.schema import using_extensions

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.keyed import generator
+from megatron.data.hashing import generator
 
 Environment = Callable[[int, np.random.Generator], dict[str, Any]]
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -16,9 +16,9 @@ from megatron.config import Config
 from megatron.config.file_access import parse_json, read_plain
 from megatron.config.problems import UserError
 from megatron.config.registry import load
-from megatron.data.chat.template import BadConversation, find_template
+from megatron.data.chat.encode import BadConversation, find_template
 from megatron.data.errors import DataError
-from megatron.data.keyed import generator, key_of
+from megatron.data.hashing import generator, key_of
 from megatron.data.preferences.answers import Answers
 from megatron.data.token_file import prefix_of, with_ending
 from megatron.data.tokenizer import Tokenizer

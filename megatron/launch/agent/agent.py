@@ -16,9 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megatron.installation import code_version
 from megatron.report.append import AppendFile
-from megatron.worker import devices, fabric, network
-from megatron.worker.code_version import code_version
+from megatron.worker import devices, network
 from megatron.worker.rendezvous import SOCKET
 
 from ..report.status import COMPLAINT, FORWARDED_SIGNALS, KILLS, STOP_SIGNALS
@@ -216,7 +216,7 @@ class Agent:
             **job.environment,
             **devices.visibility(host.slots, {**os.environ, **job.environment}, job.device),
         }
-        base |= fabric.defaults(base) if job.device != "cpu" else {}
+        base |= devices.fabric_defaults(base) if job.device != "cpu" else {}
         base.setdefault("OMP_NUM_THREADS", str(devices.threads_per_rank(len(host.slots))))
         base.setdefault("PYTHONUNBUFFERED", "1")
         alone = ("lo" if seat.hosts == 1 else "", message["master_address"])  # no other host needs to reach us

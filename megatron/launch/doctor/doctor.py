@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.problems import counted
+from megatron.installation import code_version, root
 from megatron.worker import network
-from megatron.worker.code_version import code_version, root
 
 from ..job.choose import RunnerChoice
 from ..launcher.launcher import Launcher, LauncherSettings, Result

@@ -17,8 +17,7 @@ from megatron import config as configuration
 from megatron.config.problems import ConfigError, Problem
 from megatron.config.registry import registry_of
 from megatron.config.source.arguments import ArgumentError, Arguments, split
-from megatron.installation import root
-from megatron.worker.code_version import code_now, code_version
+from megatron.installation import code_now, code_version, root
 from megatron.worker.rendezvous import SECRET
 
 from ..launcher.launcher import LauncherSettings

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.config.file_access import replace_file
-from megatron.worker.code_version import root
+from megatron.installation import root
 from megatron.worker.job import CONFIG_ERROR
 
 from ..report.console import log

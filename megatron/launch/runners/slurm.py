@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from megatron.worker.slurm_nodes import expand
+from megatron.worker.place import expand_nodes
 
 from ..job.hosts import HostError
 from ..runner import Runner, agent_command, srun_options
@@ -65,7 +65,7 @@ def _allocation(launch: LaunchSection, environment: Mapping[str, str]) -> list[H
         1,
     )
     try:
-        return [Host(name, tuple(range(ranks))) for name in expand(nodes)]
+        return [Host(name, tuple(range(ranks))) for name in expand_nodes(nodes)]
     except ValueError as error:
         raise HostError(f"SLURM_JOB_NODELIST: {error}") from error
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from megatron.checkpoint import Fragment, Meta
-from megatron.checkpoint.format.names import number_of
+from megatron.checkpoint.format.durable import number_of
 from megatron.checkpoint.levels import Levels
 from megatron.checkpoint.save.store import Store
 from megatron.config.sections.output import LevelSection
@@ -14,9 +14,8 @@ from megatron.worker.beacon import SAVE
 
 from ..exchange import StepReport
 from ..hook import Hook, HookContext
-from ..interval import Interval, failures_answered
 from ..trainer import Trainer
-from .checkpoint import refuse_broken
+from .checkpoint import Interval, failures_answered, refuse_broken
 
 FIRST = 10  # steps until a level of `every: auto` is saved for the first time, which measures the cost
 GROWTH = 4  # largest ratio of two consecutive intervals: the first steps are slower than the rest

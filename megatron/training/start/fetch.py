@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from megatron.checkpoint import CheckpointError, open_checkpoint
-from megatron.checkpoint.format.communicator import Communicator
+from megatron.checkpoint.format.communicator import Communicator, from_rank_0
+from megatron.checkpoint.format.durable import MANIFEST_NAME, META_NAME
+from megatron.checkpoint.format.errors import Unreachable, brief
 from megatron.checkpoint.format.index import checksum
-from megatron.checkpoint.format.names import MANIFEST_NAME, META_NAME
-from megatron.checkpoint.save.transfer import download, fetch_file, newest, remote_manifest
-from megatron.report.ledger import read_ledger
+from megatron.checkpoint.save.saver import Copies, Copy
+from megatron.checkpoint.save.store import Resume, Store
+from megatron.checkpoint.save.transfer import download, fetch_file, manifest_at, newest, put_file, remote_manifest
+from megatron.config import Config
+from megatron.report.ledger import Ledger, read_ledger
+
+from ..world import World
 
 FOLDER = "fetched"  # next to the run's own checkpoints
 LEDGER, RUN_LEDGER = "ledger.jsonl", "run_ledger.jsonl"  # the second: of a run's folder, next to a fetched copy
@@ -32,16 +41,12 @@ def local_path(where: str, checkpoints: Path, communicator: Communicator) -> str
     """
     if "://" not in where and not _is_hugging_face(Path(where)):
         return where
-    answer = None
-    if communicator.rank == 0:
-        try:
-            answer = [str(fetched(where, checkpoints / FOLDER)), None]
-        except (OSError, ValueError, CheckpointError) as error:
-            answer = [None, str(error)]
-    path, failure = communicator.broadcast(answer)
+    path, failure = from_rank_0(
+        communicator, lambda: str(fetched(where, checkpoints / FOLDER)), OSError, ValueError, CheckpointError
+    )
     if failure:
         raise CheckpointError(where, failure)
-    return path
+    return str(path)
 
 
 def _is_hugging_face(path: Path) -> bool:
@@ -101,3 +106,112 @@ def _intact(path: Path) -> bool:
         shutil.rmtree(path)
         return False
     return True
+
+
+UPLOADED, LEFT = "uploaded", "copies_left"  # events of the ledger
+
+
+def copies_of(path: Path, ledger: Ledger | None = None) -> Copies:
+    """The run's uploads by its ledger: each event `uploaded`, except of steps that the run later returned from.
+
+    Args:
+        path: of the ledger, which need not exist.
+        ledger: the same, open, which records further uploads.
+    """
+
+    def record(step: int, copy: Copy) -> None:
+        with suppress(ValueError):  # closed, since the run has failed: its next start finds the copy in the store
+            if ledger is not None:
+                ledger.write(UPLOADED, step=step, url=copy.url, manifest=copy.manifest)
+                put_file(ledger.path, f"{copy.url.rpartition('/')[0]}/{LEDGER}")
+
+    told, copies = Copies(), Copies(record)
+    for entry in read_ledger(path) if path.exists() else ():
+        event = entry["event"]
+        if event == UPLOADED:
+            told.add(entry["step"], Copy(entry["url"], entry["manifest"]))
+        elif event in ("rollback", LEFT):
+            told.go_back(entry["to"])
+        elif event in ("start", "resume"):
+            told.go_back(entry["step"] if event == "resume" or "checkpoint" in entry else -1)
+    copies.own, copies.urls = told.own, told.urls
+    return copies
+
+
+def leave_later(config: Config, after: int) -> None:
+    """Record that the run goes back: if it is killed before it begins there, its next start must not use copies of
+    later steps. Rank 0 calls it when it has put local checkpoints aside."""
+    path = Path(config.run.dir) / "ledger.jsonl"
+    later = [step for step in copies_of(path).own if step > after]
+    if later:
+        ledger = Ledger(path)
+        ledger.write(LEFT, to=after, steps=sorted(later))
+        ledger.close()
+
+
+def or_uploaded(choose: Callable[[], Resume], store: Store, config: Config, world: World) -> tuple[Resume, bool]:
+    """The nearest choice, or if that is older or missing, the newest copy that this run has in its store. If the choice
+    is the newest known step, the store is not queried.
+
+    Returns:
+        The choice, and whether it is such a copy.
+
+    Raises:
+        CheckpointError: nothing can be used, or the run's uploaded copies are gone or cannot be reached.
+    """
+    level, failure, found = config.checkpoint.store, None, Resume(None)
+    try:
+        found = choose()
+    except CheckpointError as error:
+        failure = error
+    if level is not None and config.checkpoint.resume == "auto":
+        least = -1 if found.checkpoint is None else found.checkpoint.step
+        copied = world.communicator.broadcast(_newest_own(config, store, least) if world.is_main else None)
+        where, path, passed, problem = copied
+        note = "".join(f". Skipped {each}" for each in passed)
+        why = found.reason if found.checkpoint else str(failure) if failure else f"nothing is in {store.directory}"
+        if where is not None:
+            reason = f"resumed from {path}, which was fetched from {where}{note}. Nearer: {why}"
+            if found.checkpoint is not None:
+                found.checkpoint.release()
+            return replace(store.resume(path), skipped=found.skipped, reason=reason), True
+        if found.checkpoint is not None:
+            note += f". {problem}" if problem else ""
+            return replace(found, reason=f"{found.reason}{note}"), False
+        if problem:
+            raise CheckpointError(level.url, f"{problem}, and {why}")
+    if failure is not None:
+        raise failure
+    return found, False
+
+
+def _newest_own(config: Config, store: Store, least: int) -> tuple[str | None, str, list[str], str | None]:
+    """On rank 0: (URL of this run's newest whole copy after more than `least` updates, its local path, newer copies
+    with the reason for skipping them, the problem if any)."""
+    path, passed = Path(config.run.dir) / "ledger.jsonl", list[str]()
+    try:
+        copies = copies_of(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:  # raising here would leave the other ranks waiting
+        problem = f"{path} cannot be read ({type(error).__name__}: {error}), which names what was uploaded"
+        return None, "", passed, problem
+    try:
+        for step in sorted((step for step in copies.own if step > least), reverse=True):
+            copy = copies.own[step]
+            manifest = manifest_at(copy.url)
+            why = "it is gone" if manifest is None else ""
+            if manifest is not None and checksum(manifest) != copy.manifest:
+                why = "it is not known to be the one that this run has uploaded"
+            try:
+                if not why:
+                    return copy.url, str(fetched(copy.url, store.directory / FOLDER)), passed, None
+            except Unreachable:
+                raise
+            except CheckpointError as error:
+                why = f"damaged ({brief(error.problems)})"
+            passed.append(f"{copy.url}: {why}")
+    except (CheckpointError, OSError) as error:
+        return None, "", passed, str(error)
+    if not passed:
+        return None, "", [], None
+    advice = "name a checkpoint in checkpoint.resume, or set it to none for a new start"
+    return None, "", passed, f"of the copies that this run has uploaded none can be used ({brief(passed)}): {advice}"

@@ -15,8 +15,7 @@ from typing import Any
 
 import yaml
 
-from megatron.checkpoint.format.durable import move
-from megatron.checkpoint.format.names import step_of
+from megatron.checkpoint.format.durable import move, step_of
 from megatron.checkpoint.read.reader import open_checkpoint
 from megatron.checkpoint.save.store import Store
 from megatron.config import Config

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from megatron.checkpoint import Checkpoint, CheckpointError, Fragment, FragmentSpec, Meta
-from megatron.checkpoint.configuration import refuse_adapters
+from megatron.checkpoint.format.durable import number_of
 from megatron.checkpoint.format.fragment import MASTER, WEIGHT
-from megatron.checkpoint.format.meta import IMPORTED
-from megatron.checkpoint.format.names import number_of
+from megatron.checkpoint.format.manifest import IMPORTED
 from megatron.checkpoint.levels import Levels
+from megatron.checkpoint.read.reader import refuse_adapters
 from megatron.checkpoint.save.store import Resume, Store
 from megatron.config import Config
 from megatron.config.arithmetic.batches import batches_of
@@ -27,17 +27,66 @@ from megatron.engine.undo import OPTIMIZER, SCALER
 from megatron.objectives.named import objective_of
 from megatron.parallel.layout.precision import COMPUTE_TYPES
 from megatron.parallel.layout.shard import LogicalTensor
-from megatron.report.ledger import Ledger
+from megatron.report.ledger import Ledger, read_ledger
 from megatron.report.ledger import left_out as left_out_of
 from megatron.worker.place import StartError
 
-from ..divergence_backoff import MOST, of_run
+from ..hooks.guard import NonFinite
 from ..world import World
-from .fetch import FOLDER, LEDGER, ledger_of, local_path
+from .fetch import FOLDER, LEDGER, leave_later, ledger_of, local_path, or_uploaded
 from .same_run import changes, last_sample, refuse_other_files, refuse_other_runs, refuse_other_shards
-from .upcycle import mapped, upcycle
-from .uploads import leave_later, or_uploaded
-from .vocabulary import MEAN, extend, extended
+from .upcycle import MEAN, extend, extended, mapped, upcycle
+
+MOST = 3  # starts that diverge at one step. With the same data and program a fourth would too
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The latest starts, which all diverged at one step. Their run resumes further back, and finally stops.
+
+    The newest checkpoint may be intact, but of a run that was already lost: finite weights far from their range.
+    Resuming from it would fail again with each restart.
+
+    Attributes:
+        starts: completed updates that each began from, the latest last.
+    """
+
+    step: int
+    starts: tuple[int, ...]
+    error: str
+
+
+def divergence(entries: Iterable[Mapping[str, Any]], attempts: int) -> Divergence | None:
+    """The common divergence of the last `attempts` starts in a ledger, if they diverged at one step."""
+    ends: list[tuple[int, int, str] | None] = []
+    start = None
+    for entry in entries:
+        if entry["event"] in ("start", "resume"):
+            if start is not None:
+                ends.append(None)  # killed without a word
+            start = entry["step"]
+        elif entry["event"] in ("error", "end", "stop") and start is not None:
+            diverged = str(entry.get("error", "")).startswith(f"{NonFinite.__name__}: ")
+            ends.append((start, entry.get("step") or 0, entry["error"]) if diverged else None)
+            start = None
+    if start is not None:
+        ends.append(None)
+    alike: list[tuple[int, int, str]] = []
+    for end in reversed(ends[-attempts:] if attempts else []):
+        if end is None or (alike and end[1] != alike[0][1]):
+            break
+        alike.append(end)
+    if not alike:
+        return None
+    return Divergence(alike[0][1], tuple(begin for begin, _, _ in reversed(alike)), alike[0][2])
+
+
+def of_run(folder: Path, attempts: int) -> list[Any] | None:
+    """The `Divergence` of a run's ledger as JSON values, if it happened at least twice."""
+    ledger = folder / "ledger.jsonl"
+    found = divergence(read_ledger(ledger), attempts) if attempts > 1 and ledger.exists() else None
+    return None if found is None or len(found.starts) < 2 else [found.step, list(found.starts), found.error]
+
 
 REWARD = "reward.weight"  # the head of a reward model
 
@@ -117,7 +166,6 @@ def _continued(
     world: World,
     log: Callable[[str], None],
 ) -> StartPoint:
-    """The run resumes from its own checkpoint, or from a copy that it has uploaded."""
     changed = changes(checkpoint.meta.config, config, checkpoint.step)
     for line in changed:
         log(f"changed since the checkpoint: {line}")
@@ -139,7 +187,6 @@ def _continued(
 
 
 def _initialised(config: Config, found: Resume, log: Callable[[str], None]) -> StartPoint:
-    """A new run takes the weights of another one."""
     weights = found.checkpoint
     assert weights is not None  # one was named
     refuse_adapters(weights)

@@ -15,7 +15,7 @@ from megatron.data.corpus.encode import Treatment
 from megatron.data.corpus.inputs import find_inputs
 from megatron.data.corpus.job import TokenizeJob, run
 from megatron.data.errors import DataError
-from megatron.data.stream import store, work
+from megatron.data.stream import work
 
 pytest.importorskip("aiohttp")
 fsspec = pytest.importorskip("fsspec")
@@ -81,8 +81,8 @@ def server(tmp_path, monkeypatch):
     handler = type("Handler", (Store,), {"root": root, "asked": Counter()})
     serving = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=serving.serve_forever, daemon=True).start()
-    monkeypatch.setattr(store, "WAITS", (0.0,) * 6)
-    monkeypatch.setattr(store, "BUFFER", 1 << 12)
+    monkeypatch.setattr("megatron.data.stream.work.WAITS", (0.0,) * 6)
+    monkeypatch.setattr("megatron.data.stream.work.BUFFER", 1 << 12)
     fsspec.get_filesystem_class("http").clear_instance_cache()
     yield root / "texts", f"http://127.0.0.1:{serving.server_port}/texts/", handler
     serving.shutdown()
@@ -120,20 +120,20 @@ def test_a_store_that_stays_away_is_an_error_that_keeps_the_work(server, tmp_pat
 def test_a_file_of_a_store_that_goes_is_named(server, tmp_path):
     folder, url, handler = server
     handler.fails = False
-    opened = store.ShardInput.of(list_shards(url)[0][0]).open()
+    opened = work.ShardInput.of(list_shards(url)[0][0]).open()
     (folder / "a.jsonl").unlink()
     with pytest.raises(DataError, match=r"a\.jsonl: this shard has changed .* it is no longer there"):
         opened.read(1)
 
 
 def test_errors_of_a_store_show_no_secret(monkeypatch, capsys):
-    monkeypatch.setattr(store, "WAITS", (0.0,))
+    monkeypatch.setattr("megatron.data.stream.work.WAITS", (0.0,))
 
     def fail() -> None:
         raise RuntimeError("403 for url: https://me:pass@cdn.example/a?X-Signature=hidden&b=c, message='no'")
 
     with pytest.raises(DataError) as caught:
-        store.patiently(fail, "hf://datasets/a/b")
+        work.patiently(fail, "hf://datasets/a/b")
     shown = str(caught.value) + str(caught.value.__cause__) + capsys.readouterr().err
     assert "hidden" not in shown and "pass" not in shown and shown.count("https://cdn.example/a?...") == 3
     for url in ("s3://key:word@bucket/a", "https://a.example/b?x=1&X-Amz-Signature=c", "https://a.example/b?token=c"):
@@ -146,7 +146,7 @@ def test_a_file_of_a_store_that_changes_is_an_error(server, tmp_path):
     folder, url, handler = server
     handler.fails = False
     settings = settings_of(url, tmp_path / "part")
-    shards = [store.ShardInput.of(shard) for shard in list_shards(url)[0]]
+    shards = [work.ShardInput.of(shard) for shard in list_shards(url)[0]]
     (folder / "b.jsonl.zst").write_bytes((folder / "b.jsonl.zst").read_bytes()[::-1])
     with pytest.raises(DataError, match=r"b\.jsonl\.zst: this shard has changed"):
         run(work.job_of(settings, shards))

@@ -27,12 +27,11 @@ from megatron.data.loader import build_loader
 from megatron.data.manifest import read_manifest
 from megatron.data.order.order import WindowOrder
 from megatron.data.plan_builder import build_plan
-from megatron.data.stream import source as source_module
+from megatron.data.stream import tokens as source_module
 from megatron.data.stream import tokens as tokens_module
 from megatron.data.stream import work
-from megatron.data.stream.source import open_source
-from megatron.data.stream.store import ShardInput
-from megatron.data.stream.tokens import StreamedFile, Work
+from megatron.data.stream.tokens import StreamedFile, Work, open_source
+from megatron.data.stream.work import ShardInput
 from megatron.data.token_file import TokenFile, with_ending
 from megatron.data.tokenizer import build_tokenizer
 from megatron.testing.runs import train_on_ranks

@@ -19,8 +19,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint import SOLO, CheckpointError, FragmentSpec, open_checkpoint
-from megatron.checkpoint.configuration import config_of
 from megatron.checkpoint.hf.export import export
+from megatron.checkpoint.read.reader import config_of
 from megatron.checkpoint.save.store import find_checkpoint
 from megatron.config import ConfigError, load, resolve
 from megatron.features.adapters.base import hash_of

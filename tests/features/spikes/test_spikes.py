@@ -14,7 +14,7 @@ import torch
 
 from megatron.data.provenance import Provenance, run_config, step_hash
 from megatron.data.skipped_batches import LeftOut
-from megatron.data.token_writer import TokenFileWriter
+from megatron.data.token_file import TokenFileWriter
 from megatron.report.curve import History
 from megatron.report.ledger import batch_hashes, left_out, read_ledger
 from megatron.training.exchange import StepReport

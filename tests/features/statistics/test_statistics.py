@@ -14,7 +14,7 @@ import torch
 from megatron.checkpoint import open_checkpoint
 from megatron.checkpoint.save.store import Store
 from megatron.data.loader import build_loader
-from megatron.data.token_writer import TokenFileWriter
+from megatron.data.token_file import TokenFileWriter
 from megatron.training.text import load_model
 from tests.training.test_run import job
 from tests.workers import run as on_ranks

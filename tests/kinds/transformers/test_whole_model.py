@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatron.checkpoint import open_checkpoint
-from megatron.checkpoint.hf.export import export
-from megatron.checkpoint.hf.verify import prove
+from megatron.checkpoint.hf.export import export, prove
 from megatron.checkpoint.save.store import find_checkpoint
 from megatron.config import ConfigError, resolve
 from megatron.config.tree import thaw
