@@ -39,10 +39,9 @@ def main(arguments: list[str] | None = None, hosts: Any = None) -> int:
         hosts: simulated hosts, as in `tests/chaos/hosts.py`, with `--ranks` on each.
     """
     from megatron.config import ConfigError, load
-    from megatron.trials.chaos import SPARES, Arena, Round, chaos, overrides
+    from megatron.trials.chaos import SPARES, Arena, Round, chaos, overrides, where
     from megatron.trials.faults import FAULTS
     from megatron.trials.job import TrialError
-    from megatron.trials.table import where
 
     options, count = _options(arguments), 1 if hosts is None else len(hosts.names) - SPARES
     names = [each.name for each in FAULTS]
@@ -90,7 +89,7 @@ def main(arguments: list[str] | None = None, hosts: Any = None) -> int:
 
 
 def _print(rounds: list, options: argparse.Namespace, where: str) -> None:
-    from megatron.trials.table import table
+    from megatron.trials.chaos import table
 
     if options.json:
         print(json.dumps({"where": where, "seed": options.seed, "rounds": [asdict(each) for each in rounds]}))

@@ -16,8 +16,7 @@ if __name__ == "__main__":
 
 from megatron.config.sections.layout import LaunchSection
 from megatron.launch.doctor.doctor import FAIL, Doctor, table
-from megatron.launch.job.choose import choose_runner
-from megatron.launch.job.hosts import HostError
+from megatron.launch.job.hosts import HostError, choose_runner
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -120,6 +120,6 @@ def candidates(prefix: str, **_: object) -> list[str]:
 
 
 def _keys() -> list[str]:
-    from ..config.catalog import catalog
+    from ..config.schema import catalog
 
     return [f"{key.name}=" for key in catalog().values() if not key.section]

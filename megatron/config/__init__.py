@@ -10,38 +10,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .problems import ConfigError, Problem
-    from .resolution import Resolved, load, resolve
-    from .schema import Config
-    from .source.files import split_arguments
-    from .source.resolved_file import config_hash, read_resolved, save_resolved, to_yaml
+    from .problems import ConfigError as ConfigError
+    from .problems import Problem as Problem
+    from .resolution import Resolved as Resolved
+    from .resolution import load as load
+    from .resolution import resolve as resolve
+    from .schema import Config as Config
+    from .source.files import split_arguments as split_arguments
+    from .source.resolved_file import config_hash as config_hash
+    from .source.resolved_file import read_resolved as read_resolved
+    from .source.resolved_file import save_resolved as save_resolved
+    from .source.resolved_file import to_yaml as to_yaml
 
-_WHERE = {
-    "Config": "schema",
-    "ConfigError": "problems",
-    "Problem": "problems",
-    "Resolved": "resolution",
-    "config_hash": "source.resolved_file",
-    "load": "resolution",
-    "read_resolved": "source.resolved_file",
-    "resolve": "resolution",
-    "save_resolved": "source.resolved_file",
-    "split_arguments": "source.files",
-    "to_yaml": "source.resolved_file",
+_NAMES = {
+    "problems": "ConfigError Problem",
+    "resolution": "Resolved load resolve",
+    "schema": "Config",
+    "source.files": "split_arguments",
+    "source.resolved_file": "config_hash read_resolved save_resolved to_yaml",
 }
-__all__ = [
-    "Config",
-    "ConfigError",
-    "Problem",
-    "Resolved",
-    "config_hash",
-    "load",
-    "read_resolved",
-    "resolve",
-    "save_resolved",
-    "split_arguments",
-    "to_yaml",
-]
+_WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

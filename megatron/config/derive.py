@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from .catalog import Path, catalog_of, parse_path
 from .pattern import PatternError, blocks_of
-from .schema import Config, current_schema
+from .schema import Config, Path, catalog_of, current_schema, parse_path
 from .section import Derived
 from .source.layers import Origin
 from .tree import expand, get, put

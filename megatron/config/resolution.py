@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import rules
-from .catalog import Path, dotted, lookup, parse_path, pattern_of
 from .derive import AT_START, NEED_RANKS, NEED_TOKENIZER, View, derive, unknown_after
 from .kind import kinds_of
 from .problems import ABSENT, ConfigError, Problem, list_problems
 from .rule_context import RuleContext
-from .schema import Config, current_schema, using_extensions
+from .schema import Config, Path, current_schema, dotted, lookup, parse_path, pattern_of, using_extensions
 from .sections.layout import LaunchSection
 from .sections.output import RUN_NAME
 from .sections.recipe import OptimizerSection

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from .catalog import Path, dotted, lookup, parse_path
 from .kind import KindUse, LayerKind, kinds_of
 from .pattern import BlockPattern, Kind, PatternError
 from .problems import Problem
-from .schema import Config
+from .schema import Config, Path, dotted, lookup, parse_path
 from .section import Section
 from .sequences import choose_cut
 from .source.layers import Origin

@@ -13,9 +13,8 @@ from .file_access import read_json
 from .problems import ConfigError, UserError
 from .schema import Config
 from .sections.data import TokenizerSection
-from .sequences import choose_cut
+from .sequences import as_of, choose_cut
 from .source.resolved_file import read_resolved_text
-from .stages import as_of
 from .tree import thaw
 from .variants import used_kinds
 

@@ -7,12 +7,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from .catalog import Path, dotted, parse_path
 from .derive import View, derivations
 from .kind import LayerKind, kinds_of
 from .pattern import Kind
 from .problems import Problem
-from .schema import current_schema
+from .schema import Path, current_schema, dotted, parse_path
 from .section import Section
 from .sections.model import ModelSection
 from .source.layers import Origin

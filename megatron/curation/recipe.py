@@ -11,8 +11,8 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from megatron.config.arithmetic.shards import has_secret
-from megatron.config.catalog import describe_type, dotted
 from megatron.config.problems import ABSENT, ConfigError, Problem
+from megatron.config.schema import describe_type, dotted
 from megatron.config.section import Section, key
 from megatron.config.source.structure import nearest
 from megatron.config.source.yaml_source import read_file

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megatron.config import Config
-from megatron.config.stages import stage_at
+from megatron.config.sequences import stage_at
 
 from .batch import StepBatch
 from .errors import DataError

@@ -8,8 +8,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from megatron.config import Config
-from megatron.config.arithmetic.batches import Batches, batches_of
-from megatron.config.arithmetic.epochs import tokens_read
+from megatron.config.arithmetic.batches import Batches, batches_of, tokens_read
 from megatron.config.parts import resolve_import
 from megatron.config.problems import UserError
 from megatron.config.registry import SOURCE

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatron.config import Config
-from megatron.config.stages import stage_at
+from megatron.config.sequences import stage_at
 
 from .corpus.files import read_origin
 from .errors import DataError

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.config.arithmetic.epochs import span_sizes
+from megatron.config.arithmetic.batches import span_sizes
 
 from .hashing import generator
 from .order.order import TokenRange

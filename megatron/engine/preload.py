@@ -10,8 +10,8 @@ import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 import setuptools  # noqa: F401
 
 import megatron.engine.engine  # noqa: F401
-from megatron.config.catalog import catalog
 from megatron.config.kind import kinds_of
+from megatron.config.schema import catalog
 
 for kind in kinds_of().values():
     _ = kind.module

@@ -18,8 +18,7 @@ from megatron.config import Config
 from megatron.config.file_access import read_json
 from megatron.config.sections.data import TokenizerSection
 from megatron.config.sections.output import TaskOptions
-from megatron.config.sequences import longest_text
-from megatron.config.stages import stage_of
+from megatron.config.sequences import longest_text, stage_of
 from megatron.data.errors import DataError
 from megatron.data.manifest import read_manifest
 from megatron.data.plan_builder import is_local

@@ -9,7 +9,7 @@ from megatron.checkpoint.format.communicator import from_rank_0
 from megatron.checkpoint.save.policy import SavePolicy
 from megatron.config import Config
 from megatron.config.sections.output import ProbeOptions, TaskOptions
-from megatron.config.stages import stage_of
+from megatron.config.sequences import stage_of
 from megatron.data.tokenizer import build_tokenizer
 from megatron.engine.protocol import Engine
 from megatron.evaluation.scoring import Scorer, Text

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from megatron.config import Config
-from megatron.config.stages import stage_at
+from megatron.config.sequences import stage_at
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.engine.engine import build_engine
 from megatron.evaluation.scoring import Scorer

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from megatron.config import Config
 from megatron.config.file_access import parse_json
 from megatron.config.sections.output import ProbeOptions
-from megatron.config.stages import shortest
+from megatron.config.sequences import shortest
 from megatron.data.tokenizer import Tokenizer
 
 LARGEST = 10_000  # most examples of a set: each has a number in every record

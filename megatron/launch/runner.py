@@ -19,7 +19,7 @@ from megatron.config.problems import UserError
 from megatron.config.registry import RUNNER, Registry, RegistryError
 from megatron.installation import root
 
-from .wire.connection import Command
+from .wire.protocol import Command
 from .wire.specification import Host, Specification
 
 if TYPE_CHECKING:

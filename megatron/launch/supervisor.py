@@ -19,8 +19,7 @@ from megatron.worker.job import CONFIG_ERROR, CORRUPT, RERUN
 from megatron.worker.writer_lock import holder
 
 from ..config.problems import ConfigError, list_problems
-from ..report.goodput import goodput
-from ..report.ledger import Ledger, read_ledger
+from ..report.ledger import Ledger, goodput, read_ledger
 from .doctor.doctor import Doctor
 from .job.hosts import HostError
 from .job.job_plan import JobPlan, commands, restarted, with_spares, without_hosts
@@ -28,8 +27,7 @@ from .launcher.launcher import Launcher, Result
 from .report.console import YELLOW, last_traceback, log, report
 from .report.status import COMPLAINT, HANG, NO_PROGRESS, Failure, describe_status
 from .watch.inquiry import pause
-from .wire.credentials import VARIABLE, write_file
-from .wire.listener import AgentListener
+from .wire.listener import VARIABLE, AgentListener, write_file
 
 _OUTSIDE = re.compile(
     r"(\w+\.)*\w*(OS|IO|Timeout|Connection|BrokenPipe|FileNotFound|Permission)\w*Error|(\w+\.)*StoreRefuses"

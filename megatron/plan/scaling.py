@@ -13,7 +13,7 @@ from megatron.config.problems import divisors
 from megatron.config.source.layers import ConfigSource
 from megatron.model.costs.describe import totals
 from megatron.report.figures import new_figure, write_figure
-from megatron.report.goodput import best_interval
+from megatron.report.ledger import best_interval
 
 from .search import Plan, Question
 

@@ -25,8 +25,7 @@ from megatron.report.communication import FOLDER as ACCOUNTS
 from megatron.report.communication import read_accounts, table
 from megatron.report.console import duration
 from megatron.report.figures import new_figure, write_figure
-from megatron.report.goodput import Goodput, goodput
-from megatron.report.ledger import read_ledger
+from megatron.report.ledger import Goodput, goodput, read_ledger
 from megatron.report.peaks import device_peak
 from megatron.report.trace import PASSES, TraceTimes, read_traces
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import Config
-from megatron.config.catalog import dotted
 from megatron.config.problems import ConfigError, Problem, UserError
 from megatron.config.resolution import Resolved, load
+from megatron.config.schema import dotted
 from megatron.config.sections.output import RUN_NAME
 from megatron.config.source.layers import Origin
 from megatron.config.source.yaml_source import parse

@@ -20,7 +20,7 @@ from megatron.checkpoint.save.writer import non_finite
 from megatron.config import Config
 from megatron.config.file_access import replace_file
 from megatron.config.problems import counted
-from megatron.config.stages import as_stage, stage_at, stages_of
+from megatron.config.sequences import as_stage, stage_at, stages_of
 from megatron.data.loader import Loader, build_loader
 from megatron.data.manifest import NO_CHECKSUMS
 from megatron.data.plan_builder import set_names

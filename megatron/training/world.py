@@ -58,7 +58,7 @@ class WallTime:
         return cls(beacon, since, max(now - age - since, 0.0), attempt)
 
     def spent(self, completed: int) -> dict[str, Any]:
-        """A mark for the ledger after this number of updates. See `megatron.report.goodput`."""
+        """A mark for the ledger after this number of updates. See `megatron.report.ledger`."""
         kinds = {"start": self.before, "steps": 0.0, "evaluation": 0.0, "save": 0.0, "end": 0.0}
         within = {"waiting": 0.0}
         for phase, (seconds, waited) in enumerate(zip(self.beacon.spent(), self.beacon.waits())):

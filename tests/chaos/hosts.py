@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING
 
 from megatron.launch.runner import Runner, agent_command
-from megatron.launch.wire.connection import Command
+from megatron.launch.wire.protocol import Command
 from megatron.launch.wire.specification import Specification
 from megatron.trials.job import fields
 

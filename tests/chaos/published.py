@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.trials.chaos import Event, Round
-from megatron.trials.table import HEAD, aligned, rows, summary
+from megatron.trials.chaos import HEAD, Event, Round, aligned, rows, summary
 
 
 def published(calls: Sequence[Mapping[str, Any]]) -> str:

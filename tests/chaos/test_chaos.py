@@ -17,11 +17,10 @@ import torch
 
 from megatron.config import load
 from megatron.config.sections.layout import LaunchSection
-from megatron.trials.chaos import Event, Round, own_network
+from megatron.trials.chaos import Event, Round, own_network, table, where
 from megatron.trials.faults import AGAIN, FAULTS, GOES_ON, RESTART, damage, mount, unmount_all
 from megatron.trials.inject import KINDS, corrupt_gradient, flip
 from megatron.trials.job import TrialJob
-from megatron.trials.table import table, where
 from tests.chaos.hosts import RUNNER, VARIABLE, TrialHosts
 from tests.paths import ROOT
 

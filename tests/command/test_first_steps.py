@@ -12,8 +12,8 @@ import yaml
 
 from megatron.command.main import main
 from megatron.config import ConfigError, load
-from megatron.config.catalog import lookup
 from megatron.config.problems import UserError
+from megatron.config.schema import lookup
 from megatron.config.source.structure import ELSEWHERE
 from megatron.installation import configuration_names
 from megatron.launch import command_line

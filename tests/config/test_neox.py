@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from megatron.config import ConfigError, load
-from megatron.config.catalog import lookup, parse_path
 from megatron.config.neox import FlatDocument, FlatOrigin, is_flat, to_native_yaml, translate
 from megatron.config.neox.refused import NO_EFFECT, REASONS, REFUSED, RETIRED, RETIRED_READ
 from megatron.config.neox.translate import NAMES, TRANSLATED
+from megatron.config.schema import lookup, parse_path
 from megatron.training.schedule import Schedule
 from tests.config.neox_cases import BASE, FIXTURES, TOKENIZER_SIZE, at, fixture, flat, no_effect, parameters
 from tests.paths import shared

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from megatron.config import ConfigError, registry, resolve
-from megatron.config.catalog import catalog
 from megatron.config.registry import INSIDE, KIND, RegistryError, load, registry_of
+from megatron.config.schema import catalog
 from megatron.config.source.extensions import PLACES
 
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megatron.config import Config, ConfigError, load, resolve
-from megatron.config.catalog import ANY, catalog
 from megatron.config.derive import AT_START, derivations
 from megatron.config.resolution import combine
+from megatron.config.schema import ANY, catalog
 from megatron.config.source.layers import ConfigSource
 from megatron.config.variants import options_of
 from tests.config.test_merge import BASE

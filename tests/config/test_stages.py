@@ -8,7 +8,7 @@ import pytest
 
 from megatron.config import ConfigError, resolve
 from megatron.config.problems import divisors
-from megatron.config.stages import as_stage, stages_of
+from megatron.config.sequences import as_stage, stages_of
 
 
 def values(length: int, chunks: int, *stages: int, context: int = 1) -> dict[str, Any]:

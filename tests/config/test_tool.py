@@ -9,7 +9,7 @@ import yaml
 
 from megatron.config import load, read_resolved
 from megatron.config.arithmetic.tokenizer_size import SizeUnknown, tokenizer_size
-from megatron.config.catalog import ANY, catalog, describe_type, pattern_of
+from megatron.config.schema import ANY, catalog, describe_type, pattern_of
 from megatron.config.show.reference import explain
 from megatron.config.source.structure import nearest_key
 from tests.config.test_merge import BASE_TEXT

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.arithmetic.epochs import tokens_read
+from megatron.config.arithmetic.batches import tokens_read
 from megatron.data.hashing import generator
 from megatron.data.loader import build_loader
 from megatron.data.plan_builder import build_plan

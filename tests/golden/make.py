@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from megatron.config import ConfigError, load
-from megatron.config.catalog import Path as KeyPath
 from megatron.config.resolution import combine
+from megatron.config.schema import Path as KeyPath
 from megatron.config.source.layers import ConfigSource
 from megatron.config.tree import get, leaves, put, thaw
 from megatron.model.stack import build_model

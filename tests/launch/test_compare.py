@@ -16,7 +16,7 @@ from megatron.config.problems import ConfigError
 from megatron.launch import supervisor
 from megatron.launch.doctor.doctor import FAIL, WARN, Doctor, HostFinding
 from megatron.launch.doctor.probe import MEASURES
-from megatron.launch.job.choose import RunnerChoice
+from megatron.launch.job.hosts import RunnerChoice
 from megatron.launch.job.job_plan import make_plan
 from megatron.launch.launcher.launcher import Result
 from megatron.launch.report.status import Failure

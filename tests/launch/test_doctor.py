@@ -13,7 +13,7 @@ from megatron.config.sections.layout import LaunchSection
 from megatron.launch.doctor import probe
 from megatron.launch.doctor.doctor import FAIL, GIB, OK, WARN, Doctor, judge, judge_clocks, judge_rates, table
 from megatron.launch.doctor.probe import MEASURES, PAIRS, best_pairs, partners
-from megatron.launch.job.choose import RunnerChoice
+from megatron.launch.job.hosts import RunnerChoice
 from megatron.launch.runners.ssh import LOCAL
 from megatron.launch.wire.specification import Host
 from megatron.trials.chaos import own_network

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.sections.layout import LaunchSection
-from megatron.launch.job.choose import choose_runner
-from megatron.launch.job.hosts import HostError, read_hostfile, select
+from megatron.launch.job.hosts import HostError, choose_runner, read_hostfile, select
 from megatron.launch.wire.specification import Host
 from megatron.worker.devices import cores_of, parse_cores, ranks_here
 from megatron.worker.network import Address, addresses, free_port, shared_network

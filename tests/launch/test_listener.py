@@ -14,8 +14,7 @@ import time
 import pytest
 
 from megatron.launch.wire import listener as listening
-from megatron.launch.wire.credentials import connect, write_file
-from megatron.launch.wire.listener import AgentListener
+from megatron.launch.wire.listener import AgentListener, connect, write_file
 from megatron.launch.wire.protocol import decode
 from megatron.worker import network
 from tests.launch.running import Job

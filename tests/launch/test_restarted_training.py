@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.report.goodput import KINDS, goodput
+from megatron.report.ledger import KINDS, goodput
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.slow

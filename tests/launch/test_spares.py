@@ -13,8 +13,7 @@ import pytest
 from megatron.config.problems import ConfigError
 from megatron.config.sections.layout import LaunchSection
 from megatron.launch.agent.agent import Agent
-from megatron.launch.job.choose import choose_runner
-from megatron.launch.job.hosts import HostError
+from megatron.launch.job.hosts import HostError, choose_runner
 from megatron.launch.job.job_plan import JobPlan, commands, make_plan
 from megatron.launch.launcher.launcher import Result
 from megatron.launch.report.status import HOST_LOST, Failure

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.config.catalog import catalog, dotted
+from megatron.config.schema import catalog, dotted
 from megatron.plan.time_bands import (
     ADVICE,
     HOST,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.report.goodput import KINDS, PARTS, goodput
+from megatron.report.ledger import KINDS, PARTS, goodput
 
 BEGIN = 1_800_000_000.0
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.save.policy import SavePolicy
-from megatron.report.goodput import best_interval
-from megatron.report.ledger import read_ledger
+from megatron.report.ledger import best_interval, read_ledger
 from megatron.training.hooks.checkpoint import FIRST, LEAST, Interval
 from tests.training.settings import settings
 from tests.training.toy import run, toy_trainer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.config.sections.layout import LaunchSection
 from megatron.launch.runner import Runner, agent_command
-from megatron.launch.wire.connection import Command
+from megatron.launch.wire.protocol import Command
 from megatron.launch.wire.specification import Specification
 
 

@@ -7,8 +7,7 @@ from my_lab.nice import RUNNER
 
 from megatron.config.registry import registry_of
 from megatron.config.sections.layout import LaunchSection
-from megatron.launch.job.choose import choose_runner
-from megatron.launch.job.hosts import HostError
+from megatron.launch.job.hosts import HostError, choose_runner
 from megatron.launch.wire.specification import Host, Specification
 
 

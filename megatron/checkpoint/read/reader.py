@@ -15,8 +15,8 @@ import torch
 import xxhash
 
 from megatron.config import Config
+from megatron.config.sequences import as_of
 from megatron.config.source.resolved_file import read_resolved_text
-from megatron.config.stages import as_of
 from megatron.parallel.layout.shard import LogicalTensor
 
 from ..format.communicator import SOLO, Communicator, all_problems

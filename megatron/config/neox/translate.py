@@ -9,9 +9,8 @@ from collections.abc import Container, Iterable
 from functools import cache
 from typing import Any, Literal
 
-from ..catalog import ANY, catalog
 from ..problems import YAML_WORDS
-from ..schema import Config
+from ..schema import ANY, Config, catalog
 from . import architecture, corpus, layout, moe, output, post_training, recipe
 from .reader import Flat, FlatDocument, FlatEntry, FlatOrigin, FlatProblem, Native, Translation
 from .refused import NO_EFFECT, REFUSED, RETIRED, RETIRED_READ

@@ -6,14 +6,12 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path as File
 
-from ..arithmetic.batches import batches_of
-from ..arithmetic.epochs import Unread, training_tokens
+from ..arithmetic.batches import Unread, batches_of, training_tokens
 from ..arithmetic.tokenizer_size import local_tokens
-from ..catalog import Path, dotted
 from ..file_access import MISSING, unreadable
 from ..problems import Problem
 from ..rule_context import Check, RuleContext, check_order
-from ..schema import Config
+from ..schema import Config, Path, dotted
 from ..sections.data import SourceSection
 
 MANY_PASSES = 40  # more than any benefit was measured for (Muennighoff et al., 2023, figure 3)

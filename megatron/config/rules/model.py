@@ -8,13 +8,13 @@ from megatron.config.problems import uniform_counts
 
 from ..arithmetic.recurrence import core_of
 from ..arithmetic.tokenizer_size import SizeUnknown, tokenizer_size
-from ..catalog import lookup
 from ..optimizer_kind import NOT_BUILT, kinds_inside, optimizer_kind
 from ..parts import check_importable
 from ..pattern import PatternError
 from ..problems import Problem
 from ..registry import ADDED, OPTIMIZER, Registry, RegistryError, registry_of
 from ..rule_context import Check, RuleContext
+from ..schema import lookup
 from ..sections.model import RecurrenceOptions
 from ..source.structure import nearest
 from ..tree import leaves, thaw

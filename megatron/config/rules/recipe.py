@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..arithmetic import machine
-from ..arithmetic.batches import batches_of
-from ..arithmetic.epochs import Uncounted, Unread, steps_of_epochs
+from ..arithmetic.batches import Uncounted, Unread, batches_of, steps_of_epochs
 from ..arithmetic.machine import has_file, installed
 from ..arithmetic.pipelines import in_rounds, is_file, least_micro_batches
 from ..optimizer_kind import SHARED, kinds_inside, optimizer_kind, unknown_options

@@ -12,9 +12,8 @@ from ..problems import Problem, divisors, multiples, near
 from ..rule_context import Check, RuleContext, check_order
 from ..schema import Config
 from ..section import RotaryOptions
-from ..sequences import choose_method, kinds_needing_neighbours
+from ..sequences import as_stage, choose_method, kinds_needing_neighbours, stages_of
 from ..source.structure import nearest
-from ..stages import as_stage, stages_of
 
 FOLDED = "parallel.folded"
 

@@ -8,9 +8,9 @@ from pathlib import Path as File
 
 from ..arithmetic.machine import why_not_writable
 from ..arithmetic.shards import ShardError, has_secret, is_url, list_shards
-from ..catalog import Path, dotted
 from ..problems import ABSENT, Problem
 from ..rule_context import RuleContext
+from ..schema import Path, dotted
 from ..sections.data import SourceSection
 from .data import no_tokenizer, sources
 from .output import protocol_problem

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from ..arithmetic.epochs import Uncounted, steps_of_epochs
+from ..arithmetic.batches import Uncounted, steps_of_epochs
 from ..features.feature import extended
 from ..registry import OBJECTIVE, OPTIMIZER, SCHEDULE
 from ..section import Derivable, Derived, RotaryScaling, Section, key

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path as File
 from typing import Any
 
-from ..catalog import dotted
 from ..problems import ABSENT, shown_value
 from ..resolution import load
-from ..schema import Config
+from ..schema import Config, dotted
 from ..source.resolved_file import read_resolved
 from ..source.yaml_source import read_file
 from ..tree import leaves, thaw

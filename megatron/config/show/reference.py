@@ -7,12 +7,23 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from ..catalog import Key, Path, catalog, describe_type, dotted, lookup, parse_path, pattern_of, type_name
 from ..derive import AT_START
 from ..problems import ABSENT, ConfigError, Problem, shown_value
 from ..registry import KIND, registry_of
 from ..resolution import Resolved
-from ..schema import Config, using_extensions
+from ..schema import (
+    Config,
+    Key,
+    Path,
+    catalog,
+    describe_type,
+    dotted,
+    lookup,
+    parse_path,
+    pattern_of,
+    type_name,
+    using_extensions,
+)
 from ..source.layers import Origin, Overridden
 from ..source.structure import nearest, nearest_key
 from ..tree import get, thaw

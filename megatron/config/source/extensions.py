@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..admitted import admit, note_strange, refuse_strange
-from ..catalog import Path
 from ..problems import ConfigError, Problem
 from ..registry import (
     HOOK,
@@ -24,7 +23,7 @@ from ..registry import (
     offered_by,
     registry_of,
 )
-from ..schema import schema_of
+from ..schema import Path, schema_of
 from ..tree import get, leaves, put
 from .layers import ConfigSource, Origin
 

@@ -8,9 +8,8 @@ from pathlib import Path as File
 from typing import TYPE_CHECKING, Any
 
 from ...installation import configuration_file
-from ..catalog import Path, lookup, parse_path
 from ..problems import ABSENT, ConfigError, Problem
-from ..schema import Config
+from ..schema import Config, Path, lookup, parse_path
 from ..tree import drop, get, put
 from .layers import ConfigSource, Origin
 from .yaml_source import read_file, read_override

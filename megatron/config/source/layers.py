@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..catalog import Path, dotted
 from ..problems import Problem
+from ..schema import Path, dotted
 from ..tree import drop, get, leaves, put, thaw
 
 

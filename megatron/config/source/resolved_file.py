@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path as File
 from typing import TYPE_CHECKING, Any
 
-from ..catalog import Path, dotted
 from ..file_access import replace_file
 from ..problems import ABSENT, YAML_WORDS, ConfigError, Problem, counted
-from ..schema import Config, using_extensions
+from ..schema import Config, Path, dotted, using_extensions
 from ..tree import put, thaw
 from .extensions import admit_names, extensions_of, refuse_names
 from .structure import check_structure, set_apart

@@ -10,9 +10,20 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
-from ..catalog import Path, catalog_of, describe_type, dotted, lookup, pattern_of, section_of, type_at, without_none
 from ..problems import ABSENT, Problem, shown_value
-from ..schema import Config, current_schema
+from ..schema import (
+    Config,
+    Path,
+    catalog_of,
+    current_schema,
+    describe_type,
+    dotted,
+    lookup,
+    pattern_of,
+    section_of,
+    type_at,
+    without_none,
+)
 from ..tree import drop, get, put, thaw
 from .layers import Origin
 

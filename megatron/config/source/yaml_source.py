@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 from ...installation import near_names
-from ..catalog import Path, dotted, lookup, parse_path
 from ..problems import ABSENT, Problem
+from ..schema import Path, dotted, lookup, parse_path
 from ..tree import put
 from .layers import ConfigSource, Origin
 

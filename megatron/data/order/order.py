@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.config.arithmetic.epochs import document_bounds
+from megatron.config.arithmetic.batches import document_bounds
 
 from ..errors import DataError
 from ..hashing import key_of

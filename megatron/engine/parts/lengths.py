@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megatron.config.stages import Stage, as_stage, stage_at, stages_of
+from megatron.config.sequences import Stage, as_stage, stage_at, stages_of
 from megatron.config.variants import options_of
 from megatron.model.block import Block
 from megatron.model.rotary import Rotary

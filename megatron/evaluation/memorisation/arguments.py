@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron.config import Config
 from megatron.config.arithmetic.batches import batches_of
-from megatron.config.stages import shortest
+from megatron.config.sequences import shortest
 
 from ..arguments import OptionError, Parser, checkpoint_problems
 

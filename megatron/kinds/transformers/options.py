@@ -84,7 +84,7 @@ def it_is_the_whole_model(at: KindUse[TransformersOptions]) -> Iterator[Problem]
 
 def no_other_model(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
     """Options of our own layers would be ignored."""
-    from megatron.config.catalog import lookup  # it imports the schema, which has the keys above
+    from megatron.config.schema import lookup  # it imports the schema, which has the keys above
 
     facts, config = _facts(at.options), at.config
     if facts is None:

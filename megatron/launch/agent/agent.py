@@ -483,7 +483,7 @@ def main(arguments: list[str]) -> int:
     number = None if index is None else int(os.environ.get(index, index))
     name = None if host is None else os.environ.get(host, host)
     if "--credentials" in options:
-        from ..wire.credentials import connect
+        from ..wire.listener import connect
 
         link = connect(options["--credentials"], number or 0)
         return Agent(link.fileno(), link.fileno(), number).run()

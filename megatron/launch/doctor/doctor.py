@@ -17,13 +17,13 @@ from megatron.config.problems import counted
 from megatron.installation import code_version, root
 from megatron.worker import network
 
-from ..job.choose import RunnerChoice
+from ..job.hosts import RunnerChoice
 from ..launcher.launcher import Launcher, LauncherSettings, Result
 from ..report import forwarding
 from ..report.console import RankConsole, hint_for
 from ..report.status import Failure
 from ..watch.inquiry import InquirySocket, instead_of_ranks
-from ..wire.connection import Command
+from ..wire.protocol import Command
 from ..wire.specification import Host, Specification
 from .probe import MEASURES, PAIRS, Measure, best_pairs, outliers
 

@@ -22,11 +22,10 @@ from megatron.worker.rendezvous import SECRET
 
 from ..launcher.launcher import LauncherSettings
 from ..report import forwarding
-from ..wire.connection import Command
+from ..wire.protocol import Command
 from ..wire.specification import Specification
 from . import settings as options
-from .choose import RunnerChoice, choose_runner, some_hosts
-from .hosts import HostError
+from .hosts import HostError, RunnerChoice, choose_runner, some_hosts
 from .settings import launch_section, registry_for
 
 if TYPE_CHECKING:

@@ -28,9 +28,8 @@ from ..report.status import (
 )
 from ..watch.inquiry import InquirySocket, of_ranks
 from ..watch.watch import RankWatch
-from ..wire.connection import Command, Connection
 from ..wire.listener import AgentListener
-from ..wire.protocol import MessagePipe
+from ..wire.protocol import Command, Connection, MessagePipe
 from ..wire.specification import Specification
 
 AT_ONCE = 64  # connections that are being made at the same time

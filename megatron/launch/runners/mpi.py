@@ -11,7 +11,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 from ..runner import Runner, agent_command
-from ..wire.connection import Command
+from ..wire.protocol import Command
 from ..wire.specification import Specification
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from megatron.worker.place import expand_nodes
 
 from ..job.hosts import HostError
 from ..runner import Runner, agent_command, srun_options
-from ..wire.connection import Command
+from ..wire.protocol import Command
 from ..wire.specification import Host, Specification
 
 if TYPE_CHECKING:

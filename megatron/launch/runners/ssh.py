@@ -10,7 +10,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from ..runner import Runner, agent_command
-from ..wire.connection import Command
+from ..wire.protocol import Command
 from ..wire.specification import Specification
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from megatron.config import Config
 from megatron.config.arithmetic.batches import batches_of
 from megatron.config.arithmetic.recurrence import core_of, expected_passes, passes_of_step
 from megatron.config.pattern import BlockPattern
-from megatron.config.stages import as_stage, stages_of
+from megatron.config.sequences import as_stage, stages_of
 from megatron.config.teacher import teacher_config
 from megatron.objectives.named import objective_of
 from megatron.parallel.messages.traffic import SIZES

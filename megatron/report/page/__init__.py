@@ -13,9 +13,8 @@ from bokeh.resources import Resources
 from megatron.config.file_access import replace_file
 
 from .charts import Charts
-from .history import RunHistory
+from .history import PageTable, RunHistory
 from .sections import PageSection, sections
-from .tables import PageTable
 
 POINTS = 60_000  # of all curves together: about 3 MB of the page
 STYLE = """

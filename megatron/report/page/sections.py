@@ -12,10 +12,9 @@ from megatron.data.plan_builder import build_plan
 
 from ..console import duration, short_number
 from ..curve import evenly, loads_over_even_share
-from ..goodput import PARTS, goodput
+from ..ledger import PARTS, goodput
 from .charts import ChartLine, Charts, heat_map, shares
-from .history import Record, RunHistory, Series
-from .tables import PageTable, configuration_tables, event_table, sample_tables
+from .history import PageTable, Record, RunHistory, Series, configuration_tables, event_table, sample_tables
 
 NOISE = "noise_scale"
 RECENT = 100  # estimates of the moving mean

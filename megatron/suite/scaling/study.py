@@ -14,8 +14,7 @@ from megatron.config.problems import UserError
 from megatron.report.console import short_number
 from megatron.report.figures import new_figure, write_figure
 
-from .isoflop import IsoFlop, fit_isoflop
-from .law import DELTA, Law, fit_law
+from .law import DELTA, IsoFlop, Law, fit_isoflop, fit_law
 from .points import Points
 
 COVERED = 0.95  # of the resampled fits are within an interval

@@ -14,8 +14,7 @@ from megatron.checkpoint.save.saver import Saved, Saver
 from megatron.checkpoint.save.writer import non_finite
 from megatron.config import Config
 from megatron.config.sections.output import LevelSection
-from megatron.report.goodput import best_interval, goodput
-from megatron.report.ledger import read_ledger
+from megatron.report.ledger import best_interval, goodput, read_ledger
 from megatron.worker.beacon import SAVE
 
 from ..exchange import StepReport

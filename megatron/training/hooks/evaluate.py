@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megatron.config.sections.data import TokenizerSection
-from megatron.config.stages import stage_of
+from megatron.config.sequences import stage_of
 from megatron.data.batch import StepBatch
 from megatron.data.loader import cut_samples
 from megatron.data.plan import SamplePlan, SampleSet

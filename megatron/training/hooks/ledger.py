@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.report.goodput import goodput
-from megatron.report.ledger import read_ledger
+from megatron.report.ledger import goodput, read_ledger
 from megatron.worker.beacon import EVALUATE
 
 from ..exchange import StepReport

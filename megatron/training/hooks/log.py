@@ -11,7 +11,7 @@ import torch
 
 from megatron.config import Config
 from megatron.config.arithmetic.batches import batches_of
-from megatron.config.stages import stage_at
+from megatron.config.sequences import stage_at
 from megatron.engine.arriving import Arriving
 from megatron.report.ledger import hash_text
 from megatron.report.peaks import Peak, device_peak

@@ -19,8 +19,8 @@ from megatron.checkpoint.format.durable import move, step_of
 from megatron.checkpoint.read.reader import open_checkpoint
 from megatron.checkpoint.save.store import Store
 from megatron.config import Config
-from megatron.config.catalog import dotted, parse_path
 from megatron.config.problems import UserError
+from megatron.config.schema import dotted, parse_path
 from megatron.config.show.difference import Described, described
 from megatron.config.source.layers import ConfigSource, merge
 from megatron.config.tree import drop, get, leaves, put, thaw

@@ -17,9 +17,9 @@ from megatron.checkpoint.read.reader import refuse_adapters
 from megatron.checkpoint.save.store import Resume, Store
 from megatron.config import Config
 from megatron.config.arithmetic.batches import batches_of
+from megatron.config.sequences import stages_of
 from megatron.config.source.layers import Origin
 from megatron.config.source.yaml_source import parse
-from megatron.config.stages import stages_of
 from megatron.data.plan import SampleSet
 from megatron.data.skipped_batches import LeftOut
 from megatron.engine.base import BaseEngine

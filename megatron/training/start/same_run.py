@@ -14,9 +14,9 @@ from megatron.checkpoint import Checkpoint, CheckpointError, Meta
 from megatron.config import Config
 from megatron.config.arithmetic.batches import batches_of
 from megatron.config.features.feature import features_of
+from megatron.config.sequences import stage_values
 from megatron.config.source.layers import Origin
 from megatron.config.source.yaml_source import parse
-from megatron.config.stages import stage_values
 from megatron.data.hashing import sample_hash
 from megatron.data.loader import Loader
 from megatron.data.plan import SampleSet

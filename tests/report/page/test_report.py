@@ -13,7 +13,7 @@ import pytest
 from bokeh.resources import Resources
 
 from megatron.config import load, save_resolved
-from megatron.report.goodput import KINDS
+from megatron.report.ledger import KINDS
 from megatron.report.page.charts import Charts, thinned
 from megatron.report.page.history import RunHistory, StepAxis, named_runs, numbers
 from megatron.report.page.sections import noise_scales, sections
