@@ -381,7 +381,7 @@ def with_fla(setup: Setup) -> Ours:
     """Our step with another recurrence of RWKV-7. Autograd keeps all its tensors."""
     from fla.ops.generalized_delta_rule.dplr.naive import dplr_chunkwise
 
-    from megatron.kinds.rwkv7 import layer as rwkv7
+    from megatron.kinds.rwkv import rwkv7
 
     def theirs(
         r: torch.Tensor,

@@ -62,13 +62,14 @@ class KindUse(Generic[O]):
         """Whether the user gave this key (see `key`)."""
         return self.context.given(self.key(name))
 
-    def problem(self, name: str, *others: str, rule: str, fix: str) -> Problem:
-        """A problem with a key, in view of others (see `key`)."""
-        return self.context.problem(self.key(name), *map(self.key, others), rule=rule, fix=fix)
+    def problem(self, keys: str, *others: str, rule: str, fix: str, fatal: bool = True) -> Problem:
+        """A problem with the first of `keys`, which are separated by spaces, in view of the others (see `key`)."""
+        names = map(self.key, " ".join((keys, *others)).split())
+        return self.context.problem(*names, rule=rule, fix=fix, fatal=fatal)
 
-    def warning(self, name: str, *others: str, rule: str, fix: str) -> Problem:
+    def warning(self, keys: str, *others: str, rule: str, fix: str) -> Problem:
         """A problem that does not stop the run."""
-        return self.context.warning(self.key(name), *map(self.key, others), rule=rule, fix=fix)
+        return self.problem(keys, *others, rule=rule, fix=fix, fatal=False)
 
 
 @dataclass(frozen=True)

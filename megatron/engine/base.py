@@ -33,9 +33,8 @@ from megatron.worker.beacon import Beacon
 from .deepspeed.buckets import finished
 from .deepspeed.clipping import GlobalClipping, global_limit
 from .deepspeed.expert_groups import count_each_element_once, spread_experts
-from .deepspeed.keep_fp32 import keeping_fp32
-from .deepspeed.mpu import ModelParallelUnit
 from .deepspeed.options import accumulation_steps, deepspeed_options, reduces_once, zero_stage
+from .deepspeed.process import ModelParallelUnit, keeping_fp32
 from .deepspeed.reduction import (
     begin_sums_with_copies,
     reduce_nothing,
@@ -87,7 +86,6 @@ class BaseEngine:
         self._assemble()
 
     def _assemble(self) -> None:
-        """Build the module of this rank's layers, and start with it."""
         raise NotImplementedError
 
     def use_parts(self, parts: dict[str, EnginePart]) -> None:
@@ -243,7 +241,6 @@ class BaseEngine:
         self.call_parts("after_micro_batch", ce_BS, weights_BS, *more)
 
     def _accumulator(self, groups: LabelGroups | None) -> LossAccumulator:
-        """An empty accumulator, also by groups if they are given."""
         made = LossAccumulator.zero(self.device)
         if groups is not None and self.reports:
             made.groups = iter(self.context.cut(groups.ids.to(self.device), 2))

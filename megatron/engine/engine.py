@@ -18,12 +18,10 @@ from megatron.parallel.messages.account import EVALUATE, phase
 from megatron.worker.beacon import BACKWARD, FORWARD, OPTIMIZER, Beacon
 
 from .base import NO_LABELS, BaseEngine
-from .deepspeed.mpu import ModelParallelUnit
 from .deepspeed.options import reduces_once
 from .deepspeed.pipeline_schedule import Look
-from .deepspeed.process import deepspeed_quietly
+from .deepspeed.process import ModelParallelUnit, cut_as_they_are_made, cut_parameters, deepspeed_quietly
 from .deepspeed.reduction import reduced_once
-from .deepspeed.zero_init import cut_as_they_are_made, cut_parameters
 from .micro_batches import inputs_of
 from .part import EnginePart
 from .protocol import LabelGroups, StepResult

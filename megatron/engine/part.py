@@ -33,7 +33,7 @@ from megatron.data.batch import StepBatch
 if TYPE_CHECKING:
     from .base import BaseEngine
     from .micro_batches import MicroBatch
-    from .spike import Spike
+    from .protocol import Spike
 
 
 @dataclass

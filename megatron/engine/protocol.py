@@ -1,20 +1,97 @@
-"""The trainer's view of an engine. Nothing here knows DeepSpeed."""
+"""The trainer's view of an engine: its steps, bad numbers of a step, and numbers on their way from a device.
+
+Nothing here knows DeepSpeed.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from megatron.checkpoint.format.fragment import Fragment
 from megatron.data.batch import StepBatch
 from megatron.model.embedding_and_head import Reader
 
-if TYPE_CHECKING:
-    from .spike import Spike
+LOSS, NORM = "loss", "gradient norm"
+REPORT, SKIP, CLIP, ROLLBACK, STOP = "report", "skip", "clip", "rollback", "stop"
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A bad number, and the action taken.
+
+    Attributes:
+        name: LOSS or NORM.
+        value: of the step.
+        limit: upper bound of normal values. None where the value is no number.
+        action: one of the constants above. Only `report` and `clip` apply the update.
+    """
+
+    name: str
+    value: float
+    limit: float | None
+    action: str
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.value)
+
+    @property
+    def leaves_out(self) -> bool:
+        return self.action in (SKIP, ROLLBACK, STOP)
+
+
+class Arriving:
+    """Values of a tensor, copied to the host in the background. Reading them waits only for this copy.
+
+    Values on a CPU are not copied.
+
+    Args:
+        values: may change after the call if they are on a GPU.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._values, self._event = values, None
+        if values.device.type == "cuda" and not is_fake(values):
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> Tensor:
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return self._values
+
+    def __float__(self) -> float:
+        return float(self.read())
+
+
+class ArrivingEntry(Mapping[str, Any]):
+    """A mapping with one entry, computed from a device's numbers when it is read."""
+
+    def __init__(self, name: str, values: Tensor, compute: Callable[[Tensor], Any]) -> None:
+        self.source, self._arriving = values, Arriving(values)
+        self._name, self._compute = name, compute
+
+    def __iter__(self) -> Iterator[str]:
+        yield self._name
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, key: str) -> Any:
+        if key != self._name:
+            raise KeyError(key)
+        return self._compute(self._arriving.read())
 
 
 @dataclass(frozen=True)
@@ -27,7 +104,7 @@ class StepResult:
             this is 0 on all but the last pipeline stage and on tensor parallel ranks above 0.
         grad_norm: norm of the whole gradient before clipping, equal on all ranks. None if not computed.
         skipped: whether the update was skipped (overflow of fp16 gradients).
-        spike: a bad number of the step and the action taken, equal on all ranks. See `engine.spike`.
+        spike: a bad number of the step and the action taken, equal on all ranks. See `Spike`.
         unlabelled: whether no label of the global batch counts. Nothing was computed, and nothing changed, not even the
             optimizer's states.
         extras: further numbers for the record, equal on all ranks.

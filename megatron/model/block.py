@@ -19,12 +19,11 @@ from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layout.shard import Role, Shard
 
 from .counts import Counts
-from .dropout import Dropout
 from .initialisation import Initialisation
 from .norm import Norm, norm_activations, norm_parameters
 from .options import kind_of, layer_class
 from .relay import Relay, new_state, relays_of
-from .residual import ChannelScale, residual_merge
+from .residual import ChannelScale, Dropout, residual_merge
 from .stream import INJECTED, Channel, Stream, apply_layer
 
 

@@ -15,12 +15,10 @@ from megatron.config.sections.recipe import TrainingSection
 from megatron.objectives.contract import Objective
 from megatron.parallel.layers.collectives import all_reduce, enter, gather_rows, sum_gradient
 from megatron.parallel.layers.cross_entropy import LossOptions, OwnLoss, linear_cross_entropy, logits_of
-from megatron.parallel.layers.distillation import SoftLabels
-from megatron.parallel.layers.label_costs import LabelsLoss
+from megatron.parallel.layers.label_costs import LabelsLoss, token_scores
 from megatron.parallel.layers.linear import VocabEmbedding, sequence_slice
-from megatron.parallel.layers.objective_logits import LogitsLoss
+from megatron.parallel.layers.objective_logits import LogitsLoss, SoftLabels
 from megatron.parallel.layers.parameters import ParameterFactory
-from megatron.parallel.layers.scores import token_scores
 from megatron.parallel.layout.initial import ZEROS, Init
 from megatron.parallel.layout.precision import at_least_fp32
 from megatron.parallel.layout.shard import Role, Shard
@@ -28,11 +26,10 @@ from megatron.parallel.layout.shard import Role, Shard
 from .block import block_counts
 from .chunks import WHOLE, Chunks, recomputed_call
 from .counts import Counts
-from .dropout import Dropout
 from .initialisation import Initialisation
 from .multi_token import FurtherLabels, MultiTokenPrediction, further_labels
 from .norm import Norm, norm_activations, norm_parameters
-from .residual import ChannelScale
+from .residual import ChannelScale, Dropout
 from .stream import LOSS, Chunk, Stream
 
 

@@ -8,10 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megatron.config.sections.model import ModelSection
 from megatron.parallel.layers.collectives import sum_gradient
+from megatron.parallel.layers.linear import sequence_slice
 from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layout.initial import ONES, ZEROS
+from megatron.parallel.layout.random import dropout, sequence_counters, site_key
 from megatron.parallel.layout.shard import Role
+
+from .stream import Stream
 
 
 class ChannelScale(nn.Module):
@@ -47,3 +52,20 @@ class ChannelScale(nn.Module):
 def residual_merge(make: ParameterFactory, size: int) -> ChannelScale:
     """Adds a branch's output to the stream, in this order of arguments."""
     return ChannelScale(make, size, ("branch", "stream"))
+
+
+class Dropout(nn.Module):
+    """[B, s, H] to the same. Each draw is a function of (seed, site, sample, position, channel)."""
+
+    def __init__(self, make: ParameterFactory, model: ModelSection, site: str):
+        super().__init__()
+        self.rate, self.mesh, self.context = model.dropout, make.mesh, make.context
+        self.key = site_key(make.seed, make.prefix, site)
+
+    def forward(self, x: Tensor, stream: Stream) -> Tensor:
+        if self.rate == 0.0 or not self.training:
+            return x
+        cut = self.mesh.tensor.size if self.mesh.layout.sequence else 1
+        places = self.context.places(x.shape[1] * cut, x.device) + stream.first
+        places = sequence_slice(places, self.mesh, 0)
+        return dropout(x, self.rate, self.key, stream.sample_numbers, sequence_counters(places, x.shape[2]))

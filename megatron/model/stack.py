@@ -27,9 +27,8 @@ from .block import Block, block_channels
 from .chunks import Chunks, embed_in_chunks, mapped, work_in_chunks
 from .embedding_and_head import Embedding, Head, Reader, Taught, final_norm, token_embedding
 from .initialisation import Initialisation
-from .kernels.compile import compile_forward, graphs
-from .kernels.cuda_graphs import begin_pass
-from .kernels.flash_attention import use_flash_attention
+from .kernels.choice import use_flash_attention
+from .kernels.compile import begin_pass, compile_forward, graphs
 from .multi_token import FurtherLabels, FurtherToken, MultiTokenPrediction
 from .norm import Norm
 from .options import kind_of
@@ -165,7 +164,6 @@ class ModelPlan:
         return self._output_norm(self.factory("").scope("final_norm"))
 
     def _output_norm(self, make: ParameterFactory) -> Norm:
-        """A norm before the head."""
         model, partial = self.config.model, self.mesh.layout.sequence
         return Norm(make, model.hidden_size, final_norm(model), partial=partial)
 

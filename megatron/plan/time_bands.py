@@ -20,7 +20,7 @@ from megatron.config.arithmetic.pipelines import bubble_factor
 from megatron.config.problems import UserError
 from megatron.model.costs.describe import training_operations
 from megatron.parallel.layout.layout import Layout
-from megatron.parallel.messages.durations import Durations
+from megatron.parallel.messages.traffic import Durations
 from megatron.report.communication import FOLDER as ACCOUNTS
 from megatron.report.communication import read_accounts, table
 from megatron.report.console import duration

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.file_access import read_plain
-from megatron.parallel.messages.durations import Duration, Durations
-from megatron.parallel.messages.traffic import Tally, wire_bytes
+from megatron.parallel.messages.traffic import Duration, Durations, Tally, wire_bytes
 
 from .append import AppendFile, warn
 from .jsonl import encode, lines_of, numbered, sign

@@ -9,8 +9,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from megatron.parallel.messages.curve import CostCurve, choose_curve
-from megatron.parallel.messages.durations import Duration, Durations, MessageKind, bus_bandwidth
-from megatron.parallel.messages.traffic import Tally
+from megatron.parallel.messages.traffic import Duration, Durations, MessageKind, Tally, bus_bandwidth
 
 from .communication import TIMES, RankAccount, milliseconds, regular_calls, table
 from .figures import write_figure

@@ -2,17 +2,64 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.config import resolve
+from megatron.config import Config, resolve
+from megatron.data.plan import Targets
+from megatron.data.sample import Sample
+from megatron.objectives.named import objective_of
 from megatron.parallel.layers.parameters import logical_of
+from megatron.parallel.layout.shard import LogicalTensor
 
-from .noise import batch, noise
+
+def noise(tensor: LogicalTensor) -> np.ndarray:
+    """Noise for a tensor's initial values, fp32 of the logical shape, so that no matrix is 0."""
+    generator = np.random.default_rng(zlib.crc32(tensor.name.encode()))
+    return generator.normal(0.0, 0.1, tensor.shape).astype(np.float32)
+
+
+def part_of(values: np.ndarray, tensor: LogicalTensor, rank: int, ranks: int) -> np.ndarray:
+    """A tensor parallel rank's shard of a logical tensor's values, flattened."""
+    for dim, spans in enumerate(tensor.spans(rank, ranks)):
+        values = np.concatenate([values.take(range(span.start, span.stop), axis=dim) for span in spans], axis=dim)
+    return values.reshape(-1)
+
+
+def batch(config: Config) -> dict[str, Any]:
+    """All samples of one step: tokens [B, S + 1], and if the run has them documents, positions and the labels' weights
+    [B, S], and the columns of the objective."""
+    B, S = config.training.global_batch_size, config.training.sequence_length
+    draw = torch.Generator().manual_seed(config.training.seed)
+    found: dict[str, Any] = {"tokens": torch.randint(0, config.model.vocab_size, (B, S + 1), generator=draw)}
+    found |= {"documents": None, "positions": None, "loss_mask": None}
+    targets = Targets(objective_of(config), config.data.reset_attention_at_eod)
+    starts = torch.rand(B, S, generator=draw) < 0.2 if targets.marks_documents else None
+    if targets.weighs:
+        found["loss_mask"] = torch.stack([_weights(targets, found["tokens"], starts, row) for row in range(B)])
+    if starts is not None and config.data.reset_attention_at_eod:
+        place = torch.arange(S).expand(B, S)
+        found["documents"] = starts.int().cumsum(-1).int()
+        found["positions"] = (place - torch.where(starts, place, 0).cummax(-1).values).int()
+    objective = objective_of(config)
+    found["columns"] = {name: torch.randn(B, S, generator=draw) for name in objective.columns}
+    if objective.sequences:  # runs of the sample
+        runs = torch.arange(S, dtype=torch.float32) * objective.sequences / S
+        found["columns"]["sequence"] = runs.floor().expand(B, S).contiguous()
+    return found
+
+
+def _weights(targets: Targets, tokens: torch.Tensor, starts: torch.Tensor | None, row: int) -> torch.Tensor:
+    """The objective's weights of a sample's labels, [S]. The first token begins a document."""
+    begins = None if starts is None else np.array([True, *starts[row, 1:].tolist(), False])
+    weights = targets.of(Sample(tokens[row].numpy(), begins=begins)).weights
+    return torch.ones(tokens.shape[1] - 1) if weights is None else torch.from_numpy(weights)
 
 
 def check_decoding(values: Mapping[str, Any], pieces: Sequence[int] = (3, 1, 1, 2), bound: float = 1e-10) -> None:

@@ -17,7 +17,7 @@ from megatron.parallel.layers.label_costs import Labels
 from megatron.parallel.layers.objective_logits import ChunkLogits
 from megatron.parallel.layers.parameters import logical_of
 
-from .noise import batch, noise, part_of
+from .checks import batch, noise, part_of
 from .ranks import on_ranks
 
 if TYPE_CHECKING:
@@ -138,7 +138,6 @@ def one_process(values: dict[str, Any], dtype: torch.dtype) -> tuple[float, dict
 
 
 def _teacher(config: Config, dtype: torch.dtype) -> Model | None:
-    """The teacher, whole."""
     if objective_of(config).teacher is None or config.objective.teacher is None:
         return None
     from megatron.training.text import load_model
@@ -197,7 +196,6 @@ def _smallest(layout: Mapping[str, Any]) -> int:
 
 
 def _assembled(ranks: list[list[tuple]]) -> dict[str, np.ndarray]:
-    """Whole logical tensors from the fragments of all ranks."""
     found: dict[str, np.ndarray] = {}
     for tensor, rank, count, begin, data in (fragment for own in ranks for fragment in own):
         places = np.arange(int(np.prod(tensor.shape))).reshape(tensor.shape)

@@ -21,8 +21,7 @@ import torch.distributed as dist
 
 from megatron.config import Config
 from megatron.config.features.feature import wanted_features
-from megatron.engine.arriving import Arriving
-from megatron.engine.protocol import StepResult
+from megatron.engine.protocol import Arriving, StepResult
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.layout.mesh import Mesh
 from megatron.parallel.messages.account import group_name, phase

@@ -28,9 +28,8 @@ from megatron.engine.engine import PlainEngine, build_engine
 from megatron.engine.parts.teacher import Teacher
 from megatron.kinds.common.attention.attend_across import describe_context
 from megatron.model.costs.describe import flops_of_step, teacher_flops, totals
-from megatron.model.kernels.choice import describe_kernels
+from megatron.model.kernels.choice import describe_flash_attention, describe_kernels
 from megatron.model.kernels.compile import describe_compile
-from megatron.model.kernels.flash_attention import describe_flash_attention
 from megatron.parallel.layout.precision import COMPUTE_TYPES
 from megatron.parallel.messages.watched import watched_collectives
 from megatron.parallel.transport.compression import describe_wire

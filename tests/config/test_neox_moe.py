@@ -7,7 +7,7 @@ import torch
 
 from megatron.config import resolve
 from megatron.config.pattern import parse
-from megatron.kinds.moe.choice import choose_experts, scores_of, weights_of
+from megatron.kinds.moe.router import choose_experts, scores_of, weights_of
 from tests.config.neox_cases import at, flat, no_effect, noted, problem_of
 
 MOE = {"moe_num_experts": 8}

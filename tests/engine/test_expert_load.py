@@ -15,7 +15,7 @@ from megatron.config import resolve
 from megatron.data.batch import StepBatch
 from megatron.engine.part import Update
 from megatron.engine.parts.expert_load import ExpertLoad
-from megatron.kinds.moe.choice import scores_of
+from megatron.kinds.moe.router import scores_of
 from megatron.kinds.moe.trace import moe_layers, traced
 from megatron.model.stack import build_model
 from megatron.model.stream import Stream

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.engine.spike import NORM, SKIP, Spike
+from megatron.engine.protocol import NORM, SKIP, Spike
 from tests.training.runs import local_batch, start
 from tests.workers import run
 

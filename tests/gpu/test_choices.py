@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.config import Config, resolve
 from megatron.config.arithmetic.machine import FA3, installed
 from megatron.config.variants import overlay
-from megatron.model.kernels.flash_attention import use_flash_attention
+from megatron.model.kernels.choice import use_flash_attention
 from megatron.model.stack import build_model
 from megatron.parallel.layers.async_tensor import check_async_tensor, gathered_through, scattered_product
 from megatron.parallel.layers.collectives import enter, leave

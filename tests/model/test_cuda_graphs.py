@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import Config, resolve
-from megatron.model.kernels.compile import _options, describe_compile, graphs
-from megatron.model.kernels.cuda_graphs import gradients_leave_graphs
+from megatron.model.kernels.compile import _options, describe_compile, gradients_leave_graphs, graphs
 
 
 def settings(compute: str = "bf16", cuda_graphs: bool = True) -> Config:

@@ -15,7 +15,7 @@ from megatron.kinds.attention.options import AttentionOptions
 from megatron.kinds.common.attention import attend as paths
 from megatron.kinds.common.attention.pattern import Pattern
 from megatron.kinds.mla.options import MLAOptions
-from megatron.model.kernels.flash_attention import describe_flash_attention, use_flash_attention
+from megatron.model.kernels.choice import describe_flash_attention, use_flash_attention
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    monkeypatch.setattr("megatron.model.kernels.flash_attention.installed", lambda name: name == "flash_attn_interface")
+    monkeypatch.setattr("megatron.model.kernels.choice.installed", lambda name: name == "flash_attn_interface")
     monkeypatch.setattr(attention, "activate_flash_attention_impl", told.append)
     monkeypatch.setattr(attention, "restore_flash_attention_impl", lambda: told.append("restored"))
     monkeypatch.setattr(attention, "current_flash_attention_impl", lambda: told[-1] if told else None)
@@ -55,12 +55,7 @@ def test_tensors_without_values_ask_no_gpu():
         ("torch.cuda.get_device_capability", lambda device: (10, 0), ValueError, "GPUs of Hopper"),
         ("torch.version.hip", "6.4", ValueError, "GPUs of Hopper"),
         ("torch.nn.attention.list_flash_attention_impls", list, ValueError, "torch that can call it"),
-        (
-            "megatron.model.kernels.flash_attention.installed",
-            lambda name: False,
-            ModuleNotFoundError,
-            "install FlashAttention",
-        ),
+        ("megatron.model.kernels.choice.installed", lambda name: False, ModuleNotFoundError, "install FlashAttention"),
     ],
 )
 def test_what_cannot_use_it(hopper, monkeypatch, name, value, error, says):

@@ -14,7 +14,7 @@ from megatron.config.resolution import combine
 from megatron.config.source.layers import ConfigSource
 from megatron.model.stack import build_model
 from megatron.parallel.layers.parameters import logical_of, stored_tensors
-from megatron.testing.noise import noise
+from megatron.testing.checks import noise
 
 
 def write_teacher(folder: Path, values: dict[str, Any]) -> str:

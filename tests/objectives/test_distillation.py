@@ -15,7 +15,7 @@ from megatron.config import Config, ConfigError, load, resolve
 from megatron.model.costs.describe import teacher_flops, totals
 from megatron.model.stack import build_model
 from megatron.parallel.layers.cross_entropy import LossOptions, linear_cross_entropy
-from megatron.parallel.layers.distillation import SoftLabels
+from megatron.parallel.layers.objective_logits import SoftLabels
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.layout.mesh import Mesh
 from megatron.plan.candidate import Candidate

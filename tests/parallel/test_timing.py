@@ -11,10 +11,17 @@ import torch.distributed as dist
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.layout.mesh import Mesh
 from megatron.parallel.messages.account import Recorder, phase
-from megatron.parallel.messages.clocks import Offset, bounded, find_latest, measure_offset
-from megatron.parallel.messages.durations import Duration, Durations, MessageKind, bus_bandwidth
-from megatron.parallel.messages.timing import DeviceClock, HostClock, Message, Timed
-from megatron.parallel.messages.traffic import Call
+from megatron.parallel.messages.timing import (
+    DeviceClock,
+    HostClock,
+    Message,
+    Offset,
+    Timed,
+    bounded,
+    find_latest,
+    measure_offset,
+)
+from megatron.parallel.messages.traffic import Call, Duration, Durations, MessageKind, bus_bandwidth
 from tests.workers import run
 
 CALL = Call("backward", "", "data", 3, "all_reduce", "fp32")

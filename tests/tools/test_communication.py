@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.parallel.messages.curve import CostCurve
-from megatron.parallel.messages.durations import Duration, Durations, MessageKind
-from megatron.parallel.messages.traffic import Tally
+from megatron.parallel.messages.traffic import Duration, Durations, MessageKind, Tally
 from megatron.report.communication import read_accounts
 from megatron.report.message_times import Slowest, slowest
 from megatron.report.message_trace import read_events, trace

@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.config.arithmetic.algorithm_table import RING
 from megatron.data.contract import Copy
 from megatron.data.sample import Sample
-from megatron.parallel.messages.durations import Durations
-from megatron.parallel.messages.traffic import Tally
+from megatron.parallel.messages.traffic import Durations, Tally
 from megatron.report.communication import AccountFile, RankAccount, by_group, read_accounts, regular_calls
 from megatron.report.message_trace import read_events
 from megatron.report.tensorboard import tagged

@@ -19,10 +19,7 @@ from megatron.config import Config, resolve
 from megatron.config.resolution import Resolved, combine
 from megatron.config.source.layers import ConfigSource as Values
 from megatron.kinds.common.links import Link
-from megatron.kinds.common.rwkv.hf import PUBLISHED
-from megatron.kinds.rwkv5 import hf as rwkv5
-from megatron.kinds.rwkv6 import hf as rwkv6
-from megatron.kinds.rwkv7 import hf as rwkv7
+from megatron.kinds.rwkv import hf as rwkv
 from megatron.model.stack import build_model
 from megatron.parallel.layers.parameters import logical_of
 
@@ -35,7 +32,7 @@ from .convert import ConversionStep, plan, to_hf
 from .export import TYPES, config_of, tensor_reader, type_of
 from .importer import write
 
-_OURS, _THEIRS = "layers.{n}", PUBLISHED
+_OURS, _THEIRS = "layers.{n}", rwkv.PUBLISHED
 _OUTSIDE = (
     Link("embedding.tokens", "emb"),
     Link("embedding.norm", "blocks.0.ln0"),
@@ -44,7 +41,7 @@ _OUTSIDE = (
     Link("final_norm", "ln_out"),
     Link("head", "head"),
 )
-LINKS = {"rwkv5": rwkv5.published(), "rwkv6": rwkv6.published(), "rwkv7": rwkv7.published()}
+LINKS = {"rwkv5": rwkv.published_rwkv5(), "rwkv6": rwkv.published_rwkv6(), "rwkv7": rwkv.published_rwkv7()}
 
 
 def kind_of(config: Config) -> str:

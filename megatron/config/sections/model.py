@@ -18,16 +18,20 @@ if TYPE_CHECKING:
     from megatron.kinds.attention.options import AttentionOptions
     from megatron.kinds.cca.options import CCAOptions
     from megatron.kinds.gated_delta.options import GatedDeltaOptions
-    from megatron.kinds.mamba.options import MambaOptions
-    from megatron.kinds.mamba2.options import Mamba2Options
+    from megatron.kinds.mamba.options import Mamba2Options, MambaOptions
     from megatron.kinds.mla.options import MLAOptions
     from megatron.kinds.mlp.options import MLPOptions
     from megatron.kinds.moe.options import MoEOptions
-    from megatron.kinds.rwkv4.options import RWKV4Options
-    from megatron.kinds.rwkv5.options import RWKV5Options
-    from megatron.kinds.rwkv6.options import RWKV6Options
-    from megatron.kinds.rwkv7.options import RWKV7Options
-    from megatron.kinds.rwkv_ffn.options import RWKV4FFNOptions, RWKV5FFNOptions, RWKV6FFNOptions, RWKV7FFNOptions
+    from megatron.kinds.rwkv.options import (
+        RWKV4FFNOptions,
+        RWKV4Options,
+        RWKV5FFNOptions,
+        RWKV5Options,
+        RWKV6FFNOptions,
+        RWKV6Options,
+        RWKV7FFNOptions,
+        RWKV7Options,
+    )
     from megatron.kinds.shared_attention.options import SharedAttentionOptions
     from megatron.kinds.transformers.options import TransformersOptions
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron.parallel.layers.collectives import all_reduce
 from megatron.parallel.layout.mesh import Mesh
 
-from .mpu import with_group
+from .process import with_group
 from .sum_of_squares import sum_of_squares
 
 

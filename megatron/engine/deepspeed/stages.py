@@ -26,7 +26,7 @@ from megatron.parallel.layout.mesh import new_group
 from megatron.parallel.layout.precision import COMPUTE_TYPES
 from megatron.parallel.transport.compression import pack_rows, unpack_rows
 
-from .mpu import groups_of_mesh
+from .process import groups_of_mesh
 
 FINAL_NORM = "final_norm"  # logical name of the norm before the head, which a recurrent core uses too
 EMBEDDING = "embedding"  # of a rank that has the first stage, and maybe the last one too

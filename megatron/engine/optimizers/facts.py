@@ -25,8 +25,7 @@ def muon_has_a_rate(context: RuleContext) -> Iterator[Problem]:
     optimizer = context.config.optimizer
     if optimizer.lr == 0:
         yield context.problem(
-            "optimizer.lr",
-            "optimizer.type",
+            "optimizer.lr optimizer.type",
             rule="Muon's matrices follow the schedule of optimizer.lr, which must be above 0",
             fix="give the rate of the AdamW part, such as 3e-4",
         )
@@ -37,8 +36,7 @@ def per_head_has_standard_rates(context: RuleContext) -> Iterator[Problem]:
     own, optimizer = context.config.model.parametrization, context.config.optimizer
     if own.type != "standard" and optimizer.options.get("per_head") is True:
         yield context.problem(
-            "optimizer.options",
-            "model.parametrization.type",
+            "optimizer.options model.parametrization.type",
             rule=f"the rates of {own.type} must be derived for the optimizer, and are so for muon without per_head",
             fix="remove per_head, or use type: standard",
         )
@@ -48,8 +46,7 @@ def nesterov_has_momentum(context: RuleContext) -> Iterator[Problem]:
     optimizer = context.config.optimizer
     if optimizer.nesterov and optimizer.momentum == 0:
         yield context.problem(
-            "optimizer.nesterov",
-            "optimizer.momentum",
+            "optimizer.nesterov optimizer.momentum",
             rule="Nesterov momentum must go with a momentum above 0",
             fix="use optimizer.momentum=0.9, or nesterov: false",
         )
@@ -60,16 +57,14 @@ def schedule_free_has_no_schedule(context: RuleContext) -> Iterator[Problem]:
     kind = config.optimizer.type
     if config.schedule.type in INSIDE[SCHEDULE] and config.schedule.type != "constant":
         yield context.problem(
-            "schedule.type",
-            "optimizer.type",
+            "schedule.type optimizer.type",
             rule=f"{kind} must have a constant rate after the warmup: its average of the weights takes the place of a "
             "decay",
             fix="use schedule.type=constant, with a warmup",
         )
     if config.training.weight_average is not None:
         yield context.problem(
-            "training.weight_average",
-            "optimizer.type",
+            "training.weight_average optimizer.type",
             rule=f"must be null with {kind}, which evaluates and saves an average of the weights already",
             fix="remove it",
         )
@@ -174,7 +169,7 @@ MUON = OptimizerKind(
 )
 NORMUON = replace(
     MUON,
-    update=f"{HERE}.normuon:NorMuon",
+    update=f"{HERE}.muon:NorMuon",
     options={**MUON.options, "beta2": Option(0.95, 0, 1, "average of the squares of each row's steps", below=True)},
 )
 DION = OptimizerKind(

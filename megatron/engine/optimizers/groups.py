@@ -61,7 +61,6 @@ def parameter_groups(config: Config, parameters: Iterable[nn.Parameter]) -> list
 
 
 def _settings(optimizer: OptimizerSection, role: Role) -> tuple[float, float]:
-    """Multiplier of the learning rate, and weight decay, of a role."""
     options = optimizer.groups.get(role.value)
     if options is None:
         return 1.0, optimizer.weight_decay

@@ -47,13 +47,13 @@ PARTS = (
     # Sets the rotary tables of a step: before a part reads its batch.
     PartEntry(
         "lengths",
-        "megatron.engine.parts.lengths:SequenceStages",
+        "megatron.engine.parts.stages:SequenceStages",
         lambda engine: bool(engine.config.training.sequence_schedule),
     ),
     # Sets the number of a step's micro-batches in DeepSpeed: before a gradient is made.
     PartEntry(
         "batches",
-        "megatron.engine.parts.batches:BatchStages",
+        "megatron.engine.parts.stages:BatchStages",
         lambda engine: bool(engine.config.training.batch_schedule),
     ),
     PartEntry("documents", "megatron.engine.parts.document_limit:DocumentLimit", _counts_documents),
@@ -70,10 +70,10 @@ PARTS = (
     PartEntry(TEACHER, "megatron.engine.parts.teacher:Teacher", lambda engine: False),  # made before the engine
     PartEntry(
         "objective",
-        "megatron.engine.parts.objective_report:ObjectiveReport",
+        "megatron.engine.parts.objective:ObjectiveReport",
         lambda engine: objective_of(engine.config).reads_labels,
     ),
-    PartEntry("probes", "megatron.engine.parts.probes:Probes", lambda engine: objective_of(engine.config).probes),
+    PartEntry("probes", "megatron.engine.parts.objective:Probes", lambda engine: objective_of(engine.config).probes),
     PartEntry(
         "recurrent_depth",
         "megatron.engine.parts.recurrent_depth:RecurrentDepth",

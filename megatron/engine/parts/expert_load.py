@@ -14,8 +14,8 @@ from megatron.model.expert_tally import LOSSES, ExpertTally
 from megatron.parallel.layers.collectives import all_reduce
 from megatron.parallel.layout.mesh import Mesh
 
-from ..arriving import ArrivingEntry
 from ..part import EnginePart, Update
+from ..protocol import ArrivingEntry
 
 if TYPE_CHECKING:
     from ..base import BaseEngine

@@ -26,9 +26,9 @@ from megatron.parallel.layers.collectives import all_reduce
 from megatron.parallel.layers.parameters import logical_of, shard_index, shard_start, stored_tensors
 from megatron.parallel.layout.mesh import Mesh
 
-from ..arriving import Arriving
 from ..micro_batches import MicroBatch, inputs_of
 from ..part import EnginePart, Update
+from ..protocol import Arriving
 
 if TYPE_CHECKING:
     from ..base import BaseEngine
@@ -99,7 +99,6 @@ class Teacher(EnginePart):
         return {DIVERGENCE: Arriving(both[0] / both[1])}
 
     def _widened(self, form: StreamForm) -> StreamForm:
-        """A form of micro-batches with the teacher's inputs added."""
         own = self.form
         return replace(
             form,

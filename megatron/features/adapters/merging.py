@@ -29,10 +29,8 @@ from megatron.parallel.layers.parameters import logical_of, stored_tensors
 from megatron.parallel.layout.mesh import Mesh
 from megatron.training.start.fetch import local_path
 
-from .base import adapted_layers, hash_of, merged, whole
-from .layers import adapt, is_adapter
 from .options import AdapterSection, adapter_of
-from .part import refuse_other_base
+from .part import adapt, adapted_layers, hash_of, is_adapter, merged, refuse_other_base, whole
 
 if TYPE_CHECKING:
     from megatron.checkpoint.hf.export import Proof

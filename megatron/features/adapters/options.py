@@ -106,23 +106,20 @@ def there_is_a_base(context: RuleContext) -> Iterator[Problem]:
     checkpoint = context.config.checkpoint
     if checkpoint.initialize_from is None:
         yield context.problem(
-            "checkpoint.initialize_from",
-            "adapter.type",
+            "checkpoint.initialize_from adapter.type",
             rule="must be given: adapters are trained on weights that somebody has trained",
             fix="name a checkpoint or the folder of a Hugging Face model",
         )
     for name in ("initialize_map", "initialize_layers"):
         if getattr(checkpoint, name):
             yield context.problem(
-                f"checkpoint.{name}",
-                "adapter.type",
+                f"checkpoint.{name} adapter.type",
                 rule="must be empty: the weights under adapters stay what they are in the checkpoint",
                 fix="make the other model first, in a run without adapters",
             )
     if checkpoint.initialize_vocabulary != "same":
         yield context.problem(
-            "checkpoint.initialize_vocabulary",
-            "adapter.type",
+            "checkpoint.initialize_vocabulary adapter.type",
             rule="must be same: rows of new tokens are not trained under adapters",
             fix="train the rows first, in a run without adapters",
         )
@@ -145,15 +142,13 @@ def adapters_alone_are_trained(context: RuleContext) -> Iterator[Problem]:
         kind = context.kinds[use.kind]
         if kind.keeps_buffers(use.options) or kind.clips_logits(use.options):
             yield context.problem(
-                "adapter.type",
-                f"model.{use.kind}",
+                f"adapter.type model.{use.kind}",
                 rule=f"must be none: {use.kind} changes its weights or its router after each step",
                 fix="turn off the correction of routers or the clipping of logits",
             )
 
 
 def _only(rule: Any) -> Any:
-    """The rule, for runs with adapters."""
 
     def checked(context: RuleContext) -> Iterator[Problem]:
         if wanted(context.config):
@@ -165,8 +160,7 @@ def _only(rule: Any) -> Any:
 def keys_have_a_use(context: RuleContext) -> Iterator[Problem]:
     if not wanted(context.config) and context.given("adapter.initialize_from"):
         yield context.problem(
-            "adapter.initialize_from",
-            "adapter.type",
+            "adapter.initialize_from adapter.type",
             rule="must not be given without adapters",
             fix="use adapter.type=lora, or remove it",
         )

@@ -36,9 +36,9 @@ from megatron.config.tree import thaw
 from megatron.kinds.common.links import Form
 from megatron.parallel.layout.shard import LogicalTensor, Role
 
-from .base import adapted_layers, whole
-from .layers import MAGNITUDE, A, B
+from .merging import adapted_layers, whole
 from .options import AdapterSection, adapter_of
+from .part import MAGNITUDE, A, B
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -210,7 +210,6 @@ def _check_columns(
 
 
 def _config(options: AdapterSection, ranks: Mapping[str, int], base_name: str | None) -> dict[str, Any]:
-    """Of peft. Where several of our matrices are one there, rank and alpha differ from the others'."""
     root: Callable[[float], float] = sqrt if options.rslora else float
     alphas = {module: options.scale * root(rank) for module, rank in ranks.items()}
     others = [module for module, rank in ranks.items() if rank != options.rank]

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from megatron.data.batch import StepBatch
 from megatron.engine.part import part_of
 from megatron.engine.protocol import StepResult
+from megatron.features.spikes.attribution import Fingerprint, Replay
 from megatron.features.spikes.options import NAME
-from megatron.features.spikes.replay import Fingerprint, Replay
 from megatron.training.hook import Hook, HookContext, Look, RunStep
 
-from .corruption import ADVICE, Suspects
 from .options import AUDIT_KEYS
+from .part import ADVICE, Suspects
 
 if TYPE_CHECKING:
     from megatron.training.trainer import Trainer

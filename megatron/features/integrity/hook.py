@@ -15,9 +15,8 @@ from megatron.training.exchange import StepReport
 from megatron.training.hook import Hook, HookContext
 from megatron.training.trainer import Trainer
 
-from .corruption import ADVICE, SHOWN, Suspects, differences, guilty
 from .options import HASHES_KEYS, AtRest
-from .part import StateAtRest
+from .part import ADVICE, SHOWN, StateAtRest, Suspects, differences, guilty
 
 HASHES = "hashes"  # the engine's part
 
@@ -138,7 +137,6 @@ class HashesHook(Hook):
         return int(most)
 
     def _told(self, names: list[str]) -> list[str]:
-        """Names of all ranks."""
         return sorted({name for each in self._communicator.gather(names[:SHOWN]) for name in each})
 
     def _of(self, ranks: Sequence[int]) -> list[str]:

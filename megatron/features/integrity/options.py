@@ -51,8 +51,7 @@ def hashes_see_the_state(context: RuleContext) -> Iterator[Problem]:
     if training.hashes is None:
         if training.hashes_at_rest != "due":
             yield context.problem(
-                "training.hashes_at_rest",
-                "training.hashes",
+                "training.hashes_at_rest training.hashes",
                 rule="must go with training.hashes, the steps after which ranks report differences",
                 fix="add training.hashes=100, or remove it",
             )
@@ -60,8 +59,7 @@ def hashes_see_the_state(context: RuleContext) -> Iterator[Problem]:
     for name in ("offload_optimizer", "offload_parameters"):
         if getattr(context.config.zero, name).device != "none":
             yield context.problem(
-                "training.hashes",
-                f"zero.{name}.device",
+                f"training.hashes zero.{name}.device",
                 rule="must be off with offloading: the state would have to return to the device for each comparison",
                 fix="remove training.hashes",
             )
@@ -71,8 +69,7 @@ def audits_can_act(context: RuleContext) -> Iterator[Problem]:
     training = AUDIT_KEYS.of(context.config)
     if training.audit_action != "report" and training.audit is None:
         yield context.problem(
-            "training.audit_action",
-            "training.audit",
+            "training.audit_action training.audit",
             rule="must go with training.audit, which computes steps twice",
             fix="add training.audit=100, or remove it",
         )

@@ -116,7 +116,6 @@ def there_are_tokens_to_predict(context: RuleContext) -> Iterator[Problem]:
 
 
 def _traffic(config: Any) -> tuple[Message, ...]:
-    """The sums of the modules' losses, over data and stages."""
     elements = 2 * config.model.multi_token_prediction.depth
     return tuple(Message("exchange", axis, "all_reduce", "fp64", elements) for axis in ("replicas", "pipeline"))
 

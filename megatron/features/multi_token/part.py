@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron.engine.arriving import ArrivingEntry
 from megatron.engine.part import EnginePart, Update
+from megatron.engine.protocol import ArrivingEntry
 from megatron.model.multi_token import MultiTokenPrediction
 from megatron.parallel.layers.collectives import all_reduce
 

@@ -34,8 +34,7 @@ def batch_has_two_samples(context: RuleContext) -> Iterator[Problem]:
     batch = min([training.global_batch_size or 2, *(stage.global_batch_size for stage in training.batch_schedule)])
     if LOGGING.of(context.config).noise_scale is not None and batch < 2:
         yield context.problem(
-            "logging.noise_scale",
-            "training.global_batch_size",
+            "logging.noise_scale training.global_batch_size",
             rule="must have at least two samples in a batch: it compares a part of the batch with the whole",
             fix="remove it, or use a larger training.global_batch_size",
         )

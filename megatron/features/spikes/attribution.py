@@ -1,10 +1,15 @@
 """Finds the cause of a bad value, as Megatron-LM's rerun machine does.
 
-A step with a bad loss or gradient norm is computed again in place (`replay`). If the result differs, the fault was
+A step with a bad loss or gradient norm is computed again in place (`Replay`). If the result differs, the fault was
 transient. If it is the same to the last bit, the run ends with status 16, and the launcher starts it again with
 every rank in another place. It comes to the same step from its newest checkpoint, with the same weights and the same
 batch. If the value is bad there too, the data or the model cause it, and the policy for spikes applies. If it is
 good, the rank's former place is at fault.
+
+Steps that are computed again, to check whether the machine repeats itself.
+
+The first time the update is skipped, so the second one begins from the same weights, with the same batch and the
+same draws. If two results differ in a bit, hardware has failed for a moment, or a kernel is not deterministic.
 """
 
 from __future__ import annotations
@@ -13,18 +18,102 @@ import math
 import os
 import socket
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.format.communicator import Communicator
 from megatron.config import Config
-from megatron.engine.spike import Spike
+from megatron.data.batch import StepBatch
+from megatron.engine.protocol import Spike, StepResult
 from megatron.report.ledger import read_ledger
 from megatron.training.trainer import Trainer
 from megatron.training.world import World
 from megatron.worker.job import CORRUPT, RERUN
 
+from .gate import StepGate
 from .options import spikes_of
+
+if TYPE_CHECKING:
+    from megatron.training.hook import Look
+    from megatron.training.trainer import Trainer
+
+SHOWN = 8  # ranks in a message
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """A step on this rank: the sum of its labels' losses, and hashes of the gradients that it computed, before they
+    were summed, and of its optimizer's gradients.
+
+    The first two do not depend on other ranks, except for ranks that compute a sample together.
+    """
+
+    loss: float
+    own: int
+    gradients: int
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """Ranks whose fingerprints of two computations of a step differ, by part."""
+
+    losses: list[int]
+    own: list[int]
+    gradients: list[int]
+
+    def __bool__(self) -> bool:
+        return bool(self.losses or self.own or self.gradients)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks at fault, or some that one of them has misled: the others only received its results."""
+        return self.losses or self.own or self.gradients
+
+    @property
+    def text(self) -> str:
+        if self.losses:
+            return f"{text_of(self.losses)} computed another loss"
+        if self.own:
+            return f"{text_of(self.own)} computed other gradients"
+        return f"{text_of(self.gradients)} got other gradients"
+
+
+class Replay:
+    """Computes steps with a hash of their gradients."""
+
+    def __init__(self, engine: Any, gate: StepGate) -> None:
+        self._engine, self._gate = engine, gate
+
+    def run(
+        self, batch: StepBatch, lr: float, look: Look | None = None, trial: bool = False, own: bool = False
+    ) -> StepResult:
+        self.prepare(trial, own)
+        return self._engine.step(batch, lr, look)
+
+    def prepare(self, trial: bool = False, own: bool = False) -> None:
+        """Hash the next step. With `own` also the gradients that this rank computes."""
+        self._gate.prepare(trial=trial, own=self._engine.state.parameters if own else ())
+
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint(float(self._engine.losses.loss), self._gate.own_gradients(), self._gate.gradients())
+
+    def different(self, trainer: Trainer, first: Fingerprint) -> Disagreement:
+        """Ranks whose fingerprint has changed."""
+        now, ranks, own = self.fingerprint(), trainer.mesh.layout.world_size, trainer.mesh.rank
+        flags = [0.0] * (3 * ranks)
+        # A nan is equal to itself here.
+        flags[own] = float(repr(now.loss) != repr(first.loss))
+        flags[ranks + own] = float(now.own != first.own)
+        flags[2 * ranks + own] = float(now.gradients != first.gradients)
+        found = trainer.exchange.sum(list(flags)).tolist()
+        return Disagreement(*([r for r in range(ranks) if found[part * ranks + r]] for part in range(3)))
+
+
+def text_of(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:SHOWN])) + (" and others" if len(ranks) > SHOWN else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
+
 
 SUSPECT, ATTRIBUTION = "suspect", "attribution"  # entries of the ledger
 TRANSIENT, HOST, DATA, UNCLEAR = "transient", "host", "data", "unclear"

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.engine.part import EnginePart, Update
+from megatron.engine.protocol import CLIP, NORM, Spike
 from megatron.engine.replicas import hash_bits
-from megatron.engine.spike import CLIP, NORM, Spike
 from megatron.parallel.messages.account import phase
 
 from .options import ADAGC, spikes_of
@@ -31,7 +31,7 @@ from .rule import SpikeRule
 if TYPE_CHECKING:
     from megatron.engine.base import BaseEngine
 
-    from .adagc import AdaGC
+    from .rule import AdaGC
 
 Number = Tensor | float
 Meet = Callable[[Number, Number, Number], tuple[float, float]]
@@ -119,7 +119,7 @@ class StepGate(EnginePart):
         """Take prints of ZeRO's gradients before they are clipped: one wrong bit changes the norm of all ranks, and
         by it all gradients."""
         if self._options.action == ADAGC:
-            from .adagc import AdaGC
+            from .rule import AdaGC
 
             limit = self._config.optimizer.gradient_clipping
             self.adagc = AdaGC(self._options.adagc, limit, engine.state, self._mesh, self._device)

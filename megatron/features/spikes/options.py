@@ -147,8 +147,7 @@ def rollback_keeps_old_checkpoints(context: RuleContext) -> Iterator[Problem]:
     needed = -(-back // checkpoint.every) + 1
     if checkpoint.keep_last < needed:
         yield context.problem(
-            "checkpoint.keep_last",
-            "spikes.back",
+            "checkpoint.keep_last spikes.back",
             rule=f"must be at least {needed}, so that a checkpoint from {back} steps before a spike is still there",
             fix=f"use checkpoint.keep_last={needed}, or spikes.back of at most "
             f"{(checkpoint.keep_last - 1) * checkpoint.every}",
@@ -159,8 +158,7 @@ def skipped_batches_reach_the_spike(context: RuleContext) -> Iterator[Problem]:
     spikes = spikes_of(context.config)
     if _rolling(context) is not None and spikes.leave_out <= spikes.back:
         yield context.problem(
-            "spikes.leave_out",
-            "spikes.back",
+            "spikes.leave_out spikes.back",
             rule="leave_out must be above back: counted from `back` steps before the spike, it has to reach the spike",
             fix=f"use spikes.leave_out={2 * spikes.back or 1}",
         )
@@ -170,8 +168,7 @@ def clipping_looks_at_the_norm(context: RuleContext) -> Iterator[Problem]:
     spikes = spikes_of(context.config)
     if spikes.action == "clip" and spikes.watch == "loss":
         yield context.problem(
-            "spikes.watch",
-            "spikes.action",
+            "spikes.watch spikes.action",
             rule="clip must watch the gradient norm, since it clips the gradient",
             fix="use spikes.watch=grad_norm, or action: skip",
         )
@@ -183,9 +180,7 @@ def tensors_are_clipped_alike(context: RuleContext) -> Iterator[Problem]:
         return
     if config.parallel.pipeline > 1 and config.model.embedding.tied:
         yield context.problem(
-            "spikes.action",
-            "parallel.pipeline",
-            "model.embedding.tied",
+            "spikes.action parallel.pipeline model.embedding.tied",
             rule="adagc must not go with a tied embedding in a pipeline: both ends would clip their own copy of it",
             fix="use parallel.pipeline=1, model.embedding.tied=false, or action: clip",
         )
@@ -195,8 +190,7 @@ def window_fits_the_run(context: RuleContext) -> Iterator[Problem]:
     spikes, steps = spikes_of(context.config), context.config.training.steps
     if spikes.action not in ("off", "clip", "adagc") and spikes.window // 2 >= steps:
         yield context.warning(
-            "spikes.window",
-            "training.steps",
+            "spikes.window training.steps",
             rule=f"half a window, {spikes.window // 2} steps, must have passed before anything is called a spike",
             fix="use a smaller window",
         )
@@ -211,8 +205,7 @@ def confirmation_has_an_action(context: RuleContext) -> Iterator[Problem]:
         and spikes.non_finite == "stop"
     ):
         yield context.problem(
-            "spikes.confirm",
-            "spikes.action",
+            "spikes.confirm spikes.action",
             rule="confirm must go with skip or rollback: elsewhere the update is applied, and cannot be computed again",
             fix="use spikes.action=skip, or training.audit to compute steps twice",
         )
@@ -224,8 +217,7 @@ def attribution_can_restart(context: RuleContext) -> Iterator[Problem]:
         return
     if not config.launch.restarts:
         yield context.problem(
-            "spikes.attribute",
-            "launch.restarts",
+            "spikes.attribute launch.restarts",
             rule="must go with launch.restarts: the value is computed again after a restart",
             fix="give launch.restarts, or use spikes.confirm=true, which stays in place",
         )
@@ -233,8 +225,7 @@ def attribution_can_restart(context: RuleContext) -> Iterator[Problem]:
     regular = checkpoint.every or checkpoint.minutes or checkpoint.auto or checkpoint.store_every
     if not (regular or checkpoint.steps or checkpoint.near or checkpoint.log_spaced):
         yield context.problem(
-            "spikes.attribute",
-            "checkpoint.every",
+            "spikes.attribute checkpoint.every",
             rule="must have checkpoints that a restart begins from, and nothing is saved before the end",
             fix="give checkpoint.every, or checkpoint.levels",
         )

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from megatron.config.sections.model import ModelSection, NormOptions
 from megatron.kinds.attention.options import AttentionOptions
 from megatron.kinds.common.activations import scaled
-from megatron.kinds.common.angles import stream_angles
 from megatron.kinds.common.attention.attend import LONG, prepare
 from megatron.kinds.common.attention.attend_across import attend_in
 from megatron.kinds.common.attention.context_messages import attention_messages
@@ -27,7 +26,7 @@ from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.logit_clip import LogitClip, Projection, largest_logits
 from megatron.model.norm import Norm, WideRMSNorm, norm_activations, norm_parameters
-from megatron.model.rotary import Rotary
+from megatron.model.rotary import Rotary, stream_angles
 from megatron.model.stream import Stream
 from megatron.parallel.layers.linear import ColumnLinear, RowLinear, entered
 from megatron.parallel.layers.parameters import ParameterFactory

@@ -86,8 +86,7 @@ def heads_fill(twice: bool) -> Callable[[KindUse[AttentionOptions]], Iterator[Pr
         heads, width = at.options.heads, (2 if twice else 1) * at.hidden_size
         if heads and width % heads and not at.given(".head_dim"):
             yield at.problem(
-                ".heads",
-                "model.hidden_size",
+                ".heads model.hidden_size",
                 rule=f"heads must share {'2 * ' if twice else ''}model.hidden_size evenly, unless head_dim is given",
                 fix=f"use {near(heads, divisors(width))} heads, or give head_dim",
             )
@@ -102,8 +101,7 @@ heads_divide_over_tensor_ranks = divides_over_tensor_ranks("heads", "heads")
 def normalised_logits_are_not_clipped(at: KindUse[AttentionOptions]) -> Iterator[Problem]:
     if at.options.qk_clip is not None and at.options.qk_norm != "none":
         yield at.problem(
-            ".qk_clip",
-            ".qk_norm",
+            ".qk_clip .qk_norm",
             rule="must be null with normalised queries and keys, whose size does not follow from their weights'",
             fix="remove it: qk_norm bounds the logits already",
         )

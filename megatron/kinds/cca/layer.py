@@ -16,21 +16,20 @@ from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.cca.options import CCAOptions
-from megatron.kinds.common.angles import stream_angles
 from megatron.kinds.common.attention.attend_across import attend_in
 from megatron.kinds.common.attention.context_messages import attention_messages, scan_messages
 from megatron.kinds.common.attention.entropy import AttentionEntropy
 from megatron.kinds.common.attention.key_value_cache import Keys, KeyValueCache
 from megatron.kinds.common.attention.pattern import Pattern
-from megatron.kinds.common.documents import piece_starts, shared_starts
 from megatron.kinds.common.recurrence.convolution import with_past
+from megatron.kinds.common.recurrence.pieces import piece_starts, shared_starts
 from megatron.kinds.common.recurrence.recomputed import recomputed
 from megatron.kinds.common.recurrence.sequence_scan import taps_after, taps_before, token_before
 from megatron.model.costs.exchanges import Around, LayerMessage
 from megatron.model.costs.traffic import Enter, Event, TensorAxis, row_events
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
-from megatron.model.rotary import Rotary
+from megatron.model.rotary import Rotary, stream_angles
 from megatron.model.stream import Stream
 from megatron.parallel.layers.collectives import enter
 from megatron.parallel.layers.linear import ColumnLinear, RowLinear

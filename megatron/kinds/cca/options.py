@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from megatron.config.kind import KindUse, LayerKind
-from megatron.config.section import Derivable, Derived, Needed, RotaryOptions, Section, key
+from megatron.config.section import Derivable, Needed, RotaryOptions, Section, key
 from megatron.kinds.common.options import (
+    derived_key,
     divides_heads,
     divides_over_tensor_ranks,
     heads_are_given,
@@ -23,22 +24,18 @@ if TYPE_CHECKING:
 
 class CCAOptions(Section):
     heads: Needed[int] = key(None, "Number of query heads. Needed where the pattern has a cca layer.", gt=0)
-    kv_heads: Derivable[int] = key(
-        None,
+    kv_heads: Derivable[int] = derived_key(
         "Number of key/value heads. Fewer than heads compress keys and values further.",
-        derived=Derived("model.cca.heads", lambda own, at: own["heads"], (".heads",)),
-        gt=0,
+        "model.cca.heads",
+        lambda own, at: own["heads"],
+        ".heads",
     )
-    head_dim: Derivable[int] = key(
-        None,
+    head_dim: Derivable[int] = derived_key(
         "Channels per head. heads * head_dim is the compressed width in which attention runs.",
+        "model.hidden_size / (2 * model.cca.heads)",
+        lambda own, at: at["model.hidden_size"] // (2 * own["heads"]) or None if own["heads"] else None,
+        "model.hidden_size .heads",
         unit="channels",
-        derived=Derived(
-            "model.hidden_size / (2 * model.cca.heads)",
-            lambda own, at: at["model.hidden_size"] // (2 * own["heads"]) or None if own["heads"] else None,
-            ("model.hidden_size", ".heads"),
-        ),
-        gt=0,
     )
     depthwise: int = key(2, "Taps of the first convolution, of each channel.", unit="tokens", gt=0)
     grouped: int = key(2, "Taps of the second convolution, which mixes the channels of each head.", unit="tokens", gt=0)
@@ -59,8 +56,7 @@ def halves_of_values_are_whole(at: KindUse[CCAOptions]) -> Iterator[Problem]:
     own = at.options
     if own.head_dim and own.kv_heads and own.head_dim * own.kv_heads % 2:
         yield at.problem(
-            ".head_dim",
-            ".kv_heads",
+            ".head_dim .kv_heads",
             rule="head_dim * kv_heads must be even: half of the value channels come from the token before",
             fix="use an even head_dim",
         )

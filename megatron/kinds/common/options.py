@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.config.kind import KindUse
 from megatron.config.problems import divisors, multiples, near
-from megatron.config.section import Section, key
+from megatron.config.section import Derived, Section, key
 
 if TYPE_CHECKING:
     from megatron.config.derive import View
@@ -15,6 +15,19 @@ if TYPE_CHECKING:
 
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu2", "identity", "quick_gelu"]
 MLP_WIDTH = "4 * model.hidden_size (gated: 8/3 * model.hidden_size rounded up to 256)"
+
+
+def derived_key(
+    about: str, formula: str, function: Callable[[dict[str, Any], View], Any], reads: str, *, unit: str | None = None
+) -> Any:
+    """A key above 0 that follows from others where the user says nothing.
+
+    Args:
+        about, unit: as in `key`.
+        formula, function: as in `Derived`.
+        reads: the keys that the formula reads, separated by spaces.
+    """
+    return key(None, about, unit=unit, derived=Derived(formula, function, tuple(reads.split())), gt=0)
 
 
 class RecurrentOptions(Section):
@@ -49,8 +62,7 @@ def mlp_width(kind: str) -> Callable[[dict[str, Any], View], int | None]:
 def heads_are_given(at: KindUse[Any]) -> Iterator[Problem]:
     if at.options.heads is None:
         yield at.problem(
-            ".heads",
-            "model.layers",
+            ".heads model.layers",
             rule=f"the number of heads must be given for a pattern with {at.kind} layers",
             fix=f"give model.{at.kind}.heads, for example model.hidden_size / 64",
         )
@@ -81,8 +93,7 @@ def divides_heads(name: str) -> Callable[[KindUse[Any]], Iterator[Problem]]:
         heads, few = at.options.heads, getattr(at.options, name)
         if heads and few and heads % few:
             yield at.problem(
-                f".{name}",
-                ".heads",
+                f".{name} .heads",
                 rule=f"each of the {name} must serve the same number of heads: heads % {name} must be 0",
                 fix=f"use {near(few, divisors(heads))} {name}",
             )
@@ -100,8 +111,7 @@ def rotated_channels_are_pairs(at: KindUse[Any]) -> Iterator[Problem]:
         even = [each / own.head_dim for each in (rotated // 2 * 2, rotated // 2 * 2 + 2) if 0 < each <= own.head_dim]
         shares = " or ".join(f"{each:.6g}" for each in even)
         yield at.problem(
-            ".head_dim",
-            ".rotary.fraction",
+            ".head_dim .rotary.fraction",
             rule=f"rotary positions turn pairs of channels: head_dim * fraction must be a positive even number, not "
             f"{rotated}",
             fix=f"use rotary.fraction = {shares}, or another head_dim" if even else "use a head_dim of at least 2",
@@ -114,26 +124,23 @@ def rotary_scaling_is_complete(at: KindUse[Any]) -> Iterator[Problem]:
     scaling, keys = at.options.rotary.scaling, ".rotary.scaling"
     if scaling.type in ("llama3", "yarn", "dynamic") and scaling.original_length is None:
         yield at.problem(
-            f"{keys}.original_length",
-            f"{keys}.type",
+            f"{keys}.original_length {keys}.type",
             rule=f"the original context length must be given for {scaling.type} scaling",
             fix="give scaling.original_length, the sequence length that the frequencies were trained with",
         )
     if scaling.type == "llama3" and scaling.high_frequency_factor <= scaling.low_frequency_factor:
         yield at.problem(
-            f"{keys}.high_frequency_factor",
-            f"{keys}.low_frequency_factor",
+            f"{keys}.high_frequency_factor {keys}.low_frequency_factor",
             rule="high_frequency_factor must be above low_frequency_factor",
             fix="Llama 3 uses 4 and 1",
         )
     if scaling.type == "yarn" and scaling.beta_fast <= scaling.beta_slow:
         yield at.problem(
-            f"{keys}.beta_fast", f"{keys}.beta_slow", rule="beta_fast must be above beta_slow", fix="YaRN uses 32 and 1"
+            f"{keys}.beta_fast {keys}.beta_slow", rule="beta_fast must be above beta_slow", fix="YaRN uses 32 and 1"
         )
     if scaling.type == "none" and scaling.factor != 1.0:
         yield at.problem(
-            f"{keys}.factor",
-            f"{keys}.type",
+            f"{keys}.factor {keys}.type",
             rule="a factor must come with a type: without one it has no effect",
             fix="give rotary.scaling.type: linear, llama3, yarn or dynamic",
         )
@@ -197,8 +204,7 @@ def parts_of_sequences_have_the_taps(
             cut = parallel.tensor if parallel.sequence else 1
             enough = -(-count // cut) * cut * ranks * chunks
             yield at.problem(
-                "training.sequence_length",
-                "parallel.context",
+                "training.sequence_length parallel.context",
                 *(("training.sequence_chunks",) if chunks > 1 else ()),
                 *names,
                 rule=f"each of {ranks} ranks must have the {count} tokens{of_chunk[0]} that convolutions of the next "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.kinds.common.documents import document_bounds
+from megatron.kinds.common.recurrence.pieces import document_bounds
 
 from . import delta_rule
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.attention.context_messages import scan_messages
-from megatron.kinds.common.recurrence.convolution import Taps
-from megatron.kinds.common.recurrence.convolution_kernels import CONVOLUTIONS
+from megatron.kinds.common.recurrence.convolution import CONVOLUTIONS, Taps
 from megatron.kinds.common.recurrence.recomputed import recomputed
 from megatron.kinds.common.recurrence.sequence_scan import (
     carried_by_matrix,

@@ -1,1 +1,1 @@
-"""Mamba."""
+"""Mamba and Mamba-2."""

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.kinds.common.recurrence.pieces import pieces
 from megatron.kinds.common.recurrence.recomputed import recomputed
-from megatron.kinds.common.rwkv.runs import pieces
 from megatron.parallel.layout.precision import at_least_fp32, wide_type
 
 
@@ -126,3 +126,20 @@ def _scan(*inputs: Any) -> tuple[Tensor, Tensor]:
     states = torch.stack(inside, 2) + since_begin * torch.stack(before, 1).unsqueeze(2)
     y = torch.einsum("bqrdn,bqrn->bqrd", states, C_r).flatten(1, 2)[:, :length]
     return ((y + D * u) * F.silu(at_least_fp32(z))).to(dtype), state
+
+
+def scan_of_mamba_ssm(
+    *inputs: Tensor, chunk: int, initial_BdN: None = None, starts_BS: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """`selective_scan` of whole sequences without a past by the kernels of mamba_ssm, loaded at the first call.
+
+    They give no state. A document that ends within a sample is what they cannot do: that is left to torch.
+    """
+    if starts_BS is not None:
+        return selective_scan(*inputs, chunk=chunk, starts_BS=starts_BS)
+    from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+
+    u, z, dt, dt_bias, A_log, D, B, C = inputs
+    u, z, dt, B, C = (each.transpose(1, 2).contiguous() for each in (u, z, dt, B, C))
+    y_BdS = selective_scan_fn(u, dt, -A_log.exp(), B, C, D, z=z, delta_bias=dt_bias, delta_softplus=True)
+    return y_BdS.transpose(1, 2), None

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.angles import stream_angles
 from megatron.kinds.common.attention.attend import LONG
 from megatron.kinds.common.attention.attend_across import attend_in
 from megatron.kinds.common.attention.context_messages import attention_messages
@@ -29,7 +28,7 @@ from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.logit_clip import LogitClip, Projection, largest_logits
 from megatron.model.norm import Norm
-from megatron.model.rotary import Rotary
+from megatron.model.rotary import Rotary, stream_angles
 from megatron.model.stream import Stream
 from megatron.parallel.layers.collectives import enter
 from megatron.parallel.layers.linear import ColumnLinear, RowLinear

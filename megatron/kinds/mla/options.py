@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.config.kind import KindUse, LayerKind
-from megatron.config.section import Derivable, Derived, Needed, RotaryOptions, Section, key
+from megatron.config.section import Derivable, Needed, RotaryOptions, Section, key
 from megatron.kinds.attention.options import clipped_logits_are_seen_by_one_rank, heads_divide_over_tensor_ranks
-from megatron.kinds.common.options import heads_are_given, rotary_scaling_is_complete
+from megatron.kinds.common.options import derived_key, heads_are_given, rotary_scaling_is_complete
 
 if TYPE_CHECKING:
     from megatron.config.derive import View
@@ -57,22 +57,11 @@ class MLAOptions(Section):
         "yarn: the derived scale is multiplied by (0.1 * mscale_all_dim * ln(factor) + 1) ** 2 (DeepSeek-V3: 1).",
         ge=0,
     )
-    scale: Derivable[float] = key(
-        None,
+    scale: Derivable[float] = derived_key(
         "Multiplier of query-key products.",
-        derived=Derived(
-            "(model.mla.nope_dim + model.mla.rope_dim) ** -0.5, with yarn times what mscale_all_dim says",
-            _scale,
-            (
-                ".nope_dim",
-                ".rope_dim",
-                ".position",
-                ".mscale_all_dim",
-                ".rotary.scaling.type",
-                ".rotary.scaling.factor",
-            ),
-        ),
-        gt=0,
+        "(model.mla.nope_dim + model.mla.rope_dim) ** -0.5, with yarn times what mscale_all_dim says",
+        _scale,
+        ".nope_dim .rope_dim .position .mscale_all_dim .rotary.scaling.type .rotary.scaling.factor",
     )
     qk_clip: float | None = key(
         None,
@@ -99,8 +88,7 @@ def all_of_rope_dim_is_turned(at: KindUse[MLAOptions]) -> Iterator[Problem]:
     own = at.options
     if own.position == "rotary" and own.rotary.fraction != 1.0:
         yield at.problem(
-            ".rotary.fraction",
-            ".rope_dim",
+            ".rotary.fraction .rope_dim",
             rule="rope_dim says which channels are turned, so rotary.fraction must be 1",
             fix="remove fraction, and give the channels in rope_dim and nope_dim",
         )

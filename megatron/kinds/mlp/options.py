@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from megatron.config.kind import LayerKind
-from megatron.config.section import Derivable, Derived, Section, key
-from megatron.kinds.common.options import MLP_WIDTH, Activation, divides_over_tensor_ranks, mlp_width
+from megatron.config.section import Derivable, Section, key
+from megatron.kinds.common.options import MLP_WIDTH, Activation, derived_key, divides_over_tensor_ranks, mlp_width
 
 
 class MLPOptions(Section):
-    hidden_size: Derivable[int] = key(
-        None,
+    hidden_size: Derivable[int] = derived_key(
         "Width of the MLP, with Hugging Face's meaning of intermediate_size (each of gate and up has this width).",
+        MLP_WIDTH,
+        mlp_width("mlp"),
+        "model.hidden_size .gated",
         unit="channels",
-        derived=Derived(MLP_WIDTH, mlp_width("mlp"), ("model.hidden_size", ".gated")),
-        gt=0,
     )
     activation: Activation = key(
         "gelu",

@@ -29,12 +29,23 @@ from megatron.parallel.layout.precision import at_least_fp32
 from megatron.parallel.layout.random import sequence_counters, site_key, uniform
 from megatron.parallel.layout.shard import Role
 
-from .choice import ExpertChoice, choose_experts, classes, replace_none, scores_of, weights_of
 from .dispatch import AllToAllDispatch, LocalDispatch, dispatch_messages
 from .experts import Experts
 from .losses import Routed, auxiliary_losses, count
 from .permute import Rows, combine, permute, sort_by_expert, weighted_sum
-from .router import STATE, LinearRouter, MLPRouter, router_counts, router_tensors
+from .router import (
+    STATE,
+    ExpertChoice,
+    LinearRouter,
+    MLPRouter,
+    choose_experts,
+    classes,
+    replace_none,
+    router_counts,
+    router_tensors,
+    scores_of,
+    weights_of,
+)
 
 
 class Gate(nn.Module):

@@ -21,7 +21,7 @@ from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layout.mesh import Axis
 from megatron.parallel.layout.shard import Role
 
-from .choice import ExpertChoice, classes
+from .router import ExpertChoice, classes
 
 
 class Balance(ExpertTally):

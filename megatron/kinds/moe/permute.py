@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.kinds.common.recurrence.recomputed import recomputed
 from megatron.parallel.layout.precision import at_least_fp32
 
-from .choice import ExpertChoice
+from .router import ExpertChoice
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ def top_k_of_the_experts(at: KindUse[MoEOptions]) -> Iterator[Problem]:
     moe = at.options
     if moe.top_k > moe.experts:
         yield at.problem(
-            ".top_k",
-            ".experts",
+            ".top_k .experts",
             rule="top_k must not exceed the number of experts",
             fix=f"use at most {moe.experts}, or more experts",
         )
@@ -33,8 +32,7 @@ def gates_are_there_to_be_cut(at: KindUse[MoEOptions]) -> Iterator[Problem]:
     for name in ("limit", "up_offset"):
         if getattr(at.options, name) and not at.options.gated:
             yield at.problem(
-                f".{name}",
-                ".gated",
+                f".{name} .gated",
                 rule=f"{name} must go with gated experts, whose gate and up it changes",
                 fix=f"use gated: true, or remove {name}",
             )
@@ -59,8 +57,7 @@ def groups_are_equal(at: KindUse[MoEOptions]) -> Iterator[Problem]:
     elif moe.top_k <= moe.experts and moe.top_k > router.top_groups * (moe.experts // router.groups):
         open_to_it = router.top_groups * (moe.experts // router.groups)
         yield at.problem(
-            ".top_k",
-            ".router.top_groups",
+            ".top_k .router.top_groups",
             groups,
             rule=f"top_k must not exceed the {open_to_it} experts of the groups that a token may choose from",
             fix="use a smaller top_k, more top_groups, or fewer groups",
@@ -126,16 +123,13 @@ def skipping_is_a_choice_of_one(at: KindUse[MoEOptions]) -> Iterator[Problem]:
     moe, router = at.options, at.options.router
     if router.skip and (moe.top_k > 1 or router.select != "top_k" or router.groups > 1):
         yield at.problem(
-            ".router.skip",
-            ".top_k",
-            ".router.select",
+            ".router.skip .top_k .router.select",
             rule="skip must go with a choice of one expert, not within groups",
             fix="use top_k: 1, select: top_k and no groups, or skip: false",
         )
     if router.skip and moe.capacity_factor is not None:
         yield at.problem(
-            ".capacity_factor",
-            ".router.skip",
+            ".capacity_factor .router.skip",
             rule="capacity_factor must be null: tokens that use no expert are computed, too, and would take places",
             fix="remove capacity_factor, or use skip: false",
         )
@@ -145,8 +139,7 @@ def idle_moe_options(at: KindUse[MoEOptions]) -> Iterator[Problem]:
     moe = at.options
     if moe.shared_gate and not moe.shared_size:
         yield at.warning(
-            ".shared_gate",
-            ".shared_size",
+            ".shared_gate .shared_size",
             rule="shared_gate must go with a shared expert, and there is none",
             fix="give shared_size, or remove shared_gate",
         )
@@ -164,8 +157,7 @@ def routers_learn(at: KindUse[MoEOptions]) -> Iterator[Problem]:
     moe = at.options
     if moe.top_k == 1 and moe.router.normalize:
         yield at.warning(
-            ".router.normalize",
-            ".top_k",
+            ".router.normalize .top_k",
             rule="normalize must be false with top_k 1: the weight is always 1 and gives the router no gradient",
             fix="use normalize: false, or a larger top_k",
         )
@@ -175,8 +167,7 @@ def experts_divide_over_expert_ranks(at: KindUse[MoEOptions]) -> Iterator[Proble
     experts, ranks = at.options.experts, at.config.parallel.expert
     if experts % ranks:
         yield at.problem(
-            ".experts",
-            "parallel.expert",
+            ".experts parallel.expert",
             rule="each expert parallel rank must have the same number of experts",
             fix=f"use {multiples(experts, ranks)} experts, or parallel.expert = {near(ranks, divisors(experts))}",
         )
@@ -188,8 +179,7 @@ def rows_are_aligned(context: RuleContext) -> Iterator[Problem]:
     unit = 16 // SIZES[compute]
     if context.uses("moe") and width % unit:
         yield context.problem(
-            "model.hidden_size",
-            "precision.compute",
+            "model.hidden_size precision.compute",
             rule="model.hidden_size must be a multiple of 16 bytes for the grouped products of a moe layer, "
             f"{unit} channels in {compute}",
             fix=f"use {multiples(width, unit)} channels",
@@ -209,8 +199,7 @@ def router_states_have_a_first(context: RuleContext) -> Iterator[Problem]:
         )
     if len({use.options.router.width for use in routers}) > 1:
         yield context.problem(
-            "model.moe.router.width",
-            "model.layers",
+            "model.moe.router.width model.layers",
             rule="all routers must have one width, since their states are carried on",
             fix="give no variant a width of its own",
         )
@@ -271,8 +260,7 @@ def options_that_nothing_reads(context: RuleContext) -> Iterator[Problem]:
             )
     if used and context.given("model.moe.losses.over") and not any(moe.losses.balance for moe in used):
         yield context.warning(
-            "model.moe.losses.over",
-            "model.moe.losses.balance",
+            "model.moe.losses.over model.moe.losses.balance",
             rule="losses.over must go with a balancing loss, and there is none",
             fix="give losses.balance a coefficient, or remove over",
         )
@@ -291,8 +279,7 @@ def there_are_experts_to_spread(context: RuleContext) -> Iterator[Problem]:
     for name in ("expert", "expert_tensor"):
         if context.given(f"parallel.{name}") and _spreads(context) and context.blocks and not context.uses("moe"):
             yield context.problem(
-                f"parallel.{name}",
-                "model.layers",
+                f"parallel.{name} model.layers",
                 rule="the model must have experts to spread over ranks, and it has none",
                 fix=f"remove parallel.{name}, or use layers with a moe feed-forward",
             )
@@ -303,8 +290,7 @@ def experts_are_cut_or_whole(context: RuleContext) -> Iterator[Problem]:
     if parallel.expert_tensor not in (1, parallel.tensor):
         either = "1" if parallel.tensor == 1 else f"1 or {parallel.tensor}"
         yield context.problem(
-            "parallel.expert_tensor",
-            "parallel.tensor",
+            "parallel.expert_tensor parallel.tensor",
             rule="an expert must be cut over all tensor parallel ranks, or be whole on each of them",
             fix=f"use parallel.expert_tensor = {either}",
         )
@@ -336,8 +322,7 @@ def experts_are_where_rows_are(context: RuleContext) -> Iterator[Problem]:
     parallel = context.config.parallel
     if context.uses("moe") and 1 < parallel.folded != parallel.expert:
         yield context.problem(
-            "parallel.expert",
-            "parallel.folded",
+            "parallel.expert parallel.folded",
             rule=f"must be parallel.folded = {parallel.folded} in stacks with experts, which the same ranks share",
             fix=f"use parallel.expert={parallel.folded}",
         )
@@ -364,10 +349,7 @@ def folded_experts_want_equal_shards(context: RuleContext) -> Iterator[Problem]:
     vocabulary, ranks = config.model.vocab_size, config.parallel.tensor
     if _folds(context) and context.uses("moe") and config.zero.stage in (1, 2) and vocabulary and vocabulary % ranks:
         yield context.problem(
-            "model.vocab_size",
-            "parallel.tensor",
-            "parallel.expert_tensor",
-            "zero.stage",
+            "model.vocab_size parallel.tensor parallel.expert_tensor zero.stage",
             rule="with folded experts all tensor parallel ranks must have the same number of parameters, "
             "since ZeRO's buckets sum the experts' gradients across these ranks",
             fix=f"use model.vocab_size={-(-vocabulary // ranks) * ranks}, model.vocab_multiple={ranks}, "

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .choice import choose_experts, scores_of, weights_of
 from .layer import MoE
+from .router import choose_experts, scores_of, weights_of
 
 if TYPE_CHECKING:
     from megatron.model.stack import Model

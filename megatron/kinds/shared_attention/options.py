@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron.config.kind import KindUse, LayerKind
-from megatron.config.section import Derivable, Derived, Needed, key
+from megatron.config.section import Derivable, Needed, key
 from megatron.kinds.attention.options import RULES, AttentionOptions, heads_fill
-from megatron.kinds.common.options import divides_over_tensor_ranks
+from megatron.kinds.common.options import derived_key, divides_over_tensor_ranks
 from megatron.kinds.mlp.options import MLPOptions
 
 if TYPE_CHECKING:
@@ -16,16 +16,12 @@ if TYPE_CHECKING:
 
 
 class SharedMLPOptions(MLPOptions):
-    hidden_size: Derivable[int] = key(
-        None,
+    hidden_size: Derivable[int] = derived_key(
         "Width of the MLP.",
+        "4 * model.hidden_size",
+        lambda own, at: 4 * at["model.hidden_size"] if at.uses("shared_attention") else None,
+        "model.hidden_size",
         unit="channels",
-        derived=Derived(
-            "4 * model.hidden_size",
-            lambda own, at: 4 * at["model.hidden_size"] if at.uses("shared_attention") else None,
-            ("model.hidden_size",),
-        ),
-        gt=0,
     )
     gated: bool = key(True, "Gated form: activation(gate(x)) * up(x).")
 
@@ -38,32 +34,24 @@ class SharedAttentionOptions(AttentionOptions):
     attention_adapters: bool = key(False, "Whether each layer adds to queries, keys and values, too.")
     mlp: SharedMLPOptions = key(SharedMLPOptions, "The MLP of a shared block.")
     heads: Needed[int] = key(None, "Number of query heads. Needed where the pattern has shared attention.", gt=0)
-    kv_heads: Derivable[int] = key(
-        None,
+    kv_heads: Derivable[int] = derived_key(
         "Number of key/value heads (GQA, 1 is MQA).",
-        derived=Derived("model.shared_attention.heads", lambda own, at: own["heads"], (".heads",)),
-        gt=0,
+        "model.shared_attention.heads",
+        lambda own, at: own["heads"],
+        ".heads",
     )
-    head_dim: Derivable[int] = key(
-        None,
+    head_dim: Derivable[int] = derived_key(
         "Channels per head.",
+        "2 * model.hidden_size / model.shared_attention.heads",
+        lambda own, at: 2 * at["model.hidden_size"] // own["heads"] or None if own["heads"] else None,
+        "model.hidden_size .heads",
         unit="channels",
-        derived=Derived(
-            "2 * model.hidden_size / model.shared_attention.heads",
-            lambda own, at: 2 * at["model.hidden_size"] // own["heads"] or None if own["heads"] else None,
-            ("model.hidden_size", ".heads"),
-        ),
-        gt=0,
     )
-    scale: Derivable[float] = key(
-        None,
+    scale: Derivable[float] = derived_key(
         "Multiplier of query-key products.",
-        derived=Derived(
-            "(model.shared_attention.head_dim / 2) ** -0.5",
-            lambda own, at: (own["head_dim"] / 2) ** -0.5 if own["head_dim"] else None,
-            (".head_dim",),
-        ),
-        gt=0,
+        "(model.shared_attention.head_dim / 2) ** -0.5",
+        lambda own, at: (own["head_dim"] / 2) ** -0.5 if own["head_dim"] else None,
+        ".head_dim",
     )
 
 
@@ -73,8 +61,7 @@ def shared_blocks_are_used(at: KindUse[SharedAttentionOptions]) -> Iterator[Prob
     calls = uses.count((at.kind, at.variant))
     if at.options.blocks > calls:
         yield at.problem(
-            ".blocks",
-            "model.layers",
+            ".blocks model.layers",
             rule=f"each shared block must be used, and the pattern has {calls} of these layers",
             fix=f"use at most {calls} blocks",
         )
@@ -83,8 +70,7 @@ def shared_blocks_are_used(at: KindUse[SharedAttentionOptions]) -> Iterator[Prob
 def attention_adapters_have_a_rank(at: KindUse[SharedAttentionOptions]) -> Iterator[Problem]:
     if at.options.attention_adapters and not at.options.adapter_rank:
         yield at.problem(
-            ".adapter_rank",
-            ".attention_adapters",
+            ".adapter_rank .attention_adapters",
             rule="adapters of queries, keys and values must have a rank",
             fix="give adapter_rank (Zamba2 has 128), or use attention_adapters: false",
         )

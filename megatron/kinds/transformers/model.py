@@ -23,9 +23,8 @@ from megatron.parallel.layout.random import site_key
 from megatron.parallel.layout.shard import LogicalTensor, Role
 from megatron.worker.place import StartError
 
-from .build import hf_model
+from .build import hf_model, mark
 from .facts import FactsError
-from .layer import mark
 from .probe import Form, arguments_of, keeps_apart, output_of, positions_of, probe
 
 
@@ -267,7 +266,6 @@ def _without_memory(model: nn.Module) -> None:
 
 
 def _of_first(value: Any, same: Axis) -> Any:
-    """The value of the first of these ranks."""
     values = [value]
     if same.size > 1:
         dist.broadcast_object_list(values, same.ranks[0], group=same.group)

@@ -157,7 +157,7 @@ def documents_are_apart(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
     facts = _facts(at.options)
     if at.config.data.reset_attention_at_eod and facts is not None and facts.documents is False:
         rule = f"must be false: {facts.class_name} reads across the ends of documents"
-        yield at.problem("data.reset_attention_at_eod", "model.layers", rule=rule, fix="remove it")
+        yield at.problem("data.reset_attention_at_eod model.layers", rule=rule, fix="remove it")
 
 
 def _settings(facts: Facts) -> Iterator[tuple[str, Any]]:
@@ -189,7 +189,7 @@ def layers_run_on_all_ranks(at: KindUse[TransformersOptions]) -> Iterator[Proble
     for name, value in _settings(facts):
         if "layerdrop" in name and value:
             rule = f"must be at most 2: ranks skip different layers with {name}={value}"
-            yield at.problem("zero.stage", ".options", rule=rule, fix=f"set options: {{{name}: 0.0}}, or zero.stage: 2")
+            yield at.problem("zero.stage .options", rule=rule, fix=f"set options: {{{name}: 0.0}}, or zero.stage: 2")
 
 
 def positions_are_in_the_table(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
@@ -197,22 +197,20 @@ def positions_are_in_the_table(at: KindUse[TransformersOptions]) -> Iterator[Pro
     if facts is not None and facts.positions is not None and length > facts.positions:
         rule = f"must be at most {facts.positions}, the positions that {facts.class_name} has learned vectors of"
         fix = "use shorter sequences, or set options: {max_position_embeddings: ...}"
-        yield at.problem("training.sequence_length", ".options", rule=rule, fix=fix)
+        yield at.problem("training.sequence_length .options", rule=rule, fix=fix)
 
 
 def adapters_need_names(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
     if at.context.option("adapter.type") not in (None, "none"):
         rule = f"must be none with layers: {at.kind}: its linear layers are not ours"
-        yield at.problem(
-            "adapter.type", "model.layers", rule=rule, fix="import the model (`deepy import`), or remove it"
-        )
+        yield at.problem("adapter.type model.layers", rule=rule, fix="import the model (`deepy import`), or remove it")
 
 
 KIND = LayerKind(
     role="mixer",
     options=TransformersOptions,
     about="A model of transformers, trained as it is in place of our own layers (docs/any_model.md).",
-    layer="megatron.kinds.transformers.layer:Trunk",
+    layer="megatron.kinds.transformers.build:Trunk",
     whole="megatron.kinds.transformers.model:WholeModel",
     stack=stack,
     rules=(

@@ -126,7 +126,6 @@ def _head_recomputation(config: Config, counts: Counts, wider: int) -> tuple[int
 
 
 def _stream_units(config: Config) -> int:
-    """Size of an element of the residual stream, in elements of the compute type."""
     return SIZES["fp32"] // SIZES[config.precision.compute] if config.model.residual.fp32 else 1
 
 

@@ -5,6 +5,20 @@ because what surrounds them (embedding, fused loss) has nothing to fuse. Of a bl
 loops or kernels of its own, the other half is compiled, and of each layer the methods that it names in
 `compiled_parts`: elementwise work between its products, which reads no parameter by itself and sends nothing. Where
 collectives, hooks or chunks cut blocks, only these parts are compiled.
+
+Compiled blocks as CUDA graphs (`training.cuda_graphs`): each pass of a block is recorded once, then replayed, so
+that the host launches one graph where it launched some thirty kernels.
+
+A graph reads and writes the memory that it was recorded with. torch's compiler does the recording (its "trees" of
+graphs, a path for the blocks in their order). It relies on rules
+here and in `config/rules/gpu.py`:
+
+* Weights stay where they are. DeepSpeed moves them into its flat tensors before the first pass. ZeRO 3 and offloading,
+  which move them later, are refused.
+* Gradients leave the graph's memory, which the next replay overwrites while DeepSpeed still sums them: a copy of 16
+  bits per weight.
+* `begin_pass` marks a new pass through the model: activations of the pass before (of an evaluation, which no backward
+  pass frees) may be overwritten then.
 """
 
 from __future__ import annotations
@@ -23,7 +37,6 @@ from megatron.parallel.fallback import Fallback, lower_backward_at_once
 from ..block import Block, BlockState
 from ..options import kind_of, layer_class
 from ..stream import Stream
-from .cuda_graphs import OPTIONS, gradients_leave_graphs
 
 T = TypeVar("T")
 Extent = Literal["off", "parts", "blocks"]
@@ -82,7 +95,6 @@ def _compiles(config: Config, kinds: Iterable[Kind]) -> bool:
 
 
 def _fits(config: Config, block: BlockPattern) -> bool:
-    """Blocks of attention and mlp."""
     return bool(block.mixers) and _compiles(config, block.kinds)
 
 
@@ -186,3 +198,22 @@ def _options(config: Config, device: torch.device | str) -> dict[str, Any] | Non
         return OPTIONS
     narrow = torch.device(device).type == "cpu" and config.precision.compute != "fp32"
     return {"cpp.max_horizontal_fusion_size": 1} if narrow else None
+
+
+OPTIONS: dict[str, Any] = {"triton.cudagraphs": True}  # for inductor
+
+
+def gradients_leave_graphs(block: nn.Module) -> None:
+    """Give autograd a copy of each gradient of the block's parameters."""
+
+    def elsewhere(gradient: Tensor) -> Tensor:
+        return gradient.clone()
+
+    for parameter in block.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(elsewhere)
+
+
+def begin_pass() -> None:
+    """The memory of the pass before may be used again."""
+    torch.compiler.cudagraph_mark_step_begin()

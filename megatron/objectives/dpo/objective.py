@@ -25,7 +25,6 @@ CHOSEN = "chosen"  # a kind of labels
 
 
 def _is_chosen(sequence: Tensor) -> Tensor:
-    """Whether a label is of a chosen answer."""
     return (sequence >= 0) & (sequence.long() % PAIRS == 0)
 
 

@@ -28,8 +28,7 @@ def smoothing_has_an_effect(context: RuleContext) -> Iterator[Problem]:
 def answers_do_not_see_each_other(context: RuleContext) -> Iterator[Problem]:
     if not context.config.data.reset_attention_at_eod:
         yield context.problem(
-            "data.reset_attention_at_eod",
-            "objective.type",
+            "data.reset_attention_at_eod objective.type",
             rule="must be true with preference pairs: both answers are in one sample",
             fix="use data.reset_attention_at_eod=true",
         )
@@ -39,8 +38,7 @@ def pairs_have_what_is_read(context: RuleContext) -> Iterator[Problem]:
     data, options = context.config.data, OBJECTIVE.options_of(context.config)
     if data.synthetic == "none":
         yield context.problem(
-            "data.synthetic",
-            "objective.type",
+            "data.synthetic objective.type",
             rule="must be a source of preference pairs",
             fix="use data.synthetic=pairs, with data.options={chosen: ..., rejected: ...}",
         )
@@ -50,8 +48,7 @@ def pairs_have_what_is_read(context: RuleContext) -> Iterator[Problem]:
         and "chosen_reference" not in data.options
     ):
         yield context.problem(
-            "data.options",
-            "objective.options",
+            "data.options objective.options",
             rule="must have chosen_reference and rejected_reference, log-probabilities that a reference model gives",
             fix="give both files, or use reference_free: true",
         )
@@ -59,8 +56,7 @@ def pairs_have_what_is_read(context: RuleContext) -> Iterator[Problem]:
     evaluates = evaluation.every is not None or evaluation.at_start or evaluation.at_end
     if data.synthetic == "pairs" and evaluates and "validation" not in data.options:
         yield context.problem(
-            "data.options",
-            "evaluation.every",
+            "data.options evaluation.every",
             rule="must have the key validation, with the pairs that are evaluated",
             fix="give validation: {chosen: ..., rejected: ...}, or evaluation.every=null and evaluation.at_end=false",
         )

@@ -14,8 +14,7 @@ def answers_have_what_is_read(context: RuleContext) -> Iterator[Problem]:
     data, options = context.config.data, OBJECTIVE.options_of(context.config)
     if data.synthetic == "none":
         yield context.problem(
-            "data.synthetic",
-            "objective.type",
+            "data.synthetic objective.type",
             rule="must be a source of rated answers",
             fix="use data.synthetic=rated, with data.options={answers: ..., rewards: ...}",
         )
@@ -24,13 +23,12 @@ def answers_have_what_is_read(context: RuleContext) -> Iterator[Problem]:
     needed = ["answers", "rewards", "answers_reference", *(["mismatched"] if options["kl"] else [])]
     if missing := [key for key in needed if key not in data.options]:
         fix = "give them. deepy data mismatch makes mismatched answers, and kl: false needs none"
-        yield context.problem("data.options", "objective.type", rule=f"must have {', '.join(missing)}", fix=fix)
+        yield context.problem("data.options objective.type", rule=f"must have {', '.join(missing)}", fix=fix)
     evaluation = context.config.evaluation
     evaluates = evaluation.every is not None or evaluation.at_start or evaluation.at_end
     if evaluates and "validation" not in data.options:
         yield context.problem(
-            "data.options",
-            "evaluation.every",
+            "data.options evaluation.every",
             rule="must have the key validation, with the answers that are evaluated",
             fix="give validation: {answers: ...}, or evaluation.every=null and evaluation.at_end=false",
         )
@@ -39,7 +37,7 @@ def answers_have_what_is_read(context: RuleContext) -> Iterator[Problem]:
 def weights_are_those_that_train(context: RuleContext) -> Iterator[Problem]:
     if context.config.optimizer.type == "schedule_free_adamw" and OBJECTIVE.options_of(context.config)["kl"]:
         rule = "must have one set of weights with kl: true, and schedule_free_adamw evaluates another than it trains"
-        yield context.problem("optimizer.type", "objective.options", rule=rule, fix="use adamw, or kl: false")
+        yield context.problem("optimizer.type objective.options", rule=rule, fix="use adamw, or kl: false")
 
 
 OBJECTIVE = ObjectiveKind(

@@ -64,8 +64,7 @@ def options_have_an_effect(context: RuleContext) -> Iterator[Problem]:
 def rollouts_have_what_is_read(context: RuleContext) -> Iterator[Problem]:
     if context.config.data.synthetic == "none":
         yield context.problem(
-            "data.synthetic",
-            "objective.type",
+            "data.synthetic objective.type",
             rule="must be a source of texts with advantages and log-probabilities",
             fix="use data.synthetic=rollouts with deepy align, or a source of your own that has these columns",
         )

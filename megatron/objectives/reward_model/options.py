@@ -16,15 +16,13 @@ def answers_are_apart(context: RuleContext) -> Iterator[Problem]:
         return
     if data.synthetic == "none":
         yield context.problem(
-            "data.synthetic",
-            "objective.type",
+            "data.synthetic objective.type",
             rule="must be a source of pairs of answers",
             fix="use data.synthetic=reward_pairs, with data.options={chosen: ..., rejected: ...}",
         )
     if not data.reset_attention_at_eod:
         yield context.problem(
-            "data.reset_attention_at_eod",
-            "objective.type",
+            "data.reset_attention_at_eod objective.type",
             rule="must be true with a reward model: both answers are in one sample",
             fix="use data.reset_attention_at_eod=true",
         )
@@ -39,8 +37,7 @@ def answers_are_apart(context: RuleContext) -> Iterator[Problem]:
     evaluates = evaluation.every is not None or evaluation.at_start or evaluation.at_end
     if data.synthetic == "reward_pairs" and evaluates and "validation" not in data.options:
         yield context.problem(
-            "data.options",
-            "evaluation.every",
+            "data.options evaluation.every",
             rule="must have the key validation, with the pairs that are evaluated",
             fix="give validation: {chosen: ..., rejected: ...}, or evaluation.every=null and evaluation.at_end=false",
         )
@@ -51,16 +48,16 @@ def nothing_reads_logits(context: RuleContext) -> Iterator[Problem]:
     for name, used in (("tasks", evaluation.tasks), ("probes", evaluation.probes)):
         if used:
             rule = "must be empty with a reward model, which has no logits"
-            yield context.problem(f"evaluation.{name}", "objective.type", rule=rule, fix=f"remove evaluation.{name}")
+            yield context.problem(f"evaluation.{name} objective.type", rule=rule, fix=f"remove evaluation.{name}")
     if evaluation.samples.every is not None:
         rule = "must be null with a reward model, which has no logits to draw texts from"
-        yield context.problem("evaluation.samples.every", "objective.type", rule=rule, fix="remove it")
+        yield context.problem("evaluation.samples.every objective.type", rule=rule, fix="remove it")
 
 
 def head_is_trained(context: RuleContext) -> Iterator[Problem]:
     if context.option("adapter.type") not in (None, "none"):
         rule = "must be none with a reward model, whose new head would stay at its random start"
-        yield context.problem("adapter.type", "objective.type", rule=rule, fix="use adapter.type=none")
+        yield context.problem("adapter.type objective.type", rule=rule, fix="use adapter.type=none")
 
 
 OBJECTIVE = ObjectiveKind(

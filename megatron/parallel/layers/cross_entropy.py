@@ -279,7 +279,6 @@ def _gradient(
 
 
 def _slope(logits: Tensor, softcap: float) -> Tensor:
-    """Derivative of the cap."""
     return 1.0 - (logits / softcap).square()
 
 

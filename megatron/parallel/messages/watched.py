@@ -168,7 +168,6 @@ def _type(what: Any) -> bytes:
 
 
 def _root(given: dict[str, Any], word: str) -> int:
-    """The global rank that sends to all others, or receives from them."""
     if given.get(word) is not None:
         return int(given[word])
     place = given.get(f"group_{word}")
@@ -176,7 +175,6 @@ def _root(given: dict[str, Any], word: str) -> int:
 
 
 def _elements(what: Any) -> int:
-    """Elements of a tensor or of a list of tensors, else 0."""
     if isinstance(what, Tensor):
         return what.numel()
     if isinstance(what, (list, tuple)):

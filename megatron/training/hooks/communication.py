@@ -23,10 +23,18 @@ from megatron.model.kernels.compile import choose_compilation
 from megatron.parallel.layers.parameters import logical_of
 from megatron.parallel.layout.layout import AXES
 from megatron.parallel.messages.account import Recorder, phase
-from megatron.parallel.messages.clocks import Offset, find_latest, measure_offset
-from megatron.parallel.messages.durations import Duration, Durations, MessageKind, members_text
-from megatron.parallel.messages.timing import Clock, DeviceClock, HostClock, Message, Timed, Timer
-from megatron.parallel.messages.traffic import Tally
+from megatron.parallel.messages.timing import (
+    Clock,
+    DeviceClock,
+    HostClock,
+    Message,
+    Offset,
+    Timed,
+    Timer,
+    find_latest,
+    measure_offset,
+)
+from megatron.parallel.messages.traffic import Duration, Durations, MessageKind, Tally, members_text
 from megatron.parallel.transport.routes import installed_routes
 from megatron.plan.messages.predict import predict
 from megatron.report.communication import FOLDER, AccountFile, by_group, step_table

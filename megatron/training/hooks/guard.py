@@ -8,7 +8,7 @@ import threading
 from megatron.checkpoint.save.policy import STOP_SIGNALS, StopSignals
 from megatron.config.arithmetic.batches import batches_of
 from megatron.data.skipped_batches import LeftOut
-from megatron.engine.spike import STOP
+from megatron.engine.protocol import STOP
 from megatron.report.ledger import hash_text
 
 from ..exchange import StepReport

@@ -12,7 +12,7 @@ import torch
 from megatron.config import Config
 from megatron.config.arithmetic.batches import batches_of
 from megatron.config.sequences import stage_at
-from megatron.engine.arriving import Arriving
+from megatron.engine.protocol import Arriving
 from megatron.report.ledger import hash_text
 from megatron.report.peaks import Peak, device_peak
 

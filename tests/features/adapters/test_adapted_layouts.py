@@ -20,7 +20,7 @@ from megatron.parallel.layers.linear import ColumnLinear, PartialLinear, RowLine
 from megatron.parallel.layers.parameters import logical_of
 from megatron.parallel.layout.shard import LogicalTensor, Role
 from megatron.testing import layouts
-from megatron.testing.noise import batch, noise, part_of
+from megatron.testing.checks import batch, noise, part_of
 from megatron.testing.ranks import on_ranks
 
 RANK = 3

@@ -23,10 +23,9 @@ from megatron.checkpoint.hf.export import export
 from megatron.checkpoint.read.reader import config_of
 from megatron.checkpoint.save.store import find_checkpoint
 from megatron.config import ConfigError, load, resolve
-from megatron.features.adapters.base import hash_of
-from megatron.features.adapters.layers import LINEARS, adapt
-from megatron.features.adapters.merging import base_of, merge, prove
+from megatron.features.adapters.merging import base_of, hash_of, merge, prove
 from megatron.features.adapters.options import is_target, linear_names
+from megatron.features.adapters.part import LINEARS, adapt
 from megatron.features.adapters.peft import from_peft, to_peft
 from megatron.model.costs.traffic import NotPredicted
 from megatron.model.stack import ModelPlan, build_model

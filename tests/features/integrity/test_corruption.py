@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.engine.replicas import hash_bits
-from megatron.features.integrity.corruption import StateDifference, differences, guilty
+from megatron.features.integrity.part import StateDifference, differences, guilty
 from megatron.report.ledger import read_ledger
 from megatron.training.hook import Hook
 from megatron.training.trainer import Trainer
@@ -117,7 +117,7 @@ def test_who_is_named() -> None:
 
 
 def test_an_exit_status_of_its_own(capsys: pytest.CaptureFixture) -> None:
-    from megatron.features.integrity.corruption import Corruption
+    from megatron.features.integrity.part import Corruption
 
     def fail() -> None:
         raise Corruption("rank 3 holds other bits", 5)

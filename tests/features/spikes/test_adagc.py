@@ -12,8 +12,8 @@ import torch
 
 from megatron.checkpoint import open_checkpoint
 from megatron.engine.state import Owned
-from megatron.features.spikes.adagc import AdaGC
 from megatron.features.spikes.options import AdaGCSection
+from megatron.features.spikes.rule import AdaGC
 from megatron.parallel.layout.mesh import Mesh
 from megatron.parallel.layout.shard import LogicalTensor, Role
 from tests.training.test_run import job, losses, tensors

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.engine.spike import LOSS, NORM, Spike
+from megatron.engine.protocol import LOSS, NORM, Spike
 from megatron.features.spikes.options import SpikesSection
 from megatron.features.spikes.rule import RunningWindow, SpikeRule
 

@@ -12,14 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.kinds.common.documents import document_starts
+from megatron.kinds.common.recurrence.pieces import document_starts
 from megatron.kinds.common.recurrence.sequence_scan import carried_by_decay, carried_by_matrix
-from megatron.kinds.common.rwkv import wkv6
 from megatron.kinds.gated_delta import delta_rule
-from megatron.kinds.mamba import selective_scan
-from megatron.kinds.mamba2 import ssd
-from megatron.kinds.rwkv4 import wkv4
-from megatron.kinds.rwkv7 import wkv7
+from megatron.kinds.mamba import selective_scan, ssd
+from megatron.kinds.rwkv import rwkv4 as wkv4
+from megatron.kinds.rwkv import wkv6, wkv7
 from megatron.parallel.layers.context import ContextGroup
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.layout.mesh import Mesh

@@ -11,10 +11,9 @@ import torch.nn.functional as F
 
 from megatron.config import resolve
 from megatron.config.kind import kinds_of
-from megatron.kinds.common.recurrence import convolution, convolution_kernels
-from megatron.kinds.mamba import selective_scan
-from megatron.kinds.mamba2 import ssd
-from megatron.kinds.rwkv7 import wkv7
+from megatron.kinds.common.recurrence import convolution
+from megatron.kinds.mamba import selective_scan, ssd
+from megatron.kinds.rwkv import wkv7
 from megatron.model.kernels import choice as kernels
 from megatron.model.stack import build_model
 from tests.float64 import DOUBLE, EXACT
@@ -190,7 +189,7 @@ def packages(monkeypatch):
             if parent not in sys.modules or parent == name:
                 monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
         setattr(sys.modules[name], function.__name__, function)
-    for module in (kernels, convolution_kernels):
+    for module in (kernels, convolution):
         monkeypatch.setattr(module, "installed", lambda package: True)
 
 

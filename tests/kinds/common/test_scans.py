@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron.kinds.common.documents import document_starts
+from megatron.kinds.common.recurrence.pieces import document_starts
 from megatron.kinds.mamba.selective_scan import selective_scan
-from megatron.kinds.mamba2.ssd import ssd
+from megatron.kinds.mamba.ssd import ssd
 from tests.float64 import DOUBLE, EXACT
 from tests.margins import Measured
 from tests.model.recurrences import mamba2_head, mamba_channel, softplus

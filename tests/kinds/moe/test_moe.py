@@ -13,8 +13,8 @@ from megatron.config import resolve
 from megatron.config.variants import options_of
 from megatron.engine.optimizers.groups import parameter_groups
 from megatron.engine.optimizers.muon import muon_direction
-from megatron.kinds.moe.choice import choose_experts, scores_of, sinkhorn
 from megatron.kinds.moe.layer import MoE
+from megatron.kinds.moe.router import choose_experts, scores_of, sinkhorn
 from megatron.model.initialisation import Initialisation
 from megatron.model.stack import build_model
 from megatron.parallel.layers.parameters import ParameterFactory

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.kinds.common.documents import document_starts
-from megatron.kinds.common.rwkv.wkv6 import wkv6
-from megatron.kinds.rwkv4.wkv4 import wkv4
-from megatron.kinds.rwkv7.wkv7 import wkv7
+from megatron.kinds.common.recurrence.pieces import document_starts
+from megatron.kinds.rwkv.rwkv4 import wkv4
+from megatron.kinds.rwkv.wkv6 import wkv6
+from megatron.kinds.rwkv.wkv7 import wkv7
 from tests.kinds.common.test_scans import CONTINUED, DOCUMENTS, Bs, S, check, draw
 
 h, N = 2, 4

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.documents import piece_starts
+from megatron.kinds.common.recurrence.pieces import piece_starts
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream

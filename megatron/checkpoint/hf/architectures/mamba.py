@@ -13,8 +13,7 @@ from megatron.config.sections.model import ModelSection
 from megatron.kinds.attention import hf as attention
 from megatron.kinds.common.links import Link
 from megatron.kinds.mamba import hf as mamba
-from megatron.kinds.mamba2 import hf as mamba2
-from megatron.kinds.mamba2.options import inner_channels
+from megatron.kinds.mamba.options import inner_channels
 from megatron.kinds.mlp import hf as mlp
 from megatron.kinds.moe import hf as moe
 
@@ -88,7 +87,7 @@ def _newer_groups(model: ModelSection) -> str:
 MAMBA2 = Architecture(
     "mamba2",
     "Mamba2ForCausalLM",
-    (*_COMMON, *mamba2.mixer(f"{_THEIRS}.mixer")),
+    (*_COMMON, *mamba.mixer2(f"{_THEIRS}.mixer")),
     uniform("mamba2"),
     fields=(*_state_space("mamba2"), Field("mamba2.groups", "n_groups"), Field("mamba2.head_dim", "head_dim")),
     fixed=common.BARE,
@@ -139,7 +138,7 @@ BAMBA = common.dense(
         Link("final_norm", "model.final_layernorm"),
         common.HEAD,
         Link(f"{common.OURS}.mixer_norm", f"{common.THEIRS}.input_layernorm"),
-        *mamba2.mixer(f"{common.THEIRS}.mamba"),
+        *mamba.mixer2(f"{common.THEIRS}.mamba"),
         Link(f"{common.OURS}.ffn_norm", f"{common.THEIRS}.pre_ff_layernorm"),
         *common.LLAMA_ATTENTION,
         *mlp.gated(f"{common.THEIRS}.feed_forward"),
@@ -276,7 +275,7 @@ FALCON_H1 = common.dense(
         common.EMBEDDING,
         *common.norms("input_layernorm", "pre_ff_layernorm"),
         *common.LLAMA_ATTENTION,
-        *mamba2.mixer(f"{common.THEIRS}.mamba"),
+        *mamba.mixer2(f"{common.THEIRS}.mamba"),
         *mlp.gated(f"{common.THEIRS}.feed_forward"),
         Link("final_norm", "model.final_layernorm"),
         common.HEAD,
@@ -307,7 +306,7 @@ _NEMOTRON_LINKS = (
     Link("embedding.tokens", "backbone.embeddings"),
     Link(f"{common.OURS}.mixer_norm", f"{_NEMOTRON_LAYER}.norm"),
     Link(f"{common.OURS}.ffn_norm", f"{_NEMOTRON_LAYER}.norm"),
-    *mamba2.mixer(_NEMOTRON_MIXER),
+    *mamba.mixer2(_NEMOTRON_MIXER),
     *attention.separate(_NEMOTRON_MIXER),
     *mlp.plain(f"{_NEMOTRON_MIXER}.up_proj", f"{_NEMOTRON_MIXER}.down_proj"),
     Link(f"{moe.OURS}.router", f"{_NEMOTRON_MIXER}.gate", suffixes=("weight",)),

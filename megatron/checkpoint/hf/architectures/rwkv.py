@@ -8,8 +8,7 @@ from transformers import PreTrainedConfig
 
 from megatron.config import Config
 from megatron.kinds.common.links import Link
-from megatron.kinds.rwkv4 import hf as rwkv4
-from megatron.kinds.rwkv_ffn import hf as rwkv_ffn
+from megatron.kinds.rwkv.hf import transformers_block, transformers_mixes
 
 from ..architecture import Architecture, Field, Found, Functions, uniform
 from .common import OURS, STREAM, TIED, options
@@ -35,10 +34,8 @@ RWKV = Architecture(
         Link("embedding.norm", "rwkv.blocks.0.pre_ln"),
         Link(f"{OURS}.mixer_norm", f"{_THEIRS}.ln1"),
         Link(f"{OURS}.ffn_norm", f"{_THEIRS}.ln2"),
-        rwkv4.mix(_THEIRS),
-        rwkv_ffn.transformers_mix(_THEIRS),
-        *rwkv4.mixer(_THEIRS),
-        *rwkv_ffn.transformers_ffn(_THEIRS),
+        *transformers_mixes(_THEIRS),
+        *transformers_block(_THEIRS),
         Link("final_norm", "rwkv.ln_out"),
         Link("head", "head"),
     ),

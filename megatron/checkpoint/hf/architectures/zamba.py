@@ -11,7 +11,6 @@ from transformers import PreTrainedConfig
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.links import Link
 from megatron.kinds.mamba import hf as mamba
-from megatron.kinds.mamba2 import hf as mamba2
 from megatron.kinds.shared_attention import hf as shared
 
 from ..architecture import Architecture, Field, Found, Layers, numbers_of
@@ -154,7 +153,7 @@ def _zamba2_settings(model: ModelSection, kinds: list[str]) -> dict[str, Any]:
 def _zamba2_links(ours: Collection[str]) -> tuple[Link, ...]:
     """A shared block is saved with its first layer, together with the adapters of all its layers."""
     layers, calls, blocks = _layers(ours)
-    links = _mixers(layers, calls, lambda theirs, ours: mamba2.mixer(theirs, f"{ours}.mamba2"))
+    links = _mixers(layers, calls, lambda theirs, ours: mamba.mixer2(theirs, f"{ours}.mamba2"))
     for number, layer in enumerate(calls):
         links.append(shared.output(layer))
         links += shared.adapters(layer, number, f"model.layers.{calls[number % blocks]}.shared_transformer")

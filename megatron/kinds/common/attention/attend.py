@@ -166,7 +166,6 @@ class _OneLayout(torch.autograd.Function):
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, mask: Tensor | None) -> Tensor:
-    """torch SDPA, causal where there is no mask."""
     on_gpu = k.device.type == "cuda"
     kernels: AbstractContextManager = nullcontext()
     if on_gpu and mask is not None:

@@ -1,10 +1,14 @@
 """The short causal convolution in front of a recurrence: of each channel, over its last K tokens.
 
 Shapes: B samples, S positions, C channels, K taps (the last tap is the token itself).
+
+Kernels of packages are loaded at the first call. They have the arguments and results of the torch function, for whole
+sequences without a past. torch computes numbers of taps that the kernels of causal_conv1d lack.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron.config.arithmetic.machine import installed
 from megatron.kinds.common.options import RecurrentOptions
 from megatron.parallel.layers.collectives import sum_gradient
 from megatron.parallel.layers.parameters import ParameterFactory
@@ -19,6 +24,7 @@ from megatron.parallel.layout.initial import Init
 from megatron.parallel.layout.precision import at_least_fp32
 from megatron.parallel.layout.shard import Role, Shard
 
+from .pieces import document_bounds
 from .recomputed import recomputed
 
 
@@ -134,3 +140,42 @@ class Taps(nn.Module):
         if self.axis is None:
             return self.weight, self.bias
         return sum_gradient(self.weight, self.axis), None if self.bias is None else sum_gradient(self.bias, self.axis)
+
+
+def of_causal_conv1d(
+    x_BSC: Tensor, weight_C1K: Tensor, bias_C: Tensor | None, past_BKC: None = None, starts_BS: Tensor | None = None
+) -> Tensor:
+    """See `causal_convolution`."""
+    if not (installed("causal_conv1d") and 2 <= weight_C1K.shape[-1] <= 4 and x_BSC.shape[-1] % 8 == 0):
+        return causal_convolution(x_BSC, weight_C1K, bias_C, None, starts_BS)
+    from causal_conv1d import causal_conv1d_fn
+
+    y_BCS = causal_conv1d_fn(
+        x_BSC.transpose(1, 2), weight_C1K.squeeze(1), bias_C, seq_idx=sequences(starts_BS), activation="silu"
+    )
+    return y_BCS.transpose(1, 2)
+
+
+def of_fla(
+    x_BSC: Tensor, weight_C1K: Tensor, bias_C: Tensor | None, past_BKC: None = None, starts_BS: Tensor | None = None
+) -> Tensor:
+    """See `causal_convolution`."""
+    from fla.modules.causal_conv1d import causal_conv1d
+
+    x, bounds = x_BSC, None
+    if starts_BS is not None:  # documents of all samples one after another, as one sample
+        x, bounds = x_BSC.flatten(0, 1).unsqueeze(0), document_bounds(starts_BS)
+    y, _ = causal_conv1d(x, weight_C1K.squeeze(1), bias_C, activation="silu", cu_seqlens=bounds)
+    return y.view(x_BSC.shape)
+
+
+def sequences(starts_BS: Tensor | None) -> Tensor | None:
+    """Numbers of documents: tokens are of one document where their starts are equal."""
+    return None if starts_BS is None else starts_BS.to(torch.int32)
+
+
+CONVOLUTIONS: Mapping[str, Callable[..., Tensor]] = {
+    "torch": causal_convolution,
+    "mamba_ssm": of_causal_conv1d,
+    "fla": of_fla,
+}

@@ -31,7 +31,6 @@ class _Recomputed(torch.autograd.Function):
 def _gradients(
     function: Callable, needed: list[bool], saved: tuple[Tensor | None, ...], gradients: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the inputs, None where not needed."""
     inputs = [each if each is None else each.detach().requires_grad_(wanted) for each, wanted in zip(saved, needed)]
     with torch.enable_grad():
         outputs = function(*inputs)

@@ -17,8 +17,8 @@ from torch import Tensor
 from megatron.model.stream import Stream
 from megatron.parallel.layers.context import ContextGroup
 
-from ..documents import Continued, piece_starts, shared_starts
 from .convolution import last_taps
+from .pieces import Continued, piece_starts, shared_starts
 
 Parts = tuple[Tensor, ...]
 State = TypeVar("State", bound=Parts)

@@ -1,1 +1,0 @@
-"""Parts of the RWKV mixers and feed-forward networks."""

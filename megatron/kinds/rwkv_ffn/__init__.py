@@ -1,1 +1,0 @@
-"""The channel mixes of RWKV-4 to 7."""
