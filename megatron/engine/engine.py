@@ -125,7 +125,7 @@ class PlainEngine(BaseEngine):
 
     @phase(EVALUATE)
     @torch.no_grad()
-    def read_on(self, tokens_BS: Tensor, reader: Reader, state: list[Any], begin: int) -> Any:
+    def read_on(self, tokens_BS: Tensor, reader: Reader, state: list[Any], begin: int | Tensor) -> Any:
         self.model.eval()
         self.state.for_evaluation()
         return self.model(tokens_BS, tokens_BS, tokens_BS, reader=reader, state=state, begin=begin)

@@ -209,6 +209,10 @@ class ReadsOn(Protocol):
     def new_state(self) -> list[Any]:
         """The empty state, one entry per block."""
 
-    def read_on(self, tokens_BS: torch.Tensor, reader: Reader, state: list[Any], begin: int) -> Any:
+    def read_on(self, tokens_BS: torch.Tensor, reader: Reader, state: list[Any], begin: int | torch.Tensor) -> Any:
         """Result of the reader, from the head's input of tokens that follow the `begin` tokens of `state`. The state
-        grows by them. No gradient is computed and no dropout applied."""
+        grows by them. No gradient is computed and no dropout applied.
+
+        Args:
+            begin: as in `Model.forward`.
+        """

@@ -16,8 +16,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 
 from megatron.data.tokenizer import Tokenizer
+from megatron.decoding.sampling import GREEDY, Sampling
 from megatron.evaluation.scoring import Text
-from megatron.model.generate import Sampling
 
 from .request_broadcast import Leader
 from .select import TaskError
@@ -146,4 +146,4 @@ class HarnessModel(TemplateLM):
             raise TaskError(
                 f"the task asks for {', '.join(foreign) or 'beams'} in a generation, which is not known here"
             )
-        return Sampling(**{**chosen, "seed": self._seed}) if samples else Sampling(temperature=0.0)
+        return Sampling(**{**chosen, "seed": self._seed}) if samples else GREEDY

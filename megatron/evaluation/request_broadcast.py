@@ -5,13 +5,14 @@ So tasks are loaded, texts tokenised and results kept once, and the harness need
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.checkpoint.format.communicator import Communicator
 from megatron.data.tokenizer import Tokenizer
+from megatron.decoding.sampling import Sampling, ending
+from megatron.decoding.schedule import Request
 from megatron.evaluation.scoring import Score, Scorer, Text
-from megatron.model.generate import Sampling
 
 Row = Sequence[int]
 
@@ -57,19 +58,6 @@ def follow(scorer: Scorer, communicator: Communicator, tokenizer: Tokenizer) -> 
 def _generate(
     scorer: Scorer, tokenizer: Tokenizer, prompts: Sequence[Row], tokens: int, sampling: Sampling, stops: Sequence[str]
 ) -> list[list[int]]:
-    rows = [tuple(prompt) for prompt in prompts]
-    return scorer.generate(rows, tokens, sampling, ending(tokenizer, stops), tokenizer.size)
-
-
-def ending(tokenizer: Tokenizer, stops: Sequence[str]) -> Callable[[list[int]], bool]:
-    """Whether a text of these tokens is at its end: its last token ends documents, or a stop is in its last tokens."""
-    longest = max((len(stop.encode()) for stop in stops), default=0)
-
-    def ended(tokens: list[int]) -> bool:
-        if tokens[-1] == tokenizer.eod_id:
-            return True
-        # A stop has no more tokens than bytes. A few more, so that no character is cut at the front.
-        tail = tokenizer.decode(tokens[-(longest + 4) :]) if longest else ""
-        return any(stop in tail for stop in stops)
-
-    return ended
+    how: dict[str, Any] = {"sampling": sampling, "finished": ending(tokenizer, stops), "end": tokenizer.eod_id}
+    requests = [Request(tuple(prompt), tokens, number, **how) for number, prompt in enumerate(prompts)]
+    return [each.tokens for each in scorer.answer(requests, tokenizer.size)]

@@ -19,8 +19,9 @@ from megatron.config import Config
 from megatron.config.arithmetic.pipelines import ranks_of_stages
 from megatron.config.sequences import longest_text
 from megatron.data.batch import StepBatch
+from megatron.decoding.decoder import Decoder, next_tokens, obstacle
+from megatron.decoding.schedule import Drawn, Request, is_over
 from megatron.model.embedding_and_head import Reader
-from megatron.model.generate import Sampling, choose_token
 from megatron.parallel.layout.mesh import Mesh
 
 from ..engine.protocol import Engine, ReadsOn
@@ -45,7 +46,11 @@ class Scorer:
 
     Attributes:
         tokens: number of tokens that this rank has read, padding included.
+        cached: whether the decoder continues texts. Otherwise they are read again for each token.
+        alive: called after each pass over texts, since many may take longer than a rank is given for one phase.
     """
+
+    alive: Callable[[], None]
 
     def __init__(self, config: Config, engine: Engine, mesh: Mesh, device: torch.device, *, texts: int = 16):
         self.config, self.engine, self.mesh, self.device = config, engine, mesh, device
@@ -54,6 +59,7 @@ class Scorer:
         self.endings: SharedContexts | None = None
         if isinstance(engine, ReadsOn) and reads_on(config, engine):
             self.endings = SharedContexts(engine, self.texts, (mesh.data.rank, mesh.data.size), device)
+        self.cached, self.alive = obstacle(config) is None, lambda: None
         last = ranks_of_stages(config.parallel)[-1]
         self.reports = mesh.at.tensor == mesh.at.context == 0 and mesh.at.pipeline == last
 
@@ -88,50 +94,89 @@ class Scorer:
                     found[index, 1] = best[begin:end] == list(targets)
                     begin = end
 
-    def generate(
-        self,
-        prompts: Sequence[Row],
-        tokens: int,
-        sampling: Sampling,
-        finished: Callable[[list[int]], bool],
-        vocabulary: int | None = None,
-    ) -> list[list[int]]:
-        """Continuation of each prompt: up to `tokens` tokens, or fewer once `finished` holds for the generated ones.
+    def answer(self, requests: Sequence[Request], vocabulary: int | None = None) -> list[Drawn]:
+        """The continuation of each request, on all ranks. Draws are keyed by the request's number and the position.
 
-        Draws are keyed by the number of the prompt and the position, so they depend on neither batch nor layout. The
-        whole text is read for each token, which works on every layout.
+        Where the layout permits it, the decoder reads the texts. On others (pipelines, shared sequences) the whole text
+        is read for each token.
 
         Args:
             vocabulary: only ids below it are chosen. The embedding may have more rows than the tokenizer has ids.
         """
-        made: list[list[int]] = [[] for _ in prompts]
+        if self.cached and isinstance(self.engine, ReadsOn):
+            made, data = [Drawn() for _ in requests], self.mesh.data
+            own = range(len(requests) * data.rank // data.size, len(requests) * (data.rank + 1) // data.size)
+            decoder = Decoder(
+                self.engine,
+                self.device,
+                rows=self.texts,
+                vocabulary=vocabulary,
+                agree=self._largest,
+                alive=lambda: self.alive(),
+            )
+            for index, drawn in zip(own, decoder.run([requests[index] for index in own])):
+                made[index] = drawn
+            self.tokens += decoder.schedule.read
+            self._exchange(made, max((each.tokens for each in requests), default=0))
+            return made
+        return self._answer_whole(requests, vocabulary)
+
+    def _largest(self, number: int) -> int:
+        """The largest number of all data parallel ranks."""
+        if self.mesh.data.size == 1:
+            return number
+        value = torch.tensor([number], device=self.device)
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=self.mesh.data.group)
+        return int(value)
+
+    def _exchange(self, made: list[Drawn], tokens: int) -> None:
+        """Send each rank's texts to all ranks."""
+        if self.mesh.layout.world_size == 1:
+            return
+        found = torch.zeros(len(made), 2 * tokens + 2, dtype=torch.float64)
+        for row, each in enumerate(made if self.reports else ()):
+            count = len(each.tokens)
+            found[row, :2] = torch.tensor([count, each.ended], dtype=torch.float64)
+            found[row, 2 : 2 + count] = torch.tensor(each.tokens, dtype=torch.float64)
+            found[row, 2 + tokens : 2 + tokens + count] = torch.tensor(each.log_p, dtype=torch.float64)
+        for each, row in zip(made, self._sum(found).tolist()):
+            count = int(row[0])
+            each.tokens = [int(token) for token in row[2 : 2 + count]]
+            each.log_p, each.ended = row[2 + tokens : 2 + tokens + count], bool(row[1])
+
+    def _answer_whole(self, requests: Sequence[Request], vocabulary: int | None) -> list[Drawn]:
+        """`answer` by reading the whole texts for each token."""
+        made = [Drawn() for _ in requests]
         together = self.texts * self.mesh.data.size * self.mesh.pipeline.size
-        order = sorted(range(len(prompts)), key=lambda index: (-len(prompts[index]), index))
+        order = sorted(
+            range(len(made)), key=lambda index: (-len(requests[index].prompt), requests[index].prompt, index)
+        )
         for begin in range(0, len(order), together):
-            active = order[begin : begin + together]
-            for _ in range(tokens):
-                texts = [(index, (*prompts[index], *made[index])) for index in active]
-                for index, token in zip(active, self._next(texts, sampling, vocabulary)):
-                    made[index].append(token)
-                active = [index for index in active if not finished(made[index])]
-                if not active:
-                    break
+            active = [index for index in order[begin : begin + together] if requests[index].tokens]
+            while active:
+                for index, (token, log_p) in zip(active, self._next(active, requests, made, vocabulary)):
+                    made[index].tokens.append(int(token))
+                    made[index].log_p.append(log_p)
+                self.alive()
+                active = [index for index in active if not is_over(requests[index], made[index])]
         return made
 
-    def _next(self, texts: list[tuple[int, Row]], sampling: Sampling, vocabulary: int | None) -> list[int]:
-        """The token after each (number of a prompt, text)."""
-        places = {row: [place for place, (_, other) in enumerate(texts) if other == row] for _, row in texts}
-        found = torch.zeros(len(texts), dtype=torch.float64)
+    def _next(
+        self, active: list[int], requests: Sequence[Request], made: Sequence[Drawn], vocabulary: int | None
+    ) -> list[list[float]]:
+        """The token after each text and its log-probability."""
+        places: dict[Row, list[int]] = {}
+        for at, index in enumerate(active):
+            places.setdefault((*requests[index].prompt, *made[index].tokens), []).append(at)
+        found = torch.zeros(len(active), 2, dtype=torch.float64)
         for step in self._steps(sorted(places, key=lambda row: (-len(row), row))):
             real = [[row for row in rows if row] for rows in step]
             for rows, logits_NV in zip(real, self._read(step, [self._last_logits(rows) for rows in real])):
                 for row, logits_V in zip(rows, logits_NV):
-                    for place in places[row]:
-                        token = choose_token(
-                            logits_V[:vocabulary].unsqueeze(0), sampling, len(row), first=texts[place][0]
-                        )
-                        found[place] = float(token)
-        return [int(token) for token in self._sum(found).tolist()]
+                    own = [(requests[active[at]], made[active[at]]) for at in places[row]]
+                    logits = logits_V[:vocabulary].repeat(len(own), 1)
+                    found[places[row]] = torch.tensor(next_tokens(own, logits), dtype=torch.float64).T
+        return self._sum(found).tolist()
 
     def _steps(self, rows: Sequence[Row]) -> Iterator[list[list[Row]]]:
         """This rank's micro-batches of each step. All ranks have the same number of micro-batches and rows, with ()

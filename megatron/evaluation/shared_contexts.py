@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron.config import Config
 from megatron.config.arithmetic.recurrence import core_of
 from megatron.config.variants import used_kinds
+from megatron.decoding.states import picked
 from megatron.model.embedding_and_head import Head, Reader
 
 from ..engine.protocol import Engine, ReadsOn
@@ -210,21 +211,6 @@ def _scores(rows: list[int], places: list[int], labels: list[int]) -> Reader:
 def _longer(group: Group) -> list[Row]:
     """The endings with tokens to read after the context."""
     return [ending for ending in group.endings if ending]
-
-
-def picked(state: Any, rows: Tensor) -> Any:
-    """A copy of a layer's state with the samples of these rows."""
-    if isinstance(state, Tensor):
-        return state.index_select(0, rows)
-    if isinstance(state, dict):
-        return {name: picked(each, rows) for name, each in state.items()}
-    if isinstance(state, tuple | list):
-        return type(state)(picked(each, rows) for each in state)
-    if dataclasses.is_dataclass(state) and not isinstance(state, type):
-        return dataclasses.replace(
-            state, **{each.name: picked(getattr(state, each.name), rows) for each in dataclasses.fields(state)}
-        )
-    return state
 
 
 def _copied(state: Any) -> bool:

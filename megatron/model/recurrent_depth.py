@@ -74,11 +74,18 @@ class InitialState:
         self.mesh, self.context, self.std = make.mesh, make.context, options.state_std
         self.key = site_key(make.seed, "recurrence", "state")
 
-    def __call__(self, stream: Stream, training: bool, begin: int) -> Tensor:
+    def __call__(self, stream: Stream, training: bool, begin: int | Tensor) -> Tensor:
         like = stream.hidden
+        if isinstance(begin, Tensor):  # rows of one token each, as one text
+            rows = replace(stream, hidden=like.transpose(0, 1))
+            return self._at(rows, training, begin.squeeze(1)).transpose(0, 1)
         cut = self.mesh.tensor.size if self.mesh.layout.sequence else 1
         places = self.context.places(like.shape[1] * cut, like.device) + begin
-        counters = sequence_counters(sequence_slice(places, self.mesh, 0), like.shape[2])
+        return self._at(stream, training, sequence_slice(places, self.mesh, 0))
+
+    def _at(self, stream: Stream, training: bool, places_s: Tensor) -> Tensor:
+        like = stream.hidden
+        counters = sequence_counters(places_s, like.shape[2])
         none = torch.zeros(like.shape[0], dtype=torch.int64, device=like.device)
         share = uniform(self.key, stream.sample_numbers if training else none, counters).double()
         outside = 0.5 * (1.0 - math.erf(CUT / math.sqrt(2.0)))
@@ -96,7 +103,7 @@ class Core:
     def __init__(self, depth: Depth, blocks: Sequence[Block], start: InitialState, norm: Norm | None):
         self.depth, self.blocks, self.start, self.norm = depth, list(blocks), start, norm
 
-    def __call__(self, stream: Stream, states: list[list[BlockState]] | None = None, begin: int = 0) -> Stream:
+    def __call__(self, stream: Stream, states: list[list[BlockState]] | None = None, begin: int | Tensor = 0) -> Stream:
         """The prelude's stream to the input of the coda.
 
         Args:

@@ -226,7 +226,7 @@ class Model(nn.Module):
         embedding = self.plan.config.model.embedding
         return embedding.max_positions if embedding.position == "learned" else None
 
-    def _run(self, stream: Stream, states: list[Any] | None = None, begin: int = 0) -> Stream:
+    def _run(self, stream: Stream, states: list[Any] | None = None, begin: int | Tensor = 0) -> Stream:
         """The blocks, with their decoding states. The states of a core are at the place of its first block."""
         inside = self.plan.inside
         for index, block in enumerate(self.blocks):
@@ -261,17 +261,26 @@ class Model(nn.Module):
         teacher: Taught | None = None,
         columns: Mapping[str, Tensor] | None = None,
         state: list[Any] | None = None,
-        begin: int = 0,
+        begin: int | Tensor = 0,
     ) -> Any:
         """(weighted sum of token losses, each token's cross-entropy [B, S]), as `Head.forward`.
 
         With a `state` the tokens follow the `begin` ones that it has read, and it grows by them.
+
+        Args:
+            begin: a tensor [B, 1] has the position of each row's only token, where the rows are of different texts.
         """
         if state is None:
             stream = self.stream(tokens_BS, positions, documents, samples)
         else:
-            stream = self._run(self.embedding(tokens_BS, begin=begin), state, begin)
+            stream = self._run(self.continued(tokens_BS, begin), state, begin)
         return self.head(stream, labels_BS, weights_BS, reader, further, teacher, columns)
+
+    def continued(self, tokens_BS: Tensor, begin: int | Tensor) -> Stream:
+        """The embedding of tokens that follow earlier ones. `begin` as in `forward`."""
+        if isinstance(begin, Tensor):
+            return self.embedding(tokens_BS, positions=begin)
+        return self.embedding(tokens_BS, begin=begin)
 
     def logits(self, tokens_BS: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """fp32 logits [B, S, V]."""
@@ -291,7 +300,7 @@ class Model(nn.Module):
 
     def decode(self, tokens_BS: Tensor, state: list[Any], begin: int) -> Tensor:
         """Logits [B, S, V] of tokens that follow the `begin` tokens in `state`, which grows by them."""
-        return self.head.logits(self._run(self.embedding(tokens_BS, begin=begin), state, begin))
+        return self.head.logits(self._run(self.continued(tokens_BS, begin), state, begin))
 
 
 def build_model(

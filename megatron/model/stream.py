@@ -201,7 +201,11 @@ def apply_layer(
     """A layer's output, and the channels that it writes, if any.
 
     Args:
+        state: of the layer. One with a method `read` calls the layer itself.
         relay: where ranks send on the states of this layer.
     """
-    y = layer(x, stream, state) if relay is None else relay.through(layer, x, stream)
+    if relay is not None:
+        y = relay.through(layer, x, stream)
+    else:
+        y = state.read(layer, x, stream) if hasattr(state, "read") else layer(x, stream, state)
     return (y, {}) if isinstance(y, Tensor) else y

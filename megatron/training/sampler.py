@@ -7,9 +7,11 @@ from collections.abc import Callable
 from megatron.config import Config
 from megatron.config.sections.output import SampleOptions
 from megatron.data.tokenizer import build_tokenizer
+from megatron.decoding.one_text import continuations
+from megatron.decoding.sampling import Sampling
+from megatron.decoding.schedule import Request
 from megatron.engine.engine import PlainEngine
 from megatron.engine.protocol import Engine
-from megatron.model.generate import Sampling, complete
 
 
 def sampler(
@@ -33,21 +35,11 @@ def sampler(
     def make(prompts: list[str], options: SampleOptions, step: int) -> list[str]:
         engine.state.for_evaluation()
         sampling = Sampling(options.temperature, options.top_k, options.top_p, seed=config.training.seed + step)
-        return [
-            tokenizer.decode(
-                list(
-                    complete(
-                        engine.model,
-                        tokenizer.encode(prompt),
-                        options.tokens,
-                        sampling,
-                        end=tokenizer.eod_id,
-                        vocabulary=tokenizer.size,
-                        device=engine.device,
-                    )
-                )
-            )
+        requests = [
+            Request(tuple(tokenizer.encode(prompt)), options.tokens, sampling=sampling, end=tokenizer.eod_id)
             for prompt in prompts
         ]
+        made = continuations(engine.model, requests, vocabulary=tokenizer.size, device=engine.device)
+        return [tokenizer.decode(each) for each in made]
 
     return make

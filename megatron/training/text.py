@@ -24,7 +24,9 @@ from megatron.checkpoint.save.store import find_checkpoint
 from megatron.config import Config
 from megatron.config.admitted import add_flag
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.model.generate import Sampling, complete, tokens_left
+from megatron.decoding.one_text import complete, continuations, covers, tokens_left
+from megatron.decoding.sampling import Sampling, ending
+from megatron.decoding.schedule import Request
 from megatron.model.stack import Model, build_model
 from megatron.parallel.layers.parameters import logical_of, stored_tensors
 from megatron.parallel.layout.mesh import ALONE, Axis
@@ -75,9 +77,9 @@ def _continue(
     model: Model, config: Config, options: argparse.Namespace, device: torch.device, path: Path, axis: Axis
 ) -> None:
     tokenizer = build_tokenizer(config.tokenizer)
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     if not options.json and not axis.rank:
         print(f"{path}, {device}", file=sys.stderr)
+    together = _together(model, tokenizer, options, device) if axis.size == 1 else {}
     for number, prompt in enumerate(_prompts(options)):
         ids = tokenizer.encode(prompt)
         if not ids:
@@ -88,11 +90,11 @@ def _continue(
                 f"the prompt has {len(ids)} tokens and the model {model.longest} learned "
                 "positions: the text ends there\n"
             )
-        made = complete(
+        made: Iterable[int] = together.get(number) or complete(
             model,
             ids,
             options.tokens,
-            Sampling(**{**vars(sampling), "seed": options.seed + number}),
+            _sampling(options, number),
             end=None if options.ignore_end else tokenizer.eod_id,
             vocabulary=tokenizer.size,
             device=device,
@@ -110,6 +112,29 @@ def _continue(
             for piece in chain([prompt], text):  # as it grows
                 print(visible(piece), end="", flush=True)
             print()
+
+
+def _sampling(options: argparse.Namespace, number: int) -> Sampling:
+    return Sampling(options.temperature, options.top_k, options.top_p, options.seed + number)
+
+
+def _together(
+    model: Model, tokenizer: Tokenizer, options: argparse.Namespace, device: torch.device
+) -> dict[int, list[int]]:
+    """The continuations of several prompts by their numbers. Empty where each is continued by itself."""
+    by_itself = options.no_cache or options.depth is not None or options.tolerance is not None
+    if (options.prompt is None and options.file is None) or by_itself or not covers(model):
+        return {}
+    finished, end = ending(tokenizer, options.stop), None if options.ignore_end else tokenizer.eod_id
+    requests = {
+        number: Request(ids, options.tokens, 0, _sampling(options, number), finished, end)
+        for number, ids in enumerate(tuple(tokenizer.encode(each)) for each in _prompts(options))
+        if ids
+    }
+    if len(requests) < 2:
+        return {}
+    made = continuations(model, list(requests.values()), vocabulary=tokenizer.size, device=device)
+    return dict(zip(requests, made))
 
 
 def _device(asked: str | None, place: WorkerEnvironment) -> torch.device:

@@ -21,7 +21,8 @@ from megatron.checkpoint.reshape import parse_layout, reshape
 from megatron.config.resolution import combine
 from megatron.config.source.layers import ConfigSource
 from megatron.config.source.resolved_file import to_yaml
-from megatron.model.generate import Sampling, complete
+from megatron.decoding.one_text import complete
+from megatron.decoding.sampling import Sampling
 from megatron.model.stack import build_model
 from megatron.training.text import load_model
 from tests.float64 import FP32

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from megatron.config import resolve
+from megatron.decoding.one_text import complete
+from megatron.decoding.sampling import Sampling
+from megatron.decoding.schedule import Request
 from megatron.evaluation.scoring import Scorer, Text, depends_on_batch
-from megatron.model.generate import Sampling, complete
 from megatron.model.stack import Model, build_model
 from megatron.parallel.layers.parameters import buffers_of, stored_tensors
 from tests.training import matrix, runs
@@ -65,8 +67,9 @@ def on_layout(settings: dict, ranks: int):
     scorer = Scorer(config, engine, engine.mesh, engine.device, texts=3)
     V = config.model.vocab_size
     found = [(score.log_likelihood, score.greedy) for score in scorer.score(texts(V))]
-    sampled = scorer.generate(prompts(V), 5, SAMPLED, lambda tokens: len(tokens) == 4)
-    greedy = scorer.generate(prompts(V), 3, GREEDY, lambda tokens: False)
+    asked = [Request(prompt, 5, n, SAMPLED, lambda tokens: len(tokens) == 4) for n, prompt in enumerate(prompts(V))]
+    sampled = [each.tokens for each in scorer.answer(asked)]
+    greedy = [each.tokens for each in scorer.answer([Request(prompt, 3) for prompt in prompts(V)])]
     return found, sampled, greedy, runs.steps(config, engine, 0, 2)
 
 

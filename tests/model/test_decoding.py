@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from megatron.config import resolve
+from megatron.decoding.one_text import complete, generate
+from megatron.decoding.sampling import Sampling, choose_tokens, filtered
 from megatron.kinds.common.attention.key_value_cache import KeyValueCache
 from megatron.model.costs.describe import layers_table
-from megatron.model.generate import Sampling, choose_token, complete, filtered, generate
 from megatron.model.stack import build_model
 from tests.float64 import DOUBLE, EXACT
 from tests.kinds.mamba.test_state_space import MODELS as WITH_STATES
@@ -114,9 +115,9 @@ def test_draws_follow_the_probabilities(monkeypatch):
     logits[0, 1:] = logits[0, 1:].log()
     for draw, wanted in ((0.0, 1), (0.2499, 1), (0.25, 2), (0.999999, 2)):
         monkeypatch.setattr(
-            "megatron.model.generate.uniform", lambda *_, draw=draw: torch.tensor([[draw]], dtype=torch.float64)
+            "megatron.decoding.sampling.uniform", lambda *_, draw=draw: torch.tensor([[draw]], dtype=torch.float64)
         )
-        assert choose_token(logits, Sampling(), 0).tolist() == [wanted]
+        assert choose_tokens(logits, Sampling(), [0], [0])[0].tolist() == [wanted]
 
 
 @pytest.mark.parametrize("cache", [True, False])

@@ -16,8 +16,9 @@ from megatron.config import resolve
 from megatron.config.arithmetic.recurrence import Passes, expected_passes, passes_of_step
 from megatron.config.pattern import PatternError, parse
 from megatron.config.sections.model import RecurrenceOptions
+from megatron.decoding.one_text import generate
+from megatron.decoding.sampling import Sampling
 from megatron.model.costs.describe import flops_of_step, layers, totals
-from megatron.model.generate import Sampling, generate
 from megatron.model.stack import build_model
 from megatron.testing import check_counts
 from tests.float64 import DOUBLE, EXACT

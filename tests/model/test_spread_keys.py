@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from megatron import api
+from megatron.decoding.one_text import generate
+from megatron.decoding.sampling import Sampling
 from megatron.kinds.common.attention.key_value_cache import KeyValueCache
 from megatron.kinds.common.attention.spread_keys import SpreadKeys
-from megatron.model.generate import Sampling, generate
 from megatron.model.stack import build_model
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.layout.mesh import ALONE, Axis, Mesh

@@ -14,10 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.decoding.schedule import Request
 from megatron.evaluation.scoring import Row, Scorer, Text
-from megatron.model.generate import Sampling
-
-GREEDY = Sampling(temperature=0.0)
 
 
 @dataclass(frozen=True)
@@ -52,10 +50,10 @@ def _recite(scorer: Scorer, rows: Sequence[Row], context: int, scores: bool) -> 
     length = len(rows[0]) - context if rows else 0
     read = scorer.score([Text(row, length) for row in rows])
     others = [number for number, each in enumerate(read) if scores and not each.greedy]
-    made = scorer.generate([rows[number][:context] for number in others], length, GREEDY, lambda ids: False)
+    made = scorer.answer([Request(rows[number][:context], length) for number in others])
     right: dict[int, float] = {
-        number: sum(own == true for own, true in zip(ids, rows[number][context:], strict=True)) / length
-        for number, ids in zip(others, made, strict=True)
+        number: sum(own == true for own, true in zip(each.tokens, rows[number][context:], strict=True)) / length
+        for number, each in zip(others, made, strict=True)
     }
     return [
         Recital(each.greedy, 1.0 if each.greedy else right.get(number), each.log_likelihood)

@@ -81,6 +81,7 @@ class AlignHook(Hook):
         if wrong := self.world.communicator.broadcast(self.verifier.fault() if self.world.is_main else None):
             raise UserError(wrong)
         self.sampler.alive = partial(trainer.beacon.at, EVALUATE, detail=b"rollouts")
+        trainer.log(self.sampler.note())
         trainer.loader = cast("Loader", Rounds(trainer.loader, self, trainer))
 
     def before_step(self, trainer: Trainer, step: int) -> None:
@@ -167,7 +168,7 @@ class AlignHook(Hook):
     def rule(self, seed: int | None) -> Rule:
         """How tokens are chosen: by draws of the policy itself, at temperature 1, or the likeliest."""
         more = {"tokens": self.own.tokens, "finished": self.finished, "vocabulary": self.tokenizer.size}
-        return Rule(key=None, **more) if seed is None else Rule.of(seed, **more)
+        return Rule(**more) if seed is None else Rule.of(seed, **more)
 
     def finished(self, ids: list[int]) -> bool:
         stop = self.own.stop

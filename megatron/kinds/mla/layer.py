@@ -19,6 +19,7 @@ from megatron.kinds.common.attention.attend_across import attend_in
 from megatron.kinds.common.attention.context_messages import attention_messages
 from megatron.kinds.common.attention.entropy import AttentionEntropy
 from megatron.kinds.common.attention.key_value_cache import Keys, KeyValueCache
+from megatron.kinds.common.attention.paged_keys import PagedKeys
 from megatron.kinds.common.attention.pattern import Dropped, Pattern
 from megatron.kinds.common.attention.spread_keys import SpreadKeys
 from megatron.kinds.mla.options import MLAOptions
@@ -92,7 +93,7 @@ class MLA(nn.Module):
             angles = stream_angles(self.rotary, self.options.rope_dim, stream, begin, x_BSH, self.context.size)
             q, turned = self.rotary.turn(q, angles), self.rotary.turn(turned, angles)
         q, turned = q.transpose(1, 2), turned.transpose(1, 2)
-        elsewhere, among = cache, isinstance(cache, SpreadKeys)
+        elsewhere, among = cache, isinstance(cache, SpreadKeys | PagedKeys)
         if isinstance(cache, KeyValueCache):
             elsewhere, (latent, turned), among = None, cache.append(latent, turned), begin > 0
         if among:
@@ -135,9 +136,9 @@ class MLA(nn.Module):
         matrix = self.key_value.matrix().unflatten(0, (self.heads, -1))
         for_keys, for_values = matrix.split([self.options.nope_dim, self.options.value_dim], 1)  # [n, N or V, R]
         own_turned, own = q.split([self.options.rope_dim, self.options.nope_dim], -1)
-        q = torch.cat([own_turned, own @ for_keys], -1)
+        q = torch.cat([own_turned, _by_head(own, for_keys)], -1)
         y = self._attend(q, torch.cat([turned, latent], -1), latent, stream, elsewhere)
-        return y @ for_values.transpose(1, 2)
+        return _by_head(y, for_values.transpose(1, 2))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, stream: Stream, elsewhere: Keys | None = None) -> Tensor:
         dropout = None
@@ -177,3 +178,9 @@ class MLA(nn.Module):
             products=products + H,
             state=(R + P) * sequence_length,
         )
+
+
+def _by_head(x_BnSA: Tensor, matrix_nAC: Tensor) -> Tensor:
+    """[B, n, S, C], each head's rows of all samples in one product."""
+    rows = x_BnSA.transpose(0, 1).flatten(1, 2) @ matrix_nAC
+    return rows.unflatten(1, (x_BnSA.shape[0], -1)).transpose(0, 1)

@@ -21,6 +21,7 @@ from megatron.config import ConfigError, load, resolve
 from megatron.data.errors import DataError
 from megatron.data.loader import build_loader
 from megatron.data.tokenizer import build_tokenizer
+from megatron.decoding.sampling import choose_tokens
 from megatron.features.align.check import before_start
 from megatron.features.align.problems import Problems
 from megatron.features.align.rollouts import advantages, await_round, path_of, read_round
@@ -245,12 +246,13 @@ def test_texts_do_not_depend_on_cache_or_company(tmp_path):
 
 
 def test_draws_have_the_distribution_of_the_model():
-    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0, 9.0]]).expand(20000, -1)
-    ids, log_p = Rule.of(0, tokens=1, finished=bool, vocabulary=4).choose(logits, range(20000), 5)
-    wanted = logits[0, :4].double().softmax(0)
-    counts = np.bincount(ids, minlength=5) / 20000
-    assert counts[4] == 0 and np.abs(counts[:4] - wanted.numpy()).max() < 5 * math.sqrt(0.25 / 20000)
-    assert log_p[0] == pytest.approx(float(wanted[ids[0]].log()))
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]]).expand(20000, -1)
+    sampling = Rule.of(0, tokens=1, finished=bool, vocabulary=4).sampling
+    ids, log_p = choose_tokens(logits, sampling, range(20000), [5] * 20000)
+    wanted = logits[0].double().softmax(0)
+    counts = np.bincount(ids, minlength=4) / 20000
+    assert np.abs(counts[:4] - wanted.numpy()).max() < 5 * math.sqrt(0.25 / 20000)
+    assert float(log_p[0]) == pytest.approx(float(wanted[ids[0]].log()))
 
 
 def test_advantages():

@@ -9,8 +9,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config import resolve
+from megatron.decoding.one_text import generate
+from megatron.decoding.sampling import Sampling
 from megatron.model.costs.describe import layers, totals
-from megatron.model.generate import Sampling, generate
 from megatron.model.multi_token import further_labels
 from megatron.model.stack import build_model
 from megatron.parallel.layers.context import ContextGroup

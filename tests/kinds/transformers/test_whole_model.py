@@ -16,7 +16,8 @@ from megatron.checkpoint.hf.export import export, prove
 from megatron.checkpoint.save.store import find_checkpoint
 from megatron.config import ConfigError, resolve
 from megatron.config.tree import thaw
-from megatron.model.generate import Sampling, complete, generate
+from megatron.decoding.one_text import complete, generate
+from megatron.decoding.sampling import Sampling
 from megatron.model.stack import ModelPlan, build_model, make_model
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.layout.mesh import Mesh

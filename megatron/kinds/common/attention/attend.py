@@ -23,7 +23,7 @@ from megatron.parallel.layout.random import uniform
 
 from .pattern import Dropped, Pattern
 from .ring import attend_in_pieces
-from .tiles import attend_in_tiles
+from .tiles import attend_as_tiles, attend_in_tiles
 from .varlen import attend_by_documents, begins
 
 Remember = Callable[[tuple[Hashable, ...], Callable[[], Any]], Any]  # `Stream.remember`
@@ -256,10 +256,7 @@ def _mask(
     allowed = allowed[None, None]
     if documents_BS is not None:
         allowed = allowed & (documents_BS[:, None, -queries:, None] == documents_BS[:, None, None, :])
-    if pattern.slopes is None:
-        return torch.zeros(allowed.shape, device=device, dtype=dtype).masked_fill_(~allowed, float("-inf"))
-    slopes = torch.tensor(pattern.slopes, device=device, dtype=wide_type(dtype)).view(1, -1, 1, 1)
-    return (slopes * (k - q)).masked_fill(~allowed, float("-inf")).to(dtype)
+    return _additions(~allowed, k - q, pattern, dtype)
 
 
 def _math(
@@ -281,6 +278,45 @@ def _math(
         keep = uniform(dropout.key, dropout.samples_B, _counters(dropout, *probabilities.shape[1:])) >= dropout.rate
         probabilities = probabilities * keep / (1.0 - dropout.rate)
     return probabilities.to(q.dtype) @ v
+
+
+def attend_masked(
+    q: Tensor, k: Tensor, v: Tensor, places_BQ: Tensor, pattern: Pattern, sinks_n: Tensor | None, remember: Remember
+) -> Tensor:
+    """Attention of queries at any places among keys from place 0 on, without gradients.
+
+    Args:
+        q: [B, n, Q, D], k: [B, m, K, D], v: [B, m, K, E].
+        remember: as in `attend`, for these places.
+
+    Returns:
+        [B, n, Q, E].
+    """
+
+    def masks() -> Tensor:
+        place_k, place_q = torch.arange(k.shape[2], device=q.device), places_BQ.unsqueeze(-1)
+        hidden = place_k > place_q
+        if pattern.window is not None:
+            hidden = hidden | (place_q - place_k >= pattern.window)
+        return _additions(hidden.unsqueeze(1), place_k - place_q.unsqueeze(1), pattern, q.dtype)
+
+    mask = remember(("mask", pattern.window, pattern.slopes, q.dtype), masks)
+    plain = not (pattern.softcap or sinks_n is not None)
+    if plain and q.device.type == "cpu" and q.dtype == torch.bfloat16 and pattern.slopes is None:
+        return attend_as_tiles(q, k, v, pattern.scale, mask)
+    return _fused(q, k, v, pattern, mask) if plain else _math(q, k, v, pattern, mask, None, sinks_n)
+
+
+def _additions(hidden: Tensor, distance: Tensor, pattern: Pattern, dtype: torch.dtype) -> Tensor:
+    """Additions to the logits: -inf where keys are hidden, and ALiBi's of each head.
+
+    Args:
+        distance: of keys to queries, at most 0 where keys are seen.
+    """
+    if pattern.slopes is None:
+        return torch.zeros(hidden.shape, device=hidden.device, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    slopes = torch.tensor(pattern.slopes, device=hidden.device, dtype=wide_type(dtype)).view(1, -1, 1, 1)
+    return (slopes * distance).masked_fill(hidden, float("-inf")).to(dtype)
 
 
 def _counters(dropout: Dropped, heads: int, queries: int, keys: int) -> Tensor:

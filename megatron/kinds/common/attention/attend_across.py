@@ -22,6 +22,7 @@ from megatron.parallel.layers.context import ContextGroup
 from .attend import Remember, attend
 from .chunked_keys import ChunkedKeys
 from .key_value_cache import Keys
+from .paged_keys import PagedKeys
 from .pattern import Dropped, Pattern
 from .ring import ring_attention
 from .spread_keys import SpreadKeys
@@ -106,7 +107,7 @@ def attend_in(
         elsewhere: the layer's state, if it has keys that are not in `k`.
     """
     documents = stream.documents
-    if isinstance(elsewhere, SpreadKeys):
+    if isinstance(elsewhere, SpreadKeys | PagedKeys):
         return elsewhere.attend(q, k, v, pattern, sinks_n)
     if context.size > 1:
         chunked = elsewhere if isinstance(elsewhere, ChunkedKeys) else None

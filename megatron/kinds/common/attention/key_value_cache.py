@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron.parallel.layout.mesh import Axis
 
 from .chunked_keys import ChunkedKeys
+from .paged_keys import PagedKeys
 from .spread_keys import SpreadKeys
 
 
@@ -55,4 +56,4 @@ class KeyValueCache:
         return buffer
 
 
-Keys = KeyValueCache | ChunkedKeys | SpreadKeys  # states of a layer that attends
+Keys = KeyValueCache | ChunkedKeys | SpreadKeys | PagedKeys  # states of a layer that attends

@@ -38,6 +38,19 @@ def attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return _Tiles.apply(q, k, v, scale)
 
 
+def attend_as_tiles(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tensor:
+    """The same for a tile of each sample, with its rounding and without gradients.
+
+    Args:
+        q: [B, n, Q, D], k: [B, m, K, D], v: [B, m, K, E].
+        mask: added to logits.
+    """
+    group, wide = q.shape[1] // k.shape[1], wide_type(q.dtype)
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    logits = (q.to(wide) * scale) @ k.to(wide).transpose(-1, -2)
+    return (logits + mask).softmax(-1).to(q.dtype) @ v
+
+
 @dataclass(frozen=True)
 class _Heads:
     """Some heads of one sample: query heads, key/value heads, and the number of query heads per key/value head."""

@@ -1,0 +1,1 @@
+"""Decoding: many texts at once, each with the tokens that it has by itself."""

@@ -1,0 +1,214 @@
+"""Continues many texts at once. A text's tokens and log-probabilities do not depend on the others, on CPUs bit for bit.
+
+A pass reads tokens of any number of texts, each token as a row of its own: the next token of texts that grow, and
+pieces of new texts. Sizes of products follow from a token's position, or have enough rows that kernels round each row
+in the same way (`kinds/common/attention/paged_keys.py`). Recurrences read one token of a text at a time (`states.py`).
+So a text can be cut into any pieces, read in any company, and read again after preemption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.config import Config
+from megatron.config.variants import used_kinds
+from megatron.kinds.common.attention.paged_keys import PADDED, Pass
+from megatron.model.embedding_and_head import Head, Reader
+from megatron.model.stack import Model
+
+from .pool import Pool
+from .sampling import choose_tokens
+from .schedule import Drawn, Live, Piece, Request, Schedule, is_over, pages_of
+from .states import States
+
+BUDGET = 512  # tokens of a pass
+
+
+class ReadsOn(Protocol):
+    """See `engine/protocol.py`."""
+
+    def new_state(self) -> list[Any]: ...
+
+    def read_on(self, tokens_BS: Tensor, reader: Reader, state: list[Any], begin: int | Tensor) -> Any: ...
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """A model that this process has, as an engine."""
+
+    model: Model
+
+    def new_state(self) -> list[Any]:
+        return self.model.new_state()
+
+    @torch.no_grad()
+    def read_on(self, tokens_BS: Tensor, reader: Reader, state: list[Any], begin: int | Tensor) -> Any:
+        return self.model.eval()(tokens_BS, tokens_BS, tokens_BS, reader=reader, state=state, begin=begin)
+
+
+def obstacle(config: Config, whole: bool = False) -> str | None:
+    """The reason why texts of such a run are read again for each token. None where the decoder reads them.
+
+    Args:
+        whole: this process has the whole model, whatever layout the run had.
+    """
+    parallel, model = config.parallel, config.model
+    for _, kind, options in used_kinds(model):
+        if kind.mixes_samples(options):
+            return "a token's result depends on the other texts of its batch (experts with a capacity)"
+        if kind.whole:
+            return "a class of transformers has no states that can be copied"
+        rotary = getattr(options, "rotary", None)
+        if rotary is not None and rotary.scaling.type == "dynamic":
+            return "positions turn by the length of the text (rotary.scaling.type dynamic)"
+    if whole:
+        return None
+    if parallel.pipeline > 1:
+        return "stages of a pipeline read whole texts"
+    if parallel.context > 1 or parallel.sequence:
+        return "ranks share the tokens of a text"
+    return None
+
+
+class Decoder:
+    """Continues requests on one data parallel rank.
+
+    Args:
+        rows: requests that run at once.
+        vocabulary: only ids below it are chosen, and have probability.
+        pages: of the pool. By default enough for `rows` of the longest requests of a `run`.
+        budget: tokens of a pass.
+        agree: (number) -> the largest of all data parallel ranks, which make equally many passes and turns.
+        alive: called after each pass.
+
+    Attributes:
+        schedule: of the last `run`, with its counts.
+        logits: called with each token's logits, for tests and probes.
+    """
+
+    schedule: Schedule
+
+    def __init__(
+        self,
+        engine: ReadsOn,
+        device: torch.device | str,
+        *,
+        rows: int = 32,
+        vocabulary: int | None = None,
+        pages: int | None = None,
+        budget: int = BUDGET,
+        agree: Callable[[int], int] = int,
+        alive: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.engine, self.device, self.rows, self.vocabulary = engine, device, rows, vocabulary
+        self.pages, self.budget, self.agree, self.alive = pages, budget, agree, alive
+        self.logits: Callable[[Live, int, Tensor], None] | None = None
+
+    def run(self, requests: Sequence[Request]) -> list[Drawn]:
+        """The continuation of each request.
+
+        Raises:
+            RequestError: one can never be answered. None is begun then.
+        """
+        lives = self.begin(requests)
+        while self.step():
+            pass
+        return [each.drawn for each in lives]
+
+    def begin(self, requests: Sequence[Request]) -> list[Live]:
+        """Begin with these requests and an empty pool. Others may join by `schedule.add` between two steps."""
+        longest = max((len(each.prompt) + each.tokens for each in requests), default=1)
+        pages = self.pages or pages_of(longest) * min(self.rows, max(len(requests), 1))
+        self.states = States(self.engine.new_state(), pages, self.rows, self.device)
+        copies = self.states.copy_page, self.states.copy_slot
+        self.schedule = Schedule(Pool(pages), self.rows, self.budget, *copies, lambda: not self.states.continues)
+        return [self.schedule.add(each) for each in requests]
+
+    def step(self) -> bool:
+        """One pass. False when no rank has requests left."""
+        pieces = self.schedule.plan()
+        both = len({not each.begin for each in pieces}) == 2  # first tokens of texts have a turn of their own
+        turns = self.agree(max((each.end - each.begin for each in pieces), default=0) + both)
+        if not turns:
+            return False
+        now = Pass([token for piece in pieces for token in piece.tokens()], self.device, turns)
+        wanted = list(self._wanted(pieces))
+        self.states.current.read = now
+        logits_NV = self.engine.read_on(now.ids_T1, self._reader(wanted), self.states.of_layers, now.positions_T1)
+        self._use(wanted, logits_NV[: len(wanted), : self.vocabulary], pieces)
+        self.alive()
+        return True
+
+    @staticmethod
+    def _wanted(pieces: Sequence[Piece]) -> Any:
+        """(row, request, position) of the tokens whose logits are needed."""
+        row = 0
+        for piece in pieces:
+            live = piece.live
+            first = len(live.request.prompt) - 1 - live.request.scored
+            for place in range(piece.begin, piece.end):
+                scored = first <= place < len(live.request.prompt) - 1
+                if scored or (place + 1 == len(live.text) and live.request.tokens):
+                    yield row, live, place
+                row += 1
+
+    def _reader(self, wanted: Sequence[tuple[int, Live, int]]) -> Reader:
+        rows = [row for row, *_ in wanted]
+        rows += [0] * (max(PADDED, -(-len(rows) // PADDED) * PADDED) - len(rows))
+
+        def read(head: Head, x_T1H: Tensor) -> Tensor:
+            return head.logits_at(x_T1H[torch.tensor(rows, device=x_T1H.device), 0])
+
+        return read
+
+    def _use(self, wanted: Sequence[tuple[int, Live, int]], logits_NV: Tensor, pieces: Sequence[Piece]) -> None:
+        """Note the log-probabilities of scored tokens, and choose the next tokens."""
+        due: dict[int, int] = {}  # arrival of a request -> row of its logits
+        for at, (_, live, place) in enumerate(wanted):
+            if self.logits is not None:
+                self.logits(live, place, logits_NV[at])
+            prompt = live.request.prompt
+            if place + 1 < len(prompt):
+                if place + 1 - (len(prompt) - live.request.scored) == len(live.drawn.scores):
+                    live.drawn.scores.append(float(logits_NV[at].double().log_softmax(-1)[prompt[place + 1]]))
+            else:
+                due[live.arrival] = at
+        for follower, leader in self.schedule.done(pieces):
+            follower.drawn.scores = list(leader.drawn.scores)
+            if leader.arrival in due:
+                due[follower.arrival] = due[leader.arrival]
+        running = [each for each in self.schedule.running if each.arrival in due]
+        texts = [(each.request, each.drawn) for each in running]
+        for live, token, log_p in zip(running, *next_tokens(texts, logits_NV[[due[each.arrival] for each in running]])):
+            live.drawn.tokens.append(token)
+            live.drawn.log_p.append(log_p)
+        for live in list(self.schedule.running):
+            request, drawn = live.request, live.drawn
+            if live.read < len(request.prompt) or live.leader is not None:
+                continue
+            if is_over(request, drawn):
+                self.schedule.leave(live)
+
+
+def next_tokens(texts: Sequence[tuple[Request, Drawn]], logits_NV: Tensor) -> tuple[list[int], list[float]]:
+    """The next token of each text and its log-probability, from logits that belong to the vocabulary."""
+    ids, logs = [0] * len(texts), [0.0] * len(texts)
+    alike: dict[Any, list[int]] = {}
+    for at, (request, drawn) in enumerate(texts):
+        held = request.end if len(drawn.tokens) < request.least else None
+        alike.setdefault((request.sampling, held), []).append(at)
+    for (sampling, held), places in alike.items():
+        logits_BV = logits_NV[places]
+        if held is not None:
+            logits_BV[:, held] = float("-inf")
+        some = [texts[at] for at in places]
+        numbers = [request.number for request, _ in some]
+        positions = [len(request.prompt) + len(drawn.tokens) for request, drawn in some]
+        for at, token, log in zip(places, *map(Tensor.tolist, choose_tokens(logits_BV, sampling, numbers, positions))):
+            ids[at], logs[at] = token, log
+    return ids, logs

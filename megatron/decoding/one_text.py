@@ -1,0 +1,151 @@
+"""Continuations by a model that this process has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.model.stack import Model
+from megatron.parallel.layout.mesh import ALONE, Axis
+
+from .decoder import Decoder, WholeModel, obstacle
+from .sampling import Sampling, choose_tokens
+from .schedule import Request
+
+
+@torch.no_grad()
+def generate(
+    model: Model,
+    prompt_BS: Tensor,
+    tokens: int,
+    sampling: Sampling,
+    *,
+    vocabulary: int | None = None,
+    cache: bool = True,
+    depth: int | None = None,
+    tolerance: float | None = None,
+    axis: Axis = ALONE,
+) -> Iterator[Tensor]:
+    """Continue prompts of equal length, one token [B] at a time, where the decoder cannot.
+
+    It cannot on ranks that share the keys of a text, with a tolerance, with a class of transformers, or without states.
+
+    Args:
+        prompt_BS: int64 [B, S], S at least 1.
+        vocabulary: only ids below it are chosen. The embedding may have more rows than the tokenizer has ids.
+        cache: False reads the whole text again for each token. The result is the same, slower.
+        depth: passes through a recurrent core. Default: as in evaluation.
+        tolerance: end earlier when a pass changes the newest token's state by at most this share. All tokens of the
+            text then have the passes of the newest, so the text is read again for each.
+        axis: ranks that share the keys of the texts. Each has the whole model and calls this with the same arguments.
+    """
+    was_training, own, text = model.training, model.plan.depth, prompt_BS
+    model.eval()
+    try:
+        with nullcontext() if own is None else own.at(depth, tolerance):
+            state = model.new_state(axis) if cache and tolerance is None else None
+            logits = model.logits(text) if state is None else model.decode(text, state, 0)
+            for _ in range(tokens):
+                places = [text.shape[1]] * len(text)
+                following, _ = choose_tokens(logits[:, -1, :vocabulary], sampling, range(len(text)), places)
+                yield following
+                text, newest = torch.cat([text, following.unsqueeze(1)], dim=1), following.unsqueeze(1)
+                logits = model.logits(text) if state is None else model.decode(newest, state, places[0])
+    finally:
+        model.train(was_training)
+
+
+def tokens_left(model: Model, prompt: int) -> float:
+    """Tokens that can follow a prompt of this length: without end, unless positions are learned."""
+    return math.inf if model.longest is None else model.longest - prompt
+
+
+def complete(
+    model: Model,
+    prompt: Sequence[int],
+    tokens: int,
+    sampling: Sampling,
+    *,
+    end: int | None = None,
+    vocabulary: int | None = None,
+    device: torch.device | str = "cpu",
+    cache: bool = True,
+    depth: int | None = None,
+    tolerance: float | None = None,
+    axis: Axis = ALONE,
+) -> Iterator[int]:
+    """The tokens that follow one prompt, up to `tokens`, the end-of-document token, or the last learned position.
+
+    The other arguments are as in `generate`.
+    """
+    tokens = int(min(tokens, tokens_left(model, len(prompt))))
+    if tokens < 1:
+        return
+    if covers(model) and cache and tolerance is None and axis.size == 1:
+        made = _decoded(model, prompt, tokens, sampling, vocabulary, device, depth)
+    else:
+        text = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
+        how: dict[str, Any] = {"cache": cache, "depth": depth, "tolerance": tolerance, "axis": axis}
+        made = map(int, generate(model, text, tokens, sampling, vocabulary=vocabulary, **how))
+    for token in made:
+        if token == end:
+            return
+        yield token
+
+
+def covers(model: Model) -> bool:
+    """Whether the decoder can read this model, which is whole here."""
+    return obstacle(model.plan.config, whole=True) is None
+
+
+def _decoded(
+    model: Model,
+    prompt: Sequence[int],
+    tokens: int,
+    sampling: Sampling,
+    vocabulary: int | None,
+    device: torch.device | str,
+    depth: int | None,
+) -> Iterator[int]:
+    was_training, own = model.training, model.plan.depth
+    try:
+        with nullcontext() if own is None else own.at(depth):
+            decoder = Decoder(WholeModel(model), device, rows=1, vocabulary=vocabulary)
+            live = decoder.begin([Request(tuple(prompt), tokens, sampling=sampling)])[0]
+            shown = 0
+            while decoder.step():
+                yield from live.drawn.tokens[shown:]
+                shown = len(live.drawn.tokens)
+    finally:
+        model.train(was_training)
+
+
+def continuations(
+    model: Model, requests: Sequence[Request], *, vocabulary: int | None = None, device: torch.device | str = "cpu"
+) -> list[list[int]]:
+    """The tokens that follow each prompt, together where the decoder reads the model, without a last `Request.end`."""
+    left = [min(each.tokens, tokens_left(model, len(each.prompt))) for each in requests]
+    requests = [replace(each, tokens=int(max(room, 0))) for each, room in zip(requests, left)]
+    found: list[list[int]]
+    if covers(model) and min(left, default=1) > 0:
+        was_training = model.training
+        try:
+            found = [each.tokens for each in Decoder(WholeModel(model), device, vocabulary=vocabulary).run(requests)]
+        finally:
+            model.train(was_training)
+    else:
+        found = [
+            list(
+                complete(
+                    model, each.prompt, each.tokens, each.sampling, end=each.end, vocabulary=vocabulary, device=device
+                )
+            )
+            for each in requests
+        ]
+    return [ids[:-1] if ids and ids[-1] == each.end else ids for ids, each in zip(found, requests)]

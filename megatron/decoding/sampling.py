@@ -1,0 +1,87 @@
+"""Choice of the next token, and the texts that end a continuation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.data.tokenizer import Tokenizer
+from megatron.parallel.layout.random import site_key, uniform
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Choice of the next token.
+
+    Attributes:
+        temperature: logits are divided by it. 0 takes the likeliest token.
+        top_k: only the k likeliest tokens. 0 is all.
+        top_p: only the smallest set of likeliest tokens whose probabilities reach p (Holtzman et al. 2020).
+        seed: draws are a function of (seed, purpose, number of the text, position).
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    purpose: str = "generate"
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def filtered(logits_BV: Tensor, sampling: Sampling) -> Tensor:
+    """Probabilities [B, V] after temperature, top-k and top-p, in float64."""
+    logits = logits_BV.double() / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        least = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    probabilities = logits.softmax(-1)
+    if sampling.top_p < 1.0:
+        ordered, index = probabilities.sort(dim=-1, descending=True, stable=True)
+        outside = ordered.cumsum(-1) - ordered >= sampling.top_p
+        kept = ordered.masked_fill(outside, 0.0)
+        probabilities = torch.zeros_like(probabilities).scatter(-1, index, kept)
+        probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+    return probabilities
+
+
+def choose_tokens(
+    logits_BV: Tensor, sampling: Sampling, numbers: Sequence[int], positions: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """The next token of each text, int64 [B], and its log-probability [B] in float64 before temperature and filters.
+
+    Equal on every rank that has the same logits.
+
+    Args:
+        numbers: of the texts, which key their draws.
+        positions: of the tokens in their texts.
+    """
+    if sampling.temperature == 0.0:
+        ids_B = logits_BV.argmax(-1)
+    else:
+        device, key, equal = logits_BV.device, site_key(sampling.seed, sampling.purpose), len(set(positions)) == 1
+        texts = torch.tensor(list(numbers), device=device)
+        draws = uniform(key, texts, torch.tensor(list(positions)[:1] if equal else list(positions), device=device))
+        draws_B = (draws[:, 0] if equal else draws.diagonal()).double()
+        below = filtered(logits_BV, sampling).cumsum(-1) <= draws_B.unsqueeze(1)
+        ids_B = below.sum(-1).clamp(max=logits_BV.shape[-1] - 1)
+    logs_BV = logits_BV.double().log_softmax(-1)
+    return ids_B, logs_BV.gather(1, ids_B.unsqueeze(1)).squeeze(1)
+
+
+def ending(tokenizer: Tokenizer, stops: Sequence[str]) -> Callable[[list[int]], bool] | None:
+    """Whether one of the stops is at the end of a text of these tokens. None without stops."""
+    if not stops:
+        return None
+    longest = max(len(stop.encode()) for stop in stops)
+
+    def ended(tokens: list[int]) -> bool:
+        # A stop has no more tokens than bytes. A few more, so that no character is cut at the front.
+        tail = tokenizer.decode(tokens[-(longest + 4) :])
+        return any(stop in tail for stop in stops)
+
+    return ended

@@ -1,0 +1,274 @@
+"""The tokens of requests that the next pass reads: first come, first served.
+
+Requests join and leave between passes. Where pages run out, the request that came last gives up its pages, and reads
+its text again later. The oldest request always has room, so each request ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from megatron.kinds.common.attention.paged_keys import PAGE, Token
+
+from .pool import Pool, digests_of
+from .sampling import GREEDY, Sampling
+
+Row = tuple[int, ...]
+
+
+class RequestError(ValueError):
+    """A request that the decoder cannot answer."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text to continue.
+
+    Attributes:
+        number: keys its draws.
+        tokens: the most that follow. 0 where only `scored` tokens are asked for.
+        finished: whether the continuation has ended, from its ids.
+        end: the id that ends documents, and the continuation.
+        least: fewest tokens. Before that, `end` is not chosen and nothing ends the text.
+        scored: tokens at the end of the prompt whose log-probabilities are asked for.
+    """
+
+    prompt: Row
+    tokens: int
+    number: int = 0
+    sampling: Sampling = GREEDY
+    finished: Callable[[list[int]], bool] | None = None
+    end: int | None = None
+    least: int = 0
+    scored: int = 0
+
+
+@dataclass
+class Drawn:
+    """A continuation: its ids, their log-probabilities, and whether it ended before the largest length.
+
+    Attributes:
+        scores: log-probabilities of the prompt's tokens that were asked for.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    log_p: list[float] = field(default_factory=list)
+    ended: bool = False
+    scores: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Live:
+    """A request that waits or runs.
+
+    Attributes:
+        arrival: its place in the order of arrival.
+        table: its pages.
+        slot: of its states. 0 while it waits.
+        read: tokens that the states have.
+        leader: reads the same prompt now, and this request continues from its states.
+    """
+
+    arrival: int
+    request: Request
+    drawn: Drawn = field(default_factory=Drawn)
+    table: list[int] = field(default_factory=list)
+    slot: int = 0
+    read: int = 0
+    leader: Live | None = None
+
+    @property
+    def text(self) -> Row:
+        return (*self.request.prompt, *self.drawn.tokens)
+
+    @property
+    def whole(self) -> int:
+        """Tokens that it may have to read."""
+        return len(self.request.prompt) + max(self.request.tokens - 1, 0)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens of a request in a pass."""
+
+    live: Live
+    begin: int
+    end: int
+
+    def tokens(self) -> list[Token]:
+        live, text = self.live, self.live.text
+        return [Token(text[place], place, live.table, live.slot) for place in range(self.begin, self.end)]
+
+
+class Schedule:
+    """The queues.
+
+    Args:
+        rows: requests that run at once.
+        budget: tokens of a pass.
+        copy_page: (page, other page, tokens), `copy_slot`: (slot, other slot). Both act between passes.
+        shares: whether a text may begin with pages of another text. Not with states besides keys.
+
+    Attributes:
+        passes, read, preempted: counts of passes, of tokens that they read, and of requests that gave up their pages.
+        reused: tokens that were not read, since another text had read them.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        rows: int,
+        budget: int,
+        copy_page: Callable[[int, int, int], None],
+        copy_slot: Callable[[int, int], None],
+        shares: Callable[[], bool],
+    ) -> None:
+        self.pool, self.rows, self.budget = pool, rows, max(budget, rows + 1)  # texts that grow leave one token
+        self.copy_page, self.copy_slot, self.shares = copy_page, copy_slot, shares
+        self.waiting: deque[Live] = deque()
+        self.running: list[Live] = []  # in the order of arrival
+        self.slots = list(range(rows, 0, -1))
+        self.arrivals = self.passes = self.read = self.preempted = self.reused = 0
+
+    def add(self, request: Request) -> Live:
+        """Queue a request.
+
+        Raises:
+            RequestError: it has no token, or can never have enough pages.
+        """
+        live = Live(self.arrivals, request)
+        if not request.prompt or not 0 <= request.scored < len(request.prompt) or request.tokens < 0:
+            raise RequestError("a request must have a token before the first one that is scored or follows")
+        if pages_of(live.whole) > self.pool.pages:
+            room = self.pool.pages * PAGE
+            raise RequestError(f"prompt and continuation have {live.whole} tokens, and all pages together {room}")
+        self.arrivals += 1
+        self.waiting.append(live)
+        return live
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def plan(self) -> list[Piece]:
+        """The pieces of the next pass: single tokens first, then pieces of longer texts while the budget lasts."""
+        self._admit()
+        pieces, left = list[Piece](), self.budget
+        for live in sorted(self.running, key=lambda each: (len(each.text) - each.read > 1, each.arrival)):
+            if live.leader is not None or live not in self.running or left < 1:
+                continue
+            end = min(len(live.text), live.read + left)
+            if self._room(live, end):
+                pieces.append(Piece(live, live.read, end))
+                left -= end - live.read
+        # A request that was planned may have given up its pages to an older one.
+        pieces = [each for each in pieces if each.live.slot]
+        self.passes += bool(pieces)
+        self.read += sum(each.end - each.begin for each in pieces)
+        return pieces
+
+    def done(self, pieces: Sequence[Piece]) -> list[tuple[Live, Live]]:
+        """Note that the pieces were read.
+
+        Returns:
+            The requests that continue from the states of another one from now on, each with the other.
+        """
+        forked = []
+        for piece in pieces:
+            live, text = piece.live, piece.live.text
+            live.read = piece.end
+            if piece.end // PAGE > piece.begin // PAGE and self.shares():
+                for page, digest in zip(live.table, digests_of(text[: piece.end])):
+                    self.pool.name(page, digest)
+            for each in self.running if live.read == len(text) else ():
+                if each.leader is live:
+                    each.leader, each.read = None, live.read
+                    each.table = [self.pool.share(page) for page in live.table]
+                    self.copy_slot(live.slot, each.slot)
+                    self.reused += live.read
+                    forked.append((each, live))
+        return forked
+
+    def leave(self, live: Live) -> None:
+        """End a request."""
+        self._give_up(live)
+
+    def _admit(self) -> None:
+        while self.waiting and self.slots:
+            live = self.waiting[0]
+            text = live.text
+            leader = None if live.drawn.tokens else self._leader(live.request)
+            found = list[int]()
+            if leader is None:
+                if self.shares() and not live.request.scored:
+                    found = self.pool.find(digests_of(text[:-1]))
+                idle = sum(not self.pool.uses[page] for page in found)
+                if self.running and pages_of(len(text)) - len(found) + idle > len(self.pool.free):
+                    return
+            self.waiting.popleft()
+            live.leader, live.slot = leader, self.slots.pop()
+            live.table = [self.pool.share(page) for page in found]
+            live.read = len(found) * PAGE
+            self.reused += live.read
+            self.running.append(live)
+            self.running.sort(key=lambda each: each.arrival)
+
+    def _leader(self, request: Request) -> Live | None:
+        """A running request that still reads the same prompt."""
+        for each in self.running:
+            same = each.request.prompt == request.prompt and each.request.scored == request.scored
+            if same and each.leader is None and not each.drawn.tokens and each.read < len(request.prompt):
+                return each
+        return None
+
+    def _room(self, live: Live, end: int) -> bool:
+        """Have pages for the tokens up to `end`. No other text uses their places from `live.read` on."""
+        page = live.read // PAGE
+        if page < len(live.table) and self.pool.uses[live.table[page]] > 1:
+            if not self._free_one(live):
+                return False
+            old, live.table[page] = live.table[page], self.pool.take()
+            self.copy_page(old, live.table[page], live.read % PAGE)
+            self.pool.release([old])
+        while len(live.table) < pages_of(end):
+            if not self._free_one(live):
+                return False
+            live.table.append(self.pool.take())
+        return True
+
+    def _free_one(self, live: Live) -> bool:
+        """Whether there is a free page, after preempting requests that came later if necessary. False: this one was the
+        latest, and was preempted itself."""
+        while not self.pool.free:
+            later = [each for each in self.running if each.table and each.arrival > live.arrival]
+            last = max(later, key=lambda each: each.arrival, default=live)
+            self._give_up(last)
+            last.read, self.preempted = 0, self.preempted + 1
+            place = sum(each.arrival < last.arrival for each in self.waiting)
+            self.waiting.insert(place, last)
+            if last is live:
+                return False
+        return True
+
+    def _give_up(self, live: Live) -> None:
+        self.pool.release(live.table)
+        self.slots.append(live.slot)
+        self.running.remove(live)
+        live.table, live.slot, live.leader = [], 0, None
+        for each in self.running:
+            if each.leader is live:
+                each.leader = None
+
+
+def pages_of(tokens: int) -> int:
+    return -(-tokens // PAGE)
+
+
+def is_over(request: Request, drawn: Drawn) -> bool:
+    """Whether a continuation is complete. Notes whether it ended by itself."""
+    tokens = drawn.tokens
+    if tokens and len(tokens) >= request.least:
+        drawn.ended = tokens[-1] == request.end or (request.finished is not None and request.finished(tokens))
+    return drawn.ended or len(tokens) >= request.tokens

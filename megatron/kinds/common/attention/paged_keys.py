@@ -1,0 +1,215 @@
+"""Keys and values of many texts in pages, for decoding. A token's result does not depend on the other tokens of a pass.
+
+A page has `PAGE` tokens of one text. A query at position p reads all pages up to its own, with a mask behind p, so the
+sizes of its products follow from p. Kernels for CPUs round a row in the same way in products of `FEWEST` rows and more.
+With fewer rows other kernels are taken. So the number of queries that are computed together changes no bit.
+
+Shapes: T tokens of a pass, n query heads, m key/value heads, D and E channels of a key and of a value. A tile has the
+queries of one text in one page. G tiles have M rows each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attend import attend_masked
+from .pattern import Pattern
+
+PAGE = 32  # tokens
+FEWEST = 8  # rows of a product
+PADDED = 32  # tokens of a pass are a multiple of this, so that no vector of a kernel has numbers of two tokens
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token of a pass.
+
+    Attributes:
+        id, position: of the token in its text.
+        table: pages of its text, by their numbers in the pool.
+        slot: place of the text in the states of recurrences.
+    """
+
+    id: int
+    position: int
+    table: Sequence[int]
+    slot: int
+
+
+@dataclass(frozen=True)
+class TileGroup:
+    """Tiles that read equally many pages, with equally many rows.
+
+    Attributes:
+        rows: int64 [G, M], numbers of tokens in the pass. Padding has 0.
+        places: int64 [G, M], their positions.
+        pages: int64 [G, pages].
+        real: int64 [R], which of the G M rows are no padding, and `targets` [R] their tokens.
+    """
+
+    rows: Tensor
+    places: Tensor
+    pages: Tensor
+    real: Tensor
+    targets: Tensor
+
+
+@dataclass
+class Pass:
+    """The tokens that are read together, on the device, padded.
+
+    Attributes:
+        turns: number of turns in which recurrences read it, at least: that of the rank with most of them.
+    """
+
+    tokens: Sequence[Token]
+    device: torch.device | str
+    turns: int = 0
+    memo: dict[Hashable, Any] = field(default_factory=dict)
+
+    @cached_property
+    def size(self) -> int:
+        return max(PADDED, -(-len(self.tokens) // PADDED) * PADDED)
+
+    def _numbers(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor([*values, *[0] * (self.size - len(values))], dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def ids_T1(self) -> Tensor:
+        return self._numbers([each.id for each in self.tokens]).unsqueeze(1)
+
+    @cached_property
+    def positions_T1(self) -> Tensor:
+        return self._numbers([each.position for each in self.tokens]).unsqueeze(1)
+
+    @cached_property
+    def longest(self) -> int:
+        return max((each.position for each in self.tokens), default=0) + 1
+
+    @cached_property
+    def pages(self) -> Tensor:
+        """int64 [T], the page of each token. Padding goes to page 0, which no text has."""
+        return self._numbers([each.table[each.position // PAGE] for each in self.tokens])
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        return self._numbers([each.position % PAGE for each in self.tokens])
+
+    @cached_property
+    def fresh(self) -> Tensor:
+        """Pages whose first token is in the pass."""
+        found = [each.table[each.position // PAGE] for each in self.tokens if each.position % PAGE == 0]
+        return torch.tensor(found, dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def groups(self) -> list[TileGroup]:
+        tiles: dict[tuple[int, int], list[int]] = {}
+        for row, each in enumerate(self.tokens):
+            tiles.setdefault((each.slot, each.position // PAGE), []).append(row)
+        alike: dict[tuple[int, int], list[list[int]]] = {}
+        for (_, page), rows in tiles.items():
+            alike.setdefault((page + 1, FEWEST if len(rows) <= FEWEST else PAGE), []).append(rows)
+        return [self._group(pages, width, found) for (pages, width), found in sorted(alike.items())]
+
+    def _group(self, pages: int, width: int, tiles: list[list[int]]) -> TileGroup:
+        def tensor(values: Any) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+        rows = [[*each, *[0] * (width - len(each))] for each in tiles]
+        places = [[self.tokens[row].position for row in each] for each in tiles]
+        real = [number * width + at for number, each in enumerate(tiles) for at in range(len(each))]
+        return TileGroup(
+            tensor(rows),
+            tensor([[*each, *[each[0]] * (width - len(each))] for each in places]),
+            tensor([list(self.tokens[each[0]].table[:pages]) for each in tiles]),
+            tensor(real),
+            tensor([row for each in tiles for row in each]),
+        )
+
+    def remember(self, key: Hashable, make: Any) -> Any:
+        if key not in self.memo:
+            self.memo[key] = make()
+        return self.memo[key]
+
+
+@dataclass
+class Current:
+    """The pass that all layers read now."""
+
+    read: Pass
+
+    @property
+    def length(self) -> int:
+        """Tokens before the newest token of the longest text, by which layers make tables of positions."""
+        return self.read.longest - 1
+
+
+@dataclass
+class PagedKeys:
+    """State of a layer that attends: its keys and values of all texts, [pages, m, PAGE, D or E].
+
+    Attributes:
+        pages: of the pool.
+    """
+
+    current: Current
+    pages: int
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        return self.current.length
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, sinks_n: Tensor | None = None) -> Tensor:
+        """Attention of each token to the tokens of its text, up to itself.
+
+        Args:
+            q: [T, n, 1, D], k: [T, m, 1, D], v: [T, m, 1, E].
+
+        Returns:
+            [T, n, 1, E].
+        """
+        now = self.current.read
+        keys, values = self._write(now, k.squeeze(2), v.squeeze(2))
+        q_TnD = q.squeeze(2)
+        y_TnE = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
+        for number, group in enumerate(now.groups):
+            own = q_TnD[group.rows].transpose(1, 2)
+            seen, read = self._read(keys, group.pages), self._read(values, group.pages)
+            y = attend_masked(own, seen, read, group.places, pattern, sinks_n, self._remember(now, number))
+            y_TnE[group.targets] = y.transpose(1, 2).flatten(0, 1)[group.real]
+        return y_TnE.unsqueeze(2)
+
+    @staticmethod
+    def _remember(now: Pass, number: int) -> Any:
+        return lambda key, make: now.remember((number, key), make)
+
+    def _write(self, now: Pass, k_TmD: Tensor, v_TmE: Tensor) -> tuple[Tensor, Tensor]:
+        if self.keys is None or self.values is None:
+            self.keys, self.values = (
+                each.new_zeros(self.pages, each.shape[1], PAGE, each.shape[2]) for each in (k_TmD, v_TmE)
+            )
+        for pool, new in ((self.keys, k_TmD), (self.values, v_TmE)):
+            if len(now.fresh):
+                pool[now.fresh] = 0  # a text that has diverged may have left NaNs, which no mask removes
+            pool[now.pages, :, now.offsets] = new
+        return self.keys, self.values
+
+    @staticmethod
+    def _read(pool: Tensor, pages: Tensor) -> Tensor:
+        """[G, m, pages PAGE, D]."""
+        return pool[pages].transpose(1, 2).flatten(2, 3)
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """Copy the first tokens of a page to a page of no text."""
+        for pool in (self.keys, self.values):
+            if pool is not None:
+                pool[target] = 0
+                pool[target, :, :tokens] = pool[source, :, :tokens]

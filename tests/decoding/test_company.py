@@ -1,0 +1,146 @@
+"""A request's tokens, logits and log-probabilities: the same bits in any company and pieces, as of whole texts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from megatron import api
+from megatron.config import resolve
+from megatron.decoding.decoder import Decoder, WholeModel, obstacle
+from megatron.decoding.sampling import GREEDY, Sampling
+from megatron.decoding.schedule import Drawn, Request
+from megatron.kinds.common.attention import paged_keys
+from megatron.model.stack import Model, build_model
+from tests.float64 import DOUBLE, EXACT
+from tests.model.parity import relative
+
+# Windows and sinks; latents; compressed keys with convolutions; shared blocks and a scan; attention next to a scan; two
+# recurrences of matrices; delta rule; experts by sigmoid and by softmax; ALiBi, caps and learned positions.
+NAMES = ["gpt_oss", "deepseek_v2", "zaya", "zamba2", "falcon_h1", "rwkv7_hybrid", "rwkv5", "gated_delta", "olmoe"]
+OTHERS: dict[str, dict[str, Any]] = {
+    "learned": {
+        "embedding": {"position": "learned", "max_positions": 128},
+        "attention": {"heads": 4, "position": "none"},
+    },
+    "caps": {"attention": {"heads": 4, "kv_heads": 2, "position": "alibi", "softcap": 3.0, "window": 20}},
+    "depth": {
+        "layers": "attention/mlp recurrent(attention/mlp mamba2/mlp) attention/mlp",
+        "attention": {"heads": 4},
+        "mamba2": {"head_dim": 16, "state_size": 16},
+        "recurrence": {"evaluation": 2},
+    },
+}
+WAYS: list[dict[str, Any]] = [{"rows": 3, "budget": 17}, {"pages": 5}]
+
+
+def model_of(name: str, dtype: torch.dtype) -> Model:
+    config = api.resolve(f"test/tiny_{name}").config if name in NAMES else None
+    if config is None:
+        plain = {"layers": "(attention/mlp) x2", "hidden_size": 32, "vocab_size": 61, "norm": {"type": "rmsnorm"}}
+        given = {"model": {**plain, **OTHERS[name]}, "training": {"steps": 1, "sequence_length": 128}}
+        config = resolve(given)
+    assert obstacle(config) is None
+    model, draw = build_model(config, dtype=dtype).eval(), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += (0.1 * torch.randn(parameter.shape, generator=draw, dtype=DOUBLE)).to(parameter.dtype)
+    return model
+
+
+def requests() -> list[Request]:
+    """Texts on both sides of pages' ends, some with one beginning, some of one prompt."""
+    draw, sampling = torch.Generator().manual_seed(1), Sampling(0.8, top_k=20, top_p=0.95, seed=5)
+    prompts = [tuple(torch.randint(60, (length,), generator=draw).tolist()) for length in (3, 37, 41, 1, 30)]
+    prompts += [(*prompts[2][:34], 7), prompts[1], prompts[1]]
+    return [Request(prompt, 5 - number % 2, number, sampling) for number, prompt in enumerate(prompts)]
+
+
+def answers(model: Model, asked: Sequence[Request], **how: Any) -> tuple[list[Drawn], dict, Decoder]:
+    decoder, logits = Decoder(WholeModel(model), "cpu", **how), {}
+    decoder.logits = lambda live, place, row: logits.__setitem__((live.request.number, place), row.clone())
+    return decoder.run(asked), logits, decoder
+
+
+@pytest.mark.parametrize("name", [*NAMES, *OTHERS])
+def test_logits_are_those_of_whole_texts(name: str) -> None:
+    """In float64, where whole texts differ by rounding only. Scores of prompts, too."""
+    model = model_of(name, DOUBLE)
+    asked = [*requests()[1:4], Request(requests()[2].prompt, 0, 11, scored=20)]
+    drawn, logits, decoder = answers(model, asked, rows=3, budget=30)
+    for request, found in zip(asked, drawn):
+        text = [*request.prompt, *found.tokens]
+        with torch.no_grad():
+            whole = model.logits(torch.tensor([text]))[0]
+        places = [place for number, place in logits if number == request.number]
+        assert len(places) == request.tokens + request.scored == len(found.tokens) + len(found.scores)
+        for place in places:
+            assert relative(logits[request.number, place], whole[place]) < EXACT
+        logs = whole.double().log_softmax(-1)
+        begin = len(request.prompt) - 1 - request.scored
+        wanted = [float(logs[place, text[place + 1]]) for place in range(begin, len(text) - 1)]
+        assert [*found.scores, *found.log_p] == pytest.approx(wanted, abs=1e-9)
+    assert not decoder.schedule.running
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", [*NAMES, *OTHERS])
+def test_company_changes_no_bit(name: str, dtype: torch.dtype) -> None:
+    model, asked = model_of(name, dtype), requests()
+    single = [answers(model, [each]) for each in asked]
+    alone = [drawn for (drawn,), *_ in single]
+    wanted = {key: row for _, logits, _ in single for key, row in logits.items()}
+    counts = Counter[str]()
+    for way, how in enumerate(WAYS):
+        order = asked[::-1] if way else asked
+        drawn, logits, decoder = answers(model, order, **how)
+        assert (drawn[::-1] if way else drawn) == alone
+        assert all(row.equal(wanted[key]) for key, row in logits.items())
+        counts.update(reused=decoder.schedule.reused, preempted=decoder.schedule.preempted)
+    assert counts["reused"] > 0 and counts["preempted"] > 0
+
+
+def test_it_is_the_rows_that_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without padding kernels of few rows are used, and company changes bits. The test above would find it."""
+    monkeypatch.setattr(paged_keys, "PADDED", 1)
+    monkeypatch.setattr(paged_keys, "FEWEST", 1)
+    model, asked = model_of("olmoe", torch.float32), requests()
+    _, together, _ = answers(model, asked)
+    apart = [row.equal(together[key]) for each in asked[:4] for key, row in answers(model, [each])[1].items()]
+    if all(apart):
+        pytest.skip("this processor's kernels round few rows like many")
+
+
+def test_company_that_diverges() -> None:
+    """NaNs of one text reach no other, and none that uses its pages later."""
+    model = model_of("gated_delta", torch.float32)
+    good = requests()[:3]
+    with torch.no_grad():
+        model.embedding.tokens.weight[60] = float("nan")
+    bad = [Request((60,) * 40, 5, 20), Request((1, 60), 5, 21)]
+    alone = [answers(model, [each])[0][0] for each in good]
+    drawn, _, _ = answers(model, [bad[0], good[0], bad[1], *good[1:]], rows=2, pages=4)
+    assert [drawn[1], *drawn[3:]] == alone
+
+
+def test_lengths_and_ends() -> None:
+    model = model_of("caps", torch.float32)
+    free = answers(model, [Request((1, 2, 3), 12)])[0][0]
+    end, stop = free.tokens[4], free.tokens[2]
+    first = free.tokens.index(end)
+    drawn = answers(
+        model,
+        [
+            Request((1, 2, 3), 12, end=end),
+            Request((1, 2, 3), 12, finished=lambda ids: ids[-1] == stop),
+            Request((1, 2, 3), 8, end=end, least=8),
+        ],
+    )[0]
+    assert drawn[0].tokens == free.tokens[: first + 1] and drawn[0].ended
+    assert drawn[1].tokens == free.tokens[: free.tokens.index(stop) + 1] and drawn[1].ended
+    assert len(drawn[2].tokens) == 8 and end not in drawn[2].tokens[:7]
+    assert GREEDY.temperature == 0.0 and not free.ended
