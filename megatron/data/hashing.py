@@ -6,8 +6,9 @@ Each draw depends on its purpose, not on the number of draws before it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -66,3 +67,16 @@ def key_of(*purpose: int | str) -> int:
 def generator(*purpose: int | str) -> np.random.Generator:
     """A counter-based generator (Philox) for a purpose."""
     return np.random.Generator(np.random.Philox(key=key_of(*purpose)))
+
+
+def hashes_of(options: Mapping[str, Any]) -> dict[str, str]:
+    """SHA-256 of each file that the options of a source of samples name, by key. A pair's is that of its tokens."""
+    found: dict[str, str] = {}
+    for key, value in options.items():
+        if isinstance(value, Mapping):
+            found |= {f"{key}.{name}": each for name, each in hashes_of(value).items()}
+        elif isinstance(value, str):
+            path = next((each for each in (Path(value), Path(f"{value}.bin")) if each.is_file()), None)
+            if path is not None:
+                found[key] = file_hash(path)
+    return found

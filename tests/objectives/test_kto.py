@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -149,6 +151,11 @@ def test_the_first_step_is_the_formula_and_other_layouts_are_one_run(tmp_path):
         return [[each[key] for key in names] for each in train_on_ranks(ranks, run, overrides) if "loss" in each]
 
     one = steps("one", 1)
+    start = json.loads((tmp_path / "one/ledger.jsonl").read_text().splitlines()[0])
+    for key in ("answers_reference", "mismatched", "mismatched_labels", "validation.answers"):
+        path = data["options"].get(key, data["options"]["answers"])
+        content = Path(path if key.endswith("reference") else f"{path}.bin").read_bytes()
+        assert start["files"][key] == hashlib.sha256(content).hexdigest()
     model = api.open_model(str(tmp_path / "sft"))
     gained = {side: _gained(model, data["options"], side) for side in ("answers", "mismatched")}
     batch = build_loader(resolve(values), data_rank=0, data_ranks=1).step(0)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from megatron.data.hashing import hashes_of
 from megatron.report.ledger import goodput, read_ledger
 from megatron.worker.beacon import EVALUATE
 
@@ -30,6 +31,8 @@ class LedgerHook(Hook):
         self._blend: int | None = None  # number of the last reported one
 
     def on_start(self, trainer: Trainer) -> None:
+        if trainer.is_main and (files := hashes_of(trainer.config.data.options)):
+            self._facts["files"] = files
         layout = trainer.mesh.layout
         trainer.record(
             "resume" if trainer.start else "start",
