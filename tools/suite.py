@@ -9,6 +9,8 @@
     tools/suite.py ladder.yml fit                  a scaling law of the losses, with intervals and a picture python
     tools/suite.py points.csv fit                  the same of a table: run, parameters, tokens, loss
 
+A file with `stages` is a chain, for which there are plan, launch, status and manifest.
+
 Exit status 1: a run failed, or runs that should have read the same batches have not. 2: errors in the files.
 """
 
@@ -28,6 +30,7 @@ from megatron.config import ConfigError  # noqa: E402
 from megatron.config.file_access import OutputError, keep_inputs, writing  # noqa: E402
 from megatron.config.problems import UserError  # noqa: E402
 from megatron.suite import Suite, read_suite  # noqa: E402
+from megatron.suite.stages import Chain, read_chain  # noqa: E402
 
 READ = {  # options of each verb
     "plan": {"json"},
@@ -148,6 +151,29 @@ def fit(suite: Suite | Path, options: argparse.Namespace) -> int:
     return 0
 
 
+def chained(chain: Chain, options: argparse.Namespace) -> int:
+    """A verb of a file with stages."""
+    if options.verb in ("compare", "fit") or options.slurm or options.index is not None or options.jobs != 1:
+        raise UserError(f"{chain.path} has stages: use plan, launch, status or manifest, one stage at a time")
+    states = {stage.name: chain.state(stage) for stage in chain.stages}
+    if options.verb == "launch":
+        return int(chain.launch(lambda line: print(line, flush=True)) is not None)
+    if options.verb == "plan":
+        chain.check()
+    if options.verb == "manifest":
+        found = {
+            each.name: json.loads(each.manifest.read_text()) for each in chain.stages if states[each.name] == "done"
+        }
+        print(json.dumps(found, indent=2))
+    elif options.json:
+        print(json.dumps(states, indent=2))
+    else:
+        for stage in chain.stages:
+            parents = f"  from {', '.join(stage.parents)}" if stage.parents else ""
+            print(f"{stage.name:<12} {states[stage.name]:<8} {stage.words[0]}{parents}")
+    return 0
+
+
 def _picture(options: argparse.Namespace, folder: Path, name: str) -> Path:
     picture: Path = options.picture or folder / f"{name}-scaling.png"
     keep_inputs([picture], [options.suite], "--picture")
@@ -211,6 +237,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.verb == "fit" and options.suite.suffix == ".csv":
             return fit(options.suite, options)
+        if (chain := read_chain(options.suite)) is not None:
+            return chained(chain, options)
         return globals()[options.verb](read_suite(options.suite), options)
     except (ConfigError, OutputError, UserError) as error:
         print(error, file=sys.stderr)

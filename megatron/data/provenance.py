@@ -197,6 +197,10 @@ class Provenance:
             raise DataError("--document", rule, "give the path of the token file")
         return found[0]
 
+    def origin(self, source: int, document: int) -> dict[str, Any]:
+        """The input that a document was made from, with the names of a `TextPiece`. Empty if unknown."""
+        return self._origins(source).of(document)
+
     def seen(self, source: int, document: int, start: int = 0, length: int | None = None) -> list[tuple[int, int]]:
         """The steps that read (a part of) a document, as (step, index in the global batch), in order.
 

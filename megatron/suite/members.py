@@ -254,7 +254,7 @@ class _Reader:
         return found or word
 
     def _keys(self, at: tuple[str, ...], keys: dict[str, Any]) -> dict[str, Any]:
-        found = {".".join(map(str, path)): value for path, value in _values(keys)}
+        found = {".".join(map(str, path)): value for path, value in values_of(keys)}
         for key in ("run.dir", "run.name"):
             if key in found:
                 self.problem(at, f"must not set {key}, which is the suite's", "remove it, since `dir` names the folder")
@@ -282,7 +282,7 @@ class _Change:
     keys: Mapping[str, Any]
 
 
-def _values(tree: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+def values_of(tree: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
     """Keys of nested or dotted mappings with their values. A list is one value."""
     lists = set()
     for path, value in leaves(tree):

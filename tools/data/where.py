@@ -3,6 +3,8 @@
 
 python tools/data/where.py runs/pythia --document pile:123
 python tools/data/where.py runs/pythia --text "to be or not to be"
+
+A chain of stages is searched as a whole.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ if __name__ == "__main__":
     sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 
 import argparse  # noqa: E402
+from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
+from megatron.suite.stages import CHAIN  # noqa: E402
 from tools.data.command import add_shared, run_left_out, run_tool  # noqa: E402
 
 if TYPE_CHECKING:
@@ -39,6 +43,8 @@ def options() -> argparse.ArgumentParser:
 def main(given: argparse.Namespace) -> dict:
     from megatron.data.provenance import Provenance, run_config
 
+    if os.path.isfile(os.path.join(given.run, CHAIN)):
+        return _stages(given)
     config = run_config(given.run)
     provenance = Provenance(config, given.split, given.name, run_left_out(given.run))
     places = _document(given.document) if given.document else None
@@ -48,7 +54,52 @@ def main(given: argparse.Namespace) -> dict:
         found.append(_entry(provenance, source, places[1], 0, None))
     else:
         found += _texts(provenance, config, given.text, given.workers)
+        found += _samples(provenance, config, given.text) if config.data.synthetic != "none" else []
     return {"run": given.run, "places": found, "times": sum(len(each["seen"]) for each in found)}
+
+
+def _stages(given: argparse.Namespace) -> dict:
+    """The places of a text in the runs of all stages, and the stages whose weights follow from them."""
+    from megatron.config.file_access import read_json
+    from megatron.data.errors import DataError
+
+    if given.text is None:
+        raise DataError("--document", "the stages of a chain have documents of their own", "give --text, or a stage")
+    stages, times = {}, 0
+    listed = read_json(Path(given.run) / CHAIN)["stages"]
+    for each in listed:
+        folder = os.path.join(given.run, each["stage"])
+        if not each["trains"] or not os.path.isfile(os.path.join(folder, "config.yml")):
+            continue
+        found = main(argparse.Namespace(**{**vars(given), "run": folder}))
+        stages[each["stage"]] = {"places": found["places"], "times": found["times"], "then": _later(listed, each)}
+        times += found["times"]
+    return {"run": given.run, "stages": stages, "times": times}
+
+
+def _later(stages: list[dict], stage: dict) -> list[str]:
+    """The stages that follow from a stage, directly or not."""
+    reached = {stage["stage"]}
+    for each in stages:  # parents come first
+        reached |= {each["stage"]} if reached & set(each["parents"]) else set()
+    return [each["stage"] for each in stages if each["stage"] in reached - {stage["stage"]}]
+
+
+def _samples(provenance: Provenance, config: Config, text: str) -> list[dict]:
+    """The samples with a text, of a source that is no token file: preferences, or rollouts."""
+    from megatron.data.tokenizer import build_tokenizer
+
+    tokenizer, seen, known = build_tokenizer(config.tokenizer), [], dict[bytes, bool]()
+    for step in range(provenance.plan.steps):
+        for index in range(provenance.plan.batches.size(step)):
+            tokens = provenance.plan.sample(provenance.number(step, index)).tokens
+            key = tokens.tobytes()
+            if key not in known:
+                known[key] = text in tokenizer.decode([each for each in tokens.tolist() if each < tokenizer.size])
+            if known[key]:
+                seen.append({"step": step, "index": index})
+    place = {"source": config.data.synthetic, "document": None, "start": 0, "length": None, "seen": seen}
+    return [place] if seen else []
 
 
 def _document(text: str) -> tuple[str, int]:
@@ -88,15 +139,28 @@ def _entry(provenance: Provenance, source: int, document: int, start: int, lengt
         "start": start,
         "length": length,
         "seen": [{"step": step, "index": index} for step, index in seen],
+        **provenance.origin(source, document),
     }
 
 
 def show(result: dict) -> None:
-    for each in result["places"]:
+    for stage, found in result.get("stages", {}).items():
+        print(f"{stage}: seen by {found['times']} sequences")
+        _show_places(found["places"], "  ")
+        if found["times"] and found["then"]:
+            print(f"  its weights are in {', '.join(found['then'])}")
+    if "stages" not in result:
+        _show_places(result["places"])
+        print(f"seen by {result['times']} sequences" if result["places"] else "not in the data")
+
+
+def _show_places(places: list[dict], indent: str = "") -> None:
+    for each in places:
         tokens = "" if each["length"] is None else f" tokens {each['start']}-{each['start'] + each['length'] - 1}"
         steps = ", ".join(f"{seen['step']} (sequence {seen['index']})" for seen in each["seen"]) or "no step"
-        print(f"{each['source']} document {each['document']}{tokens}: {steps}")
-    print(f"seen by {result['times']} sequences" if result["places"] else "not in the data")
+        document = "" if each["document"] is None else f" document {each['document']}"
+        origin = f" (from {each['input']})" if each.get("input") else ""
+        print(f"{indent}{each['source']}{document}{tokens}: {steps}{origin}")
 
 
 if __name__ == "__main__":
