@@ -13,6 +13,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path as FilePath
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,13 +22,24 @@ import numpy as np
 from megatron.config.problems import UserError
 from megatron.config.tree import thaw
 from megatron.data.tokenizer import build_tokenizer
+from megatron.decoding.sampling import Sampling
 from megatron.evaluation.shared_contexts import Text
 from megatron.training.hook import Hook, HookContext
 from megatron.worker.beacon import EVALUATE
 
 from .options import AlignSection
 from .problems import Problems, Prompt
-from .rollouts import Rollout, advantages, await_round, file_hash, path_of, read_head, read_round, write_round
+from .rollouts import (
+    Rollout,
+    advantages,
+    await_round,
+    file_hash,
+    next_level,
+    path_of,
+    read_head,
+    read_round,
+    write_round,
+)
 from .sampler import Drawn, Rule, Sampler
 from .verifier import Item, Verdict, Verifier
 
@@ -37,10 +49,15 @@ if TYPE_CHECKING:
     from megatron.training.exchange import StepReport
     from megatron.training.trainer import Trainer
 
+    from .server import Server
+
 Group = tuple[Prompt, list[Drawn], list[Verdict]]
 # Keys that change neither what is drawn nor what is trained.
-OTHER = ("workers", "texts", "time_limit", "evaluate", "problems", "held_out", "held_out_labels")
-LATER = ("prompt_labels",)  # keys that the files of earlier versions do not have. They count where they are given
+OTHER = (
+    *("workers", "texts", "time_limit", "evaluate", "problems", "held_out", "held_out_labels"),
+    *("server", "votes", "vote_on", "aggregate"),
+)
+LATER = ("prompt_labels", "behind", "curriculum")  # earlier versions' files lack them. They count where they are given
 
 
 class Rounds:
@@ -72,12 +89,31 @@ class AlignHook(Hook):
         self.tokenizer = build_tokenizer(config.tokenizer)
         world = parts.world
         self.sampler = Sampler(config, parts.engine, world.mesh, world.device, texts=self.own.texts)
-        self.verifier = Verifier.of(self.own)
+        self.server: Server | None = None
+        if self.own.server.url is not None:
+            from .server import Server
+
+            ends = (self.own.stop, self.tokenizer.eod_id)
+            self.server = Server(self.own.server, FilePath(config.run.dir), world, parts.contents, self.own.texts, ends)
+        self.step = 0
+        rewards, self.models = world.communicator.broadcast(self.rewards() if world.is_main else None)
+        self.verifier = Verifier(rewards, self.own.workers, self.own.time_limit)
         self.problems = Problems(config, self.tokenizer)
         self.held_out = Problems(config, self.tokenizer, held_out=True) if self.own.evaluate is not None else None
         self.numbers: dict[str, float] = {}
 
+    def rewards(self) -> tuple[list[dict[str, Any]], dict[str, str]]:
+        """The rewards, and the hashes of their models."""
+        given = [each.model_dump() for each in self.own.rewards]
+        if all(each["type"] != "reward_model" for each in given):
+            return given, {}
+        from .reward_model import pinned
+
+        return pinned(given)
+
     def on_start(self, trainer: Trainer) -> None:
+        if self.models:
+            trainer.record("reward_models", sha256=self.models)
         if wrong := self.world.communicator.broadcast(self.verifier.fault() if self.world.is_main else None):
             raise UserError(wrong)
         self.sampler.alive = partial(trainer.beacon.at, EVALUATE, detail=b"rollouts")
@@ -96,20 +132,33 @@ class AlignHook(Hook):
 
     def prepare(self, trainer: Trainer, number: int) -> None:
         """Have the file of a round, which is drawn unless it is there and belongs to this course of the run."""
+        self.step = trainer.completed
         if self.own.evaluate is not None and number % self.own.evaluate == 0:
             self.evaluate(trainer)
-        path, head = path_of(self.config, number), self.head(number)
-        if not self.world.communicator.broadcast(self.world.is_main and read_head(path) == head):
-            drawn = self.draw_round(number)
-            if self.world.is_main:
-                write_round(path, head, drawn)
-        digest = self.world.communicator.broadcast(file_hash(path) if self.world.is_main else None)
-        await_round(path, digest)
-        rollouts = read_round(path)
+        last = -(-trainer.steps // self.own.updates)
+        rounds = range(number, min(number + 1 + self.own.behind, last))
+        digest = [self.have(each, number in (0, each - self.own.behind)) for each in rounds][0]
+        rollouts = read_round(path_of(self.config, number))
         self.numbers = numbers_of(rollouts, self.own.group)
         if all(each.failure is not None for each in rollouts):
             trainer.log(f"round {number}: all rewards have failed, the first with {rollouts[0].failure!r}")
         trainer.record("rollouts", step=trainer.completed, round=number, sha256=digest, **self.numbers)
+
+    def have(self, number: int, drawn_now: bool) -> str:
+        """Have the file of a round, and return its hash. Only some rounds are drawn by the present weights."""
+        path, head = path_of(self.config, number), self.head(number)
+        if not self.world.communicator.broadcast(self.world.is_main and read_head(path) == head):
+            if not drawn_now:
+                raise UserError(
+                    f"{path} must be there as this run has drawn it: weights of {self.own.behind} rounds before are "
+                    "gone. Begin again with checkpoint.resume=none, or resume from an earlier checkpoint"
+                )
+            drawn = self.draw_round(number, head.get("level"))
+            if self.world.is_main:
+                write_round(path, head, drawn)
+        digest: str = self.world.communicator.broadcast(file_hash(path) if self.world.is_main else None)
+        await_round(path, digest)
+        return digest
 
     def head(self, number: int) -> dict[str, Any]:
         """The first line of a round's file: the settings that it follows from, and the file before it."""
@@ -118,21 +167,36 @@ class AlignHook(Hook):
         given = {name: whole[name] for name in names if name in whole}
         later = [name for name in LATER if getattr(self.own, name) == getattr(AlignSection(), name)]
         given["align"] = {name: value for name, value in whole["align"].items() if name not in (*OTHER, *later)}
+        for each in given["align"]["rewards"]:
+            if not each["gate"]:
+                del each["gate"]
+        if self.models:
+            given["models"] = self.models
         keys = ("seed", "steps", "global_batch_size", "sequence_length", "weight_average")
         given["training"] = [whole["training"][name] for name in keys]
         given["prompts"] = self.problems.digest
         given["base"] = whole["checkpoint"]["initialize_from"]
         settings = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
         before = file_hash(path_of(self.config, number - 1)) if number else ""
-        return {"round": number, "settings": settings, "before": before}
+        found = {"round": number, "settings": settings, "before": before}
+        return found if self.own.curriculum is None else {**found, "level": self.level(number)}
 
-    def draw_round(self, number: int) -> list[Rollout]:
+    def level(self, number: int) -> int:
+        """The largest difficulty of a round, which follows from the file of the round before."""
+        least, largest = self.own.difficulty
+        if number == 0:
+            return int(least)
+        before = path_of(self.config, number - 1)
+        level = int(read_head(before).get("level", least))
+        return next_level(read_round(before), level, self.own.curriculum, least, largest)
+
+    def draw_round(self, number: int, level: int | None = None) -> list[Rollout]:
         """Draw, judge and score the texts of a round. All ranks get the same."""
         own, count = self.own, self.size // self.own.group
         chosen, spare = list[Group](), list[Group]()
         for wave in range(1 + own.dynamic_sampling):
             first = (number * (1 + own.dynamic_sampling) + wave) * count
-            for group in self.groups(range(first, first + count)):
+            for group in self.groups(range(first, first + count), level):
                 equal = len({verdict.reward for verdict in group[2]}) == 1
                 (spare if equal and own.dynamic_sampling else chosen).append(group)
             if len(chosen) >= count:
@@ -148,27 +212,36 @@ class AlignHook(Hook):
                 parts=dict(verdict.parts),
                 failure=verdict.failure,
                 counts=each.ended or not own.mask_truncated,
+                difficulty=None if level is None else int(prompt.record["difficulty"]),
             )  # fmt: skip
             for prompt, drawn, verdicts in (chosen + spare)[:count]
             for each, verdict in zip(drawn, verdicts)
         ]
         return self.scored(found)
 
-    def groups(self, numbers: Sequence[int]) -> list[Group]:
+    def groups(self, numbers: Sequence[int], level: int | None = None) -> list[Group]:
         """Completions of the prompts of these numbers, and the verdicts on them."""
         size, seed = self.own.group, self.config.training.seed
-        prompts = [self.problems(number) for number in numbers]
+        prompts = [self.problems(number, level) for number in numbers]
         texts = [number * size + place for number in numbers for place in range(size)]
         repeated = [prompt for prompt in prompts for _ in range(size)]
-        drawn = self.sampler.draw([each.ids for each in repeated], texts, self.rule(seed))
+        drawn = self.draw([each.ids for each in repeated], texts, self.rule(seed))
         verdicts = self.verify(repeated, drawn)
         cuts = [slice(begin, begin + size) for begin in range(0, len(texts), size)]
         return [(prompt, drawn[cut], verdicts[cut]) for prompt, cut in zip(prompts, cuts)]
 
-    def rule(self, seed: int | None) -> Rule:
+    def draw(self, prompts: Sequence[tuple[int, ...]], numbers: Sequence[int], rule: Rule) -> list[Drawn]:
+        """The continuation of each prompt, by the present weights."""
+        if self.server is None:
+            return self.sampler.draw(prompts, numbers, rule)
+        return self.server.draw(self.step, prompts, numbers, rule, self.sampler.alive)
+
+    def rule(self, seed: int | None, purpose: str = "rollouts") -> Rule:
         """How tokens are chosen: by draws of the policy itself, at temperature 1, or the likeliest."""
         more = {"tokens": self.own.tokens, "finished": self.finished, "vocabulary": self.tokenizer.size}
-        return Rule(**more) if seed is None else Rule.of(seed, **more)
+        if seed is None:
+            return Rule(**more)
+        return Rule(sampling=Sampling(seed=seed, purpose=purpose), **more)
 
     def finished(self, ids: list[int]) -> bool:
         stop = self.own.stop
@@ -197,6 +270,12 @@ class AlignHook(Hook):
         """With advantages, and with log-probabilities as the trainer reads the texts."""
         texts = [Text((*each.prompt, *each.completion), len(each.completion)) for each in found]
         old, reference = self.sampler.log_probabilities(texts), [list[float]()] * len(found)
+        apart = fmean(abs(a - b) for each, own in zip(found, old) for a, b in zip(each.sampler, own))
+        if self.server is not None and apart > self.own.server.limit:
+            raise UserError(
+                f"align.server: its log-probabilities differ by {apart:.3g} on average from the trainer's, and must "
+                "by at most align.server.limit: it draws from other weights than it was given"
+            )
         if self.config.objective.options.get("beta"):
             with self.engine.averaged():
                 reference = self.sampler.log_probabilities(texts)
@@ -211,20 +290,26 @@ class AlignHook(Hook):
         """Answer the held-out problems greedily."""
         if self.held_out is None:
             return
+        self.step = trainer.completed
         prompts = [self.held_out(number) for number in range(self.own.problems)]
         with trainer.aside(EVALUATE, "held-out problems"):
-            drawn = self.sampler.draw([each.ids for each in prompts], range(len(prompts)), self.rule(None))
-            verdicts = self.verify(prompts, drawn)
-        reward = fmean(each.reward for each in verdicts)
-        trainer.sinks.write({"step": trainer.completed, "held_out": {"reward": reward}})
-        trainer.log(f"held-out problems after {trainer.completed} steps: reward {reward:.4f}")
+            drawn = self.draw([each.ids for each in prompts], range(len(prompts)), self.rule(None))
+            found = {"reward": fmean(each.reward for each in self.verify(prompts, drawn))}
+            if self.own.votes:
+                from .voting import Voting
+
+                found |= Voting(self).evaluate(prompts)
+        trainer.sinks.write({"step": trainer.completed, "held_out": found})
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+        trainer.log(f"held-out problems after {trainer.completed} steps: {shown}")
 
 
 def numbers_of(rollouts: Sequence[Rollout], group: int) -> dict[str, float]:
     """Numbers of a round: means over its texts."""
     apart = [abs(old - drawn) for each in rollouts for old, drawn in zip(each.old, each.sampler)]
     rewards = np.array([each.reward for each in rollouts]).reshape(-1, group)
-    return {
+    hardest = [each.difficulty for each in rollouts if each.difficulty is not None]
+    return ({"difficulty": float(max(hardest))} if hardest else {}) | {
         "reward": float(rewards.mean()),
         "equal_groups": float((rewards == rewards[:, :1]).all(1).mean()),
         "completion_tokens": fmean(len(each.completion) for each in rollouts),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,9 +19,10 @@ if TYPE_CHECKING:
 # Rewards and environments by name. Others are import paths.
 REWARDS = {
     name: f"megatron.features.align.rewards:{name}" for name in ("exact", "number", "math", "format", "length", "tests")
-}
+} | {"reward_model": "megatron.features.align.reward_model:reward_model"}
 ENVIRONMENTS = {
-    name: f"megatron.features.align.environments:{name}" for name in ("addition", "arithmetic", "sorting", "reversal")
+    name: f"megatron.features.align.environments:{name}"
+    for name in ("addition", "arithmetic", "sorting", "reversal", "strings", "sudoku", "puzzles")
 }
 MATH_VERIFY = "math_verify"  # the module of the package math-verify
 POLICY, ROLLOUTS = "policy", "rollouts"  # names of the objective and of the source of samples
@@ -29,7 +31,31 @@ POLICY, ROLLOUTS = "policy", "rollouts"  # names of the objective and of the sou
 class RewardSection(Section):
     type: str = key("", f"One of {', '.join(REWARDS)}, or the import path of a function (package.module:name).")
     weight: float = key(1.0, "Factor of this reward in the sum.")
+    gate: bool = key(False, "Where this reward is 0, the whole sum is 0.")
     options: dict[str, Any] = key(dict, "Keyword arguments of the function.")
+
+
+class ServerSection(Section):
+    url: str | None = key(
+        None, "Completions are drawn by this OpenAI-compatible server, such as http://localhost:8000."
+    )
+    type: Literal["vllm", "sglang"] = key("vllm", "How the server is asked to read new weights.")
+    model: str = key("policy", "Name of the model in requests.")
+    weights: str | None = key(None, "Folder of the weights, which the server sees too. Default: weights in run.dir.")
+    timeout: float = key(600.0, "For one answer.", unit="seconds", gt=0)
+    limit: float = key(
+        0.5,
+        "Largest mean difference of log-probabilities of server and trainer in a round. Beyond it the run stops: the "
+        "server has other weights.",
+        gt=0,
+    )
+
+
+class AggregateSection(Section):
+    rounds: int = key(0, "Rounds in which all candidates are drawn again, after tails of the last ones.", ge=0, le=100)
+    tails: int = key(4, "Tails in a prompt, drawn from the candidates.", ge=1)
+    tail: int = key(4096, "Last tokens of a candidate that are kept.", unit="tokens", ge=1)
+    template: str = key("{tails}\n{problem}", "A prompt, with {tails} and {problem}.")
 
 
 class AlignSection(Section):
@@ -45,10 +71,16 @@ class AlignSection(Section):
         f"Makes problems in place of `prompts`: one of {', '.join(ENVIRONMENTS)}, or the import path of a function.",
     )
     difficulty: list[int] = key(lambda: [1, 1], "Least and largest difficulty of an environment's problems.")
+    curriculum: float | None = key(
+        None,
+        "The largest difficulty of a round begins at the least. It rises by 1 where its problems' mean reward in the "
+        "round before is above this number, and falls by 1 where none is above 0.",
+    )
     template: str | None = key(None, "Chat template of `messages`: a name or a .jinja file. Default: the tokenizer's.")
     rewards: list[RewardSection] = key(list, "Their sum, each times its weight, is the reward of a completion.")
     group: int = key(8, "Completions of each prompt.", ge=1)
     updates: int = key(1, "Steps on each round of rollouts.", unit="steps", ge=1)
+    behind: int = key(0, "A round is drawn by the weights from n rounds before its first step.", ge=0, le=100)
     tokens: int = key(128, "Most tokens of a completion.", unit="tokens", ge=1)
     stop: str | None = key(None, "A completion also ends with this text.")
     advantage: Literal["group", "mean", "leave_one_out", "max_rl", "reward"] = key(
@@ -61,8 +93,12 @@ class AlignSection(Section):
     workers: int = key(4, "Processes that compute rewards.", gt=0, le=1024)
     time_limit: float = key(10.0, "For all rewards of one completion. After it the reward is 0.", unit="seconds", gt=0)
     texts: int = key(64, "Completions that a rank draws together.", gt=0)
+    server: ServerSection = key(ServerSection, "A server that draws completions, in place of the trainer's ranks.")
     evaluate: int | None = key(None, "Rounds between evaluations on held-out problems.", unit="rounds", gt=0)
     problems: int = key(128, "Held-out problems of an evaluation, each answered greedily.", gt=0)
+    votes: int = key(0, "Evaluations also draw n answers to each problem, and count their majority.", ge=0, le=1024)
+    vote_on: Literal["text", "number"] = key("text", "Two answers are equal by their whole text, or their last number.")
+    aggregate: AggregateSection = key(AggregateSection, "Markovian RSA: answers drawn from the ends of others.")
 
 
 class AlignKeys(Section):
@@ -113,12 +149,26 @@ def there_are_problems_and_rewards(context: RuleContext) -> Iterator[Problem]:
         yield context.problem(
             "align.difficulty", rule="must be two numbers of at least 1 in order, such as [1, 3]", fix="correct them"
         )
+    if own.curriculum is not None and (own.environment is None or own.difficulty[0] == own.difficulty[-1]):
+        yield context.problem(
+            "align.curriculum",
+            "align.difficulty",
+            rule="must come with align.environment and two difficulties",
+            fix="use align.difficulty=[1, 5], or remove it",
+        )
+    if not all(word in own.aggregate.template for word in ("{tails}", "{problem}")):
+        yield context.problem(
+            "align.aggregate.template", rule="must have {tails} and {problem}", fix='use "{tails}\\n{problem}"'
+        )
     if own.stop == "":
         yield context.problem("align.stop", rule="must not be empty", fix="remove it, or give a text")
     unread = {
         "align.held_out": (own.held_out is not None, "align.evaluate", own.evaluate is not None),
         "align.prompt_labels": (own.prompt_labels is not None, "align.prompts", own.prompts is not None),
         "align.held_out_labels": (own.held_out_labels is not None, "align.held_out", own.held_out is not None),
+        "align.votes": (own.votes > 0, "align.evaluate", own.evaluate is not None),
+        "align.vote_on": (own.vote_on != "text", "align.votes", own.votes > 0),
+        "align.aggregate": (own.aggregate != AggregateSection(), "align.votes", own.votes > 0),
         "align.template": (own.template is not None, "align.prompts", own.environment is None),
         "align.difficulty": (own.difficulty != [1, 1], "align.environment", own.environment is not None),
     }
@@ -182,6 +232,20 @@ def the_run_fits(context: RuleContext) -> Iterator[Problem]:
         if value != needs:
             shown = str(needs).lower()
             yield context.problem(name, rule=f"must be {shown} with align: {why}", fix=f"use {name}={shown}")
+    server = align_of(config).server
+    if server.url is None and server != ServerSection():
+        yield context.problem("align.server", rule="must come with align.server.url", fix="give it, or remove the rest")
+    if server.url is not None and not re.fullmatch(r"https?://[^\s/@?#]+(/[^\s?#]*)?", server.url):
+        yield context.problem(
+            "align.server.url", rule="must be an address of http", fix="use one such as http://localhost:8000"
+        )
+    if server.url is not None and context.option("adapter.type") not in (None, "none"):
+        yield context.problem(
+            "adapter.type",
+            "align.server.url",
+            rule="must be none with a server, which gets whole weights",
+            fix="use adapter.type=none, or remove align.server",
+        )
     if config.tokenizer.type == "none":
         yield context.problem(
             "tokenizer.type", rule="must be a tokenizer: prompts and completions are texts", fix="give tokenizer.path"

@@ -70,12 +70,13 @@ class Problems:
         if not self.found:
             raise DataError(path, "it must have a prompt", "write one JSON document per line")
 
-    def __call__(self, number: int) -> Prompt:
+    def __call__(self, number: int, level: int | None = None) -> Prompt:
+        """Prompt n. The problems of an environment are at most as difficult as the level."""
         seed = self.config.training.seed
         if self.environment is None:
             epoch, place = divmod(number, len(self.found))
             return self.found[place if self.held_out else int(_order(seed, epoch, len(self.found))[place])]
-        levels = (self.own.difficulty[0], self.own.difficulty[1])
+        levels = (self.own.difficulty[0], self.own.difficulty[1] if level is None else level)
         for attempt in range(TRIES):
             record = problem(self.environment, levels, seed, "problem", number, int(self.held_out), attempt)
             if (key_of(str(record["prompt"])) % HELD_OUT == 0) == self.held_out:
@@ -121,7 +122,7 @@ class Problems:
 
 
 def _documents(path: Path, labels: str | None) -> Iterator[tuple[list[int], list[int]]]:
-    """The ids of each document before its first label, and those of its first labels.
+    """The ids of each document before its first label, and the ids of its first run of labels.
 
     Raises:
         DataError: the files do not match, or a document has no labels.

@@ -17,7 +17,7 @@ from .options import MATH_VERIFY
 
 Record = Mapping[str, Any]
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 _DELIMITED = re.compile(r"\$|\\\(|\\\[|\\boxed")
 
@@ -32,7 +32,7 @@ def number(prompt: str, completion: str, record: Record, *, key: str = "answer")
     """1 if the last number of the completion equals the record's. Commas between digits are ignored."""
     from decimal import Decimal
 
-    found = _NUMBER.findall(completion)
+    found = NUMBER.findall(completion)
     return float(bool(found) and Decimal(found[-1].replace(",", "")) == Decimal(str(record[key]).replace(",", "")))
 
 

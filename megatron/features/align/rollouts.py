@@ -39,6 +39,7 @@ class Rollout:
             weights as the trainer reads texts, and by the reference's weights (empty without one).
         reward, parts, failure: as the verifier gave them.
         counts: whether its labels count in the loss.
+        difficulty: of the problem, with a curriculum.
     """
 
     prompt: list[int]
@@ -53,6 +54,7 @@ class Rollout:
     failure: str | None = None
     advantage: float = 0.0
     counts: bool = True
+    difficulty: int | None = None
 
 
 def path_of(config: Config, number: int) -> Path:
@@ -70,6 +72,9 @@ def file_hash(path: Path) -> str | None:
 def write_round(path: Path, head: Mapping[str, Any], rollouts: Sequence[Rollout]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [dict(head), *(asdict(each) for each in rollouts)]
+    for line in lines[1:]:
+        if line["difficulty"] is None:
+            del line["difficulty"]
     replace_file(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -154,6 +159,16 @@ class Rollouts:
         begins = np.zeros(S + 1, bool)
         begins[[0, *([len(own)] if len(own) <= S else [])]] = True
         return Sample(tokens, weights, begins, columns=columns)
+
+
+def next_level(rollouts: Sequence[Rollout], level: int, enough: float, least: int, largest: int) -> int:
+    """The largest difficulty of the next round, as ZAYA1 moves RLVE's (arXiv 2605.05365).
+
+    It is 1 more where the mean reward of the hardest problems is above `enough`, and 1 less where it is not above 0.
+    """
+    hardest = [each.reward for each in rollouts if each.difficulty == level]
+    mean = sum(hardest) / len(hardest) if hardest else enough
+    return min(max(level + (1 if mean > enough else -1 if mean <= 0 else 0), least), largest)
 
 
 def advantages(rewards: np.ndarray, kind: str) -> np.ndarray:

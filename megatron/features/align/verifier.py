@@ -244,11 +244,15 @@ def _parts(
 ) -> dict[str, float]:
     """The weighted rewards of a completion."""
     parts = {}
+    closed = False
     for number, (each, reward) in enumerate(rewards):
         value = float(reward(item["prompt"], item["completion"], item["record"], **each["options"]))
         if not math.isfinite(value):
             raise ValueError(f"{each['type']} gives {value}, and a reward must be a finite number")
         parts[f"{number}.{each['type']}"] = each["weight"] * value
+        closed = closed or (each.get("gate", False) and value == 0)
+    if closed:
+        return dict.fromkeys(parts, 0.0)
     if not math.isfinite(total := sum(parts.values())):
         raise ValueError(f"the weighted rewards add up to {total}, and must be finite")
     return parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -155,12 +156,51 @@ def test_programs_have_limits(tmp_path):
     assert not [each for each in Path("/tmp").glob("program-*") if each.stat().st_mtime > time.time() - 1]
 
 
+def _strings(prompt: str, answer: str) -> bool:
+    kind, *words = prompt[:-1].split()
+    if kind == "count":
+        return int(answer) == sum(each == words[0] for each in words[2])
+    if kind == "drop":
+        return answer == ("".join(re.split(words[0], words[2])) or "nothing")
+    if kind == "shift":
+        return all((ord(b) - ord(a)) % 26 == int(words[2]) for a, b in zip(words[0], answer, strict=True))
+    return [words[2][n - 1] for n in range(1, 1 + len(words[2])) if n % int(words[0]) == 0] == list(answer)
+
+
+@pytest.mark.parametrize("difficulty, side", [(1, 4), (4, 4), (8, 4), (9, 9), (30, 9)])
+def test_a_sudoku_has_one_solution(difficulty, side):
+    """By trying all orders of the digits of each row that are left, from the first row on."""
+    found = environments.sudoku(difficulty, np.random.default_rng(difficulty))
+    puzzle = found["prompt"][len("sudoku ") : -1].split("/")
+    assert sum(row.count(".") for row in puzzle) == difficulty
+    box, digits = {4: 2, 9: 3}[side], "123456789"[:side]
+    solutions = [list[str]()]
+    for number, row in enumerate(puzzle):
+        missing = [each for each in digits if each not in row]
+        kept = []
+        for above in solutions:
+            for order in itertools.permutations(missing):
+                left = iter(order)
+                line = "".join(next(left) if each == "." else each for each in row)
+                rows = [*above, line]
+                columns = all(len({each[c] for each in rows}) == len(rows) for c in range(side))
+                band = rows[number // box * box :]
+                boxes = all(
+                    len({each[c + d] for each in band for d in range(box)}) == len(band) * box
+                    for c in range(0, side, box)
+                )
+                kept += [rows] if columns and boxes else []
+        solutions = kept
+    assert solutions == [found["answer"].split("/")]
+
+
 def test_environments_are_right():
     for name, check in {
         "addition": lambda prompt, answer: eval(prompt[:-1]) == int(answer),
         "arithmetic": lambda prompt, answer: eval(prompt[:-1]) == int(answer),
         "sorting": lambda prompt, answer: sorted(prompt[5:-1]) == list(answer),
         "reversal": lambda prompt, answer: prompt[8:-1][::-1] == answer,
+        "strings": _strings,
     }.items():
         environment = getattr(environments, name)
         for number in range(200):

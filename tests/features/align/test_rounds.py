@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron import api
 from megatron.config import ConfigError, load, resolve
 from megatron.data.errors import DataError
 from megatron.data.loader import build_loader
@@ -24,7 +25,7 @@ from megatron.data.tokenizer import build_tokenizer
 from megatron.decoding.sampling import choose_tokens
 from megatron.features.align.check import before_start
 from megatron.features.align.problems import Problems
-from megatron.features.align.rollouts import advantages, await_round, path_of, read_round
+from megatron.features.align.rollouts import Rollout, advantages, await_round, next_level, path_of, read_round
 from megatron.features.align.sampler import Rule, Sampler
 from megatron.testing.ranks import on_ranks
 from megatron.testing.runs import train_on_ranks
@@ -168,6 +169,65 @@ def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path):
     assert found and found == weights(tmp_path / "broken")
 
 
+def test_rounds_behind_are_drawn_by_earlier_weights_and_resume(tmp_path):
+    """`old` of round n is what the checkpoint of step max(0, n - 2) says, and no other. A stopped run ends equal."""
+
+    def run(name: str, *overrides: str) -> list[bytes]:
+        # A reward inside: to open a checkpoint that names another module is refused, and would be for later tests.
+        judge = [{"type": "format", "options": {"pattern": ".*[a-p].*"}}]
+        own = values(tmp_path / name, behind=2, evaluate=None, rewards=judge)
+        own["objective"]["options"] = {"loss": "grpo"}
+        own["model"]["vocab_size"] = 257
+        own["checkpoint"] = {"every": 1}
+        train_on_ranks(1, own, overrides)
+        return [each.read_bytes() for each in sorted((tmp_path / name / "run/rollouts").iterdir())]
+
+    whole = run("whole")
+    assert len(whole) == 4
+    for number in range(4):
+        one = next(
+            each
+            for each in map(json.loads, whole[number].splitlines()[1:])
+            if len(each["completion"]) == 5  # the more tokens, the more weights show
+        )
+        apart = []
+        for step in range(4):
+            model = api.open_model(tmp_path / f"whole/run/checkpoints/step_{step:08d}" if step else _initial(tmp_path))
+            logits = model.logits(torch.tensor([one["prompt"] + one["completion"]]))[0].double().log_softmax(-1)
+            places = range(len(one["prompt"]) - 1, len(one["prompt"]) + len(one["completion"]) - 1)
+            scores = [float(logits[place, token]) for place, token in zip(places, one["completion"])]
+            apart.append(max(abs(a - b) for a, b in zip(scores, one["old"])))
+        assert apart[max(0, number - 2)] < 1e-5, (number, apart)
+        assert all(each > 1e-4 for step, each in enumerate(apart) if step != max(0, number - 2)), (number, apart)
+    run("stopped", "training.stop_at_step=1")
+    assert run("stopped") == whole
+    run("lost", "training.stop_at_step=2")
+    (tmp_path / "lost/run/rollouts/round-000003.jsonl").unlink()
+    with pytest.raises(Exception, match="must be there as this run has drawn it"):
+        run("lost")
+
+
+def _initial(folder: Path) -> Any:
+    own = values(folder)
+    own["model"]["vocab_size"] = 257
+    return resolve(own)
+
+
+def test_a_curriculum_follows_from_the_round_before(tmp_path):
+    constant = [{"type": "tests.features.align.judges:constant"}]
+    own = values(tmp_path, rewards=constant, difficulty=[1, 3], curriculum=0.7, evaluate=None)
+    records = [each for each in train_on_ranks(1, own) if "loss" in each]
+    heads = [json.loads(each.read_text().split("\n")[0]) for each in sorted((tmp_path / "run/rollouts").iterdir())]
+    levels = [each["level"] for each in heads]
+    assert levels[0] == 1 and levels[-1] > 1 and levels == sorted(levels)
+    assert all(step["difficulty"] <= level for step, level in zip(records, levels))
+    texts = [Rollout([], [], "", True, [], reward=reward, difficulty=level) for level, reward in
+             [(1, 1.0), (2, 0.8), (2, 0.7), (3, 0.0)]]  # fmt: skip
+    for level, wanted in ((1, 2), (2, 3), (3, 2), (4, 4)):
+        assert next_level(texts, level, 0.7, 1, 5) == wanted
+    assert next_level(texts, 3, 0.7, 3, 5) == 3 and next_level(texts, 2, 0.75, 1, 5) == 2
+
+
 def test_groups_of_equal_rewards_are_replaced(tmp_path):
     """Dynamic sampling draws further prompts. Where no reward differs, the update is 0 and weights stay."""
     records = train_on_ranks(1, values(tmp_path / "a", dynamic_sampling=3, evaluate=None))
@@ -301,6 +361,8 @@ def test_prompts_are_functions_of_their_number(tmp_path):
         ({"align": {"difficulty": [3, 1]}}, "must be two numbers of at least 1 in order"),
         ({"align": {"prompts": "a.jsonl"}}, "must not both be given"),
         ({"align": {"stop": ""}}, "must not be empty"),
+        ({"align": {"curriculum": 0.5}}, "must come with align.environment and two difficulties"),
+        ({"align": {"held_out_labels": "a"}}, "must come with align.held_out, and is not read here"),
         ({"align": {"held_out": "a.jsonl"}}, "must come with align.prompts, and is not read here"),
         ({"align": {"template": "chatml"}}, "must come with align.prompts, and is not read here"),
         (

@@ -1,0 +1,205 @@
+"""Rollouts by an OpenAI-compatible server (vLLM, SGLang) in an environment of its own.
+
+Before texts are drawn, the present weights are written as a Hugging Face folder that the server sees too, and the
+server is asked to read it. Requests have ids and get ids and their log-probabilities: no text is tokenized again. Only
+rank 0 talks to the server, and nothing of an answer is believed before it is checked.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint import MASTER, WEIGHT, CheckpointError, Fragment, Meta, open_checkpoint
+from megatron.checkpoint.hf.export import export
+from megatron.checkpoint.save.writer import save
+from megatron.config.file_access import parse_json
+from megatron.config.problems import UserError
+from megatron.data.hashing import key_of
+from megatron.training.world import World
+
+from .options import ServerSection
+from .sampler import Drawn, Rule
+
+LONGEST = 256 << 20  # bytes of an answer
+# How servers are asked to read weights: path, and body of a folder.
+RELOAD: dict[str, list[tuple[str, Callable[[str], dict[str, Any]]]]] = {
+    "sglang": [("/update_weights_from_disk", lambda folder: {"model_path": folder})],
+    "vllm": [
+        ("/collective_rpc", lambda folder: {"method": "reload_weights", "kwargs": {"weights_path": folder}}),
+        ("/reset_prefix_cache", lambda folder: {}),
+    ],
+}
+Contents = Callable[[int], tuple[Iterable[Fragment], Meta]]
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+class Server:
+    """Draws as a `Sampler` does. All ranks call its methods together.
+
+    Args:
+        contents: (completed steps) -> the state that a checkpoint has.
+        together: completions of one request.
+        ends: text and id that end a completion, if any.
+    """
+
+    def __init__(
+        self,
+        section: ServerSection,
+        folder: Path,
+        world: World,
+        contents: Contents | None,
+        together: int,
+        ends: tuple[str | None, int | None],
+    ) -> None:
+        self.section, self.world, self.contents, self.together, self.ends = section, world, contents, together, ends
+        self.folder = Path(section.weights) if section.weights else folder / "weights"
+        self.loaded: int | None = None
+        # No proxy of the environment, and no other address: a redirect is an error.
+        self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
+
+    def draw(
+        self,
+        step: int,
+        prompts: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        rule: Rule,
+        alive: Callable[[], None] = lambda: None,
+    ) -> list[Drawn]:
+        """The continuation of each prompt by the weights after `step` steps. The first number of a request is its seed.
+
+        Raises:
+            UserError: on all ranks, if the server cannot be reached, or answers with something else.
+        """
+        if self.loaded != step:
+            self.hand_over(step)
+        found, wrong = list[dict[str, Any]](), None
+        if self.world.is_main:
+            try:
+                for begin in range(0, len(prompts), self.together):
+                    part = prompts[begin : begin + self.together]
+                    answer = self.ask("/v1/completions", self.request(part, numbers[begin], rule))
+                    found += [asdict(each) for each in read_answer(answer, part, rule)]
+                    alive()
+            except (UserError, ValueError) as error:
+                wrong = str(error)
+        found, wrong = self.world.communicator.broadcast((found, wrong))
+        if wrong is not None:
+            raise UserError(f"align.server: {self.section.url}: {wrong}")
+        return [Drawn(**each) for each in found]
+
+    def request(self, prompts: Sequence[Sequence[int]], number: int, rule: Rule) -> dict[str, Any]:
+        stop, end = self.ends
+        return {
+            "model": self.section.model,
+            "prompt": [list(each) for each in prompts],
+            "max_tokens": rule.tokens,
+            "temperature": rule.sampling.temperature,
+            "top_p": 1.0,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "include_stop_str_in_output": True,
+            "seed": key_of(rule.sampling.seed, rule.sampling.purpose, number) % (1 << 31),
+            **({} if stop is None else {"stop": [stop]}),
+            **({} if end is None else {"stop_token_ids": [end]}),
+        }
+
+    def hand_over(self, step: int) -> None:
+        """Write the weights, and have the server read them."""
+        if self.contents is None:
+            raise UserError("align.server: this run has no checkpoints, which weights are written as")
+        fragments, meta = self.contents(step)
+        target, wrong = self.folder / f"step-{step}", None
+        if self.world.is_main:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+        whole = [each for each in fragments if each.state in (WEIGHT, MASTER)]
+        path = save(self.folder / "checkpoint", step, whole, meta, self.world.communicator)
+        if self.world.is_main:
+            try:
+                export(open_checkpoint(path), target)
+                shutil.rmtree(path.parent)
+                for place, body in RELOAD[self.section.type]:
+                    self.ask(place, body(str(target.absolute())), empty=True)
+            except (CheckpointError, OSError, UserError, ValueError) as error:
+                wrong = str(error)
+        if wrong := self.world.communicator.broadcast(wrong):
+            raise UserError(f"align.server: {self.section.url}: {wrong}")
+        self.loaded = step
+
+    def ask(self, place: str, body: dict[str, Any], empty: bool = False) -> Any:
+        """The JSON that the server answers.
+
+        Raises:
+            UserError, ValueError: it answers with another status, too much, or no JSON.
+        """
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(
+            f"{str(self.section.url).rstrip('/')}{place}", data, {"Content-Type": "application/json"}
+        )
+        try:
+            with self.opener.open(request, timeout=self.section.timeout) as answer:
+                content = answer.read(LONGEST + 1)
+        except urllib.error.HTTPError as error:
+            raise UserError(f"{place} has answered with status {error.code}: {error.read(500)!r}") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise UserError(f"{place} cannot be asked: {error}") from error
+        if len(content) > LONGEST:
+            raise UserError(f"{place} has answered with more than {LONGEST >> 20} MiB")
+        if empty and not content.strip():
+            return None
+        found = parse_json(content.decode("utf-8"))
+        if isinstance(found, dict) and found.get("success") is False:
+            raise UserError(f"{place} has failed: {str(found)[:500]}")
+        return found
+
+
+def read_answer(answer: Any, prompts: Sequence[Sequence[int]], rule: Rule) -> list[Drawn]:
+    """The continuations in an answer to `/v1/completions`, each cut where `rule` says that it has ended.
+
+    Raises:
+        UserError: it is not an answer to these prompts.
+    """
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    if not isinstance(choices, list) or len(choices) != len(prompts):
+        raise UserError(f"an answer must have {len(prompts)} choices: {str(answer)[:300]}")
+    found: dict[int, Drawn] = {}
+    for choice in choices:
+        try:
+            index, ids, logs = choice["index"], choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        except (KeyError, TypeError) as error:
+            rule_text = "a choice must have index, token_ids and logprobs.token_logprobs"
+            raise UserError(f"{rule_text}: use a server that reads return_token_ids, such as vLLM") from error
+        if type(index) is not int or not 0 <= index < len(prompts) or index in found:
+            raise UserError(f"each choice must have an index of its own below {len(prompts)}, not {str(index)[:50]}")
+        if choice.get("prompt_token_ids") not in (None, list(prompts[index])):
+            raise UserError(f"choice {index} must repeat the ids of its prompt")
+        found[index] = _read(f"choice {index}", ids, logs, rule)
+    return [found[index] for index in range(len(prompts))]
+
+
+def _read(what: str, ids: Any, logs: Any, rule: Rule) -> Drawn:
+    most = rule.vocabulary
+    if not isinstance(ids, list) or not isinstance(logs, list) or not 0 < len(ids) == len(logs) <= rule.tokens:
+        raise UserError(f"{what} must have 1 to {rule.tokens} ids, and a log-probability for each")
+    if wrong := [each for each in ids if type(each) is not int or each < 0 or (most is not None and each >= most)]:
+        raise UserError(f"{what} must have ids below the tokenizer's {most}, not {str(wrong[0])[:50]}")
+    for each in logs:
+        if type(each) not in (int, float) or not -1e9 <= each <= 1e-3:
+            raise UserError(f"{what} must have finite log-probabilities of at most 0, not {str(each)[:50]}")
+    ends = next((count for count in range(1, len(ids) + 1) if rule.finished(ids[:count])), None)
+    if ends is None and len(ids) < rule.tokens:
+        raise UserError(f"{what} ends after {len(ids)} tokens with {ids[-1]}, which is no end of the run's tokenizer")
+    count = len(ids) if ends is None else ends
+    return Drawn(ids[:count], [min(0.0, float(each)) for each in logs[:count]], ends is not None)
