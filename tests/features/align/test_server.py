@@ -184,8 +184,8 @@ def test_other_answers_are_refused(answer, rule):
     [
         ((500, {}, b"out of memory"), "status 500: b'out of memory'"),
         ((302, {"Location": "http://127.0.0.1:1/"}, b""), "status 302"),
-        ((200, {}, b"<html>"), ""),
-        ((200, {}, b"\xff"), ""),
+        ((200, {}, b"<html>"), "JSON|Expecting"),
+        ((200, {}, b"\xff"), "decode"),
         ({"success": False, "message": "no such folder"}, "no such folder"),
     ],
 )
