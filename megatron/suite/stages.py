@@ -20,10 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.config.catalog import dotted
 from megatron.config.file_access import read_json, replace_file
 from megatron.config.problems import ConfigError, Problem, UserError
 from megatron.config.resolution import load
+from megatron.config.schema import dotted
 from megatron.config.source.layers import Origin
 from megatron.config.source.yaml_source import parse
 from megatron.data.hashing import file_hash
