@@ -218,8 +218,16 @@ class Schedule:
     def _leader(self, request: Request) -> Live | None:
         """A running request that still reads the same prompt."""
         for each in self.running:
-            same = each.request.prompt == request.prompt and each.request.scored == request.scored
-            if same and each.leader is None and not each.drawn.tokens and each.read < len(request.prompt):
+            other = each.request
+            same = other.prompt == request.prompt and other.scored == request.scored
+            # Without tokens that follow, a leader has no logits after the prompt.
+            if (
+                same
+                and bool(other.tokens) == bool(request.tokens)
+                and each.leader is None
+                and not each.drawn.tokens
+                and each.read < len(request.prompt)
+            ):
                 return each
         return None
 

@@ -21,7 +21,8 @@ from tests.model.parity import relative
 
 # Windows and sinks; latents; compressed keys with convolutions; shared blocks and a scan; attention next to a scan; two
 # recurrences of matrices; delta rule; experts by sigmoid and by softmax; ALiBi, caps and learned positions.
-NAMES = ["gpt_oss", "deepseek_v2", "zaya", "zamba2", "falcon_h1", "rwkv7_hybrid", "rwkv5", "gated_delta", "olmoe"]
+NAMES = ["gpt_oss", "deepseek_v2", "zaya", "zamba2", "falcon_h1", "rwkv7_hybrid", "gated_delta", "olmoe"]
+NAMES += ["rwkv4", "rwkv5", "rwkv6", "jamba"]
 OTHERS: dict[str, dict[str, Any]] = {
     "learned": {
         "embedding": {"position": "learned", "max_positions": 128},
@@ -87,8 +88,17 @@ def test_logits_are_those_of_whole_texts(name: str) -> None:
     assert not decoder.schedule.running
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", [*NAMES, *OTHERS])
+OFTEN = ("gpt_oss", "deepseek_v2", "falcon_h1")  # in bf16
+CASES = [
+    *((name, torch.float32) for name in (*NAMES, *OTHERS)),
+    *(
+        pytest.param(name, torch.bfloat16, marks=[] if name in OFTEN else pytest.mark.slow)
+        for name in (*NAMES, *OTHERS)
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES, ids=lambda value: str(value).removeprefix("torch."))
 def test_company_changes_no_bit(name: str, dtype: torch.dtype) -> None:
     model, asked = model_of(name, dtype), requests()
     single = [answers(model, [each]) for each in asked]
@@ -142,5 +152,8 @@ def test_lengths_and_ends() -> None:
     )[0]
     assert drawn[0].tokens == free.tokens[: first + 1] and drawn[0].ended
     assert drawn[1].tokens == free.tokens[: free.tokens.index(stop) + 1] and drawn[1].ended
+    scored = [Request((1, 2, 3), tokens, scored=2) for tokens in (0, 2, 0, 2)]
+    only, *others = answers(model, scored)[0]
+    assert [len(each.tokens) for each in others] == [2, 0, 2] and all(each.scores == only.scores for each in others)
     assert len(drawn[2].tokens) == 8 and end not in drawn[2].tokens[:7]
     assert GREEDY.temperature == 0.0 and not free.ended
