@@ -53,7 +53,6 @@ def complete() -> int:
 
 
 def _words(text: str) -> list[str]:
-    """The words typed so far, the last one possibly empty."""
     try:
         words = shlex.split(text)
     except ValueError:  # an open quote
@@ -81,7 +80,6 @@ def _verb_parser() -> argparse.ArgumentParser:
 
 
 def _complete_verb(verb: Verb) -> None:
-    """Complete with the parser of what stands behind the verb."""
     import argcomplete
 
     if verb.script is None:

@@ -87,7 +87,6 @@ def _row(name: str, text: str, width: int) -> str:
 
 
 def _unknown(words: list[str]) -> int:
-    """Explain a verb that does not exist."""
     inside = group(words[0])
     if inside:
         if words[1:2] and words[1] not in ("-h", "--help"):

@@ -103,14 +103,11 @@ def derivations(schema: type[Config]) -> tuple[Derivation, ...]:
 
 
 # Keys that only the processes, the machine or the tokenizer can fill in.
-AT_START = (
-    "launch.ranks",
-    "launch.master_address",
-    "launch.master_port",
-    "launch.working_directory",
-    "logging.peak_tflops",
-    "tokenizer.eod_token",
-    "tokenizer.eod_id",
+AT_START = tuple(
+    (
+        "launch.ranks launch.master_address launch.master_port launch.working_directory logging.peak_tflops "
+        "tokenizer.eod_token tokenizer.eod_id"
+    ).split()
 )
 # Keys that stay open where the number of ranks, or the tokenizer, is not known.
 NEED_RANKS = ("training.global_batch_size", "training.accumulation")

@@ -199,7 +199,6 @@ def _ranks_here(launch: LaunchSection) -> int | None:
 
 
 def _origins(merged: ConfigSource, derived: dict[Path, Origin], values: dict[str, Any]) -> Callable[[Path], Origin]:
-    """Where the resolved value at a path came from."""
 
     def origin(path: Path) -> Origin:
         if path in derived:

@@ -176,7 +176,7 @@ def _serve(options: argparse.Namespace) -> int:
         return 0
     for question in ("status", "stacks"):
         if run := getattr(options, question):
-            from .watch.inquiry import ask
+            from .watch.watch import ask
 
             sys.stdout.write(visible(ask(Path(run), question)))
             return 0
@@ -365,7 +365,6 @@ def describe(plan: JobPlan) -> str:
 
 
 def _host(plan: JobPlan, host: Host, first: int) -> list[str]:
-    """A host's ranks, one line each."""
     size, launch = len(host.slots), plan.launch
     master = (
         launch.master_address or ("127.0.0.1" if len(plan.job.hosts) == 1 else f"(of {plan.job.hosts[0].name})"),

@@ -24,9 +24,8 @@ from .doctor.doctor import Doctor
 from .job.hosts import HostError
 from .job.job_plan import JobPlan, commands, restarted, with_spares, without_hosts
 from .launcher.launcher import Launcher, Result
-from .report.console import YELLOW, last_traceback, log, report
-from .report.status import COMPLAINT, HANG, NO_PROGRESS, Failure, describe_status
-from .watch.inquiry import pause
+from .report.console import COMPLAINT, HANG, NO_PROGRESS, YELLOW, Failure, describe_status, last_traceback, log, report
+from .watch.watch import pause
 from .wire.listener import VARIABLE, AgentListener, write_file
 
 _OUTSIDE = re.compile(
@@ -264,7 +263,6 @@ def _elsewhere(plan: JobPlan) -> JobPlan:
 
 
 def _faulty_hosts(plan: JobPlan, result: Result) -> set[str]:
-    """Hosts that computed wrong values, as the run has found."""
     if result.status != CORRUPT:
         return set()
     try:

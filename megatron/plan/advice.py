@@ -317,7 +317,6 @@ def text(
 
 
 def _name(device: Device) -> str:
-    """In the table of devices."""
     return next((name for name, known in known_devices()[0].items() if known == device), "NAME --machine FILE")
 
 

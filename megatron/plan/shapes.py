@@ -138,7 +138,6 @@ class Shapes:
         return Shapes(self.config.model_copy(update=update), self.ranks)
 
     def _class(self, place: int) -> str:
-        """Layers of one class are alike."""
         blocks, model = self.config.model.blocks, self.config.model
         if place == 0 or place == self.places - 1:
             return "embedding" if place == 0 else "head"
@@ -317,7 +316,6 @@ class Shapes:
         return (products - begun) / cut + begun + (stream / cut if choice.sequence else stream)
 
     def _attends(self, place: int) -> bool:
-        """Whether it has softmax attention."""
         model = self.config.model
         mixers = model.blocks[place - 1].mixers if 0 < place < self.places - 1 else ()
         return any(kind_of(model, each).attends for each in mixers)

@@ -233,7 +233,6 @@ class StepEstimator:
         return total
 
     def _teacher(self, config: Config, choice: Candidate, at: dict[str, Group]) -> MicroBatchTime:
-        """Time of the teacher's forward pass."""
         shapes = self.shapes.teacher
         if shapes is None:
             return MicroBatchTime()

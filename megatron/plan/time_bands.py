@@ -146,8 +146,6 @@ def _device(written: str | None, asked: str | None, machine: str | None) -> tupl
 
 @dataclass(frozen=True)
 class _Told:
-    """A run's own records."""
-
     config: Config
     ranks: int
     account: Goodput
@@ -288,7 +286,6 @@ def _bubble(config: Config, layout: Layout, work: float, waiting: float) -> floa
 
 
 def _formulas(predicted: StepTime | None, steps: int) -> dict[str, float]:
-    """A step's parts by formulas, as bands."""
     if predicted is None:
         return {}
     parts = predicted.parts

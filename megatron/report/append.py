@@ -100,7 +100,6 @@ class AppendFile:
             self._complain(f"{self.path} is written again after {passed:.0f} s: {left}")
 
     def _append(self, piece: bytes) -> None:
-        """Write the whole piece, or nothing of it."""
         before = os.fstat(self._handle).st_size
         view = memoryview(piece)
         try:

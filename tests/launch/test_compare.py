@@ -19,7 +19,7 @@ from megatron.launch.doctor.probe import MEASURES
 from megatron.launch.job.hosts import RunnerChoice
 from megatron.launch.job.job_plan import make_plan
 from megatron.launch.launcher.launcher import Result
-from megatron.launch.report.status import Failure
+from megatron.launch.report.console import Failure
 from megatron.launch.wire.specification import Host
 from megatron.report.ledger import Ledger, read_ledger
 from megatron.trials.chaos import own_network

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megatron.launch.command_line import main
-from megatron.launch.watch.inquiry import ask
+from megatron.launch.watch.watch import ask
 from megatron.trials.chaos import own_network
 from tests.chaos.hosts import WORD, TrialHosts
 from tests.paths import ROOT

@@ -22,9 +22,9 @@ from megatron.config.problems import UserError
 from megatron.launch import supervisor
 from megatron.launch.command_line import main
 from megatron.launch.job.job_plan import make_plan
-from megatron.launch.watch import inquiry
+from megatron.launch.watch import watch as inquiry
 from megatron.launch.watch.diagnosis import Rank
-from megatron.launch.watch.inquiry import FILE, InquirySocket, ask, of_ranks, pause
+from megatron.launch.watch.watch import FILE, InquirySocket, ask, of_ranks, pause
 from tests.paths import ROOT
 
 

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from megatron.launch.launcher.launcher import Result
-from megatron.launch.report.status import HANG, HOST_LOST, Failure
+from megatron.launch.report.console import HANG, HOST_LOST, Failure
 from megatron.launch.supervisor import CYCLES, Restarts
 from megatron.worker.job import CORRUPT
 

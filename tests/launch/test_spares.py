@@ -16,7 +16,7 @@ from megatron.launch.agent.agent import Agent
 from megatron.launch.job.hosts import HostError, choose_runner
 from megatron.launch.job.job_plan import JobPlan, commands, make_plan
 from megatron.launch.launcher.launcher import Result
-from megatron.launch.report.status import HOST_LOST, Failure
+from megatron.launch.report.console import HOST_LOST, Failure
 from megatron.launch.supervisor import _elsewhere, _on_hosts_that_are_left
 from megatron.launch.wire.protocol import decode, encode
 from tests.paths import ROOT

@@ -7,8 +7,20 @@ import signal
 
 import pytest
 
-from megatron.launch.report.console import YELLOW, hint_for, last_traceback, log, report
-from megatron.launch.report.status import HOST_LOST, STOPPED, Failure, describe_status, exit_status, outcome, signal_of
+from megatron.launch.report.console import (
+    HOST_LOST,
+    STOPPED,
+    YELLOW,
+    Failure,
+    describe_status,
+    exit_status,
+    hint_for,
+    last_traceback,
+    log,
+    outcome,
+    report,
+    signal_of,
+)
 
 
 def fail(time, rank, status, reason="", text=""):

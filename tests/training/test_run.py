@@ -412,7 +412,7 @@ def test_text_of_a_checkpoint_of_any_layout(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_signal_shows_in_the_exit_status() -> None:
-    from megatron.launch.report.status import STOPPED_EARLY
+    from megatron.launch.report.console import STOPPED_EARLY
     from megatron.training.run import status
     from megatron.training.trainer import Outcome
 

@@ -9,14 +9,13 @@ from .reader import Flat, Native
 
 # Key -> GPT-NeoX's default.
 KEYS: dict[str, Any] = {
-    "num_layers": None,
-    "hidden_size": None,
-    "num_attention_heads": None,
-    "num_kv_heads": None,
-    "max_position_embeddings": None,
-    "intermediate_size": None,
+    **dict.fromkeys(
+        (
+            "num_layers hidden_size num_attention_heads num_kv_heads max_position_embeddings intermediate_size "
+            "expansion_factor attention_config sliding_window_width"
+        ).split()
+    ),
     "mlp_multiple_of": 1,
-    "expansion_factor": None,
     "no_weight_tying": False,
     "gpt_j_residual": False,
     "gpt_j_tied": False,
@@ -35,8 +34,6 @@ KEYS: dict[str, Any] = {
     "pos_emb": "learned",
     "rotary_pct": 1.0,
     "rotary_emb_base": 10000,
-    "attention_config": None,
-    "sliding_window_width": None,
     "make_vocab_size_divisible_by": 128,
     "mamba_selective_fp32_params": True,
     "mamba_use_bias_in_conv": True,

@@ -9,25 +9,20 @@ from .reader import Flat, Native, as_number
 
 # Key -> GPT-NeoX's default.
 KEYS: dict[str, Any] = {
-    "data_path": None,
+    **dict.fromkeys(
+        (
+            "data_path train_data_paths valid_data_paths test_data_paths train_label_data_paths "
+            "valid_label_data_paths test_label_data_paths train_data_weights valid_data_weights test_data_weights "
+            "vocab_file merge_file"
+        ).split()
+    ),
     "split": "969, 30, 1",
-    "train_data_paths": None,
-    "valid_data_paths": None,
-    "test_data_paths": None,
-    "train_label_data_paths": None,
-    "valid_label_data_paths": None,
-    "test_label_data_paths": None,
-    "train_data_weights": None,
-    "valid_data_weights": None,
-    "test_data_weights": None,
     "weight_by_num_documents": False,
     "weighted_sampler_alpha": 1.0,
     "pack_impl": "packed",
     "allow_chopped": True,
     "num_workers": 2,
     "tokenizer_type": "GPT2BPETokenizer",
-    "vocab_file": None,
-    "merge_file": None,
 }
 
 # Share by which GPT-NeoX asks each blended source for more samples than it needs.

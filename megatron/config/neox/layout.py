@@ -11,28 +11,22 @@ from .reader import Flat, Native, as_number
 
 # Key -> GPT-NeoX's default.
 KEYS: dict[str, Any] = {
+    **dict.fromkeys(
+        (
+            "zero_optimization hostfile include exclude num_gpus master_addr flops_profiler comms_logger "
+            "tensorboard wandb csv_monitor deepspeed_extra_args"
+        ).split()
+    ),
     "pipe_parallel_size": 0,
     "model_parallel_size": 1,
     "pipe_partition_method": "type:transformer|mlp",
     "sequence_parallel": False,
-    "zero_optimization": None,
     "checkpoint_activations": False,
     "checkpoint_num_layers": 1,
-    "hostfile": None,
-    "include": None,
-    "exclude": None,
-    "num_gpus": None,
     "num_nodes": -1,
     "master_port": 29500,
-    "master_addr": None,
     "launcher": "pdsh",
     "force_multi": False,
-    "flops_profiler": None,
-    "comms_logger": None,
-    "tensorboard": None,
-    "wandb": None,
-    "csv_monitor": None,
-    "deepspeed_extra_args": None,
 }
 
 PARTITIONS = {"type:transformer|mlp": "uniform", "uniform": "uniform", "parameters": "parameters"}
@@ -201,7 +195,6 @@ def _launch(flat: Flat, native: Native) -> None:
 
 
 def _deepspeed(flat: Flat, native: Native) -> None:
-    """Options that DeepSpeed gets unchanged."""
     for name in ("flops_profiler", "tensorboard", "wandb", "csv_monitor"):
         if flat.mapping(name):
             native.put(f"deepspeed.{name}", flat.mapping(name), name)

@@ -9,25 +9,18 @@ from .reader import Flat, Native
 
 # Key -> GPT-NeoX's default.
 KEYS: dict[str, Any] = {
-    "save": None,
-    "load": None,
+    **dict.fromkeys(
+        (
+            "save load checkpoint_factor extra_save_iters keep_last_n_checkpoints s3_path eval_tasks "
+            "tensorboard_dir peak_theoretical_tflops use_wandb wandb_group wandb_team wandb_run_name"
+        ).split()
+    ),
     "finetune": False,
-    "checkpoint_factor": None,
     "checkpoint_scale": "linear",
-    "extra_save_iters": None,
-    "keep_last_n_checkpoints": None,
-    "s3_path": None,
     "eval_interval": 1000,
     "eval_iters": 100,
-    "eval_tasks": None,
     "log_interval": 100,
-    "tensorboard_dir": None,
-    "peak_theoretical_tflops": None,
-    "use_wandb": None,
     "wandb_project": "neox",
-    "wandb_group": None,
-    "wandb_team": None,
-    "wandb_run_name": None,
     "wandb_host": "https://api.wandb.ai",
     "profile": False,
     "profile_step_start": 10,

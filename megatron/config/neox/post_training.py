@@ -93,7 +93,6 @@ def _read_paths(found: str) -> list[str]:
 
 
 def _files(flat: Flat, native: Native, found: str) -> dict[str, Any]:
-    """`data.options`: one file of each kind."""
     sides = {"": "answers"} if found == "kto" else {"pos_": "chosen", "neg_": "rejected"}
     options: dict[str, Any] = {}
     for name, section in SETS.items():

@@ -152,26 +152,22 @@ class Flat:
 
     def boolean(self, name: str) -> bool | None:
         """true or false, or None."""
-        return self._typed(
-            name,
-            lambda value: value if isinstance(value, bool) else None,
-            "true or false",
-            "write true or false without quotes",
-        )
+        return self._instance(name, bool, "true or false", "write true or false without quotes")
 
     def text(self, name: str) -> str | None:
         """Text, or None."""
-        return self._typed(name, lambda value: value if isinstance(value, str) else None, "text", "write it in quotes")
+        return self._instance(name, str, "text", "write it in quotes")
 
     def items(self, name: str) -> list | None:
         """A list, or None."""
-        return self._typed(name, lambda value: value if isinstance(value, list) else None, "a list", "write [a, b]")
+        return self._instance(name, list, "a list", "write [a, b]")
 
     def mapping(self, name: str) -> dict | None:
         """A dictionary, or None."""
-        return self._typed(
-            name, lambda value: value if isinstance(value, dict) else None, "a mapping", "write {key: value}"
-        )
+        return self._instance(name, dict, "a mapping", "write {key: value}")
+
+    def _instance(self, name: str, of: type, kind: str, fix: str) -> Any:
+        return self._typed(name, lambda value: value if isinstance(value, of) else None, kind, fix)
 
     def choice(self, name: str, choices: Mapping[str, Any], others: Mapping[str, str] | None = None) -> Any:
         """The entry of `choices` for the value, in any letter case. `others` has the fix for known, refused values.

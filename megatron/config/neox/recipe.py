@@ -11,29 +11,21 @@ from .reader import Flat, Native, as_number
 
 # Key -> GPT-NeoX's default.
 KEYS: dict[str, Any] = {
+    **dict.fromkeys(
+        (
+            "seq_length train_batch_size train_micro_batch_size_per_gpu global_num_gpus train_iters train_epochs "
+            "exit_interval optimizer lr_decay_iters lr_decay_fraction precision fp16 bf16 data_types "
+            "communication_data_type"
+        ).split()
+    ),
     "seed": 1234,
-    "seq_length": None,
-    "train_batch_size": None,
-    "train_micro_batch_size_per_gpu": None,
     "gradient_accumulation_steps": 1,
-    "global_num_gpus": None,
-    "train_iters": None,
-    "train_epochs": None,
-    "exit_interval": None,
-    "optimizer": None,
     "use_bnb_optimizer": False,
     "weight_decay": 0.1,
     "gradient_clipping": 1.0,
     "lr_decay_style": "linear",
-    "lr_decay_iters": None,
-    "lr_decay_fraction": None,
     "min_lr": 0.0,
     "warmup": 0.01,
-    "precision": None,
-    "fp16": None,
-    "bf16": None,
-    "data_types": None,
-    "communication_data_type": None,
 }
 
 MISSPELT = re.compile(r"\d+(\.\d*)?e_\d+")  # 1.0e_8, as in gmlp_small.yml
@@ -95,7 +87,6 @@ def translate(flat: Flat, native: Native) -> None:
 
 
 def _epochs(flat: Flat, native: Native) -> None:
-    """`train_epochs`, and the keys that GPT-NeoX refuses with it."""
     if (epochs := flat.count("train_epochs")) is None:
         return
     native.put("training.epochs", epochs, "train_epochs")

@@ -138,7 +138,6 @@ def _place(entry: FlatEntry) -> str:
 
 
 def _classify(name: str, entry: FlatEntry, native: Native) -> None:
-    """Deal with the keys that no topic reads."""
     kind = kind_of(name)
     if kind == "no effect":
         native.idle[name] = NO_EFFECT[name]

@@ -255,7 +255,6 @@ def samples_can_be_written(context: RuleContext) -> Iterator[Problem]:
 
 
 def _file(prefix: str | None) -> str | None:
-    """The file that a prefix means, in any spelling."""
     if prefix is None:
         return None
     return os.path.abspath(prefix[:-4] if prefix.endswith((".bin", ".idx")) else prefix)

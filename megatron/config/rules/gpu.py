@@ -94,7 +94,6 @@ def graphs_find_a_gpu(context: RuleContext) -> Iterator[Problem]:
 
 
 def _asked(context: RuleContext) -> list[str]:
-    """The keys that ask for kernels by name."""
     options = context.config.model.fused_attention
     return [key for key, value in ((FLASH, options.flash), (DOCUMENTS, options.documents)) if value != "auto"]
 

@@ -90,7 +90,6 @@ def _quoted(text: str) -> str:
 
 
 def _lines(value: Any, path: Path, resolved: Resolved, indent: int) -> Iterator[str]:
-    """The lines of a mapping."""
     for name, item in value.items():
         yield from _entry(" " * indent + f"{scalar(name)}:", item, (*path, name), resolved, indent)
 

@@ -256,7 +256,6 @@ def _check_size(text: str) -> None:
 
 
 def _syntax(error: yaml.YAMLError) -> tuple[str, str]:
-    """Rule and fix of a text that is no YAML."""
     reason = str(getattr(error, "problem", None) or getattr(error, "reason", None) or error)
     if "\\t" in reason or "tab" in reason:
         return "YAML is indented with spaces: there is a tab here", "replace the tab with spaces"

@@ -21,7 +21,7 @@ from megatron.report.append import AppendFile
 from megatron.worker import devices, network
 from megatron.worker.rendezvous import SOCKET
 
-from ..report.status import COMPLAINT, FORWARDED_SIGNALS, KILLS, STOP_SIGNALS
+from ..report.console import COMPLAINT, FORWARDED_SIGNALS, KILLS, STOP_SIGNALS
 from ..wire.protocol import MessagePipe, encode, encode_text
 from ..wire.specification import Seat, Specification, seat_in
 from .rank_probe import Sight
@@ -208,7 +208,6 @@ class Agent:
         self._send({"type": "bound", "port": self.meeting.getsockname()[1]})
 
     def _start(self, message: dict[str, Any]) -> None:
-        """Start all ranks of this host."""
         job, seat = self.job, self.seat
         host = seat.host
         base = {
@@ -326,7 +325,6 @@ class Agent:
         return True
 
     def _speaks(self, rank: RankProcess) -> bool:
-        """Whether the launcher's console shows what a rank says."""
         return self.job.console == "all" or rank.rank == 0 or self.job.wrapper
 
     def _show_or_hold(self, rank: RankProcess, stream: OutputStream, data: bytes) -> None:

@@ -22,23 +22,13 @@ from typing import Any
 
 from megatron.report.append import AppendFile
 
-from ..report.status import FORWARDED_SIGNALS
+from ..report.console import FORWARDED_SIGNALS
 from ..wire.protocol import Lines, encode_text
 from .rank_probe import Sight
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 # The agent's own place by mpirun and srun. It is not that of its ranks, but DeepSpeed believes it.
-_THE_AGENTS_PLACE = (
-    "OMPI_",
-    "PMIX_",
-    "PMI_",
-    "MPI_LOCAL",
-    "HYDI_",
-    "PALS_",
-    "SLURM_PROCID",
-    "SLURM_LOCALID",
-    "JOB_CREDENTIALS",
-)
+_THE_AGENTS_PLACE = tuple("OMPI_ PMIX_ PMI_ MPI_LOCAL HYDI_ PALS_ SLURM_PROCID SLURM_LOCALID JOB_CREDENTIALS".split())
 TAIL_LINES, TAIL_BYTES = 400, 65536
 LONGEST_OUTPUT = 1 << 20  # bytes of a line that does not end, such as a progress bar, before it is shown as it is
 _CONTROL = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]")

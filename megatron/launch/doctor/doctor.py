@@ -20,9 +20,8 @@ from megatron.worker import network
 from ..job.hosts import RunnerChoice
 from ..launcher.launcher import Launcher, LauncherSettings, Result
 from ..report import forwarding
-from ..report.console import RankConsole, hint_for
-from ..report.status import Failure
-from ..watch.inquiry import InquirySocket, instead_of_ranks
+from ..report.console import Failure, RankConsole, hint_for
+from ..watch.watch import InquirySocket, instead_of_ranks
 from ..wire.protocol import Command
 from ..wire.specification import Host, Specification
 from .probe import MEASURES, PAIRS, Measure, best_pairs, outliers
@@ -237,7 +236,6 @@ class Doctor:
         return launcher, findings, min(answer["devices"] for answer in answers.values())
 
     def _pairs(self, backend: str, name: str, address: str) -> list[HostFinding]:
-        """How fast messages are between two hosts, over one network."""
         _, result, collector = self._run(("pairs", backend), (0,), address)
         if result.first:
             return [_failed(f"pairs {backend}", f"{name}: ", result.first)]

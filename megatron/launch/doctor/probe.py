@@ -194,7 +194,6 @@ def _write() -> None:
 
 
 def _waiter(device: Any) -> Callable[[], None]:
-    """The function that waits for a device."""
     import torch
 
     def wait() -> None:

@@ -154,7 +154,6 @@ def _plan(
 
 
 def _hang(resolved: Resolved) -> str:
-    """The reaction to ranks that hang."""
     config = resolved.config
     return ("stop" if config.launch.restarts else "report") if config.watch.hang == "auto" else config.watch.hang
 

@@ -17,8 +17,7 @@ from megatron.config.file_access import replace_file
 from megatron.installation import root
 from megatron.worker.job import CONFIG_ERROR
 
-from ..report.console import log
-from ..report.status import STOPPED_EARLY
+from ..report.console import STOPPED_EARLY, log
 from .hosts import HostError
 
 IMAGE_GROUP = 1000  # owns the volume, so that the users of the project's images can write there

@@ -14,20 +14,20 @@ from pathlib import Path
 
 from megatron.worker import network
 
-from ..report.console import RankConsole, log
-from ..report.status import (
+from ..report.console import (
     FORWARDED_SIGNALS,
     HOST_LOST,
     LEFT,
     STOP_SIGNALS,
     STOPPED,
     Failure,
+    RankConsole,
     exit_status,
+    log,
     outcome,
     stopped,
 )
-from ..watch.inquiry import InquirySocket, of_ranks
-from ..watch.watch import RankWatch
+from ..watch.watch import InquirySocket, RankWatch, of_ranks
 from ..wire.listener import AgentListener
 from ..wire.protocol import Command, Connection, MessagePipe
 from ..wire.specification import Specification
@@ -198,7 +198,6 @@ class Launcher:
         self.selector.register(link.source, selectors.EVENT_READ, lambda: self._read(link, connection))
 
     def _visitors(self, listener: AgentListener) -> None:
-        """Agents have called and proved that they know the secret."""
         for link in listener.admitted():
             index = link.hosts[0]
             if not 0 <= index < len(self.hosts) or self.hosts[index].link:
@@ -259,7 +258,6 @@ class Launcher:
         first.send({"type": "bind", "to": 0, "address": address, "port": port})
 
     def _start(self, port: int) -> None:
-        """The first host has a port for rank 0: all ranks can start."""
         if self.started or self.stopping or self.meeting is None:
             return
         self.started = True

@@ -8,44 +8,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 # Variables that change how libraries work, and none that belongs to one machine.
-ALWAYS = (
-    "NCCL_*",
-    "RCCL_*",
-    "GLOO_*",
-    "UCX_*",
-    "FI_*",
-    "TORCH_*",
-    "PYTORCH_*",
-    "TORCHINDUCTOR_*",
-    "TRITON_*",
-    "CUDA_*",
-    "HIP_*",
-    "HSA_*",
-    "MIOPEN_*",
-    "OMP_*",
-    "MKL_*",
-    "KMP_*",
-    "HF_*",
-    "TRANSFORMERS_*",
-    "TOKENIZERS_*",
-    "WANDB_*",
-    "DS_*",
-    "DEEPSPEED_*",
-    "PYTHON*",
-    "LD_LIBRARY_PATH",
-    "LD_PRELOAD",
-    "MALLOC_*",
-    "XDG_CACHE_HOME",
+ALWAYS = tuple(
+    (
+        "NCCL_* RCCL_* GLOO_* UCX_* FI_* TORCH_* PYTORCH_* TORCHINDUCTOR_* TRITON_* CUDA_* HIP_* HSA_* MIOPEN_* "
+        "OMP_* MKL_* KMP_* HF_* TRANSFORMERS_* TOKENIZERS_* WANDB_* DS_* DEEPSPEED_* PYTHON* LD_LIBRARY_PATH "
+        "LD_PRELOAD MALLOC_* XDG_CACHE_HOME"
+    ).split()
 )
-NEVER = (
-    "CUDA_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "PYTHONHOME",
-    "OMPI_*",
-    "PMI*",
-    "SLURM_*",
-)
+NEVER = tuple("CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES PYTHONHOME OMPI_* PMI* SLURM_*".split())
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 

@@ -27,7 +27,6 @@ def _local(job: Specification, launch: LaunchSection) -> list[Command]:
 
 
 def _ssh_options(launch: LaunchSection) -> list[str]:
-    """Options that go before the host's name."""
     port = ["-p", str(launch.ssh_port)] if launch.ssh_port else []
     return [*launch.ssh_options, *port, *OPTIONS]
 

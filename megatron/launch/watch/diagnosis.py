@@ -211,7 +211,6 @@ def _absent(rank: Rank, here: dict[int, Rank]) -> list[int]:
 
 
 def _culprits(here: dict[int, Rank], waits: dict[int, list[int]]) -> tuple[str, list[int]]:
-    """The kind of trouble, and the ranks that cause it."""
     if not waits:
         return _without_waiting(here)
     ends = {target for each in waits.values() for target in each if target not in waits}
@@ -400,7 +399,6 @@ def _all_at_work(ranks: Sequence[Rank]) -> str:
 
 
 def _together(ranks: Iterable[Rank], *, sizes: bool = False) -> list[list[Rank]]:
-    """Ranks by the call that they are in."""
     found: dict[Any, list[Rank]] = {}
     for each in ranks:
         call = each.call
@@ -410,7 +408,6 @@ def _together(ranks: Iterable[Rank], *, sizes: bool = False) -> list[list[Rank]]
 
 
 def _alike(ranks: Iterable[Rank]) -> list[list[Rank]]:
-    """Ranks by where they are."""
     found: dict[Any, list[Rank]] = {}
     for each in ranks:
         found.setdefault((each.where, each.state), []).append(each)
@@ -446,7 +443,6 @@ def _is(some: list[Rank]) -> str:
 
 
 def _verb(some: list[Rank], word: str) -> str:
-    """The form of a verb for one or several ranks."""
     if word == "has":
         return "has" if len(some) == 1 else "have"
     return word + "s" * (len(some) == 1)

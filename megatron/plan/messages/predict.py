@@ -142,7 +142,6 @@ def _planned(config: Config, ranks: int) -> Routes | None:
 
 
 def _refuse(config: Config, layout: Layout) -> None:
-    """Raise for parts without a formula."""
     reasons = {
         "fp16": config.precision.compute == "fp16",
         "keys of `deepspeed`": bool(config.deepspeed),

@@ -41,17 +41,7 @@ HEAT_MAP_COLUMNS = 300
 OTHER_CHARTS = 60
 NORMS = "statistics"
 LAYERS_DRAWN = 8
-DRAWN = (
-    "loss",
-    "lr",
-    "grad_norm",
-    "tokens_per_second",
-    "tflops",
-    "mfu",
-    "step_seconds",
-    "data_seconds",
-    "memory_bytes",
-)
+DRAWN = tuple("loss lr grad_norm tokens_per_second tflops mfu step_seconds data_seconds memory_bytes".split())
 
 
 @dataclass(frozen=True)
@@ -95,7 +85,6 @@ def sections(runs: list[RunHistory], charts: Charts) -> list[PageSection]:
 
 
 def _curves(runs: list[RunHistory], key: str, *, raw: bool = False, scale: float = 1.0) -> list[ChartLine]:
-    """A metric of the training records, a curve per run."""
     found = []
     for number, run in enumerate(runs):
         series = run.metric(key)
@@ -126,7 +115,6 @@ def _overview(runs: list[RunHistory], charts: Charts) -> PageSection:
 
 
 def _state(run: RunHistory) -> str:
-    """End or state of the run, by its ledger."""
     ended = {"end": "finished", "stop": "stopped", "error": "failed"}
     for event in reversed(run.events):
         if event.get("event") in ended:
@@ -276,9 +264,7 @@ def _communication(runs: list[RunHistory], charts: Charts) -> PageSection:
 
 
 def _data(runs: list[RunHistory], charts: Charts) -> PageSection:
-
-    drawn = []
-    notes = []
+    drawn, notes = [], []
     for run in runs:
         found = composition(run)
         if isinstance(found, str):

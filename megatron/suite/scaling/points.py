@@ -189,7 +189,6 @@ def _is_constant(config: Config, step: int) -> bool:
 
 
 def _size(config: Config, embeddings: bool) -> int:
-    """Parameters."""
     from megatron.model.costs.describe import totals
 
     if config.model.vocab_size is None:
