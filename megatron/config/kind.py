@@ -84,7 +84,6 @@ class LayerKind:
         rules: each checks one use of the kind in the pattern.
         stack_rules: each checks the whole configuration, also where the pattern does not have the kind.
         packages: names of packages of fused kernels that the module can use, and how to get each.
-        untried: packages that were not yet compared with torch on a GPU. `model.kernels: auto` skips them.
         keeps_fp32: whether some of its parameters stay in fp32 in every precision.
         attends: whether it is softmax attention, which `residual.norm: hybrid` treats apart.
         experts: how many experts it has with these options. Their load is counted (`model/expert_tally.py`).
@@ -116,7 +115,6 @@ class LayerKind:
     rules: tuple[Callable[[KindUse[Any]], Iterator[Problem]], ...] = ()
     stack_rules: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = ()
     packages: Mapping[str, str] = field(default_factory=dict)
-    untried: tuple[str, ...] = ()
     keeps_fp32: bool = False
     attends: bool = False
     exchange: str = ""

@@ -148,7 +148,6 @@ MAMBA2 = LayerKind(
         parts_of_sequences_have_the_taps(lambda own: own.convolution - 1, ".convolution"),
     ),
     packages={"mamba_ssm": "pip install mamba-ssm causal-conv1d", "fla": "pip install flash-linear-attention"},
-    untried=("fla",),
     linears=lambda options: ("zx", "bc", "dt", "output"),
     keeps_fp32=True,
     context="scans",

@@ -167,7 +167,6 @@ RWKV7 = _mixer(
     "Peng et al. 2025",
     *("receptance", "value", "key", "output"),
     packages={"fla": "pip install flash-linear-attention"},
-    untried=("fla",),
     stack_rules=(first_values_are_whole_blocks,),
 )
 

@@ -30,10 +30,8 @@ def choose_kernels(wanted: str, kind: LayerKind, device: torch.device | str) -> 
     if wanted == "torch":
         return "torch", "model.kernels: torch"
     packages = kind.packages
-    able = [name for name in packages if wanted == name or (wanted == "auto" and name not in kind.untried)]
+    able = [name for name in packages if wanted in (name, "auto")]
     if not able:
-        if wanted == "auto" and packages:
-            return "torch", f"auto skips {', '.join(packages)}: not yet validated against torch on a GPU"
         return "torch", f"no adapter of this kind to {'any package' if wanted == 'auto' else wanted}"
     if torch.device(device).type != "cuda":
         return "torch", f"{' and '.join(able)} {'needs' if len(able) == 1 else 'need'} a GPU"

@@ -45,12 +45,12 @@ def settings(name: str, wanted: str = "auto"):
     "wanted, kind, device, there, choice, reason",
     [
         ("torch", "mamba2", "cuda", True, "torch", "model.kernels: torch"),
-        ("auto", "mamba2", "cpu", True, "torch", "mamba_ssm needs a GPU"),
+        ("auto", "mamba2", "cpu", True, "torch", "mamba_ssm and fla need a GPU"),
         ("auto", "mamba2", "cuda", True, "mamba_ssm", "model.kernels: auto"),
         ("fla", "mamba2", "cuda", True, "fla", "model.kernels: fla"),
-        ("auto", "rwkv7", "cuda", True, "torch", "auto skips fla: not yet validated against torch on a GPU"),
+        ("auto", "rwkv7", "cuda", True, "fla", "model.kernels: auto"),
         ("fla", "rwkv7", "cuda", True, "fla", "model.kernels: fla"),
-        ("auto", "mamba2", "cuda", False, "torch", "not installed: mamba_ssm"),
+        ("auto", "mamba2", "cuda", False, "torch", "not installed: mamba_ssm, fla"),
         ("mamba_ssm", "mamba", "cuda", True, "mamba_ssm", "model.kernels: mamba_ssm"),
         ("mamba_ssm", "mamba", "meta", False, "torch", "mamba_ssm needs a GPU"),
         ("mamba_ssm", "attention", "cuda", True, "torch", "no adapter of this kind to mamba_ssm"),
@@ -69,7 +69,9 @@ def test_a_named_package_that_is_not_there_is_an_error(monkeypatch):
 
 
 def test_a_run_says_what_it_uses():
-    assert kernels.describe_kernels(settings("mamba2"), "cpu") == ["kernels of mamba2: torch (mamba_ssm needs a GPU)"]
+    assert kernels.describe_kernels(settings("mamba2"), "cpu") == [
+        "kernels of mamba2: torch (mamba_ssm and fla need a GPU)"
+    ]
     dense = resolve({
         "model": {"layers": "attention/mlp", "hidden_size": 8, "vocab_size": 9, "attention": {"heads": 2}},
         "training": {"steps": 1, "sequence_length": 4},

@@ -1,0 +1,127 @@
+"""Kernels of flash-linear-attention behind the adapters, run by Triton's interpreter on CPUs (`make gpu-host`).
+
+Each is compared with torch's path in float64, forward and backward, and must be as near as torch in fp16 is. The
+interpreter computes bf16 as integers, so bf16 itself is not run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.config.arithmetic.machine import installed
+
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="TRITON_INTERPRET=1 chooses the interpreter"),
+    pytest.mark.skipif(not (installed("triton") and installed("fla")), reason="needs triton and fla"),
+]
+S, HEADS, WIDTH = 70, 2, 16  # more than one chunk of the kernels, and less than two
+Kernel = Callable[..., tuple[torch.Tensor, Any]]
+
+
+class Number(int):
+    """A loop's number. Compiled kernels convert it as a tensor, which Python's numbers are not."""
+
+    def to(self, dtype: Any) -> Number:
+        return self
+
+
+def fits_the_interpreter(patch: pytest.MonkeyPatch) -> None:
+    """Loops of the kernels that are imported by now count in `Number`."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fla.ops.") and hasattr(module, "tl"):
+            patch.setattr(module, "range", lambda *bounds: map(Number, range(*bounds)), raising=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_configuration():
+    """Autotuning would time each configuration on a device."""
+    from triton.runtime import autotuner
+
+    made = autotuner.Autotuner.__init__
+
+    def first(self, fn, arg_names, configs, *arguments, **options):
+        made(self, fn, arg_names, configs[:1], *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(autotuner.Autotuner, "__init__", first)
+        yield
+
+
+def drawn(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return scale * torch.randn(*shape, dtype=torch.float64)
+
+
+def mamba2() -> tuple[Kernel, Kernel, list[torch.Tensor]]:
+    from megatron.kinds.mamba.ssd import ssd, ssd_of_fla
+
+    x, dt, key, query = (drawn(1, S, HEADS, WIDTH), drawn(1, S, HEADS), *(drawn(1, S, 1, WIDTH) for _ in range(2)))
+    per_head = [drawn(HEADS, scale=0.5) for _ in range(3)]
+    return ssd_of_fla, ssd, [x, dt, *per_head, key, query]
+
+
+def gated_delta() -> tuple[Kernel, Kernel, list[torch.Tensor]]:
+    from megatron.kinds.gated_delta import delta_rule, kernels
+
+    q, k, v = (drawn(1, S, HEADS, WIDTH) for _ in range(3))
+    decay, beta = F.logsigmoid(drawn(1, S, HEADS) + 2), torch.sigmoid(drawn(1, S, HEADS))
+    return kernels.gated_delta_rule, delta_rule.gated_delta_rule, [q, k, v, decay, beta]
+
+
+def rwkv7() -> tuple[Kernel, Kernel, list[torch.Tensor]]:
+    from megatron.kinds.rwkv.wkv7 import wkv7, wkv7_of_fla
+
+    r, k, v, erased = (drawn(1, S, HEADS, WIDTH) for _ in range(4))
+    erased, rate = F.normalize(erased, dim=-1), torch.sigmoid(drawn(1, S, HEADS, WIDTH))
+    log_w = -torch.exp(torch.tensor(-0.5)) * torch.sigmoid(drawn(1, S, HEADS, WIDTH))
+    return partial(wkv7_of_fla, dtype=torch.float16), wkv7, [r, log_w, k, v, -erased, erased * rate]
+
+
+def convolution() -> tuple[Kernel, Kernel, list[torch.Tensor]]:
+    from megatron.kinds.common.recurrence.convolution import causal_convolution, of_fla
+
+    def like_a_scan(function: Callable[..., torch.Tensor]) -> Kernel:
+        return lambda *inputs, chunk, starts_BS: (function(*inputs, None, starts_BS), None)
+
+    inputs = [drawn(1, S, WIDTH), drawn(WIDTH, 1, 4, scale=0.5), drawn(WIDTH)]
+    return like_a_scan(of_fla), like_a_scan(causal_convolution), inputs
+
+
+KINDS = {"convolution": convolution, "mamba2": mamba2, "gated_delta": gated_delta, "rwkv7": rwkv7}
+
+
+def results(kernel: Kernel, inputs: list[torch.Tensor], dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
+    """The output and the gradients of all inputs, in float64."""
+    leaves = [each.to(dtype).requires_grad_() for each in inputs]
+    y = kernel(*leaves, chunk=16, **options)[0]
+    ways = torch.cos(torch.arange(y.numel(), dtype=torch.float64)).view(y.shape).to(y.dtype)
+    return [each.double() for each in (y.detach(), *torch.autograd.grad((y * ways).sum(), leaves))]
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("name", KINDS)
+def test_kernels_have_the_values_of_torch(name: str, documents: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They keep in 16 bits what torch keeps in 32 between chunks: twice its distance, and as much again. A step of
+    fp16 is 2**-11 of a number."""
+    import fla.ops.gated_delta_rule
+    import fla.ops.rwkv7
+    import fla.ops.simple_gla  # noqa: F401
+
+    fits_the_interpreter(monkeypatch)
+    torch.manual_seed(0)
+    kernel, plain, inputs = KINDS[name]()
+    inputs = [each.half().double() for each in inputs]
+    starts = torch.where(torch.arange(S) < 23, 0, 23)[None] if documents else None
+    wanted = results(plain, inputs, torch.float64, starts_BS=starts)
+    given = torch.float32 if name == "rwkv7" else torch.float16  # its adapter rounds, and so does that of the layer
+    near, found = (results(each, inputs, given, starts_BS=starts) for each in (plain, kernel))
+    for number, (exact, torchs, own) in enumerate(zip(wanted, near, found, strict=True)):
+        spread = (torchs - exact).norm() + 2**-11 * exact.norm()
+        assert (own - exact).norm() < 4 * spread, number
