@@ -21,7 +21,7 @@ from tests.model.parity import relative
 
 # Windows and sinks; latents; compressed keys with convolutions; shared blocks and a scan; attention next to a scan; two
 # recurrences of matrices; delta rule; experts by sigmoid and by softmax; ALiBi, caps and learned positions.
-NAMES = ["gpt_oss", "deepseek_v2", "zaya", "zamba2", "falcon_h1", "rwkv7_hybrid", "gated_delta", "olmoe"]
+NAMES = ["gpt_oss", "deepseek_v2", "zaya", "zamba2", "falcon_h1", "rwkv7_hybrid", "gated_delta", "mixtral"]
 NAMES += ["rwkv4", "rwkv5", "rwkv6", "jamba"]
 OTHERS: dict[str, dict[str, Any]] = {
     "learned": {
@@ -118,7 +118,7 @@ def test_it_is_the_rows_that_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without padding kernels of few rows are used, and company changes bits. The test above would find it."""
     monkeypatch.setattr(paged_keys, "PADDED", 1)
     monkeypatch.setattr(paged_keys, "FEWEST", 1)
-    model, asked = model_of("olmoe", torch.float32), requests()
+    model, asked = model_of("mixtral", torch.float32), requests()
     _, together, _ = answers(model, asked)
     apart = [row.equal(together[key]) for each in asked[:4] for key, row in answers(model, [each])[1].items()]
     if all(apart):
