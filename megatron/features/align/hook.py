@@ -117,7 +117,8 @@ class AlignHook(Hook):
         if wrong := self.world.communicator.broadcast(self.verifier.fault() if self.world.is_main else None):
             raise UserError(wrong)
         self.sampler.alive = partial(trainer.beacon.at, EVALUATE, detail=b"rollouts")
-        trainer.log(self.sampler.note())
+        url = self.own.server.url
+        trainer.log(self.sampler.note() if url is None else f"rollouts: texts are drawn by the server at {url}")
         trainer.loader = cast("Loader", Rounds(trainer.loader, self, trainer))
 
     def before_step(self, trainer: Trainer, step: int) -> None:
