@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -270,6 +270,11 @@ def _prepare_torch(config: Config) -> None:
         deterministic: Any = torch.utils.deterministic
         deterministic.fill_uninitialized_memory = False  # else a kernel fills each new tensor, without use
     torch.set_float32_matmul_precision("high" if config.precision.compute != "fp32" else "highest")
+    if torch.cuda.is_available() and not any("ALLOC_CONF" in name for name in os.environ):
+        allocator: Any = torch._C
+        with suppress(AttributeError, RuntimeError):  # of torch that does not have the option
+            # Else pinned memory is rounded up to a power of two, and copies for saves take up to twice their size.
+            allocator._accelerator_setAllocatorSettings("pinned_max_round_threshold_mb:1")
 
 
 def _keep_configuration(config: Config, text: str) -> None:

@@ -186,6 +186,8 @@ class MoE(nn.Module):
         options = self.options.losses
         if not (options.balance or options.sequence or options.z):
             return {}
+        if not losses:  # in an evaluation
+            return {LOSS: stream.channels.get(LOSS, y.new_zeros((*y.shape[:2], 1)))}
         total = sum(getattr(options, name) * loss for name, loss in losses.items()) / self.mesh.tensor.size
         if stream.chunk is not None:  # the head averages over all tokens, and only the last chunk's have the loss
             total = total * (stream.chunk.whole / stream.chunk.tokens)

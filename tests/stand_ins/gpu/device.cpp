@@ -237,6 +237,8 @@ API int cuDeviceGetName(char *text, int length, int) { snprintf(text, length, "%
 API int cuDeviceGetAttribute(int *value, int which, int) { *value = attribute(which); return 0; }
 API int cuCtxGetCurrent(void **context) { *context = (void *)64; return 0; }
 API int cuCtxSetCurrent(void *) { return 0; }
+API int cuCtxSetLimit(int, size_t) { return 0; }
+API int cuCtxGetLimit(size_t *value, int) { *value = 0; return 0; }
 API int cuCtxGetDevice(int *device) { *device = current_device; return 0; }
 API int cuCtxPushCurrent_v2(void *) { return 0; }
 API int cuCtxPopCurrent_v2(void **context) { *context = (void *)64; return 0; }

@@ -1,6 +1,7 @@
 """One rank of a run on the stand-in of a GPU: what a step asks of it, as JSON.
 
     python -m tests.stand_ins.gpu.program OUTPUT RANKS FILE... KEY=VALUE...
+    python -m tests.stand_ins.gpu.program LIST.jobs      several of them, as JSON, from one process
 
 Other ranks are pretended: every collective returns at once, and all have said what this one says. Numbers are zero.
 """
@@ -12,11 +13,15 @@ import json
 import os
 import sys
 import tempfile
+import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 STEPS, COUNTED = 5, 3  # a step in whose neighbours nothing is compiled, allocated or logged for the first time
+LIFE = "life"  # in the name of an output: of a run that evaluates, saves and resumes
 OURS = f"{os.sep}megatron{os.sep}"
 WATCHER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_long)
 
@@ -74,12 +79,15 @@ def pretend_ranks(ranks: int) -> None:
     """The environment and the answers of a job of so many ranks, of which this is the first."""
     import torch.distributed as dist
 
+    import megatron.kinds.moe.dispatch as dispatch
     import megatron.training.world as world
     from megatron.checkpoint.format.communicator import GroupCommunicator, StoreCommunicator
 
     here = min(ranks, 8)
     os.environ.update(RANK="0", WORLD_SIZE=str(ranks), LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(here))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29999", STAND_IN_GPUS=str(here))
+    # The host waits for sizes of messages. What it reads is zero, so they are then as in a rehearsal.
+    dispatch.hasattr = lambda counts, _: len(counts.tolist()) > 0
     world.open_store = lambda *_, **__: dist.HashStore()
     prepare = world.prepare_deepspeed
 
@@ -119,11 +127,31 @@ def watch_steps(counts: Counts, output: Path) -> None:
     Trainer._step = counted
 
 
-def main(output: str, ranks: int, arguments: list[str]) -> None:
-    counts = Counts(ctypes.CDLL(os.environ["LD_PRELOAD"]))
-    import torch
+def watch_life(counts: Counts, output: Path) -> None:
+    """Write what the first evaluation, save and resume ask of the device, in addition to what the file has."""
+    import megatron.training.run as training
+    from megatron.checkpoint.save.saver import Saver
+    from megatron.engine.engine import PlainEngine
 
-    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is no part of the stand-in
+    found = json.loads(output.read_text()) if output.exists() else {}
+
+    def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            counts.take()
+            result = function(*arguments, **options)
+            if name not in found and (name != "resume" or arguments[0].checkpoint is not None):
+                found[name] = counts.take()
+                output.write_text(json.dumps(found))
+            return result
+
+        return call
+
+    PlainEngine.evaluate = watched("evaluate", PlainEngine.evaluate)
+    Saver.save, training.load = watched("save", Saver.save), watched("resume", training.load)
+
+
+def run(counts: Counts, output: Path, ranks: int, arguments: list[str]) -> None:
+    """Train until the counted step has ended, and exit."""
     import megatron.training.exchange as exchange
     from megatron.config.arithmetic import machine
 
@@ -136,11 +164,47 @@ def main(output: str, ranks: int, arguments: list[str]) -> None:
     given = [each for each in arguments if "=" in each]
     own = [f"training.steps={STEPS}", "schedule.warmup_steps=1", f"run.dir={folder}", "checkpoint.every=null"]
     sys.argv = ["train.py", *files, *own, "evaluation.at_end=false", "logging.curve=false", *given]
-    watch_steps(counts, Path(output))
+    (watch_life if LIFE in output.name else watch_steps)(counts, output)
     from megatron.training.run import train
 
     raise SystemExit(train() or "the run ended before its steps were counted")
 
 
+def fork(counts: Counts, jobs: list[tuple[str, int, list[str]]]) -> None:
+    """Run (output, ranks, arguments) one after another, each in a process of its own that need not import torch."""
+    import torch
+
+    import megatron.engine.preload
+    import megatron.training.run  # noqa: F401
+
+    torch.cuda._is_in_bad_fork = lambda: False  # a real device cannot be used after a fork, this one can
+
+    os.environ["STAND_IN_GPUS"] = "8"  # torch asks once
+    for output, ranks, arguments in jobs:
+        child = os.fork()
+        if not child:
+            with open(f"{output}.log", "w") as log:
+                os.dup2(log.fileno(), 1), os.dup2(log.fileno(), 2)
+                try:
+                    run(counts, Path(output), ranks, arguments)
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    sys.stderr.flush()
+                    os._exit(1)
+        os.waitpid(child, 0)
+
+
+def main(arguments: list[str]) -> None:
+    counts = Counts(ctypes.CDLL(os.environ["LD_PRELOAD"]))
+    import torch
+
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is no part of the stand-in
+    if arguments[0].endswith(".jobs"):
+        fork(counts, json.loads(Path(arguments[0]).read_text()))
+    else:
+        run(counts, Path(arguments[0]), int(arguments[1]), arguments[2:])
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
+    main(sys.argv[1:])
