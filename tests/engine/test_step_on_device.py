@@ -3,16 +3,22 @@ fused AdamW takes the same arguments there."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from megatron.config import resolve
+from megatron.config.variants import overlay
 from megatron.data.batch import StepBatch
 from megatron.engine.deepspeed import step_on_device
 from megatron.engine.deepspeed.step_on_device import skips_on_device
 from megatron.engine.engine import build_engine
 from megatron.parallel.layout.mesh import Mesh
 from megatron.testing.ranks import on_ranks
+from tests.training import runs
+from tests.training.matrix import cases
+from tests.workers import run
 
 STEPS, BAD = 4, 2
 CASES = [  # ZeRO stage, gradient clipping, whether gradients of step BAD are not finite
@@ -85,6 +91,20 @@ def test_an_update_that_is_not_finite_changes_nothing(both, case):
     for before, after in zip(steps[BAD - 1][1], steps[BAD][1], strict=True):
         assert torch.equal(before, after)
     assert any(not torch.equal(before, after) for before, after in zip(steps[BAD][1], steps[BAD + 1][1], strict=True))
+
+
+def trained_with_experts(on_device: bool, values: dict[str, Any], ranks: int) -> tuple[list[float], list[float]]:
+    step_on_device._on_gpu = lambda optimizer: on_device
+    config, engine = runs.start(values, ranks)
+    return runs.steps(config, engine, 0, 2)
+
+
+def test_experts_on_several_ranks():
+    """Their norm stays on the device too. Nothing is clipped, so losses and norms have the same bits."""
+    case = next(case for case in cases() if case.name == "bf16: moe on dp2 · ep2, ZeRO 1, four micro-batches")
+    values = overlay(case.values, {"optimizer": {"gradient_clipping": 1e3}})
+    host, device = (run(case.ranks, trained_with_experts, on_device, values, case.ranks) for on_device in (False, True))
+    assert host == device
 
 
 def test_what_cannot_skip_on_the_device_keeps_the_way_of_the_host():

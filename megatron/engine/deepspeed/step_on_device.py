@@ -71,12 +71,19 @@ def _decided_by(fused: Any, home: ModuleType) -> Iterator[None]:
         fused.grad_scale = ((global_norm + eps) / max_norm).clamp(min=1.0).to(torch.float32)
         return global_norm
 
+    def with_experts(norm: Tensor, mpu: Any, expert_tensors: dict[str, Any], norm_type: float = 2) -> Tensor:
+        """`expert_groups` has added the experts. DeepSpeed would return a number of the host."""
+        if expert_tensors:
+            raise RuntimeError("the norm of experts must be part of the norm of all")
+        return norm
+
     def unmasked(*_: Any, **__: Any) -> None:
         """DeepSpeed would overwrite a non-finite norm with -1."""
 
     with contextlib.ExitStack() as stack:
-        new = {"is_invalid_grad_norm": valid, "clip_tensors_by_global_norm": clip}
-        for name, function in (new | {"mask_nan_or_inf_with_val_inplace": unmasked}).items():
+        new: dict[str, Any] = {"is_invalid_grad_norm": valid, "clip_tensors_by_global_norm": clip}
+        new |= {"mask_nan_or_inf_with_val_inplace": unmasked, "get_norm_with_moe_layers": with_experts}
+        for name, function in new.items():
             if hasattr(home, name):
                 stack.enter_context(mock.patch.object(home, name, function))
         stack.enter_context(mock.patch.object(utils, "mask_nan_or_inf_with_val_inplace", unmasked))
