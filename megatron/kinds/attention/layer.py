@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection, NormOptions
-from megatron.kinds.attention.options import AttentionOptions
+from megatron.kinds.attention.options import AttentionOptions, gate_width
 from megatron.kinds.common.activations import scaled
 from megatron.kinds.common.attention.attend import LONG, prepare
 from megatron.kinds.common.attention.attend_across import attend_in
@@ -98,6 +98,12 @@ class Attention(nn.Module):
         self.output = RowLinear(
             make.scope("output"), q_width, H, init=init.output(q_width, H), bias=options.output_bias, unit=D
         )
+        self.gate = None
+        if width := gate_width(options):
+            gate_init, unit = init.hidden(inputs, width), width // options.heads
+            self.gate = ColumnLinear(
+                make.scope("gate"), inputs, (width,), init=gate_init, bias=options.qkv_bias, unit=unit
+            )
         self._build_norms(make, model.norm)
         self.sinks = None
         if options.sinks:
@@ -139,7 +145,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, stream: Stream, cache: Keys | None = None, call: SharedCall | None = None) -> Tensor:
         x = scaled(x, self.options.input_multiplier)
-        x_BSH, (q, kv) = entered(x, (self.query, self.key_value), self.mesh)
+        gates = () if self.gate is None else (self.gate,)
+        x_BSH, (q, kv, *gate) = entered(x, (self.query, self.key_value, *gates), self.mesh)
         q, k, v = self._projected(q, kv, x_BSH, None if call is None else call.adapters)
         if self.rotary is not None:
             begin = cache.length if cache is not None else 0
@@ -161,7 +168,10 @@ class Attention(nn.Module):
             key = self.dropout_key if call is None else call.dropout_key  # read here: each value is a compilation
             dropout = Dropped(self.options.dropout, key, stream.sample_numbers, self.first_head)
         y = attend_in(self.context, q, k, v, self.pattern, stream, dropout, self.sinks, elsewhere)
-        y_BsH = self.output(y.transpose(1, 2).reshape(*x_BSH.shape[:2], -1))
+        y = y.transpose(1, 2)
+        if gate:
+            y = y * gate[0].unflatten(-1, (self.heads, -1)).sigmoid()
+        y_BsH = self.output(y.reshape(*x_BSH.shape[:2], -1))
         return scaled(y_BsH, self.options.output_multiplier)
 
     def turned(self, q: Tensor, k: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -234,10 +244,11 @@ class Attention(nn.Module):
         H, D = model.hidden_size, options.head_dim
         inputs = inputs or H
         q_width, kv_width = options.heads * D, options.kv_heads * D
-        matrices = (inputs + H) * q_width + 2 * inputs * kv_width
+        gate = gate_width(options)
+        matrices = (inputs + H) * q_width + inputs * (2 * kv_width + gate)
         parameters = matrices
         if options.qkv_bias:
-            parameters += q_width + 2 * kv_width
+            parameters += q_width + 2 * kv_width + gate
         if options.output_bias:
             parameters += H
         if options.qk_norm == "full":
@@ -252,7 +263,7 @@ class Attention(nn.Module):
             parameters=parameters,
             flops=2 * matrices + 2 * 2 * seen * q_width,
             activations=products + Attention._saved_besides(model, options, sequence_length),
-            products=products + H,
+            products=products + H + gate,
             state=2 * kv_width * seen,
         )
 
@@ -268,6 +279,8 @@ class Attention(nn.Module):
         turned = options.position == "rotary" and Rotary(options.rotary, D).rotated > 0
         if options.qk_norm != "none" or turned:
             saved += kv_width  # new keys
+        if gate := gate_width(options):
+            saved += gate + q_width  # the gate, and the output times it
         if options.sinks:
             saved += q_width + options.heads  # the output before a share of it goes to the sinks, and that share
         if options.dropout > 0.0 and sequence_length <= LONG:

@@ -74,7 +74,12 @@ class AttentionOptions(Section):
         "Whether each head has a trained logit that takes a share of the softmax and has no value (GPT-OSS). It "
         "starts at 0.",
     )
-    qkv_bias: bool = key(False, "Whether the query, key and value projections have biases.")
+    gate: Literal["none", "head", "channel"] = key(
+        "none",
+        "A gate on the output before its projection (Qiu et al. 2025): sigmoid of a further projection of the input, "
+        "one number for each head, or one for each channel (Qwen3-Next).",
+    )
+    qkv_bias: bool = key(False, "Whether the projections of queries, keys, values and the gate have biases.")
     output_bias: bool = key(False, "Whether the output projection has a bias.")
     dropout: float = key(0.0, "Dropout of attention probabilities.", ge=0, lt=1)
 
@@ -153,10 +158,15 @@ RULES = (
 )
 
 
+def gate_width(options: AttentionOptions) -> int:
+    """Outputs of the gate's projection. 0 without a gate."""
+    return {"none": 0, "head": 1, "channel": options.head_dim}[options.gate] * options.heads
+
+
 def _weights(options: AttentionOptions, width: int) -> tuple[int, int]:
     if not (options.heads and options.kv_heads and options.head_dim):
         return 0, 0
-    return 2 * width * options.head_dim * (options.heads + options.kv_heads), 0
+    return 2 * width * options.head_dim * (options.heads + options.kv_heads) + width * gate_width(options), 0
 
 
 KIND = LayerKind(
@@ -167,7 +177,7 @@ KIND = LayerKind(
     rules=(*RULES, heads_fill(twice=False), normalised_logits_are_not_clipped, clipped_logits_are_seen_by_one_rank),
     draws=lambda options: options.dropout > 0.0,
     attends=True,
-    linears=lambda options: ("query", "key_value", "output"),
+    linears=lambda options: ("query", "key_value", *(["gate"] if options.gate != "none" else []), "output"),
     head_width=lambda options: options.head_dim,
     clips_logits=lambda options: options.qk_clip is not None,
     weights=_weights,
