@@ -37,15 +37,16 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def delta_head(
-    q_SK: Tensor, k_SK: Tensor, v_SV: Tensor, decay_S: Tensor, beta_S: Tensor, state_KV: Tensor, starts: list[int]
+    q_SK: Tensor, k_SK: Tensor, v_SV: Tensor, decay: Tensor, beta_S: Tensor, state_KV: Tensor, starts: list[int]
 ):
     """Yang, Kautz and Hatamizadeh 2024, equation 10, with the state transposed and decays as logarithms: outputs [S, V]
-    and the last state."""
+    and the last state. Decays [S], or [S, K] as in equation 1 of Kimi Linear (Kimi Team 2025)."""
     rows = []
     for t in range(len(beta_S)):
         if starts[t] == t:
             state_KV = torch.zeros_like(state_KV)
-        state_KV = torch.exp(decay_S[t]) * (state_KV - beta_S[t] * torch.outer(k_SK[t], k_SK[t] @ state_KV))
+        state_KV = torch.exp(decay[t]).unsqueeze(-1) * state_KV
+        state_KV = state_KV - beta_S[t] * torch.outer(k_SK[t], k_SK[t] @ state_KV)
         state_KV = state_KV + beta_S[t] * torch.outer(k_SK[t], v_SV[t])
         rows.append(q_SK[t] @ state_KV)
     return torch.stack(rows), state_KV

@@ -16,6 +16,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from transformers.models.zaya.modeling_zaya import ZayaAttention, ZayaRotaryEmbedding
 
 from megatron.config import resolve
+from megatron.kinds.common.recurrence import decays
 from megatron.kinds.gated_delta import kernels as delta_kernels
 from megatron.kinds.gated_delta.delta_rule import LENGTH_EPSILON, gated_delta_rule
 from megatron.model.costs.describe import layers
@@ -42,14 +43,18 @@ def mixer_of(layers: str, **section):
 # "fast": a chunk forgets all but its last tokens; "slow": hardly anything, so that written keys pile up.
 @pytest.mark.parametrize("decay", [1.0, 30.0, 1e-3], ids=["plain", "fast", "slow"])
 @pytest.mark.parametrize("documents", [None, "none", "all", "one"])
+@pytest.mark.parametrize("by", ["head", "channel"])
 @pytest.mark.parametrize("chunk", [1, 5, 64])
-def test_delta_rule(chunk: int, documents: str | None, decay: float):
+def test_delta_rule(chunk: int, by: str, documents: str | None, decay: float, monkeypatch):
+    """A chunk has several pieces, between which decays of channels are factors of matrices."""
+    monkeypatch.setattr(decays, "PIECE", 4)
     g, h, K, V = 2, 4, 3, 5
+    shape = (Bs, S, h) if by == "head" else (Bs, S, h, K)
     inputs = [
         draw(Bs, S, g, K, seed=0),
         draw(Bs, S, g, K, seed=1),
         draw(Bs, S, h, V, seed=2),
-        -decay * torch.rand(Bs, S, h, generator=torch.Generator().manual_seed(3)),
+        -decay * torch.rand(*shape, generator=torch.Generator().manual_seed(3)),
         2 * torch.rand(Bs, S, h, generator=torch.Generator().manual_seed(4)),
         draw(Bs, h, K, V, seed=5),
     ]

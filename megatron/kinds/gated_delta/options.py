@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from megatron.config.kind import LayerKind
+from megatron.config.kind import KindUse, LayerKind
 from megatron.config.section import Derivable, Derived, Needed, key
 from megatron.kinds.common.options import (
     RecurrentOptions,
@@ -18,7 +18,10 @@ from megatron.kinds.common.options import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from megatron.config.derive import View
+    from megatron.config.problems import Problem
 
 
 def _key_dim(own: dict[str, Any], at: View) -> int | None:
@@ -62,6 +65,25 @@ class GatedDeltaOptions(RecurrentOptions):
     negative_eigenvalues: bool = key(
         False, "The value under a key is replaced up to twice (beta in [0, 2]): a state can change its sign."
     )
+    decay: Literal["head", "channel"] = key(
+        "head",
+        "Whether each head has one decay, or each of its channels of keys (Kimi delta attention). The latter "
+        "and the gate are made by matrices of rank `rank`.",
+    )
+    rank: Derivable[int] = key(
+        None,
+        "Rank of the matrices of the gate and of decays by channel. Only with decay: channel.",
+        derived=Derived(
+            "model.gated_delta.value_dim with decay: channel",
+            lambda own, at: own["value_dim"] if own["decay"] == "channel" else None,
+            (".value_dim", ".decay"),
+        ),
+        gt=0,
+    )
+    gate: Literal["silu", "sigmoid"] = key("silu", "Activation of the gate. Kimi delta attention has sigmoid.")
+    householders: int = key(
+        1, "Updates of the state per token, each with its own key, value and beta (Gated DeltaProduct).", gt=0
+    )
     norm_epsilon: Derivable[float] = key(
         None,
         "Added to the mean square of each head's output before the root.",
@@ -77,6 +99,21 @@ class GatedDeltaOptions(RecurrentOptions):
     chunk: int = key(64, "Tokens per chunk. Changes memory and speed, not the result.", unit="tokens", gt=0)
 
 
+def rank_is_of_channels(at: KindUse[GatedDeltaOptions]) -> Iterator[Problem]:
+    if at.options.decay == "head" and at.options.rank is not None:
+        yield at.problem(
+            ".rank",
+            ".decay",
+            rule="must be null with one decay per head, whose matrices are not of low rank",
+            fix="remove it, or use decay: channel",
+        )
+
+
+def _linears(options: GatedDeltaOptions) -> tuple[str, ...]:
+    own = ("value_gate", "decay_beta") if options.decay == "head" else ("value", "decay", "gate", "beta")
+    return ("query_key", *own, "output")
+
+
 KIND = LayerKind(
     role="mixer",
     options=GatedDeltaOptions,
@@ -85,6 +122,7 @@ KIND = LayerKind(
     rules=(
         heads_are_given,
         divides_heads("key_heads"),
+        rank_is_of_channels,
         in_order("decay_low", "decay_high", "published models use 0 and 16"),
         heads_have_channels("key_dim", "key_heads", "heads of keys"),
         time_steps_are_a_range,
@@ -92,7 +130,7 @@ KIND = LayerKind(
         parts_of_sequences_have_the_taps(lambda own: own.convolution - 1, ".convolution"),
     ),
     packages={"fla": "pip install flash-linear-attention"},
-    linears=lambda options: ("query_key", "value_gate", "decay_beta", "output"),
+    linears=_linears,
     keeps_fp32=True,
     context="scans",
     repeats=True,

@@ -68,6 +68,18 @@ MODELS = {
             "chunk": 6,
         },
     },
+    "gated_delta, decays by channel": {
+        "layers": "gated_delta x2",
+        "gated_delta": {"heads": 4, "key_dim": 5, "value_dim": 6, "chunk": 8, "decay": "channel", "gate": "sigmoid"},
+    },
+    "gated_delta, three updates": {
+        "layers": "gated_delta x2",
+        "gated_delta": {"heads": 4, "key_heads": 2, "key_dim": 5, "value_dim": 6, "chunk": 8, "householders": 3},
+    },
+    "gated_delta, two updates, decays by channel": {
+        "layers": "gated_delta x2",
+        "gated_delta": {"heads": 4, "key_dim": 4, "value_dim": 6, "chunk": 8, "householders": 2, "decay": "channel"},
+    },
     "cca": {"layers": "cca x2", "cca": {"heads": 8, "kv_heads": 4, "head_dim": 6}},
     "cca, biases, more taps": {
         "layers": "cca x2",
