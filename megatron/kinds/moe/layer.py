@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -17,11 +16,11 @@ from megatron.kinds.common.activations import ACTIVATIONS, SAVED
 from megatron.kinds.moe.losses import Balance
 from megatron.kinds.moe.options import MoEOptions
 from megatron.model.costs.exchanges import BEHIND, LAST, Around, LayerMessage
-from megatron.model.costs.traffic import Enter, Event, Leave, Shared, TensorAxis
+from megatron.model.costs.traffic import Enter, Event, Leave, Shared, TensorAxis, whole_events
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.recompute import decide_once, repeating
-from megatron.model.stream import LOSS, Channel, Stream
+from megatron.model.stream import LOSS, Channel, Stream, with_loss
 from megatron.parallel.layers.collectives import enter, leave, sum_gradient
 from megatron.parallel.layers.linear import ColumnLinear, PartialLinear
 from megatron.parallel.layers.parameters import ParameterFactory
@@ -98,7 +97,17 @@ class MoE(nn.Module):
         router = MLPRouter if options.router.network == "mlp" else LinearRouter
         self.router = router(make.scope("router"), model, options, init)
         self.balance = Balance(make.scope("router"), options)
-        self.experts = Experts(make.scope("experts"), model.hidden_size, options, init)
+        self.latent_down = self.latent_up = None
+        H, latent = model.hidden_size, options.latent_size
+        if latent is not None:
+            # whole on every rank, which has part of the experts: the gradients are summed
+            self.latent_down = ColumnLinear(
+                make.scope("latent_down"), H, (latent,), init=init.hidden(H, latent), shard=False
+            )
+            self.latent_up = ColumnLinear(
+                make.scope("latent_up"), latent, (H,), role=Role.OUTPUT, init=init.output(latent, H), shard=False
+            )
+        self.experts = Experts(make.scope("experts"), latent or H, options, init)
         self.exchange = AllToAllDispatch(make.mesh) if make.mesh.layout.spreads_experts else LocalDispatch()
         self.jitter_key = site_key(make.seed, make.prefix, "jitter")
         self.shared = None
@@ -144,9 +153,11 @@ class MoE(nn.Module):
             weights = weights_of(scores_TE, choice.experts_Tk, self.options)
         else:
             weights = scores_TE.T.gather(1, choice.of_experts).flatten() * router.scale
+        x_TH = x_TH if self.latent_down is None else self.latent_down(x_TH)
         sent_RH, ends_E, sent = self.exchange.send(permute(x_TH, rows), rows)
         y_RH = self.exchange.back(self.experts(sent_RH, ends_E), sent)
-        return combine(y_RH, rows, weights, self.total)
+        y_TH = combine(y_RH, rows, weights, self.total)
+        return y_TH if self.latent_up is None else self.latent_up(y_TH)
 
     def new_state(self) -> Routed:
         """Sums over earlier chunks of the same samples for the losses. Decoding does not read them."""
@@ -191,11 +202,7 @@ class MoE(nn.Module):
         total = sum(getattr(options, name) * loss for name, loss in losses.items()) / self.mesh.tensor.size
         if stream.chunk is not None:  # the head averages over all tokens, and only the last chunk's have the loss
             total = total * (stream.chunk.whole / stream.chunk.tokens)
-        before = stream.channels.get(LOSS)
-        before = y.new_zeros((*y.shape[:2], 1)) if before is None else before
-        # Spread before it is rounded, so that the gradient is summed in fp32: scaled for fp16, the sum is none of its
-        # numbers.
-        return {LOSS: before + torch.as_tensor(total, device=y.device).expand_as(before).to(y.dtype)}
+        return with_loss(stream, y, total)
 
     @staticmethod
     def channels(model: ModelSection, options: MoEOptions, ranks: int) -> dict[str, Channel]:
@@ -214,7 +221,8 @@ class MoE(nn.Module):
         """Messages on the tensor axis, except for spread experts."""
         H = model.hidden_size
         gate = [Shared(H, wide=True)] if options.shared_size and options.shared_gate else []
-        return [Enter(H), *(Shared(size, wide=True) for size in router_tensors(H, options)), *gate, Leave(H)]
+        latent = 2 * whole_events(options.latent_size, H) if options.latent_size else []
+        return [Enter(H), *latent, *(Shared(size, wide=True) for size in router_tensors(H, options)), *gate, Leave(H)]
 
     @staticmethod
     def exchanges(model: ModelSection, options: MoEOptions, around: Around) -> list[LayerMessage]:
@@ -226,7 +234,7 @@ class MoE(nn.Module):
         found = [load]
         if options.losses.balance and options.losses.over == "ranks":
             found.append(replace(load, axis="data", elements=options.experts))
-        return [*found, *dispatch_messages(model.hidden_size, options, around)]
+        return [*found, *dispatch_messages(options.latent_size or model.hidden_size, options, around)]
 
     @staticmethod
     def needs_output(model: ModelSection, options: MoEOptions) -> bool:
@@ -237,11 +245,12 @@ class MoE(nn.Module):
     def counts(model: ModelSection, options: MoEOptions, sequence_length: int) -> Counts:
         H, E, k, width = model.hidden_size, options.experts, options.top_k, options.hidden_size
         sides = 3 if options.gated else 2
-        expert, shared = sides * H * width, sides * H * options.shared_size
+        inner, latent = options.latent_size or H, options.latent_size or 0  # the experts' inputs
+        expert, shared = sides * inner * width, sides * H * options.shared_size
         router, products = router_counts(H, options)
         gate = H if options.shared_size and options.shared_gate else 0
         made = 2 if options.gated else 1
-        bias = made * width + H if options.bias else 0
+        bias = made * width + inner if options.bias else 0
         saved = in_shared = SAVED[options.activation][options.gated]
         if options.gated:
             saved += 2 if options.limit is not None else bool(options.up_offset)  # cut and shifted
@@ -250,16 +259,18 @@ class MoE(nn.Module):
         routing += 2 * k if options.bias else 0  # the number of each row's expert again
         network = options.router.width if options.router.network == "mlp" else 0
         routing += 7 * network + bool(network)
+        linear = k * (inner + made * width) + (latent + H if latent else 0)  # results of matrices, but for the shared
         routing += bool(options.losses.balance or options.losses.sequence)  # the sum of a token's scores
         return Counts(
-            parameters=E * (expert + bias) + shared + router + gate,
+            parameters=E * (expert + bias) + shared + router + gate + 2 * H * latent,
             idle=(E - k) * (expert + bias),
-            flops=2 * (k * expert + shared + products + gate),
-            activations=k * (2 * H + saved * width)
+            flops=2 * (k * expert + shared + products + gate + 2 * H * latent),
+            activations=k * (2 * inner + saved * width)
+            + latent
             + in_shared * options.shared_size
             + routing
             + (H + 1 if gate else 0),
-            whole=2 * k * H + routing + (H + 1 if gate else 0),
+            whole=2 * k * inner + latent + routing + (H + 1 if gate else 0),
             copies=(2 if shared else 1) * H + routing,  # the router's input in fp32, and that of shared experts
-            products=k * (H + made * width) + (made * options.shared_size + H if shared else 0) + E + 3 * network,
+            products=linear + (made * options.shared_size + H if shared else 0) + E + 3 * network,
         )

@@ -103,6 +103,13 @@ class MoEOptions(Section):
         derived=Derived(MLP_WIDTH, mlp_width("moe"), ("model.hidden_size", ".gated")),
         gt=0,
     )
+    latent_size: int | None = key(
+        None,
+        "Width of the space in which experts compute (latent mixture of experts, Nemotron 3). One matrix maps a token "
+        "into it, another the weighted sum of experts back. Experts and their messages shrink by their ratio.",
+        unit="channels",
+        gt=0,
+    )
     activation: Activation = key("silu", "Activation of the experts, as of model.mlp.")
     gated: bool = key(True, "Gated experts: activation(gate(x)) * up(x).")
     bias: bool = key(False, "Whether the matrices of the experts have biases (GPT-OSS).")
@@ -132,7 +139,9 @@ class MoEOptions(Section):
 
 
 def _weights(options: MoEOptions, width: int) -> tuple[int, int]:
-    return 0, options.experts * (3 if options.gated else 2) * width * (options.hidden_size or 0)
+    latent = options.latent_size or width
+    matrices = 2 * width * latent if options.latent_size else 0
+    return matrices, options.experts * (3 if options.gated else 2) * latent * (options.hidden_size or 0)
 
 
 KIND = LayerKind(

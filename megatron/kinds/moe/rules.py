@@ -184,6 +184,15 @@ def rows_are_aligned(context: RuleContext) -> Iterator[Problem]:
             f"{unit} channels in {compute}",
             fix=f"use {multiples(width, unit)} channels",
         )
+    for use in context.layers("moe"):
+        latent = use.options.latent_size
+        if latent and latent % unit:
+            yield use.problem(
+                ".latent_size",
+                "precision.compute",
+                rule=f"latent_size must be a multiple of 16 bytes for grouped products, {unit} channels in {compute}",
+                fix=f"use {multiples(latent, unit)} channels",
+            )
 
 
 def router_states_have_a_first(context: RuleContext) -> Iterator[Problem]:

@@ -33,6 +33,7 @@ CASES = {
         "up_offset": 1.0,
         "router": {"bias": True, "normalize": True},
     },
+    "latent": {"experts": 8, "top_k": 3, "hidden_size": 24, "latent_size": 16, "shared_size": 32},
     "router with a state": {
         "experts": 4,
         "top_k": 1,
