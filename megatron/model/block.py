@@ -19,6 +19,7 @@ from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layout.shard import Role, Shard
 
 from .counts import Counts
+from .hyper_connections import ROWS, HyperConnection, connection_counts, joined, rows_of, with_rows
 from .initialisation import Initialisation
 from .norm import Norm, norm_activations, norm_parameters
 from .options import kind_of, layer_class
@@ -98,7 +99,8 @@ class Block(nn.Module):
 
     Logical names: `layers.<index>.{mixer_norm, ffn_norm, <kind of a mixer>, <kind of ffn>, <kind beside the mixer>}`,
     `{mixer_output_norm, ffn_output_norm}` with norms on both sides, and `{mixer_joint, ffn_joint}` with
-    `channel_scales`. `injection` in the first block of a recurrent core.
+    `channel_scales`, `{mixer_rows, ffn_rows}` with several rows, and `rows` in the last block. `injection` in the first
+    block of a recurrent core.
 
     Args:
         shared: modules that blocks of this rank share, by logical name. Blocks add missing modules.
@@ -152,10 +154,23 @@ class Block(nn.Module):
         if model.residual.channel_scales:
             self.mixer_joint = residual_merge(make.scope("mixer_joint"), model.hidden_size) if pattern.mixer else None
             self.ffn_joint = residual_merge(make.scope("ffn_joint"), model.hidden_size) if pattern.ffn else None
+        self.connections: nn.ModuleDict | None = None
+        self.collapse: HyperConnection | None = None
+        if model.residual.streams > 1:
+            self._connect(make, model, init)
         alone = pattern.mixer if len(pattern.mixers) == 1 else None
         self.relays = relays_of(make, model, {"mixer": alone, "ffn": pattern.ffn})
         self.mixer_dropout = Dropout(make, model, "mixer") if model.dropout > 0.0 else None
         self.ffn_dropout = Dropout(make, model, "ffn") if model.dropout > 0.0 else None
+
+    def _connect(self, make: ParameterFactory, model: ModelSection, init: Initialisation) -> None:
+        """Connections of a stream of several rows, one for each branch, and in the last block one for the head."""
+        branches = {"mixer": self.pattern.mixer, "ffn": self.pattern.ffn}
+        self.connections = nn.ModuleDict({
+            name: HyperConnection(make.scope(f"{name}_rows"), model, init) for name, kind in branches.items() if kind
+        })
+        if init.index == len(model.blocks) - 1:
+            self.collapse = HyperConnection(make.scope("rows"), model, init, joins=False)
 
     def layers(self) -> Iterator[tuple[Kind, nn.Module]]:
         """Its mixers and its feed-forward, each with its kind."""
@@ -178,6 +193,8 @@ class Block(nn.Module):
     def forward(self, stream: Stream, state: BlockState | None = None) -> Stream:
         stream = stream if self.injection is None else self.injection(stream)
         x, state = stream.hidden, state or BlockState()
+        if self.connections is not None:
+            return self._connected(stream, state)
         if self.residual.form == "parallel" and self.mixer is not None and self.ffn is not None:
             shared = _normed(self.mixer_norm, x) if self.ffn_norm is None else None
             mixed, stream = self._mix(x, stream, state, shared)
@@ -188,6 +205,15 @@ class Block(nn.Module):
         if self.ffn is not None:
             x, stream = self.fed(x, stream, state)
         return stream.with_hidden(x)
+
+    def _connected(self, stream: Stream, state: BlockState) -> Stream:
+        """A stream of several rows. The last block leaves what the head reads."""
+        rows = rows_of(stream, self.residual.streams)
+        for name, connection in cast(nn.ModuleDict, self.connections).items():
+            x, *weights = connection(rows)
+            y, stream = self._branch(name, x, stream, state)
+            rows = joined(y, rows, *weights)
+        return with_rows(stream, rows) if self.collapse is None else stream.with_hidden(self.collapse(rows)[0])
 
     def mixed(self, x: Tensor, stream: Stream, state: BlockState) -> tuple[Tensor, Stream]:
         """x plus the mixer's branch, and the stream with its channels."""
@@ -284,7 +310,8 @@ def block_channels(model: ModelSection, pattern: BlockPattern, ranks: int) -> di
         layer = layer_class(model, kind)
         if hasattr(layer, "channels"):
             found |= layer.channels(model, options_of(model, kind), ranks)
-    return found
+    rows = model.residual.streams - 1
+    return found | ({ROWS: Channel(rows * model.hidden_size)} if rows else {})
 
 
 def streams_saved(model: ModelSection, pattern: BlockPattern) -> int:
@@ -318,6 +345,8 @@ def block_counts(model: ModelSection, pattern: BlockPattern, sequence_length: in
     for number, kind in enumerate(pattern.side):
         call = call_numbers(model.blocks)[index][number]
         total += layer_class(model, kind).counts(model, options_of(model, kind), sequence_length, call)
+    if model.residual.streams > 1:
+        total += connection_counts(model, norms, index == len(model.blocks) - 1)
     if model.residual.channel_scales:
         total += Counts(norms * 4 * H, activations=norms * H)  # the branch's output. A norm keeps the stream
     if opens_core(model, index):

@@ -50,8 +50,12 @@ class Reference:
             x = self.norm(x, "embedding.norm")
         if self.model.residual.channel_scales:
             x = (x + self.weights["embedding.shift"]) * self.weights["embedding.scale"]
+        rows = self.model.residual.streams
+        x = x if rows == 1 else x.unsqueeze(1).expand(-1, rows, -1)
         for number, block in enumerate(self.model.blocks):
             x = self.block(x, f"layers.{number}", block, places, documents)
+        if rows > 1:
+            x = self.read(x, f"layers.{number}.rows")[0]
         x = self.norm(x, "final_norm")
         head = self.get("head.weight")
         logits = torch.einsum("sh,vh->sv", x, self.weights["embedding.tokens.weight"] if head is None else head)
@@ -83,7 +87,10 @@ class Reference:
         if mixer and ffn and residual.form == "parallel":
             return x + mixer(x) + ffn(x)
         for each, kind in ((mixer, "mixer"), (ffn, "ffn")):
-            if each is not None and residual.channel_scales:
+            if each is not None and residual.streams > 1:
+                collapsed, output, mix = self.read(x, f"{name}.{kind}_rows")
+                x = output.unsqueeze(-1) * each(collapsed).unsqueeze(1) + torch.einsum("sij,sih->sjh", mix, x)
+            elif each is not None and residual.channel_scales:
                 a, b, c, d = (
                     self.weights[f"{name}.{kind}_joint.{part}"]
                     for part in ("branch_scale", "branch_shift", "stream_scale", "stream_shift")
@@ -92,6 +99,25 @@ class Reference:
             elif each is not None:
                 x = x + each(x)
         return x
+
+    def read(self, x: Tensor, name: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Xie et al. 2025, equations 5 to 9: of rows [S, n, H] what a branch reads, and weights of output and mix."""
+        n, flat = x.shape[1], x.flatten(1)
+        flat = flat / (flat.square().mean(-1, keepdim=True) + self.model.norm.epsilon).sqrt()
+        made = flat @ self.weights[f"{name}.projection"].T
+        bias, scale = self.weights[f"{name}.bias"], self.weights[f"{name}.scale"]
+        sums = 1 / (1 + torch.exp(-(made[:, :n] * scale[0] + bias[:n]))) + 1e-6
+        collapsed = torch.einsum("sn,snh->sh", sums, x)
+        if len(scale) == 1:
+            return collapsed, None, None
+        output = 2 / (1 + torch.exp(-(made[:, n : 2 * n] * scale[1] + bias[n : 2 * n])))
+        mix = (made[:, 2 * n :] * scale[2] + bias[2 * n :]).view(-1, n, n).exp()
+        mix = mix / mix.sum(2, keepdim=True) + 1e-6
+        for number in range(self.model.residual.sinkhorn_iterations):
+            if number:
+                mix = mix / (mix.sum(2, keepdim=True) + 1e-6)
+            mix = mix / (mix.sum(1, keepdim=True) + 1e-6)
+        return collapsed, output, mix
 
     def mlp(self, x: Tensor, name: str, own) -> Tensor:
         activation = {
@@ -124,6 +150,10 @@ class Reference:
                 q_h, k_h = (turned(each, places, own.rotary.base, int(own.rotary.fraction * D)) for each in (q_h, k_h))
             sink = self.weights[f"{name}.sinks"][head] if own.sinks else None
             heads.append(self.one_head(q_h, k_h, v_h, own, head, documents, sink))
+        if own.gate != "none":
+            gates = 1 / (1 + torch.exp(-self.linear(x, f"{name}.gate")))
+            width = gates.shape[1] // own.heads
+            heads = [y * gates[:, head * width :][:, :width] for head, y in enumerate(heads)]
         return self.linear(torch.cat(heads, -1), f"{name}.output")
 
     def one_head(self, q: Tensor, k: Tensor, v: Tensor, own, head: int, documents, sink: Tensor | None) -> Tensor:

@@ -28,6 +28,8 @@ CASES = [
     "grouped, wide heads",
     "qk norm full, grouped",
     "qk norm by head",
+    "gate by channel",
+    "three rows",
     "softcap",
     "softcap, window, alibi",
     "window",

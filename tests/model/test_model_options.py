@@ -42,6 +42,8 @@ OPTIONS = {
     "scale": {"attention": {"scale": 1.3}},
     "sinks": {"attention": {"sinks": True}},
     "sinks, window, grouped": {"attention": {"heads": 4, "kv_heads": 2, "sinks": True, "window": 4}},
+    "gate by channel": {"attention": {"heads": 4, "kv_heads": 2, "head_dim": 10, "gate": "channel"}},
+    "gate by head, biases": {"attention": {"gate": "head", "qkv_bias": True}},
     "window": {"attention": {"window": 3}},
     "window of two": {"attention": {"window": 2}},
     "window as long as the sequence": {"attention": {"window": 12}},
@@ -68,6 +70,11 @@ OPTIONS = {
     "channel scales, bare blocks, post norm": {
         "layers": "attention mlp attention/mlp",
         "residual": {"channel_scales": True, "norm": "post", "multiplier": 0.7},
+    },
+    "three rows": {"residual": {"streams": 3, "sinkhorn_iterations": 5}},
+    "two rows, bare blocks, post norm": {
+        "layers": "attention mlp attention/mlp",
+        "residual": {"streams": 2, "norm": "post", "multiplier": 0.7},
     },
     "rmsnorm": {"norm": {"type": "rmsnorm", "epsilon": 1e-2}},
     "layernorm without bias": {"norm": {"bias": False}},

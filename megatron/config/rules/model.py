@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from megatron.config.problems import uniform_counts
 
@@ -14,7 +14,7 @@ from ..pattern import PatternError
 from ..problems import Problem
 from ..registry import ADDED, OPTIMIZER, Registry, RegistryError, registry_of
 from ..rule_context import Check, RuleContext
-from ..schema import lookup
+from ..schema import Config, lookup
 from ..sections.model import RecurrenceOptions
 from ..source.structure import nearest
 from ..tree import leaves, thaw
@@ -87,6 +87,15 @@ def vocabulary_is_known(context: RuleContext) -> Iterator[Problem]:
             )
 
 
+def _one_stream(other: str, wrong: Callable[[Config], bool], rule: str, fix: str) -> Check:
+    return Check(
+        f"{RESIDUAL}.streams {other}",
+        lambda config: config.model.residual.streams > 1 and wrong(config),
+        f"streams must be 1 {rule}",
+        f"use streams: 1, or {fix}",
+    )
+
+
 CHECKS = (
     Check(
         f"{RESIDUAL}.shared_norm {RESIDUAL}.form",
@@ -107,6 +116,36 @@ CHECKS = (
         lambda c: c.model.residual.channel_scales and c.model.residual.form != "sequential",
         "channel_scales must go with the sequential form: they scale the stream and its one branch",
         "use form: sequential, or channel_scales: false",
+    ),
+    _one_stream(
+        f"{RESIDUAL}.form",
+        lambda c: c.model.residual.form != "sequential",
+        "in the parallel form: rows are mixed by each branch in turn",
+        "form: sequential",
+    ),
+    _one_stream(
+        f"{RESIDUAL}.norm",
+        lambda c: c.model.residual.norm == "sandwich",
+        "with sandwich, which normalises one stream",
+        "another norm",
+    ),
+    _one_stream(
+        f"{RESIDUAL}.channel_scales",
+        lambda c: c.model.residual.channel_scales,
+        "with channel_scales, which scale one stream",
+        "channel_scales: false",
+    ),
+    _one_stream(
+        "model.layers",
+        lambda c: any(block.side for block in c.model.blocks) or bool(core_of(c.model.blocks)),
+        "with layers next to a mixer and in a recurrent group, which read one stream",
+        "another pattern",
+    ),
+    _one_stream(
+        "model.multi_token_prediction",
+        lambda c: bool(c.model.further_blocks),
+        "with modules that predict further tokens, which read one stream",
+        "remove multi_token_prediction",
     ),
     Check(
         f"{RESIDUAL}.norm {RESIDUAL}.form",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron.features.multi_token.options import MultiTokenOptions
     from megatron.kinds.attention.options import AttentionOptions
     from megatron.kinds.cca.options import CCAOptions
+    from megatron.kinds.dsa.options import DSAOptions
     from megatron.kinds.gated_delta.options import GatedDeltaOptions
     from megatron.kinds.mamba.options import Mamba2Options, MambaOptions
     from megatron.kinds.mla.options import MLAOptions
@@ -186,6 +187,13 @@ class ResidualOptions(Section):
         "sequential form: branch y and stream x are scaled and shifted by trained vectors where they are added, x "
         "<- (y + b) * a + (x + d) * c. So is the embedding (ZAYA1). All start at 1 and 0.",
     )
+    streams: int = key(
+        1,
+        "Rows of the stream. Above 1: manifold-constrained hyper-connections. Each branch reads a weighted sum of the "
+        "rows, and each block mixes them. The paper has 4.",
+        gt=0,
+    )
+    sinkhorn_iterations: int = key(20, "streams: rounds that balance the mixing matrices.", gt=0)
 
 
 class EmbeddingOptions(Section):
@@ -291,6 +299,7 @@ if TYPE_CHECKING:
 
         attention: AttentionOptions
         mla: MLAOptions
+        dsa: DSAOptions
         mamba: MambaOptions
         mamba2: Mamba2Options
         rwkv4: RWKV4Options

@@ -26,6 +26,7 @@ from megatron.parallel.messages.traffic import SIZES, Call, Messages
 from megatron.parallel.transport.compression import part_message, sum_messages
 
 from ..block import Block, opens_core, reads_stream
+from ..hyper_connections import sizes
 from ..options import layer_class
 
 ONCE = Passes(0, 1)
@@ -278,8 +279,12 @@ def block_sends(
         norms = norm(model.norm, H, cut) if not (shared and branch[0] is pattern.ffn) else []
         after = norm(model.norm, H, cut) if model.residual.norm in ("both", "sandwich") else []
         scales = [Shared(4 * H)] if model.residual.channel_scales and cut else []
+        if model.residual.streams > 1 and cut:
+            scales += [Shared(size, wide=True) for size in sizes(model, joins=True)]
         own = [(kind.name, _layer(model, kind, tensor, index)) for kind in branch]
         found += [("", norms), *own, ("", [*after, *scales])]
+    if model.residual.streams > 1 and cut and index == len(model.blocks) - 1:
+        found.append(("", [Shared(size, wide=True) for size in sizes(model, joins=False)]))
     return found
 
 
@@ -313,7 +318,7 @@ def stops_early(model: ModelSection, pattern: BlockPattern) -> bool:
     layer, residual = layer_class(model, kind), model.residual
     normed = residual.norm in ("both", "sandwich") or reads_stream(model, pattern)
     needed = getattr(layer, "needs_output", lambda model, options: False)(model, options_of(model, kind))
-    return not (normed or residual.channel_scales or model.dropout > 0.0 or needed)
+    return not (normed or residual.channel_scales or residual.streams > 1 or model.dropout > 0.0 or needed)
 
 
 def _repeated(
