@@ -267,7 +267,7 @@ _TRAINING_ONLY = (
 )
 _ROUTER_TRAINING = ("jitter", "correction_rate", "sinkhorn_iterations", "sinkhorn_start", "width")
 _NOT_COMPUTED = (
-    *("init", "losses", "dropout", "chunk", "qk_clip", "decay_low", "decay_high"),
+    *("init", "losses", "dropout", "chunk", "qk_clip", "index_loss", "decay_low", "decay_high"),
     *("time_step_low", "time_step_high", "time_step_floor"),
 )
 

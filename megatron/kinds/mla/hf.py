@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.attention.hf import halves, neighbours
-from megatron.kinds.common.links import Form, Link, one
-
-OURS = "layers.{n}.mla"
+from megatron.kinds.common.links import SAME, Form, Link, one
 
 
 def _rotated(kept: int, turned: int, first: bool) -> Form:
@@ -33,30 +33,66 @@ def _rotated(kept: int, turned: int, first: bool) -> Form:
     return one(to_hf, from_hf)
 
 
-def _queries(model: ModelSection) -> Form:
-    return _rotated(model.mla.nope_dim, model.mla.rope_dim, first=True)
+def _queries(kind: str) -> Callable[[ModelSection], Form]:
+    def form(model: ModelSection) -> Form:
+        own = getattr(model, kind)
+        return _rotated(own.nope_dim, own.rope_dim, first=True)
+
+    return form
 
 
-def _compressed(model: ModelSection) -> Form:
-    return _rotated(model.mla.kv_rank, model.mla.rope_dim, first=False)
+def _compressed(kind: str) -> Callable[[ModelSection], Form]:
+    def form(model: ModelSection) -> Form:
+        own = getattr(model, kind)
+        return _rotated(own.kv_rank, own.rope_dim, first=False)
+
+    return form
 
 
-def queries(theirs: str, compressed: bool) -> tuple[Link, ...]:
+def queries(theirs: str, compressed: bool, kind: str = "mla") -> tuple[Link, ...]:
     """The queries of mixer `theirs`, whose matrix has another name where it reads the stream."""
+    ours = f"layers.{{n}}.{kind}"
     if not compressed:
-        return (Link(f"{OURS}.query", f"{theirs}.q_proj", _queries),)
+        return (Link(f"{ours}.query", f"{theirs}.q_proj", _queries(kind)),)
     return (
-        Link(f"{OURS}.query_down", f"{theirs}.q_a_proj"),
-        Link(f"{OURS}.query_norm", f"{theirs}.q_a_layernorm"),
-        Link(f"{OURS}.query", f"{theirs}.q_b_proj", _queries),
+        Link(f"{ours}.query_down", f"{theirs}.q_a_proj"),
+        Link(f"{ours}.query_norm", f"{theirs}.q_a_layernorm"),
+        Link(f"{ours}.query", f"{theirs}.q_b_proj", _queries(kind)),
     )
 
 
-def mixer(theirs: str) -> tuple[Link, ...]:
-    """The mixer of module `theirs`, without its queries."""
+def mixer(theirs: str, kind: str = "mla") -> tuple[Link, ...]:
+    """The mixer of module `theirs`, without its queries. `kind` is ours."""
+    ours = f"layers.{{n}}.{kind}"
     return (
-        Link(f"{OURS}.kv_down", f"{theirs}.kv_a_proj_with_mqa", _compressed),
-        Link(f"{OURS}.kv_norm", f"{theirs}.kv_a_layernorm"),
-        Link(f"{OURS}.key_value", f"{theirs}.kv_b_proj"),
-        Link(f"{OURS}.output", f"{theirs}.o_proj"),
+        Link(f"{ours}.kv_down", f"{theirs}.kv_a_proj_with_mqa", _compressed(kind)),
+        Link(f"{ours}.kv_norm", f"{theirs}.kv_a_layernorm"),
+        Link(f"{ours}.key_value", f"{theirs}.kv_b_proj"),
+        Link(f"{ours}.output", f"{theirs}.o_proj"),
+    )
+
+
+def _index(model: ModelSection) -> Form:
+    """The turned channels of a head come first. They are pairs of neighbours there, and half a turn apart here."""
+    own = model.dsa
+
+    def moved(tensor: Tensor, move: Callable[[Tensor], Tensor]) -> Tensor:
+        first, kept = tensor.unflatten(0, (-1, own.index_dim)).split([own.rope_dim, own.index_dim - own.rope_dim], 1)
+        return torch.cat([move(first), kept], 1).flatten(0, 1)
+
+    return one(lambda ours: moved(ours, neighbours), lambda theirs: moved(theirs, halves))
+
+
+def indexer(theirs: str, pairs: bool = False) -> tuple[Link, ...]:
+    """The indexer of dsa, module `theirs`.
+
+    Args:
+        pairs: whether positions turn neighbours there.
+    """
+    ours, form = "layers.{n}.dsa.indexer", _index if pairs else SAME
+    return (
+        Link(f"{ours}.query", f"{theirs}.wq_b", form),
+        Link(f"{ours}.key", f"{theirs}.wk", form),
+        Link(f"{ours}.key_norm", f"{theirs}.k_norm", form),
+        Link(f"{ours}.weigh", f"{theirs}.weights_proj"),
     )

@@ -10,6 +10,8 @@ queries and keys have their P turned channels first, then the others.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -83,21 +85,12 @@ class MLA(nn.Module):
 
     def forward(self, x: Tensor, stream: Stream, cache: Keys | None = None) -> Tensor:
         x_BSH, begin = enter(x, self.mesh), cache.length if cache is not None else 0
-        q = x_BSH
-        if self.query_down is not None and self.query_norm is not None:
-            q = self.query_norm(self.query_down(x_BSH))
-        q = self.query(q).unflatten(-1, (self.heads, -1))
-        latent, turned = self.kv_down(x_BSH).split([self.options.kv_rank, self.options.rope_dim], -1)
-        latent, turned = self.kv_norm(latent).unsqueeze(1), turned.unsqueeze(2)  # [B, 1, S, R], [B, S, 1, P]
-        if self.rotary is not None:
-            angles = stream_angles(self.rotary, self.options.rope_dim, stream, begin, x_BSH, self.context.size)
-            q, turned = self.rotary.turn(q, angles), self.rotary.turn(turned, angles)
-        q, turned = q.transpose(1, 2), turned.transpose(1, 2)
+        q, latent, turned, *_ = self._vectors(x_BSH, stream, begin)
         elsewhere, among = cache, isinstance(cache, SpreadKeys | PagedKeys)
         if isinstance(cache, KeyValueCache):
             elsewhere, (latent, turned), among = None, cache.append(latent, turned), begin > 0
         if among:
-            y = self._among_latents(q, latent, turned, stream, elsewhere)
+            y = self._among_latents(q, latent, turned, lambda q, k, v: self._attend(q, k, v, stream, elsewhere))
         else:
             k, v = self._expanded(latent, turned)
             if self.logit_clip is not None and self.training and cache is None:
@@ -106,6 +99,22 @@ class MLA(nn.Module):
                 self.entropy.see(q, k, self.pattern, stream, self.context)
             y = self._attend(q, k, v, stream, elsewhere)
         return self.output(y.transpose(1, 2).reshape(*x_BSH.shape[:2], -1))
+
+    def _vectors(
+        self, x_BSH: Tensor, stream: Stream, begin: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+        """Queries [B, n, S, P + N], compressed vectors [B, 1, S, R], keys with positions [B, 1, S, P], the queries'
+        input, and the angles by which positions turn."""
+        inputs, angles = x_BSH, None
+        if self.query_down is not None and self.query_norm is not None:
+            inputs = self.query_norm(self.query_down(x_BSH))
+        q = self.query(inputs).unflatten(-1, (self.heads, -1))
+        latent, turned = self.kv_down(x_BSH).split([self.options.kv_rank, self.options.rope_dim], -1)
+        latent, turned = self.kv_norm(latent).unsqueeze(1), turned.unsqueeze(2)  # [B, 1, S, R], [B, S, 1, P]
+        if self.rotary is not None:
+            angles = stream_angles(self.rotary, self.options.rope_dim, stream, begin, x_BSH, self.context.size)
+            q, turned = self.rotary.turn(q, angles), self.rotary.turn(turned, angles)
+        return q.transpose(1, 2), latent, turned.transpose(1, 2), inputs, angles
 
     def _clip(self, threshold: float, device: torch.device | str) -> LogitClip:
         """Kimi K2's shares (arXiv 2507.20534, section 2.1): all heads share the turned keys, so only queries shrink
@@ -126,9 +135,9 @@ class MLA(nn.Module):
         return torch.cat([turned.expand(-1, self.heads, -1, -1), k], -1), v
 
     def _among_latents(
-        self, q: Tensor, latent: Tensor, turned: Tensor, stream: Stream, elsewhere: Keys | None
+        self, q: Tensor, latent: Tensor, turned: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """The same attention without the keys and values of earlier tokens.
+        """The same attention, by `attend`, without the keys and values of earlier tokens.
 
         up_kv is applied to the new tokens' queries and results instead, so that a step of decoding reads R + P numbers
         per token and not n (P + N + V).
@@ -137,7 +146,7 @@ class MLA(nn.Module):
         for_keys, for_values = matrix.split([self.options.nope_dim, self.options.value_dim], 1)  # [n, N or V, R]
         own_turned, own = q.split([self.options.rope_dim, self.options.nope_dim], -1)
         q = torch.cat([own_turned, _by_head(own, for_keys)], -1)
-        y = self._attend(q, torch.cat([turned, latent], -1), latent, stream, elsewhere)
+        y = attend(q, torch.cat([turned, latent], -1), latent)
         return _by_head(y, for_values.transpose(1, 2))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, stream: Stream, elsewhere: Keys | None = None) -> Tensor:

@@ -177,12 +177,12 @@ class PagedKeys:
             [T, n, 1, E].
         """
         now = self.current.read
-        keys, values = self._write(now, k.squeeze(2), v.squeeze(2))
+        keys, values = self.write(now, k.squeeze(2), v.squeeze(2))
         q_TnD = q.squeeze(2)
         y_TnE = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
         for number, group in enumerate(now.groups):
             own = q_TnD[group.rows].transpose(1, 2)
-            seen, read = self._read(keys, group.pages), self._read(values, group.pages)
+            seen, read = self.pages_of(keys, group.pages), self.pages_of(values, group.pages)
             y = attend_masked(own, seen, read, group.places, pattern, sinks_n, self._remember(now, number))
             y_TnE[group.targets] = y.transpose(1, 2).flatten(0, 1)[group.real]
         return y_TnE.unsqueeze(2)
@@ -191,7 +191,8 @@ class PagedKeys:
     def _remember(now: Pass, number: int) -> Any:
         return lambda key, make: now.remember((number, key), make)
 
-    def _write(self, now: Pass, k_TmD: Tensor, v_TmE: Tensor) -> tuple[Tensor, Tensor]:
+    def write(self, now: Pass, k_TmD: Tensor, v_TmE: Tensor) -> tuple[Tensor, Tensor]:
+        """Put keys and values of the pass into their pages, and return all pages, [pages, m, PAGE, D or E]."""
         if self.keys is None or self.values is None:
             self.keys, self.values = (
                 each.new_zeros(self.pages, each.shape[1], PAGE, each.shape[2]) for each in (k_TmD, v_TmE)
@@ -203,7 +204,7 @@ class PagedKeys:
         return self.keys, self.values
 
     @staticmethod
-    def _read(pool: Tensor, pages: Tensor) -> Tensor:
+    def pages_of(pool: Tensor, pages: Tensor) -> Tensor:
         """[G, m, pages PAGE, D]."""
         return pool[pages].transpose(1, 2).flatten(2, 3)
 

@@ -1,0 +1,1 @@
+"""Sparse latent attention with a lightning indexer (DeepSeek-V3.2)."""
