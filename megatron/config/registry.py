@@ -35,6 +35,7 @@ INSIDE: dict[str, dict[str, str]] = {
     KIND: {
         "attention": "megatron.kinds.attention.options:KIND",
         "mla": "megatron.kinds.mla.options:KIND",
+        "dsa": "megatron.kinds.dsa.options:KIND",
         "mamba": "megatron.kinds.mamba.options:MAMBA",
         "mamba2": "megatron.kinds.mamba.options:MAMBA2",
         "rwkv4": "megatron.kinds.rwkv.options:RWKV4",
@@ -175,6 +176,14 @@ INSIDE: dict[str, dict[str, str]] = {
         "phi": "megatron.checkpoint.hf.architectures.layernorm:PHI",
         "gptj": "megatron.checkpoint.hf.architectures.layernorm:GPTJ",
         "glm4_moe": "megatron.checkpoint.hf.architectures.deepseek:GLM4_MOE",
+        "qwen3_next": "megatron.checkpoint.hf.architectures.qwen_next:QWEN3_NEXT",
+        "qwen3_5_text": "megatron.checkpoint.hf.architectures.qwen_next:QWEN3_5",
+        "qwen3_5_moe_text": "megatron.checkpoint.hf.architectures.qwen_next:QWEN3_5_MOE",
+        "deepseek_v32": "megatron.checkpoint.hf.architectures.deepseek:DEEPSEEK_V32",
+        "glm_moe_dsa": "megatron.checkpoint.hf.architectures.deepseek:GLM_MOE_DSA",
+        "glm4_moe_lite": "megatron.checkpoint.hf.architectures.deepseek:GLM4_MOE_LITE",
+        "minimax_m2": "megatron.checkpoint.hf.architectures.experts:MINIMAX_M2",
+        "kimi_linear": "megatron.checkpoint.hf.architectures.kimi_linear:KIMI_LINEAR",
     },
     RUNNER: {  # see megatron.launch.runner
         "local": "megatron.launch.runners.ssh:LOCAL",

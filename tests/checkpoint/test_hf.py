@@ -30,7 +30,8 @@ def test_there_and_back(name: str, tmp_path):
     assert architecture is architecture_of(theirs.config)
     theirs.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
-    disk = with_own_widths(saved)
+    # transformers saves the MLPs of Kimi Linear by the name of its experts
+    disk = with_own_widths({architecture.canonical(key): tensor for key, tensor in saved.items()})
     written = dict(convert.to_hf(steps, ours.__getitem__))
     assert set(written) == set(disk)
     assert all(written[key].equal(disk[key]) and written[key].is_contiguous() for key in disk)

@@ -150,6 +150,26 @@ MODELS |= {
         "attention": {"heads": 4, "qkv_bias": True},
         "moe": {"experts": 4, "hidden_size": 24, "shared_size": 16, "shared_gate": True},
     },
+    "qwen3_next": {
+        **_LLAMA,
+        "layers": "gated_delta/mlp attention/moe gated_delta/moe",
+        "norm": {"type": "rmsnorm", "unit_offset": True},
+        "attention": {"heads": 4, "kv_heads": 2, "qk_norm": "head", "gate": "channel"},
+        "gated_delta": {"heads": 4, "key_heads": 2, "key_dim": 6, "value_dim": 8, "convolution_bias": False},
+        "moe": {"experts": 4, "hidden_size": 24, "shared_size": 16, "shared_gate": True},
+    },
+    "deepseek_v32": {
+        **{key: value for key, value in _LLAMA.items() if key != "attention"},
+        "layers": "dsa/mlp (dsa/moe) x2",
+        "dsa": {
+            **{"heads": 4, "query_rank": 12, "kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 8},
+            **{"index_heads": 4, "index_dim": 8, "index_top_k": 5},
+        },
+        "moe": {
+            **{"experts": 4, "hidden_size": 24, "shared_size": 24},
+            "router": {"score": "sigmoid", "normalize": True, "correction": "sign"},
+        },
+    },
     "qwen3_moe": {
         **_LLAMA,
         "layers": "attention/mlp (attention/moe) x2",

@@ -57,6 +57,58 @@ RECURRENT |= {
     ),
 }
 
+QWEN_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 8,
+}
+_QWEN_NEXT = {**LLAMA_LIKE, "num_hidden_layers": 4, "head_dim": 16, **QWEN_DELTA}
+_QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+_QWEN_EXPERTS["shared_expert_intermediate_size"] = 20
+RECURRENT |= {
+    "qwen3_next": hf.Qwen3NextConfig(**_QWEN_NEXT, **_QWEN_EXPERTS),
+    "qwen3_next dense layers, biases": hf.Qwen3NextConfig(
+        **{**_QWEN_NEXT, "num_hidden_layers": 3},
+        **{**_QWEN_EXPERTS, "norm_topk_prob": False},
+        linear_conv_kernel_dim=3,
+        attention_bias=True,
+        rms_norm_eps=1e-3,
+        mlp_only_layers=[0],
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    ),
+    "qwen3_5_text": hf.Qwen3_5TextConfig(**_QWEN_NEXT, tie_word_embeddings=True),
+    "qwen3_5_moe_text": hf.Qwen3_5MoeTextConfig(
+        **{name: value for name, value in _QWEN_NEXT.items() if name != "intermediate_size"}, **_QWEN_EXPERTS
+    ),
+}
+
+_KIMI = {
+    **{**LLAMA_LIKE, "num_key_value_heads": 4, "num_hidden_layers": 4, "pad_token_id": None},
+    **{"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8},
+    **{"linear_head_dim": 8, "linear_num_heads": 4, "moe_intermediate_size": 12, "num_local_experts": 4},
+    "num_experts_per_tok": 2,
+}
+_KIMI_LAYERS = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+RECURRENT |= {
+    "kimi_linear": hf.KimiLinearConfig(
+        **_KIMI, layer_types=_KIMI_LAYERS, mlp_layer_types=["dense", "sparse", "sparse", "dense"]
+    ),
+    "kimi_linear compressed queries, groups": hf.KimiLinearConfig(
+        **{**_KIMI, "num_local_experts": 8},
+        q_lora_rank=12,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=False,
+        routed_scaling_factor=1.5,
+        linear_conv_kernel_dim=3,
+        rms_norm_eps=1e-3,
+        layer_types=_KIMI_LAYERS[::-1],
+        mlp_layer_types=["sparse"] * 4,
+    ),
+}
+
 HYBRID = {**STATE_SPACE, "num_attention_heads": 4, "pad_token_id": None, "mamba_d_state": 8}
 PLAIN, SHARED = "linear_attention", "hybrid"
 RECURRENT |= {
@@ -204,6 +256,15 @@ RECURRENT |= {
         n_group=4,
         topk_group=2,
         routed_scaling_factor=1.5,
+    ),
+    "nemotron_h with latent experts": hf.NemotronHConfig(
+        **STACK,
+        hybrid_override_pattern="ME*E",
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        moe_shared_expert_intermediate_size=20,
+        moe_latent_size=16,
     ),
 }
 

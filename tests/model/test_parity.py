@@ -197,6 +197,40 @@ CASES |= {
         vocab_size=61, n_embd=24, n_layer=2, n_head=3, rotary_dim=8, n_inner=50, bos_token_id=1, eos_token_id=1
     ),
 }
+V32 = {
+    **{**TINY, "num_key_value_heads": 4, "intermediate_size": 40, "num_hidden_layers": 3},
+    **{"kv_lora_rank": 10, "q_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8},
+    **{"index_n_heads": 8, "index_head_dim": 8, "moe_intermediate_size": 12, "num_experts_per_tok": 2},
+}
+CASES |= {
+    "deepseek_v32": hf.DeepseekV32Config(
+        **V32, n_routed_experts=4, n_group=1, topk_group=1, index_topk=5, first_k_dense_replace=1
+    ),
+    "deepseek_v32 every token, groups, yarn": hf.DeepseekV32Config(
+        **V32,
+        n_routed_experts=8,
+        n_group=4,
+        topk_group=2,
+        index_topk=64,
+        max_position_embeddings=64,
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
+    ),
+    "glm_moe_dsa": hf.GlmMoeDsaConfig(**V32, n_routed_experts=4, index_topk=5, first_k_dense_replace=1),
+    "glm4_moe_lite": hf.Glm4MoeLiteConfig(
+        **{name: value for name, value in V32.items() if not name.startswith("index")},
+        n_routed_experts=4,
+        mlp_layer_types=["sparse", "dense", "sparse"],
+    ),
+    "minimax_m2": hf.MiniMaxM2Config(**EXPERTS, num_local_experts=4, head_dim=12),
+    "minimax_m2 half of the channels": hf.MiniMaxM2Config(
+        **{**EXPERTS, "num_experts_per_tok": 3},
+        num_local_experts=6,
+        head_dim=8,
+        rms_norm_eps=1e-3,
+        rope_parameters={"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.5},
+    ),
+}
 GLM4_MOE = {**EXPERTS, "num_hidden_layers": 3, "moe_intermediate_size": 12, "routed_scaling_factor": 1.5}
 CASES |= {
     "glm4_moe": hf.Glm4MoeConfig(**GLM4_MOE, n_routed_experts=4, n_shared_experts=1),

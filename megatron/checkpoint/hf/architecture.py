@@ -107,6 +107,30 @@ class Uniform(Layers):
         return self.settings(config.model, self.names(config.model))
 
 
+def listed(model: ModelSection, names: list[str]) -> dict[str, Any]:
+    """Their two lists, of the names of `Mixed`."""
+    mixers, ffns = zip(*(name.split() for name in names))
+    return {"layer_types": list(mixers), "mlp_layer_types": list(ffns)}
+
+
+@dataclass(frozen=True)
+class Mixed(Layers):
+    """Two lists name the mixers and the feed-forward networks. A name of `blocks` is both, with a space between them.
+
+    Attributes:
+        ffns: the second list.
+    """
+
+    settings: Callable[[ModelSection, list[str]], dict[str, Any]] = listed
+    ffns: Callable[[PreTrainedConfig], list[str]] = lambda theirs: theirs.mlp_layer_types
+
+    def pattern(self, theirs: PreTrainedConfig) -> str:
+        ours = {theirs: block for block, theirs in self.blocks.items()}
+        return runs_of([
+            ours[f"{mixer} {ffn}"] for mixer, ffn in zip(theirs.layer_types, self.ffns(theirs), strict=True)
+        ])
+
+
 def uniform(block: str) -> Uniform:
     return Uniform({block: ""})
 
@@ -194,7 +218,7 @@ class Architecture:
         renamed: (pattern, replacement) for parts of names in a module's state dict -> on disk.
         prefix: missing from all names of a checkpoint that was saved from the model without its head.
         buffers: patterns of names that are no parameters.
-        predicts_more: its files may have layers after the last, which predict further tokens.
+        predicts_more: its files may have layers after the last, or a module `mtp`, which predict further tokens.
         further_block: the pattern of such a layer, if ours can be one (`model.multi_token_prediction`). Without it they
             are skipped.
         further_copies: tensors of each such layer that are copies of others (see `source`).
@@ -248,8 +272,12 @@ class Architecture:
 
     def further(self, names: Collection[str], layers: int) -> list[str]:
         """Names on disk of the layers from this number on, if it may have layers after its last."""
+        if not self.predicts_more:
+            return []
         numbers = {name: re.match(rf"{re.escape(self.prefix)}layers\.(\d+)\.", name) for name in names}
-        return [name for name, found in numbers.items() if self.predicts_more and found and int(found[1]) >= layers]
+        return [
+            name for name, found in numbers.items() if (int(found[1]) >= layers if found else name.startswith("mtp."))
+        ]
 
     def keeps_further(self, model: ModelSection) -> bool:
         """Whether it has our model's modules that predict further tokens."""

@@ -38,6 +38,16 @@ def query_key_value_by_head(model: ModelSection) -> Form:
     return Form(to_hf, from_hf)
 
 
+def query_gate_by_head(model: ModelSection) -> Form:
+    """Our query [nD, H] and gate [nD, H] are their one matrix: query and gate of the first head, then of the next."""
+    heads = model.attention.heads
+
+    def to_hf(ours: list[Tensor]) -> list[Tensor]:
+        return [torch.cat([each.unflatten(0, (heads, -1)) for each in ours], 1).flatten(0, 1)]
+
+    return Form(to_hf, lambda theirs: [each.flatten(0, 1) for each in theirs[0].unflatten(0, (heads, -1)).chunk(2, 1)])
+
+
 def neighbours(turned: Tensor) -> Tensor:
     """Channels [heads, D], where i and i + D/2 turn together, in the order 0, D/2, 1, D/2 + 1, ..."""
     return turned.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)

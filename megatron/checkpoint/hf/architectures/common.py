@@ -8,7 +8,7 @@ from megatron.kinds.attention import hf as attention
 from megatron.kinds.common.links import Link
 from megatron.kinds.mlp import hf as mlp
 
-from ..architecture import Architecture, ConfigPart, Field, Layers, uniform
+from ..architecture import Architecture, ConfigPart, Field, Layers, Mixed, uniform
 from ..layer_types import RotaryPart
 
 OURS, THEIRS = "layers.{n}", "model.layers.{n}"
@@ -126,6 +126,14 @@ def dense(
     """
     layers, values = layers or uniform("attention/mlp"), LLAMA_FIXED | (fixed or {})
     return Architecture(name, class_name, links, layers, (*LLAMA_SIZES, *more), values, parts=parts, **others)
+
+
+def mixed(mixers: dict[str, str], **others: Any) -> Mixed:
+    """Layers with any of these mixers (ours -> theirs) and an MLP ("dense") or experts ("sparse")."""
+    ffns = {"moe": "sparse", "mlp": "dense"}
+    blocks = {f"{ours}/{ffn}": f"{theirs} {ffns[ffn]}" for ours, theirs in mixers.items() for ffn in ffns}
+    first = next(iter(mixers))
+    return Mixed(blocks, needed=tuple(f"{first}/{ffn}" for ffn in ffns), **others)
 
 
 PRE_NORMS = norms("input_layernorm", "post_attention_layernorm")

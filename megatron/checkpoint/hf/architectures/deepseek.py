@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -46,7 +46,7 @@ def dense_layers(_model: ModelSection, kinds: list[str]) -> dict[str, Any]:
     return {"first_k_dense_replace": kinds.count("dense")}
 
 
-def _queries(ours: Collection[str]) -> tuple[Link, ...]:
+def queries(ours: Collection[str]) -> tuple[Link, ...]:
     return mla.queries(_ATTENTION, any(".mla.query_down." in name for name in ours))
 
 
@@ -70,13 +70,27 @@ def _copied(name: str, saved: Collection[str]) -> str | None:
 _LAYERS = FirstDense(
     {"mla/moe": "sparse", "mla/mlp": "dense"},
     settings=dense_layers,
-    links=_queries,
+    links=queries,
     source=_copied,
     needed=("mla/moe", "mla/mlp"),
 )
 
 
 # -- rotary options: YaRN's two multipliers ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LatentRotary:
+    """Rotary options of a kind of latent attention."""
+
+    kind: str = "mla"
+
+    def read(self, theirs: Any) -> Found:
+        values, problems = _read_rotary(theirs)
+        return {f"{self.kind}.{name}": value for name, value in values.items()}, problems
+
+    def write(self, config: Config) -> dict[str, Any]:
+        return _write_rotary(getattr(config.model, self.kind))
 
 
 def _read_rotary(theirs: PreTrainedConfig) -> Found:
@@ -87,9 +101,9 @@ def _read_rotary(theirs: PreTrainedConfig) -> Found:
         if parameters.get("attention_factor") is None and mscale and every:
             parameters["attention_factor"] = yarn_multiplier(factor, mscale) / yarn_multiplier(factor, every)
         parameters.pop("mscale", None)
-        values["mla.mscale_all_dim"] = float(parameters.pop("mscale_all_dim", None) or 0.0)
+        values["mscale_all_dim"] = float(parameters.pop("mscale_all_dim", None) or 0.0)
     rotary, problems = rope_values(parameters, partial=False)
-    return values | {"mla.rotary": rotary}, problems
+    return values | {"rotary": rotary}, problems
 
 
 def _read_heads(theirs: PreTrainedConfig) -> Found:
@@ -99,8 +113,7 @@ def _read_heads(theirs: PreTrainedConfig) -> Found:
     return {}, []
 
 
-def _write_rotary(config: Config) -> dict[str, Any]:
-    own = config.model.mla
+def _write_rotary(own: Any) -> dict[str, Any]:
     found = rope_parameters(own.rotary, partial=False)
     if own.rotary.scaling.type == "yarn":
         found["mscale_all_dim"] = own.mscale_all_dim
@@ -152,12 +165,19 @@ MOE_FIELDS = (
     *common.fields("moe", hidden_size="moe_intermediate_size", experts="n_routed_experts", top_k="num_experts_per_tok"),
     Field("moe.router.scale", "routed_scaling_factor"),
 )
-_FIELDS = (
-    *(*common.STREAM, common.TIED, common.rms_norm(), *MOE_FIELDS),
-    *common.fields("mla", heads="num_attention_heads", query_rank="q_lora_rank", kv_rank="kv_lora_rank"),
-    *common.fields("mla", nope_dim="qk_nope_head_dim", rope_dim="qk_rope_head_dim", value_dim="v_head_dim"),
-    Field("mla.bias", "attention_bias"),
-)
+
+
+def latent_fields(kind: str) -> tuple[Field, ...]:
+    """Options of latent attention that both sides have."""
+    return (
+        *common.fields(kind, heads="num_attention_heads", query_rank="q_lora_rank", kv_rank="kv_lora_rank"),
+        *common.fields(kind, nope_dim="qk_nope_head_dim", rope_dim="qk_rope_head_dim", value_dim="v_head_dim"),
+        Field(f"{kind}.bias", "attention_bias"),
+    )
+
+
+MLA_FIELDS = latent_fields("mla")
+_FIELDS = (*(*common.STREAM, common.TIED, common.rms_norm(), *MOE_FIELDS), *MLA_FIELDS)
 V3_FIELDS = common.fields("moe.router", normalize="norm_topk_prob", groups="n_group", top_groups="topk_group")
 _MOE_FIXED = {**common.options("mlp", gated=True, bias=False), **common.EXPERTS_FIXED, "moe.shared_gate": False}
 V3_ROUTER = common.options("moe.router", score="sigmoid", correction="sign", group_score="top_two")
@@ -167,8 +187,8 @@ _BASE = {
     "residual.form": "sequential",
     **common.options("mla", position="rotary", norm_epsilon=1e-6),
 }  # of their class
-_HEADS = Functions(_read_heads, lambda config: {"num_key_value_heads": config.model.mla.heads})
-_PARTS = (_HEADS, Functions(_read_rotary, _write_rotary), SHARED_EXPERTS)
+HEADS = Functions(_read_heads, lambda config: {"num_key_value_heads": config.model.mla.heads})
+_PARTS = (HEADS, LatentRotary(), SHARED_EXPERTS)
 
 
 def _newer_v2(model: ModelSection) -> str:
@@ -203,6 +223,30 @@ DEEPSEEK_V3 = Architecture(
 )
 
 
+# -- GLM-4.7-Flash: DeepSeek-V3 with a list of its feed-forward networks -----------------------------------------------
+
+
+@dataclass(frozen=True)
+class _ListedFFNs(Layers):
+    def pattern(self, theirs: PreTrainedConfig) -> str:
+        ours = {theirs: block for block, theirs in self.blocks.items()}
+        return runs_of([ours[kind] for kind in theirs.mlp_layer_types])
+
+
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
+    name="glm4_moe_lite",
+    class_name="Glm4MoeLiteForCausalLM",
+    links=(*_LINKS, CORRECTION),
+    layers=_ListedFFNs(
+        _LAYERS.blocks, settings=lambda model, names: {"mlp_layer_types": names}, links=queries, needed=_LAYERS.needed
+    ),
+    parts=_PARTS,
+    further_block="",
+    further_copies=(),
+    newer=lambda model: "version 4 does not have the class",
+)
+
 # -- GLM-4.5 and 4.6: attention, and experts chosen as in DeepSeek-V3 --------------------------------------------------
 
 _GLM_FIXED = {**common.ATTENTION_FIXED, **V3_FIXED, "attention.output_bias": False}
@@ -236,4 +280,52 @@ GLM4_MOE = Architecture(
     fixed=_GLM_FIXED,
     parts=(RotaryPart(partial=True), SHARED_EXPERTS, Functions(write=lambda config: {"num_nextn_predict_layers": 0})),
     predicts_more=True,
+)
+
+
+# -- V3.2: an indexer chooses the tokens that latent attention reads ---------------------------------------------------
+
+_DSA = (
+    *latent_fields("dsa"),
+    *common.fields("dsa", index_heads="index_n_heads", index_dim="index_head_dim", index_top_k="index_topk"),
+)
+_SPARSE = (
+    *(common.EMBEDDING, common.FINAL_NORM, common.HEAD, *common.PRE_NORMS, *FFNS, CORRECTION),
+    *(*mla.mixer(_ATTENTION, "dsa"), *mla.queries(_ATTENTION, True, "dsa")),
+)
+DEEPSEEK_V32 = Architecture(
+    "deepseek_v32",
+    "DeepseekV32ForCausalLM",
+    (*_SPARSE, *mla.indexer(f"{_ATTENTION}.indexer")),
+    common.mixed({"dsa": "indexed_attention"}),
+    fields=(*(*common.STREAM, common.TIED, common.rms_norm(), *MOE_FIELDS), *_DSA, *V3_FIELDS),
+    fixed={
+        **common.BARE,
+        "residual.form": "sequential",
+        **common.options("dsa", position="rotary", norm_epsilon=1e-6, warm_up=False),
+        **V3_FIXED,
+    },
+    required={"mlp_bias": False},
+    parts=(
+        Functions(_read_heads, lambda config: {"num_key_value_heads": config.model.dsa.heads}),
+        LatentRotary("dsa"),
+        SHARED_EXPERTS,
+    ),
+    predicts_more=True,
+    newer=lambda model: "version 4 does not have the class",
+)
+
+
+def _read_indexers(theirs: PreTrainedConfig) -> Found:
+    """Layers that use the choice of the layer before are not computed here."""
+    shared = [index for index, kind in enumerate(theirs.indexer_types) if kind != "full"]
+    return {}, [f"indexer_types[{shared[0]}]={theirs.indexer_types[shared[0]]!r} must be 'full'"] if shared else []
+
+
+GLM_MOE_DSA = replace(
+    DEEPSEEK_V32,
+    name="glm_moe_dsa",
+    class_name="GlmMoeDsaForCausalLM",
+    links=(*_SPARSE, *mla.indexer(f"{_ATTENTION}.indexer", pairs=True)),
+    parts=(*DEEPSEEK_V32.parts, Functions(_read_indexers)),
 )

@@ -36,11 +36,31 @@ MIXTRAL = Architecture(
     parts=(RotaryPart(), WindowPart()),
 )
 
-_MLP_MOE = (_router(f"{common.THEIRS}.mlp"), *moe.experts(f"{common.THEIRS}.mlp.experts"))
+MINIMAX_M2 = Architecture(
+    "minimax_m2",
+    "MiniMaxM2ForCausalLM",
+    (
+        *(*_MIXER, *common.QK_NORMS, _router(_MIXTRAL_MOE)),
+        *moe.experts(f"{_MIXTRAL_MOE}.experts", "w1", "w3", "w2"),
+        Link(f"{moe.OURS}.router.correction", f"{_MIXTRAL_MOE}.e_score_correction_bias", suffixes=("",)),
+    ),
+    uniform("attention/moe"),
+    fields=(*common.experts("intermediate_size", "num_local_experts"), common.HEAD_DIM),
+    fixed={
+        **common.MOE_FIXED,
+        **{**common.NO_ATTENTION_BIAS, "attention.qk_norm": "full"},
+        **common.options("moe.router", score="sigmoid", correction="sign", normalize=True),
+    },
+    required={"router_jitter_noise": 0.0},
+    parts=(RotaryPart(partial=True),),
+    newer=lambda model: "version 4 does not have the class",
+)
+
+MLP_MOE = (_router(f"{common.THEIRS}.mlp"), *moe.experts(f"{common.THEIRS}.mlp.experts"))
 OLMOE = Architecture(
     "olmoe",
     "OlmoeForCausalLM",
-    (*_MIXER, *common.QK_NORMS, *_MLP_MOE),
+    (*_MIXER, *common.QK_NORMS, *MLP_MOE),
     uniform("attention/moe"),
     fields=(*common.experts("intermediate_size", "num_experts"), _NORMALIZE, *common.ATTENTION_BIASES),
     fixed={**common.MOE_FIXED, "attention.qk_norm": "full"},
@@ -78,43 +98,44 @@ GPT_OSS = Architecture(
 # -- Qwen: experts or, in some layers, an MLP --------------------------------------------------------------------------
 
 
+def sparse(theirs: PreTrainedConfig) -> list[str]:
+    """The kind of each layer's feed-forward network, an MLP ("dense") or experts."""
+    dense = set(theirs.mlp_only_layers or ())
+    return [
+        "dense" if index in dense or (index + 1) % theirs.decoder_sparse_step else "sparse"
+        for index in range(theirs.num_hidden_layers)
+    ]
+
+
 @dataclass(frozen=True)
 class _Sparse(Layers):
     def pattern(self, theirs: PreTrainedConfig) -> str:
-        dense = set(theirs.mlp_only_layers or ())
-        blocks = [
-            "attention/mlp" if index in dense or (index + 1) % theirs.decoder_sparse_step else "attention/moe"
-            for index in range(theirs.num_hidden_layers)
-        ]
-        return runs_of(blocks)
+        ours = {theirs: block for block, theirs in self.blocks.items()}
+        return runs_of([ours[ffn] for ffn in sparse(theirs)])
 
 
-def _settings(_model: ModelSection, kinds: list[str]) -> dict[str, Any]:
+def sparse_settings(_model: ModelSection, kinds: list[str]) -> dict[str, Any]:
+    """Their settings, from "dense" or "sparse" for each layer."""
     return {"decoder_sparse_step": 1, "mlp_only_layers": [index for index, kind in enumerate(kinds) if kind == "dense"]}
 
 
-_SPARSE = _Sparse({"attention/moe": "sparse", "attention/mlp": "dense"}, settings=_settings)
-_QWEN = (
+_SPARSE = _Sparse({"attention/moe": "sparse", "attention/mlp": "dense"}, settings=sparse_settings)
+QWEN = (
     *common.experts("moe_intermediate_size", "num_experts"),
     _NORMALIZE,
     Field("mlp.hidden_size", "intermediate_size"),
     common.activation("hidden_act"),
 )
+SHARED = moe.shared(f"{common.THEIRS}.mlp.shared_expert", f"{common.THEIRS}.mlp.shared_expert_gate")
+SHARED_SIZE = Field("moe.shared_size", "shared_expert_intermediate_size")
 _QWEN_FIXED = {**common.MOE_FIXED, **common.options("mlp", gated=True, bias=False)}
 
 QWEN2_MOE = Architecture(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
-    (
-        *(*_MIXER, *_MLP_MOE, *common.LLAMA_MLP),
-        *moe.shared(f"{common.THEIRS}.mlp.shared_expert", f"{common.THEIRS}.mlp.shared_expert_gate"),
-    ),
+    (*_MIXER, *MLP_MOE, *common.LLAMA_MLP, *SHARED),
     _SPARSE,
-    fields=(
-        *_QWEN,
-        Field("moe.shared_size", "shared_expert_intermediate_size"),
-        Field("attention.qkv_bias", "qkv_bias"),
-    ),
+    fields=(*QWEN, SHARED_SIZE, Field("attention.qkv_bias", "qkv_bias")),
     fixed={
         **{key: value for key, value in _QWEN_FIXED.items() if key != "moe.shared_size"},
         "moe.shared_gate": True,
@@ -128,9 +149,9 @@ QWEN2_MOE = Architecture(
 QWEN3_MOE = Architecture(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
-    (*_MIXER, *common.QK_NORMS, *_MLP_MOE, *common.LLAMA_MLP),
+    (*_MIXER, *common.QK_NORMS, *MLP_MOE, *common.LLAMA_MLP),
     _SPARSE,
-    fields=(*_QWEN, Field("attention.head_dim", "head_dim", optional=True), *common.ATTENTION_BIASES),
+    fields=(*QWEN, Field("attention.head_dim", "head_dim", optional=True), *common.ATTENTION_BIASES),
     fixed={**_QWEN_FIXED, "attention.qk_norm": "head"},
     required={"use_sliding_window": False},
     parts=(RotaryPart(),),
