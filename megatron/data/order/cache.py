@@ -129,7 +129,7 @@ def _sums(path: Path) -> list[int]:
     with open(path, "rb") as file:
         for number in range(0, len(sums), every):
             file.seek(number * BLOCK)
-            words.view(np.uint8)[file.readinto(memoryview(words).cast("B")) :] = 0
+            words.view(np.uint8)[file.readinto(words.data.cast("B")) :] = 0
             sums[number] = int(words.sum(dtype=np.uint64))
     return sums
 
