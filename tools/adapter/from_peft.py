@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.yaml is not None and options.yaml.exists():
             raise CheckpointError(options.yaml, "--yaml must name a file that does not exist")
         base = open_checkpoint(find_checkpoint(options.base), verify="checksums")
-        known = load_of("adapters", "base:hash_of")(base, SOLO)
+        known = load_of("adapters", "part:hash_of")(base, SOLO)
         read = load_of("adapters", "peft:from_peft")
         section = read(options.folder, base, config_of(base), known, options.out)
     except (CheckpointError, ConfigError, RegistryError, OSError) as error:
