@@ -63,8 +63,8 @@ def groups(layout: Layout, per_host: int) -> dict[str, Group]:
 def ring(operation: str, ranks: int, size: float, latency: float, bandwidth: float) -> float:
     """Seconds of one collective among ranks with equal links (Thakur et al. 2005, nccl-tests' PERFORMANCE.md).
 
-    A ring of n ranks takes 2 (n - 1) steps of S / n for an all-reduce, and n - 1 steps for an all-gather, a
-    reduce-scatter or an all-to-all of S bytes. Small all-reduces use a tree.
+    A ring of n ranks takes 2 (n - 1) steps of S / n bytes for an all-reduce of S. An all-gather, a reduce-scatter or an
+    all-to-all takes n - 1 steps. Small all-reduces use a tree.
 
     Args:
         operation: as in `megatron.parallel.messages.traffic.Call`.

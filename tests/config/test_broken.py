@@ -167,7 +167,7 @@ def test_every_rule_has_a_case(folder, monkeypatch):
     for case in BROKEN + WARNED:
         main(command(folder, case))
     # Only a package that is missing breaks these (tests/config/test_optimizer_packages.py, test_extras.py).
-    names = ("optimizers.packages_are_here", "output.packages_of_sinks_are_here")
+    names = ("recipe.packages_are_here", "output.packages_of_sinks_are_here")
     left = {f"megatron.config.rules.{name}" for name in names}
     # These ask transformers, which takes seconds (tests/kinds/transformers/test_whole_model.py).
     left |= {each for each in every if str(each).startswith("megatron.kinds.transformers.")}

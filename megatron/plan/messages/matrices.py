@@ -155,8 +155,8 @@ class RowMatrix:
 def row_traffic(config: Config, mesh: Mesh, layers: nn.Module, core: Passes = ONCE) -> Messages:
     """Messages of one micro-batch of ranks that share rows of matrices (`parallel/layers/folded.py`).
 
-    For a matrix of N M numbers and n ranks, the forward pass (and its repetition) sends n - 1 messages of N M / n
-    numbers to the next rank, and receives the same from the previous one. The backward pass does the same, and the same
+    Of a matrix of N M numbers over n ranks, a message has N M / n. The forward pass (and its repetition) sends n - 1 of
+    them to the next rank, and receives the same from the previous one. The backward pass does the same, and the same
     in fp32 with the gradients. An embedding's rows are not needed again. The head's are gathered, and their gradients
     scattered.
 

@@ -1,4 +1,4 @@
-"""Points of a scaling law, and those of a suite: losses of runs with their parameters, tokens and FLOPs."""
+"""Points of a scaling law, also from a suite: losses of runs with their parameters, tokens and FLOPs."""
 
 from __future__ import annotations
 
