@@ -60,8 +60,7 @@ def ours(setup: Setup, tokenizer: str, texts: int) -> Any:
     from megatron.config.sections.data import TokenizerSection
     from megatron.data.tokenizer import build_tokenizer
     from megatron.evaluation.adapter import HarnessModel
-    from megatron.evaluation.request_broadcast import Leader
-    from megatron.evaluation.scoring import Scorer
+    from megatron.evaluation.scoring import Leader, Scorer
     from megatron.parallel.layout.mesh import Mesh
 
     words = build_tokenizer(TokenizerSection(path=tokenizer))

@@ -47,9 +47,8 @@ from megatron.plan.prediction import HistoryEntry, Need, choice_of, correction, 
 from megatron.plan.shapes import Shapes
 from megatron.plan.step import StepEstimator
 from megatron.rehearsal.command import in_own_process
-from megatron.rehearsal.kinds import kinds_of_ranks
 from megatron.rehearsal.rank import RankCounts, enough_micro_batches, observe, with_micro_batches
-from megatron.rehearsal.report import step_seconds, works
+from megatron.rehearsal.report import kinds_of_ranks, step_seconds, works
 from megatron.testing.ranks import on_ranks
 from tests.training.matrix import Case, merged
 from tests.training.matrix import cases as every_case

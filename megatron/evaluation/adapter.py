@@ -19,7 +19,7 @@ from megatron.data.tokenizer import Tokenizer
 from megatron.decoding.sampling import GREEDY, Sampling
 from megatron.evaluation.scoring import Text
 
-from .request_broadcast import Leader
+from .scoring import Leader
 from .select import TaskError
 
 # Settings of a generation that a task may have, in addition to stops, length and whether to sample.

@@ -25,7 +25,7 @@ from megatron.data.tokenizer import Tokenizer
 from megatron.evaluation.scoring import Scorer
 
 from . import select
-from .request_broadcast import Leader, follow
+from .scoring import Leader, follow
 from .select import Request, load, manager_for, named_tasks
 
 if TYPE_CHECKING:

@@ -3,6 +3,9 @@
 Every rank calls the methods of `Scorer` with the same texts and gets the same results. The data parallel rank that
 computes a text follows only from the texts. In a batch, texts are padded on the right, which causal layers do not
 see.
+
+One rank asks, all ranks compute: the harness only runs on rank 0, and the others follow it. So tasks are loaded, texts
+tokenised and results kept once, and the harness need not know any layout.
 """
 
 from __future__ import annotations
@@ -15,16 +18,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.checkpoint.format.communicator import Communicator
 from megatron.config import Config
 from megatron.config.arithmetic.pipelines import ranks_of_stages
 from megatron.config.sequences import longest_text
 from megatron.data.batch import StepBatch
+from megatron.data.tokenizer import Tokenizer
 from megatron.decoding.decoder import Decoder, next_tokens, obstacle
+from megatron.decoding.sampling import Sampling, ending
 from megatron.decoding.schedule import Drawn, Request, is_over
+from megatron.engine.protocol import Engine, ReadsOn
 from megatron.model.embedding_and_head import Reader
 from megatron.parallel.layout.mesh import Mesh
 
-from ..engine.protocol import Engine, ReadsOn
 from .shared_contexts import PAD, Row, SharedContexts, Text, depends_on_batch, reads_on, split, states_at
 
 LENGTHS = 32  # lengths of batches are multiples of this, so that few shapes occur
@@ -249,3 +255,54 @@ class Scorer:
         found = found.to(self.device)
         dist.all_reduce(found)
         return found.cpu()
+
+
+class Leader:
+    """Rank 0's side: each call is made on all ranks. `dismiss` ends the other ranks' loops."""
+
+    def __init__(self, scorer: Scorer, communicator: Communicator, tokenizer: Tokenizer) -> None:
+        self._scorer, self._communicator, self._tokenizer = scorer, communicator, tokenizer
+
+    def score(self, texts: Sequence[Text]) -> list[Score]:
+        self._call("score", [[list(text.tokens), text.scored] for text in texts])
+        return self._scorer.score(texts)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], tokens: int, sampling: Sampling, stops: Sequence[str]
+    ) -> list[list[int]]:
+        """Up to `tokens` tokens after each prompt. The last one is the end-of-document token or the end of one of
+        `stops`."""
+        self._call("generate", [[list(prompt) for prompt in prompts], tokens, vars(sampling), list(stops)])
+        return _generate(self._scorer, self._tokenizer, prompts, tokens, sampling, stops)
+
+    def dismiss(self) -> None:
+        self._call("dismiss", None)
+
+    def _call(self, verb: str, what: Any) -> None:
+        self._communicator.broadcast([verb, what])
+
+
+def follow(scorer: Scorer, communicator: Communicator, tokenizer: Tokenizer) -> None:
+    """The loop of the other ranks, until the leader dismisses them."""
+    while True:
+        verb, what = communicator.broadcast(None)
+        if verb == "dismiss":
+            return
+        if verb == "score":
+            scorer.score([Text(tuple(tokens), scored) for tokens, scored in what])
+        else:
+            prompts, tokens, sampling, stops = what
+            _generate(scorer, tokenizer, prompts, tokens, Sampling(**sampling), stops)
+
+
+def _generate(
+    scorer: Scorer,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    sampling: Sampling,
+    stops: Sequence[str],
+) -> list[list[int]]:
+    how: dict[str, Any] = {"sampling": sampling, "finished": ending(tokenizer, stops), "end": tokenizer.eod_id}
+    requests = [Request(tuple(prompt), tokens, number, **how) for number, prompt in enumerate(prompts)]
+    return [each.tokens for each in scorer.answer(requests, tokenizer.size)]

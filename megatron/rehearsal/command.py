@@ -97,7 +97,7 @@ def _device(name: str | None, machine: str | None) -> Device | None:
 
 
 def _ranks(given: str | None, config: Config, layout: Layout) -> list[int]:
-    from .kinds import hands_states_on, kinds_of_ranks
+    from .report import hands_states_on, kinds_of_ranks
 
     if given is None:
         return kinds_of_ranks(config, layout)

@@ -23,8 +23,7 @@ from megatron.plan.devices import cluster, known_devices
 from megatron.plan.search import Answers, Plan, Question
 
 from .command import in_own_process
-from .kinds import kinds_of_ranks
-from .report import describe_rank
+from .report import describe_rank, kinds_of_ranks
 
 GPU, SIZES = "h100", (8, 64)
 # Parts of configurations, models of a few thousand parameters, tutorials.

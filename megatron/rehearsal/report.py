@@ -11,17 +11,20 @@ import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
+from itertools import groupby
 from statistics import fmean
 from typing import Any
 
 from megatron.config import Config
 from megatron.config.arithmetic.pipelines import bubble_factor
 from megatron.config.problems import counted
+from megatron.config.variants import used_kinds
 from megatron.engine.deepspeed.options import accumulation_steps, zero_stage
 from megatron.model.costs.describe import totals
 from megatron.model.costs.exchanges import MOST
 from megatron.model.costs.traffic import NotPredicted
-from megatron.parallel.layout.layout import Layout
+from megatron.model.partition import rank_of
+from megatron.parallel.layout.layout import Coordinates, Layout
 from megatron.parallel.messages.traffic import Tally
 from megatron.plan.devices import Device
 from megatron.plan.messages.predict import predict
@@ -29,9 +32,64 @@ from megatron.plan.prediction import choice_of, planned_memory
 from megatron.plan.shapes import Shapes
 from megatron.report.communication import by_group, readable_bytes, step_table, table
 
-from .kinds import parts
 from .rank import RankCounts
 from .storage_counter import BUCKETS, BUFFERS, GATHERED, GRADIENTS, MASTERS, MOMENTS, WEIGHTS, Allocation
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """Layers of a pipeline rank.
+
+    Attributes:
+        embedding, head: whether the rank has them.
+    """
+
+    rank: int  # from 0
+    blocks: tuple[int, ...]
+    embedding: bool
+    head: bool
+
+    def __str__(self) -> str:
+        held = ["embedding"] if self.embedding else []
+        for _, run in groupby(enumerate(self.blocks), key=lambda pair: pair[1] - pair[0]):
+            first, *others = (block for _, block in run)
+            held.append(f"blocks {first}-{others[-1]}" if others else f"block {first}")
+        return ", ".join([*held, *(["head"] if self.head else [])])
+
+
+def parts(config: Config) -> list[StagePart]:
+    """The layers of all ranks of the pipeline, in order."""
+    first, *at, last = rank_of(config)
+    return [
+        StagePart(rank, tuple(block for block, here in enumerate(at) if here == rank), rank == first, rank == last)
+        for rank in range(config.parallel.pipeline)
+    ]
+
+
+def hands_states_on(config: Config) -> bool:
+    """Whether ranks continue from states whose form only the previous rank knows (`model/relay.py`). Then only ranks
+    that begin their sequences can be rehearsed."""
+    return any(kind.context == "states" for _, kind, _ in used_kinds(config.model))
+
+
+def kinds_of_ranks(config: Config, layout: Layout) -> list[int]:
+    """One rank of each kind: the first of all pipeline ranks with the same layers, which keeps most micro-batches, and
+    the last one. Ranks of the tensor and data axes do the same work, and the first has the largest shares. Of ranks
+    that share sequences the first two, one from the middle and the last are chosen, since they exchange different
+    tensors.
+    """
+    found: dict[tuple, int] = {}
+    for part in parts(config):
+        layers = tuple(str(config.model.blocks[block]) for block in part.blocks)
+        found.setdefault((layers, part.embedding, part.head), part.rank)
+    ranks = layout.context
+    places = {0} if hands_states_on(config) else {0, 1 % ranks, ranks // 2, ranks - 1}
+    return [
+        layout.rank(Coordinates(pipeline=stage, context=context))
+        for stage in sorted(found.values())
+        for context in sorted(places)
+    ]
+
 
 KEPT = (WEIGHTS, GRADIENTS, MASTERS, MOMENTS, BUCKETS, GATHERED, BUFFERS)
 RUNTIME = 1.5 * 2**30  # bytes that the driver's context, libraries' workspaces and communicators take

@@ -29,7 +29,7 @@ def recitals(folder: Path, rows: list[tuple[int, ...]], ranks: int, layout: dict
     from megatron.config import resolve
     from megatron.engine.deepspeed.process import prepare_deepspeed
     from megatron.engine.engine import build_engine
-    from megatron.evaluation.memorisation.recitation import recite
+    from megatron.evaluation.memorisation.main import recite
     from megatron.evaluation.scoring import Scorer
     from megatron.parallel.layout.layout import Layout
     from megatron.parallel.layout.mesh import Mesh

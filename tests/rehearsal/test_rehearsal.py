@@ -14,9 +14,8 @@ from megatron.engine.deepspeed.options import accumulation_steps
 from megatron.model.costs.describe import totals
 from megatron.parallel.layout.layout import Layout
 from megatron.rehearsal.command import in_own_process, main
-from megatron.rehearsal.kinds import kinds_of_ranks, parts
 from megatron.rehearsal.rank import RankCounts
-from megatron.rehearsal.report import document, memory, text
+from megatron.rehearsal.report import document, kinds_of_ranks, memory, parts, text
 from megatron.rehearsal.storage_counter import ProgramPlace, StorageCounter
 from tests.config.broken.extension import RELAYED
 from tests.paths import ROOT
@@ -194,7 +193,7 @@ def test_ranks_that_share_sequences_differ(monkeypatch):
     found = [layout.coordinates(rank) for rank in kinds_of_ranks(config, layout)]
     assert [(at.pipeline, at.context) for at in found] == list(itertools.product((0, 1), (0, 1, 4, 7)))
     assert not any(at.data or at.tensor for at in found)
-    monkeypatch.setattr("megatron.rehearsal.kinds.used_kinds", lambda model: [("", RELAYED, "")])
+    monkeypatch.setattr("megatron.rehearsal.report.used_kinds", lambda model: [("", RELAYED, "")])
     assert kinds_of_ranks(config, layout) == [0, 16]
 
 

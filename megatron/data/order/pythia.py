@@ -68,7 +68,7 @@ def block_starts(sizes: np.ndarray, documents: np.ndarray) -> tuple[np.ndarray, 
     whole, row = len(documents) // STRIDE * STRIDE, np.empty(_CHUNK, sizes.dtype)
     for begin in range(0, whole, _CHUNK):
         end = min(begin + _CHUNK, whole)
-        # `clip` writes to `out` directly; all documents are in range
+        # `clip` writes to `out` directly. All documents are in range
         part = np.take(sizes, documents[begin:end], out=row[: end - begin], mode="clip").reshape(-1, STRIDE)
         np.add.reduce(part, 1, np.int64, out=blocks[begin // STRIDE + 1 : end // STRIDE + 1])
     if whole < len(documents):
