@@ -62,6 +62,7 @@ class DSA(MLA):
         if cache is not None and isinstance(cache.latents, PagedKeys):
             return self.output(self._paged(q, latent, turned, (queries, keys, weights), cache).flatten(2))
         if cache is not None:
+            assert isinstance(cache.latents, KeyValueCache) and isinstance(cache.index, KeyValueCache)
             latent, turned = cache.latents.append(latent, turned)
             keys, _ = cache.index.append(keys, keys[..., :0])
         index = (queries, keys.squeeze(1), weights)
