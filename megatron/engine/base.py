@@ -106,8 +106,9 @@ class BaseEngine:
         self.scattered: ScatteredGradients | None = None
         self.scatters = scatters_gradients(self.config, self.mesh.layout)
         bucket = bucket_elements(self.config, self.mesh.replicas.size) if self.scatters else 0
-        self.optimizer = build_optimizer(self.config, parameters, bucket)
         stage = zero_stage(self.config, self.mesh.layout)
+        apart = getattr(module, "bucket_of", None) if stage > 1 else None
+        self.optimizer = build_optimizer(self.config, parameters, bucket, apart)
         # ZeRO's norms are exact for its own ranks. DeepSpeed's norm at stage 0 counts some elements several times.
         self.clipping = GlobalClipping(parameters, self.mesh, global_limit(self.config)) if stage == 0 else None
         self.clips = self.clipping is not None  # a part may take clipping over

@@ -6,16 +6,19 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.config.arithmetic.pipelines import by_table
 from megatron.data.batch import StepBatch
 from megatron.model.embedding_and_head import Reader
+from megatron.parallel.layout.precision import COMPUTE_TYPES
 from megatron.parallel.messages.account import EVALUATE, phase
 from megatron.worker.beacon import FORWARD
 
 from .base import NO_LABELS, BaseEngine
-from .deepspeed.pipeline_schedule import Look, looked_into, with_phases
+from .deepspeed.pipeline_schedule import Look, any_zero_stage, looked_into, with_phases
+from .deepspeed.process import ModelParallelUnit
+from .deepspeed.scattered import ScatteredGradients
 from .deepspeed.stages import Pipeline, stream_inputs
 from .parts import TEACHER
 from .protocol import LabelGroups, StepResult
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class PipelinedEngine(BaseEngine):
-    """Several stages under DeepSpeed's 1F1B schedule, or a table: ZeRO 0-1, tensor and data parallel."""
+    """Several stages under DeepSpeed's 1F1B schedule (ZeRO 0-1), or a table: tensor and data parallel."""
 
     def _assemble(self) -> None:
         if TEACHER in self.parts:
@@ -42,10 +45,24 @@ class PipelinedEngine(BaseEngine):
             self.deepspeed._aggregate_total_loss = lambda: None
         self.deepspeed._INSTRUCTION_MAP = with_phases(self.deepspeed._INSTRUCTION_MAP)
         self.table: TableExecutor | None = None
-        if by_table(self.config.parallel):
+        if by_table(self.config.parallel, self.config.zero.stage):
             from .deepspeed.table import TableExecutor
 
-            self.table = TableExecutor(self.deepspeed, self.pipeline, self.beacon)
+            self.table = TableExecutor(self.deepspeed, self.pipeline, self.beacon, self.scattered)
+
+    def _initialize(self, module: nn.Module, mpu: ModelParallelUnit | None) -> Any:
+        with any_zero_stage():
+            return super()._initialize(module, mpu)
+
+    def _scattered(self, each: bool) -> ScatteredGradients:
+        config = self.config
+        if config.zero.stage == 1:
+            return super()._scattered(each)
+        from .deepspeed.placed import PlacedZero
+
+        wire = COMPUTE_TYPES["fp32" if config.precision.compute == "fp32" else config.precision.reduce]
+        cuts = config.zero.stage == 3
+        return PlacedZero(self.deepspeed, self.mesh, self.accumulation, each, wire, cuts_weights=cuts)
 
     def _feed(
         self, batch: StepBatch, scale: float | Tensor, depth: int = 0

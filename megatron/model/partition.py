@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from megatron.config import Config
 from megatron.config.arithmetic.pipelines import ranks_of_stages
 from megatron.config.arithmetic.recurrence import core_of
@@ -9,6 +11,7 @@ from megatron.config.pattern import call_numbers
 from megatron.config.problems import uniform_counts
 from megatron.config.variants import options_of
 from megatron.objectives.named import objective_of
+from megatron.parallel.layers.parameters import logical_of
 
 from .block import block_counts
 from .embedding_and_head import embedding_counts, head_counts, multi_token_counts
@@ -72,6 +75,23 @@ def copies(config: Config) -> dict[str, tuple[int, ...]]:
     homes = ranks_of_stages(config.parallel)
     held = {name: tuple(sorted({homes[stage] for stage in at})) for name, at in users(config).items()}
     return {name: at for name, at in held.items() if len(at) > 1}
+
+
+def stages_of_parameters(
+    config: Config, rank: int, held: dict[int, list[nn.Parameter]]
+) -> dict[nn.Parameter, tuple[int, ...]]:
+    """The stages of a rank that use each of its parameters, also those that a layer borrows from another one.
+
+    Args:
+        held: parameters of the layers of each of its stages.
+    """
+    homes = ranks_of_stages(config.parallel)
+    several = {f"{name}.": tuple(stage for stage in at if homes[stage] == rank) for name, at in users(config).items()}
+    return {
+        parameter: next((at for name, at in several.items() if logical_of(parameter).name.startswith(name)), (stage,))
+        for stage, parameters in held.items()
+        for parameter in parameters
+    }
 
 
 def balanced(sizes: list[int], stages: int, first: int = 0, last: int = 0) -> list[int]:

@@ -123,8 +123,11 @@ def buckets(config: Config, layout: Layout, weights: RankWeights, largest: int) 
     size = SIZES[config.precision.compute]
     reduced = SIZES[config.precision.reduce] if mixed else 4
     if scatters_gradients(config, layout):  # two on their way, and the one that is being filled
-        apart = layout.zero_stage == 2 or reduced < 4
-        return float(reduced * min(3 * bucket_elements(config, layout.replicas), weights.total)) if apart else 0.0
+        apart, gathered = layout.zero_stage >= 2 or reduced < 4, 0.0
+        if layout.zero_stage == 3:  # weights of a stage, whole
+            gathered = size * weights.total / config.parallel.stages_per_rank
+        flying = reduced * min(3 * bucket_elements(config, layout.replicas), weights.total) if apart else 0.0
+        return float(flying + gathered)
     if layout.zero_stage == 1 and mixed and config.precision.accumulate == "fp32":
         return float(reduced * min(FALLBACK_BUCKET, weights.total))
     bucket = min(zero.bucket_size, weights.total) * size * (2 if zero.overlap and layout.pipeline == 1 else 1)

@@ -15,7 +15,7 @@ from math import ceil, log2
 from typing import Any
 
 from megatron.config import Config
-from megatron.config.arithmetic.pipelines import bubble_factor
+from megatron.config.arithmetic.pipelines import GATHER, bubble_factor, table_of, with_zero
 from megatron.config.arithmetic.wire import between_stages, bucket_elements, scatters_gradients
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.messages.curve import choose_curve
@@ -349,6 +349,11 @@ class StepEstimator:
             return seconds
 
         gather, times = sums("all_gather", self.size), 1 if config.zero.reduce == "step" else count
+        if layout.zero_stage == 3 and layout.pipeline > 1:
+            own = table_of(config.parallel, count)[0]
+            own = with_zero(own, 3, times > 1)
+            share = sum(it.kind == GATHER for it in own) / config.parallel.stages_per_rank
+            return share * gather + times * sums("reduce_scatter", reduced)
         if layout.zero_stage == 3:
             beside = OVERLAP * work.computing if config.zero.overlap else 0.0
             return max(0.0, count * 2 * gather + times * sums("reduce_scatter", reduced) - count * beside)

@@ -141,7 +141,9 @@ class RankCounts:
 def enough_micro_batches(config: Config, layout: Layout) -> int:
     """Micro-batches that a rehearsal needs: one that adds to gradients of another, and a full pipeline."""
     wanted, whole = 2 if layout.pipeline == 1 else layout.pipeline + 1, accumulation_steps(config, layout)
-    if by_table(config.parallel):  # a file has one number of micro-batches, an interleaved schedule multiples of ranks
+    if by_table(
+        config.parallel, config.zero.stage
+    ):  # a file has one number of micro-batches, an interleaved schedule multiples of ranks
         wanted = whole if is_file(config.parallel.schedule) else 2 * layout.pipeline
     return min(whole, wanted)
 

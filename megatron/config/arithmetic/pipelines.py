@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
+GATHER, RELEASE, REDUCE = "UNSHARD", "RESHARD", "REDUCE_GRAD"  # of a stage between its replicas, by torch's names
+OF_ZERO = (GATHER, RELEASE, REDUCE)
 V_SHAPED = ("zbv", "dualpipe_v")
 SCHEDULES = ("1f1b", "interleaved", "zb_h1", *V_SHAPED)
 _LARGEST = 2**26  # bytes of a file
@@ -61,9 +63,9 @@ class HasSchedule(Protocol):
     schedule: str
 
 
-def by_table(parallel: HasSchedule) -> bool:
-    """Whether the stages execute a table, and not DeepSpeed's own schedule, which is 1F1B."""
-    return parallel.pipeline > 1 and parallel.schedule != "1f1b"
+def by_table(parallel: HasSchedule, zero_stage: int) -> bool:
+    """Whether the stages execute a table, and not DeepSpeed's own schedule, which is 1F1B up to ZeRO 1."""
+    return parallel.pipeline > 1 and (parallel.schedule != "1f1b" or zero_stage > 1)
 
 
 def is_file(schedule: str) -> bool:
@@ -249,6 +251,44 @@ def forward_only(homes: list[int], micro_batches: int) -> Table:
     return table
 
 
+def with_zero(own: list[Instruction], zero_stage: int, each: bool) -> list[Instruction]:
+    """A rank's instructions with those of ZeRO 2 and 3 between the replicas of its stages.
+
+    Args:
+        each: gradients are reduced after each backward pass, and weights are released between passes of other stages.
+            Otherwise each stage reduces and gathers once.
+    """
+    uses = [place for place, it in enumerate(own) if it.kind != WEIGHTS]  # the second part needs no weights
+    following = {place: own[after].stage for place, after in zip(uses, uses[1:])}
+    last = {own[place].stage: place for place in uses}
+    final = {it.stage: place for place, it in enumerate(own) if it.kind in (BACKWARD, WEIGHTS)}
+    found, held = list[Instruction](), set[int]()
+    for place, it in enumerate(own):
+        if zero_stage == 3 and it.kind != WEIGHTS and it.stage not in held:
+            held.add(it.stage)
+            found.append(it._replace(kind=GATHER))
+        found.append(it)
+        if it.kind in (BACKWARD, WEIGHTS) and (each or place == final[it.stage]):
+            found.append(it._replace(kind=REDUCE))
+        done = following.get(place) != it.stage if each else place == last[it.stage]
+        if zero_stage == 3 and it.kind != WEIGHTS and done:
+            held.remove(it.stage)
+            found.append(it._replace(kind=RELEASE))
+    return found
+
+
+def gathers(own: list[Instruction], stages: tuple[int, ...]) -> int:
+    """How often a rank gathers weights that these of its stages use."""
+    count, held = 0, set[int]()
+    for it in (it for it in own if it.stage in stages):
+        if it.kind == GATHER:
+            count += not held
+            held.add(it.stage)
+        elif it.kind == RELEASE:
+            held.remove(it.stage)
+    return count
+
+
 def _in_turn(forward: list[Instruction], backward: list[Instruction], first: int) -> list[Instruction]:
     """`first` forward passes, then a forward and a backward pass in turn, then what is left."""
     rest = len(forward) - first
@@ -293,6 +333,8 @@ def rounds(table: Table, stages: int) -> list[Round]:
 
 
 def _needs(it: Instruction, stages: int) -> set[Instruction]:
+    if it.kind in OF_ZERO:
+        return set()
     if it.kind == FORWARD:
         return {it._replace(stage=it.stage - 1)} if it.stage else set()
     if it.kind == WEIGHTS:
@@ -304,7 +346,7 @@ def _needs(it: Instruction, stages: int) -> set[Instruction]:
 def _messages(done: list[Instruction | None], homes: dict[int, int]) -> list[Message]:
     found = []
     for rank, it in enumerate(done):
-        if it is None or it.kind == WEIGHTS:
+        if it is None or it.kind in (WEIGHTS, *OF_ZERO):
             continue
         stage = it.stage + (1 if it.kind == FORWARD else -1)
         if stage in homes:

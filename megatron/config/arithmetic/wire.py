@@ -31,7 +31,8 @@ def scatters_gradients(config: Config, layout: Any) -> bool:
     plain = config.zero.offload_optimizer.device == "none" and not config.deepspeed
     plain = plain and config.parallel.communication.compress.data == "none"
     elementwise = kind is not None and not kind.whole_matrices
-    return layout.zero_stage in (1, 2) and layout.replicas > 1 and wide and plain and elementwise
+    stages = (1, 2) if layout.pipeline == 1 else (1, 2, 3)  # with a pipeline, ZeRO 3 is ZeRO 2 with parts of weights
+    return layout.zero_stage in stages and layout.replicas > 1 and wide and plain and elementwise
 
 
 def bucket_elements(config: Config, replicas: int) -> int:

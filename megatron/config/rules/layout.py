@@ -187,6 +187,19 @@ def _in_one_piece(config: Config) -> bool:
     return config.parallel.context == 1 and config.training.sequence_chunks == 1
 
 
+def _not_scattered(config: Config) -> str:
+    """Why the gradients of a pipeline's stages cannot be scattered at ZeRO 2 and 3 (`engine/deepspeed/placed.py`)."""
+    precision, kind = config.precision, optimizer_kind(config)
+    reasons = {
+        "fp16, whose scale DeepSpeed's own reduction needs": precision.compute == "fp16",
+        f"precision.accumulate={precision.accumulate}": precision.compute == "bf16" and precision.accumulate != "fp32",
+        f"optimizer.type={config.optimizer.type}, which needs whole matrices": kind is None or kind.whole_matrices,
+        "compressed gradients": config.parallel.communication.compress.data != "none",
+        "keys of `deepspeed`": bool(config.deepspeed),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
 def _bubble_factor(config: Config) -> float:
     return 1.0 if is_file(config.parallel.schedule) else bubble_factor(config.parallel, 1)
 
@@ -219,8 +232,8 @@ CHECKS = (
     ),
     Check(
         "zero.stage parallel.pipeline",
-        lambda c: c.parallel.pipeline > 1 and c.zero.stage >= 2,
-        "zero.stage must be 0 or 1 with a pipeline: ZeRO 2 and 3 partition gradients it still accumulates",
+        lambda c: c.parallel.pipeline > 1 and c.zero.stage >= 2 and _not_scattered(c),
+        lambda c: f"zero.stage must be 0 or 1 with a pipeline and {_not_scattered(c)}",
         "use zero.stage=1 with the pipeline, or parallel.pipeline=1 with tensor parallel ranks",
     ),
     Check(

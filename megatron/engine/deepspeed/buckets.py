@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -62,12 +62,21 @@ def buckets_before(order: Iterable[nn.Parameter], limit: int) -> list[list[nn.Pa
     return messages
 
 
-def in_buckets(groups: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
+def in_buckets(
+    groups: Sequence[dict[str, Any]], limit: int, apart: Callable[[nn.Parameter], Hashable] | None = None
+) -> list[dict[str, Any]]:
     """Parameter groups of at most `limit` elements, or one parameter. They are filled from the last parameter on, whose
-    gradient is the first to be complete."""
+    gradient is the first to be complete.
+
+    Args:
+        apart: parameters with different results share no group.
+    """
     found: list[dict[str, Any]] = []
     for group in groups:
-        parts = buckets_before(group["params"][::-1], limit)[::-1]
+        kinds: dict[Hashable, list[nn.Parameter]] = {}
+        for each in group["params"]:
+            kinds.setdefault(None if apart is None else apart(each), []).append(each)
+        parts = [part for kind in kinds.values() for part in buckets_before(kind[::-1], limit)[::-1]]
         for number, part in enumerate(parts):
             name = group["name"] if len(parts) == 1 else f"{group['name']}.{number}"
             found.append({**group, "params": part[::-1], "name": name})

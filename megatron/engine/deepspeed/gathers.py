@@ -67,6 +67,10 @@ class LateGathers:
             if work is not None:
                 self._flying[number] = work
 
+    def leave(self) -> None:
+        """Gather nothing after an update: something else gathers weights when they are needed."""
+        self._turns = []
+
     def begin(self) -> None:
         """A forward pass begins: wait for the weights that no block has."""
         self._wait(self._first)

@@ -72,15 +72,17 @@ def reduces_once(config: Config, layout: Layout) -> bool:
 
 
 def zero_stage(config: Config, layout: Layout) -> int:
-    """The stage that DeepSpeed runs: `zero.stage`, unless 0 has the same effect.
+    """The stage that DeepSpeed runs: `zero.stage`, unless 0 has the same effect. With a pipeline at most 2.
 
     Where no other rank has the same parameters, stage 1 shares nothing. In fp32 it would only add flat copies of all
     parameters and all gradients. Stage 0 makes the same updates without them.
     """
-    zero = config.zero
+    zero, stage = config.zero, config.zero.stage
+    if layout.pipeline > 1 and stage > 1:  # whose weights `placed.py` cuts
+        stage = 2 if layout.replicas > 1 else 1
     alone = layout.replicas == 1 and config.precision.compute == "fp32"
     plain = zero.offload_optimizer.device == "none" and not config.deepspeed.get("zero_optimization")
-    return 0 if zero.stage == 1 and alone and plain else zero.stage
+    return 0 if stage == 1 and alone and plain else stage
 
 
 def _zero(config: Config, layout: Layout) -> dict[str, Any]:
@@ -94,7 +96,7 @@ def _zero(config: Config, layout: Layout) -> dict[str, Any]:
         }
         if zero.offload_optimizer.device != "none":
             section["offload_optimizer"] = _offload(zero.offload_optimizer)
-    if zero.stage == 3:
+    if section["stage"] == 3:
         section |= {
             "stage3_prefetch_bucket_size": zero.prefetch_size,
             "stage3_param_persistence_threshold": zero.persistent_size,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from megatron.parallel.messages.account import phase
 from megatron.worker.beacon import BACKWARD, FORWARD, OPTIMIZER, REDUCE, Beacon
@@ -48,6 +50,15 @@ class _Schedule:
 def with_phases(instructions: dict[type, Callable[..., Any]]) -> dict[type, Callable[..., Any]]:
     """The instructions of a pipeline's schedule, each accounted to its phase of a step."""
     return {each: phase(_ACCOUNTED[_PHASES.get(each.__name__, FORWARD)])(run) for each, run in instructions.items()}
+
+
+@contextlib.contextmanager
+def any_zero_stage() -> Iterator[None]:
+    """DeepSpeed's pipeline engine can be built at ZeRO 2, whose reduction is replaced (`placed.py`)."""
+    from deepspeed.runtime.pipe import engine
+
+    with mock.patch.object(engine, "ZeroStageEnum", SimpleNamespace(gradients=3)):
+        yield
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from megatron.model.block import Block
 from megatron.model.embedding_and_head import Embedding, Reader
 from megatron.model.multi_token import FurtherLabels
 from megatron.model.norm import Norm
-from megatron.model.partition import copies, stage_bounds, users
+from megatron.model.partition import copies, stage_bounds, stages_of_parameters, users
 from megatron.model.stack import ModelPlan
 from megatron.model.stream import StreamForm
 from megatron.parallel.layers.parameters import logical_of
@@ -117,6 +117,7 @@ class Pipeline(PipelineModule):
         self.plan = plan
         self.tied: list[tuple[Tensor, dist.ProcessGroup]] = []
         self._copy_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._users: dict[nn.Parameter, tuple[int, ...]] = {}
         layout = plan.mesh.layout
         self._bounds, self._layers = stage_bounds(plan.config), dict[int, list[nn.Module]]()
         self.stage = plan.mesh.pipeline.rank  # that `forward` computes
@@ -184,6 +185,21 @@ class Pipeline(PipelineModule):
             if times > 1:
                 found |= dict.fromkeys(self._named(prefix), times)
         return found
+
+    def stages_of(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """This rank's stages that use a parameter."""
+        if not self._users:
+            held = {
+                stage: [p for layer in layers for p in layer.parameters()] for stage, layers in self._layers.items()
+            }
+            self._users = stages_of_parameters(self.plan.config, self.plan.mesh.pipeline.rank, held)
+        return self._users[parameter]
+
+    def bucket_of(self, parameter: nn.Parameter) -> tuple[tuple[int, ...], str]:
+        """Parameters of one bucket are used by the same stages. Those with copies on other ranks have their own, so
+        that its parts are the same there."""
+        copied = any(parameter is weight for weight, _ in self.tied)
+        return self.stages_of(parameter), logical_of(parameter).name if copied else ""
 
     def _named(self, prefix: str) -> Iterator[nn.Parameter]:
         return (each for each in self.parameters() if logical_of(each).name.startswith(f"{prefix}."))

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron.config.arithmetic.pipelines import BACKWARD as B
 from megatron.config.arithmetic.pipelines import FORWARD as F
 from megatron.config.arithmetic.pipelines import (
+    OF_ZERO,
     WEIGHTS,
     Instruction,
     Message,
@@ -28,12 +29,15 @@ from megatron.config.arithmetic.pipelines import (
     ranks_of_stages,
     rounds,
     table_of,
+    with_zero,
 )
+from megatron.config.arithmetic.pipelines import REDUCE as REDUCE_GRAD
 from megatron.parallel.layers.later import LaterGradients, Waiting, accumulate
 from megatron.parallel.messages.account import phase
 from megatron.worker.beacon import BACKWARD, FORWARD, OPTIMIZER, REDUCE, Beacon
 
 from .pipeline_schedule import Look
+from .placed import PlacedZero
 from .stages import Pipeline, stream_buffers
 
 Feed = Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
@@ -47,9 +51,11 @@ class TableExecutor:
 
     Args:
         engine: DeepSpeed's pipeline engine around `pipeline`.
+        reduction: what has taken over its reduction of gradients, if anything.
     """
 
-    def __init__(self, engine: Any, pipeline: Pipeline, beacon: Beacon) -> None:
+    def __init__(self, engine: Any, pipeline: Pipeline, beacon: Beacon, reduction: object = None) -> None:
+        self._placed = reduction if isinstance(reduction, PlacedZero) else None
         self._engine, self._pipeline, self._beacon = engine, pipeline, beacon
         self._axis, self._config = pipeline.plan.mesh.pipeline, pipeline.plan.config
         self._stages = len(pipeline.parts) - 1
@@ -82,7 +88,10 @@ class TableExecutor:
         self._run(made, feed, sizes, look)
         with phase("backward"):
             self._beacon.at(REDUCE, len(made), len(made), b"ReduceGrads")
-            self._engine._exec_reduce_tied_grads()
+            if self._placed is None:
+                self._engine._exec_reduce_tied_grads()
+            else:
+                self._placed.sum_copies()
             self._engine._exec_reduce_grads()
         self._beacon.at(OPTIMIZER, len(made), len(made))
         with phase("update"):
@@ -101,6 +110,9 @@ class TableExecutor:
                 if use == "train"
                 else forward_only(ranks_of_stages(parallel), micro_batches)
             )
+            if self._placed is not None:
+                zero, each = self._config.zero.stage, self._placed.each
+                table = [with_zero(own, zero, each) for own in table]
             self._known[use, micro_batches] = rounds(table, self._stages)
         return self._known[use, micro_batches]
 
@@ -112,7 +124,11 @@ class TableExecutor:
             if number and look is not None:
                 look(number, len(made))
             it = each.instructions[self._axis.rank]
-            if it is not None:
+            if it is not None and it.kind in OF_ZERO and self._placed is not None:
+                with phase("backward" if it.kind == REDUCE_GRAD else "forward"):
+                    self._beacon.at(REDUCE, number + 1, len(made), f"{it.kind} of stage {it.stage}".encode())
+                    self._placed.execute(it)
+            elif it is not None:
                 self._execute(it, first if it.stage == 0 else last, (number + 1, len(made)))
             for message in each.messages:
                 if message.source == message.to == self._axis.rank:

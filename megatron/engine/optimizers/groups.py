@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, cast
 
 import torch
@@ -82,7 +82,12 @@ def use_fused(config: Config, groups: list[dict[str, Any]]) -> bool:
     return config.optimizer.fused and available
 
 
-def build_optimizer(config: Config, parameters: Iterable[nn.Parameter], bucket: int = 0) -> torch.optim.Optimizer:
+def build_optimizer(
+    config: Config,
+    parameters: Iterable[nn.Parameter],
+    bucket: int = 0,
+    apart: Callable[[nn.Parameter], Hashable] | None = None,
+) -> torch.optim.Optimizer:
     """The optimizer of a resolved `Config` for the parameters of this rank.
 
     The rates of its groups are 0 until `set_learning_rate` is called, so an engine's trial step at its start changes no
@@ -90,12 +95,13 @@ def build_optimizer(config: Config, parameters: Iterable[nn.Parameter], bucket: 
 
     Args:
         bucket: elements of the largest parameter group. 0 sets no limit.
+        apart: see `in_buckets`.
 
     Raises:
         ValueError: a parameter has no role, or the options contradict each other.
     """
     groups = parameter_groups(config, parameters)
-    made = optimizer_class(config).build(config, in_buckets(groups, bucket) if bucket else groups)
+    made = optimizer_class(config).build(config, in_buckets(groups, bucket, apart) if bucket else groups)
     return cast(torch.optim.Optimizer, made)  # as its contract says
 
 

@@ -35,6 +35,7 @@ from megatron.parallel.messages.account import group_name
 from megatron.parallel.messages.traffic import LATER, SIZES, SPLIT, Call, Messages, Tally
 from megatron.parallel.transport.compression import sum_messages
 from megatron.parallel.transport.routes import Routes, planned_routes
+from megatron.plan.messages.placed import placed_messages
 from megatron.plan.messages.routed import RoutedTraffic
 
 from ...engine.deepspeed.buckets import buckets_after, buckets_before, finished, in_buckets
@@ -266,9 +267,12 @@ class _Predictor:
             return
         found = parameter_groups(self.config, self.parameters)
         if scatters_gradients(self.config, self.layout):
-            self._scattered([
-                each["params"] for each in in_buckets(found, bucket_elements(self.config, self.layout.replicas))
-            ])
+            limit = bucket_elements(self.config, self.layout.replicas)
+            if self.layout.pipeline > 1 and self.layout.zero_stage > 1:
+                for each in placed_messages(self.config, self.mesh, self.held, self.modules, found, limit):
+                    self.add(*each)
+                found = []
+            self._scattered([each["params"] for each in in_buckets(found, limit)])
             return
         groups = [group["params"] for group in found]
         if stage == 3:
@@ -297,7 +301,7 @@ class _Predictor:
 
     def _scattered(self, groups: list[list[nn.Parameter]]) -> None:
         """Gradients of each bucket to the ranks that update its parts, one norm, and the gathering of weights."""
-        cut, mixed = self.layout.zero_stage == 2, self.config.precision.compute != "fp32"
+        cut, mixed = self.layout.zero_stage >= 2, self.config.precision.compute != "fp32"
         times = self.micro_batches if cut and not reduces_once(self.config, self.layout) else 1
         for group in groups:
             over = "expert_data" if is_spread(group[0]) else "replicas"
@@ -395,22 +399,25 @@ class _Predictor:
         rank, bounds, homes = self.mesh.at.pipeline, stage_bounds(self.config), ranks_of_stages(self.config.parallel)
         for stage in range(1, len(bounds) - 1):  # that receives a stream
             ends = [("recv", "send")] * (homes[stage] == rank) + [("send", "recv")] * (homes[stage - 1] == rank)
-            if len(ends) == 2:  # in the bend of a V
-                continue
-            for forward, backward in ends:
+            for forward, backward in ends * (len(ends) < 2):  # none in the bend of a V
                 for dtype, elements, floats in self._stream(bounds[stage]):
                     count = self.micro_batches
                     self.add("forward", "pipeline", forward, dtype, elements * count, count, 2)
                     if floats:
                         self.add("backward", "pipeline", backward, dtype, elements * count, count, 2)
-                if not by_table(self.config.parallel):  # DeepSpeed's engine sends the shapes too
+                if not by_table(
+                    self.config.parallel, self.config.zero.stage
+                ):  # DeepSpeed's engine sends the shapes too
                     self.first.add(Call("forward", "", "pipeline", 2, forward, "int32"), 1, META_BYTES)
         for name, holders in copies(self.config).items():
             if rank in holders:
                 for each in self._named(name):
-                    wide = self.config.precision.compute == "bf16" and zero_stage(self.config, self.layout) == 1
+                    stage, elements = zero_stage(self.config, self.layout), each.numel()
+                    wide = stage == 2 or (self.config.precision.compute == "bf16" and stage == 1)
+                    if stage == 2:  # this rank's part
+                        elements = padded(elements, self.layout.replicas) // self.layout.replicas
                     dtype = "fp32" if wide else type_name(each.dtype)
-                    self.add("backward", "pipeline", "all_reduce", dtype, each.numel(), 1, len(holders))
+                    self.add("backward", "pipeline", "all_reduce", dtype, elements, 1, len(holders))
 
     def optimizer_at(self, mesh: Mesh) -> MatrixOptimizer:
         """The optimizer of another rank of this stage, without values. There is one for each way to split parameters,

@@ -4,12 +4,17 @@ from tests.config.broken.case import case
 
 ZERO = [
     case(
-        "ZeRO 2 with a pipeline",
-        "parallel: {pipeline: 2}\nzero: {stage: 2}",
+        "ZeRO 2 with a pipeline in fp16",
+        "parallel: {pipeline: 2}\nzero: {stage: 2}\nprecision: fp16",
         "a.yml:3: zero.stage = 2",
         "parallel.pipeline = 2 (a.yml:2)",
-        "zero.stage must be 0 or 1 with a pipeline",
+        "zero.stage must be 0 or 1 with a pipeline and fp16",
         "use zero.stage=1",
+    ),
+    case(
+        "ZeRO 3 with a pipeline and compressed gradients",
+        "parallel: {pipeline: 2, communication: {compress: {data: bf16}}}\nzero: {stage: 2}",
+        "zero.stage must be 0 or 1 with a pipeline and compressed gradients",
     ),
     case(
         "ZeRO 0 in bf16",
