@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megatron.config.arithmetic.pipelines import by_table
+from megatron.config.arithmetic.pipelines import ASYNCHRONOUS, by_table
 from megatron.data.batch import StepBatch
 from megatron.model.embedding_and_head import Reader
 from megatron.parallel.layout.precision import COMPUTE_TYPES
@@ -46,9 +46,14 @@ class PipelinedEngine(BaseEngine):
         self.deepspeed._INSTRUCTION_MAP = with_phases(self.deepspeed._INSTRUCTION_MAP)
         self.table: TableExecutor | None = None
         if by_table(self.config.parallel, self.config.zero.stage):
+            from .deepspeed.message_driven import MessageDriven
             from .deepspeed.table import TableExecutor
 
-            self.table = TableExecutor(self.deepspeed, self.pipeline, self.beacon, self.scattered)
+            driven = self.config.parallel.schedule == ASYNCHRONOUS
+            if driven and self.device.type != "cpu":
+                raise ValueError("parallel.schedule=asynchronous must run on CPUs: use 1f1b or interleaved")
+            executor = MessageDriven if driven else TableExecutor
+            self.table = executor(self.deepspeed, self.pipeline, self.beacon, self.scattered)
 
     def _initialize(self, module: nn.Module, mpu: ModelParallelUnit | None) -> Any:
         with any_zero_stage():

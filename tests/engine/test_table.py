@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -74,6 +76,35 @@ def test_weights_wait_in_a_split_table():
     values = values_of("fp32: neox on pp2, zero bubble")
     for split, waited in run(2, waiting_products, values, 2):
         assert split == 2 * 5 and waited == 4 * split  # of two blocks, in four micro-batches
+
+
+def delayed(values: dict, ranks: int, seed: int) -> tuple[list, list[str]]:
+    """Results, and the order of a rank's passes, if each is late by a time that was drawn."""
+    from megatron.engine.deepspeed.message_driven import MessageDriven
+
+    execute, done = MessageDriven._execute, list[str]()
+
+    def late(executor: Any, it: Instruction, *more: Any) -> None:
+        time.sleep(random.Random(f"{seed} {it}").choice((0.0, 0.0, 0.1)))
+        done.append(str(it))
+        execute(executor, it, *more)
+
+    with mock.patch.object(MessageDriven, "_execute", late):
+        found = runs.train(values, ranks)
+    return [*found[:3], [(one[0].name, one[-1].tobytes()) for one in found[3]]], done
+
+
+@pytest.mark.parametrize("more", [{}, BF16], ids=["fp32", "bf16"])
+def test_results_do_not_depend_on_the_order_of_arrival(more: dict):
+    """Four stages: the bits of DeepSpeed's 1F1B, in other orders."""
+    values = overlay(values_of("fp32: gpt2 on pp4"), more)
+    expected = [list(each) for each in bits(values, 4)]
+    driven, orders = overlay(values, {"parallel": {"schedule": "asynchronous"}}), set[str]()
+    for seed in (1, 2):
+        found = run(4, delayed, driven, 4, seed)
+        assert [result for result, _ in found] == expected
+        orders.add(" ".join(it for _, done in found for it in done))
+    assert len(orders) == 2
 
 
 class Sent:

@@ -21,7 +21,8 @@ FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
 GATHER, RELEASE, REDUCE = "UNSHARD", "RESHARD", "REDUCE_GRAD"  # of a stage between its replicas, by torch's names
 OF_ZERO = (GATHER, RELEASE, REDUCE)
 V_SHAPED = ("zbv", "dualpipe_v")
-SCHEDULES = ("1f1b", "interleaved", "zb_h1", *V_SHAPED)
+ASYNCHRONOUS = "asynchronous"  # its table is that of 1F1B, which it follows if all passes take the same time
+SCHEDULES = ("1f1b", "interleaved", "zb_h1", *V_SHAPED, ASYNCHRONOUS)
 _LARGEST = 2**26  # bytes of a file
 
 

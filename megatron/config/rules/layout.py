@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from ..arithmetic.pipelines import (
+    ASYNCHRONOUS,
     SCHEDULES,
     V_SHAPED,
     ScheduleError,
@@ -75,6 +76,9 @@ def schedule_can_be_executed(context: RuleContext) -> Iterator[Problem]:
         which = "parallel.stages_per_rank" if each > 1 else key
         rule = "must go with parallel.pipeline of 2 or more, without which there is one stage"
         yield context.problem(f"{which} parallel.pipeline", rule=rule, fix="remove the key")
+    elif parallel.schedule == ASYNCHRONOUS and (wrong := _not_asynchronous(context.config)):
+        rule = f"asynchronous must go with {wrong}: ranks that do the same passes would have to agree on their order"
+        yield context.problem(f"{key} {wrong.split()[0]}", rule=rule, fix="use parallel.schedule=1f1b or interleaved")
     elif (parallel.schedule, each > 1) in (("1f1b", True), ("interleaved", False)):
         rule = "interleaved must go with parallel.stages_per_rank of 2 or more, and 1f1b with 1"
         fix = "use parallel.schedule=interleaved" if each > 1 else "use parallel.stages_per_rank=2"
@@ -99,6 +103,15 @@ def schedule_can_be_executed(context: RuleContext) -> Iterator[Problem]:
     elif context.config.training.compile == "layer" and is_split(parallel, count or ranks):
         rule = "a backward pass in two parts must go without compiled layers, which compute both parts together"
         yield context.problem(f"{key} training.compile", rule=rule, fix="use training.compile=auto, or interleaved")
+
+
+def _not_asynchronous(config: Config) -> str:
+    """A key with the value that the asynchronous schedule needs, if it has another one."""
+    parallel = config.parallel
+    if parallel.stages_per_rank > 1:
+        return "parallel.stages_per_rank of 1"
+    axes = [name for name in ("tensor", "context", "expert") if getattr(parallel, name, None) not in (1, None)]
+    return f"parallel.{axes[0]} of 1" if axes else "zero.stage of 0 or 1" if config.zero.stage > 1 else ""
 
 
 def _not_a_table(context: RuleContext, micro_batches: int) -> ValueError | None:

@@ -319,7 +319,7 @@ LAYOUT = [
         "unknown schedule",
         "parallel: {pipeline: 2, schedule: gpipe}",
         "a.yml:2: parallel.schedule = 'gpipe'",
-        "must be 1f1b, interleaved, zb_h1, zbv, dualpipe_v, or the path of a .csv file",
+        "must be 1f1b, interleaved, zb_h1, zbv, dualpipe_v, asynchronous, or the path of a .csv file",
     ),
     case(
         "several stages without their schedule",
@@ -344,6 +344,16 @@ LAYOUT = [
         "parallel: {pipeline: 2, stages_per_rank: 2, schedule: dualpipe_v}\ntraining: {global_batch_size: 6}",
         "a step must have at least 4 micro-batches, twice the ranks, not 3",
         "parallel.schedule=zbv",
+    ),
+    case(
+        "messages that decide on ranks that share layers",
+        "parallel: {tensor: 2, pipeline: 2, schedule: asynchronous}",
+        "asynchronous must go with parallel.tensor of 1",
+    ),
+    case(
+        "messages that decide on ranks that share weights",
+        "parallel: {pipeline: 2, schedule: asynchronous}\nzero: {stage: 2}",
+        "asynchronous must go with zero.stage of 0 or 1",
     ),
     case(
         "schedule without a pipeline",
