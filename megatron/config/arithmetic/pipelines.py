@@ -449,16 +449,20 @@ class Slot(NamedTuple):
     end: float
 
 
-def timeline(table: Table, stages_per_rank: int, forward: float = 1.0, backward: float = 2.0) -> list[Slot]:
+def timeline(
+    table: Table, stages_per_rank: int, forward: float = 1.0, backward: float = 2.0, weights: float | None = None
+) -> list[Slot]:
     """When each instruction is executed if messages take no time.
 
     Args:
         forward, backward: times of all layers of a rank for one micro-batch.
+        weights: the second part of `backward`, by default half of it.
     """
     stages, found, ready = len(table) * stages_per_rank, list[Slot](), dict[Instruction, float]()
     clock, at = [0.0] * len(table), [0] * len(table)
     cost = {FORWARD: forward / stages_per_rank, BACKWARD: backward / stages_per_rank}
-    cost[INPUTS] = cost[WEIGHTS] = cost[BACKWARD] / 2
+    cost[WEIGHTS] = cost[BACKWARD] / 2 if weights is None else weights / stages_per_rank
+    cost[INPUTS] = cost[BACKWARD] - cost[WEIGHTS]
     while any(place < len(own) for place, own in zip(at, table, strict=True)):
         for rank, own in enumerate(table):
             while at[rank] < len(own) and _needs(own[at[rank]], stages) <= ready.keys():
