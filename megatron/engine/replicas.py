@@ -61,6 +61,8 @@ def named_pieces(state: EngineState) -> Iterator[tuple[str, str, Tensor]]:
             yield f"{owned.tensor.name} (weight)", f"{owned.tensor.name} weight {place}", values
     elif state.stage > 0:
         for parameter in state.parameters:
+            if not parameter.untyped_storage().nbytes():  # at ZeRO 3 of a pipeline, between passes
+                continue
             name, (index, count) = logical_of(parameter).name, shard_index(parameter)
             place = f"{index}/{count} {shard_start(parameter)}+{parameter.numel()}"
             yield f"{name} (weight)", f"{name} weight {place}", parameter

@@ -6,7 +6,7 @@ from torch import nn
 
 from megatron.config import Config
 from megatron.config.arithmetic.pipelines import ranks_of_stages
-from megatron.config.arithmetic.recurrence import core_of
+from megatron.config.arithmetic.recurrence import core_of, expected_passes
 from megatron.config.pattern import call_numbers
 from megatron.config.problems import uniform_counts
 from megatron.config.variants import options_of
@@ -27,18 +27,20 @@ def stage_bounds(config: Config) -> list[int]:
     """
     stages, split = config.parallel.pipeline * config.parallel.stages_per_rank, config.parallel.pipeline_split
     blocks = config.model.blocks
-    if split == "parameters":
+    if split in ("parameters", "flops"):
         sizes = [
-            block_counts(config.model, block, config.training.sequence_length, index).parameters
+            getattr(block_counts(config.model, block, config.training.sequence_length, index), split)
             for index, block in enumerate(blocks)
         ]
-        first = embedding_counts(config.model).parameters
+        first = getattr(embedding_counts(config.model), split)
         model, scores = config.model, objective_of(config).scores
-        last = head_counts(model, scores).parameters
-        last += multi_token_counts(model, config.training.sequence_length).parameters
+        last = getattr(head_counts(model, scores), split)
+        last += getattr(multi_token_counts(model, config.training.sequence_length), split)
         last += first if (model.embedding.tied and not scores) or model.further_blocks else 0
         core = core_of(blocks) or range(1)
-        together = [*sizes[: core.start], sum(sizes[core.start : core.stop]), *sizes[core.stop :]]
+        inside = sum(sizes[core.start : core.stop])
+        inside *= round(expected_passes(model.recurrence).total) if split == "flops" and core_of(blocks) else 1
+        together = [*sizes[: core.start], inside, *sizes[core.stop :]]
         counts = balanced(together, stages, first, last)
         ends = [sum(counts[: stage + 1]) for stage in range(stages)]
         counts[next(stage for stage, end in enumerate(ends) if end > core.start)] += len(core) - 1

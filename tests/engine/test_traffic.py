@@ -35,6 +35,9 @@ OFTEN = {
     "fp32: gpt2 on tp2 · pp2, sequence parallel, recomputation",
     "fp32: zamba2 on pp2, two stages per rank",
     "fp32: gpt2 on pp2 · dp2, two stages per rank, ZeRO 1",
+    "fp32: gpt2 on pp2 · dp2, two stages per rank, ZeRO 2",
+    "fp32: gpt2 on pp2 · dp2, ZB-V, ZeRO 3 gathered once",
+    "fp32: zamba2 on pp2 · dp2, two stages per rank, zero bubble, ZeRO 3, recomputation",
     "fp32: moe on dp2, ZeRO 1, four micro-batches",
     "bf16: llama on dp2, ZeRO 1, four micro-batches",
     "fp32: state space on cp2, ZeRO 0",
@@ -309,6 +312,7 @@ def test_compressed_gradients(stage: int, precision: str, wire: str, stages: int
         ("tensor", "fp16", "fp32: olmo2 on tp2, ZeRO 0, recomputation"),
         ("pipeline", "int8_block", "fp32: gpt2 on tp2 · pp2, sequence parallel, recomputation"),
         ("pipeline", "bf16", "fp32: llama on pp2"),
+        ("pipeline", "int8_block", "fp32: neox on pp2, ZB-V"),
     ],
 )
 def test_compressed_activations(axis: str, wire: str, name: str):

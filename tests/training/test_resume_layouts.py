@@ -29,6 +29,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2 of 1 and 4": {"ranks": 2, "parallel": {"pipeline": 2, "pipeline_split": [1, 4]}},
     "pp3 of 1, 3 and 1": {"ranks": 3, "parallel": {"pipeline": 3, "pipeline_split": [1, 3, 1]}},
     "pp4 of 1, 2, 1, 1": {"ranks": 4, "parallel": {"pipeline": 4, "pipeline_split": [1, 2, 1, 1]}},
+    "pp2 ZB-V": {"ranks": 2, "parallel": {"pipeline": 2, "stages_per_rank": 2, "schedule": "zbv"}},
+    "pp2 dp2 zero bubble ZeRO 3": {
+        "ranks": 4,
+        "parallel": {"pipeline": 2, "stages_per_rank": 2, "schedule": "zb_h1"},
+        "zero": {"stage": 3},
+    },
     "tp2 dp2 ZeRO 3": {
         "ranks": 4,
         "parallel": {"tensor": 2, "sequence": True},
@@ -86,6 +92,8 @@ PAIRS = [
     *[("moe", merged(ADAMW, MOE), "tp2 pp2", to, 1e-5) for to in ("one", "dp2 ZeRO 3")],
     ("moe", merged(ADAMW, MOE, BF16), "dp2 ZeRO 1", "pp2 of 1 and 4", 1e-2),
     ("moe", merged(MUON, MOE), "dp2 ZeRO 1", "one", 1e-5),
+    *[("qwen3", ADAMW, "pp2 ZB-V", to, 1e-5) for to in ("pp2 dp2 zero bubble ZeRO 3", "pp2 of 1 and 4")],
+    *[("qwen3", ADAMW, "pp2 dp2 zero bubble ZeRO 3", to, 1e-5) for to in ("pp2 ZB-V", "one")],
     ("llama", SOAP, "dp2 ZeRO 1", "tp2 pp2", 1e-5),
     ("recurrent depth", merged(ADAMW, CORE), "tp2 pp2", "dp2 ZeRO 3", 1e-5),
     ("further tokens", ADAMW, "tp2 pp2", "dp2 ZeRO 3", 1e-5),

@@ -215,7 +215,7 @@ def core_is_on_one_stage(context: RuleContext) -> Iterator[Problem]:
         return
     units, split = len(context.blocks) - len(core) + 1, parallel.pipeline_split
     stages = parallel.pipeline * parallel.stages_per_rank
-    if split == "parameters":
+    if split in ("parameters", "flops"):
         if units < stages:
             yield context.problem(
                 "parallel.pipeline model.layers",
@@ -223,7 +223,7 @@ def core_is_on_one_stage(context: RuleContext) -> Iterator[Problem]:
                 fix=f"use parallel.pipeline of at most {units}, and parallel.tensor for parts that are too large",
             )
         return
-    counts = uniform_counts(len(context.blocks), stages) if split == "uniform" else list(split)
+    counts = uniform_counts(len(context.blocks), stages) if isinstance(split, str) else split
     borders = [sum(counts[: stage + 1]) for stage in range(len(counts) - 1)]
     if any(core.start < border < core.stop for border in borders):
         yield context.problem(

@@ -112,10 +112,10 @@ class ParallelSection(Section):
         "Products of tensor parallel ranks that share sequences (parallel.sequence) overlap with the messages "
         "around them, through the memory of NVIDIA GPUs of one host.",
     )
-    pipeline_split: Literal["uniform", "parameters"] | list[int] = key(
+    pipeline_split: Literal["uniform", "parameters", "flops"] | list[int] = key(
         "parameters",
-        "How layers are shared by the stages: equal counts, equal parameters, or a list of the number of "
-        "blocks per stage.",
+        "How layers are shared by the stages: equal counts, equal parameters, equal work (where an embedding costs "
+        "nothing, and a head its product), or a list of the number of blocks per stage.",
     )
     stages_per_rank: int = key(
         1,

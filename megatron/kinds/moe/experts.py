@@ -5,6 +5,7 @@ Shapes: E experts, H hidden, f width of an expert (of this rank's slice of it), 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +29,30 @@ def grouped(x_RK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     return F.grouped_mm(x_RK, weight_ENK.transpose(1, 2), offs=ends_E)
 
 
+@dataclass(frozen=True)
+class Grouped:
+    """`grouped` and its two gradients, for schedules that compute the weights' later (`parallel/layers/later.py`)."""
+
+    ends_E: Tensor
+
+    def product(self, x_RK: Tensor, weight_ENK: Tensor) -> Tensor:
+        return grouped(x_RK, weight_ENK, self.ends_E)
+
+    def of_input(self, gradient_RN: Tensor, weight_ENK: Tensor) -> Tensor:
+        return grouped(gradient_RN, weight_ENK.transpose(1, 2), self.ends_E)
+
+    def of_weight(self, gradient_RN: Tensor, x_RK: Tensor) -> Tensor:
+        if x_RK.dtype == torch.float64:
+            sizes = self.ends_E.diff(prepend=self.ends_E.new_zeros(1)).tolist()
+            pairs = zip(gradient_RN.split(sizes), x_RK.split(sizes))
+            return torch.stack([gradient.T @ x for gradient, x in pairs])
+        return F.grouped_mm(gradient_RN.t(), x_RK, offs=self.ends_E)
+
+
+def multiply(x_RK: Tensor, weight_ENK: Tensor, rule: Grouped) -> Tensor:
+    return rule.product(x_RK, weight_ENK)
+
+
 class StackedExperts(nn.Module):
     """The matrices of all experts as one logical tensor [E, outputs, inputs], and their biases as one [E, outputs].
 
@@ -45,7 +70,7 @@ class StackedExperts(nn.Module):
     ):
         super().__init__()
         self.weight = make.parameter("weight", shape, shard=shard, experts=True, **description)
-        self.bias, self.beside = None, (0, 0)
+        self.bias, self.beside, self.multiply = None, (0, 0), multiply
         if bias:
             axis, cut = make.mesh.expert_tensor, shard if shard.dim == 1 else Shard(1)
             self.bias = make.parameter("bias", shape[:2], role=Role.BIAS, init=ZEROS, shard=cut, experts=True)
@@ -55,7 +80,7 @@ class StackedExperts(nn.Module):
 
     def forward(self, x_RK: Tensor, ends_E: Tensor, experts_R: Tensor | None) -> Tensor:
         """`experts_R`: the number of each row's expert, where there are biases."""
-        y_RN = grouped(x_RK, self.weight, ends_E)
+        y_RN = self.multiply(x_RK, self.weight, Grouped(ends_E))
         return y_RN if self.bias is None else y_RN + F.pad(self.bias, self.beside)[experts_R]
 
 

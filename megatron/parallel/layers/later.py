@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,24 @@ from torch.autograd import Function
 
 from ..layout.precision import plain
 
-Waiting = list[tuple[Tensor, Tensor, Tensor]]  # weight [N, K], input [..., K], gradient of the output [..., N]
+
+class Rule(Protocol):
+    """A product of inputs and a weight, which is linear in both."""
+
+    def product(self, x: Tensor, weight: Tensor, /) -> Tensor: ...
+    def of_input(self, gradient: Tensor, weight: Tensor, /) -> Tensor: ...
+    def of_weight(self, gradient: Tensor, x: Tensor, /) -> Tensor: ...
+
+
+class Linear:
+    """Inputs [..., K] times a weight [N, K]."""
+
+    product = staticmethod(lambda x, weight: plain(x, weight, None))
+    of_input = staticmethod(lambda gradient, weight: gradient @ weight)
+    of_weight = staticmethod(lambda gradient, x: gradient.flatten(0, -2).t() @ x.flatten(0, -2))
+
+
+Waiting = list[tuple[Tensor, Rule, Tensor, Tensor]]  # weight, input, gradient of the output
 
 
 class LaterGradients:
@@ -24,17 +41,25 @@ class LaterGradients:
         self.waiting: Waiting = []
 
     def use_in(self, module: nn.Module) -> None:
-        """All linear layers inside compute by this object. A product in 8 bits stays whole."""
+        """All linear layers and experts inside compute by this object. A product in 8 bits stays whole."""
         for each in module.modules():
             if getattr(each, "linear", None) is plain:
                 each.linear = self.linear  # type: ignore[assignment]
+            if hasattr(each, "multiply"):  # by a rule
+                each.multiply = self.multiply  # type: ignore[assignment]
 
     def linear(self, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-        """As `F.linear`. Weights that are no parameters, and inputs without a gradient, are left to autograd."""
-        waits = torch.is_grad_enabled() and x.requires_grad and weight_NK.requires_grad and weight_NK.is_leaf
-        if not waits:
+        """As `F.linear`."""
+        if not _waits(x, weight_NK):
             return plain(x, weight_NK, bias_N)
-        product: Tensor = _Product.apply(x, bias_N, (weight_NK, self.waiting))
+        product: Tensor = _Product.apply(x, bias_N, (weight_NK, Linear, self.waiting))
+        return product
+
+    def multiply(self, x: Tensor, weight: Tensor, rule: Rule) -> Tensor:
+        """The product of a rule."""
+        if not _waits(x, weight):
+            return rule.product(x, weight)
+        product: Tensor = _Product.apply(x, None, (weight, rule, self.waiting))
         return product
 
     def take(self) -> Waiting:
@@ -43,13 +68,18 @@ class LaterGradients:
         return found
 
 
+def _waits(x: Tensor, weight: Tensor) -> bool:
+    """Weights that are no parameters, and inputs without a gradient, are left to autograd."""
+    return torch.is_grad_enabled() and x.requires_grad and weight.requires_grad and weight.is_leaf
+
+
 def accumulate(waiting: Waiting) -> None:
     """Add the gradients to their weights, as a backward pass would, with its hooks: once per weight."""
-    left = Counter(weight for weight, _, _ in waiting)
+    left = Counter(weight for weight, *_ in waiting)
     sums: dict[Tensor, Tensor] = {}
     while waiting:
-        weight, x, gradient = waiting.pop(0)
-        own = gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+        weight, rule, x, gradient = waiting.pop(0)
+        own = rule.of_weight(gradient, x)
         sums[weight] = sums[weight] + own if weight in sums else own
         left[weight] -= 1
         if not left[weight]:
@@ -58,14 +88,19 @@ def accumulate(waiting: Waiting) -> None:
 
 class _Product(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, held: tuple[Tensor, Waiting]) -> Tensor:
-        weight, ctx.waiting = held
-        ctx.weight, ctx.biased = weight, bias is not None
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, held: tuple[Tensor, Rule, Waiting]) -> Tensor:
+        ctx.weight, ctx.rule, ctx.waiting = held
+        ctx.biased = bias is not None
         ctx.save_for_backward(x)
-        return plain(x, weight.detach(), bias)
+        weight = ctx.weight.detach()
+        return plain(x, weight, bias) if ctx.rule is Linear else ctx.rule.product(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         (gradient,), (x,) = gradients, ctx.saved_tensors
-        ctx.waiting.append((ctx.weight, x, gradient))
-        return gradient @ ctx.weight.detach(), gradient.flatten(0, -2).sum(0) if ctx.biased else None, None
+        ctx.waiting.append((ctx.weight, ctx.rule, x, gradient))
+        return (
+            ctx.rule.of_input(gradient, ctx.weight.detach()),
+            gradient.flatten(0, -2).sum(0) if ctx.biased else None,
+            None,
+        )
