@@ -44,7 +44,7 @@ def stage_bounds(config: Config) -> list[int]:
         counts = balanced(together, stages, first, last)
         ends = [sum(counts[: stage + 1]) for stage in range(stages)]
         counts[next(stage for stage, end in enumerate(ends) if end > core.start)] += len(core) - 1
-    elif split == "uniform":
+    elif isinstance(split, str):
         counts = uniform_counts(len(blocks), stages)
     else:
         counts = list(split)
@@ -82,7 +82,7 @@ def copies(config: Config) -> dict[str, tuple[int, ...]]:
 def stages_of_parameters(
     config: Config, rank: int, held: dict[int, list[nn.Parameter]]
 ) -> dict[nn.Parameter, tuple[int, ...]]:
-    """The stages of a rank that use each of its parameters, also those that a layer borrows from another one.
+    """The stages of a rank that use each of its parameters. A layer may borrow some from another one.
 
     Args:
         held: parameters of the layers of each of its stages.

@@ -253,7 +253,7 @@ def forward_only(homes: list[int], micro_batches: int) -> Table:
 
 
 def with_zero(own: list[Instruction], zero_stage: int, each: bool) -> list[Instruction]:
-    """A rank's instructions with those of ZeRO 2 and 3 between the replicas of its stages.
+    """A rank's instructions, with the ones of ZeRO 2 and 3 between the replicas of its stages.
 
     Args:
         each: gradients are reduced after each backward pass, and weights are released between passes of other stages.

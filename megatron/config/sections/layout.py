@@ -114,8 +114,8 @@ class ParallelSection(Section):
     )
     pipeline_split: Literal["uniform", "parameters", "flops"] | list[int] = key(
         "parameters",
-        "How layers are shared by the stages: equal counts, equal parameters, equal work (where an embedding costs "
-        "nothing, and a head its product), or a list of the number of blocks per stage.",
+        "How layers are shared by the stages: equal counts, equal parameters, equal work, or a list of the number of "
+        "blocks per stage. By work an embedding costs nothing, and a head its product.",
     )
     stages_per_rank: int = key(
         1,
@@ -129,9 +129,9 @@ class ParallelSection(Section):
         "1f1b",
         "Order of forward and backward passes in a pipeline. 1f1b: one of each in turn. interleaved: the same with "
         "several stages per rank. zb_h1: gradients of weights are computed later, where a rank would wait. zbv and "
-        "dualpipe_v: so too, with the first and the last stage on one rank. asynchronous (on CPUs): a rank works on "
-        "what has arrived. Or a CSV file with a row per rank and cells such as 0F0, 2B1 (stage, pass, micro-batch). "
-        "Sums of gradients do not depend on it.",
+        "dualpipe_v do so too. Their first and last stage are on one rank. asynchronous works on what has arrived, on "
+        "CPUs. Or a CSV file with a row per rank and cells such as 0F0, 2B1 (stage, pass, micro-batch). Sums of "
+        "gradients do not depend on it.",
     )
     communication: CommunicationOptions = key(CommunicationOptions, "How collectives are done.")
 

@@ -3,13 +3,13 @@
 DeepSpeed 0.19.8 refuses both with a pipeline. Here it runs ZeRO 2's optimizer on parts of flat tensors. A bucket has
 parameters of one stage (`Pipeline.bucket_of`). It is reduce-scattered after a backward pass of its stage, or after the
 last one of a step, and its gradients are freed. At ZeRO 3 its weights have memory only between the instruction that
-gathers the stage and the one that releases it. Otherwise the storage of the flat tensor is empty. Views of it, also
-those that autograd has kept, stay valid.
+gathers the stage and the one that releases it. Otherwise the storage of the flat tensor is empty. Views of it stay
+valid, also in autograd's graph.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -46,7 +46,7 @@ class PlacedZero(ScatteredGradients):
             self._stages[id(bucket)] = pipeline.stages_of(next(iter(bucket.parameters)))
             for stage in self._stages[id(bucket)]:
                 self._of_stage.setdefault(stage, []).append((bucket, own))
-        self._copies = [(self._bucket_of[weight].own, group) for weight, group in pipeline.tied]
+        self._copies = [(self._bucket_of[cast(nn.Parameter, weight)].own, group) for weight, group in pipeline.tied]
         if cuts_weights:
             self.gathers.leave()
             _gather_nothing(engine.optimizer)
