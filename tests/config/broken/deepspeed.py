@@ -4,11 +4,11 @@ from tests.config.broken.case import case
 
 ZERO = [
     case(
-        "ZeRO 2 with a pipeline in fp16",
-        "parallel: {pipeline: 2}\nzero: {stage: 2}\nprecision: fp16",
+        "ZeRO 2 with a pipeline and sums in bf16",
+        "parallel: {pipeline: 2}\nzero: {stage: 2}\nprecision: {compute: bf16, accumulate: bf16}",
         "a.yml:3: zero.stage = 2",
         "parallel.pipeline = 2 (a.yml:2)",
-        "zero.stage must be 0 or 1 with a pipeline and fp16",
+        "zero.stage must be 0 or 1 with a pipeline and precision.accumulate=bf16",
         "use zero.stage=1",
     ),
     case(

@@ -349,6 +349,7 @@ LAYOUT = [
         "messages that decide on ranks that share layers",
         "parallel: {tensor: 2, pipeline: 2, schedule: asynchronous}",
         "asynchronous must go with parallel.tensor of 1",
+        ranks=4,
     ),
     case(
         "messages that decide on ranks that share weights",
