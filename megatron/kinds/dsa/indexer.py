@@ -79,7 +79,9 @@ def chosen(q_BShD: Tensor, k_BTD: Tensor, weights_BSh: Tensor, seen_BST: Tensor,
     for rows in pieces(q_BShD, k_BTD.shape[1]):
         seen = seen_BST[:, rows]
         score = scores(q_BShD[:, rows], k_BTD, weights_BSh[:, rows]).masked_fill(~seen, float("-inf"))
-        found.append(torch.zeros_like(score, dtype=torch.bool).scatter_(-1, score.topk(count).indices, True) & seen)
+        # of equal scores (often 0) the earlier token, so that the choice does not depend on tokens behind
+        best = torch.sort(score, dim=-1, descending=True, stable=True).indices[..., :count]
+        found.append(torch.zeros_like(score, dtype=torch.bool).scatter_(-1, best, True) & seen)
     return torch.cat(found, 1)
 
 
