@@ -15,3 +15,7 @@ class DataError(UserError):
 
     def __reduce__(self) -> tuple[type[DataError], tuple[object, ...]]:
         return DataError, (self.subject, self.rule, self.fix)
+
+
+class NotMadeYet(DataError):
+    """A sample of a later step, which training makes."""

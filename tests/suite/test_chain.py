@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron.checkpoint.save import store
 from megatron.config.problems import ConfigError, UserError
 from megatron.data.hashing import file_hash
-from megatron.suite.stages import read_chain
+from megatron.suite.stages import Chain, read_chain
+from megatron.worker.writer_lock import take
 from tests.paths import ROOT
 
 SMALL = {"model.hidden_size": 32, "training.global_batch_size": 16, "training.micro_batch_size": 16}
@@ -120,6 +122,23 @@ def written(folder: Path, stages: dict[str, Any], **more: Any) -> Path:
         ({"a": {"files": "base.yml", "verb": "extract"}}, "verb must be train or align"),
         ({"a": {"run": "plan", "set": {"seed": 1}}}, "no set, from or verb"),
         ({"dir": {"run": "plan"}}, "must be a name of letters"),
+        ({"a": {"run": "plan 'x"}}, "run must be a command: No closing quotation"),
+        ({"a": {"run": ["plan"]}}, "must have a command in run"),
+        ({"a": {"run": "plan {here!r}"}}, "must refer to an earlier stage"),
+        ({"a": {"run": "plan", "after": 3}}, "names of earlier stages in from and after"),
+        ({"a": {"run": "plan", "after": [["b"]]}}, "names of earlier stages in from and after"),
+        ({"a": {"files": 3}}, "files must be a configuration file"),
+        ({"a": {"files": []}}, "files must be a configuration file"),
+        ({"a": {"files": "base.yml", "set": 3}}, "set must be a mapping"),
+        ({"a": {"files": "base.yml", "set": {"run": {"dir": "x"}}}}, "must not set run.dir"),
+        (
+            {
+                "a": {"files": "base.yml"},
+                "b": {"files": "base.yml", "from": "a", "set": {"checkpoint.initialize_from": 1}},
+            },
+            "must not set checkpoint.initialize_from",
+        ),
+        ({"a": {"files": "base.yml", "set": {"run.title": "x}"}}}, "double braces that are text"),
     ],
 )
 def test_mistakes_have_their_place(tmp_path, stages, rule):
@@ -167,7 +186,45 @@ def test_stages_are_done_once_and_from_what_they_name(tmp_path):
     (chain.folder / "one/stage.json").write_text(json.dumps(json.loads(chain.stages[0].manifest.read_text())))
     with pytest.raises(UserError, match="was made with other parents"):
         chain.launch(told.append)
+    shutil.rmtree(chain.folder / "one")
+    shutil.rmtree(chain.folder / "two")
+    assert chain.launch(told.append) is None
+    shutil.rmtree(chain.folder / "two")
+    (chain.folder / "one/a").write_text("y")
+    with pytest.raises(UserError, match="one/a must be as .* says, and has changed since"):
+        chain.launch(told.append)
     other = read_chain(written(tmp_path, {"one": {"run": f"python {script} {{here}} /etc/hostname"}}))
     assert other is not None
     with pytest.raises(UserError, match="was made with other command"):
         other.launch(told.append)
+
+
+def test_a_training_that_stopped_is_no_parent_and_does_not_resume_after_a_change(tmp_path, monkeypatch):
+    """`training.stop_after` ends a run with status 0. Its folder has the facts that it began with."""
+    keys = {"training.sequence_length": 8, "model.attention.heads": 2, "model.vocab_size": 64, "training.steps": 3}
+    keys |= {"data.synthetic": "copy"}
+    chain = read_chain(written(tmp_path, {"a": {"files": "base.yml", "set": keys}}))
+    assert chain is not None
+    told, step = list[str](), 1
+    monkeypatch.setattr(Chain, "_run", lambda *_: 0)
+    monkeypatch.setattr(store, "find_checkpoint", lambda _: Path(f"step_{step:08d}"))
+    assert chain.launch(told.append) == "a" and "has stopped after 1 of 3 steps" in told[-1]
+    assert chain.state(chain.stages[0]) == "begun"
+    other = read_chain(written(tmp_path, {"a": {"files": "base.yml", "set": {**keys, "training.steps": 2}}}))
+    assert other is not None
+    with pytest.raises(UserError, match="was made with other command"):
+        other.launch(told.append)
+    step = 3
+    (chain.folder / "a/config.yml").touch()
+    assert chain.launch(told.append) is None and chain.state(chain.stages[0]) == "done"
+
+
+def test_one_process_does_the_stages_of_a_folder(tmp_path):
+    chain = read_chain(written(tmp_path, {"a": {"run": "python -c pass"}}))
+    assert chain is not None
+    handle, _ = take(chain.folder / ".launch")
+    assert handle is not None
+    with pytest.raises(UserError, match=f"is in use by process {os.getpid()}"):
+        chain.launch(print)
+    os.close(handle)
+    assert chain.launch(print) is None

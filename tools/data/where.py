@@ -17,6 +17,7 @@ if __name__ == "__main__":
     sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 
 import argparse  # noqa: E402
+import contextlib  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
@@ -86,18 +87,32 @@ def _later(stages: list[dict], stage: dict) -> list[str]:
 
 
 def _samples(provenance: Provenance, config: Config, text: str) -> list[dict]:
-    """The samples with a text, of a source that is no token file: preferences, or rollouts."""
+    """The samples with a text in one of their documents, of a source that is no token file: preferences, or rollouts.
+
+    Steps whose samples are not made yet have read none.
+    """
+    import hashlib
+
+    import numpy as np
+
+    from megatron.data.errors import NotMadeYet
     from megatron.data.tokenizer import build_tokenizer
 
     tokenizer, seen, known = build_tokenizer(config.tokenizer), [], dict[bytes, bool]()
-    for step in range(provenance.plan.steps):
-        for index in range(provenance.plan.batches.size(step)):
-            tokens = provenance.plan.sample(provenance.number(step, index)).tokens
-            key = tokens.tobytes()
-            if key not in known:
-                known[key] = text in tokenizer.decode([each for each in tokens.tolist() if each < tokenizer.size])
-            if known[key]:
-                seen.append({"step": step, "index": index})
+
+    def has(number: int) -> bool:
+        sample = provenance.plan.sample(number)
+        begins = [] if sample.begins is None else np.flatnonzero(sample.begins).tolist()
+        key = hashlib.sha256(sample.tokens.tobytes() + repr(begins).encode()).digest()
+        if key not in known:
+            parts = [part[part < tokenizer.size].tolist() for part in np.split(sample.tokens, begins)]
+            known[key] = any(text in tokenizer.decode(part) for part in parts)
+        return known[key]
+
+    with contextlib.suppress(NotMadeYet):
+        for step in range(provenance.plan.steps):
+            numbers = [provenance.number(step, index) for index in range(provenance.plan.batches.size(step))]
+            seen += [{"step": step, "index": index} for index, number in enumerate(numbers) if has(number)]
     place = {"source": config.data.synthetic, "document": None, "start": 0, "length": None, "seen": seen}
     return [place] if seen else []
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron.config import Config
 from megatron.config.file_access import read_plain, replace_file
-from megatron.data.errors import DataError
+from megatron.data.errors import DataError, NotMadeYet
 from megatron.data.sample import Sample
 
 from .options import align_of
@@ -110,13 +110,14 @@ def read_round(path: Path) -> tuple[Rollout, ...]:
     """The texts of a round.
 
     Raises:
-        DataError: the file is missing or damaged.
+        NotMadeYet: there is no file.
+        DataError: it is damaged.
     """
     try:
         lines = read_plain(path).decode().splitlines()
         return tuple(Rollout(**json.loads(line)) for line in lines[1:])
     except FileNotFoundError as error:
-        raise DataError(path, "this round was not drawn yet", "train with deepy align, which draws it") from error
+        raise NotMadeYet(path, "this round was not drawn yet", "train with deepy align, which draws it") from error
     except (OSError, ValueError, TypeError, UnicodeError) as error:
         raise DataError(path, f"it must have a text per line: {error}", "delete it, and it is drawn again") from error
 
