@@ -32,6 +32,9 @@ BUDGET = 512  # tokens of a pass
 class ReadsOn(Protocol):
     """See `engine/protocol.py`."""
 
+    @property
+    def config(self) -> Config: ...
+
     def new_state(self) -> list[Any]: ...
 
     def read_on(self, tokens_BS: Tensor, reader: Reader, state: list[Any], begin: int | Tensor) -> Any: ...
@@ -42,6 +45,10 @@ class WholeModel:
     """A model that this process has, as an engine."""
 
     model: Model
+
+    @property
+    def config(self) -> Config:
+        return self.model.plan.config
 
     def new_state(self) -> list[Any]:
         return self.model.new_state()
@@ -81,7 +88,7 @@ class Decoder:
     Args:
         rows: requests that run at once.
         vocabulary: only ids below it are chosen, and have probability.
-        pages: of the pool. By default enough for `rows` of the longest requests of a `run`.
+        pages: of the pool. By default enough for the `rows` longest requests of a `run`.
         budget: tokens of a pass.
         agree: (number) -> the largest of all data parallel ranks, which make equally many passes and turns.
         alive: called after each pass.
@@ -121,13 +128,24 @@ class Decoder:
         return [each.drawn for each in lives]
 
     def begin(self, requests: Sequence[Request]) -> list[Live]:
-        """Begin with these requests and an empty pool. Others may join by `schedule.add` between two steps."""
-        longest = max((len(each.prompt) + each.tokens for each in requests), default=1)
-        pages = self.pages or pages_of(longest) * min(self.rows, max(len(requests), 1))
+        """Begin with these requests and an empty pool. Others may join by `add` between two steps."""
+        for each in requests:
+            each.check(self.engine.config.model, self.vocabulary)
+        needed = sorted((pages_of(each.whole) for each in requests), reverse=True)
+        pages = self.pages or max(sum(needed[: self.rows]), 1)
         self.states = States(self.engine.new_state(), pages, self.rows, self.device)
         copies = self.states.copy_page, self.states.copy_slot
         self.schedule = Schedule(Pool(pages), self.rows, self.budget, *copies, lambda: not self.states.continues)
         return [self.schedule.add(each) for each in requests]
+
+    def add(self, request: Request) -> Live:
+        """Queue one more request.
+
+        Raises:
+            RequestError: it can never be answered.
+        """
+        request.check(self.engine.config.model, self.vocabulary)
+        return self.schedule.add(request)
 
     def step(self) -> bool:
         """One pass. False when no rank has requests left."""
@@ -153,7 +171,7 @@ class Decoder:
             first = len(live.request.prompt) - 1 - live.request.scored
             for place in range(piece.begin, piece.end):
                 scored = first <= place < len(live.request.prompt) - 1
-                if scored or (place + 1 == len(live.text) and live.request.tokens):
+                if scored or (place + 1 == live.length and live.request.tokens):
                     yield row, live, place
                 row += 1
 

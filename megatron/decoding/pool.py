@@ -10,9 +10,13 @@ from itertools import pairwise
 from megatron.kinds.common.attention.paged_keys import PAGE
 
 
-def digests_of(tokens: Sequence[int]) -> list[bytes]:
-    """Of each whole page of a text the digest of all tokens up to the page's end."""
-    found, before = [], b""
+def digests_of(tokens: Sequence[int], before: bytes = b"") -> list[bytes]:
+    """Of each whole page of a text the digest of all tokens up to the page's end.
+
+    Args:
+        before: the digest of the page before the tokens.
+    """
+    found = []
     for begin, end in pairwise(range(0, len(tokens) + 1, PAGE)):
         words = ",".join(map(str, tokens[begin:end])).encode()
         found.append(before := hashlib.blake2b(before + words, digest_size=16).digest())

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.attention.paged_keys import PAGE, Token
 
 from .pool import Pool, digests_of
@@ -43,6 +44,34 @@ class Request:
     end: int | None = None
     least: int = 0
     scored: int = 0
+
+    @property
+    def whole(self) -> int:
+        """Tokens that may have to be read."""
+        return len(self.prompt) + max(self.tokens - 1, 0)
+
+    def check(self, model: ModelSection, vocabulary: int | None = None) -> None:
+        """Check that a model can answer. Each rank checks all requests before it begins with its own.
+
+        Args:
+            vocabulary: only ids below it have probability.
+
+        Raises:
+            RequestError: it has no token, an id without a vector or a probability, or more tokens than positions.
+        """
+        if not self.prompt or not 0 <= self.scored < len(self.prompt) or self.tokens < 0:
+            raise RequestError("a request must have a token before the first one that is scored or follows")
+        if not 0 <= min(self.prompt) <= max(self.prompt) < model.vocab_size:
+            wrong = next(each for each in self.prompt if not 0 <= each < model.vocab_size)
+            raise RequestError(f"a request must have ids of at least 0 and below {model.vocab_size}, not {wrong}")
+        targets = self.prompt[len(self.prompt) - self.scored :]
+        if vocabulary is not None and max(targets, default=-1) >= vocabulary:
+            raise RequestError(f"scored ids must be below the vocabulary's {vocabulary}, not {max(targets)}")
+        most = model.embedding.max_positions
+        if model.embedding.position == "learned" and self.whole > most:
+            raise RequestError(
+                f"prompt and continuation have {self.whole} tokens to read, and the model {most} positions"
+            )
 
 
 @dataclass
@@ -78,15 +107,23 @@ class Live:
     slot: int = 0
     read: int = 0
     leader: Live | None = None
+    of_pages: list[bytes] = field(default_factory=list)  # what `digests` has found
 
     @property
     def text(self) -> Row:
         return (*self.request.prompt, *self.drawn.tokens)
 
     @property
-    def whole(self) -> int:
-        """Tokens that it may have to read."""
-        return len(self.request.prompt) + max(self.request.tokens - 1, 0)
+    def length(self) -> int:
+        """Tokens of `text`."""
+        return len(self.request.prompt) + len(self.drawn.tokens)
+
+    def digests(self, tokens: int) -> list[bytes]:
+        """Of each whole page among its first tokens, the digest of all tokens up to the page's end."""
+        known, pages = self.of_pages, tokens // PAGE
+        if len(known) < pages:
+            known += digests_of(self.text[len(known) * PAGE : pages * PAGE], known[-1] if known else b"")
+        return known[:pages]
 
 
 @dataclass(frozen=True)
@@ -136,14 +173,12 @@ class Schedule:
         """Queue a request.
 
         Raises:
-            RequestError: it has no token, or can never have enough pages.
+            RequestError: it can never have enough pages.
         """
-        live = Live(self.arrivals, request)
-        if not request.prompt or not 0 <= request.scored < len(request.prompt) or request.tokens < 0:
-            raise RequestError("a request must have a token before the first one that is scored or follows")
-        if pages_of(live.whole) > self.pool.pages:
+        if pages_of(request.whole) > self.pool.pages:
             room = self.pool.pages * PAGE
-            raise RequestError(f"prompt and continuation have {live.whole} tokens, and all pages together {room}")
+            raise RequestError(f"prompt and continuation have {request.whole} tokens, and all pages together {room}")
+        live = Live(self.arrivals, request)
         self.arrivals += 1
         self.waiting.append(live)
         return live
@@ -156,10 +191,10 @@ class Schedule:
         """The pieces of the next pass: single tokens first, then pieces of longer texts while the budget lasts."""
         self._admit()
         pieces, left = list[Piece](), self.budget
-        for live in sorted(self.running, key=lambda each: (len(each.text) - each.read > 1, each.arrival)):
+        for live in sorted(self.running, key=lambda each: (each.length - each.read > 1, each.arrival)):
             if live.leader is not None or live not in self.running or left < 1:
                 continue
-            end = min(len(live.text), live.read + left)
+            end = min(live.length, live.read + left)
             if self._room(live, end):
                 pieces.append(Piece(live, live.read, end))
                 left -= end - live.read
@@ -177,12 +212,12 @@ class Schedule:
         """
         forked = []
         for piece in pieces:
-            live, text = piece.live, piece.live.text
+            live, first = piece.live, piece.begin // PAGE
             live.read = piece.end
-            if piece.end // PAGE > piece.begin // PAGE and self.shares():
-                for page, digest in zip(live.table, digests_of(text[: piece.end])):
+            if piece.end // PAGE > first and self.shares():
+                for page, digest in zip(live.table[first:], live.digests(piece.end)[first:]):
                     self.pool.name(page, digest)
-            for each in self.running if live.read == len(text) else ():
+            for each in self.running if live.read == live.length else ():
                 if each.leader is live:
                     each.leader, each.read = None, live.read
                     each.table = [self.pool.share(page) for page in live.table]
@@ -198,14 +233,13 @@ class Schedule:
     def _admit(self) -> None:
         while self.waiting and self.slots:
             live = self.waiting[0]
-            text = live.text
             leader = None if live.drawn.tokens else self._leader(live.request)
             found = list[int]()
             if leader is None:
                 if self.shares() and not live.request.scored:
-                    found = self.pool.find(digests_of(text[:-1]))
+                    found = self.pool.find(live.digests(live.length - 1))
                 idle = sum(not self.pool.uses[page] for page in found)
-                if self.running and pages_of(len(text)) - len(found) + idle > len(self.pool.free):
+                if self.running and pages_of(live.length) - len(found) + idle > len(self.pool.free):
                     return
             self.waiting.popleft()
             live.leader, live.slot = leader, self.slots.pop()

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from megatron.checkpoint.format.fragment import Fragment
+from megatron.config import Config
 from megatron.data.batch import StepBatch
 from megatron.model.embedding_and_head import Reader
 
@@ -205,6 +206,9 @@ class Engine(Protocol):
 @runtime_checkable
 class ReadsOn(Protocol):
     """An engine that can read a text in pieces, from the state after the earlier pieces."""
+
+    @property
+    def config(self) -> Config: ...
 
     def new_state(self) -> list[Any]:
         """The empty state, one entry per block."""

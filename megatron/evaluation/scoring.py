@@ -108,7 +108,12 @@ class Scorer:
 
         Args:
             vocabulary: only ids below it are chosen. The embedding may have more rows than the tokenizer has ids.
+
+        Raises:
+            RequestError: on all ranks, before any has begun, if one can never be answered.
         """
+        for each in requests:
+            each.check(self.config.model, vocabulary)
         if self.cached and isinstance(self.engine, ReadsOn):
             made, data = [Drawn() for _ in requests], self.mesh.data
             own = range(len(requests) * data.rank // data.size, len(requests) * (data.rank + 1) // data.size)

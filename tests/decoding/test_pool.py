@@ -8,6 +8,7 @@ from itertools import accumulate
 
 import pytest
 
+from megatron.config import resolve
 from megatron.decoding.pool import Pool, digests_of
 from megatron.decoding.schedule import Live, Request, RequestError, Schedule, is_over, pages_of
 from megatron.kinds.common.attention.paged_keys import PAGE
@@ -100,9 +101,36 @@ def test_random_arrivals(recurrent: bool) -> None:
 def test_requests_that_can_never_be_answered() -> None:
     schedule = Schedule(Pool(2), ROWS, 10, lambda *_: None, lambda *_: None, lambda: True)
     schedule.add(Request((1,) * PAGE, PAGE + 1))
-    for wrong in (Request((), 3), Request((1,) * PAGE, PAGE + 2), Request((1, 2), 0, scored=2)):
+    with pytest.raises(RequestError, match="65 tokens, and all pages together 64"):
+        schedule.add(Request((1,) * PAGE, PAGE + 2))
+    shape = {
+        "layers": "attention/mlp",
+        "hidden_size": 32,
+        "vocab_size": 10,
+        "attention": {"heads": 4, "position": "none"},
+    }
+    learned = {**shape, "embedding": {"position": "learned", "max_positions": 8}}
+    model = resolve({"model": learned, "training": {"steps": 1, "sequence_length": 8}}).model
+    Request((0, 9), 7, scored=1).check(model)
+    for wrong in (
+        Request((), 3),
+        Request((1, 2), 0, scored=2),
+        Request((1,), -1),
+        Request((3, -1), 1),
+        Request((10,), 1),
+        Request((0, 9), 8),
+    ):
         with pytest.raises(RequestError):
-            schedule.add(wrong)
+            wrong.check(model)
+    with pytest.raises(RequestError, match="scored ids must be below the vocabulary's 9, not 9"):
+        Request((0, 9), 0, scored=1).check(model, vocabulary=9)
+
+
+def test_digests_grow_with_a_text() -> None:
+    live = Live(0, Request((5,) * 40, 60))
+    assert live.digests(31) == [] and live.digests(40) == digests_of(live.text)
+    live.drawn.tokens += range(60)
+    assert live.digests(live.length - 1) == digests_of(live.text[:-1]) and len(live.digests(64)) == 2
 
 
 def test_a_page_is_known_by_its_whole_text() -> None:
