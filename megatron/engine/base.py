@@ -120,11 +120,10 @@ class BaseEngine:
         self.deepspeed = self._initialize(module, mpu)
         self._replace_parts_of_deepspeed(stage)
         average = self.config.training.weight_average is not None
-        self._state = EngineState(
-            self.deepspeed, self.optimizer, parameters, self.mesh, stage, buffers_of(module), average, frozen
-        )
+        rest = buffers_of(module), average, frozen, self._settle
+        self.state = EngineState(self.deepspeed, self.optimizer, parameters, self.mesh, stage, *rest)
         self.call_parts("attach", self)
-        self.undo = Undo(self._state, self.parts)
+        self.undo = Undo(self.state, self.parts)
         if isinstance(self.optimizer, MatrixOptimizer):  # last: it finds each matrix in the state
             held = self.state.held(lambda group: group["matrix"])
             self.optimizer.attach(held, stage_axis(self.mesh), self.device)
@@ -165,7 +164,7 @@ class BaseEngine:
         self.call_parts("start_at", step)
 
     def _begin(self, step: int, micro_batches: int, lr: float) -> None:
-        self._state.for_training()
+        self.state.for_training()
         set_learning_rate(self.optimizer, lr)
         self.losses = LossAccumulator.zero(self.device)
         if self.scattered is not None:
@@ -197,11 +196,6 @@ class BaseEngine:
     def module(self) -> nn.Module:
         self._settle()
         return self.deepspeed.module
-
-    @property
-    def state(self) -> EngineState:
-        self._settle()
-        return self._state
 
     def _settle(self) -> None:
         """Wait for weights that are being gathered, before any code but the next step reads them."""

@@ -56,6 +56,8 @@ class EngineState:
         buffers: tensors that are saved, but not optimized (`ParameterFactory.buffer`).
         average: whether an average of the weights is kept too.
         frozen: this rank's parameters that are not trained, and that no checkpoint of the run has.
+        settle: waits for weights that are being gathered. Here it is called before weights are read, and before masters
+            are written: on CPUs in fp32 they are a part of the weights, which a gather would overwrite.
     """
 
     def __init__(
@@ -68,11 +70,12 @@ class EngineState:
         buffers: Sequence[Tensor] = (),
         average: bool = False,
         frozen: Sequence[nn.Parameter] = (),
+        settle: Callable[[], None] = lambda: None,
     ):
         self._averages: dict[Tensor, Tensor] = {}  # by flat tensor, of its shape
         self._evaluates: Any = getattr(optimizer, "evaluation_weights", None)
         self._trained: dict[Tensor, Tensor] = {}  # by flat tensor: weights to restore after an evaluation
-        self._averaging = average
+        self._averaging, self._settle = average, settle
         self.engine, self.optimizer, self.mesh, self.stage = engine, optimizer, mesh, stage
         self.parameters, self.buffers = list(dict.fromkeys(parameters)), buffers
         self._frozen = list(dict.fromkeys(frozen))
@@ -102,6 +105,7 @@ class EngineState:
     def addresses(self) -> list[int]:
         """Addresses of the tensors behind `targets`, and of the weights of the forward pass. The targets are the
         same while these are."""
+        self._settle()
         self.for_training()
         flats = [flat for _, flat in self._flats()]
         states = [value for flat in flats for value in self.optimizer.state.get(flat, {}).values()]
@@ -145,6 +149,7 @@ class EngineState:
 
     def for_evaluation(self) -> None:
         """Replace the weights by the optimizer's evaluation weights, if it has such."""
+        self._settle()
         if self._evaluates is None or self._trained:
             return
         self._create_states()
@@ -182,6 +187,7 @@ class EngineState:
             self._swap()
 
     def _swap(self) -> None:
+        self._settle()
         for _, flat in self._flats():
             average = self._average_of(flat)
             weights = flat.detach().clone()
@@ -261,6 +267,7 @@ class EngineState:
         Args:
             factors: by name of a parameter, one for each row of this rank's shard.
         """
+        self._settle()
         for owned in self.owned():
             if owned.tensor.name in factors:
                 shape, view = owned.tensor.local_shape(*owned.cut), owned.view(owned.flat)
@@ -278,6 +285,7 @@ class EngineState:
         here, and the trained ones are saved next to them. The evaluated weights follow from the rest, so they are no
         target of a read.
         """
+        self._settle()
         self.for_training()
         self._create_states()
         groups = {flat: group for group, flat in self._flats()}

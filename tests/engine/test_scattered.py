@@ -6,7 +6,6 @@ All layouts of `make layouts` at ZeRO 1 and 2 are compared with one process; her
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,6 +18,7 @@ from megatron.config.arithmetic.wire import scatters_gradients
 from megatron.config.variants import overlay
 from megatron.engine import base
 from megatron.engine.deepspeed import scattered as module
+from megatron.engine.replicas import PieceHashes
 from megatron.model.block import Block
 from megatron.parallel.layers.parameters import logical_of
 from megatron.parallel.layout.layout import Layout
@@ -119,22 +119,27 @@ def test_buckets_are_sent_before_the_backward_pass_ends():
 
 
 class Lazy:
-    """A gather that takes place when it is waited for."""
+    """A gather that sends what was there when it was begun, and writes weights when it is waited for."""
 
-    def __init__(self, seen: list[str], gather: Callable[[], Any]) -> None:
-        self.seen, self.gather = seen, gather
+    def __init__(self, seen: list[str], weights: torch.Tensor, found: torch.Tensor) -> None:
+        self.seen, self.weights, self.found = seen, weights, found
 
     def wait(self) -> None:
         self.seen.append("gathered")
         with torch.no_grad():
-            self.gather()
+            self.weights.copy_(self.found)
 
 
 def lazily(seen: list[str], work: Callable[..., Any], *arguments: Any) -> Any:
     gather = dist.all_gather_into_tensor
 
     def later(*given: Any, async_op: bool = False, **options: Any) -> Any:
-        return Lazy(seen, partial(gather, *given, **options)) if async_op else gather(*given, **options)
+        if not async_op:
+            return gather(*given, **options)
+        weights, own = given
+        found = torch.empty_like(weights)
+        gather(found, own, **options)
+        return Lazy(seen, weights, found)
 
     with mock.patch.object(dist, "all_gather_into_tensor", later):
         return work(*arguments)
@@ -153,6 +158,42 @@ def test_no_weight_is_read_before_it_is_gathered(name: str):
     for mine, (other, gathers) in zip(ours, late):
         assert mine[:3] == other[:3] and gathers > 3
         assert all((one[-1] == two[-1]).all() for one, two in zip(mine[3], other[3], strict=True))
+
+
+QK_CLIP = {"model": {"attention": {"qk_clip": 0.5}}, "training": {"steps": 2}}
+
+
+def test_rows_that_shrink_after_an_update_are_not_gathered_from_before():
+    """Masters in fp32 are parts of the weights: a gather that ends after a change of them would undo it."""
+    values, ranks = values_of(PAIRS[0], **SMALL)
+    values = overlay(values, QK_CLIP)
+    assert Layout.of(resolve(values, ranks=ranks), ranks).zero_stage == 1
+    ours, late = run(ranks, runs.train, values, ranks), run(ranks, trained_lazily, values, ranks)
+    plain = run(ranks, runs.train, overlay(values, {"model": {"attention": {"qk_clip": None}}}), ranks)
+    assert ours[0][0] != plain[0][0]
+    for mine, (other, gathers) in zip(ours, late):
+        assert mine[:3] == other[:3] and gathers > 3
+
+
+def hashes(values: dict[str, Any], ranks: int) -> tuple[list[list[int]], bool]:
+    """Hashes of all pieces after a step, and whether gathers were under way when they were taken."""
+    config, engine = runs.start(values, ranks)
+    pieces = PieceHashes(engine.state)
+    pieces.find()
+    lazily([], runs.steps, config, engine, 0, 1)
+    flying = bool(engine.scattered.gathers._flying)
+    return pieces.take(torch.device("cpu"))[0].tolist(), flying
+
+
+@pytest.mark.parametrize("name", PAIRS[:2])
+def test_hashes_wait_for_the_weights(name: str):
+    """All ranks have the same weights, also if the hashes were prepared before the step."""
+    values, ranks = values_of(name, **SMALL)
+    found = run(ranks, hashes, values, ranks)
+    assert all(flying for _, flying in found)
+    held = [dict(map(tuple, pieces)) for pieces, _ in found]
+    both = held[0].keys() & held[1].keys()
+    assert len(both) > 20 and all(held[0][code] == held[1][code] for code in both)
 
 
 def gathers(values: dict[str, Any], ranks: int) -> list[str]:
