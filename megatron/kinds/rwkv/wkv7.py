@@ -33,6 +33,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron.kinds.common.recurrence.pieces import document_bounds
 
+WIDEST_HEAD = 256  # channels that the kernels of flash-linear-attention take
+
 
 class ForwardChunks(NamedTuple):
     """Tensors of the forward pass for all chunks.
@@ -298,9 +300,10 @@ def wkv7_of_fla(
     No state is returned. The kernels choose their own chunks.
 
     Args:
-        dtype: of the inputs of matrix products. torch computes fp32, which the kernels would round.
+        dtype: of the inputs of matrix products. torch computes fp32, which the kernels would round, and very wide
+            heads.
     """
-    if dtype == torch.float32:
+    if dtype == torch.float32 or inputs[0].shape[-1] > WIDEST_HEAD:
         return wkv7(*inputs, chunk=chunk, starts_BS=starts_BS)
     from fla.ops.rwkv7 import chunk_rwkv7
 

@@ -11,11 +11,16 @@ torch has no kernels of FlashAttention 3 (Shah et al. 2024, arXiv:2407.08608), b
 
 from __future__ import annotations
 
+import re
+from importlib import metadata
+
 import torch
 
 from megatron.config import Config
 from megatron.config.arithmetic.machine import FA3, FA3_FIX, installed
 from megatron.config.kind import LayerKind, kinds_of
+
+HOPPER = 9  # compute capability
 
 
 def choose_kernels(wanted: str, kind: LayerKind, device: torch.device | str) -> tuple[str, str]:
@@ -35,12 +40,27 @@ def choose_kernels(wanted: str, kind: LayerKind, device: torch.device | str) -> 
         return "torch", f"no adapter of this kind to {'any package' if wanted == 'auto' else wanted}"
     if torch.device(device).type != "cuda":
         return "torch", f"{' and '.join(able)} {'needs' if len(able) == 1 else 'need'} a GPU"
-    found = [name for name in able if installed(name)]
+    there = [name for name in able if installed(name)]
+    found = [name for name in there if wanted != "auto" or name != "fla" or _fla_computes_gradients(device)]
     if found:
         return found[0], f"model.kernels: {wanted}"
+    if there:
+        return "torch", "auto skips fla: on Hopper it rejects gradients with Triton 3.4 to 3.7.0"
     if wanted == "auto":
         return "torch", f"not installed: {', '.join(able)}"
     raise ModuleNotFoundError(f"model.kernels: {wanted} is not installed on this host: {packages[wanted]}")
+
+
+def _fla_computes_gradients(device: torch.device | str) -> bool:
+    """Whether flash-linear-attention has a backward pass here. That of its kernels with one decay per head is wrong
+    with some versions of Triton, which it then rejects in the first step."""
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return True
+    try:
+        numbers = tuple(map(int, re.findall(r"\d+", metadata.version("triton"))[:3]))
+    except metadata.PackageNotFoundError:
+        return True
+    return torch.cuda.get_device_capability(device)[0] != HOPPER or not (3, 4) <= numbers < (3, 7, 1)
 
 
 def describe_kernels(config: Config, device: torch.device | str) -> list[str]:
@@ -59,9 +79,6 @@ def describe_kernels(config: Config, device: torch.device | str) -> list[str]:
             )
         chosen.setdefault(choice, []).append(kind)
     return [f"kernels of {', '.join(names)}: {choice} ({reason})" for (choice, reason), names in chosen.items()]
-
-
-HOPPER = 9  # compute capability
 
 
 def use_flash_attention(wanted: str, device: torch.device | str) -> None:

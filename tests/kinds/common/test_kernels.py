@@ -62,6 +62,37 @@ def test_the_choice_and_its_reason(monkeypatch, wanted, kind, device, there, cho
     assert kernels.choose_kernels(wanted, kinds_of()[kind], device) == (choice, reason)
 
 
+SKIPPED = "auto skips fla: on Hopper it rejects gradients with Triton 3.4 to 3.7.0"
+
+
+@pytest.mark.parametrize(
+    "wanted, triton, capability, choice, reason",
+    [
+        ("auto", "3.6.0", (9, 0), "torch", SKIPPED),
+        ("auto", "3.7.0+git1", (9, 0), "torch", SKIPPED),
+        ("auto", "3.7.1", (9, 0), "fla", "model.kernels: auto"),
+        ("auto", "3.6.0", (10, 0), "fla", "model.kernels: auto"),
+        ("fla", "3.6.0", (9, 0), "fla", "model.kernels: fla"),
+    ],
+)
+def test_auto_takes_no_kernels_that_fail_in_the_first_backward_pass(
+    monkeypatch, wanted, triton, capability, choice, reason
+):
+    monkeypatch.setattr(kernels, "installed", lambda package: package == "fla")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(kernels.metadata, "version", lambda package: triton)
+    assert kernels.choose_kernels(wanted, kinds_of()["mamba2"], "cuda") == (choice, reason)
+
+
+def test_heads_that_are_too_wide_for_the_kernels_are_computed_by_torch():
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, 3, 1, wkv7.WIDEST_HEAD + 1) for _ in range(6)]
+    inputs[1] = -torch.sigmoid(inputs[1]) / 2
+    assert torch.equal(wkv7.wkv7_of_fla(*inputs, chunk=2)[0], wkv7.wkv7(*inputs, chunk=2)[0])
+
+
 def test_a_named_package_that_is_not_there_is_an_error(monkeypatch):
     monkeypatch.setattr(kernels, "installed", lambda package: False)
     with pytest.raises(ModuleNotFoundError, match="pip install mamba-ssm"):
