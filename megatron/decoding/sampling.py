@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,8 +20,12 @@ class Sampling:
     Attributes:
         temperature: logits are divided by it. 0 takes the likeliest token.
         top_k: only the k likeliest tokens. 0 is all.
-        top_p: only the smallest set of likeliest tokens whose probabilities reach p (Holtzman et al. 2020).
+        top_p: only the smallest set of likeliest tokens whose probabilities reach p (Holtzman et al. 2020). It has at
+            least one token.
         seed: draws are a function of (seed, purpose, number of the text, position).
+
+    Raises:
+        ValueError: a number is outside of its range.
     """
 
     temperature: float = 1.0
@@ -29,20 +34,31 @@ class Sampling:
     seed: int = 0
     purpose: str = "generate"
 
+    def __post_init__(self) -> None:
+        for name, sound, rule in (
+            ("temperature", 0 <= self.temperature < math.inf, "finite and at least 0"),
+            ("top_k", self.top_k >= 0 and int(self.top_k) == self.top_k, "a whole number of at least 0"),
+            ("top_p", 0 <= self.top_p <= 1, "from 0 to 1"),
+        ):
+            if not sound:
+                raise ValueError(f"{name} must be {rule}, not {getattr(self, name)!r}")
+
 
 GREEDY = Sampling(temperature=0.0)
 
 
 def filtered(logits_BV: Tensor, sampling: Sampling) -> Tensor:
     """Probabilities [B, V] after temperature, top-k and top-p, in float64."""
-    logits = logits_BV.double() / sampling.temperature
+    logits = logits_BV.double()
+    logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature  # finite at the largest one
     if 0 < sampling.top_k < logits.shape[-1]:
-        least = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
+        least = logits.topk(int(sampling.top_k), dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < least, float("-inf"))
     probabilities = logits.softmax(-1)
     if sampling.top_p < 1.0:
         ordered, index = probabilities.sort(dim=-1, descending=True, stable=True)
         outside = ordered.cumsum(-1) - ordered >= sampling.top_p
+        outside[..., 0] = False
         kept = ordered.masked_fill(outside, 0.0)
         probabilities = torch.zeros_like(probabilities).scatter(-1, index, kept)
         probabilities = probabilities / probabilities.sum(-1, keepdim=True)

@@ -146,4 +146,7 @@ class HarnessModel(TemplateLM):
             raise TaskError(
                 f"the task asks for {', '.join(foreign) or 'beams'} in a generation, which is not known here"
             )
-        return Sampling(**{**chosen, "seed": self._seed}) if samples else GREEDY
+        try:
+            return Sampling(**chosen, seed=self._seed) if samples else GREEDY
+        except (TypeError, ValueError) as error:
+            raise TaskError(f"the task asks for a generation by {chosen}: {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections import deque
@@ -90,18 +91,22 @@ def _continue(
                 f"the prompt has {len(ids)} tokens and the model {model.longest} learned "
                 "positions: the text ends there\n"
             )
-        made: Iterable[int] = together.get(number) or complete(
-            model,
-            ids,
-            options.tokens,
-            _sampling(options, number),
-            end=None if options.ignore_end else tokenizer.eod_id,
-            vocabulary=tokenizer.size,
-            device=device,
-            cache=not options.no_cache,
-            depth=options.depth,
-            tolerance=options.tolerance,
-            axis=axis,
+        made: Iterable[int] = (
+            together[number]
+            if number in together
+            else complete(
+                model,
+                ids,
+                options.tokens,
+                _sampling(options, number),
+                end=None if options.ignore_end else tokenizer.eod_id,
+                vocabulary=tokenizer.size,
+                device=device,
+                cache=not options.no_cache,
+                depth=options.depth,
+                tolerance=options.tolerance,
+                axis=axis,
+            )
         )
         text = pieces(made, tokenizer, options.stop)
         if axis.rank:
@@ -224,7 +229,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     for name, sound, rule in (
         ("tokens", options.tokens >= 1, "at least 1"),
-        ("temperature", options.temperature >= 0, "at least 0"),
+        ("temperature", 0 <= options.temperature < math.inf, "at least 0, and finite"),
         ("top-k", options.top_k >= 0, "at least 0 (0 is all)"),
         ("top-p", 0 < options.top_p <= 1, "above 0 and at most 1"),
         ("depth", options.depth is None or options.depth >= 1, "at least 1"),

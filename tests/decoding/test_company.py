@@ -138,6 +138,14 @@ def test_company_that_diverges() -> None:
     assert [drawn[1], *drawn[3:]] == alone
 
 
+def test_memory_follows_the_texts() -> None:
+    """Not the lengths that they may reach."""
+    model = model_of("caps", torch.float32)
+    _, _, decoder = answers(model, [Request((1, 2, 3), 100_000, finished=lambda ids: len(ids) == 2)])
+    assert decoder.schedule.pool.pages == 3126
+    assert all(each.keys is not None and len(each.keys) == 2 for each in decoder.states.keys)
+
+
 def test_lengths_and_ends() -> None:
     model = model_of("caps", torch.float32)
     free = answers(model, [Request((1, 2, 3), 12)])[0][0]

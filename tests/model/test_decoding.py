@@ -109,6 +109,16 @@ def test_who_may_be_chosen():
     assert filtered(logits, Sampling(temperature=0.5))[0].tolist() == pytest.approx([
         each / sum(squares) for each in squares
     ])
+    for sure in (Sampling(top_p=0.0), Sampling(temperature=1e-320), Sampling(temperature=1e-9, top_p=0.5)):
+        assert filtered(logits, sure)[0].tolist() == [1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": -1}, {"top_k": 0.5}, {"top_p": 1.5}]
+)
+def test_settings_outside_of_their_ranges(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
+        Sampling(**wrong)
 
 
 def test_draws_follow_the_probabilities(monkeypatch):

@@ -98,6 +98,11 @@ class Pass:
         return self._numbers([each.table[each.position // PAGE] for each in self.tokens])
 
     @cached_property
+    def last(self) -> int:
+        """The largest number of a page that tokens are written to."""
+        return max((each.table[each.position // PAGE] for each in self.tokens), default=0)
+
+    @cached_property
     def offsets(self) -> Tensor:
         return self._numbers([each.position % PAGE for each in self.tokens])
 
@@ -154,6 +159,8 @@ class Current:
 class PagedKeys:
     """State of a layer that attends: its keys and values of all texts, [pages, m, PAGE, D or E].
 
+    Memory grows by doubling, up to the last page that texts have had.
+
     Attributes:
         pages: of the pool.
     """
@@ -193,15 +200,22 @@ class PagedKeys:
 
     def write(self, now: Pass, k_TmD: Tensor, v_TmE: Tensor) -> tuple[Tensor, Tensor]:
         """Put keys and values of the pass into their pages, and return all pages, [pages, m, PAGE, D or E]."""
-        if self.keys is None or self.values is None:
-            self.keys, self.values = (
-                each.new_zeros(self.pages, each.shape[1], PAGE, each.shape[2]) for each in (k_TmD, v_TmE)
-            )
+        self.keys, self.values = self._grown(self.keys, now.last, k_TmD), self._grown(self.values, now.last, v_TmE)
         for pool, new in ((self.keys, k_TmD), (self.values, v_TmE)):
             if len(now.fresh):
                 pool[now.fresh] = 0  # a text that has diverged may have left NaNs, which no mask removes
             pool[now.pages, :, now.offsets] = new
         return self.keys, self.values
+
+    def _grown(self, pool: Tensor | None, last: int, like_TmD: Tensor) -> Tensor:
+        """The pages with the one of number `last`."""
+        held = 0 if pool is None else len(pool)
+        if pool is not None and last < held:
+            return pool
+        new = like_TmD.new_zeros(min(self.pages, max(last + 1, 2 * held)), like_TmD.shape[1], PAGE, like_TmD.shape[2])
+        if pool is not None:
+            new[:held] = pool
+        return new
 
     @staticmethod
     def pages_of(pool: Tensor, pages: Tensor) -> Tensor:
@@ -210,7 +224,10 @@ class PagedKeys:
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first tokens of a page to a page of no text."""
+        if self.keys is None or self.values is None:
+            return
+        self.keys = self._grown(self.keys, target, self.keys[0].transpose(0, 1))
+        self.values = self._grown(self.values, target, self.values[0].transpose(0, 1))
         for pool in (self.keys, self.values):
-            if pool is not None:
-                pool[target] = 0
-                pool[target, :, :tokens] = pool[source, :, :tokens]
+            pool[target] = 0
+            pool[target, :, :tokens] = pool[source, :, :tokens]
