@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.config import Config
@@ -20,6 +21,7 @@ from megatron.config.variants import used_kinds
 from megatron.kinds.common.attention.paged_keys import PADDED, Pass
 from megatron.model.embedding_and_head import Head, Reader
 from megatron.model.stack import Model
+from megatron.parallel.layout.mesh import Axis
 
 from .pool import Pool
 from .sampling import choose_tokens
@@ -80,6 +82,15 @@ def obstacle(config: Config, whole: bool = False) -> str | None:
     if parallel.context > 1 or parallel.sequence:
         return "ranks share the tokens of a text"
     return None
+
+
+def largest_of(axis: Axis, device: torch.device | str, number: int) -> int:
+    """The largest number of all ranks of an axis."""
+    if axis.size == 1:
+        return number
+    value = torch.tensor([number], device=device)
+    dist.all_reduce(value, dist.ReduceOp.MAX, group=axis.group)
+    return int(value)
 
 
 class Decoder:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from megatron.model.stack import Model
 from megatron.parallel.layout.mesh import ALONE, Axis
 
-from .decoder import Decoder, WholeModel, obstacle
+from .decoder import Decoder, WholeModel, largest_of, obstacle
 from .sampling import Sampling, choose_tokens
 from .schedule import Request
 
@@ -127,16 +128,28 @@ def _decoded(
 
 
 def continuations(
-    model: Model, requests: Sequence[Request], *, vocabulary: int | None = None, device: torch.device | str = "cpu"
+    model: Model,
+    requests: Sequence[Request],
+    *,
+    vocabulary: int | None = None,
+    device: torch.device | str = "cpu",
+    axis: Axis = ALONE,
 ) -> list[list[int]]:
-    """The tokens that follow each prompt, together where the decoder reads the model, without a last `Request.end`."""
+    """The tokens that follow each prompt, together where the decoder reads the model, without a last `Request.end`.
+
+    Args:
+        axis: ranks that call this with the same requests, and exchange tokens with each other's experts. Texts of one
+            may end earlier by rounding.
+    """
     left = [min(each.tokens, tokens_left(model, len(each.prompt))) for each in requests]
     requests = [replace(each, tokens=int(max(room, 0))) for each, room in zip(requests, left)]
     found: list[list[int]]
     if covers(model) and min(left, default=1) > 0:
         was_training = model.training
         try:
-            found = [each.tokens for each in Decoder(WholeModel(model), device, vocabulary=vocabulary).run(requests)]
+            agree = partial(largest_of, axis, device)
+            decoder = Decoder(WholeModel(model), device, vocabulary=vocabulary, agree=agree)
+            found = [each.tokens for each in decoder.run(requests)]
         finally:
             model.train(was_training)
     else:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from megatron.config.arithmetic.pipelines import ranks_of_stages
 from megatron.config.sequences import longest_text
 from megatron.data.batch import StepBatch
 from megatron.data.tokenizer import Tokenizer
-from megatron.decoding.decoder import Decoder, next_tokens, obstacle
+from megatron.decoding.decoder import Decoder, largest_of, next_tokens, obstacle
 from megatron.decoding.sampling import Sampling, ending
 from megatron.decoding.schedule import Drawn, Request, is_over
 from megatron.engine.protocol import Engine, ReadsOn
@@ -122,7 +123,7 @@ class Scorer:
                 self.device,
                 rows=self.texts,
                 vocabulary=vocabulary,
-                agree=self._largest,
+                agree=partial(largest_of, data, self.device),
                 alive=lambda: self.alive(),
             )
             for index, drawn in zip(own, decoder.run([requests[index] for index in own])):
@@ -131,14 +132,6 @@ class Scorer:
             self._exchange(made, max((each.tokens for each in requests), default=0))
             return made
         return self._answer_whole(requests, vocabulary)
-
-    def _largest(self, number: int) -> int:
-        """The largest number of all data parallel ranks."""
-        if self.mesh.data.size == 1:
-            return number
-        value = torch.tensor([number], device=self.device)
-        dist.all_reduce(value, dist.ReduceOp.MAX, group=self.mesh.data.group)
-        return int(value)
 
     def _exchange(self, made: list[Drawn], tokens: int) -> None:
         """Send each rank's texts to all ranks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from megatron.config import Config
 from megatron.config.sections.output import SampleOptions
@@ -27,6 +28,9 @@ def sampler(
             "checkpoint"
         )
         return None
+    if config.parallel.context > 1 or config.parallel.sequence:
+        log("no samples during training: ranks share the tokens of a text. Use generate.py on a checkpoint")
+        return None
     if config.tokenizer.type == "none":
         log("no samples during training: tokenizer.type is none")
         return None
@@ -35,11 +39,14 @@ def sampler(
     def make(prompts: list[str], options: SampleOptions, step: int) -> list[str]:
         engine.state.for_evaluation()
         sampling = Sampling(options.temperature, options.top_k, options.top_p, seed=config.training.seed + step)
+        ids = [tuple(tokenizer.encode(prompt)) for prompt in prompts]
         requests = [
-            Request(tuple(tokenizer.encode(prompt)), options.tokens, sampling=sampling, end=tokenizer.eod_id)
-            for prompt in prompts
+            Request(own, options.tokens, number, sampling, end=tokenizer.eod_id)
+            for number, own in enumerate(ids)
+            if own
         ]
-        made = continuations(engine.model, requests, vocabulary=tokenizer.size, device=engine.device)
-        return [tokenizer.decode(each) for each in made]
+        where: dict[str, Any] = {"device": engine.device, "axis": engine.mesh.data}
+        made = iter(continuations(engine.model, requests, vocabulary=tokenizer.size, **where))
+        return [tokenizer.decode(next(made)) if own else "" for own in ids]
 
     return make
