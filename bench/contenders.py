@@ -429,7 +429,7 @@ CONTENDERS: dict[str, Callable[[Setup], Contender]] = {
     "ours-fp8": with_option("precision.products", "fp8"),
     "ours-fa3": with_option("model.fused_attention.flash", "fa3"),
     "ours-varlen": with_option("model.fused_attention.documents", "varlen"),
-    "ours-fla": with_option("model.kernels", "fla"),
+    "ours-torch": with_option("model.kernels", "torch"),  # `ours` takes kernels of packages that are installed
     "ours-graphs": with_option("training.cuda_graphs", True),
     "ours-compiled": with_compiled_blocks,
     "ours-compiled-again": with_compiled_blocks,  # it finds what the one before it has left in the compiler's cache

@@ -76,7 +76,8 @@ if [[ ${ONLY:-speed} == speed ]]; then
         row "$shape" 300 "$shape" --contenders ours compiled
         [[ -z ${several[$shape]:-} ]] || # as a run has them: one update for several micro-batches
             row "$shape-accumulated" 200 "$shape" "training.accumulation=${several[$shape]}" --contenders ours ours-compiled
-        [[ -z ${kept[$shape]:-} ]] || row "$shape-${kept[$shape]}" 200 "$shape" --contenders ours "ours-${kept[$shape]}"
+        [[ -z ${kept[$shape]:-} ]] || # by name: `auto` would take them for both
+            row "$shape-${kept[$shape]}" 200 "$shape" "model.kernels=${kept[$shape]}" --contenders ours ours-torch
         [[ $shape == "$chosen" ]] || continue
         for choice in $choices; do
             if [[ $choice == fa3 ]] && ! python3 -c 'import flash_attn_interface' 2>/dev/null; then

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 
-from bench.gpu_prediction import RATES, SHAPES, configured, seconds
+from bench.gpu_prediction import RATES, SHAPES, configured, measure, seconds
 from megatron.plan.devices import cluster
 from tests.paths import ROOT
 
@@ -20,5 +22,7 @@ def test_pythia():
     assert products < spent["products"] < 1.06 * products  # the last wave of tiles does not fill all units
     scores = 3.5 * 4 * 2048 * HIDDEN / 2 * LAYERS * TOKENS / (RATES["attention"][0] * at.device.peak("bf16"))
     assert spent["attention and scans"] == pytest.approx(scores, rel=1e-3)
-    rate = f"{TOKENS / sum(spent.values()):,.0f}"
-    assert f"| pythia-1.4b | 4 x 4 | {rate} |" in (ROOT / "docs" / "gpu_prediction.md").read_text()
+
+
+def test_the_page_has_the_tables_of_the_program():
+    assert measure(Namespace(page=None)).text in (ROOT / "docs" / "gpu_prediction.md").read_text()

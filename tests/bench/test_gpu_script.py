@@ -97,7 +97,11 @@ def test_several_micro_batches_and_packages_of_kernels(tmp_path: Path, page: Pat
     asked = [line.split() for line in (tmp_path / "found" / "asked").read_text().splitlines()]
     shapes = [words[words.index("--shapes") + 1] for words in asked]
     assert shapes == ["pythia-1.4b", "pythia-1.4b", "mamba2-370m", "mamba2-370m"]
-    assert "training.accumulation=4" in asked[1] and "ours-fla" in asked[3]
+    assert "training.accumulation=4" in asked[1]
+    assert "model.kernels=fla" in asked[3] and asked[3][asked[3].index("--contenders") + 1 :][:2] == [
+        "ours",
+        "ours-torch",
+    ]
 
 
 TESTS = """
