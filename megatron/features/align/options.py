@@ -41,7 +41,9 @@ class ServerSection(Section):
     )
     type: Literal["vllm", "sglang"] = key("vllm", "How the server is asked to read new weights.")
     model: str = key("policy", "Name of the model in requests.")
-    weights: str | None = key(None, "Folder of the weights, which the server sees too. Default: weights in run.dir.")
+    weights: str | None = key(
+        None, "Folder of the weights, which the server sees too, for this run only. Default: weights in run.dir."
+    )
     timeout: float = key(600.0, "For one answer.", unit="seconds", gt=0)
     limit: float = key(
         0.5,

@@ -12,8 +12,10 @@ import json
 import shutil
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,10 @@ from megatron.training.world import World
 from .options import ServerSection
 from .sampler import Drawn, Rule
 
-LONGEST = 256 << 20  # bytes of an answer
+LONGEST = 64 << 20  # bytes of an answer
+MOST = 256  # requests at a time
+MARK = ".of_run"  # in the folder of weights: the run's directory
+CHECKPOINT, WEIGHTS = "checkpoint", "step-"
 # How servers are asked to read weights: path, and body of a folder.
 RELOAD: dict[str, list[tuple[str, Callable[[str], dict[str, Any]]]]] = {
     "sglang": [("/update_weights_from_disk", lambda folder: {"model_path": folder})],
@@ -49,22 +54,23 @@ class Server:
     """Draws as a `Sampler` does. All ranks call its methods together.
 
     Args:
+        run: the run's directory.
         contents: (completed steps) -> the state that a checkpoint has.
-        together: completions of one request.
+        together: requests at a time.
         ends: text and id that end a completion, if any.
     """
 
     def __init__(
         self,
         section: ServerSection,
-        folder: Path,
+        run: Path,
         world: World,
         contents: Contents | None,
         together: int,
         ends: tuple[str | None, int | None],
     ) -> None:
         self.section, self.world, self.contents, self.together, self.ends = section, world, contents, together, ends
-        self.folder = Path(section.weights) if section.weights else folder / "weights"
+        self.run, self.folder = run, Path(section.weights) if section.weights else run / "weights"
         self.loaded: int | None = None
         # No proxy of the environment, and no other address: a redirect is an error.
         self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
@@ -77,33 +83,51 @@ class Server:
         rule: Rule,
         alive: Callable[[], None] = lambda: None,
     ) -> list[Drawn]:
-        """The continuation of each prompt by the weights after `step` steps. The first number of a request is its seed.
+        """The continuation of each prompt by the weights after `step` steps. `numbers` key the seeds.
 
         Raises:
             UserError: on all ranks, if the server cannot be reached, or answers with something else.
         """
         if self.loaded != step:
             self.hand_over(step)
-        found, wrong = list[dict[str, Any]](), None
+        found = list[dict[str, Any]]()
+
+        def ask() -> None:
+            found.extend(asdict(each) for each in self.answers(prompts, numbers, rule, alive))
+
+        self.by_rank_0(ask)
+        return [Drawn(**each) for each in self.world.communicator.broadcast(found)]
+
+    def answers(
+        self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], rule: Rule, alive: Callable[[], None]
+    ) -> Iterator[Drawn]:
+        """One request per text: servers apply a request's seed to each of its prompts, so texts of one prompt would be
+        equal."""
+        bodies = [self.request(prompt, number, rule) for prompt, number in zip(prompts, numbers)]
+        pool = ThreadPoolExecutor(min(self.together, MOST), thread_name_prefix="server")
+        try:
+            for prompt, answer in zip(prompts, pool.map(partial(self.ask, "/v1/completions"), bodies)):
+                yield read_answer(answer, prompt, rule)
+                alive()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def by_rank_0(self, work: Callable[[], None]) -> None:
+        """Have rank 0 do something. If it fails, all ranks raise UserError."""
+        wrong = None
         if self.world.is_main:
             try:
-                for begin in range(0, len(prompts), self.together):
-                    part = prompts[begin : begin + self.together]
-                    answer = self.ask("/v1/completions", self.request(part, numbers[begin], rule))
-                    found += [asdict(each) for each in read_answer(answer, part, rule)]
-                    alive()
-            except (UserError, ValueError) as error:
+                work()
+            except (CheckpointError, OSError, UserError, ValueError) as error:
                 wrong = str(error)
-        found, wrong = self.world.communicator.broadcast((found, wrong))
-        if wrong is not None:
+        if wrong := self.world.communicator.broadcast(wrong):
             raise UserError(f"align.server: {self.section.url}: {wrong}")
-        return [Drawn(**each) for each in found]
 
-    def request(self, prompts: Sequence[Sequence[int]], number: int, rule: Rule) -> dict[str, Any]:
+    def request(self, prompt: Sequence[int], number: int, rule: Rule) -> dict[str, Any]:
         stop, end = self.ends
         return {
             "model": self.section.model,
-            "prompt": [list(each) for each in prompts],
+            "prompt": [list(prompt)],
             "max_tokens": rule.tokens,
             "temperature": rule.sampling.temperature,
             "top_p": 1.0,
@@ -120,23 +144,38 @@ class Server:
         if self.contents is None:
             raise UserError("align.server: this run has no checkpoints, which weights are written as")
         fragments, meta = self.contents(step)
-        target, wrong = self.folder / f"step-{step}", None
-        if self.world.is_main:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir(parents=True)
+        self.by_rank_0(self.clear)
         whole = [each for each in fragments if each.state in (WEIGHT, MASTER)]
-        path = save(self.folder / "checkpoint", step, whole, meta, self.world.communicator)
-        if self.world.is_main:
-            try:
-                export(open_checkpoint(path), target)
-                shutil.rmtree(path.parent)
-                for place, body in RELOAD[self.section.type]:
-                    self.ask(place, body(str(target.absolute())), empty=True)
-            except (CheckpointError, OSError, UserError, ValueError) as error:
-                wrong = str(error)
-        if wrong := self.world.communicator.broadcast(wrong):
-            raise UserError(f"align.server: {self.section.url}: {wrong}")
+        path = save(self.folder / CHECKPOINT, step, whole, meta, self.world.communicator)
+
+        def load() -> None:
+            target = self.folder / f"{WEIGHTS}{step}"
+            export(open_checkpoint(path), target)
+            shutil.rmtree(path.parent)
+            for place, body in RELOAD[self.section.type]:
+                self.ask(place, body(str(target.absolute())), empty=True)
+
+        self.by_rank_0(load)
         self.loaded = step
+
+    def clear(self) -> None:
+        """Remove the weights of earlier steps. The folder may be any of the user's, so it is marked as this run's.
+
+        Raises:
+            UserError: it has files, and is not marked.
+        """
+        mark, own = self.folder / MARK, str(self.run.absolute())
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not mark.is_file() and any(self.folder.iterdir()):
+            raise UserError(f"align.server.weights: {self.folder} must be empty. Give a folder of its own")
+        if mark.is_file() and (other := mark.read_text("utf-8", "replace")) != own:
+            raise UserError(
+                f"align.server.weights: {self.folder} has weights of the run {other[:500]!r}. Give another folder, or "
+                "delete it"
+            )
+        mark.write_text(own, "utf-8")
+        for each in (self.folder / CHECKPOINT, *self.folder.glob(f"{WEIGHTS}*")):
+            shutil.rmtree(each, ignore_errors=True)
 
     def ask(self, place: str, body: dict[str, Any], empty: bool = False) -> Any:
         """The JSON that the server answers.
@@ -165,41 +204,36 @@ class Server:
         return found
 
 
-def read_answer(answer: Any, prompts: Sequence[Sequence[int]], rule: Rule) -> list[Drawn]:
-    """The continuations in an answer to `/v1/completions`, each cut where `rule` says that it has ended.
+def read_answer(answer: Any, prompt: Sequence[int], rule: Rule) -> Drawn:
+    """The continuation in an answer to `/v1/completions`, cut where `rule` says that it has ended.
 
     Raises:
-        UserError: it is not an answer to these prompts.
+        UserError: it is no answer to this prompt.
     """
     choices = answer.get("choices") if isinstance(answer, dict) else None
-    if not isinstance(choices, list) or len(choices) != len(prompts):
-        raise UserError(f"an answer must have {len(prompts)} choices: {str(answer)[:300]}")
-    found: dict[int, Drawn] = {}
-    for choice in choices:
-        try:
-            index, ids, logs = choice["index"], choice["token_ids"], choice["logprobs"]["token_logprobs"]
-        except (KeyError, TypeError) as error:
-            rule_text = "a choice must have index, token_ids and logprobs.token_logprobs"
-            raise UserError(f"{rule_text}: use a server that reads return_token_ids, such as vLLM") from error
-        if type(index) is not int or not 0 <= index < len(prompts) or index in found:
-            raise UserError(f"each choice must have an index of its own below {len(prompts)}, not {str(index)[:50]}")
-        if choice.get("prompt_token_ids") not in (None, list(prompts[index])):
-            raise UserError(f"choice {index} must repeat the ids of its prompt")
-        found[index] = _read(f"choice {index}", ids, logs, rule)
-    return [found[index] for index in range(len(prompts))]
+    if not isinstance(choices, list) or len(choices) != 1:
+        raise UserError(f"an answer must have one choice: {str(answer)[:300]}")
+    try:
+        ids, logs = choices[0]["token_ids"], choices[0]["logprobs"]["token_logprobs"]
+    except (KeyError, TypeError) as error:
+        rule_text = "a choice must have token_ids and logprobs.token_logprobs"
+        raise UserError(f"{rule_text}: use a server that reads return_token_ids, such as vLLM") from error
+    if choices[0].get("prompt_token_ids") not in (None, list(prompt)):
+        raise UserError("a choice must repeat the ids of its prompt")
+    return _read(ids, logs, rule)
 
 
-def _read(what: str, ids: Any, logs: Any, rule: Rule) -> Drawn:
+def _read(ids: Any, logs: Any, rule: Rule) -> Drawn:
     most = rule.vocabulary
     if not isinstance(ids, list) or not isinstance(logs, list) or not 0 < len(ids) == len(logs) <= rule.tokens:
-        raise UserError(f"{what} must have 1 to {rule.tokens} ids, and a log-probability for each")
+        raise UserError(f"a choice must have 1 to {rule.tokens} ids, and a log-probability for each")
     if wrong := [each for each in ids if type(each) is not int or each < 0 or (most is not None and each >= most)]:
-        raise UserError(f"{what} must have ids below the tokenizer's {most}, not {str(wrong[0])[:50]}")
+        raise UserError(f"a choice must have ids below the tokenizer's {most}, not {str(wrong[0])[:50]}")
     for each in logs:
         if type(each) not in (int, float) or not -1e9 <= each <= 1e-3:
-            raise UserError(f"{what} must have finite log-probabilities of at most 0, not {str(each)[:50]}")
+            raise UserError(f"a choice must have finite log-probabilities of at most 0, not {str(each)[:50]}")
     ends = next((count for count in range(1, len(ids) + 1) if rule.finished(ids[:count])), None)
     if ends is None and len(ids) < rule.tokens:
-        raise UserError(f"{what} ends after {len(ids)} tokens with {ids[-1]}, which is no end of the run's tokenizer")
+        raise UserError(f"a choice ends after {len(ids)} tokens with {ids[-1]}, which is no end of the run's tokenizer")
     count = len(ids) if ends is None else ends
     return Drawn(ids[:count], [min(0.0, float(each)) for each in logs[:count]], ends is not None)

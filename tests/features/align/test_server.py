@@ -35,12 +35,12 @@ class StandIn:
 
             self.model = AutoModelForCausalLM.from_pretrained(body["model_path"], dtype=torch.float32).eval()
             return {"success": True}
-        draw = torch.Generator().manual_seed(body["seed"])
-        return {"choices": [self.choice(n, ids, body, draw) for n, ids in reversed(list(enumerate(body["prompt"])))]}
+        return {"choices": [self.choice(n, ids, body) for n, ids in enumerate(body["prompt"])]}
 
     @torch.no_grad()
-    def choice(self, number: int, prompt: list[int], body: dict[str, Any], draw: torch.Generator) -> dict[str, Any]:
-        ids, logs = list[int](), list[float]()
+    def choice(self, number: int, prompt: list[int], body: dict[str, Any]) -> dict[str, Any]:
+        """As vLLM, which has a generator of the request's seed for each of its prompts."""
+        draw, ids, logs = torch.Generator().manual_seed(body["seed"]), list[int](), list[float]()
         while len(ids) < body["max_tokens"] and not (ids and ids[-1] in body["stop_token_ids"]):
             scores = self.model(torch.tensor([prompt + ids])).logits[0, -1].log_softmax(-1)
             token = scores.argmax() if body["temperature"] == 0 else torch.multinomial(scores.exp(), 1, generator=draw)
@@ -98,9 +98,15 @@ def test_a_server_draws_by_the_weights_of_each_round(tmp_path):
     folders = [body["model_path"] for path, body in stand_in.asked if path == "/update_weights_from_disk"]
     assert [folder.rpartition("-")[2] for folder in folders] == ["0", "1", "2", "3", "4"]
     requests = [body for path, body in stand_in.asked if path == "/v1/completions"]
-    assert {len(each["prompt"]) for each in requests} == {4, 6, 2}  # 4 problems of an evaluation, 8 texts by 6
-    assert {each["temperature"] for each in requests} == {0.0, 1.0}
-    assert len({each["seed"] for each in requests if each["temperature"]}) == 8
+    assert {len(each["prompt"]) for each in requests} == {1} and {each["temperature"] for each in requests} == {
+        0.0,
+        1.0,
+    }
+    assert len({each["seed"] for each in requests if each["temperature"]}) == 32  # texts of 4 rounds
+    groups = [
+        list(map(json.loads, path.read_text().splitlines()[1:5])) for path in (tmp_path / "run/rollouts").iterdir()
+    ]
+    assert all(len({str(text["completion"]) for text in texts}) > 1 for texts in groups)
     rounds = sorted((tmp_path / "run/rollouts").iterdir())
     kept = [each.read_bytes() for each in rounds]
     again = own_values(tmp_path, "http://127.0.0.1:9", evaluate=None)  # nobody listens, and no round is drawn again
@@ -131,7 +137,7 @@ RULE = Rule(tokens=4, finished=lambda ids: ids[-1] == 9, vocabulary=50)
 
 
 def choice(**changes: Any) -> dict[str, Any]:
-    found = {"index": 0, "token_ids": [1, 2, 9], "logprobs": {"token_logprobs": [-1.0, -2.0, 0.0]}} | changes
+    found = {"token_ids": [1, 2, 9], "logprobs": {"token_logprobs": [-1.0, -2.0, 0.0]}} | changes
     return {key: value for key, value in found.items() if value is not None}
 
 
@@ -140,26 +146,43 @@ def logs(*values: Any) -> dict[str, Any]:
 
 
 def test_answers_are_cut_at_their_end():
-    (found,) = read_answer({"choices": [choice(token_ids=[1, 9, 3], prompt_token_ids=[5])]}, [[5]], RULE)
+    found = read_answer({"choices": [choice(token_ids=[1, 9, 3], prompt_token_ids=[5])]}, [5], RULE)
     assert found == Drawn([1, 9], [-1.0, -2.0], True)
-    (found,) = read_answer({"choices": [choice(token_ids=[1, 2, 3, 4], logprobs=logs(-1, -1, -1, -1))]}, [[5]], RULE)
+    found = read_answer({"choices": [choice(token_ids=[1, 2, 3, 4], logprobs=logs(-1, -1, -1, -1))]}, [5], RULE)
     assert found == Drawn([1, 2, 3, 4], [-1.0] * 4, False)
-    both = [choice(index=1), choice(token_ids=[3, 9], logprobs=logs(-1, -2))]
-    assert [each.tokens for each in read_answer({"choices": both}, [[5], [6]], RULE)] == [[3, 9], [1, 2, 9]]
+
+
+def test_a_folder_of_weights_that_is_not_the_runs_is_kept(tmp_path):
+    """The weights of earlier steps are removed, and nothing else."""
+    config: Any = resolve(own_values(tmp_path, "http://127.0.0.1:9"))
+
+    def clear(folder: str, run: str) -> None:
+        section = config.align.server.model_copy(update={"weights": str(tmp_path / folder)})
+        Server(section, tmp_path / run, None, None, 4, (None, None)).clear()  # type: ignore[arg-type]
+
+    clear("new", "a")
+    for name in ("step-3", "checkpoint", "other"):
+        (tmp_path / "new" / name).mkdir()
+    clear("new", "a")
+    assert sorted(each.name for each in (tmp_path / "new").iterdir()) == [".of_run", "other"]
+    with pytest.raises(UserError, match="has weights of the run"):
+        clear("new", "b")
+    (tmp_path / "mine/step-3").mkdir(parents=True)
+    with pytest.raises(UserError, match="mine must be empty"):
+        clear("mine", "a")
+    assert (tmp_path / "mine/step-3").is_dir()
 
 
 @pytest.mark.parametrize(
     "answer, rule",
     [
-        (None, "must have 1 choices"),
-        ([1], "must have 1 choices"),
-        ({"choices": []}, "must have 1 choices"),
-        ({"choices": [choice(), choice()]}, "must have 1 choices"),
-        ({"choices": ["a"]}, "must have index, token_ids"),
-        ({"choices": [choice(token_ids=None)]}, "must have index, token_ids"),
-        ({"choices": [choice(logprobs=[])]}, "must have index, token_ids"),
-        ({"choices": [choice(index=1)]}, "an index of its own below 1"),
-        ({"choices": [choice(index=True)]}, "an index of its own below 1"),
+        (None, "must have one choice"),
+        ([1], "must have one choice"),
+        ({"choices": []}, "must have one choice"),
+        ({"choices": [choice(), choice()]}, "must have one choice"),
+        ({"choices": ["a"]}, "must have token_ids"),
+        ({"choices": [choice(token_ids=None)]}, "must have token_ids"),
+        ({"choices": [choice(logprobs=[])]}, "must have token_ids"),
         ({"choices": [choice(prompt_token_ids=[6])]}, "must repeat the ids of its prompt"),
         ({"choices": [choice(token_ids=[1, 2])]}, "1 to 4 ids, and a log-probability for each"),
         ({"choices": [choice(token_ids=[], logprobs=logs())]}, "1 to 4 ids"),
@@ -176,7 +199,7 @@ def test_answers_are_cut_at_their_end():
 )
 def test_other_answers_are_refused(answer, rule):
     with pytest.raises(UserError, match=rule):
-        read_answer(answer, [[5]], RULE)
+        read_answer(answer, [5], RULE)
 
 
 @pytest.mark.parametrize(
