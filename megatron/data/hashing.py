@@ -6,6 +6,7 @@ Each draw depends on its purpose, not on the number of draws before it.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,8 @@ def hashes_of(options: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(value, Mapping):
             found |= {f"{key}.{name}": each for name, each in hashes_of(value).items()}
         elif isinstance(value, str):
-            path = next((each for each in (Path(value), Path(f"{value}.bin")) if each.is_file()), None)
+            # os.path.isfile is False for a text that is too long for a path
+            path = next((each for each in (value, f"{value}.bin") if os.path.isfile(each)), None)
             if path is not None:
                 found[key] = file_hash(path)
     return found

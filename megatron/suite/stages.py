@@ -167,7 +167,7 @@ class Chain:
         stage.folder.mkdir(parents=True, exist_ok=True)
         facts = self.facts(stage)
         replace_file(stage.folder / BEGUN, json.dumps(facts, indent=1) + "\n")
-        tell(f"{stage.name}: deepy {shlex.join(stage.words)}")
+        tell(f"{stage.name}: {'' if stage.words[0] == 'python' else 'deepy '}{shlex.join(stage.words)}")
         log = self.folder / f"{stage.name}.out"
         if status := self._run(stage, log, lock):
             tell(f"{stage.name}: failed with status {status}, see {log}")

@@ -181,4 +181,7 @@ def _policy(flat: Flat, native: Native) -> None:
             "align.advantage: leave_one_out: GPT-NeoX subtracts the mean of the last 100 groups of one rank, which a "
             "restart forgets"
         )
-    native.note("objective.options.mean: label: over the whole step. GPT-NeoX divides by the labels of a micro-batch")
+    native.note(
+        "objective.options.mean: label: over the whole step. GPT-NeoX divides by the labels of a micro-batch and then "
+        "by its number of texts"
+    )

@@ -19,8 +19,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from megatron.checkpoint.format.communicator import from_rank_0
+from megatron.checkpoint.format.errors import CheckpointError
 from megatron.config.problems import UserError
 from megatron.config.tree import thaw
+from megatron.data.errors import DataError
 from megatron.data.tokenizer import build_tokenizer
 from megatron.decoding.sampling import Sampling
 from megatron.evaluation.shared_contexts import Text
@@ -96,7 +99,10 @@ class AlignHook(Hook):
             ends = (self.own.stop, self.tokenizer.eod_id)
             self.server = Server(self.own.server, FilePath(config.run.dir), world, parts.contents, self.own.texts, ends)
         self.step = 0
-        rewards, self.models = world.communicator.broadcast(self.rewards() if world.is_main else None)
+        found, failure = from_rank_0(world.communicator, self.rewards, CheckpointError, OSError)
+        if failure is not None:
+            raise UserError(f"align.rewards: {failure}")
+        rewards, self.models = found
         self.verifier = Verifier(rewards, self.own.workers, self.own.time_limit)
         self.problems = Problems(config, self.tokenizer)
         self.held_out = Problems(config, self.tokenizer, held_out=True) if self.own.evaluate is not None else None
@@ -138,28 +144,45 @@ class AlignHook(Hook):
             self.evaluate(trainer)
         last = -(-trainer.steps // self.own.updates)
         rounds = range(number, min(number + 1 + self.own.behind, last))
-        digest = [self.have(each, number in (0, each - self.own.behind)) for each in rounds][0]
+        # A round that is missing in the middle of the steps on another one cannot be drawn by the weights before them.
+        first = not self.own.behind or self.step == number * self.own.updates
+        digest = [self.have(each, first and number in (0, each - self.own.behind)) for each in rounds][0]
         rollouts = read_round(path_of(self.config, number))
         self.numbers = numbers_of(rollouts, self.own.group)
+        if self.own.curriculum is not None:
+            self.numbers["difficulty"] = float(read_head(path_of(self.config, number))["level"])
         if all(each.failure is not None for each in rollouts):
             trainer.log(f"round {number}: all rewards have failed, the first with {rollouts[0].failure!r}")
         trainer.record("rollouts", step=trainer.completed, round=number, sha256=digest, **self.numbers)
 
     def have(self, number: int, drawn_now: bool) -> str:
         """Have the file of a round, and return its hash. Only some rounds are drawn by the present weights."""
-        path, head = path_of(self.config, number), self.head(number)
-        if not self.world.communicator.broadcast(self.world.is_main and read_head(path) == head):
+        path = path_of(self.config, number)
+        found, failure = from_rank_0(self.world.communicator, lambda: self.found(number), OSError, DataError)
+        if failure is not None:
+            raise UserError(failure)
+        there, head = found
+        if not there:
             if not drawn_now:
                 raise UserError(
                     f"{path} must be there as this run has drawn it: weights of {self.own.behind} rounds before are "
                     "gone. Begin again with checkpoint.resume=none, or resume from an earlier checkpoint"
                 )
-            drawn = self.draw_round(number, head.get("level"))
+            drawn, hardest = self.draw_round(number, head.get("level"))
             if self.world.is_main:
-                write_round(path, head, drawn)
+                write_round(path, {**head, **({} if "level" not in head else {"hardest": hardest})}, drawn)
         digest: str = self.world.communicator.broadcast(file_hash(path) if self.world.is_main else None)
         await_round(path, digest)
         return digest
+
+    def found(self, number: int) -> tuple[bool, dict[str, Any]]:
+        """Whether the file of a round is there and belongs to this course of the run, and the head that it must have.
+
+        Raises:
+            DataError: the file of the round before does not say how difficult this one is.
+        """
+        head, there = self.head(number), read_head(path_of(self.config, number))
+        return {name: there.get(name) for name in head} == head, head
 
     def head(self, number: int) -> dict[str, Any]:
         """The first line of a round's file: the settings that it follows from, and the file before it."""
@@ -187,18 +210,27 @@ class AlignHook(Hook):
         least, largest = self.own.difficulty
         if number == 0:
             return int(least)
-        before = path_of(self.config, number - 1)
-        level = int(read_head(before).get("level", least))
-        return next_level(read_round(before), level, self.own.curriculum, least, largest)
+        path = path_of(self.config, number - 1)
+        before = read_head(path)
+        if not isinstance(before.get("level"), int) or "hardest" not in before:
+            raise DataError(path, "it must have the level of its problems", "begin again with checkpoint.resume=none")
+        return next_level(before["hardest"], before["level"], self.own.curriculum, least, largest)
 
-    def draw_round(self, number: int, level: int | None = None) -> list[Rollout]:
-        """Draw, judge and score the texts of a round. All ranks get the same."""
+    def draw_round(self, number: int, level: int | None = None) -> tuple[list[Rollout], float | None]:
+        """Draw, judge and score the texts of a round. All ranks get the same.
+
+        Returns:
+            The texts, and the mean reward of all problems of this level, also of those that were replaced.
+        """
         own, count = self.own, self.size // self.own.group
-        chosen, spare = list[Group](), list[Group]()
+        chosen, spare, hardest = list[Group](), list[Group](), list[float]()
         for wave in range(1 + own.dynamic_sampling):
             first = (number * (1 + own.dynamic_sampling) + wave) * count
             for group in self.groups(range(first, first + count), level):
-                equal = len({verdict.reward for verdict in group[2]}) == 1
+                rewards = [verdict.reward for verdict in group[2]]
+                if level is not None and group[0].record["difficulty"] == level:
+                    hardest += rewards
+                equal = len(set(rewards)) == 1
                 (spare if equal and own.dynamic_sampling else chosen).append(group)
             if len(chosen) >= count:
                 break
@@ -218,7 +250,7 @@ class AlignHook(Hook):
             for prompt, drawn, verdicts in (chosen + spare)[:count]
             for each, verdict in zip(drawn, verdicts)
         ]
-        return self.scored(found)
+        return self.scored(found), fmean(hardest) if hardest else None
 
     def groups(self, numbers: Sequence[int], level: int | None = None) -> list[Group]:
         """Completions of the prompts of these numbers, and the verdicts on them."""
@@ -309,8 +341,7 @@ def numbers_of(rollouts: Sequence[Rollout], group: int) -> dict[str, float]:
     """Numbers of a round: means over its texts."""
     apart = [abs(old - drawn) for each in rollouts for old, drawn in zip(each.old, each.sampler)]
     rewards = np.array([each.reward for each in rollouts]).reshape(-1, group)
-    hardest = [each.difficulty for each in rollouts if each.difficulty is not None]
-    return ({"difficulty": float(max(hardest))} if hardest else {}) | {
+    return {
         "reward": float(rewards.mean()),
         "equal_groups": float((rewards == rewards[:, :1]).all(1).mean()),
         "completion_tokens": fmean(len(each.completion) for each in rollouts),

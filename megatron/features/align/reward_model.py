@@ -18,15 +18,17 @@ CONFIG = "config.json"  # of a folder of transformers
 
 
 def reward_model(
-    prompt: str, completion: str, record: Mapping[str, Any], *, model: str, append_eod: bool = True
+    prompt: str, completion: str, record: Mapping[str, Any], *, model: str, append_eod: bool = True, suffix: str = ""
 ) -> float:
     """The model's value at the end of the text, in fp32 on one thread.
 
     Args:
         append_eod: the value is read at an end-of-document token behind the text, as `deepy data chat` writes answers.
+        suffix: text between completion and that token, such as the template's end of a turn, where `align.stop` is it:
+            a completion has no stop text.
     """
     encode, score = _opened(model, append_eod)
-    return score(encode(prompt + completion))
+    return score(encode(prompt + completion + suffix))
 
 
 @lru_cache(maxsize=4)

@@ -162,14 +162,14 @@ class Rollouts:
         return Sample(tokens, weights, begins, columns=columns)
 
 
-def next_level(rollouts: Sequence[Rollout], level: int, enough: float, least: int, largest: int) -> int:
+def next_level(hardest: float | None, level: int, enough: float, least: int, largest: int) -> int:
     """The largest difficulty of the next round, as ZAYA1 moves RLVE's (arXiv 2605.05365).
 
     It is 1 more where the mean reward of the hardest problems is above `enough`, and 1 less where it is not above 0.
+    Without such a problem it stays.
     """
-    hardest = [each.reward for each in rollouts if each.difficulty == level]
-    mean = sum(hardest) / len(hardest) if hardest else enough
-    return min(max(level + (1 if mean > enough else -1 if mean <= 0 else 0), least), largest)
+    change = 0 if hardest is None else 1 if hardest > enough else -1 if hardest <= 0 else 0
+    return min(max(level + change, least), largest)
 
 
 def advantages(rewards: np.ndarray, kind: str) -> np.ndarray:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint import MASTER, WEIGHT, CheckpointError, Fragment, Meta, open_checkpoint
+from megatron.checkpoint.format.communicator import from_rank_0
 from megatron.checkpoint.hf.export import export
 from megatron.checkpoint.save.writer import save
 from megatron.config.file_access import parse_json
@@ -114,14 +115,10 @@ class Server:
 
     def by_rank_0(self, work: Callable[[], None]) -> None:
         """Have rank 0 do something. If it fails, all ranks raise UserError."""
-        wrong = None
-        if self.world.is_main:
-            try:
-                work()
-            except (CheckpointError, OSError, UserError, ValueError) as error:
-                wrong = str(error)
-        if wrong := self.world.communicator.broadcast(wrong):
-            raise UserError(f"align.server: {self.section.url}: {wrong}")
+        errors = (CheckpointError, OSError, UserError, ValueError)
+        _, failure = from_rank_0(self.world.communicator, work, *errors)
+        if failure is not None:
+            raise UserError(f"align.server: {self.section.url}: {failure}")
 
     def request(self, prompt: Sequence[int], number: int, rule: Rule) -> dict[str, Any]:
         stop, end = self.ends

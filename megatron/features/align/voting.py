@@ -8,6 +8,7 @@ chain of continuations.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
@@ -36,6 +37,11 @@ def majority(answers: Sequence[str]) -> int:
     """The place of the first of the most frequent answers. An empty answer has no vote, and ties go to the first."""
     votes = Counter(each for each in answers if each)
     return max(range(len(answers)), key=lambda place: (votes[answers[place]], -place))
+
+
+def filled(template: str, tails: str, problem: str) -> str:
+    """A template with its parts. What a model has written is no template."""
+    return re.sub(r"\{(?:tails|problem)\}", lambda part: tails if part[0] == "{tails}" else problem, template)
 
 
 class Voting:
@@ -84,9 +90,7 @@ class Voting:
                 draw = generator(self.seed, "aggregate", number, place, candidate)
                 chosen = sorted(draw.choice(size, min(given.tails, size), replace=False).tolist())
                 shown = "\n".join(tails[each] for each in chosen)
-                ids = tuple(
-                    tokenizer.encode(given.template.replace("{tails}", shown).replace("{problem}", prompt.text))
-                )
+                ids = tuple(tokenizer.encode(filled(given.template, shown, prompt.text)))
                 if len(ids) > room:
                     raise UserError(
                         f"align.aggregate: a prompt with {given.tails} tails has {len(ids)} tokens, and must have at "

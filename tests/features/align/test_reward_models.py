@@ -40,6 +40,7 @@ def test_its_value_is_that_of_the_text(judge, tmp_path):
     """An export gives the same value with the tokenizer that is in its folder, or is refused without one."""
     wanted = api.open_model(judge).reward([*b"1+1=", *b"2", 256])
     assert reward_model("1+1=", "2", {}, model=str(judge)) == wanted
+    assert reward_model("1+1=", "", {}, model=str(judge), suffix="2") == wanted
     assert reward_model("1+1=", "2", {}, model=str(judge), append_eod=False) != wanted
     export(open_checkpoint(find_checkpoint(judge)), tmp_path / "hf")
     _byte_tokenizer(tmp_path / "hf")

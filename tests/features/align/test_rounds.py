@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,11 @@ from megatron.data.loader import build_loader
 from megatron.data.tokenizer import build_tokenizer
 from megatron.decoding.sampling import choose_tokens
 from megatron.features.align.check import before_start
-from megatron.features.align.problems import Problems
-from megatron.features.align.rollouts import Rollout, advantages, await_round, next_level, path_of, read_round
-from megatron.features.align.sampler import Rule, Sampler
+from megatron.features.align.hook import AlignHook
+from megatron.features.align.problems import Problems, Prompt
+from megatron.features.align.rollouts import advantages, await_round, next_level, path_of, read_round
+from megatron.features.align.sampler import Drawn, Rule, Sampler
+from megatron.features.align.verifier import Verdict
 from megatron.testing.ranks import on_ranks
 from megatron.testing.runs import train_on_ranks
 from tests.paths import ROOT
@@ -220,12 +223,33 @@ def test_a_curriculum_follows_from_the_round_before(tmp_path):
     heads = [json.loads(each.read_text().split("\n")[0]) for each in sorted((tmp_path / "run/rollouts").iterdir())]
     levels = [each["level"] for each in heads]
     assert levels[0] == 1 and levels[-1] > 1 and levels == sorted(levels)
-    assert all(step["difficulty"] <= level for step, level in zip(records, levels))
-    texts = [Rollout([], [], "", True, [], reward=reward, difficulty=level) for level, reward in
-             [(1, 1.0), (2, 0.8), (2, 0.7), (3, 0.0)]]  # fmt: skip
-    for level, wanted in ((1, 2), (2, 3), (3, 2), (4, 4)):
-        assert next_level(texts, level, 0.7, 1, 5) == wanted
-    assert next_level(texts, 3, 0.7, 3, 5) == 3 and next_level(texts, 2, 0.75, 1, 5) == 2
+    assert [step["difficulty"] for step in records] == levels
+    for mean, level, wanted in (
+        (1.0, 1, 2),
+        (0.75, 2, 3),
+        (0.0, 3, 2),
+        (None, 4, 4),
+        (0.0, 1, 1),
+        (0.9, 5, 5),
+        (0.7, 3, 3),
+    ):
+        assert next_level(mean, level, 0.7, 1, 5) == wanted
+    assert next_level(None, 3, 0.0, 1, 5) == 3
+
+
+def test_a_curriculum_counts_groups_that_were_replaced():
+    """Otherwise it would see neither problems that are always solved nor ones that never are."""
+    drawn = Drawn([1], [-1.0], True)
+
+    def groups(numbers: Any, level: int) -> list[Any]:
+        rewards = {0: (1.0, 1.0), 1: (0.0, 1.0), 2: (1.0, 1.0), 3: (1.0, 0.0)}
+        found = [(Prompt((5,), "", {"difficulty": level - n % 2}), rewards[n]) for n in numbers]
+        return [(prompt, [drawn] * 2, [Verdict(each) for each in given]) for prompt, given in found]
+
+    own = SimpleNamespace(group=2, dynamic_sampling=1, mask_truncated=False)
+    program: Any = SimpleNamespace(own=own, size=4, groups=groups, text=lambda _: "", scored=lambda found: found)
+    texts, hardest = AlignHook.draw_round(program, 0, 2)
+    assert [each.reward for each in texts] == [0.0, 1.0, 1.0, 0.0] and hardest == 1.0
 
 
 def test_groups_of_equal_rewards_are_replaced(tmp_path):

@@ -13,7 +13,7 @@ from megatron.data.tokenizer import BytesTokenizer
 from megatron.features.align.problems import Prompt
 from megatron.features.align.sampler import Drawn
 from megatron.features.align.verifier import Verdict
-from megatron.features.align.voting import Voting, answer_of, majority
+from megatron.features.align.voting import Voting, answer_of, filled, majority
 from megatron.testing.runs import train_on_ranks
 from tests.features.align.test_rounds import values
 
@@ -23,6 +23,7 @@ def test_the_most_frequent_answer_wins():
     assert answer_of("none", "number") == ""
     assert majority(["1", "2", "2"]) == 1 and majority(["1", "2"]) == 0 and majority(["", "", "3"]) == 2
     assert majority(["", ""]) == 0
+    assert filled("{problem}: {tails} {x}", "a {problem}", "b {tails}") == "b {tails}: a {problem} {x}"
 
 
 class Program:
