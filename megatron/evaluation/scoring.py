@@ -27,7 +27,7 @@ from megatron.data.batch import StepBatch
 from megatron.data.tokenizer import Tokenizer
 from megatron.decoding.decoder import Decoder, largest_of, next_tokens, obstacle
 from megatron.decoding.sampling import Sampling, ending
-from megatron.decoding.schedule import Drawn, Request, is_over
+from megatron.decoding.schedule import Drawn, Request, RequestError, is_over
 from megatron.engine.protocol import Engine, ReadsOn
 from megatron.model.embedding_and_head import Reader
 from megatron.parallel.layout.mesh import Mesh
@@ -79,26 +79,30 @@ class Scorer:
             before = self.endings.tokens
             answers = self.endings.read(groups, texts)
             self.tokens += self.endings.tokens - before
-            for index, (logs, greedy) in answers.items() if self.reports else ():
-                found[index] = torch.tensor([math.fsum(logs), greedy], dtype=torch.float64)
-        self._score_whole(texts, others, found)
+            for index, (logs, right) in answers.items() if self.reports else ():
+                found[index] = torch.tensor([math.fsum(logs), right], dtype=torch.float64)
+        for index, logs, best in self._read_whole(texts, others):
+            greedy = best == list(texts[index].targets)
+            found[index] = torch.tensor([math.fsum(logs), greedy], dtype=torch.float64)
         return [Score(log_likelihood, bool(greedy)) for log_likelihood, greedy in self._sum(found).tolist()]
 
-    def _score_whole(self, texts: Sequence[Text], indices: Sequence[int], found: torch.Tensor) -> None:
-        """Put the scores of texts that are read from their beginnings into `found`, where this rank has them."""
+    def _read_whole(
+        self, texts: Sequence[Text], indices: Sequence[int]
+    ) -> Iterator[tuple[int, list[float], list[int]]]:
+        """(number, log-probabilities of its scored tokens, likeliest ids in their places) of the texts that this rank
+        has read from their beginnings."""
         same: dict[Row, list[int]] = {}
         for index in indices:
             same.setdefault(texts[index].inputs, []).append(index)
         for step in self._steps(sorted(same, key=lambda row: (-len(row), row))):
             asked = [[(at, index) for at, row in enumerate(rows) for index in same.get(row, ())] for rows in step]
             readers = [self._scores([(at, texts[index]) for at, index in each]) for each in asked]
+            self.alive()
             for each, (logs_N, best_N) in zip(asked, self._read(step, readers)):
                 logs, best, begin = logs_N.double().tolist(), best_N.tolist(), 0
                 for _, index in each:
-                    targets = texts[index].targets
-                    end = begin + len(targets)
-                    found[index, 0] = math.fsum(logs[begin:end])
-                    found[index, 1] = best[begin:end] == list(targets)
+                    end = begin + texts[index].scored
+                    yield index, logs[begin:end], best[begin:end]
                     begin = end
 
     def answer(self, requests: Sequence[Request], vocabulary: int | None = None) -> list[Drawn]:
@@ -111,10 +115,13 @@ class Scorer:
             vocabulary: only ids below it are chosen. The embedding may have more rows than the tokenizer has ids.
 
         Raises:
-            RequestError: on all ranks, before any has begun, if one can never be answered.
+            RequestError: on all ranks, before any has begun, if one can never be answered, or asks for scores, which
+                `score` gives.
         """
         for each in requests:
             each.check(self.config.model, vocabulary)
+            if each.scored:
+                raise RequestError("a request of several ranks must have scored=0: use score")
         if self.cached and isinstance(self.engine, ReadsOn):
             made, data = [Drawn() for _ in requests], self.mesh.data
             own = range(len(requests) * data.rank // data.size, len(requests) * (data.rank + 1) // data.size)

@@ -17,7 +17,6 @@ from megatron.decoding.sampling import GREEDY, Sampling
 from megatron.decoding.schedule import Drawn, Request
 from megatron.evaluation.scoring import Scorer
 from megatron.evaluation.shared_contexts import Row, Text
-from megatron.model.embedding_and_head import Reader
 
 __all__ = ["Drawn", "Rule", "Sampler"]
 
@@ -80,17 +79,6 @@ class Sampler(Scorer):
     def log_probabilities(self, texts: Sequence[Text]) -> list[list[float]]:
         """The log-probability of each scored token of each text, as the trainer reads it."""
         found = torch.zeros(len(texts), max(text.scored for text in texts), dtype=torch.float64)
-        same: dict[Row, list[int]] = {}
-        for index, text in enumerate(texts):
-            same.setdefault(text.inputs, []).append(index)
-        for step in self._steps(sorted(same, key=lambda row: (-len(row), row))):
-            asked = [[(at, index) for at, row in enumerate(rows) for index in same.get(row, ())] for rows in step]
-            self.alive()
-            readers: list[Reader] = [self._scores([(at, texts[index]) for at, index in each]) for each in asked]
-            for each, (logs_N, _) in zip(asked, self._read(step, readers)):
-                logs, begin = logs_N.double().cpu(), 0
-                for _, index in each:
-                    count = texts[index].scored
-                    found[index, :count] = logs[begin : begin + count]
-                    begin += count
+        for index, logs, _ in self._read_whole(texts, range(len(texts))):
+            found[index, : len(logs)] = torch.tensor(logs, dtype=torch.float64)
         return [row[: text.scored] for row, text in zip(self._sum(found).tolist(), texts)]
