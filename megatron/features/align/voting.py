@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from decimal import Decimal
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -25,17 +26,18 @@ if TYPE_CHECKING:
     from .sampler import Drawn
 
 
-def answer_of(text: str, kind: str) -> str:
-    """The part of a completion that is compared in a vote: all of it, or its last number. Empty if there is none."""
+def answer_of(text: str, kind: str) -> str | Decimal | None:
+    """The part of a completion that is compared in a vote: all of it, or the value of its last number. None if there is
+    none."""
     if kind == "text":
-        return text.strip()
+        return text.strip() or None
     found = NUMBER.findall(text)
-    return found[-1].replace(",", "") if found else ""
+    return Decimal(found[-1].replace(",", "")) if found else None
 
 
-def majority(answers: Sequence[str]) -> int:
-    """The place of the first of the most frequent answers. An empty answer has no vote, and ties go to the first."""
-    votes = Counter(each for each in answers if each)
+def majority(answers: Sequence[str | Decimal | None]) -> int:
+    """The place of the first of the most frequent answers. None has no vote, and ties go to the first."""
+    votes = Counter[str | Decimal | None](each for each in answers if each is not None)
     return max(range(len(answers)), key=lambda place: (votes[answers[place]], -place))
 
 

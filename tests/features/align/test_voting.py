@@ -19,10 +19,11 @@ from tests.features.align.test_rounds import values
 
 
 def test_the_most_frequent_answer_wins():
-    assert [answer_of(" 3 of 1,024. ", kind) for kind in ("text", "number")] == ["3 of 1,024.", "1024"]
-    assert answer_of("none", "number") == ""
-    assert majority(["1", "2", "2"]) == 1 and majority(["1", "2"]) == 0 and majority(["", "", "3"]) == 2
-    assert majority(["", ""]) == 0
+    assert [answer_of(" 3 of 1,024. ", kind) for kind in ("text", "number")] == ["3 of 1,024.", 1024]
+    assert answer_of("none", "number") is None and answer_of(" ", "text") is None
+    assert majority(["1", "2", "2"]) == 1 and majority(["1", "2"]) == 0 and majority([None, None, "3"]) == 2
+    assert majority([None, None]) == 0
+    assert majority([answer_of(each, "number") for each in ("3", "it is 0", "0.0")]) == 1  # equal numbers
     assert filled("{problem}: {tails} {x}", "a {problem}", "b {tails}") == "b {tails}: a {problem} {x}"
 
 
