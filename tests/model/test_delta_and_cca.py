@@ -17,6 +17,7 @@ from transformers.models.zaya.modeling_zaya import ZayaAttention, ZayaRotaryEmbe
 
 from megatron.config import resolve
 from megatron.kinds.common.recurrence import decays
+from megatron.kinds.gated_delta import householders
 from megatron.kinds.gated_delta import kernels as delta_kernels
 from megatron.kinds.gated_delta.delta_rule import LENGTH_EPSILON, gated_delta_rule
 from megatron.model.costs.describe import layers
@@ -83,6 +84,55 @@ def test_delta_rule(chunk: int, by: str, documents: str | None, decay: float, mo
         return stacked(each)
 
     check(scan, recurrence, inputs, ["q", "k", "v", "decay", "beta", "initial"])
+
+
+# Chunks that begin between two updates of a token, and one for all.
+@pytest.mark.parametrize("chunk", [4, 64])
+@pytest.mark.parametrize("documents", [None, "one"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_delta_product(count: int, documents: str | None, chunk: int):
+    """Siems et al. 2025, section 3: a token's transition is exp(d) times the product of (I - b_j k_j k_j^T), and each
+    b_j v_j k_j^T passes through the later ones."""
+    h, K, V = 2, 3, 5
+    inputs = [
+        draw(Bs, S, h, K, seed=0),
+        *(draw(Bs, S, h, K, seed=1 + j) for j in range(count)),
+        *(draw(Bs, S, h, V, seed=11 + j) for j in range(count)),
+        -torch.rand(Bs, S, h, generator=torch.Generator().manual_seed(3)),
+        2 * torch.rand(Bs, S, count * h, generator=torch.Generator().manual_seed(4)),
+    ]
+    starts = starts_of(documents)
+
+    def scan(q, *rest):
+        k, v, (decay, beta) = rest[:count], rest[count : 2 * count], rest[2 * count :]
+        *steps_of, begins = householders.steps(q, k, v, decay, beta, starts)
+        y, state = gated_delta_rule(*steps_of, chunk=chunk, starts_BS=begins)
+        return householders.read(y, count), state
+
+    def equations(q, *rest):
+        k, v, (decay, beta) = rest[:count], rest[count : 2 * count], rest[2 * count :]
+        q, *k = (each / (each.square().sum(-1, keepdim=True) + LENGTH_EPSILON).sqrt() for each in (q, *k))
+        one, found = torch.eye(K, dtype=DOUBLE), []
+        for b in range(Bs):
+            found.append([])
+            for i in range(h):
+                state, rows, begins = torch.zeros(V, K, dtype=DOUBLE), [], places(starts, b)
+                for t in range(S):
+                    if begins[t] == t:
+                        state = torch.zeros_like(state)
+                    turn, added = torch.exp(decay[b, t, i]) * one, torch.zeros_like(state)
+                    for j in range(count):
+                        key, share = k[j][b, t, i], beta[b, t, j * h + i]
+                        reflection = one - share * torch.outer(key, key)
+                        turn = turn @ reflection
+                        added = added @ reflection + share * torch.outer(v[j][b, t, i], key)
+                    state = state @ turn + added
+                    rows.append(state @ q[b, t, i] / math.sqrt(K))
+                found[-1].append((torch.stack(rows), state.T))
+        return stacked(found)
+
+    keys = [f"{name} {j}" for name in "kv" for j in range(count)]
+    check(scan, equations, inputs, ["q", *keys, "decay", "beta"])
 
 
 @pytest.mark.parametrize("dtype, bound", [(DOUBLE, EXACT), (torch.float32, 1e-3)], ids=["float64", "fp32"])
