@@ -95,6 +95,8 @@ def why_not(options: Any, documents: bool, length: int) -> str | None:
         return "changes its logits"
     if given["window"] and given["window"] < length and not documents:
         return "has a window"
+    if hasattr(options, "index_top_k"):
+        return "reads the tokens that an indexer chooses"
     queries, values = widths(options)
     if queries is None or queries != values:
         return "has other channels for queries than for values"

@@ -52,6 +52,14 @@ FUSED_ATTENTION = [
         problems=2,
     ),
     case(
+        "FlashAttention 3 for tokens that are chosen",
+        "model: {fused_attention: {flash: fa3}, layers: dsa/mlp x4, dsa: {heads: 4, rope_dim: 64, value_dim: 192}}\n"
+        "precision: bf16",
+        "must be auto where FlashAttention computes no layer: dsa reads the tokens that an indexer chooses",
+        HERE,
+        problems=2,
+    ),
+    case(
         "kernels of documents for changed logits",
         f"model: {{fused_attention: {{documents: varlen}}, attention: {{softcap: 30.0}}}}\n{APART}",
         "must be auto where FlashAttention computes no layer: attention changes its logits",
