@@ -182,6 +182,15 @@ def options_need_a_core(context: RuleContext) -> Iterator[Problem]:
             )
 
 
+def rounds_have_rows(context: RuleContext) -> Iterator[Problem]:
+    if context.config.model.residual.streams == 1 and context.given(f"{RESIDUAL}.sinkhorn_iterations"):
+        yield context.warning(
+            f"{RESIDUAL}.sinkhorn_iterations {RESIDUAL}.streams",
+            rule="must go with several streams, and has no effect here",
+            fix="use streams: 4, or remove sinkhorn_iterations",
+        )
+
+
 def layers_can_be_repeated(context: RuleContext) -> Iterator[Problem]:
     kinds = [each for index in core_of(context.blocks) for each in context.blocks[index].kinds]
     for name in dict.fromkeys(each.name for each in kinds):

@@ -29,6 +29,12 @@ WARNED = [
         "must go with a recurrent group in model.layers, and has no effect here",
     ),
     case(
+        "rounds of balancing for one row",
+        "model: {residual: {sinkhorn_iterations: 5}}",
+        "a.yml:2: model.residual.sinkhorn_iterations = 5",
+        "must go with several streams, and has no effect here",
+    ),
+    case(
         "base of a standard parametrization",
         "model: {parametrization: {base_width: 32}}",
         "a.yml:2: model.parametrization.base_width = 32",
