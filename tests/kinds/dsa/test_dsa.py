@@ -136,6 +136,24 @@ def test_pieces_equal_the_whole(pieces: list[int]):
     assert row["parameters"] == sum(p.numel() for p in model.blocks[0].parameters())
 
 
+@pytest.mark.parametrize(
+    ("wrong", "rule", "ranks"),
+    [
+        ({"parallel": {"context": 2}}, "must be 1 with dsa layers, which need all tokens of a sequence on one rank", 2),
+        ({"training": {"sequence_chunks": 2}}, "must be 1 with dsa layers, which need all tokens at once", 1),
+    ],
+)
+def test_parts_of_sequences_are_refused(wrong, rule: str, ranks: int):
+    values = {
+        "model": {"layers": "dsa/mlp", "hidden_size": H, "vocab_size": 37, "dsa": OPTIONS},
+        "training": {"steps": 1, "sequence_length": 16, **wrong.get("training", {})},
+        "parallel": wrong.get("parallel", {}),
+    }
+    with pytest.raises(ConfigError) as error:
+        resolve(values, ranks=ranks)
+    assert rule in str(error.value)
+
+
 def test_what_it_cannot_do_is_refused():
     with pytest.raises(ConfigError) as error:
         config_of(dropout=0.1, index_dim=2)
