@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Compare the steps of pipeline schedules with their tables, on CPU ranks whose passes take a time that was set.
+"""Compare the steps of pipeline schedules with their tables, on CPU ranks whose passes take a set time.
 
     python bench/pipelines.py [--ranks 4] [--micro-batches 8] [--unit 0.1]     a table of measured steps
     python bench/pipelines.py --picture docs/pipeline_bubbles.png              bubbles of tables at 4 and 16 ranks

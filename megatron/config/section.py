@@ -1,4 +1,4 @@
-"""The base of all sections (a frozen, closed pydantic model whose keys have a sentence and a unit), and shared ones"""
+"""The base of all sections: a frozen, closed pydantic model whose keys have a sentence and a unit. Shared sections."""
 
 from __future__ import annotations
 

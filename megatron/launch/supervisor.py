@@ -104,10 +104,10 @@ PATIENCE = 20.0  # seconds: torch takes two to import, and a line is not worth a
 
 
 def tell_need(plan: JobPlan) -> JobPlan:
-    """Print the line of the plan, where the ranks' device is known here, and give the ranks that plan.
+    """Print the run's predicted needs, if the ranks' device is known here. Return the plan, with the device for rank 0.
 
-    The formulas build layers, for which they need torch. So another process, which sees no device, computes it. On a
-    CPU rank 0 does, as where this machine is no host of the run, or its device differs from that of the ranks.
+    The formulas build layers, for which they need torch. Another process, which sees no device, therefore computes the
+    line. Rank 0 does so on a CPU, and where this machine is no host of the run or has another device than the ranks.
     """
     config = plan.resolved.config
     if not config.logging.predictions or Path(plan.script).name != "train.py" or plan.launch.device == "cpu":

@@ -180,7 +180,7 @@ def why_nothing_fits(question: Question, answers: Answers, devices: dict[str, De
         f"no layout fits: the smallest ({closest.choice}) needs {gib(closest.memory.total)} of "
         f"{gib(at.device.bytes)}, mostly {largest(closest)}"
     )
-    return Problem("--gpus", rule, "; or ".join(changes(question, closest, devices)), at.devices)
+    return Problem("--gpus", rule, ", or ".join(changes(question, closest, devices)), at.devices)
 
 
 def _near(devices: int, per_host: int) -> list[int]:

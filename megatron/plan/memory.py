@@ -124,7 +124,7 @@ def buckets(config: Config, layout: Layout, weights: RankWeights, largest: int) 
     reduced = SIZES[config.precision.reduce] if mixed else 4
     if scatters_gradients(config, layout):  # two on their way, and the one that is being filled
         apart, gathered = layout.zero_stage >= 2 or reduced < 4, 0.0
-        if layout.zero_stage == 3:  # weights of a stage, whole: with `step` those of all stages at some time
+        if layout.zero_stage == 3:  # whole weights of a stage. With `step`, at some time of all stages
             stages = 1 if config.zero.reduce == "step" else config.parallel.stages_per_rank
             gathered = size * weights.total / stages
         flying = reduced * min(3 * bucket_elements(config, layout.replicas), weights.total) if apart else 0.0

@@ -84,7 +84,7 @@ class MessageDriven(TableExecutor):
 
 
 class _Box:
-    """Receives from one neighbour. A thread waits for them: gloo reports an arrival only to who waits for it."""
+    """Receives from one neighbour. A thread waits for them: gloo reports an arrival only to a thread that waits."""
 
     def __init__(self) -> None:
         self.posted = SimpleQueue[Item | None]()

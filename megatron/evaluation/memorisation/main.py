@@ -5,7 +5,7 @@ reads the first k tokens of a training sequence and continues greedily. The memo
 l tokens that are the sequence's own, place by place. A sequence of score 1 is extractable (Carlini et al. 2022).
 
 A score is 1 if and only if each of the l tokens is the likeliest one after the true tokens before it. The continuation
-equals the true text as long as it is right, so one pass decides that. So only sequences that are not extractable are
+equals the true text as long as it is right, so one pass decides that. Only sequences that are not extractable are
 continued token by token.
 """
 

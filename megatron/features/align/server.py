@@ -139,7 +139,9 @@ class Server:
     def hand_over(self, step: int) -> None:
         """Write the weights, and have the server read them."""
         if self.contents is None:
-            raise UserError("align.server: this run has no checkpoints, which weights are written as")
+            raise UserError(
+                "align.server must have a run that can save checkpoints: its weights are sent in their form"
+            )
         fragments, meta = self.contents(step)
         self.by_rank_0(self.clear)
         whole = [each for each in fragments if each.state in (WEIGHT, MASTER)]

@@ -257,7 +257,9 @@ def script_arguments(script: str, words: Sequence[str]) -> Arguments:
         ArgumentError: no script, no configuration, or an option of deepy.py behind the script.
     """
     if not script.endswith(".py") or script.startswith("-"):
-        raise ArgumentError(f"expected a script (SCRIPT.py), found {script!r}")
+        raise ArgumentError(
+            f"expected a script (SCRIPT.py), found {script!r}: use one such as train.py, or the installed command deepy"
+        )
     if not Path(script).is_file():
         raise ArgumentError(f"there is no script {script}")
     taken = split(words)

@@ -11,8 +11,8 @@ Kernel"). All numbers are fp32 at least, for every type of x and W.
 The loss scale of fp16 training reaches the gradients only in the backward pass, after their products in fp16. The
 forward pass of fp16 therefore divides the weights by the largest one, and the backward pass multiplies by it.
 
-An `OwnLoss` computes another loss from the logits: a divergence from a teacher (`distillation.py`), or the cost of an
-objective that reads logits (`objective_logits.py`).
+An `OwnLoss` computes another loss from the logits: a divergence from a teacher, or the cost of an objective that reads
+logits (both in `objective_logits.py`).
 
 Shapes: N tokens, H hidden, V vocabulary, t tensor parallel ranks, C tokens in a chunk.
 """
