@@ -273,7 +273,11 @@ CHECKS = (
             f"step must go with micro-batches that are summed in the type of the weights ({c.precision.compute}), in "
             "which DeepSpeed keeps whole gradients at zero.stage 2 and 3"
         ),
-        lambda c: f"use zero.stage=1, or precision.accumulate={c.precision.compute}",
+        lambda c: (
+            "use zero.reduce=micro_batch"
+            if c.parallel.pipeline > 1  # which needs precision.accumulate=fp32
+            else f"use zero.stage=1, or precision.accumulate={c.precision.compute}"
+        ),
     ),
     Check(
         "zero.reduce zero.offload_optimizer.device",

@@ -61,6 +61,12 @@ ZERO = [
         "use zero.stage=1, or precision.accumulate=bf16",
     ),
     case(
+        "gradients of a pipeline in bf16 that are reduced once per step",
+        "precision: bf16\nparallel: {pipeline: 2}\nzero: {stage: 2, reduce: step}",
+        "a.yml:4: zero.reduce = 'step'",
+        "use zero.reduce=micro_batch",
+    ),
+    case(
         "gradients reduced once per step for an offloaded optimizer",
         "zero: {stage: 2, reduce: step, offload_optimizer: {device: cpu}}",
         "a.yml:2: zero.reduce = 'step'",
