@@ -64,7 +64,7 @@ class HyperConnection(nn.Module):
             "projection",
             (outputs, inputs),
             role=Role.STATE,
-            init=init.hidden(inputs, outputs),
+            init=init.reads(inputs, outputs),
             keep_fp32=True,
             growth=Growth.INPUTS,
         )

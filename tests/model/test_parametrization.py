@@ -26,10 +26,13 @@ DENSE = {
 }
 # One layer of every kind whose parameters grow in other ways than matrices and vectors.
 KINDS = {
-    "layers": "attention/moe mla/moe@states mamba2/mlp mamba/mlp rwkv7/rwkv7_ffn rwkv6/rwkv6_ffn cca/mlp gated_delta",
+    "layers": "attention/moe mla/moe@states mamba2/mlp mamba/mlp rwkv7/rwkv7_ffn rwkv6/rwkv6_ffn cca/mlp gated_delta "
+    "dsa/mlp",
     "vocab_size": 50,
+    "residual": {"streams": 2},
     "attention": {"heads": 4},
     "mla": {"heads": 4, "kv_rank": 16, "nope_dim": 8, "rope_dim": 8, "value_dim": 8},
+    "dsa": {"heads": 4, "kv_rank": 16, "nope_dim": 8, "rope_dim": 8, "value_dim": 8, "index_heads": 2, "index_dim": 8},
     "moe": {"experts": 4, "shared_size": 32, "shared_gate": True},
     "variants": {"states": {"router": {"network": "mlp", "width": 12, "average": False}}},
     "rwkv7": {"head_dim": 16},
@@ -38,6 +41,9 @@ KINDS = {
     "cca": {"heads": 4, "head_dim": 16},
     "gated_delta": {"heads": 4, "key_dim": 8, "value_dim": 8},
 }
+# Matrices from the stream to a number of outputs that no width changes.
+READOUTS = ("moe.router.weight", "moe.router.down.weight", "moe.shared.gate.weight", "rows.projection")
+READOUTS += ("indexer.query.weight", "indexer.key.weight", "indexer.weigh.weight")
 
 
 def config_of(model: dict[str, Any], width: int = 256, optimizer: str = "adamw", **parametrization: Any) -> Config:
@@ -71,7 +77,7 @@ def expected(role: str, name: str, m: float, depth: float, exponent: float) -> t
         return RATE, DECAY, EPSILON / m
     of_depth, of_branch = depth ** (exponent - 1), depth**-exponent
     down = any(word in name for word in (".down.weight", "mix_down")) and role == "state"
-    readout = down or name.endswith(("router.weight", "moe.router.down.weight", "shared.gate.weight"))
+    readout = down or name.endswith(READOUTS)
     if readout:
         return RATE / m * of_depth, DECAY * m, EPSILON * of_branch
     if role in ("hidden", "output"):
@@ -81,7 +87,7 @@ def expected(role: str, name: str, m: float, depth: float, exponent: float) -> t
 
 @pytest.mark.parametrize("exponent", [1.0, 0.5])
 def test_every_kind_has_the_settings_of_completep(exponent):
-    m, depth = 128 / BASE, 8 / 2
+    m, depth = 128 / BASE, 9 / 2
     config = config_of(KINDS, width=128, type="completep", base_depth=2, depth_exponent=exponent)
     model = build_model(config, dtype=torch.float32)
     undecayed = ("bias", "state", "decay")
@@ -107,7 +113,7 @@ def test_every_kind_starts_as_the_base_model_scaled():
         logical, factor = roles[name], 1.0
         if logical.role.value in ("hidden", "output"):
             factor = 0.5
-        elif name.endswith(("moe.router.weight", "moe.shared.gate.weight", "moe.router.down.weight")):
+        elif name.endswith(READOUTS):
             factor = 0.25
         room = 8 / torch.Size(logical.shape).numel() ** 0.5
         assert found == pytest.approx(base[name] * factor, rel=max(room, 0.02), abs=1e-12), name

@@ -40,14 +40,14 @@ class Indexer(nn.Module):
 
         def matrix(name: str, inputs: int, outputs: int) -> ColumnLinear:
             return ColumnLinear(
-                make.scope(name), inputs, (outputs,), init=init.hidden(inputs, outputs), role=Role.ROUTER, shard=False
+                make.scope(name), inputs, (outputs,), init=init.reads(inputs, outputs), role=Role.ROUTER, shard=False
             )
 
         self.query = matrix("query", options.query_rank or hidden_size, self.heads * D)
         self.key = matrix("key", hidden_size, D)
         self.weigh = matrix("weigh", hidden_size, self.heads)
         self.key_norm = nn.ParameterList(
-            make.scope("key_norm").parameter(name, (D,), role=Role.ROUTER, init=start)
+            make.scope("key_norm").parameter(name, (D,), role=Role.NORM, init=start)
             for name, start in (("weight", ONES), ("bias", ZEROS))
         )
 
