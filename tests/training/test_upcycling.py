@@ -142,6 +142,15 @@ def test_a_deeper_model_that_computes_the_same(layout: str, tmp_path):
     assert not weights["layers.3.mlp.down.weight"].any() and weights["layers.3.mlp.gate_up.weight"].any()
 
 
+def test_a_product_of_two_matrices_is_not_zero_twice():
+    """Of latent experts only `down` is 0 in a block that is the identity, so that it gets a gradient."""
+    moe = {"experts": 4, "hidden_size": 16, "latent_size": 8}
+    model = {**DENSE, "layers": "attention/moe", "moe": moe}
+    model = build_model(resolve({"model": model, "training": TRAINING, "data": {"synthetic": "copy"}}))
+    outputs = {name for name, p in named(model).items() if p.logical.role is Role.OUTPUT and ".moe." in name}
+    assert outputs == {"layers.0.moe.experts.down.weight"}
+
+
 def test_blocks_of_a_stack():
     names = ["layers.3.mlp.down.weight", "layers.0.mixer_norm.weight", "head.weight"]
     tensors = [LogicalTensor(name, (8,), Role.NORM, None) for name in names]

@@ -307,6 +307,12 @@ CHECKS = (
         "copy a block of the checkpoint instead",
     ),
     Check(
+        "checkpoint.initialize_layers model.residual.streams",
+        lambda c: "identity" in c.checkpoint.initialize_layers and c.model.residual.streams > 1,
+        "identity must go with streams: 1, since each block mixes the rows of several",
+        "copy a block of the checkpoint instead",
+    ),
+    Check(
         "checkpoint.optimizer_state",
         lambda c: c.checkpoint.near and not c.checkpoint.optimizer_state,
         "must be true with levels on hosts: a restart begins from them",

@@ -100,12 +100,13 @@ class MoE(nn.Module):
         self.latent_down = self.latent_up = None
         H, latent = model.hidden_size, options.latent_size
         if latent is not None:
-            # whole on every rank, which has part of the experts: the gradients are summed
+            # Whole on every rank, which has part of the experts: the gradients are summed. latent_up does not have the
+            # role OUTPUT, as the experts' down does: in a block that starts as the identity both would be 0 for ever.
             self.latent_down = ColumnLinear(
                 make.scope("latent_down"), H, (latent,), init=init.hidden(H, latent), shard=False
             )
             self.latent_up = ColumnLinear(
-                make.scope("latent_up"), latent, (H,), role=Role.OUTPUT, init=init.output(latent, H), shard=False
+                make.scope("latent_up"), latent, (H,), init=init.output(latent, H), shard=False
             )
         self.experts = Experts(make.scope("experts"), latent or H, options, init)
         self.exchange = AllToAllDispatch(make.mesh) if make.mesh.layout.spreads_experts else LocalDispatch()

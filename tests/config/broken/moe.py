@@ -279,6 +279,12 @@ MOE += [
         "identity must go with another norm than sandwich",
     ),
     case(
+        "an identity that mixes rows",
+        "model: {residual: {streams: 4}}\ncheckpoint: {initialize_from: ., initialize_layers: [0, 1, 2, identity]}",
+        "identity must go with streams: 1",
+        "copy a block of the checkpoint instead",
+    ),
+    case(
         "stars that do not match",
         "checkpoint: "
         "{initialize_from: ., initialize_map: {layers.*.moe.experts.down.weight: layers.0.mlp.down.weight}}",
