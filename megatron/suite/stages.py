@@ -134,8 +134,8 @@ class Chain:
         """Do the stages that are not done, in order. Returns the name of one that has failed.
 
         Raises:
-            UserError: a stage was made from something else, its folder is of no stage, files of a stage that it reads
-                from have changed, or another process does the stages of this folder.
+            UserError: a stage was made from something else, or its folder is of no stage. Files of its parents have
+                changed. Another process does the stages of this folder.
         """
         self.check()
         self.folder.mkdir(parents=True, exist_ok=True)
