@@ -316,9 +316,10 @@ class Shapes:
         return (products - begun) / cut + begun + (stream / cut if choice.sequence else stream)
 
     def _attends(self, place: int) -> bool:
+        """Attention to tokens that a layer chooses is a masked square, which no kernel halves or ranks share."""
         model = self.config.model
         mixers = model.blocks[place - 1].mixers if 0 < place < self.places - 1 else ()
-        return any(kind_of(model, each).attends for each in mixers)
+        return any(kind_of(model, each).attends and kind_of(model, each).context == "attends" for each in mixers)
 
 
 def _saved(config: Config, mode: str) -> list[int]:

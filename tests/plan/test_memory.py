@@ -87,6 +87,13 @@ def test_what_compressed_gradients_leave_out():
     assert rehearsed(values, 2)[1] - rehearsed(DENSE, 2)[1] == pytest.approx(more, rel=0.02)
 
 
+def test_a_mask_halves_no_attention():
+    small = {"heads": 4, "kv_rank": 8, "nope_dim": 8, "rope_dim": 8, "value_dim": 8, "index_heads": 2, "index_dim": 8}
+    config = resolve(merged(BASE, {"model": {"layers": "attention/mlp dsa/mlp", "dsa": small}}), ranks=1)
+    shapes, choice = Shapes(config, 1), choice_of(config)
+    assert [shapes.layer(place, choice).attends for place in range(shapes.places)] == [False, True, False, False]
+
+
 def test_every_second_block_is_recomputed():
     """The others keep what they keep without recomputation; the fullest moment is in the head, which has it all."""
     values = merged(DENSE, {"training": {"activation_checkpointing": {"mode": "full", "every": 2}}})
