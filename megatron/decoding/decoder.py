@@ -24,7 +24,7 @@ from megatron.model.stack import Model
 from megatron.parallel.layout.mesh import Axis
 
 from .pool import Pool
-from .sampling import choose_tokens
+from .sampling import choose_tokens, log_probabilities
 from .schedule import Drawn, Live, Piece, Request, Schedule, is_over, pages_of
 from .states import States
 
@@ -198,13 +198,14 @@ class Decoder:
     def _use(self, wanted: Sequence[tuple[int, Live, int]], logits_NV: Tensor, pieces: Sequence[Piece]) -> None:
         """Note the log-probabilities of scored tokens, and choose the next tokens."""
         due: dict[int, int] = {}  # arrival of a request -> row of its logits
+        scores = self._scores(wanted, logits_NV)
         for at, (_, live, place) in enumerate(wanted):
             if self.logits is not None:
                 self.logits(live, place, logits_NV[at])
             prompt = live.request.prompt
             if place + 1 < len(prompt):
                 if place + 1 - (len(prompt) - live.request.scored) == len(live.drawn.scores):
-                    live.drawn.scores.append(float(logits_NV[at].double().log_softmax(-1)[prompt[place + 1]]))
+                    live.drawn.scores.append(scores[at])
             else:
                 due[live.arrival] = at
         for follower, leader in self.schedule.done(pieces):
@@ -222,6 +223,15 @@ class Decoder:
                 continue
             if is_over(request, drawn):
                 self.schedule.leave(live)
+
+    @staticmethod
+    def _scores(wanted: Sequence[tuple[int, Live, int]], logits_NV: Tensor) -> dict[int, float]:
+        """The log-probabilities of the prompts' tokens that follow these places, by the number of the row."""
+        rows = [at for at, (_, live, place) in enumerate(wanted) if place + 1 < len(live.request.prompt)]
+        if not rows:
+            return {}
+        ids = [wanted[at][1].request.prompt[wanted[at][2] + 1] for at in rows]
+        return dict(zip(rows, log_probabilities(logits_NV[rows], torch.tensor(ids, device=logits_NV.device)).tolist()))
 
 
 def next_tokens(texts: Sequence[tuple[Request, Drawn]], logits_NV: Tensor) -> tuple[list[int], list[float]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.data.tokenizer import Tokenizer
+from megatron.parallel.layout.precision import exp_
 from megatron.parallel.layout.random import site_key, uniform
 
 
@@ -68,7 +69,7 @@ def filtered(logits_BV: Tensor, sampling: Sampling) -> Tensor:
 def choose_tokens(
     logits_BV: Tensor, sampling: Sampling, numbers: Sequence[int], positions: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """The next token of each text, int64 [B], and its log-probability [B] in float64 before temperature and filters.
+    """The next token of each text, int64 [B], and its log-probability [B] before temperature and filters.
 
     Equal on every rank that has the same logits.
 
@@ -85,8 +86,15 @@ def choose_tokens(
         draws_B = (draws[:, 0] if equal else draws.diagonal()).double()
         below = filtered(logits_BV, sampling).cumsum(-1) <= draws_B.unsqueeze(1)
         ids_B = below.sum(-1).clamp(max=logits_BV.shape[-1] - 1)
-    logs_BV = logits_BV.double().log_softmax(-1)
-    return ids_B, logs_BV.gather(1, ids_B.unsqueeze(1)).squeeze(1)
+    return ids_B, log_probabilities(logits_BV, ids_B)
+
+
+def log_probabilities(logits_BV: Tensor, ids_B: Tensor) -> Tensor:
+    """Log-probability of an id in each row [B], by the operations of `token_scores`, so that equal logits have equal
+    bits."""
+    largest_B = logits_BV.amax(1)
+    total_B = exp_(logits_BV - largest_B.unsqueeze(1)).sum(1)
+    return logits_BV.gather(1, ids_B.unsqueeze(1)).squeeze(1) - largest_B - total_B.log()
 
 
 def ending(tokenizer: Tokenizer, stops: Sequence[str]) -> Callable[[list[int]], bool] | None:

@@ -16,6 +16,8 @@ from megatron.decoding.sampling import GREEDY, Sampling
 from megatron.decoding.schedule import Drawn, Request
 from megatron.kinds.common.attention import paged_keys
 from megatron.model.stack import Model, build_model
+from megatron.parallel.layers.cross_entropy import LossOptions
+from megatron.parallel.layers.label_costs import token_scores
 from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import relative
 
@@ -88,6 +90,20 @@ def test_logits_are_those_of_whole_texts(name: str) -> None:
         wanted = [float(logs[place, text[place + 1]]) for place in range(begin, len(text) - 1)]
         assert [*found.scores, *found.log_p] == pytest.approx(wanted, abs=1e-9)
     assert not decoder.schedule.running
+
+
+def test_log_probabilities_are_the_trainers() -> None:
+    """By the same operations: equal logits have equal log-probabilities, of tokens and of scored prompts."""
+    model = model_of("mixtral", torch.float32)
+    asked = [Request((1, 2, 3, 4, 5), 4, scored=3), Request((7, 8), 3, 1)]
+    drawn, logits, _ = answers(model, asked)
+    for request, found in zip(asked, drawn):
+        text = [*request.prompt, *found.tokens]
+        places = range(len(request.prompt) - 1 - request.scored, len(text) - 1)
+        rows = torch.stack([logits[request.number, place] for place in places])
+        labels = torch.tensor(text[places.start + 1 :])
+        logs, _ = token_scores(rows, torch.eye(rows.shape[1]), None, labels, options=LossOptions())
+        assert [*found.scores, *found.log_p] == logs.tolist()
 
 
 OFTEN = ("gpt_oss", "deepseek_v2", "falcon_h1")  # in bf16
