@@ -101,7 +101,7 @@ class MoE(nn.Module):
         H, latent = model.hidden_size, options.latent_size
         if latent is not None:
             # Whole on every rank, which has part of the experts: the gradients are summed. latent_up does not have the
-            # role OUTPUT, as the experts' down does: in a block that starts as the identity both would be 0 for ever.
+            # role OUTPUT, as the experts' down does. In a block that starts as the identity both would stay 0.
             self.latent_down = ColumnLinear(
                 make.scope("latent_down"), H, (latent,), init=init.hidden(H, latent), shard=False
             )
