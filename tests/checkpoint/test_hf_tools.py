@@ -163,7 +163,8 @@ MODELS |= {
         "layers": "dsa/mlp (dsa/moe) x2",
         "dsa": {
             **{"heads": 4, "query_rank": 12, "kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 8},
-            **{"index_heads": 4, "index_dim": 8, "index_top_k": 5},
+            # scores of a key that no head takes are 0: of 4 heads one key in 16. Among equal ones theirs takes any
+            **{"index_heads": 16, "index_dim": 8, "index_top_k": 5},
         },
         "moe": {
             **{"experts": 4, "hidden_size": 24, "shared_size": 24},
