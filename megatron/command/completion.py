@@ -83,7 +83,7 @@ def _complete_verb(verb: Verb) -> None:
     import argcomplete
 
     if verb.script is None:
-        from ..launch.command_line import parser
+        from ..launch.options import parser
 
         argcomplete.autocomplete(
             parser(str(verb.launch) if verb.launch else None), default_completer=cast(Any, candidates)

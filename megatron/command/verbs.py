@@ -97,7 +97,7 @@ def group(name: str) -> list[Verb]:
 
 
 def _runs() -> list[Verb]:
-    from ..launch.command_line import parser
+    from ..launch.options import parser
 
     top, options = root(), parser().format_help()
     found = [

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
 
 from megatron.config.file_access import open_plain
 from megatron.config.problems import counted, list_problems
@@ -27,63 +26,10 @@ from megatron.worker.place import worker_environment
 
 from .agent.ranks import rank_environment
 from .job.job_plan import JobPlan, commands, script_arguments
-from .job.settings import KEYS, launch_section, meant
+from .job.settings import launch_section
+from .options import ACTIONS, INQUIRIES, KEYS, REHEARSAL, USAGE, meant, parser
 from .report import forwarding
 from .wire.specification import Host
-
-REHEARSAL = ("--device", "--machine", "--rank", "--json")  # options that only --rehearse reads
-INQUIRIES = ("--logs", "--status", "--stacks")  # of a run
-ACTIONS = (*INQUIRIES, "--rehearse", "--dry-run", "--sbatch", "--print")  # each in the place of starting
-USAGE = "deepy.py [options] SCRIPT.py a.yml b.yml ... key.path=value ..."
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        found = re.search(r"unrecognized arguments: (\S+)", message)
-        super().error(message + (meant(found[1]) if found else ""))
-
-
-def parser(script: str | None = None) -> argparse.ArgumentParser:
-    """The launcher's own options: those before the script, or all options of the verb that starts `script`."""
-    verb = Path(script).stem if script else None
-    made = _Parser(
-        prog=f"deepy {verb}" if verb else "deepy.py",
-        usage=f"deepy {verb} [options] a.yml b.yml ... key.path=value ..." if verb else USAGE,
-        allow_abbrev=False,
-        description="Start a script on all ranks of the run, here or on many hosts.",
-        epilog="Exit status: 0 only if all went well, 2 for mistakes in the configuration, 128 + n after signal n, 255 "
-        "if a host was lost. Otherwise it is the status of the rank that failed first.",
-    )
-    for name, (what, meaning) in KEYS.items():
-        made.add_argument(f"--{name}", metavar=what, help=meaning)
-    made.add_argument(
-        "--dry-run", action="store_true", help="check everything and print each host's command, without starting"
-    )
-    made.add_argument(
-        "--rehearse",
-        action="store_true",
-        help="report what --ranks ranks would take: run one of each kind on tensors without values, without starting",
-    )
-    made.add_argument("--device", metavar="NAME", help="with --rehearse: a device of the ranks, such as h100")
-    made.add_argument("--machine", metavar="FILE", help="with --rehearse: further devices, as bench/machine.py writes")
-    made.add_argument("--rank", metavar="N,...", help="with --rehearse: the ranks to rehearse")
-    made.add_argument("--json", action="store_true", help="with --rehearse: one JSON document")
-    made.add_argument(
-        "--sbatch", action="store_true", help="write a Slurm job script from launch.batch and print its path"
-    )
-    made.add_argument("--submit", action="store_true", help="with --sbatch: submit the script too")
-    made.add_argument(
-        "--print", choices=("sbatch", "pbs", "k8s"), dest="template", help="print a job script or manifest for this run"
-    )
-    made.add_argument("-d", "--conf_dir", metavar="FOLDER", help="folder of the configuration files, as in GPT-NeoX")
-    made.add_argument("--logs", metavar="RUN", help="print the ranks' log files of a run directory, merged by time")
-    made.add_argument(
-        "--status", metavar="RUN", help="say where every rank of a running job is, and who waits for whom"
-    )
-    made.add_argument("--stacks", metavar="RUN", help="print the Python stack of every rank of a running job")
-    words = "a.yml ... key.path=value ..." if verb else "SCRIPT.py a.yml ... key.path=value ..."
-    made.add_argument("words", nargs=argparse.REMAINDER, metavar=words)
-    return made
 
 
 def main(argv: list[str], script: str | None = None) -> int:

@@ -101,8 +101,12 @@ def run(model: dict):
         ({"layers": "(rwkv7/rwkv7_ffn) x2", "rwkv7": {"head_dim": 16}}, "to-rwkv"),
         ({"layers": "(rwkv7/mlp) x2", "rwkv7": {"head_dim": 16}}, "no class of transformers computes rwkv7; .*to-rwkv"),
         (
+            {"layers": "gated_delta/mlp attention/mlp", "attention": {"heads": 4}, "gated_delta": {"heads": 4}},
+            "Qwen3_5ForCausalLM",
+        ),
+        (
             {"layers": "gated_delta/mlp attention/moe", "attention": {"heads": 4}, "gated_delta": {"heads": 4}},
-            "OlmoHybridForCausalLM",
+            "Qwen3NextForCausalLM",
         ),
         ({"layers": "(mamba moe) x2"}, "JambaForCausalLM"),
         ({"layers": "(mamba2 mlp) x2", "mlp": {"gated": True}}, "BambaForCausalLM"),

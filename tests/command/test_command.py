@@ -153,7 +153,7 @@ def test_completion(tmp_path):
     assert "pythia/160m" in completed("deepy train pythia/1", tmp_path)
     assert "optimizer.lr=" in completed("deepy config check a.yml optimizer.l", tmp_path)
     (tmp_path / "mine.yml").write_text("")
-    assert completed("deepy train min", tmp_path) == ["mine.yml"]
+    assert completed("deepy train mine", tmp_path) == ["mine.yml"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

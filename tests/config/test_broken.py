@@ -186,7 +186,7 @@ def test_all_mistakes_at_once(folder, capsys):
         "a.yml:3: training.steps = 'many'",
         "argument optimizer.lr=fast",
         "parallel.tensor = 3 (a.yml:4)",
-        "c.yml:2: zero.stage = 2",
+        "base.yml:5: model.attention.heads = 4",
     ):
         assert fragment in message, message
 

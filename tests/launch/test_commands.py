@@ -15,8 +15,9 @@ import yaml as pyyaml
 
 from megatron.config.registry import INSIDE, RUNNER, registry_of
 from megatron.config.sections.layout import LaunchSection
-from megatron.launch.command_line import main, overrides_of, parser
+from megatron.launch.command_line import main, overrides_of
 from megatron.launch.job.job_plan import make_plan, restarted
+from megatron.launch.options import parser
 from megatron.launch.runner import runner_of
 from megatron.launch.runners import torchrun
 from megatron.launch.wire.specification import Host, Specification, seat_in
