@@ -39,7 +39,7 @@ class Runner:
             starts the agents.
         program: must be installed where the launcher runs.
         here: it starts ranks on this machine only, and takes no hostfile.
-        needs_hostfile: it knows no hosts but those of a hostfile.
+        needs_hostfile: it only knows the hosts of a hostfile.
         hosts: finds the hosts where there is no hostfile. None: this machine.
         inside: why `auto` takes it in this environment. "" if it does not.
         restarts: it starts failed ranks again by itself.

@@ -113,9 +113,9 @@ BACKWARD_ATTENTION = 2.5  # times the forward pass: scores are made again (Dao 2
 OVERLAP = 0.8  # share of the computation with which communication overlaps
 OPTIMIZER_BYTES = 30  # per parameter: reads weight, gradient and moments, writes weight, moments and a 16-bit copy
 KERNELS = 12  # of a layer's forward pass, in addition to its products
-# Work of DeepSpeed's Python for each tensor of parameters, in launches: of a step, and of a micro-batch, in which ZeRO
-# 3 gathers, releases and reduces every tensor. Measured with the models of bench/plan_choice.py, in processor time. It
-# takes a CPU's time. On a GPU it runs next to the kernels, and counts if it takes longer (`_host`).
+# Work of DeepSpeed's Python for each tensor of parameters, in launches: of a step and of a micro-batch. In the latter
+# ZeRO 3 gathers, releases and reduces every tensor. Measured with the models of bench/plan_choice.py, in processor
+# time. It takes a CPU's time. On a GPU it runs next to the kernels, and counts if it takes longer (`_host`).
 HOOKS = {0: (0, 0), 1: (6, 0), 2: (0, 5), 3: (0, 50)}
 
 

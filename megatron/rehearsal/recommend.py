@@ -37,8 +37,8 @@ HEAD = """# Recommended layouts
 
 For every ready configuration: the fastest layout that `tools/plan.py` finds on 8 and on 64 H100 (one and eight hosts,
 InfiniBand NDR). A [rehearsal](planning.md#rehearsal) of one rank of each kind shows that it fits. A layout that takes
-more than 90 % of a device's memory is named only if it is 11 % faster than all that take less, which is the median
-error of the formulas' times. `memory` is the prediction, and the rehearsal's count with its allowance. A device has
+more than 90 % of a device's memory is named only if it is 11 % faster than all that take less. The median error of the
+formulas' times is 11 %. `memory` is the prediction, and the rehearsal's count with its allowance. A device has
 79.1 GiB. The formulas give tokens per second and MFU. [Planning](planning.md) says how far they can be trusted. Where a
 configuration sets no precision, it is bf16.
 

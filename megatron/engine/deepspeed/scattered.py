@@ -38,7 +38,7 @@ class Bucket:
         own: [n / ranks] the sums of this rank's part, fp32.
         size: n, elements of the flat tensor with its padding.
         group: the ranks that have the same parameters.
-        flat: [n] this rank's gradients, one behind the other; None where there are none yet.
+        flat: [n] this rank's gradients, one behind the other. None before the first one.
         seen: parameters that have a gradient in `flat`.
         missing: gradients that are still to come.
     """
@@ -184,7 +184,7 @@ class ScatteredGradients:
         return not getattr(parameter, "ds_pipe_replicated", False) and not (whole and self._mesh.tensor.rank)
 
     def _norm(self, parts: list[Tensor]) -> Tensor:
-        """Norm of the gradients of this stage's tensor parallel rank; DeepSpeed adds the others."""
+        """Norm of the gradients of this stage's tensor parallel rank. DeepSpeed adds the others."""
         squares = sum_of_squares(parts) if parts else self.buckets[0].own.new_zeros(())
         return all_reduce(squares, self._mesh.replicas).sqrt().view(1)
 

@@ -1,4 +1,4 @@
-"""Bases of our optimizers: those of torch without its compiler, and one that updates each element by itself.
+"""Bases of our optimizers: torch's own without its compiler, and one that updates each element by itself.
 
 Several methods of torch's base class, and `step` of its Adam, import torch._dynamo at their first call, to exclude
 themselves from torch.compile. That import costs each rank 2 to 4 seconds of its start and 100 MiB, also in runs that

@@ -131,8 +131,8 @@ class Muon(MatrixOptimizer):
         scale: see `factor`.
         per_head: treat each head of queries, keys and values as a matrix of its own, where a layer declares heads.
         polynomials: see `orthogonalize`.
-        dtype: of the Newton-Schulz iteration. bf16 suffices for training and is fastest, but a last digit of a gradient
-            may tip a rounding in it: two layouts of a run then differ by more than fp32 does.
+        dtype: of the Newton-Schulz iteration. bf16 suffices for training and is fastest. But a last digit of a gradient
+            may tip a rounding in it. Two layouts of a run then differ by more than in fp32.
 
     Raises:
         ValueError: a parameter of a matrix group is not a matrix.

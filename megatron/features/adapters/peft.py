@@ -91,7 +91,7 @@ def carried(
 
 
 def _rows(step: ConversionStep, base: Checkpoint) -> Form:
-    """The step's form of matrices [N, K] on both sides. Those of GPT-2's Conv1D are [K, N] there, peft's are not."""
+    """The step's form of matrices [N, K] on both sides. GPT-2's Conv1D has [K, N] there, peft [N, K]."""
     form = step.form
     shown = form.to_hf([torch.empty(base.tensors[name].shape[0], 1) for name in step.ours])
     if shown[0].shape[0] > 1:

@@ -220,7 +220,7 @@ class AlignHook(Hook):
         """Draw, judge and score the texts of a round. All ranks get the same.
 
         Returns:
-            The texts, and the mean reward of all problems of this level, also of those that were replaced.
+            The texts, and the mean reward of all problems of this level, replaced ones included.
         """
         own, count = self.own, self.size // self.own.group
         chosen, spare, hardest = list[Group](), list[Group](), list[float]()

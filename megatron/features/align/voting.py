@@ -42,7 +42,7 @@ def majority(answers: Sequence[str | Decimal | None]) -> int:
 
 
 def filled(template: str, tails: str, problem: str) -> str:
-    """A template with its parts. What a model has written is no template."""
+    """A template with its parts. Braces in a model's own text are kept."""
     return re.sub(r"\{(?:tails|problem)\}", lambda part: tails if part[0] == "{tails}" else problem, template)
 
 

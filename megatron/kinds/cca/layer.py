@@ -2,7 +2,7 @@
 key/value heads.
 
 Shapes: B samples, S positions, H hidden, n query heads, m key/value heads, D head_dim, C = (n + m) D compressed
-channels of queries and keys, heads of this rank unless said otherwise.
+channels of queries and keys. Heads are of this rank unless said otherwise.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 With decays by channel it is Kimi delta attention (Kimi Team 2025), with several updates per token Gated DeltaProduct.
 
 Shapes: B samples, S positions, H hidden, h heads of values with V channels, g heads of queries and keys with K channels
-(g divides h), heads of this rank unless said otherwise.
+(g divides h). Heads are of this rank unless said otherwise.
 """
 
 from __future__ import annotations
