@@ -203,7 +203,7 @@ class Question:
                     replicas = devices // (tensor * pipeline)
                     spreads = [each for each in divisors(replicas) if experts and experts % each == 0 and each <= 64]
                     for expert in spreads or [1]:
-                        for zero in stages if pipeline == 1 else stages[:2] if stages[0] == 0 else (1,):
+                        for zero in stages:
                             if zero != 3 or expert == 1:
                                 once = Candidate(tensor, pipeline, context, expert, zero, sequence=tensor > 1)
                                 several = STAGES_PER_RANK if pipeline > 1 else ()

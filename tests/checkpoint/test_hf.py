@@ -254,7 +254,7 @@ def test_their_own_refusal_is_passed_on():
         "residual": {"norm": "hybrid"},
     }
     with pytest.raises(CheckpointError, match="at least one attention layer"):
-        hf_config(run(model))
+        hf_config(run(model), "olmo_hybrid")
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ def test_why_not(llama):
     best = llama.plans[0].choice
     assert "it is the fastest" in why_not(asked, llama, {"tensor": best.tensor, "zero": best.zero})[0]
     assert "longer than the first" in why_not(asked, llama, {"tensor": 8})[0]
-    assert "refuses" in why_not(asked, llama, {"tensor": 1, "pipeline": 2, "zero": 3})[0]
+    assert "refuses" in why_not(asked, llama, {"tensor": 1, "pipeline": 2, "zero": 0})[0]
     assert "must be a multiple" in why_not(asked, llama, {"tensor": 3, "pipeline": 1})[0]
 
 

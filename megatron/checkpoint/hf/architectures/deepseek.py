@@ -132,7 +132,7 @@ def _read_shared(theirs: PreTrainedConfig) -> Found:
 
 def _write_shared(config: Config) -> dict[str, Any]:
     own = config.model.moe
-    return {"n_shared_experts": own.shared_size // own.hidden_size}
+    return {"n_shared_experts": own.shared_size // own.hidden_size if own.hidden_size else 0}
 
 
 SHARED_EXPERTS = Functions(_read_shared, _write_shared)
