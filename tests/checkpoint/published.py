@@ -23,6 +23,7 @@ TEMPLATE = (
 _QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_QWEN35 = _QWEN.replace(r"]?\p{L}+", r"]?[\p{L}\p{M}]+").replace(r" ?[^\s\p{L}\p{N}]", r" ?[^\s\p{L}\p{M}\p{N}]")
 _LLAMA3 = _QWEN.replace(r"\p{N}|", r"\p{N}{1,3}|")
 
 
@@ -33,7 +34,7 @@ def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 @cache
 def tokenizer_json(form: str) -> str:
-    """The text of a tokenizer.json, trained on real texts. `form`: one of FORMS."""
+    """The text of a tokenizer.json, trained on real texts. `form`: one of FORMS, or qwen3_5."""
     backend = Tokenizer(models.BPE(byte_fallback=form == "llama2", unk_token="<unk>" if form == "llama2" else None))
     special = ["<unk>", *SPECIAL] if form == "llama2" else list(SPECIAL)
     if form == "llama2":
@@ -45,8 +46,8 @@ def tokenizer_json(form: str) -> str:
         backend.normalizer = normalizers.NFC() if form == "neox" else None
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=form == "prefix")
     else:
-        backend.normalizer = normalizers.NFC() if form == "qwen" else None
-        backend.pre_tokenizer = _split(_QWEN if form == "qwen" else _LLAMA3)
+        backend.normalizer = None if form == "llama3" else normalizers.NFC()
+        backend.pre_tokenizer = _split({"qwen": _QWEN, "qwen3_5": _QWEN35, "llama3": _LLAMA3}[form])
     if form != "llama2":
         backend.decoder = decoders.ByteLevel()
     alphabet = [] if form == "llama2" else pre_tokenizers.ByteLevel.alphabet()
@@ -71,6 +72,9 @@ USUAL = {
     "gpt2": ("gpt2", "GPT2TokenizerFast"),
     "qwen2": ("qwen", "Qwen2Tokenizer"),
     "qwen3": ("qwen", "Qwen2Tokenizer"),
+    "qwen3_next": ("qwen", "Qwen2Tokenizer"),
+    "qwen3_5_text": ("qwen3_5", "Qwen3_5Tokenizer"),
+    "qwen3_5_moe_text": ("qwen3_5", "Qwen3_5Tokenizer"),
     "qwen2_moe": ("qwen", "Qwen2Tokenizer"),
     "qwen3_moe": ("qwen", "Qwen2Tokenizer"),
     "mistral": ("llama2", "LlamaTokenizerFast"),

@@ -267,7 +267,7 @@ def test_words_for_types():
         "training.steps": "a whole number in [0, 1000000000000]",
         "model.dropout": "a number in [0, 1)",
         "optimizer.betas": "a list of 2 numbers",
-        "parallel.pipeline_split": "one of uniform, parameters or a list of whole numbers",
+        "parallel.pipeline_split": "one of uniform, parameters, flops or a list of whole numbers",
         "data.split": "a list of numbers",
     }
 
