@@ -20,11 +20,11 @@ from megatron.config.source.arguments import ArgumentError, Arguments, split
 from megatron.installation import code_now, code_version, root
 from megatron.worker.rendezvous import SECRET
 
+from .. import options
 from ..launcher.launcher import LauncherSettings
 from ..report import forwarding
 from ..wire.protocol import Command
 from ..wire.specification import Specification
-from . import settings as options
 from .hosts import HostError, RunnerChoice, choose_runner, some_hosts
 from .settings import launch_section, registry_for
 
