@@ -38,7 +38,8 @@ def gpu_script(folder: Path, page: Path, python: str | None = None, **more: str)
     """Args:
     python: a script in the place of `python3`.
     """
-    environment = {**os.environ, "DEVICE": "cpu", "SHAPES": "tiny llama-tiny", "CHOICES": "", "CHOICE_SHAPE": "tiny"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment |= {"DEVICE": "cpu", "SHAPES": "tiny llama-tiny", "CHOICES": "", "CHOICE_SHAPE": "tiny"}
     environment |= {"SEQUENCE": "32", "ROUNDS": "1", "PAGE": str(page), "OMP_NUM_THREADS": "1"}
     environment |= {"ROW": json.dumps(ROW), "ASKED": str(folder / "asked"), **more}
     if python is not None:

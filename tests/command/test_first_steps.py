@@ -17,7 +17,7 @@ from megatron.config.schema import lookup
 from megatron.config.source.structure import ELSEWHERE
 from megatron.installation import configuration_names
 from megatron.launch import command_line
-from megatron.launch.job import settings
+from megatron.launch import options
 from megatron.worker.job import read_job
 from tests.data.make import write_sizes
 from tests.paths import ROOT
@@ -52,7 +52,7 @@ def test_mistakes_name_what_was_meant(words, said, capsys, tmp_path, monkeypatch
 def test_names_of_others_stand_for_keys_and_options():
     for meant in ELSEWHERE.values():
         assert all(lookup(tuple(each.split("."))) for each in meant.split(" or ")), meant
-    assert set(settings.ELSEWHERE.values()) <= set(settings.NAMES)
+    assert set(options.ELSEWHERE.values()) <= set(options.NAMES)
 
 
 def test_list_has_every_ready_configuration(capsys):
