@@ -16,8 +16,7 @@ from megatron.config.problems import UserError
 from megatron.config.schema import lookup
 from megatron.config.source.structure import ELSEWHERE
 from megatron.installation import configuration_names
-from megatron.launch import command_line
-from megatron.launch import options
+from megatron.launch import command_line, options
 from megatron.worker.job import read_job
 from tests.data.make import write_sizes
 from tests.paths import ROOT
