@@ -25,6 +25,16 @@ def worst(found, expected) -> Measured:
     return Measured(np.max(np.abs(np.array(found) / np.array(expected) - 1.0)))
 
 
+def one_token_apart(case: Case, moved: np.ndarray) -> bool:
+    """Whether corrections of a 16-bit run differ by what one token makes that rounding sends to another expert.
+
+    A step adds the sign of mean - count times a rate. Two counts may come over the mean, or onto it. Counts that are
+    not summed over ranks would be wrong for most experts.
+    """
+    rate = case.plain["model"]["moe"]["router"].get("correction_rate", 1e-3)
+    return case.plain.get("precision") == "bf16" and float(np.abs(moved).sum()) < 2.1 * rate
+
+
 def compare(case: Case) -> None:
     """Within the bounds of the recipe, and some times what rounding does to one process: ten times for a single number,
     whose rounding may happen to be small (a tensor of one element is one, too); five times for a larger tensor, in
@@ -43,6 +53,8 @@ def compare(case: Case) -> None:
     for name, values in weights.items():
         change = np.linalg.norm(expected.weights[name] - begin[name])
         assert change > 0, f"{name} did not learn, so this proves nothing of it"
+        if name.endswith("router.correction") and one_token_apart(case, values - expected.weights[name]):
+            continue
         error = np.linalg.norm(values - expected.weights[name])
         times = 10 if len(values) == 1 else 5
         spread, size = times * np.linalg.norm(exact.weights[name] - expected.weights[name]), np.linalg.norm(values)
