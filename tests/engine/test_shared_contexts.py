@@ -22,6 +22,8 @@ LAYERS = {str(each["model"].get("layers")): name for name, each in MATRIX["archi
 class OneProcess:
     """What reads on without an engine."""
 
+    config: Any = None  # nobody asks here
+
     def __init__(self, model: Model) -> None:
         self.model, self.passes = model, 0
 

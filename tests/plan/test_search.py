@@ -262,7 +262,7 @@ def test_pythons_work_at_zero_3_is_in_the_step():
 def test_rows_of_a_table_differ_in_their_axes(llama):
     """Of sequences that ranks share, with and without matrices; of others nobody reads of that."""
     long = question({**LLAMA, "training": {**LLAMA["training"], "sequence_length": 2**15}}).answers()
-    lines = text(long, shown=100).splitlines()
+    lines = text(long, shown=1000).splitlines()
     first = next(number for number, line in enumerate(lines) if "pipeline" in line)
     header, rows = lines[first], lines[first + 1 : lines.index("", first)]
     axes = slice(header.index("tensor"), header.index("ZeRO") + len("ZeRO"))
