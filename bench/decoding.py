@@ -14,8 +14,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from bench.contenders import SHAPES, Setup, configuration, has, twin
+from bench.contenders import has, twin
 from bench.runner import Result, compare, comparison, in_turns, share, timed
+from bench.setup import SHAPES, Setup, configuration
 
 Prompts = list[list[int]]
 TIES = 0.1  # share of continuations that may differ, since rounding chooses between equally likely tokens

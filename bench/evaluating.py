@@ -18,8 +18,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.contenders import SHAPES, Ours, Setup, configuration, has, twin
+from bench.contenders import Ours, has, twin
 from bench.runner import Result, compare, comparison, in_folder, in_turns, share, timed
+from bench.setup import SHAPES, Setup, configuration
 from bench.tokenize import train_tokenizer
 
 PEER = "lm_eval, hf"

@@ -17,10 +17,11 @@ import argparse
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from bench.contenders import Ours, Setup, Transformers, flops_per_token, recipe
+from bench.contenders import Ours, Transformers
 from bench.processor import PRODUCTS, Products
 from bench.remote import CHECKED_STEPS, TOLERANCE, check_equal, rounds_of, started
 from bench.runner import Result, add_shares, compare, comparison, share
+from bench.setup import Setup, flops_per_token, recipe
 
 if TYPE_CHECKING:
     from torch import nn

@@ -10,7 +10,7 @@ import torch
 from megatron.data.sample import documents_and_positions
 
 if TYPE_CHECKING:
-    from bench.contenders import Setup
+    from bench.setup import Setup
 
 TOKENS = 500  # of a document, on average
 

@@ -11,8 +11,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from bench.contenders import Contender, Setup, serve
+from bench.contenders import Contender, serve
 from bench.runner import Mismatch
+from bench.setup import Setup
 
 # Relative, of losses and gradient norms in the first steps. In bf16 a loss is a mean of fp32 numbers over all tokens,
 # so it must be closer than one unit in the last of bf16's places.

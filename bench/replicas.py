@@ -16,10 +16,11 @@ import statistics
 import tempfile
 from typing import Any
 
-from bench.contenders import SHAPES, Contender, Ours, Setup, Transformers, configuration, flops_per_token
+from bench.contenders import Contender, Ours, Transformers
 from bench.processor import PRODUCTS, Products
 from bench.remote import CHECKED_STEPS, TOLERANCE, Remote, check_equal
 from bench.runner import Result, add_shares, compare, comparison, share
+from bench.setup import SHAPES, Setup, configuration, flops_per_token
 
 OURS, APART, PEER = "ours", "ours, each by itself", "transformers, DistributedDataParallel"
 

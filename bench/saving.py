@@ -15,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.contenders import SHAPES, Ours, Setup
+from bench.contenders import Ours
 from bench.runner import Result, compare, comparison, in_folder, share, timed
+from bench.setup import SHAPES, Setup
 
 SAVE, RESUME = "save", "resume"
 

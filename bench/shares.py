@@ -18,9 +18,10 @@ from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from bench.contenders import CONTENDERS, SHAPES, Setup, has
+from bench.contenders import CONTENDERS, has
 from bench.processor import processor
 from bench.runner import Result, grid, share
+from bench.setup import SHAPES, Setup
 
 FIRST = 2  # steps before the counted ones
 OUTSIDE = "no operation"

@@ -25,10 +25,11 @@ from unittest import mock
 
 import yaml
 
-from bench.contenders import CONTENDERS, SHAPES, USUAL, Setup, configuration, flops_per_token, has
+from bench.contenders import CONTENDERS, USUAL, has
 from bench.processor import PRODUCTS, Products
 from bench.remote import TOLERANCE, check_equal, first_steps, rounds_of, started
 from bench.runner import Comparison, Result, add_shares, compare, comparison, share
+from bench.setup import SHAPES, Setup, configuration, flops_per_token
 from megatron.config.problems import UserError
 
 COMPILED = {

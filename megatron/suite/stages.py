@@ -309,7 +309,7 @@ def _stage(
     given: Mapping[str, Any],
     common: dict[str, Any],
     places: Mapping[str, str],
-    beside: Path,
+    source: Path,
     tell: Callable[[str, str], None],
 ) -> Stage:
     filler = _Filler(places, folder, tell)
@@ -321,7 +321,7 @@ def _stage(
     if "run" in given:
         words = _command(given, filler, tell)
     else:
-        files = tuple(_files(given["files"], beside, tell))
+        files = tuple(_files(given["files"], source, tell))
         verb = given.get("verb", "train")
         if verb not in VERBS:
             tell(f"verb must be {' or '.join(VERBS)}", "correct it")
@@ -378,13 +378,13 @@ def _command(given: Mapping[str, Any], filler: _Filler, tell: Callable[[str, str
     return tuple(map(filler.text, words))
 
 
-def _files(given: Any, beside: Path, tell: Callable[[str, str], None]) -> Iterator[str]:
+def _files(given: Any, source: Path, tell: Callable[[str, str], None]) -> Iterator[str]:
     listed = [given] if isinstance(given, str) else given
     if not isinstance(listed, list) or not listed or not all(isinstance(each, str) and each for each in listed):
         tell("files must be a configuration file, or a list of them", "files: [a.yml]")
         return
     for each in listed:
-        path = _file(each, beside)
+        path = _file(each, source)
         if path is None:
             tell(f"must name configuration files that exist, and {each!r} does not", "correct the path")
         yield path or each
@@ -403,5 +403,5 @@ def _keys(given: Mapping[str, Any], common: dict[str, Any], tell: Callable[[str,
     return keys
 
 
-def _file(word: str, beside: Path) -> str | None:
-    return str(beside / word) if (beside / word).is_file() else configuration_file(word)
+def _file(word: str, source: Path) -> str | None:
+    return str(source / word) if (source / word).is_file() else configuration_file(word)

@@ -6,8 +6,9 @@ import time
 
 import pytest
 
-from bench.contenders import SHAPES, Setup, configuration, has
+from bench.contenders import has
 from bench.crossover import KINDS, crossover, model_of, speeds
+from bench.setup import SHAPES, Setup, configuration
 
 
 def test_crossover_is_between_the_lengths_that_enclose_it():

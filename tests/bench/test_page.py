@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from bench import page
-from bench.contenders import Setup, configuration, flops_per_token
 from bench.evaluating import PEER, QUESTIONS, TOLERANCE, check_equal
 from bench.page import ROWS, TABLES, Kept, Row
 from bench.processor import Products
 from bench.runner import add_shares, compare, in_turns, markdown, parser_of, run
+from bench.setup import Setup, configuration, flops_per_token
 from bench.train_step import compared
 
 ROOT = Path(__file__).parents[2]

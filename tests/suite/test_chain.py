@@ -171,32 +171,32 @@ def test_stages_are_done_once_and_from_what_they_name(tmp_path):
     stages["two"] = {"run": f"python {script} {{here}} {{one}}/a"}
     chain = read_chain(written(tmp_path, stages))
     assert chain is not None and chain.stages[1].parents == ("one",)
-    told: list[str] = []
+    lines: list[str] = []
     (chain.folder / "one").mkdir(parents=True)
     (chain.folder / "one/mine").write_text("not a stage's")
     with pytest.raises(UserError, match="must not exist: no stage has made it"):
-        chain.launch(told.append)
+        chain.launch(lines.append)
     shutil.rmtree(chain.folder)
-    assert chain.launch(told.append) == "one" and "failed with status 1" in told[-1]
+    assert chain.launch(lines.append) == "one" and "failed with status 1" in lines[-1]
     assert chain.state(chain.stages[0]) == "begun"
     (tmp_path / "input").write_text("x")
-    assert chain.launch(told.append) is None and (chain.folder / "two/a").read_text() == "x"
-    count = len(told)
-    assert chain.launch(told.append) is None and len(told) == count
+    assert chain.launch(lines.append) is None and (chain.folder / "two/a").read_text() == "x"
+    count = len(lines)
+    assert chain.launch(lines.append) is None and len(lines) == count
     (chain.folder / "one/stage.json").write_text(json.dumps(json.loads(chain.stages[0].manifest.read_text())))
     with pytest.raises(UserError, match="was made with other parents"):
-        chain.launch(told.append)
+        chain.launch(lines.append)
     shutil.rmtree(chain.folder / "one")
     shutil.rmtree(chain.folder / "two")
-    assert chain.launch(told.append) is None
+    assert chain.launch(lines.append) is None
     shutil.rmtree(chain.folder / "two")
     (chain.folder / "one/a").write_text("y")
     with pytest.raises(UserError, match="one/a must be as .* says, and has changed since"):
-        chain.launch(told.append)
+        chain.launch(lines.append)
     other = read_chain(written(tmp_path, {"one": {"run": f"python {script} {{here}} /etc/hostname"}}))
     assert other is not None
     with pytest.raises(UserError, match="was made with other command"):
-        other.launch(told.append)
+        other.launch(lines.append)
 
 
 def test_a_training_that_stopped_is_no_parent_and_does_not_resume_after_a_change(tmp_path, monkeypatch):
@@ -205,18 +205,18 @@ def test_a_training_that_stopped_is_no_parent_and_does_not_resume_after_a_change
     keys |= {"data.synthetic": "copy"}
     chain = read_chain(written(tmp_path, {"a": {"files": "base.yml", "set": keys}}))
     assert chain is not None
-    told, step = list[str](), 1
+    lines, step = list[str](), 1
     monkeypatch.setattr(Chain, "_run", lambda *_: 0)
     monkeypatch.setattr(store, "find_checkpoint", lambda _: Path(f"step_{step:08d}"))
-    assert chain.launch(told.append) == "a" and "has stopped after 1 of 3 steps" in told[-1]
+    assert chain.launch(lines.append) == "a" and "has stopped after 1 of 3 steps" in lines[-1]
     assert chain.state(chain.stages[0]) == "begun"
     other = read_chain(written(tmp_path, {"a": {"files": "base.yml", "set": {**keys, "training.steps": 2}}}))
     assert other is not None
     with pytest.raises(UserError, match="was made with other command"):
-        other.launch(told.append)
+        other.launch(lines.append)
     step = 3
     (chain.folder / "a/config.yml").touch()
-    assert chain.launch(told.append) is None and chain.state(chain.stages[0]) == "done"
+    assert chain.launch(lines.append) is None and chain.state(chain.stages[0]) == "done"
 
 
 def test_one_process_does_the_stages_of_a_folder(tmp_path):
