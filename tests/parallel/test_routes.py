@@ -9,6 +9,7 @@ from torch.distributed.distributed_c10d import ProcessGroup
 
 from megatron.config.arithmetic.algorithm_table import (
     BACKEND,
+    DOUBLING,
     LEVELS,
     OPERATIONS,
     RECURSIVE,
@@ -20,10 +21,11 @@ from megatron.config.arithmetic.algorithm_table import (
     candidates,
 )
 from megatron.parallel.layout.layout import Layout
-from megatron.parallel.layout.mesh import Mesh
+from megatron.parallel.layout.mesh import ALONE, Axis, Mesh
 from megatron.parallel.messages.account import METHODS, Recorder
 from megatron.parallel.messages.traffic import crossing_bytes
-from megatron.parallel.transport.hierarchy import places_by_host
+from megatron.parallel.transport import hierarchy
+from megatron.parallel.transport.hierarchy import HostGrid, places_by_host
 from megatron.parallel.transport.routes import Router, Routes, groups_of
 from tests.workers import run
 
@@ -153,7 +155,7 @@ def test_what_is_sent_goes_through_the_levels(told):
 def test_bytes_to_other_hosts(told):
     """Of all ranks: a block of b crosses n - 1 times in a gather or scatter over n hosts, and twice that in a sum."""
     for hosts, count in (("2x2", 2), ("2x2 in turns", 2), ("4x1", 4)):
-        for algorithm in LEVELS:
+        for algorithm in (TWO_LEVEL, RING, RECURSIVE):
             found = sum(each[hosts, algorithm, "torch.float32"]["crossing"] for each in told)
             padded = 37 if algorithm == TWO_LEVEL and count == 4 else 38 if algorithm == TWO_LEVEL else 40
             gather, scatters, sums = RANKS * 24, 2 * 24, 24 + 2 * padded
@@ -161,6 +163,37 @@ def test_bytes_to_other_hosts(told):
             exchange = RANKS * 24 * (RANKS - RANKS // count) // RANKS
             # a sum of 37 in four parts is no whole number of bytes per rank: each is rounded
             assert found == pytest.approx(2 * 4 * (elements + exchange), abs=2 * 2 * RANKS), (hosts, algorithm)
+
+
+def test_doubling_sends_whole_parts_to_log_n_hosts(told):
+    """M bytes on n hosts of l ranks: M / l in each of log n sends of a rank, and nothing else between hosts."""
+    whole = 2 * 4 * (24 + 2 * 37)  # `results` twice; three sums
+    for hosts, n, size in (("4x1", 4, whole), ("2x2", 2, 2 * 4 * (24 + 2 * 38) // 2)):
+        for each in told:
+            found = each[hosts, DOUBLING, "torch.float32"]["sent"]
+            sends = 2 * 3 * (n.bit_length() - 1)
+            assert sum(at[0] for (name, *_, kind), at in found.items() if kind == "send") == sends, hosts
+            assert sum(at[1] for (*_, kind), at in found.items() if kind == "send") == size * (n.bit_length() - 1)
+            assert {kind for (name, *_, kind) in found if name.endswith("between")} == {"send", "recv"}
+
+
+def tree(terms: list[torch.Tensor]) -> torch.Tensor:
+    """((0 + 1) + (2 + 3)) + ..., with the terms beyond a power of two added to the first ones before."""
+    even = 1 << len(terms).bit_length() - 1
+    folded = [each + terms[at + even] if at + even < len(terms) else each for at, each in enumerate(terms[:even])]
+    while len(folded) > 1:
+        folded = [a + b for a, b in zip(folded[::2], folded[1::2])]
+    return folded[0]
+
+
+def hosts_beyond_a_power_of_two(told: dict) -> None:
+    """Sums over 3, 5, 6, 7 and 8 hosts of one rank."""
+    for n in (3, 5, 6, 7, 8):
+        group = dist.new_group(list(range(n)))
+        if (rank := dist.get_rank()) < n:
+            x, axis = own(37, torch.bfloat16), Axis(rank, n, group, tuple(range(n)))
+            hierarchy.all_reduce(x, HostGrid(ALONE, axis, None), DOUBLING, dist.ReduceOp.SUM)
+            told["folded", n] = torch.equal(x, tree(list(everyones(37, torch.bfloat16, n))))
 
 
 def eight_ranks() -> dict:
@@ -192,6 +225,7 @@ def eight_ranks() -> dict:
                     "crossing": crossing,
                 }
             recorder.remove()
+    hosts_beyond_a_power_of_two(told)
     return told
 
 
@@ -211,6 +245,9 @@ def test_three_levels():
     """Gathers and maxima are the backend's; sums are near, alike on all ranks and alike again. Of 40 numbers an
     all-gather crosses to the other host once, half of all."""
     told = run(EIGHT, eight_ranks)
+    for rank, each in enumerate(told):
+        folded = {at: each.pop(at) for at in list(each) if at[0] == "folded"}
+        assert folded == {("folded", n): True for n in (3, 5, 6, 7, 8) if rank < n}, "the bits of the fixed tree"
     for case, first in told[0].items():
         for each in told:
             assert each[case]["bitwise"] and each[case]["again"] and each[case]["off"] <= 1, case

@@ -18,7 +18,8 @@ from ..problems import counted
 BACKEND = "backend"  # what the group does without a table
 OTHER = "backend:"  # and the name of another backend
 TWO_LEVEL, RING, RECURSIVE = "two_level", "two_level_ring", "two_level_recursive"
-LEVELS = (TWO_LEVEL, RING, RECURSIVE)
+DOUBLING = "two_level_doubling"  # of all-reduces only
+LEVELS = (TWO_LEVEL, RING, RECURSIVE, DOUBLING)
 # Among pairs first, and then the second name among the others.
 THREE = {f"three{name.removeprefix('two')}": name for name in LEVELS}
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -38,6 +39,7 @@ def candidates(operation: str, hosts: int, pairs: bool = True) -> tuple[str, ...
     two: tuple[str, ...] = (TWO_LEVEL,)
     if operation != "all_to_all":
         two = (TWO_LEVEL, RING) + ((RECURSIVE,) if hosts & (hosts - 1) == 0 else ())
+        two += (DOUBLING,) if operation == "all_reduce" else ()
     return (BACKEND, *two) + (tuple(name for name, base in THREE.items() if base in two) if pairs else ())
 
 

@@ -4,7 +4,8 @@ On n hosts with l ranks each, an all-gather first gathers the blocks of the rank
 these n blocks inside the host. A reduce-scatter is the reverse, and an all-reduce is one after the other. So a host
 receives each block once, where a ring through all ranks passes all blocks through every host (PCCL, arXiv 2504.18658).
 Between hosts the algorithm is the backend's, a ring, or recursive doubling and halving (Thakur et al. 2005,
-"Optimization of collective communication operations in MPICH"), whose number of messages is logarithmic.
+"Optimization of collective communication operations in MPICH"), whose number of messages is logarithmic. An all-reduce
+may also exchange whole parts with log n hosts in turn (NVRAR, arXiv 2511.09557): half the messages, for small sizes.
 
 In three levels, a host is a pair of ranks with the fastest link. The ranks at the same place of each pair do the same
 again among the real hosts, with the grid `outer`.
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.config.arithmetic.algorithm_table import RECURSIVE, TWO_LEVEL
+from megatron.config.arithmetic.algorithm_table import DOUBLING, RECURSIVE, TWO_LEVEL
 
 from ..layout.mesh import ALONE, Axis
 from ..messages.account import LEVELS
@@ -137,7 +138,7 @@ def reduce_scatter(part: Tensor, whole: Tensor, grid: HostGrid, algorithm: str, 
 def all_reduce(x: Tensor, grid: HostGrid, algorithm: str, op: dist.ReduceOp.RedOpType) -> None:
     """x becomes the sum over all ranks, in place. Parts are padded to equal sizes."""
     n, inner = grid.between.size, grid.inside.size
-    parts = inner if algorithm == TWO_LEVEL or grid.outer else inner * n
+    parts = inner if algorithm in (TWO_LEVEL, DOUBLING) or grid.outer else inner * n
     flat = x.view(-1)
     size = -(-flat.numel() // parts) * parts
     work = flat if size == flat.numel() else torch.cat([flat, flat.new_zeros(size - flat.numel())])
@@ -149,6 +150,8 @@ def all_reduce(x: Tensor, grid: HostGrid, algorithm: str, op: dist.ReduceOp.RedO
         all_reduce(piece, grid.outer, algorithm, op)
     elif algorithm == TWO_LEVEL:
         dist.all_reduce(piece, op=op, group=grid.between.group)
+    elif algorithm == DOUBLING:
+        _sum_between(piece, grid.between, COMBINE[op])
     else:
         block = piece.new_empty(piece.numel() // n)
         _reduce_between(block, piece, grid, algorithm, op)
@@ -246,11 +249,35 @@ def _reduce_between(part: Tensor, whole: Tensor, grid: HostGrid, algorithm: str,
     part.copy_(blocks[rank])
 
 
-def _swap(send: Tensor, receive: Tensor, to: int, source: int, axis: Axis) -> None:
+def doubling(n: int, rank: int) -> list[tuple[int | None, int | None]]:
+    """(to, from) of each message of a rank in the sum by recursive doubling over n hosts.
+
+    The hosts beyond a power of two give their parts to others first, and get the sum at the end.
+    """
+    even = 1 << n.bit_length() - 1
+    if rank >= even:
+        return [(rank - even, None), (None, rank - even)]
+    steps: list[tuple[int | None, int | None]] = [(rank ^ 1 << at,) * 2 for at in range(even.bit_length() - 1)]
+    return [(None, rank + even), *steps, (rank + even, None)] if rank + even < n else steps
+
+
+def _sum_between(part: Tensor, axis: Axis, combine: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """`part` becomes its sum over `between`, in place. Both ends of an exchange add the same two numbers, so all ranks
+    have the same bits."""
+    got, given = torch.empty_like(part), False
+    for to, source in doubling(axis.size, axis.rank):
+        _swap(part, got, to, source, axis)
+        if source is not None:
+            part.copy_(got if given else combine(part, got))
+        given = source is None
+
+
+def _swap(send: Tensor, receive: Tensor, to: int | None, source: int | None, axis: Axis) -> None:
     """Send to one rank of the axis while another one's message arrives."""
-    ends = [
-        dist.P2POp(dist.isend, send, group=axis.group, group_peer=to),
-        dist.P2POp(dist.irecv, receive, group=axis.group, group_peer=source),
-    ]
+    ends = []
+    if to is not None:
+        ends.append(dist.P2POp(dist.isend, send, group=axis.group, group_peer=to))
+    if source is not None:
+        ends.append(dist.P2POp(dist.irecv, receive, group=axis.group, group_peer=source))
     for work in dist.batch_isend_irecv(ends):
         work.wait()

@@ -7,7 +7,8 @@ Of S bytes over n hosts with l ranks each, in elements that are padded to whole 
     all-to-all       S inside, then S between hosts
 Between hosts T bytes are one message of the backend, or n - 1 sends of T / n in a ring, or with recursive doubling and
 halving sends of T / n, 2 T / n, 4 T / n, ... to log n ranks (`hierarchy`). In three levels what is between pairs is
-done in hosts by the same formulas. Small all-gathers that are joined first are one of their sum.
+done in hosts by the same formulas. Small all-gathers that are joined first are one of their sum. An all-reduce by
+doubling sends T / l whole to each of log n ranks.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from megatron.config.arithmetic.algorithm_table import BACKEND, OPERATIONS, RECURSIVE, TWO_LEVEL
+from megatron.config.arithmetic.algorithm_table import BACKEND, DOUBLING, OPERATIONS, RECURSIVE, TWO_LEVEL
 
 from ...parallel.layout.layout import Layout
 from ...parallel.layout.mesh import Axis
 from ...parallel.messages.account import group_name, pair_name
 from ...parallel.messages.traffic import LATER, SIZES, SPLIT, Call, Messages, Tally
-from ...parallel.transport.hierarchy import BETWEEN, INSIDE, PAIR, HostGrid
+from ...parallel.transport.hierarchy import BETWEEN, INSIDE, PAIR, HostGrid, doubling
 from ...parallel.transport.routes import Routes, Way, groups_of
 
 ENDS = ("send", "recv")
@@ -54,10 +55,11 @@ def parts(operation: str, grid: HostGrid, algorithm: str, size: int, width: int)
         yield from _inside(operation, grid, size)
         yield from _between(operation, grid, TWO_LEVEL, size, width)
     else:
-        whole = inner if algorithm == TWO_LEVEL or grid.outer else inner * grid.between.size
+        uncut = algorithm in (TWO_LEVEL, DOUBLING) or grid.outer is not None
+        whole = inner if uncut else inner * grid.between.size
         padded = -(-size // (whole * width)) * whole * width
         yield from _inside("reduce_scatter", grid, padded)
-        if algorithm == TWO_LEVEL or grid.outer:
+        if uncut:
             yield from _between(operation, grid, algorithm, padded // inner, width)
         else:
             yield from _between("reduce_scatter", grid, algorithm, padded // inner, width)
@@ -78,14 +80,17 @@ def _between(operation: str, grid: HostGrid, algorithm: str, size: int, width: i
     elif algorithm == TWO_LEVEL:
         yield Part(BETWEEN, axis.ranks, operation, size)
     else:
-        for to, source, bytes_ in _swaps(operation, axis, algorithm, size // axis.size):
+        for to, source, bytes_ in _swaps(axis, algorithm, size):
             for peer, end in ((to, "send"), (source, "recv")):
-                yield Part(BETWEEN, (axis.ranks[peer],), end, bytes_)
+                if peer is not None:
+                    yield Part(BETWEEN, (axis.ranks[peer],), end, bytes_)
 
 
-def _swaps(operation: str, axis: Axis, algorithm: str, block: int) -> list[tuple[int, int, int]]:
-    """(to, from, bytes) of a rank's messages, of either operation: recursive halving is doubling from its end."""
-    n, rank = axis.size, axis.rank
+def _swaps(axis: Axis, algorithm: str, size: int) -> list[tuple[int | None, int | None, int]]:
+    """(to, from, bytes) of a rank's messages, of any operation: recursive halving is doubling from its end."""
+    n, rank, block = axis.size, axis.rank, size // axis.size
+    if algorithm == DOUBLING:
+        return [(to, source, size) for to, source in doubling(n, rank)]
     if algorithm == RECURSIVE:
         return [(rank ^ 1 << at, rank ^ 1 << at, block << at) for at in range(n.bit_length() - 1)]
     return [((rank + 1) % n, (rank - 1) % n, block)] * (n - 1)
