@@ -163,6 +163,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "gpt_oss": "megatron.checkpoint.hf.architectures.experts:GPT_OSS",
         "seed_oss": "megatron.checkpoint.hf.architectures.llama:SEED_OSS",
         "arcee": "megatron.checkpoint.hf.architectures.llama:ARCEE",
+        "apertus": "megatron.checkpoint.hf.architectures.llama:APERTUS",
         "olmo": "megatron.checkpoint.hf.architectures.llama:OLMO",
         "ernie4_5": "megatron.checkpoint.hf.architectures.llama:ERNIE4_5",
         "helium": "megatron.checkpoint.hf.architectures.llama:HELIUM",

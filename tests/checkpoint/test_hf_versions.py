@@ -104,6 +104,10 @@ _PLAIN = {"activation": "gelu_tanh", "hidden_size": 48, "bias": True}
 BOTH |= {
     "seed_oss": rotary({**LLAMA, "attention": {**_HEADS, "qkv_bias": True}}, base=300.0),
     "arcee": rotary({**LLAMA, "mlp": {"gated": False, "activation": "relu2", "hidden_size": 40}}, base=300.0),
+    "apertus": {
+        **rotary({**LLAMA, "attention": {**_HEADS, "qk_norm": "head"}}, base=300.0),
+        "mlp": {"activation": "xielu", "hidden_size": 40},
+    },
     "olmo": rotary({**LLAMA, "norm": {"type": "nonparametric"}}, base=300.0),
     "ernie4_5": rotary(LLAMA, base=300.0),
     "helium": rotary(LLAMA, base=300.0),

@@ -104,7 +104,8 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> Measured:
 
 def hf_gradients(theirs: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
     architecture = architecture_of(theirs.config)
-    gradients = on_disk({name: p.grad for name, p in theirs.named_parameters()}, theirs.config.model_type)
+    tensors = {**dict(theirs.named_buffers()), **{name: p.grad for name, p in theirs.named_parameters()}}
+    gradients = on_disk(tensors, theirs.config.model_type)
     return {architecture.canonical(name): gradient for name, gradient in gradients.items()}
 
 

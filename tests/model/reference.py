@@ -120,6 +120,9 @@ class Reference:
         return collapsed, output, mix
 
     def mlp(self, x: Tensor, name: str, own) -> Tensor:
+        if own.activation == "xielu":
+            alphas = (self.weights[f"{name}.{each}"] for each in ("alpha_p", "alpha_n"))
+            grown, bent = (start + torch.log1p(torch.exp(each)) for start, each in zip((0, 0.5), alphas))
         activation = {
             "gelu": lambda z: z * 0.5 * (1 + torch.erf(z / math.sqrt(2))),
             "gelu_tanh": lambda z: 0.5 * z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
@@ -128,6 +131,7 @@ class Reference:
             "relu2": lambda z: z.clamp_min(0) ** 2,
             "identity": lambda z: z,
             "quick_gelu": lambda z: z / (1 + torch.exp(-1.702 * z)),
+            "xielu": lambda z: 0.5 * z + torch.where(z > 0, grown * z * z, bent * (torch.exp(z.clamp_max(0)) - 1 - z)),
         }[own.activation]
         if not own.gated:
             return self.linear(activation(self.linear(x, f"{name}.up")), f"{name}.down")

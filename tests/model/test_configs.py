@@ -85,6 +85,7 @@ PUBLISHED = {
     "cohere/command_r": 34_980_831_232,
     "ernie4_5/0.3b": 360_748_032,
     "olmo/7b": 6_888_095_744,
+    "apertus/8b": 8_053_338_176,
 }
 NON_EMBEDDING = {  # of the Pythia paper's table
     "pythia/70m": 18_915_328,
@@ -223,6 +224,7 @@ THEIRS |= {  # the sizes that their classes have by default
     "cohere/command_r": hf.CohereConfig(),
     "ernie4_5/0.3b": hf.Ernie4_5Config(),
     "olmo/7b": hf.OlmoConfig(),
+    "apertus/8b": hf.ApertusConfig(num_key_value_heads=8, intermediate_size=21504),
 }
 THEIRS["nemotron_h/8b"] = hf.NemotronHConfig(
     hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"

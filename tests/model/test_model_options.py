@@ -86,7 +86,7 @@ OPTIONS = {
     "tied head with bias": {"embedding": {"tied": True}, "head": {"bias": True}},
 } | {
     f"{activation}{' gated' if gated else ''}": {"mlp": {"activation": activation, "gated": gated}}
-    for activation in ("gelu", "gelu_tanh", "silu", "relu", "relu2", "identity", "quick_gelu")
+    for activation in ("gelu", "gelu_tanh", "silu", "relu", "relu2", "identity", "quick_gelu", "xielu")
     for gated in (False, True)
 }
 

@@ -155,6 +155,10 @@ CASES |= {
     ),
     "arcee": hf.ArceeConfig(**LLAMA_LIKE, bos_token_id=None, eos_token_id=1),
     "arcee biases": hf.ArceeConfig(**LLAMA_LIKE, attention_bias=True, mlp_bias=True, bos_token_id=None, eos_token_id=1),
+    "apertus": hf.ApertusConfig(**LLAMA_LIKE, pad_token_id=None),
+    "apertus biases, silu": hf.ApertusConfig(
+        **LLAMA_LIKE, pad_token_id=None, attention_bias=True, hidden_act="silu", rope_parameters=YARN
+    ),
     "olmo": hf.OlmoConfig(**LLAMA_LIKE, pad_token_id=None, eos_token_id=1),
     "olmo biases, tied": hf.OlmoConfig(
         **LLAMA_LIKE, pad_token_id=None, attention_bias=True, tie_word_embeddings=True, eos_token_id=1

@@ -22,6 +22,15 @@ ACTIVATIONS = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 
+
+def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
+    """xIELU (Huang and Schlag 2024): p x^2 + x/2 above 0 and n (e^x - 1 - x) + x/2 below, p = softplus(alpha_p), n =
+    1/2 + softplus(alpha_n). Both alphas have one element."""
+    above = x.relu()
+    below = x - above
+    return F.softplus(alpha_p) * above.square() + (0.5 + F.softplus(alpha_n)) * (below.expm1() - below) + 0.5 * x
+
+
 # Number of tensors of the MLP's width that derivatives need, plain and gated. Gate and up are one tensor, saved
 # together if either is.
 SAVED = {
@@ -32,4 +41,5 @@ SAVED = {
     "relu2": (2, 5),
     "identity": (1, 3),
     "quick_gelu": (3, 5),
+    "xielu": (5, 8),
 }

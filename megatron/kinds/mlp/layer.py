@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.activations import ACTIVATIONS, SAVED, scaled
+from megatron.kinds.common.activations import ACTIVATIONS, SAVED, scaled, xielu
 from megatron.kinds.mlp.options import MLPOptions
 from megatron.model.costs.traffic import Enter, Event, TensorAxis, row_events
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream
+from megatron.parallel.layers.collectives import sum_gradient
 from megatron.parallel.layers.linear import ColumnLinear, RowLinear, entered
 from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layout.initial import Init
+from megatron.parallel.layout.shard import Role
+
+# softplus(0.203) = 0.8 = 1/2 + softplus(-1.050): both curvatures of xIELU begin at 0.8
+ALPHAS = {"alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.3))}
 
 
 class MLP(nn.Module):
@@ -23,7 +31,10 @@ class MLP(nn.Module):
     def __init__(self, make: ParameterFactory, model: ModelSection, options: MLPOptions, init: Initialisation):
         super().__init__()
         self.mesh, self.options = make.mesh, options
-        self.activation = ACTIVATIONS[options.activation]
+        self.trained = options.activation == "xielu"
+        for each, start in ALPHAS.items() if self.trained else ():
+            init_ = Init("constant", start)
+            self.register_parameter(each, make.parameter(each, (1,), role=Role.BIAS, init=init_))
         H, width = model.hidden_size, options.hidden_size
         name, parts = ("gate_up", (width, width)) if options.gated else ("up", (width,))
         self.up = ColumnLinear(make.scope(name), H, parts, init=init.hidden(H, width), bias=options.bias)
@@ -33,12 +44,15 @@ class MLP(nn.Module):
         """`adapter`: a module of one of several layers that share this module, added to its first matrix."""
         x, (h,) = entered(x, (self.up,), self.mesh)
         h = h if adapter is None else h + adapter(x)
-        return scaled(self.down(self.activated(h)), self.options.output_multiplier)
+        # every rank has some of the channels
+        alphas = [sum_gradient(getattr(self, each), self.mesh.tensor) for each in ALPHAS] if self.trained else []
+        return scaled(self.down(self.activated(h, *alphas)), self.options.output_multiplier)
 
-    def activated(self, h: Tensor) -> Tensor:
+    def activated(self, h: Tensor, *alphas: Tensor) -> Tensor:
         """Input of the second matrix, from the result of the first."""
         gate, up = h.chunk(2, dim=-1) if self.options.gated else (h, None)
-        h = self.activation(scaled(gate, self.options.gate_multiplier))
+        gate = scaled(gate, self.options.gate_multiplier)
+        h = xielu(gate, *alphas) if alphas else ACTIVATIONS[self.options.activation](gate)
         return h if up is None else h * up
 
     @staticmethod
@@ -52,7 +66,7 @@ class MLP(nn.Module):
         bias = (2 if options.gated else 1) * width + H if options.bias else 0
         copied = options.gated and options.gate_multiplier != 1.0  # gate and up are views of one tensor, which is kept
         return Counts(
-            parameters=matrices + bias,
+            parameters=matrices + bias + (len(ALPHAS) if options.activation == "xielu" else 0),
             flops=2 * matrices,
             activations=(SAVED[options.activation][options.gated] + copied) * width,
             products=(2 if options.gated else 1) * width + H,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from megatron.config.kind import LayerKind
 from megatron.config.section import Derivable, Section, key
 from megatron.kinds.common.options import MLP_WIDTH, Activation, derived_key, divides_over_tensor_ranks, mlp_width
@@ -15,10 +17,10 @@ class MLPOptions(Section):
         "model.hidden_size .gated",
         unit="channels",
     )
-    activation: Activation = key(
+    activation: Literal[Activation, "xielu"] = key(
         "gelu",
         "Activation. gelu is the exact erf form, gelu_tanh its tanh approximation, relu2 is relu squared, quick_gelu "
-        "x * sigmoid(1.702 x).",
+        "x * sigmoid(1.702 x). xielu (Apertus) has two trained numbers in each layer.",
     )
     gated: bool = key(False, "Gated form: activation(gate(x)) * up(x).")
     bias: bool = key(False, "Whether the projections have biases.")

@@ -57,6 +57,7 @@ SEED_OSS = common.dense(
     more=(common.HEAD_DIM, common.QKV_BIAS, Field("attention.output_bias", "attention_out_bias"), common.MLP_BIAS),
 )
 
+_ACT_FN = f"{common.THEIRS}.mlp.act_fn"
 _UNGATED = mlp.plain(f"{common.THEIRS}.mlp.up_proj", f"{common.THEIRS}.mlp.down_proj")
 ARCEE = common.dense(
     "arcee",
@@ -65,6 +66,19 @@ ARCEE = common.dense(
     more=(common.HEAD_DIM, *_BIASES),
     fixed={"mlp.gated": False},
 )
+
+_APERTUS = common.dense(
+    "apertus",
+    "ApertusForCausalLM",
+    (
+        *(common.EMBEDDING, *common.LLAMA_ATTENTION, *common.QK_NORMS, *_UNGATED, common.FINAL_NORM, common.HEAD),
+        *(*common.norms("attention_layernorm", "feedforward_layernorm"), *mlp.trained_curve(_ACT_FN)),
+    ),
+    more=(Field("attention.head_dim", "head_dim", optional=True), *common.ATTENTION_BIASES),
+    fixed={"attention.qk_norm": "head", **common.options("mlp", gated=False, bias=False)},
+)
+_CURVE = Field("mlp.activation", "hidden_act", {**common.ACTIVATIONS, "xielu": "xielu"}, common.ALSO)
+APERTUS = replace(_APERTUS, fields=(*(each for each in _APERTUS.fields if each.ours != _CURVE.ours), _CURVE))
 
 GRANITE = common.dense(
     "granite",
