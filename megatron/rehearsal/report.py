@@ -16,10 +16,10 @@ from statistics import fmean
 from typing import Any
 
 from megatron.config import Config
-from megatron.config.arithmetic.pipelines import bubble_factor
+from megatron.config.arithmetic.pipelines import GATHER, REDUCE, bubble_factor, table_of, with_zero
 from megatron.config.problems import counted
 from megatron.config.variants import used_kinds
-from megatron.engine.deepspeed.options import accumulation_steps, zero_stage
+from megatron.engine.deepspeed.options import accumulation_steps, reduces_once, zero_stage
 from megatron.model.costs.describe import totals
 from megatron.model.costs.exchanges import MOST
 from megatron.model.costs.traffic import NotPredicted
@@ -140,13 +140,25 @@ def messages(config: Config, layout: Layout, rank: int, seen: RankCounts) -> tup
     if full == seen.micro_batches:
         return counted, "counted"
     each = zero_stage(config, layout) >= 2  # gradients are reduced in every micro-batch
+    placed = [placed_times(config, layout, rank, number) for number in (full, seen.micro_batches)]
     scaled = Tally()
     for call, count, size in counted:
         passes = call.phase in ("forward", "backward", "recompute")
-        repeated = passes and (call.layer != "" or each or call.operation in ("send", "recv"))
-        factor = full if repeated else seen.micro_batches
-        scaled.add(call, count * factor // seen.micro_batches, size * factor // seen.micro_batches)
+        repeated = passes and (call.layer != "" or each or call.operation in SENDS)
+        times, of = (full if repeated else seen.micro_batches), seen.micro_batches
+        if passes and not call.layer and call.operation in placed[0]:
+            times, of = (every[call.operation] for every in placed)
+        scaled.add(call, count * times // of, size * times // of)
     return scaled, f"counted over {seen.micro_batches} of {full} micro-batches"
+
+
+def placed_times(config: Config, layout: Layout, rank: int, micro_batches: int) -> dict[str, int]:
+    """How often the schedule of a pipeline has a rank reduce and gather at ZeRO 2 and 3."""
+    if layout.pipeline == 1 or config.zero.stage < 2:
+        return {}
+    own = table_of(config.parallel, micro_batches)[layout.coordinates(rank).pipeline]
+    kinds = [it.kind for it in with_zero(own, config.zero.stage, not reduces_once(config, layout))]
+    return {"all_gather": kinds.count(GATHER), "reduce_scatter": kinds.count(REDUCE)}
 
 
 def describe_rank(config: Config, layout: Layout, rank: int, seen: RankCounts, device: Device | None) -> dict[str, Any]:

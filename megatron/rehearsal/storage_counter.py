@@ -1,8 +1,8 @@
 """A ledger of tensors: live bytes at each moment, their purpose, and FLOPs.
 
 Every operation passes `__torch_dispatch__`, below autograd, so saved activations, gradients and optimizer states are
-all counted. A storage counts from the operation that returns it until torch frees it. The ledger works on tensors with
-and without values. It does not see temporary memory inside a kernel.
+all counted. A storage counts from the operation that returns it until torch frees it, with the size to which it was
+last resized. The ledger works on tensors with and without values. It does not see temporary memory inside a kernel.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -111,6 +112,24 @@ class StorageCounter(TorchDispatchMode):
             self._later.clear()
         return result
 
+    def __enter__(self) -> StorageCounter:
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            result, known = resize(storage, size), self._known.get(storage._cdata)
+            if known is not None:
+                self._hold(storage, known[1].part)
+            return result
+
+        self._resizing = mock.patch.object(torch.UntypedStorage, "resize_", resized)
+        self._resizing.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._resizing.stop()
+
     def mark(self, tensor: Tensor, part: str) -> None:
         """Mark the purpose of a tensor's storage."""
         found = self._known.get(tensor.untyped_storage()._cdata)
@@ -160,14 +179,16 @@ class StorageCounter(TorchDispatchMode):
         # A meta tensor (DeepSpeed keeps one for each weight) takes no memory.
         if tensor.fake_device.type == "meta" if type(tensor) is FakeTensor else tensor.is_meta:
             return
-        storage = tensor.untyped_storage()
+        self._hold(tensor.untyped_storage())
+
+    def _hold(self, storage: torch.UntypedStorage, part: str = "") -> None:
         key, size = storage._cdata, storage.nbytes()
         found = self._known.get(key)
         if found is not None:
             if found[1].size == size:
                 return
             self._gone(key, found[1])  # it was resized
-        allocation = Allocation(size, self.place())
+        allocation = Allocation(size, self.place(), part)
         self._known[key] = weakref.ref(storage, lambda _: self._gone(key, allocation)), allocation
         self._later.add(key)
         self.live += size

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.config import resolve
+from megatron.config.arithmetic.pipelines import by_table
 from megatron.engine.deepspeed.options import accumulation_steps
 from megatron.model.costs.describe import totals
+from megatron.model.costs.traffic import NotPredicted
 from megatron.parallel.layout.layout import Layout
+from megatron.plan.messages.predict import predict
 from megatron.rehearsal.command import in_own_process, main
-from megatron.rehearsal.rank import RankCounts
-from megatron.rehearsal.report import document, kinds_of_ranks, memory, parts, text
+from megatron.rehearsal.rank import RankCounts, with_micro_batches
+from megatron.rehearsal.report import document, kinds_of_ranks, memory, messages, parts, text
 from megatron.rehearsal.storage_counter import ProgramPlace, StorageCounter
 from tests.config.broken.extension import RELAYED
 from tests.paths import ROOT
@@ -35,6 +39,7 @@ OFTEN = {
     "fp32: gpt2 on tp2 · pp2, sequence parallel, recomputation",
     "bf16: moe on dp2 · ep2, ZeRO 1, four micro-batches",
     "fp32: rwkv4 on cp4, ZeRO 2, selective recomputation",
+    "fp32: gpt2 on pp2 · dp2, ZB-V, ZeRO 3 gathered once",
 }
 # small_fc_lopt computes with the values of a network that it reads; a rehearsal of it is refused.
 CASES = {case.name: case for case in cases() if case.recipe != "small_fc_lopt"}
@@ -57,7 +62,8 @@ def same_stage(layout: Layout, rank: int, other: int) -> bool:
 def test_memory_and_flops_are_those_of_a_real_run(name):
     case = CASES[name]
     real = run(case.ranks, counted, merged(case.values, BUCKETS), case.ranks)
-    layout = Layout.of(resolve(case.values, ranks=case.ranks), case.ranks)
+    config = resolve(case.values, ranks=case.ranks)
+    layout = Layout.of(config, case.ranks)
     seen = rehearsed(case)
     for rank, found in seen.items():
         wanted = real[rank]
@@ -70,7 +76,9 @@ def test_memory_and_flops_are_those_of_a_real_run(name):
         assert sum(found.flops.values()) == pytest.approx(sum(done) / len(done), rel=BOUND), f"rank {rank}"
         assert sum(each.size for each in found.allocations) == found.peak
         assert (found.checkpoint, found.fragments) == (wanted.checkpoint, wanted.fragments)
-    kinds = set(kinds_of_ranks(resolve(case.values, ranks=case.ranks), layout))
+        if by_table(config.parallel, config.zero.stage):
+            assert sorted(found.messages) == sorted(wanted.messages), f"rank {rank}"
+    kinds = set(kinds_of_ranks(config, layout))
     most = max(each.peak for rank, each in seen.items() if rank in kinds)
     assert most == pytest.approx(max(each.peak for each in real), rel=BOUND)
 
@@ -161,6 +169,59 @@ def test_a_part_of_the_micro_batches_shows_all(wide):
     said = [document(config, layout, {0: each}, None, 0.0)["rehearsed"][0] for each in (part, whole)]
     assert said[0]["flops"] == said[1]["flops"]
     assert said[0]["communication"] == said[1]["communication"]
+
+
+def staged(stage: int, reduce: str = "micro_batch", **parallel) -> dict:
+    """fp32 on two stages of two replicas."""
+    training = {"global_batch_size": 16}
+    zero = {"stage": stage, "reduce": reduce}
+    values = merged(VALUES, {"training": training, "zero": zero, "parallel": {"pipeline": 2, **parallel}})
+    return {**values, "precision": "fp32"}
+
+
+def test_zero_3_of_stages_frees_their_weights():
+    """Between steps a rank keeps no weights in fp32, where its part is the masters. In a step it has the weights of one
+    stage, or of both of its stages."""
+    seen = {}
+    for stage, reduce in ((2, "micro_batch"), (3, "micro_batch"), (3, "step")):
+        values = staged(stage, reduce, stages_per_rank=2, schedule="zbv")
+        seen[stage, reduce] = in_own_process(resolve(values, ranks=4), 4, 0)
+    second, each, once = seen.values()
+    whole = 2 * second.checkpoint["master"]  # of two replicas
+    assert second.kept - each.kept == second.kept - once.kept == whole
+    weights = [memory(found.allocations)["weights"] for found in seen.values()]
+    assert weights[0] == weights[2] == whole and whole / 3 < weights[1] < 2 * whole / 3
+
+
+@pytest.mark.parametrize(
+    ("stage", "reduce", "parallel"),
+    [
+        (2, "micro_batch", {"schedule": "zb_h1"}),
+        (3, "micro_batch", {"schedule": "interleaved", "stages_per_rank": 2}),
+        (3, "step", {"schedule": "zbv", "stages_per_rank": 2}),
+    ],
+)
+def test_messages_of_a_schedule_scale_without_a_formula(stage: int, reduce: str, parallel: dict, monkeypatch):
+    """From 4 of 8 micro-batches: how often a stage is reduced and gathered follows from the table."""
+    config = resolve(staged(stage, reduce, **parallel), ranks=4)
+    layout, zero_3_in_turn = Layout.of(config, 4), (stage, reduce) == (3, "micro_batch")
+    for rank in (0, 2):
+        few = predict(with_micro_batches(config, layout, 4), 4, rank).step
+        whole = predict(config, 4, rank).step
+        with monkeypatch.context() as patched:
+            patched.setattr("megatron.rehearsal.report.predict", without_formula)
+            seen = SimpleNamespace(messages=few.rows(), micro_batches=4)
+            found, source = messages(config, layout, rank, seen)
+        assert source == "counted over 4 of 8 micro-batches"
+        for (*call, count, size), (*wanted, times, whole_size) in zip(
+            sorted(found.rows()), sorted(whole.rows()), strict=True
+        ):
+            near = 0.05 if zero_3_in_turn and "all_gather" in call else 0  # stages of unequal sizes, in one sum
+            assert call == wanted and (count, size) == pytest.approx((times, whole_size), rel=near, abs=0)
+
+
+def without_formula(*_):
+    raise NotPredicted("there is no formula")
 
 
 def test_labels_with_weights_count():

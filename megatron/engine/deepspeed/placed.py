@@ -105,6 +105,10 @@ class Weights:
         self._flat: Tensor = zero.bit16_groups_flat[number].clone()
         for parameter, begin in bucket.parameters.items():
             parameter.data = self._flat[begin : begin + parameter.numel()].view(parameter.shape)
+            linked = getattr(parameter, "_hp_mapping", None)  # of DeepSpeed: a view that would keep the old memory
+            if linked is not None:
+                at = linked.lp_fragment_address
+                linked.lp_fragment = parameter.data.flatten()[at.start : at.start + at.numel]
         zero.bit16_groups_flat[number] = self._flat
         self._group, self._users = zero.real_dp_process_group[number], set[int]()
         parts, master = zero.parallel_partitioned_bit16_groups[number], zero.single_partition_of_fp32_groups[number]
