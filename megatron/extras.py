@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 EXTRAS = {
+    "aiohttp": "serve",
     "bokeh": "report",
     "datasets": "data",
     "datatrove": "curate",

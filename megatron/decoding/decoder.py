@@ -24,7 +24,7 @@ from megatron.model.stack import Model
 from megatron.parallel.layout.mesh import Axis
 
 from .pool import Pool
-from .sampling import choose_tokens, log_probabilities
+from .sampling import choose_tokens, likeliest, log_probabilities
 from .schedule import Drawn, Live, Piece, Request, Schedule, is_over, pages_of
 from .states import States
 
@@ -200,6 +200,9 @@ class Decoder:
         due: dict[int, int] = {}  # arrival of a request -> row of its logits
         scores = self._scores(wanted, logits_NV)
         for at, (_, live, place) in enumerate(wanted):
+            if count := live.request.likeliest:
+                live.drawn.likeliest[place + 1] = likeliest(logits_NV[at : at + 1], count)[0]
+        for at, (_, live, place) in enumerate(wanted):
             if self.logits is not None:
                 self.logits(live, place, logits_NV[at])
             prompt = live.request.prompt
@@ -210,6 +213,7 @@ class Decoder:
                 due[live.arrival] = at
         for follower, leader in self.schedule.done(pieces):
             follower.drawn.scores = list(leader.drawn.scores)
+            follower.drawn.likeliest = dict(leader.drawn.likeliest)
             if leader.arrival in due:
                 due[follower.arrival] = due[leader.arrival]
         running = [each for each in self.schedule.running if each.arrival in due]

@@ -90,11 +90,19 @@ def choose_tokens(
 
 
 def log_probabilities(logits_BV: Tensor, ids_B: Tensor) -> Tensor:
-    """Log-probability of an id in each row [B], by the operations of `token_scores`, so that equal logits have equal
-    bits."""
-    largest_B = logits_BV.amax(1)
-    total_B = exp_(logits_BV - largest_B.unsqueeze(1)).sum(1)
-    return logits_BV.gather(1, ids_B.unsqueeze(1)).squeeze(1) - largest_B - total_B.log()
+    """Log-probability of an id in each row [B], or of several [B, k], by the operations of `token_scores`, so that
+    equal logits have equal bits."""
+    largest_B1 = logits_BV.amax(1, keepdim=True)
+    total_B1 = exp_(logits_BV - largest_B1).sum(1, keepdim=True)
+    logs_Bk = logits_BV.gather(1, ids_B.view(len(ids_B), -1)) - largest_B1 - total_B1.log()
+    return logs_Bk.view(ids_B.shape)
+
+
+def likeliest(logits_BV: Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """The likeliest ids of each row with their log-probabilities. Of equal ones the smallest id comes first."""
+    ids_Bk = logits_BV.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    logs_Bk = log_probabilities(logits_BV, ids_Bk)
+    return [list(zip(ids, logs)) for ids, logs in zip(ids_Bk.tolist(), logs_Bk.tolist())]
 
 
 def ending(tokenizer: Tokenizer, stops: Sequence[str]) -> Callable[[list[int]], bool] | None:

@@ -34,6 +34,7 @@ class Request:
         end: the id that ends documents, and the continuation.
         least: fewest tokens. Before that, `end` is not chosen and nothing ends the text.
         scored: tokens at the end of the prompt whose log-probabilities are asked for.
+        likeliest: number of likeliest tokens that are noted in the place of each scored or chosen token.
     """
 
     prompt: Row
@@ -44,6 +45,7 @@ class Request:
     end: int | None = None
     least: int = 0
     scored: int = 0
+    likeliest: int = 0
 
     @property
     def whole(self) -> int:
@@ -80,12 +82,14 @@ class Drawn:
 
     Attributes:
         scores: log-probabilities of the prompt's tokens that were asked for.
+        likeliest: by the place of a token in the text, the likeliest ids with their log-probabilities.
     """
 
     tokens: list[int] = field(default_factory=list)
     log_p: list[float] = field(default_factory=list)
     ended: bool = False
     scores: list[float] = field(default_factory=list)
+    likeliest: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -227,8 +231,11 @@ class Schedule:
         return forked
 
     def leave(self, live: Live) -> None:
-        """End a request."""
-        self._give_up(live)
+        """End a request, whether it runs or waits."""
+        if live.slot:
+            self._give_up(live)
+        else:
+            self.waiting.remove(live)
 
     def _admit(self) -> None:
         while self.waiting and self.slots:
@@ -253,7 +260,8 @@ class Schedule:
         """A running request that still reads the same prompt."""
         for each in self.running:
             other = each.request
-            same = other.prompt == request.prompt and other.scored == request.scored
+            noted = other.scored == request.scored and other.likeliest == request.likeliest
+            same = noted and other.prompt == request.prompt
             # Without tokens that follow, a leader has no logits after the prompt.
             if (
                 same

@@ -25,6 +25,7 @@ from megatron.checkpoint.save.store import find_checkpoint
 from megatron.config import Config
 from megatron.config.admitted import add_flag
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.decoding.growing_text import GrowingText
 from megatron.decoding.one_text import complete, continuations, covers, tokens_left
 from megatron.decoding.sampling import Sampling, ending
 from megatron.decoding.schedule import Request
@@ -162,31 +163,14 @@ def _sharing(place: WorkerEnvironment, device: torch.device) -> Iterator[Axis]:
 
 
 def pieces(made: Iterable[int], tokenizer: Tokenizer, stops: Sequence[str] = ()) -> Iterator[str]:
-    """The text of tokens as it grows, up to the first complete stop string, which is excluded.
-
-    A character of several tokens comes when it is whole. A possible beginning of a stop string comes when that is
-    decided.
-    """
-    ids: list[int] = []
-    text = shown = ""
+    """The text of tokens as it grows (`GrowingText`), up to the first complete stop string, which is excluded."""
+    text = GrowingText(tokenizer, stops)
     for token in made:
-        ids.append(token)
-        text = tokenizer.decode(ids)
-        ends = [text.find(stop) for stop in stops if stop in text]
-        if ends:
-            yield text[len(shown) : min(ends)]
+        if piece := text.add(token):
+            yield piece
+        if text.stopped:
             return
-        if text.startswith(shown) and not text.endswith("\ufffd"):
-            sure = text[: len(text) - max((_begun(text, stop) for stop in stops), default=0)]
-            if len(sure) > len(shown):
-                yield sure[len(shown) :]
-                shown = sure
-    yield text[len(shown) :]
-
-
-def _begun(text: str, stop: str) -> int:
-    """Number of characters at the end of a text with which a stop string may have begun."""
-    return next((length for length in range(len(stop) - 1, 0, -1) if text.endswith(stop[:length])), 0)
+    yield text.rest()
 
 
 def _prompts(options: argparse.Namespace) -> Iterator[str]:

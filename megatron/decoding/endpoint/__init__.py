@@ -1,0 +1,1 @@
+"""An OpenAI-compatible endpoint: requests join and leave the decoder's passes."""

@@ -1,0 +1,51 @@
+"""Limits on everything that a client can ask for, and refusals in OpenAI's form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+CHOICES = 64  # `n`
+TEXTS = 256  # of one request: prompts times `n`
+STOPS, STOP = 16, 256  # stop strings, and characters of one
+LIKELIEST = 20  # alternatives of a token
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits that a user of `deepy serve` can choose.
+
+    Attributes:
+        longest: tokens of a prompt and its continuation.
+        queue: texts of all requests that are unfinished.
+        body: bytes of a request.
+        connections: open at a time.
+        seconds: for an answer.
+        patience: seconds in which a client must send its request, or read a piece of the answer.
+    """
+
+    longest: int
+    queue: int = 512
+    body: int = 2 << 20
+    connections: int = 256
+    seconds: float = 600.0
+    patience: float = 30.0
+
+
+class Refusal(Exception):
+    """A request that is refused.
+
+    Args:
+        status: of HTTP.
+        param: the request's key.
+        code: OpenAI's word for the reason.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
