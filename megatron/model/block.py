@@ -217,13 +217,22 @@ class Block(nn.Module):
 
     def mixed(self, x: Tensor, stream: Stream, state: BlockState) -> tuple[Tensor, Stream]:
         """x plus the mixer's branch, and the stream with its channels."""
-        y, stream = self._mix(x, stream, state)
+        x, normed = self._started(x, self.mixer_norm)
+        y, stream = self._mix(x, stream, state, normed)
         return self._joined(y, x, self.mixer_joint, self.mixer_output_norm), stream
 
     def fed(self, x: Tensor, stream: Stream, state: BlockState) -> tuple[Tensor, Stream]:
         """x plus the ffn's branch, and the stream with its channels."""
-        y, stream = self._branch("ffn", x, stream, state)
+        x, normed = self._started(x, self.ffn_norm)
+        y, stream = self._branch("ffn", x, stream, state, normed)
         return self._joined(y, x, self.ffn_joint, self.ffn_output_norm), stream
+
+    def _started(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor | None]:
+        """The stream that a branch is added to, and the branch's input if the stream is made of it."""
+        if self.residual.norm != "deepnorm":
+            return x, None
+        normed = _normed(norm, x)
+        return (normed * self.residual.stream_multiplier).to(x.dtype), normed
 
     def _joined(self, y: Tensor, x: Tensor, joint: ChannelScale | None, norm: Norm | None) -> Tensor:
         """The stream with a branch's output."""

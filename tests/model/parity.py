@@ -113,12 +113,12 @@ def on_disk(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tens
     """Tensors of a model's memory by the names that it is saved with: there experts are single, and so are
     the convolutions of queries, keys and values."""
     single = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
-    if kind in ("mixtral", "minimax_m2", "kimi_linear"):
+    if kind in ("mixtral", "minimax", "minimax_m2", "kimi_linear"):
         single = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
     found = {}
     for name, tensor in tensors.items():
         module, _, last = name.rpartition(".experts.")
-        if kind in ("mixtral", "minimax_m2"):
+        if kind in ("mixtral", "minimax", "minimax_m2"):
             module, name = (each.replace(".mlp", ".block_sparse_moe") for each in (module, name))
         mixer, _, rest = name.rpartition(".")[0].rpartition(".")
         if kind in ("olmo_hybrid", "kimi_linear") and rest == "conv1d":

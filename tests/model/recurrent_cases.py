@@ -307,3 +307,20 @@ RECURRENT |= {
         rope_parameters={"rope_type": "default", "rope_theta": 1e11},
     ),
 }
+
+MINIMAX = {**LLAMA_LIKE, "num_hidden_layers": 4, "num_experts_per_tok": 2, "num_local_experts": 4}
+RECURRENT |= {
+    "minimax": hf.MiniMaxConfig(
+        **{**MINIMAX, "intermediate_size": 20},
+        block_size=7,
+        layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        **{f"{each}_alpha_factor": 3.5 for each in ("full_attn", "linear_attn", "mlp")},
+    ),
+    "minimax wide heads, branches multiplied": hf.MiniMaxConfig(
+        **{**MINIMAX, "intermediate_size": 12, "head_dim": 12, "num_hidden_layers": 2},
+        rms_norm_eps=1e-3,
+        tie_word_embeddings=True,
+        layer_types=["full_attention", "linear_attention"],
+        **{f"{each}_beta_factor": 0.7 for each in ("full_attn", "linear_attn", "mlp")},
+    ),
+}

@@ -96,6 +96,8 @@ class Reference:
                     for part in ("branch_scale", "branch_shift", "stream_scale", "stream_shift")
                 )
                 x = (each(x) + b) * a + (x + d) * c
+            elif each is not None and residual.norm == "deepnorm":
+                x = residual.stream_multiplier * self.norm(x, f"{name}.{kind}_norm") + each(x)
             elif each is not None:
                 x = x + each(x)
         return x

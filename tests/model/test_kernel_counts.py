@@ -30,6 +30,7 @@ KERNELS = {
     "tiny_gpt2": 38,
     "tiny_gpt_oss": 81,
     "tiny_jamba": 31,
+    "tiny_lightning": 45,
     "tiny_llama": 31,
     "tiny_mamba2": 1,
     "tiny_mistral": 33,

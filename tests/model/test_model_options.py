@@ -65,6 +65,8 @@ OPTIONS = {
     },
     "parallel, post norm": {"residual": {"form": "parallel", "norm": "post"}},
     "post norm": {"residual": {"norm": "post"}},
+    "deepnorm": {"residual": {"norm": "deepnorm", "stream_multiplier": 2.5, "multiplier": 0.8}},
+    "deepnorm with bare blocks": {"layers": "attention mlp attention/mlp", "residual": {"norm": "deepnorm"}},
     "branch multiplier": {"residual": {"multiplier": 0.3, "norm": "post"}},
     "channel scales": {"residual": {"channel_scales": True}},
     "channel scales, bare blocks, post norm": {

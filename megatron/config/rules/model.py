@@ -154,6 +154,28 @@ CHECKS = (
         "use form: sequential, or norm: both",
     ),
     Check(
+        f"{RESIDUAL}.norm {RESIDUAL}.form",
+        lambda c: (
+            c.model.residual.norm == "deepnorm"
+            and (
+                c.model.residual.form != "sequential"
+                or c.model.residual.streams > 1
+                or c.model.residual.channel_scales
+                or bool(core_of(c.model.blocks))
+                or any(block.side for block in c.model.blocks)
+            )
+        ),
+        "deepnorm must go with the sequential form of one stream, without channel_scales, layers next to a mixer and "
+        "recurrent groups: each branch is added to its own normed input",
+        "use norm: pre, or a plain stack",
+    ),
+    Check(
+        f"{RESIDUAL}.stream_multiplier {RESIDUAL}.norm",
+        lambda c: c.model.residual.stream_multiplier != 1.0 and c.model.residual.norm != "deepnorm",
+        "stream_multiplier must go with norm: deepnorm, which multiplies the normed stream",
+        "use norm: deepnorm, or remove it",
+    ),
+    Check(
         "model.embedding.max_positions training.sequence_length",
         lambda c: (
             c.model.embedding.position == "learned"

@@ -302,8 +302,8 @@ CHECKS = (
     ),
     Check(
         "checkpoint.initialize_layers model.residual.norm",
-        lambda c: "identity" in c.checkpoint.initialize_layers and c.model.residual.norm == "sandwich",
-        "identity must go with another norm than sandwich, which changes the stream in every block",
+        lambda c: "identity" in c.checkpoint.initialize_layers and c.model.residual.norm in ("sandwich", "deepnorm"),
+        "identity must go with another norm than sandwich or deepnorm, which change the stream in every block",
         "copy a block of the checkpoint instead",
     ),
     Check(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megatron.kinds.cca.options import CCAOptions
     from megatron.kinds.dsa.options import DSAOptions
     from megatron.kinds.gated_delta.options import GatedDeltaOptions
+    from megatron.kinds.lightning.options import LightningOptions
     from megatron.kinds.mamba.options import Mamba2Options, MambaOptions
     from megatron.kinds.mla.options import MLAOptions
     from megatron.kinds.mlp.options import MLPOptions
@@ -166,13 +167,15 @@ class ResidualOptions(Section):
         "sequential",
         "sequential: x += mixer(n1 x), then x += ffn(n2 x). parallel (GPT-J, NeoX): x += mixer(n1 x) + ffn(n2 x).",
     )
-    norm: Literal["pre", "post", "hybrid", "both", "sandwich"] = key(
+    norm: Literal["pre", "post", "hybrid", "both", "sandwich", "deepnorm"] = key(
         "pre",
         "pre: norm on a branch's input. post: norm on a branch's output, none on its input (OLMo-2). hybrid: post in "
         "blocks with attention, pre in the others (OLMo Hybrid). both: a norm on a branch's input and another on its "
         "output (Gemma 2, GLM-4). sandwich: a norm on a branch's input and another on the stream after the branch was "
-        "added (Huginn).",
+        "added (Huginn). deepnorm: the normed stream takes the stream's place, x <- stream_multiplier * n(x) + f(n(x)) "
+        "(DeepNorm, MiniMax-01).",
     )
+    stream_multiplier: float = key(1.0, "deepnorm: the normed stream is multiplied by this (alpha).", gt=0)
     shared_norm: bool = key(False, "parallel form: one norm feeds both branches (GPT-J) instead of two (NeoX).")
     fp32: bool = key(
         False,
@@ -311,6 +314,7 @@ if TYPE_CHECKING:
         rwkv6_ffn: RWKV6FFNOptions
         rwkv7_ffn: RWKV7FFNOptions
         gated_delta: GatedDeltaOptions
+        lightning: LightningOptions
         cca: CCAOptions
         shared_attention: SharedAttentionOptions
         mlp: MLPOptions

@@ -108,6 +108,17 @@ MODEL = [
         "a recurrent group must draw nothing: all passes of attention would draw the same",
     ),
     case(
+        "deepnorm of parallel branches",
+        "model: {residual: {norm: deepnorm, form: parallel}}",
+        "a.yml:2: model.residual.norm = 'deepnorm'",
+        "deepnorm must go with the sequential form",
+    ),
+    case(
+        "a multiplier of a stream without deepnorm",
+        "model: {residual: {stream_multiplier: 2.0}}",
+        "stream_multiplier must go with norm: deepnorm",
+    ),
+    case(
         "sandwich of parallel branches",
         "model: {residual: {norm: sandwich, form: parallel}}",
         "a.yml:2: model.residual.norm = 'sandwich'",

@@ -276,7 +276,7 @@ MOE += [
     case(
         "an identity that normalises the stream",
         "model: {residual: {norm: sandwich}}\ncheckpoint: {initialize_from: ., initialize_layers: [0, 1, 2, identity]}",
-        "identity must go with another norm than sandwich",
+        "identity must go with another norm than sandwich or deepnorm",
     ),
     case(
         "an identity that mixes rows",

@@ -80,6 +80,8 @@ MODELS = {
         "layers": "gated_delta x2",
         "gated_delta": {"heads": 4, "key_dim": 4, "value_dim": 6, "chunk": 8, "householders": 2, "decay": "channel"},
     },
+    "lightning": {"layers": "lightning x2", "lightning": {"heads": 4, "chunk": 8}},
+    "lightning, wide heads": {"layers": "lightning x2", "lightning": {"heads": 8, "head_dim": 5, "chunk": 8}},
     "cca": {"layers": "cca x2", "cca": {"heads": 8, "kv_heads": 4, "head_dim": 6}},
     "cca, biases, more taps": {
         "layers": "cca x2",

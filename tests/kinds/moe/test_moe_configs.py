@@ -32,6 +32,7 @@ SIZES = {
     "glm5/744b_a40b": (743_911_199_232, 41_784_709_632),
     "glm4_moe/4.7_flash": (29_943_390_976, 3_896_763_136),
     "minimax_m2/230b_a10b": (228_689_748_992, 11_030_537_216),
+    "minimax/01_456b_a46b": (456_089_655_296, 48_403_306_496),
 }
 LARGE = {"num_key_value_heads": 8, "num_attention_heads": 32, "hidden_size": 4096, "intermediate_size": 14336}
 THEIRS = {
@@ -85,6 +86,16 @@ THEIRS = {
     "glm5/744b_a40b": hf.GlmMoeDsaConfig(),
     "glm4_moe/4.7_flash": hf.Glm4MoeLiteConfig(),
     "minimax_m2/230b_a10b": hf.MiniMaxM2Config(),
+    "minimax/01_456b_a46b": hf.MiniMaxConfig(
+        hidden_size=6144,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        head_dim=128,
+        intermediate_size=9216,
+        num_local_experts=32,
+        vocab_size=200064,
+        layer_types=[*["linear_attention"] * 7, "full_attention"] * 10,
+    ),
 }
 
 
@@ -118,6 +129,9 @@ def attention(config) -> int:
             seen = min(getattr(own, "window", None) or 2**30, config.training.sequence_length)
             total += 4 * seen * own.heads * width
             total += 2 * seen * own.index_heads * (own.index_dim + 1) if block.mixer.name == "dsa" else 0
+        if block.mixer and block.mixer.name == "lightning":
+            own = options_of(config.model, block.mixer)
+            total += 4 * own.heads * own.head_dim * (own.chunk + own.head_dim)
         if block.mixer and block.mixer.name == "gated_delta":
             own = options_of(config.model, block.mixer)
             keys, values, state = (

@@ -7,12 +7,14 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from megatron.config import Config
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.cca import hf as cca
 from megatron.kinds.common.links import Link
+from megatron.kinds.lightning import hf as lightning
 from megatron.kinds.moe import hf as moe
 
-from ..architecture import Architecture, Field, Found, Layers, runs_of, uniform
+from ..architecture import Architecture, Field, Found, Functions, Layers, runs_of, uniform
 from ..layer_types import ByLayer, RotaryPart, WindowPart, mixers_of, rope_parameters, rope_values, window_settings
 from . import common
 
@@ -34,6 +36,55 @@ MIXTRAL = Architecture(
     fixed={**common.MOE_FIXED, **common.NO_ATTENTION_BIAS, "moe.router.normalize": True},
     required={"router_jitter_noise": 0.0},
     parts=(RotaryPart(), WindowPart()),
+)
+
+# -- MiniMax-01: lightning attention in most layers, and a stream that is normed -------------------------------------
+
+_BRANCHES = ("full_attn", "linear_attn", "mlp")
+
+
+def _one_sum(theirs: PreTrainedConfig) -> Found:
+    """Factors of stream (alpha) and branch (beta), which are the same for all branches here."""
+    found, problems = {}, []
+    for ours, factor in (("stream_multiplier", "alpha"), ("multiplier", "beta")):
+        values = {float(getattr(theirs, f"{each}_{factor}_factor")) for each in _BRANCHES}
+        found[f"residual.{ours}"] = max(values)
+        if len(values) > 1:
+            names = ", ".join(f"{each}_{factor}_factor" for each in _BRANCHES)
+            problems.append(f"{names} must be equal, which is computed here, and they are {sorted(values)}")
+    return found, problems
+
+
+def _three_sums(config: Config) -> dict[str, Any]:
+    own = config.model.residual
+    factors = {"alpha": own.stream_multiplier, "beta": own.multiplier}
+    return {f"{each}_{name}_factor": value for each in _BRANCHES for name, value in factors.items()}
+
+
+def _listed(model: ModelSection, names: list[str]) -> dict[str, Any]:
+    return {"layer_types": names}
+
+
+MINIMAX = Architecture(
+    "minimax",
+    "MiniMaxForCausalLM",
+    (
+        *(*_MIXER, *lightning.mixer(f"{common.THEIRS}.self_attn"), _router(_MIXTRAL_MOE)),
+        *moe.experts(f"{_MIXTRAL_MOE}.experts", "w1", "w3", "w2"),
+    ),
+    Layers({"lightning/moe": "linear_attention", "attention/moe": "full_attention"}, settings=_listed),
+    fields=(
+        *(*common.experts("intermediate_size", "num_local_experts"), common.HEAD_DIM),
+        *common.fields("lightning", heads="num_attention_heads", head_dim="head_dim"),
+    ),
+    fixed={
+        **common.MOE_FIXED,
+        **{**common.NO_ATTENTION_BIAS, "residual.norm": "deepnorm", "moe.router.normalize": True},
+        "lightning.norm_epsilon": 1e-6,  # a constant of their class
+    },
+    required={"router_jitter_noise": 0.0, "sliding_window": None, "hidden_act": "silu"},
+    parts=(RotaryPart(), Functions(_one_sum, _three_sums)),
+    buffers=(r".*rotary_emb\.inv_freq", r".*\.self_attn\.(slope_rate|(query|key|diagonal)_decay)"),
 )
 
 MINIMAX_M2 = Architecture(

@@ -1,0 +1,1 @@
+"""Linear attention with a fixed decay per head and layer."""
