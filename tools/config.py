@@ -154,6 +154,7 @@ def check(options: argparse.Namespace) -> None:
         shared = f"context {parallel.context} x " if parallel.context > 1 else ""
         same = "data and context" if parallel.context > 1 else "data"
         over = f"tensor and {same} ranks, whole on each" if folded else f"{same} ranks"
+        shared += f"depth {parallel.depth} of " if parallel.depth > 1 else ""
         spread = f", experts over {parallel.expert} {over}" if parallel.expert > 1 or folded else ""
         text += (
             f" on {counted(ranks, 'rank')} (tensor {parallel.tensor} x pipeline {parallel.pipeline} x {shared}data "

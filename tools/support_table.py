@@ -89,6 +89,7 @@ class CaseSizes:
     data: int
     context: int
     folded: int
+    depth: int
     expert: int
     zero: int
 
@@ -103,6 +104,7 @@ class CaseSizes:
             case.ranks // (tensor * pipeline * context * folded),
             context,
             folded,
+            parallel.get("depth", 1),
             parallel.get("expert", 1),
             case.values.get("zero", {}).get("stage", 1),
         )
@@ -110,8 +112,8 @@ class CaseSizes:
     @property
     def axes(self) -> str:
         """Which axes have more than one rank: "tp·dp"."""
-        sizes = {"tp": self.tensor, "pp": self.pipeline, "cp": self.context, "fold": self.folded, "dp": self.data}
-        sizes["ep"] = self.expert
+        sizes = {"tp": self.tensor, "pp": self.pipeline, "cp": self.context, "fold": self.folded}
+        sizes |= {"depth": self.depth, "dp": self.data // self.depth, "ep": self.expert}
         return "·".join(name for name, size in sizes.items() if size > 1)
 
 

@@ -59,12 +59,9 @@ def owned(
     by_stage = stages(list(tensors.values()), layout.pipeline)
     for rank in range(layout.world_size):
         at = layout.coordinates(rank)
-        spread = [tensor for tensor in by_stage[at.pipeline] if _is_spread(tensor, layout)]
-        others = [
-            tensor
-            for tensor in by_stage[at.pipeline]
-            if not _is_spread(tensor, layout) and (tensor.shard is not None or at.tensor == 0)
-        ]
+        held = [tensor for tensor in by_stage[at.pipeline] if tensor.shard is not None or at.tensor == 0]
+        spread = [tensor for tensor in held if _is_spread(tensor, layout)]
+        others = [tensor for tensor in held if not _is_spread(tensor, layout)]
         group = layout.expert_place(at) // layout.expert
         for mine, owner, owners in ((others, layout.replica(at), layout.replicas), (spread, group, layout.expert_data)):
             kinds = sorted({kind for tensor in mine for kind in states.get(tensor.name, ())}, key=str)
@@ -84,9 +81,10 @@ def _is_spread(tensor: LogicalTensor, layout: Layout) -> bool:
 
     In a run a few small matrices of recurrent mixers stay whole. Their tensors look like others, so here they are cut.
     """
-    if layout.shares_rows and len(tensor.shape) == 2:
-        is_matrix = tensor.matrices is not None or tensor.role in (Role.EMBEDDING, Role.HEAD)
-        return is_matrix and tensor.shape[0] % layout.expert == 0
+    if (layout.shares_rows or layout.depth > 1) and len(tensor.shape) == 2:
+        is_table = layout.shares_rows and tensor.role in (Role.EMBEDDING, Role.HEAD)
+        held = (tensor.local_shape(rank, layout.tensor)[0] for rank in range(layout.tensor))
+        return (tensor.matrices is not None or is_table) and not any(rows % layout.expert for rows in held)
     return layout.spreads_experts and tensor.stacked
 
 
@@ -94,11 +92,10 @@ def _shard(tensor: LogicalTensor, state: str, layout: Layout, at: Coordinates) -
     """The rank's shard of the tensor. Of spread experts, its range of them (or of its slices of them)."""
     if not _is_spread(tensor, layout):
         return FragmentSpec.whole(tensor, state, at.tensor, layout.tensor)
-    count, left = divmod(tensor.shape[0], layout.expert)
-    if left:
+    if tensor.stacked and tensor.shape[0] % layout.expert:
         raise CheckpointError(tensor.name, f"its {tensor.shape[0]} experts must be divisible by {layout.expert} ranks")
     whole = FragmentSpec.whole(tensor, state, *((0, 1) if layout.folded else (at.tensor, layout.tensor)))
-    size = whole.length // tensor.shape[0] * count
+    size = whole.length // layout.expert
     return whole.part(layout.expert_place(at) % layout.expert * size, size)
 
 
@@ -126,6 +123,7 @@ KEYS = {
     "expert": "expert",
     "expert_tensor": "expert_tensor",
     "folded": "folded",
+    "depth": "depth",
 }
 
 
@@ -147,8 +145,12 @@ def parse_layout(text: str) -> Layout:
         if not values.get("context", rows) == values.get("expert", rows) == rows:
             raise ValueError(f"--to {text}: context and expert must be omitted or equal folded={rows}")
         sizes |= {"context": rows, "expert": rows, "shares_rows": True}
+    elif (depth := values.get("depth", 1)) > 1:
+        if values.get("expert", depth) != depth or sizes["folded"]:
+            raise ValueError(f"--to {text}: expert must be omitted or equal depth={depth}, and expert_tensor omitted")
+        sizes |= {"expert": depth}
     layout = Layout(**sizes)
-    if min(layout.tensor, layout.context, layout.data, layout.pipeline, layout.expert, rows) < 1:
+    if min(layout.tensor, layout.context, layout.data, layout.pipeline, layout.expert, rows, layout.depth) < 1:
         raise ValueError(f"--to {text}: sizes must be at least 1")
     if layout.zero_stage > 3:
         raise ValueError(f"--to {text}: the ZeRO stage must be 0 to 3")
@@ -162,7 +164,7 @@ def parse_layout(text: str) -> Layout:
         )
     if layout.spreads_experts and layout.zero_stage == 3:
         raise ValueError(
-            f"--to {text}: with ZeRO 3 expert and folded must be 1, since every tensor is cut over all data ranks"
+            f"--to {text}: with ZeRO 3 expert, folded and depth must be 1, where all data ranks cut every tensor"
         )
     return layout
 

@@ -142,7 +142,7 @@ class Head(nn.Module):
             raise ValueError("a teacher has no costs of further tokens")
         self.norm = norm
         self.vocabulary, shape = model.vocab_size, (model.vocab_size, model.hidden_size)
-        head, self.rows = make.scope("head"), make.row_axis(model.vocab_size)
+        head, self.rows = make.scope("head"), make.row_axis(model.vocab_size, table=True)
         self.value: nn.Parameter | None = None
         if objective.scores:
             size = model.hidden_size

@@ -124,7 +124,8 @@ def _refused(question: Question, named: dict[str, Any]) -> Problem | None:
     """The launcher's problem with a layout. Values that are not named have their defaults, or follow from the named
     ones."""
     folded = named.get("folded", 1)
-    asked = {"sequence": named.get("tensor", 1) > 1, "context": folded, "expert": folded if question.experts() else 1}
+    runs = max(folded, named.get("depth", 1)) if question.experts() else 1
+    asked = {"sequence": named.get("tensor", 1) > 1, "context": folded, "expert": runs}
     values = {**asked, **named}
     choice = Candidate(**values)
     try:
@@ -154,6 +155,8 @@ def _why_empty(question: Question, named: dict[str, Any]) -> str:
         return f"data {devices // inner} * micro_batch {named.get('micro_batch', 1)} must divide the batch of {batch}"
     if named.get("zero") == 3 and named.get("recompute") == "selective":
         return "recompute must not be selective with ZeRO 3"
+    if named.get("depth", 1) > 1:
+        return "depth is tried where it divides the replicas of a host, with ZeRO 0 to 2 and context=1"
     if folded > 1:
         return "folded goes with context of the same size, tensor=1 and ZeRO 0 to 2"
     return "; ".join(f"{name}={value}" for name, value in named.items() if name in (*STRUCTURE, "micro_batch"))
@@ -320,18 +323,31 @@ def _name(device: Device) -> str:
     return next((name for name, known in known_devices()[0].items() if known == device), "NAME --machine FILE")
 
 
-_HEADER = ["tensor", "pipeline", "per rank", "context", "folded", "expert", "data", "ZeRO", "micro", "recompute"]
+_HEADER = [
+    "tensor",
+    "pipeline",
+    "depth",
+    "per rank",
+    "context",
+    "folded",
+    "expert",
+    "data",
+    "ZeRO",
+    "micro",
+    "recompute",
+]
 _HEADER += ["step s", "tokens/s", "MFU", "GiB", "of memory", "days", "MWh", "cost"]
 
 
 def _row(answers: Answers, plan: Plan, number: int, price: float | None) -> list[str]:
     choice, cost = plan.choice, Cost.of(answers, plan, price)
     data = answers.question.at.devices // choice.inner
-    each, folded = (str(size) if size > 1 else "" for size in (choice.stages_per_rank, choice.folded))
+    sides = (choice.depth, choice.stages_per_rank, choice.folded)
+    depth, each, folded = (str(size) if size > 1 else "" for size in sides)
     sizes = [choice.expert, data, choice.zero, choice.micro_batch]
     return [
         str(number),
-        *map(str, (choice.tensor, choice.pipeline, each, choice.context, folded, *sizes)),
+        *map(str, (choice.tensor, choice.pipeline, depth, each, choice.context, folded, *sizes)),
         choice.recompute,
         f"{plan.step.seconds:,.3f}",
         f"{plan.tokens_per_second:,.0f}",

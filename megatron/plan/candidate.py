@@ -28,6 +28,7 @@ class Candidate:
     sequence: bool = False
     folded: int = 1  # `parallel.folded`: 1, or `context` where these ranks share matrices too
     stages_per_rank: int = 1
+    depth: int = 1
 
     @property
     def inner(self) -> int:
@@ -56,7 +57,7 @@ class Candidate:
 
     def values(self) -> dict[str, Any]:
         """As nested values of a configuration."""
-        axes = ("tensor", "pipeline", "context", "expert", "sequence", "folded", "stages_per_rank")
+        axes = ("tensor", "pipeline", "context", "expert", "sequence", "folded", "stages_per_rank", "depth")
         checkpointing = {"mode": self.recompute, "every": 1 if self.recompute == "full" else None}
         training = {"micro_batch_size": self.micro_batch, "accumulation": None}
         return {
@@ -67,7 +68,7 @@ class Candidate:
 
     def __str__(self) -> str:
         axes = {"t": self.tensor, "p": self.pipeline, "c": self.context, "e": self.expert, "f": self.folded}
-        axes["v"] = self.stages_per_rank
+        axes |= {"v": self.stages_per_rank, "d": self.depth}
         words = [f"{name}{size}" for name, size in axes.items() if size > 1 or name in "tp"]
         return " ".join([*words, f"zero{self.zero}", f"mb{self.micro_batch}", self.recompute])
 
@@ -126,7 +127,8 @@ def layout_of(choice: Candidate, ranks: int) -> Layout:
         pipeline=choice.pipeline,
         sequence=choice.sequence and choice.tensor > 1,
         zero_stage=choice.zero,
-        expert=max(choice.expert, choice.folded),
+        expert=max(choice.expert, choice.folded, choice.depth),
         context=choice.context,
+        depth=choice.depth,
         shares_rows=choice.folded > 1,
     )

@@ -171,6 +171,7 @@ def choice_of(config: Config) -> Candidate:
         parallel.sequence,
         parallel.folded,
         parallel.stages_per_rank,
+        parallel.depth,
     )
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import gcd
 from typing import Any
 
 import yaml
@@ -211,6 +212,11 @@ class Question:
                                 yield from (
                                     replace(once, stages_per_rank=each) for each in several if pipeline * each <= blocks
                                 )
+                                if zero != 3 and context == 1:
+                                    depths = divisors(gcd(replicas, max(1, self.at.per_host // tensor)))[1:]
+                                    yield from (
+                                        replace(once, depth=each) for each in depths if expert == each or not experts
+                                    )
                             if tensor == 1 < context and zero != 3 and (expert == context or not experts):
                                 yield Candidate(1, pipeline, context, expert, zero, folded=context)
 
@@ -295,7 +301,7 @@ class Question:
 
 
 ALWAYS = (("zero", "stage"), ("training", "micro_batch_size"))  # shown also where they are defaults
-STRUCTURE = ("tensor", "pipeline", "context", "expert", "zero", "folded", "stages_per_rank")
+STRUCTURE = ("tensor", "pipeline", "context", "expert", "zero", "folded", "stages_per_rank", "depth")
 
 
 @dataclass

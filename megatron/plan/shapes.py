@@ -105,6 +105,7 @@ class RankLayer:
     expert_rows: float = 0.0  # bytes per token of the rows sent to experts, and the same back. 0 without experts
     state: float = 0.0  # numbers per sample that a recurrence carries, for context parallelism
     rows: int = 0  # elements of this rank's part of matrices whose rows ranks share
+    gathered: int = 0  # elements of the largest matrix that is gathered for a product
     tensors: int = 0  # number of parameter tensors. Shared ones count in each block
 
 
@@ -178,7 +179,7 @@ class Shapes:
 
     def layer(self, place: int, choice: Candidate) -> RankLayer:
         """The layer at a place of [embedding, blocks..., head], as a rank of the candidate's layout has it."""
-        cuts = (choice.tensor, choice.expert, choice.sequence, choice.folded)
+        cuts = (choice.tensor, choice.expert, choice.sequence, choice.folded, choice.depth)
         key = (self._classes[place], *cuts, place == 0 and choice.pipeline > 1)
         if key not in self._layers:
             self._layers[key] = self._build(place, choice)
@@ -193,6 +194,7 @@ class Shapes:
             choice.micro_batch,
             self.recomputes(config, choice, place),
             choice.context,
+            choice.depth,
         )
         if key not in self._sends:
             self._sends[key] = tuple(_sends(config, place, choice))
@@ -214,6 +216,7 @@ class Shapes:
             counts, module = block_counts(model, model.blocks[place - 1], length, place - 1), plan.block(place - 1)
         top_k, experts = self.experts(place)
         own, shared, matrices, used = self._parameters(place, module, choice, top_k, experts)
+        shared_rows = [each.numel() for each in module.parameters() if shares_rows(each)]
         parts, cut = self._cut(place, counts), choice.tensor
         passes = model.recurrence.backward if self.recurs(place) else 1
         saved = {
@@ -230,7 +233,8 @@ class Shapes:
             whole=(parts.cut / cut + parts.whole + parts.around) * size,
             expert_rows=top_k * model.hidden_size * size if experts else 0.0,
             state=counts.memory / cut,
-            rows=sum(each.numel() for each in module.parameters() if shares_rows(each)),
+            rows=sum(shared_rows),
+            gathered=choice.depth * max(shared_rows, default=0) if choice.depth > 1 else 0,
             tensors=sum(1 for _ in module.parameters()),
         )
 
@@ -270,9 +274,8 @@ class Shapes:
                 matrices.append(Matrix(each.shape[1], each.shape[2], each.shape[0], top_k * spread / experts))
                 used += prod(logical.shape) * top_k / experts
             else:
-                rows = logical.shape[0] if shares_rows(each) else each.shape[0]
-                columns = count // each.shape[0]
-                matrices.append(Matrix(rows, columns))
+                runs = max(choice.folded, choice.depth) if shares_rows(each) else 1
+                matrices.append(Matrix(runs * each.shape[0], count // each.shape[0]))
                 used += prod(logical.shape)
         return own, shared, tuple(matrices), used
 
@@ -331,7 +334,7 @@ def _saved(config: Config, mode: str) -> list[int]:
 
 def _sends(config: Config, place: int, choice: Candidate) -> Iterable[tuple[Call, int, int]]:
     """Messages of a layer on the tensor axis. Kinds without a formula count as two sums of the stream each way."""
-    axis = TensorAxis(choice.tensor, choice.sequence, config.parallel.communication.compress.tensor)
+    axis = TensorAxis(choice.tensor, choice.sequence, config.parallel.communication.compress.tensor, choice.depth)
     try:
         return tensor_traffic(config, [place], axis)
     except NotPredicted:

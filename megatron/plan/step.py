@@ -260,6 +260,11 @@ class StepEstimator:
             for call, messages, size in self.shapes.sends(place, choice, config)
         )
         passes = 4 if mode == "none" else 6
+        if choice.depth > 1 and layer.rows:
+            whole, number = choice.depth * layer.rows, len(layer.matrices)
+            gathers = 2 if mode == "none" else 3
+            tensor += gathers * collective(self.at, at["expert"], "all_gather", whole * self.size, number)
+            tensor += collective(self.at, at["expert"], "reduce_scatter", whole * max(4, self.size), number)
         expert = passes * collective(self.at, at["expert"], "all_to_all", tokens * layer.expert_rows)
         context = self._context(config, choice, place, at["context"], layer.state, attention)
         context += self._rows(config, choice, place, at["context"], layer.rows, forward + backward)

@@ -161,6 +161,7 @@ def predicted(config: Config, place: WorkerEnvironment, world: World) -> Predict
 def _describe_model(config: Config, world: World, log: Callable[[str], Any]) -> None:
     layout = world.mesh.layout
     context = f"{'folded' if layout.shares_rows else 'context'} {layout.context}, " if layout.context > 1 else ""
+    context += f"depth {layout.depth}, " if layout.depth > 1 else ""
     log(
         f"{totals(config).parameters:,} parameters on {counted(layout.world_size, 'rank')}: tensor {layout.tensor}, "
         f"pipeline {layout.pipeline}, {context}data {layout.data}, ZeRO {layout.zero_stage}, "

@@ -207,7 +207,7 @@ def test_rows_fall_to_the_ranks_of_a_run(to, ranks):
         ("folded=2,expert=4", "context and expert must be omitted or equal folded=2"),
         ("folded=0", "sizes must be at least 1"),
         ("folded=2,tensor=2", "tensor must be 1 where ranks share rows"),
-        ("folded=2,zero=3", "with ZeRO 3 expert and folded must be 1"),
+        ("folded=2,zero=3", "with ZeRO 3 expert, folded and depth must be 1"),
     ],
 )
 def test_rows_on_layouts_that_no_run_has(to, message):
@@ -223,7 +223,7 @@ def test_experts_that_do_not_divide():
         ("data=4,expert=3", "4 ranks cannot be cut into groups of 3"),
         ("expert=0", "at least 1"),
         ("tensor=4,expert_tensor=2", "1 \\(folded\\) or equal tensor=4"),
-        ("data=2,expert=2,zero=3", "with ZeRO 3 expert and folded must be 1"),
+        ("data=2,expert=2,zero=3", "with ZeRO 3 expert, folded and depth must be 1"),
     ):
         with pytest.raises(ValueError, match=message):
             parse_layout(to)

@@ -111,7 +111,7 @@ def test_a_rank_makes_only_the_orthogonal_matrices_that_it_has_a_part_of(monkeyp
     made, real = [], initial._orthogonal
     monkeypatch.setattr(initial, "_orthogonal", lambda *args: made.append(args[1:3]) or real(*args))
     tensor = LogicalTensor("w", (3, 12, 8), Role.HIDDEN, Shard(1), matrices=(6, 2, 4))
-    upper = initial_values(tensor, Init("orthogonal", 1.0), 0, rank=0, ranks=2, experts=Span(1, 2, 0))
+    upper = initial_values(tensor, Init("orthogonal", 1.0), 0, rank=0, ranks=2, run=Span(1, 2, 0))
     assert made == 2 * [(6, 8)]
     whole = initial_values(tensor, Init("orthogonal", 1.0), 0)
     assert len(made) == 2 + 9 and upper.equal(whole[1:, :6])

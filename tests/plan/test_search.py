@@ -111,9 +111,10 @@ def test_what_is_called_the_smallest_is(values):
     sizes = (1, 2, 4, 8)
     for tensor, pipeline, expert in itertools.product(sizes, sizes, sizes):
         for zero, sequence, mode in itertools.product((1, 2, 3), (False, True), RECOMPUTE):
-            choice = Candidate(tensor, pipeline, 1, expert, zero, 1, mode, sequence)
-            if 8 % (tensor * pipeline) == 0 and none.refusal(choice) is None:
-                least = min(least, none.judge(choice).memory.total)
+            for depth in {1, max(1, 8 // (tensor * pipeline))}:
+                choice = Candidate(tensor, pipeline, 1, expert, zero, 1, mode, sequence, depth=depth)
+                if 8 % (tensor * pipeline) == 0 and none.refusal(choice) is None:
+                    least = min(least, none.judge(choice).memory.total)
     assert not found.plans and found.closest.memory.total == least
 
 

@@ -24,7 +24,8 @@ _FURTHER = ("sequence", "expert_tensor", "context_cut", "pipeline_split", "stage
 def mechanisms(case: Case) -> list[str]:
     """What a case goes through, beside its architecture."""
     parallel, training, zero = (case.values.get(name, {}) for name in ("parallel", "training", "zero"))
-    axes = [axis for axis in ("tensor", "pipeline", "context", "folded", "expert") if parallel.get(axis, 1) > 1]
+    names = ("tensor", "pipeline", "context", "folded", "depth", "expert")
+    axes = [axis for axis in names if parallel.get(axis, 1) > 1]
     data = case.ranks
     for axis in ("tensor", "pipeline", "context", "folded"):
         data //= parallel.get(axis, 1)

@@ -59,6 +59,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fold2 dp2 ZeRO 1": {"ranks": 4, "parallel": {"folded": 2}},
     "fold2 pp2": {"ranks": 4, "parallel": {"folded": 2, "pipeline": 2}},
     "fold4 ZeRO 2": {"ranks": 4, "parallel": {"folded": 4}, "zero": {"stage": 2}},
+    "tp2 depth2 ZeRO 0": {"ranks": 4, "parallel": {"tensor": 2, "depth": 2}, "zero": {"stage": 0}},
+    "depth2 pp2": {"ranks": 4, "parallel": {"depth": 2, "pipeline": 2}},
+    "depth4 ep4": {"ranks": 4, "parallel": {"depth": 4, "expert": 4}},
     "fold2 ep2": {"ranks": 4, "parallel": {"folded": 2, "expert": 2}},
     "cp2 ep2 by ring": {"ranks": 2, "parallel": {"context": 2, "context_method": "ring", "expert": 2}},
 }
@@ -128,6 +131,9 @@ PAIRS = [
     ("even vocabulary, tied", ADAMW, "tp2 dp2 ZeRO 3", "fold2 pp2", 1e-5),
     ("rwkv7", merged(ADAMW, RWKV7), "fold4 ZeRO 2", "cp2 ZeRO 1", 1e-5),
     ("moe, even vocabulary", merged(ADAMW, MOE), "fold2 ep2", "tp2 ep4 folded", 1e-5),
+    *[("mqa", MUON, "tp2 depth2 ZeRO 0", to, 1e-5) for to in ("one", "depth2 pp2")],
+    ("mqa", MUON, "depth2 pp2", "tp2 depth2 ZeRO 0", 1e-5),
+    ("moe", merged(ADAMW, MOE), "depth4 ep4", "tp2 pp2", 1e-5),
     *[("moe", merged(ADAMW, MOE), "cp2 ep2 by ring", to, 1e-5) for to in ("dp4 ep4 ZeRO 2", "cp2 ZeRO 1")],
 ]
 # From each of these to each of these.
@@ -301,6 +307,7 @@ OFTEN = {
     "moe adamw fp32, cp2 ep2 by ring to cp2 ZeRO 1",
     "even vocabulary adamw fp32, fold2 dp2 ZeRO 1 to fold4 ZeRO 2",
     "even vocabulary, tied adamw fp32, tp2 dp2 ZeRO 3 to fold2 pp2",
+    "mqa muon fp32, tp2 depth2 ZeRO 0 to depth2 pp2",
     "moe adamw fp32, dp4 ep4 ZeRO 2 to dp2 ZeRO 3",
     "moe, even vocabulary adamw fp32, tp2 ep4 folded to tp2 ep2 folded ZeRO 2",
     "moe, even vocabulary adamw bf16, dp2 ep2 ZeRO 1 to tp2 ep4 folded",

@@ -57,7 +57,7 @@ def test_the_summary_says_what_is_tested():
     rows = {cells[0].strip(): cells for row in summary().splitlines() if (cells := row.strip("| ").split(" | "))}
     assert rows.keys() >= set(read()["architectures"])
     every = ["2, 4 (sequence too)", "2, 4", "0, 1, 2, 3", "2, 4", "2", "–"]
-    shared = {"tp·cp", "pp·cp", "cp·dp"}
+    shared = {"tp·cp", "pp·cp", "cp·dp", "tp·depth", "pp·depth", "depth·dp"}
     assert rows["neox"][2:8] == every and rows["neox"][9:] == ["full, selective", "yes"]
     assert set(rows["neox"][8].split(", ")) == {"tp·dp", "tp·pp", "pp·dp", "tp·pp·dp", *shared}
     assert "tp·pp·dp·ep" in rows["dense, then moe"][8] and rows["moe"][7] == "2, 4"

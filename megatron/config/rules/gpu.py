@@ -20,6 +20,7 @@ NO_OVERLAP: Forbidden = (
     ("parallel.sequence", lambda it: not it, "activations that tensor ranks share", "true"),
     ("parallel.communication.compress.tensor", lambda it: it != "none", "uncompressed activations", "none"),
     ("zero.stage", lambda it: it == 3, "weights that stay where they are", "2"),
+    ("parallel.depth", lambda it: it > 1, "weights that stay where they are", "1"),
     ("training.activation_checkpointing.mode", lambda it: it != "none", "each product once a step", "none"),
     ("training.sequence_chunks", lambda it: it > 1, "whole sequences in a pass", "1"),
 )
@@ -31,6 +32,7 @@ NO_GRAPHS: Forbidden = (
     ("training.sequence_chunks", lambda it: it > 1, "whole sequences in a pass", "1"),
     ("training.sequence_schedule", bool, "sequences of one length", "[]"),
     ("parallel.tensor", lambda it: it > 1, "blocks without collectives", "1"),
+    ("parallel.depth", lambda it: it > 1, "blocks without collectives", "1"),
     ("parallel.context", lambda it: it > 1, "blocks without collectives", "1"),
     ("parallel.pipeline", lambda it: it > 1, "one micro-batch at a time", "1"),
     ("zero.stage", lambda it: it == 3, "weights that stay where they are", "2"),

@@ -21,9 +21,11 @@ from ..arithmetic.pipelines import (
 )
 from ..file_access import unreadable
 from ..optimizer_kind import optimizer_kind
-from ..problems import Problem, multiples
+from ..problems import Problem, divisors, multiples, near
 from ..rule_context import Check, RuleContext
 from ..schema import Config
+
+DEPTH = "parallel.depth"
 
 
 def ranks_fill_the_layout(context: RuleContext) -> Iterator[Problem]:
@@ -36,6 +38,16 @@ def ranks_fill_the_layout(context: RuleContext) -> Iterator[Problem]:
             " ".join(keys),
             rule=f"the run's {context.ranks} ranks must be a multiple of tensor * pipeline * context = {inner}",
             fix=f"start {counts} ranks, or use sizes whose product divides {context.ranks}",
+        )
+
+
+def depth_divides_the_replicas(context: RuleContext) -> Iterator[Problem]:
+    depth, replicas = context.config.parallel.depth, context.replicas
+    if replicas is not None and replicas % depth:
+        yield context.problem(
+            DEPTH,
+            rule=f"must divide the {replicas} data and context parallel ranks, among which rows are shared",
+            fix=f"use {DEPTH}={near(depth, divisors(replicas))}, or another number of ranks",
         )
 
 
@@ -110,7 +122,7 @@ def _not_asynchronous(config: Config) -> str:
     parallel = config.parallel
     if parallel.stages_per_rank > 1:
         return "parallel.stages_per_rank of 1"
-    axes = [name for name in ("tensor", "context", "expert") if getattr(parallel, name, None) not in (1, None)]
+    axes = [name for name in ("tensor", "context", "depth", "expert") if getattr(parallel, name, None) not in (1, None)]
     return f"parallel.{axes[0]} of 1" if axes else "zero.stage of 0 or 1" if config.zero.stage > 1 else ""
 
 
@@ -230,6 +242,34 @@ def _micro_batches_idle(config: Config) -> str:
 
 
 CHECKS = (
+    Check(
+        f"zero.stage {DEPTH}",
+        lambda c: c.parallel.depth > 1 and c.zero.stage == 3,
+        f"must be below 3 with {DEPTH}: ZeRO 3 gathers every parameter from all data parallel ranks already",
+        f"use zero.stage=1 or 2, or {DEPTH}=1",
+    ),
+    Check(
+        f"parallel.folded {DEPTH}",
+        lambda c: c.parallel.depth > 1 and c.parallel.folded > 1,
+        f"must be 1 with {DEPTH}, which shares the same rows of matrices",
+        f"use parallel.folded=1 with parallel.context, or {DEPTH}=1",
+    ),
+    Check(
+        f"parallel.expert_tensor {DEPTH}",
+        lambda c: c.parallel.depth > 1 and c.parallel.expert_tensor < c.parallel.tensor,
+        lambda c: (
+            f"must be parallel.tensor = {c.parallel.tensor} with {DEPTH}, whose ranks share experts and rows: folded "
+            "experts have tensor parallel ranks among them"
+        ),
+        f"remove expert_tensor, or use {DEPTH}=1",
+    ),
+    Check(
+        f"model.hidden_size {DEPTH}",
+        lambda c: c.parallel.depth > 1 and c.model.hidden_size % c.parallel.depth,
+        lambda c: f"should be a multiple of {DEPTH} = {c.parallel.depth}: matrices with other rows stay whole",
+        lambda c: f"use {multiples(c.model.hidden_size, c.parallel.depth)}, or {DEPTH} that divides it",
+        fatal=False,
+    ),
     Check(
         "parallel.sequence parallel.tensor",
         lambda c: c.parallel.sequence and c.parallel.tensor == 1,

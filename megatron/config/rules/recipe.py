@@ -82,7 +82,7 @@ def products_of_8_bits_have_their_shapes(context: RuleContext) -> Iterator[Probl
     config, key = context.config, "precision.products"
     if config.precision.products != "fp8":
         return
-    for name in (name for name in ("tensor", "folded") if getattr(config.parallel, name) > 1):
+    for name in (name for name in ("tensor", "folded", "depth") if getattr(config.parallel, name) > 1):
         rule = f"fp8 must go with parallel.{name}: 1, since the scale of a matrix is that of all its numbers"
         fix = f"use parallel.{name}=1, or precision.products=compute"
         yield context.problem(f"{key} parallel.{name}", rule=rule, fix=fix)

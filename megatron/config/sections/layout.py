@@ -54,7 +54,21 @@ class CommunicationOptions(Section):
 
 
 class ParallelSection(Section):
-    tensor: int = key(1, "Tensor parallel size: ranks that share each matrix.", unit="ranks", gt=0)
+    tensor: int = key(
+        1,
+        "Tensor parallel size: ranks that share each matrix. `tensor: {rows: 4, depth: 2}` is short for tensor: 4 and "
+        "depth: 2.",
+        unit="ranks",
+        gt=0,
+    )
+    depth: int = key(
+        1,
+        "Neighbours among the data and context parallel ranks that share the rows of each matrix of a block, and "
+        "gather the whole for each product. It goes with tensor, pipeline and ZeRO 0 to 2. In stacks with experts, "
+        "parallel.expert must be equal.",
+        unit="ranks",
+        gt=0,
+    )
     pipeline: int = key(1, "Pipeline parallel size: stages that share the layers.", unit="stages", gt=0)
     context: Derivable[int] = key(
         None,

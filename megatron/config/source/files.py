@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from ...installation import configuration_file
 from ..problems import ABSENT, ConfigError, Problem
-from ..schema import Config, Path, lookup, parse_path
+from ..schema import Config, Path, dotted, lookup, parse_path
 from ..tree import drop, get, put
 from .layers import ConfigSource, Origin
+from .structure import nearest
 from .yaml_source import read_file, read_override
 
 if TYPE_CHECKING:
@@ -203,6 +204,7 @@ def normalise(source: ConfigSource) -> ConfigSource:
     _empty_sections(source, source.values, ())
     if isinstance(source.values.get("precision"), str):
         _move(source, ("precision",), {"compute": source.values["precision"]}, ("precision", "compute"))
+    _grid(source, ("parallel", "tensor"))
     _sources(source, ("data", "train"))
     for name in ("validation", "test"):
         path = ("data", name)
@@ -221,6 +223,32 @@ def normalise(source: ConfigSource) -> ConfigSource:
     _additions(source, ("logging", "sinks"))
     _comms_logger(source)
     return source
+
+
+_SIDES = {"rows": "tensor", "depth": "depth"}  # sides of a grid, with their keys
+
+
+def _grid(source: ConfigSource, path: Path) -> None:
+    """Turn the sides of a grid of tensor parallel ranks, {rows, columns, depth}, into the keys tensor and depth."""
+    sides = get(source.values, path, None)
+    if not isinstance(sides, dict):
+        return
+    places = {side: source.origin((*path, side)) for side in sides}
+    drop(source.values, path)
+    for side, size in sides.items():
+        key, rule = dotted((*path, side)), ""
+        if side in _SIDES:
+            inner = (*path[:-1], _SIDES[side])
+            put(source.values, inner, size)
+            source.places[inner] = places[side]
+        elif side != "columns":
+            rule, fix = "must be one of rows, columns and depth", nearest(side, (*_SIDES, "columns")) or "use rows"
+        elif size != 1:
+            rule = "must be 1: the channels of the residual stream are not cut, so norms see whole tokens"
+            many = isinstance(size, int) and isinstance(sides.get("rows", 1), int)
+            fix = f"use rows={size * sides.get('rows', 1)} columns=1, or depth" if many else "use columns=1"
+        if rule:
+            source.problems.append(Problem(key, rule, fix, size, str(places[side])))
 
 
 def _comms_logger(source: ConfigSource) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatron.config import Config
 from megatron.config.features.feature import wanted_features
 from megatron.parallel.layers.collectives import all_reduce
-from megatron.parallel.layers.parameters import is_spread, logical_of
+from megatron.parallel.layers.parameters import is_spread, logical_of, on_every_tensor_rank
 from megatron.parallel.layout.mesh import Mesh
 
 from .sum_of_squares import sum_of_squares
@@ -47,15 +47,20 @@ class GlobalClipping:
             torch._foreach_mul_(grads, factor)
 
     def _norm(self) -> Tensor:
-        """Counts each logical element once. Shards are summed over the tensor axis, experts over the expert axis
-        (and over the ranks with slices of them). Replicas and tied copies are not counted."""
+        """Counts each logical element once. Shards are summed over the tensor axis, experts and rows over the expert
+        axis (and over the ranks with slices of them). Replicas and tied copies are not counted."""
         counted = [
             (p, p.grad) for p in self.parameters if p.grad is not None and not getattr(p, "ds_pipe_replicated", False)
         ]
         whole = self._sum_of_squares([grad for p, grad in counted if logical_of(p).shard is None and not is_spread(p)])
         cut = [grad for p, grad in counted if logical_of(p).shard is not None and not is_spread(p)]
         shards = self._sum_of_squares(cut)
-        experts = all_reduce(self._sum_of_squares([grad for p, grad in counted if is_spread(p)]), self.mesh.expert)
+        ranks, spread = self.mesh.tensor.size, [(p, grad) for p, grad in counted if is_spread(p)]
+        alike = [grad for p, grad in spread if ranks > 1 and on_every_tensor_rank(p)]
+        experts = self._sum_of_squares([grad for p, grad in spread if ranks == 1 or not on_every_tensor_rank(p)])
+        if alike:
+            experts = experts + self._sum_of_squares(alike) / ranks
+        experts = all_reduce(experts, self.mesh.expert)
         if self.mesh.layout.folded:
             whole = whole + experts
         else:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.parallel.layers.collectives import all_reduce
-from megatron.parallel.layers.parameters import is_spread, logical_of
+from megatron.parallel.layers.parameters import logical_of, on_every_tensor_rank
 from megatron.parallel.layout.mesh import Mesh
 from megatron.parallel.transport.routes import installed_routes
 from megatron.parallel.transport.shared_sums import averages
@@ -180,8 +180,8 @@ class ScatteredGradients:
 
     def _counts(self, parameter: nn.Parameter) -> bool:
         """Whether this rank's part of a parameter counts in the norm: replicas and tied copies count once."""
-        whole = logical_of(parameter).shard is None and not is_spread(parameter)
-        return not getattr(parameter, "ds_pipe_replicated", False) and not (whole and self._mesh.tensor.rank)
+        copy = on_every_tensor_rank(parameter) and self._mesh.tensor.rank > 0
+        return not copy and not getattr(parameter, "ds_pipe_replicated", False)
 
     def _norm(self, parts: list[Tensor]) -> Tensor:
         """Norm of the gradients of this stage's tensor parallel rank. DeepSpeed adds the others."""

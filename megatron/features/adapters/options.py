@@ -130,6 +130,7 @@ def adapters_alone_are_trained(context: RuleContext) -> Iterator[Problem]:
     config = context.config
     refused = {
         "parallel.async_tensor": (config.parallel.async_tensor, False, "gathers what several layers read"),
+        "parallel.depth": (config.parallel.depth, 1, "gathers frozen matrices inside of a product"),
         "zero.offload_parameters.device": (config.zero.offload_parameters.device, "none", "moves frozen weights"),
     }
     for name, (value, wanted_value, why) in refused.items():

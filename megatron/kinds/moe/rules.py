@@ -329,12 +329,13 @@ def expert_ranks_divide_their_line(context: RuleContext) -> Iterator[Problem]:
 def experts_are_where_rows_are(context: RuleContext) -> Iterator[Problem]:
     """To gradients and states, matrices whose rows ranks share are experts that are spread."""
     parallel = context.config.parallel
-    if context.uses("moe") and 1 < parallel.folded != parallel.expert:
-        yield context.problem(
-            "parallel.expert parallel.folded",
-            rule=f"must be parallel.folded = {parallel.folded} in stacks with experts, which the same ranks share",
-            fix=f"use parallel.expert={parallel.folded}",
-        )
+    for name, size in (("folded", parallel.folded), ("depth", parallel.depth)):
+        if context.uses("moe") and 1 < size != parallel.expert:
+            yield context.problem(
+                f"parallel.expert parallel.{name}",
+                rule=f"must be parallel.{name} = {size} in stacks with experts, which the same ranks share",
+                fix=f"use parallel.expert={size}",
+            )
 
 
 def spread_experts_fit_the_stage(context: RuleContext) -> Iterator[Problem]:

@@ -115,7 +115,7 @@ ONE = "use 1: ZeRO (zero.stage 1 to 3) splits the states of any model over data 
 LIMITS: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     *(
         (f"parallel.{name}", lambda size: size > 1, f"{name} must be 1: layers of other programs are not cut", ONE)
-        for name in ("tensor", "pipeline", "context", "expert", "folded")
+        for name in ("tensor", "pipeline", "context", "expert", "folded", "depth")
     ),
     (
         "training.activation_checkpointing.mode",

@@ -38,12 +38,13 @@ class NotPredicted(ValueError):
 
 @dataclass(frozen=True)
 class TensorAxis:
-    """Number of tensor parallel ranks, whether the stream is cut along the sequence, and form of activations in
-    messages (`megatron.config.arithmetic.wire`)."""
+    """Number of tensor parallel ranks, whether the stream is cut along the sequence, form of activations in messages
+    (`megatron.config.arithmetic.wire`), and ranks that share rows of matrices (`parallel.depth`)."""
 
     ranks: int = 1
     sequence: bool = False
     wire: str = "none"
+    depth: int = 1
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,11 @@ class Summed:
 
 @dataclass(frozen=True)
 class Shared:
-    """A replicated parameter. Each rank has part of its uses."""
+    """A replicated parameter, or n rows of a matrix. Each rank has part of its uses."""
 
     elements: int
     wide: bool = False
+    rows: int = 0
 
 
 Event = Enter | Leave | Summed | Shared
@@ -91,7 +93,7 @@ def row_events(width: int, bias: bool, tensor: TensorAxis) -> list[Event]:
 
 def whole_events(rows: int, columns: int, bias: bool = False) -> list[Event]:
     """A `ColumnLinear` that is not cut."""
-    return [*([Shared(rows)] if bias else []), Shared(rows * columns)]
+    return [*([Shared(rows)] if bias else []), Shared(rows * columns, rows=rows)]
 
 
 def norm(options: NormOptions, size: int, partial: bool = True) -> list[Event]:
@@ -139,7 +141,8 @@ class CallRecorder:
             elif isinstance(event, Shared):
                 dtype = "fp32" if event.wide else self.dtype
                 call = Call("backward", layer, "tensor", self.tensor.ranks, "all_reduce", dtype)
-                yield call, 1, event.elements * SIZES[dtype]
+                runs = self.tensor.depth if event.rows and event.rows % self.tensor.depth == 0 else 1
+                yield call, 1, event.elements // runs * SIZES[dtype]
 
     def _door(self, phase: str, layer: str, operation: str, width: int) -> Iterator[tuple[Call, int, int]]:
         """Into or out of a tensor region."""

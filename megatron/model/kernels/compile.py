@@ -74,6 +74,8 @@ def _cut_by(config: Config) -> str | None:
     """The reason why a block is not compiled as a whole."""
     if config.parallel.tensor > 1:
         return "collectives of tensor parallelism cut blocks"
+    if config.parallel.depth > 1:
+        return "matrices are gathered inside of blocks"
     if config.parallel.context > 1:
         return "collectives of context parallelism cut attention"
     if config.training.sequence_chunks > 1:

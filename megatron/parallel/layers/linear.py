@@ -11,8 +11,8 @@ from ..layout.initial import ZEROS, Init
 from ..layout.mesh import ALONE, Mesh
 from ..layout.shard import Growth, Role, Shard
 from .async_tensor import gathered_through, scattered_product
-from .collectives import enter, leave, sum_gradient
-from .folded import embedding_of_rows, linear_of_rows
+from .collectives import enter, gather_rows, leave, sum_gradient
+from .folded import embedding_of_rows
 from .parameters import ParameterFactory
 
 
@@ -25,7 +25,7 @@ class ColumnLinear(nn.Module):
         heads: "query", "key" or "value" for each part, where it gives heads of `unit` outputs.
         shard: False keeps the whole matrix on every rank. Then each rank may use only part of the result, and
             the gradient is summed over the ranks (key/value heads fewer than ranks).
-        folds: whether ranks that share sequences may share the rows of the matrix.
+        folds: whether ranks may share the rows of the matrix (`ParameterFactory.row_axis`).
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ColumnLinear(nn.Module):
         self.shard = shard
         cut = Shard(0, parts, unit) if shard else None
         outputs = sum(parts)
-        self.rows = make.row_axis(outputs) if folds else ALONE
+        self.rows = make.row_axis(outputs, cut) if folds else ALONE
         self.weight = make.parameter(
             "weight",
             (outputs, inputs),
@@ -61,11 +61,9 @@ class ColumnLinear(nn.Module):
             rows=self.rows,
         )
         self.bias = make.parameter("bias", (outputs,), role=Role.BIAS, init=ZEROS, shard=cut) if bias else None
-        self.linear = make.linear(inputs, outputs)
+        self.linear = make.linear(inputs, outputs, self.rows)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.rows.size > 1:
-            return linear_of_rows(x, self.weight, self.bias, self.rows)
         return self.linear(x, *self.used())
 
     def used(self) -> tuple[Tensor, Tensor | None]:
@@ -76,8 +74,8 @@ class ColumnLinear(nn.Module):
         return sum_gradient(self.weight, self.axis), bias
 
     def matrix(self) -> Tensor:
-        """This rank's part of the matrix, for layers that multiply with it themselves."""
-        return self.weight
+        """This tensor parallel rank's part of the matrix, for layers that multiply with it themselves."""
+        return gather_rows(self.weight, self.rows)
 
 
 def entered(x: Tensor, columns: Sequence[ColumnLinear], mesh: Mesh) -> tuple[Tensor, list[Tensor]]:
@@ -119,11 +117,9 @@ class RowLinear(nn.Module):
             rows=self.rows,
         )
         self.bias = make.parameter("bias", (outputs,), role=Role.BIAS, init=ZEROS) if bias else None
-        self.linear = make.linear(inputs, outputs)
+        self.linear = make.linear(inputs, outputs, self.rows)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.rows.size > 1:
-            return linear_of_rows(x, self.weight, self.bias, self.rows)
         if self.mesh.tensor.size == 1:
             return self.linear(x, self.weight, self.bias)
         if self.mesh.layout.async_tensor:
@@ -159,11 +155,9 @@ class WholeLinear(nn.Module):
         self.axis = make.mesh.tensor if make.mesh.layout.sequence else None
         self.rows, shape = make.row_axis(outputs), (outputs, inputs)
         self.weight = make.parameter("weight", shape, role=role, init=init, matrices=(outputs,), rows=self.rows)
-        self.linear = make.linear(inputs, outputs)
+        self.linear = make.linear(inputs, outputs, self.rows)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.rows.size > 1:
-            return linear_of_rows(x, self.weight, None, self.rows)
         return self.linear(x, self.weight if self.axis is None else sum_gradient(self.weight, self.axis), None)
 
 
@@ -175,7 +169,7 @@ class VocabEmbedding(nn.Module):
     ):
         """`weight`: of another embedding, which this one shares."""
         super().__init__()
-        self.mesh, self.rows, shape = make.mesh, make.row_axis(vocab), (vocab, hidden)
+        self.mesh, self.rows, shape = make.mesh, make.row_axis(vocab, table=True), (vocab, hidden)
         if weight is None:
             weight = make.parameter("weight", shape, role=Role.EMBEDDING, init=init, shard=Shard(0), rows=self.rows)
         self.weight = weight

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from ..layout.mesh import ALONE, Axis, Mesh
 from ..layout.precision import wide_type
 from ..layout.shard import UNSCALED, Growth, LogicalTensor, Role, Scales, Shard, Span, growth_of
 from .context import ContextGroup
+from .depth import linear_of_gathered
 from .eight_bits import Linear, linear_for
+from .folded import linear_of_rows
 
 
 @dataclass(frozen=True)
@@ -46,14 +49,25 @@ class ParameterFactory:
         """The ranks that share each sample's tokens with this one."""
         return ContextGroup.of(self.mesh)
 
-    def row_axis(self, rows: int) -> Axis:
-        """The ranks that share a matrix of n rows: where they fold, the ranks of a sequence, if they divide the
-        rows."""
-        axis = self.mesh.context
-        return axis if self.mesh.layout.shares_rows and rows % axis.size == 0 else ALONE
+    def row_axis(self, rows: int, cut: Shard | None = None, *, table: bool = False) -> Axis:
+        """The ranks that share a matrix of n rows, if they divide the rows of every tensor parallel rank. Where they
+        fold these are the ranks of a sequence, and with depth neighbours among the replicas.
 
-    def linear(self, inputs: int, outputs: int) -> Linear:
-        """The product with a matrix of these sides."""
+        Args:
+            table: of a vocabulary. Tables stay whole over depth: a lookup reads few of their rows.
+        """
+        axis, tensor = ALONE if table else self.mesh.depth, self.mesh.tensor.size
+        if self.mesh.layout.shares_rows:
+            axis = self.mesh.context
+        held = [rows]
+        if cut is not None and cut.dim == 0:
+            held = [sum(span.length for span in cut.spans(rows, rank, tensor)) for rank in range(tensor)]
+        return ALONE if any(each % axis.size for each in held) else axis
+
+    def linear(self, inputs: int, outputs: int, rows: Axis = ALONE) -> Linear:
+        """The product with a matrix of these sides, whose rows the ranks of an axis share."""
+        if rows.size > 1:
+            return partial(linear_of_rows if self.mesh.layout.shares_rows else linear_of_gathered, axis=rows)
         return linear_for(self.products, inputs, outputs, self.device, self.dtype)
 
     def scope(self, name: str) -> ParameterFactory:
@@ -88,7 +102,9 @@ class ParameterFactory:
             f"{self.prefix}.{name}" if self.prefix else name, shape, role, shard, keep_fp32, matrices, scales, heads
         )
         dtype = wide_type(self.dtype) if keep_fp32 else self.dtype
-        at, run = self.mesh.tensor, _run(shape[0], rows) if rows.size > 1 else None
+        at, run = self.mesh.tensor, None
+        if rows.size > 1:
+            run = _run(logical.local_shape(at.rank, at.size)[0], rows)
         if experts:
             at, run = self.mesh.expert_tensor, _run(shape[0], self.mesh.expert)
             run = run if self.mesh.layout.spreads_experts else None
@@ -145,6 +161,11 @@ def is_spread(parameter: Tensor) -> bool:
 def shares_rows(parameter: Tensor) -> bool:
     """Whether it is a run of a matrix's rows."""
     return getattr(parameter, "shares_rows", False)
+
+
+def on_every_tensor_rank(parameter: Tensor) -> bool:
+    """Whether the tensor parallel ranks have the same elements. Experts are cut, or folded over these ranks."""
+    return logical_of(parameter).shard is None and (not is_spread(parameter) or shares_rows(parameter))
 
 
 def shard_start(parameter: Tensor) -> int:

@@ -72,14 +72,14 @@ def generator(seed: int, *words: object) -> np.random.Generator:
 
 
 def initial_values(
-    tensor: LogicalTensor, init: Init, seed: int, rank: int = 0, ranks: int = 1, experts: Span | None = None
+    tensor: LogicalTensor, init: Init, seed: int, rank: int = 0, ranks: int = 1, run: Span | None = None
 ) -> torch.Tensor:
-    """The fp32 values of the shard that `rank` of `ranks` tensor parallel ranks owns (of these experts)."""
-    shape = tensor.local_shape(rank, ranks, experts)
+    """The fp32 values of the shard that `rank` of `ranks` tensor parallel ranks owns, or of a run of it."""
+    shape = tensor.local_shape(rank, ranks, run)
     if init.kind == "constant":
         return torch.full(shape, init.value, dtype=torch.float32)
     out = np.empty(shape, dtype=np.float32)
-    spans = tensor.spans(rank, ranks, experts)
+    spans = tensor.spans(rank, ranks, run)
     if init.kind == "orthogonal":
         _fill_orthogonal(out, tensor, init.value, seed, spans)
         return torch.from_numpy(out)

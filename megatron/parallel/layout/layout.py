@@ -36,7 +36,9 @@ class Layout:
     `folded` over the tensor axis, no rank has a slice: both axes together are one line of ranks with whole experts.
 
     Ranks that share sequences may share the rows of matrices, too (`shares_rows`). For gradients, states and
-    checkpoints such a matrix is a stack of experts, one per row, spread over these ranks.
+    checkpoints such a matrix is a stack of experts, one per row, spread over these ranks. With `depth`, that many
+    neighbours among the replicas share rows in the same way, and gather whole matrices. Their ranks are the axis of
+    experts, so experts are spread over the same ranks.
     """
 
     tensor: int = 1
@@ -51,6 +53,7 @@ class Layout:
     context_ulysses: int | None = None
     zigzag: bool = False
     shares_rows: bool = False
+    depth: int = 1
     async_tensor: bool = False  # messages of tensor parallel ranks overlap with products. Goes with `sequence`
     tensor_wire: str = "none"  # form of activations on the tensor axis (`config/arithmetic/wire.py`)
 
@@ -86,6 +89,8 @@ class Layout:
             sizes |= {"context": self.context}
         if self.shares_rows:
             sizes |= {"folded": self.context}
+        elif self.depth > 1:
+            sizes |= {"depth": self.depth}
         elif self.spreads_experts:
             sizes |= {"expert": self.expert, "expert_tensor": 1 if self.folded else self.tensor}
         return sizes
@@ -110,7 +115,8 @@ class Layout:
             pipeline=parallel.pipeline,
             sequence=parallel.sequence and parallel.tensor > 1,
             zero_stage=config.zero.stage,
-            expert=max(parallel.expert, parallel.folded),
+            expert=max(parallel.expert, parallel.folded, parallel.depth),
+            depth=parallel.depth,
             folded=parallel.expert_tensor < parallel.tensor,
             context=parallel.context,
             context_method=parallel.context_method,

@@ -41,6 +41,11 @@ class Mesh:
     expert_tensor: Axis = ALONE  # ranks that have slices of the same experts: the tensor axis, or none where folded
     timeout: timedelta | None = None  # of collectives in every group. None: torch's own
 
+    @property
+    def depth(self) -> Axis:
+        """Ranks that share rows of matrices and gather them (`parallel.depth`)."""
+        return self.expert if self.layout.depth > 1 else ALONE
+
     @classmethod
     def single(cls) -> Mesh:
         """One process that holds everything."""

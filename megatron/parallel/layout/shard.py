@@ -5,7 +5,7 @@ parallel ranks cut, and the parts of this dimension: the rows of a fused `gate_u
 each rank owns a slice of each. Initialisation, checkpoints and export read the place of an element here.
 
 Dimension 0 of a tensor of experts counts them, and no tensor parallel rank cuts it. An expert parallel rank has a run
-of experts: a run of the flattened shard, and so a fragment, as under ZeRO.
+of experts: a run of the flattened shard, and so a fragment, as under ZeRO. A run of a matrix's rows is the same.
 """
 
 from __future__ import annotations
@@ -128,15 +128,29 @@ class LogicalTensor:
         """Whether dimension 0 counts experts with matrices of their own."""
         return len(self.shape) == 3 and self.matrices is not None
 
-    def spans(self, rank: int, ranks: int, experts: Span | None = None) -> list[list[Span]]:
-        """For each dimension, the runs that `rank` of `ranks` tensor parallel ranks owns (of these experts)."""
+    def spans(self, rank: int, ranks: int, run: Span | None = None) -> list[list[Span]]:
+        """For each dimension, the runs that `rank` of `ranks` tensor parallel ranks owns.
+
+        Args:
+            run: of the shard's first dimension (experts, or rows of a matrix). None: all of it.
+        """
         spans = [
             self.shard.spans(size, rank, ranks)
             if self.shard is not None and self.shard.dim == dim
             else [Span(0, size, 0)]
             for dim, size in enumerate(self.shape)
         ]
-        return spans if experts is None else [[experts], *spans[1:]]
+        return spans if run is None else [_within(spans[0], run), *spans[1:]]
 
-    def local_shape(self, rank: int, ranks: int, experts: Span | None = None) -> tuple[int, ...]:
-        return tuple(sum(span.length for span in spans) for spans in self.spans(rank, ranks, experts))
+    def local_shape(self, rank: int, ranks: int, run: Span | None = None) -> tuple[int, ...]:
+        return tuple(sum(span.length for span in spans) for spans in self.spans(rank, ranks, run))
+
+
+def _within(spans: list[Span], run: Span) -> list[Span]:
+    """The parts of spans inside a run of their local indices, which it counts from 0."""
+    found = []
+    for span in spans:
+        first, last = max(span.local, run.start), min(span.local + span.length, run.stop)
+        if first < last:
+            found.append(Span(span.start + first - span.local, last - first, first - run.start))
+    return found

@@ -153,34 +153,43 @@ class RowMatrix:
 
 
 def row_traffic(config: Config, mesh: Mesh, layers: nn.Module, core: Passes = ONCE) -> Messages:
-    """Messages of one micro-batch of ranks that share rows of matrices (`parallel/layers/folded.py`).
+    """Messages of one micro-batch of ranks that share rows of matrices (`parallel/layers/folded.py`, `depth.py`).
 
     Of a matrix of N M numbers over n ranks, a message has N M / n. The forward pass (and its repetition) sends n - 1 of
     them to the next rank, and receives the same from the previous one. The backward pass does the same, and the same
     in fp32 with the gradients. An embedding's rows are not needed again. The head's are gathered, and their gradients
-    scattered.
+    scattered. With depth every pass gathers the whole, also where selective recomputation keeps its product, and the
+    gradient is scattered.
 
     Args:
         layers: this rank's, as modules without values.
         core: number of passes through a recurrent core.
     """
-    tally, ranks = Messages(), mesh.context.size
-    if not mesh.layout.shares_rows:
+    tally, layout, gathers = Messages(), mesh.layout, mesh.layout.depth > 1
+    if not layout.shares_rows and not gathers:
         return tally
+    ranks = mesh.depth.size if gathers else mesh.context.size
+    group = group_name([layout.rank(at) for at in layout.all_experts(mesh.at)], layout, mesh.at)
     dtype, training = config.precision.compute, config.training
     recompute, chunks = training.activation_checkpointing, training.sequence_chunks
     for module in layers.children():
         for each in _matrices(module):
-            sent = [("forward", dtype), ("backward", "fp32"), *([("backward", dtype)] if each.again else [])]
-            full = recompute.mode == "full" and each.block is not None and each.block % recompute.every == 0
-            if full or (chunks > 1 and each.block is not None):
-                sent.append(("recompute", dtype))
+            sent = [("forward", dtype, "all_gather"), ("backward", "fp32", "reduce_scatter")]
+            sent += [("backward", dtype, "all_gather")] if each.again else []
+            again = recompute.mode == "full" and each.block is not None and each.block % recompute.every == 0
+            again |= gathers and recompute.mode == "selective"
+            if each.block is not None and (again or chunks > 1):
+                sent.append(("recompute", dtype, "all_gather"))
             often = core if each.block in core_of(config.model.blocks) else ONCE
-            for phase, kind in sent:
-                times = chunks * (ranks - 1) * int(often.total if phase == "forward" else often.backward)
-                for operation in ("send", "recv"):
-                    call = Call(phase, each.layer, "context", 2, operation, kind)
-                    tally.add(call, times, times * each.elements * SIZES[kind])
+            for phase, kind, operation in sent:
+                times = chunks * int(often.total if phase == "forward" else often.backward)
+                size = times * each.elements * SIZES[kind]
+                if gathers:
+                    tally.add(Call(phase, each.layer, group, ranks, operation, kind), times, ranks * size)
+                    continue
+                for hop in ("send", "recv"):
+                    call = Call(phase, each.layer, "context", 2, hop, kind)
+                    tally.add(call, times * (ranks - 1), (ranks - 1) * size)
         if isinstance(module, Head) and module.rows.size > 1 and module.weight is not None:
             size = ranks * module.weight.numel() * SIZES[dtype]
             for phase, operation in (("forward", "all_gather"), ("backward", "reduce_scatter")):  # once for all chunks

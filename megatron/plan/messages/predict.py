@@ -151,7 +151,8 @@ def _refuse(config: Config, layout: Layout) -> None:
         "stages of batch size, which have their own micro-batches": bool(config.training.batch_schedule),
         "an objective that reads logits": objective_of(config).reads_logits,
         "an objective that reads costs of labels twice": objective_of(config).reads_labels,
-        "a teacher whose rows ranks share": layout.shares_rows and objective_of(config).teacher is not None,
+        "a teacher whose rows ranks share": (layout.shares_rows or layout.depth > 1)
+        and objective_of(config).teacher is not None,
     }
     if core_of(config.model.blocks) and config.model.recurrence.sampling != "fixed":
         # the order of modules is another one in each step
@@ -171,7 +172,7 @@ class _Predictor:
     def __init__(self, config: Config, mesh: Mesh, held: list[int], micro_batches: int) -> None:
         self.config, self.mesh, self.layout, self.held = config, mesh, mesh.layout, held
         self.micro_batches = micro_batches
-        self.axis = TensorAxis(self.layout.tensor, self.layout.sequence, self.layout.tensor_wire)
+        self.axis = TensorAxis(self.layout.tensor, self.layout.sequence, self.layout.tensor_wire, self.layout.depth)
         self.step, self.first = Messages(), Messages()
         self.plan = ModelPlan(config, mesh, "meta", values=False)
         self.modules = _layers(self.plan, held)

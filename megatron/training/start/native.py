@@ -39,8 +39,9 @@ def _limits(config: Config, layout: Layout) -> Iterator[tuple[bool, str]]:
         f"would have the weights at which {optimizer} takes gradients, not its evaluation weights. Use "
         "to_deepspeed.py, or take the weights by to_hf.py",
     )
-    rows = "do not say whose rows of a matrix they have. Use parallel.folded=1, or to_deepspeed.py"
-    yield layout.shares_rows, rows
+    for name, applies in (("folded", layout.shares_rows), ("depth", layout.depth > 1)):
+        rows = f"do not say whose rows of a matrix they have. Use parallel.{name}=1, or to_deepspeed.py"
+        yield applies, rows
     experts = "have experts that are spread in modules of its own. Use parallel.expert=1, or to_deepspeed.py"
     yield layout.spreads_experts, experts
     yield (

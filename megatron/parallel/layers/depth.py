@@ -1,0 +1,66 @@
+"""Products with matrices that a rank gathers for each of them: the depth of tensor parallelism in three dimensions.
+
+Neighbours among the replicas store one run each of a matrix's rows, and gather the whole before a product. The
+backward pass gathers again, and sums the gradient over these ranks, in fp32 at least, so that each gets its own run
+(Singh et al. 2023, arXiv:2305.13525, where ranks and samples form a grid and this is its third side). The ranks have
+other tokens, and no activation travels. The optimizer's states and the sums over further replicas are as for experts.
+
+With n ranks, each sends (n - 1) / n of a matrix's N M numbers per pass: twice in the compute type, once in fp32.
+
+Shapes: T tokens of this rank, n ranks, N outputs, M inputs, R = N / n rows of a run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..layout.mesh import Axis
+from ..layout.precision import at_least_fp32, plain
+from ..messages.account import here
+
+
+def _whole(own_RM: Tensor, axis: Axis) -> Tensor:
+    """The rows of all ranks [N, M], in the order of the ranks."""
+    whole_NM = own_RM.new_empty((own_RM.shape[0] * axis.size, *own_RM.shape[1:]))
+    dist.all_gather_into_tensor(whole_NM, own_RM.contiguous(), group=axis.group)
+    return whole_NM
+
+
+class _Product(torch.autograd.Function):
+    """x Wᵀ. Saves this rank's run of W."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, own_RM: Tensor, axis: Axis) -> Tensor:
+        ctx.save_for_backward(x, own_RM)
+        ctx.axis, ctx.layer = axis, here()
+        return plain(x, _whole(own_RM, axis), None)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (x, own_RM), (grad,) = ctx.saved_tensors, gradients
+        of_x, of_own = None, None
+        if ctx.needs_input_grad[0]:
+            of_x = grad @ _whole(own_RM, ctx.axis)
+        if ctx.needs_input_grad[1]:
+            of_whole_NM = at_least_fp32(grad.flatten(0, -2).t() @ x.flatten(0, -2))
+            of_own = of_whole_NM.new_empty(own_RM.shape)
+            dist.reduce_scatter_tensor(of_own, of_whole_NM.contiguous(), group=ctx.axis.group)
+            of_own = of_own.to(own_RM.dtype)
+        return of_x, of_own, None
+
+
+def linear_of_gathered(x: Tensor, own_RM: Tensor, bias_N: Tensor | None, axis: Axis) -> Tensor:
+    """[..., M] to [..., N] with a matrix whose rows the ranks of the axis store in equal runs. All ranks call it
+    together.
+
+    Args:
+        x: of this rank's own tokens.
+        own_RM: this rank's run. Its gradient is the sum over the tokens of all ranks.
+        bias_N: whole on every rank. Its gradient is only of this rank's tokens.
+    """
+    y: Tensor = _Product.apply(x, own_RM, axis)
+    return y if bias_N is None else y + bias_N

@@ -1,0 +1,130 @@
+"""Matrices that neighbours among the replicas share by rows and gather whole, against one rank; float64.
+
+Training runs on such layouts are in tests/layouts.yml, and tests/engine/test_traffic.py counts their messages.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.config import resolve
+from megatron.parallel.layers.linear import ColumnLinear
+from megatron.parallel.layers.parameters import ParameterFactory, logical_of, on_every_tensor_rank, shares_rows
+from megatron.parallel.layout.initial import Init
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
+from megatron.parallel.layout.shard import Span
+from megatron.parallel.messages.traffic import SIZES, wire_bytes
+from megatron.plan.messages.predict import predict
+from tests.float64 import EXACT
+from tests.model.parity import relative
+from tests.workers import run
+
+TOKENS, INPUTS, PARTS = 10, 6, (8, 4)
+OUTPUTS = sum(PARTS)
+
+
+def drawn(ranks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Inputs of all replicas, the matrix, its bias, and the gradient of the result."""
+    draw = torch.Generator().manual_seed(3)
+    shapes = ((ranks, TOKENS, INPUTS), (OUTPUTS, INPUTS), (OUTPUTS,), (ranks, TOKENS, OUTPUTS))
+    x, weight, bias, of_y = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes)
+    return x, weight, bias, of_y
+
+
+def layer_on_a_rank(layout: Layout, dtype: torch.dtype) -> tuple[tuple[int, int], list[Tensor]]:
+    """(place on tensor and depth, [rows of the matrix, result, gradients of input, own rows, bias])."""
+    mesh = Mesh.build(layout)
+    make = ParameterFactory(mesh, dtype=dtype)
+    layer = ColumnLinear(make, INPUTS, PARTS, init=Init("normal", 1.0), bias=True)
+    x, weight, bias, of_y = drawn(mesh.depth.size)
+    at = mesh.depth.rank
+    cut = torch.cat([torch.arange(s.start, s.stop) for s in logical_of(layer.bias).spans(*layer.bias.cut)[0]])
+    rows = cut.chunk(mesh.depth.size)[at]
+    with torch.no_grad():
+        layer.weight.copy_(weight[rows])
+        layer.bias.copy_(bias[cut])
+    mine = x[at].to(dtype).requires_grad_()
+    y = layer(mine)
+    y.backward(of_y[at][:, cut].to(dtype))
+    assert torch.equal(layer.matrix(), weight[cut].to(dtype))
+    return (mesh.tensor.rank, at), [rows, y.detach(), mine.grad, layer.weight.grad, layer.bias.grad]
+
+
+@pytest.mark.parametrize("layout", [Layout(data=4, depth=4, expert=4), Layout(tensor=2, data=2, depth=2, expert=2)])
+def test_a_layer_is_that_of_one_rank(layout: Layout):
+    x, weight, bias, of_y = (each.clone().requires_grad_() for each in drawn(layout.depth))
+    y = F.linear(x, weight, bias)
+    y.backward(of_y.detach())
+    for (tensor, at), (rows, own_y, dx, of_own, of_bias) in run(4, layer_on_a_rank, layout, torch.float64):
+        assert relative(of_own, weight.grad[rows]) < EXACT
+        if layout.tensor == 1:
+            assert relative(own_y, y[at]) < EXACT and relative(dx, x.grad[at]) < EXACT
+            assert relative(of_bias, of_y[at].sum(0)) < EXACT  # what data parallel ranks sum, too
+        else:  # of each part, the half of this tensor parallel rank
+            cut = torch.cat([each.chunk(2)[tensor] for each in torch.arange(OUTPUTS).split(PARTS)])
+            assert relative(own_y, y[at][:, cut]) < EXACT
+            assert relative(dx, of_y[at][:, cut] @ weight[cut]) < EXACT
+
+
+def test_gradients_of_16_bits_are_summed_in_fp32():
+    layout = Layout(data=4, depth=4, expert=4)
+    x, _, _, of_y = drawn(4)
+    expected = sum((of_y[rank].bfloat16().T @ x[rank].bfloat16()).float() for rank in range(4)).bfloat16()
+    found = torch.cat([each[1][3] for each in run(4, layer_on_a_rank, layout, torch.bfloat16)])
+    assert torch.equal(found, expected)
+
+
+def test_rows_that_some_rank_cannot_divide_stay_whole():
+    make = ParameterFactory(Mesh.describe(Layout(tensor=2, data=4, depth=4, expert=4), 3), device="meta")
+    init = Init("normal", 0.02)
+    assert ColumnLinear(make.scope("a"), 6, (8,), init=init).weight.shape == (1, 6)
+    assert not shares_rows(ColumnLinear(make.scope("b"), 6, (12,), init=init).weight)
+    keys = ColumnLinear(make.scope("c"), 6, (8,), init=init, shard=False).weight
+    assert keys.shape == (2, 6) and on_every_tensor_rank(keys)
+
+
+def test_runs_of_a_cut_matrix_cover_it():
+    """Rows of a fused matrix that tensor parallel ranks cut part by part, in runs that cross the parts."""
+    make = ParameterFactory(Mesh.describe(Layout(tensor=2, data=3, depth=3, expert=3), 0), device="meta")
+    tensor = logical_of(ColumnLinear(make, 6, PARTS, init=Init("normal", 0.02)).weight)
+    places = [
+        row
+        for rank in range(2)
+        for run_ in range(3)
+        for span in tensor.spans(rank, 2, Span(2 * run_, 2, 0))[0]
+        for row in range(span.start, span.stop)
+    ]
+    assert places == [0, 1, 2, 3, 8, 9, 4, 5, 6, 7, 10, 11]
+
+
+GOLDEN = {  # of a block of H = 1024 and T = 16,384 tokens of all ranks: elements on tensor and on depth
+    (8, 1): (117_440_512, 0),
+    (1, 8): (0, 33_030_144),
+    (4, 2): (50_331_648, 4_718_592),
+    (2, 4): (4 * 4096 * 1024, 3 * 3 * 12 * 1024**2 // 4 // 2),
+}
+
+
+@pytest.mark.parametrize("rows, depth", GOLDEN)
+def test_numbers_on_the_wire_are_those_of_the_paper(rows: int, depth: int):
+    """Per rank: 4 all-reduces of t H numbers on the rows' axis, two gathers and a scatter of 12 H² / rows on that of
+    depth (Singh et al. 2023, with one column). An all-reduce of m over n sends 2 (n - 1) / n m, the others half."""
+    config = resolve(
+        {
+            "model": {"layers": "attention/mlp", "hidden_size": 1024, "vocab_size": 64, "attention": {"heads": 8}},
+            "parallel": {"tensor": {"rows": rows, "depth": depth}},
+            "training": {"steps": 1, "sequence_length": 2048, "micro_batch_size": 8 // depth, "global_batch_size": 8},
+            "data": {"synthetic": "copy"},
+            "zero": {"stage": 0},
+        },
+        ranks=8,
+    )
+    found = {"tensor": 0.0, "data": 0.0}
+    for call, _, size in predict(config, 8, 3).step:
+        if call.layer.startswith("layers."):
+            found[call.group] += wire_bytes(call.operation, call.ranks, size) / SIZES[call.dtype]
+    assert tuple(found.values()) == GOLDEN[rows, depth]
