@@ -105,6 +105,7 @@ class LayerKind:
         linears: names of its linear layers with these options, which may have adapters. None: it does not say.
         whole: import path of a class with the interface of `model.stack.Model`, for a kind that is a whole model.
         stack: of such a kind: values of other keys of `model`, from its options as they were given.
+        outline: of such a kind: number of its blocks, and logical name of its token embedding, from its options.
         head_width: channels over which its query-key products sum, if its option `scale` multiplies those.
     """
 
@@ -132,6 +133,7 @@ class LayerKind:
     head_width: Callable[[Any], int] | None = None
     whole: str = ""
     stack: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    outline: Callable[[Any], tuple[int, str]] = lambda options: (1, "")
 
     @property
     def module(self) -> Any:

@@ -61,7 +61,7 @@ def users(config: Config) -> dict[str, tuple[int, ...]]:
     found: dict[str, set[int]] = {}
     tied = model.embedding.tied and not objective_of(config).scores  # a reward model's head has no tokens
     if tied or model.further_blocks:
-        found["embedding.tokens"] = {0, stages[-1]}
+        found[model.outline[1]] = {0, stages[-1]}
     for block, numbers, stage in zip(model.blocks, call_numbers(model.blocks), stages[1:]):
         for kind, number in zip(block.side, numbers):
             name = layer_class(model, kind).shared_name(kind, options_of(model, kind), number)

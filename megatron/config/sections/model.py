@@ -360,12 +360,18 @@ class ModelSection(_Kinds):
 
     @property
     def blocks(self) -> tuple[BlockPattern, ...]:
-        """The blocks of `layers`, in order.
+        """The blocks of `layers`, in order. A kind that is a whole model has the number of its class.
 
         Raises:
             PatternError: the pattern cannot be read, which a resolved configuration excludes.
         """
-        return blocks_of(self.layers, tuple(self.extensions))
+        return blocks_of(self.layers, tuple(self.extensions)) * self.outline[0]
+
+    @property
+    def outline(self) -> tuple[int, str]:
+        """(blocks, name of the token embedding) of a kind that is the whole model. Of layers: 1, and the name."""
+        kind = kinds_of(tuple(self.extensions)).get(self.layers)
+        return kind.outline(getattr(self, self.layers)) if kind and kind.whole else (1, "embedding.tokens")
 
     @property
     def further_blocks(self) -> tuple[BlockPattern, ...]:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from megatron.config.arithmetic.pipelines import ranks_of_stages
 from megatron.config.arithmetic.wire import between_stages
+from megatron.config.registry import load
 from megatron.model.block import Block
-from megatron.model.embedding_and_head import Embedding, Reader
+from megatron.model.embedding_and_head import Embedding, Head, Reader
 from megatron.model.multi_token import FurtherLabels
 from megatron.model.norm import Norm
 from megatron.model.partition import copies, stage_bounds, stages_of_parameters, users
@@ -29,6 +30,7 @@ from megatron.parallel.transport.compression import pack_rows, unpack_rows
 from .process import groups_of_mesh
 
 FINAL_NORM = "final_norm"  # logical name of the norm before the head, which a recurrent core uses too
+HEAD = "head"  # of a class that is the whole model
 EMBEDDING = "embedding"  # of a rank that has the first stage, and maybe the last one too
 
 
@@ -84,11 +86,12 @@ class HeadStage(nn.Module):
     def __init__(self, plan: ModelPlan, shared: dict[str, nn.Module]):
         super().__init__()
         tokens = None
-        if plan.head_embeds:
+        if plan.head_embeds and HEAD not in shared:
             own = cast("Embedding | None", shared.get(EMBEDDING))
             tokens = plan.tokens() if own is None else own.tokens.weight
         norm = cast("Norm | None", shared.get(FINAL_NORM))
-        self.head, self.form = plan.head(tokens, norm), plan.form_at(len(plan.blocks))
+        self.head = cast(Head, shared.get(HEAD)) or plan.head(tokens, norm)
+        self.form = plan.form_at(len(plan.blocks))
         self.targets: deque[tuple[Tensor, Tensor, FurtherLabels | None, dict[str, Tensor]]] = deque()
         self.readers: deque[Reader] = deque()  # if any, they compute `found`, and there is no loss
         self.found: list[Any] = []
@@ -123,17 +126,31 @@ class Pipeline(PipelineModule):
         self.stage = plan.mesh.pipeline.rank  # that `forward` computes
         self._homes = ranks_of_stages(plan.config.parallel)
         shared: dict[str, nn.Module] = {}
-        specs = [LayerSpec(EmbeddingStage, plan, shared)]
-        for index in range(len(plan.blocks)):
-            if index not in plan.inside:
-                specs.append(LayerSpec(BlockStage, plan, index, shared))
-            else:  # the whole core is at the place of its first block
-                first = index == plan.inside.start
-                specs.append(LayerSpec(CoreStage, plan, shared) if first else LayerSpec(nn.Identity))
-        specs += [LayerSpec(HeadStage, plan, shared)]
+        layers = self._of_whole(shared) if plan.whole else self._of_layers(shared)
+        specs = [*layers, LayerSpec(HeadStage, plan, shared)]
         topology = PipeModelDataParallelTopology(num_pp=layout.pipeline, num_mp=layout.tensor, num_dp=layout.replicas)
         with groups_of_mesh(plan.mesh):
             super().__init__(specs, partition_method="uniform", activation_checkpoint_interval=0, topology=topology)
+
+    def _of_layers(self, shared: dict[str, nn.Module]) -> Iterator[LayerSpec]:
+        """The embedding and the blocks."""
+        plan = self.plan
+        yield LayerSpec(EmbeddingStage, plan, shared)
+        for index in range(len(plan.blocks)):
+            if index not in plan.inside:
+                yield LayerSpec(BlockStage, plan, index, shared)
+            else:  # the whole core is at the place of its first block
+                first = index == plan.inside.start
+                yield LayerSpec(CoreStage, plan, shared) if first else LayerSpec(nn.Identity)
+
+    def _of_whole(self, shared: dict[str, nn.Module]) -> Iterator[LayerSpec]:
+        """The same of a class that is the whole model. The layers of a stage are at its first place."""
+        stage = load(self.plan.whole).stage()
+        for place in range(len(self.plan.blocks) + 1):
+            if place in self._bounds:
+                yield LayerSpec(stage, self.plan, range(place, self._bounds[self._bounds.index(place) + 1]), shared)
+            else:
+                yield LayerSpec(nn.Identity)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:
         """The layers of a stage. Between stages all floats of the stream are one tensor."""

@@ -24,6 +24,7 @@ from megatron.parallel.layout.random import site_key
 from megatron.parallel.layout.shard import LogicalTensor, Role
 
 from .facts import FactsError, facts_of
+from .outline import parameters_of, stack_of
 from .probe import output_of
 
 
@@ -204,7 +205,10 @@ def mark(model: nn.Module, head: nn.Module, fp32: tuple[str, ...] = ()) -> None:
 
 
 class Trunk(nn.Module):
-    """The parameters of the class that are neither embedding nor head, without values, for plans."""
+    """The parameters of one block of the class, without values, for plans. The first also has what is neither in a
+    block nor embedding or head."""
+
+    indexed = True
 
     def __init__(
         self, make: ParameterFactory, model: ModelSection, options: TransformersOptions, init: Initialisation
@@ -212,10 +216,14 @@ class Trunk(nn.Module):
         super().__init__()
         with torch.device("meta"):
             whole = hf_model(options.model_dump(), values=False)
-        head = output_of(whole)
+        head, (_, blocks) = output_of(whole), stack_of(whole)
         mark(whole, head)
         outside = {id(head.weight), id(getattr(whole.get_input_embeddings(), "weight", None))}
-        self.parts = nn.ParameterList(each for each in whole.parameters() if id(each) not in outside)
+        others = outside.union(*({id(each) for each in block.parameters()} for block in blocks))
+        own = parameters_of(blocks[init.index]) if blocks else []
+        if init.index == 0:
+            own += [each for each in whole.parameters() if id(each) not in others]
+        self.parts = nn.ParameterList(own)
         for each in self.parts:
             each.data = each.data.to(make.dtype)
 
@@ -223,14 +231,22 @@ class Trunk(nn.Module):
         raise NotImplementedError("a plan has the sizes of these parameters, and the whole model computes with them")
 
     @staticmethod
-    def counts(model: ModelSection, options: TransformersOptions, sequence_length: int) -> Counts:
+    def counts(model: ModelSection, options: TransformersOptions, sequence_length: int, index: int) -> Counts:
         """Estimates but for the parameters: attention and activations as in a dense transformer of this width."""
         facts, H = facts_of(options.model_dump()), model.hidden_size
         outside = (1 if facts.tied else 2) * facts.vocab_size * H
+        sizes = list(facts.sizes) or [1]
+        before, own = sum(sizes[:index]), sizes[index]
+
+        def share(number: int) -> int:
+            """This block's part of a number of all blocks. The parts add up."""
+            return number * (before + own) // sum(sizes) - number * before // sum(sizes)
+
+        held = own + (0 if index else facts.parameters - outside - sum(sizes))
         return Counts(
-            parameters=facts.parameters - outside,
-            flops=2 * facts.matrices + 4 * facts.layers * sequence_length * H,
-            activations=ACTIVATIONS * facts.layers * H,
-            products=facts.layers * 8 * H,
-            idle=facts.idle,
+            parameters=held if facts.sizes else facts.parameters - outside,
+            flops=share(2 * facts.matrices + 4 * facts.layers * sequence_length * H),
+            activations=share(ACTIVATIONS * facts.layers * H),
+            products=share(facts.layers * 8 * H),
+            idle=share(facts.idle),
         )

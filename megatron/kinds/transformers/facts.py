@@ -42,6 +42,8 @@ class Facts:
         documents: whether positions that begin again keep documents of a sample apart. None: the model is too large to
             try it before processes start.
         positions: rows of a learned table of positions. None: it has none.
+        sizes: parameters of each block of its stack. Empty: the class has no stack of `layers` blocks.
+        table: logical name of the token embedding.
         settings: the configuration of the class, as in a config.json.
     """
 
@@ -55,6 +57,8 @@ class Facts:
     idle: int = 0
     documents: bool | None = None
     positions: int | None = None
+    sizes: list[int] = field(default_factory=list)
+    table: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
 
 

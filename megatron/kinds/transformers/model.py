@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from megatron.model.embedding_and_head import Head, Reader, Taught
 from megatron.model.multi_token import FurtherLabels
+from megatron.model.partition import stage_bounds
 from megatron.model.stack import ModelPlan
 from megatron.model.stream import LOSS, Stream
 from megatron.objectives.named import objective_of
@@ -24,7 +27,9 @@ from megatron.parallel.layout.shard import LogicalTensor, Role
 from megatron.worker.place import StartError
 
 from .build import hf_model, mark
+from .check import stages_of
 from .facts import FactsError
+from .outline import ANY, Stages, Window
 from .probe import Form, arguments_of, keeps_apart, output_of, positions_of, probe
 
 
@@ -86,18 +91,22 @@ class WholeModel(nn.Module):
 
     Args:
         on_host: parameters stay on the host. ZeRO 3 brings them to the device one after another.
+        window: the blocks of a pipeline stage. None: all. Only the stage of the last one has a head.
     """
 
     core = None
     blocks: tuple[nn.Module, ...] = ()  # its layers have no common form
 
-    def __init__(self, plan: ModelPlan, on_host: bool = False) -> None:
+    head: OutputHead
+
+    def __init__(self, plan: ModelPlan, on_host: bool = False, window: Window | None = None) -> None:
         super().__init__()
-        self.plan, self.form = plan, plan.form
+        self.plan, self.form, self.window = plan, plan.form, window
         own, seed = plan.config.model.blocks[0].kinds[0].name, plan.config.training.seed
         options = getattr(plan.config.model, own).model_dump()
         meta, same = torch.device(plan.device).type == "meta", plan.mesh.replicas if on_host else ALONE
         form: Form | FactsError = Form()
+        stages: Stages | None = None
         try:
             with torch.device("meta" if meta or same.rank else "cpu"):
                 inner = hf_model(options, seed, plan.values and not same.rank)
@@ -107,6 +116,8 @@ class WholeModel(nn.Module):
                 if self.form.documents and not keeps_apart(inner):
                     rule = f"must be false: {type(inner).__name__} reads across the ends of documents"
                     raise FactsError("data.reset_attention_at_eod", rule, "remove it")
+                if window is not None:
+                    stages = stages_of(inner, runs_of_blocks(plan))
         except FactsError as error:
             form = error
         first = _of_first(form, same)
@@ -120,6 +131,9 @@ class WholeModel(nn.Module):
         self.arguments, self.balance = arguments_of(inner), _factor_of_routers(inner)
         wide = (*(inner._keep_in_fp32_modules or ()), *(inner._keep_in_fp32_modules_strict or ()))
         mark(inner, layer, wide)
+        self.blocks_name = stages.name if stages else ""
+        if stages and window:
+            stages.install(window, plan.device)
         self.taken = Taken(plan.factory("").dtype, plan.device)
         self.output = (
             layer,
@@ -128,11 +142,7 @@ class WholeModel(nn.Module):
         for parent, name in self.output[1]:
             setattr(parent, name, self.taken)
         if plan.config.training.activation_checkpointing.mode == "full":
-            if not inner.supports_gradient_checkpointing:
-                raise StartError(
-                    f"training.activation_checkpointing.mode must be none: {type(inner).__name__} cannot recompute"
-                )
-            inner.gradient_checkpointing_enable({"use_reentrant": True})  # ZeRO 3 changes the sizes of saved weights
+            recompute(inner, stages)
         # In a tuple, not a list of modules: they are parts of `inner`.
         self.gathered_whole = tuple(
             parent if isinstance(child, nn.ModuleList) else child
@@ -140,7 +150,9 @@ class WholeModel(nn.Module):
             for name, child in parent.named_children()
             if name == "experts"
         )
-        self.inner, self.head = inner, OutputHead(plan, layer, form)
+        self.inner = inner
+        if window is None or window.last:
+            self.head = OutputHead(plan, layer, form)
         self._place("cpu" if on_host else plan.device, same)
 
     def _place(self, device: torch.device | str, same: Axis) -> None:
@@ -158,6 +170,8 @@ class WholeModel(nn.Module):
                 if buffer is not None:
                     module._buffers[name] = _shared(buffer, plan.device, same)
         for name, buffer in self.inner.named_buffers():
+            if self.window and self.window.start and not name.startswith(f"{self.blocks_name}."):
+                continue  # the first stage has it
             kept = name.rsplit(".", 1)
             parent = self.inner.get_submodule(kept[0]) if len(kept) > 1 else self.inner
             if buffer.dtype == torch.float32 and kept[-1] not in parent._non_persistent_buffers_set:
@@ -172,7 +186,8 @@ class WholeModel(nn.Module):
             return
         devices = [samples.device] if samples.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(site_key(self.plan.config.training.seed, "dropout", int(samples[0])))
+            stage = ("stage", self.window.start) if self.window and self.window.start else ()
+            torch.manual_seed(site_key(self.plan.config.training.seed, "dropout", int(samples[0]), *stage))
             yield
 
     def stream(
@@ -190,6 +205,34 @@ class WholeModel(nn.Module):
         if isinstance(balance, Tensor) and self.balance and self.training:
             stream = stream.with_channels({LOSS: self.balance * balance})
         return stream
+
+    def part(self, tokens_BS: Tensor | None, stream: Stream | None, given: Mapping[str, Tensor]) -> Stream:
+        """The stream after this stage's blocks, or in the last stage the input of the head.
+
+        Args:
+            tokens_BS: None: the stage has a stream before it.
+            given: side channels of the stream.
+        """
+        x = None if stream is None else stream.hidden
+        if tokens_BS is None:
+            assert x is not None
+            tokens_BS = torch.full(x.shape[:2], ANY, device=x.device)
+        positions, samples, window = given.get("positions"), given.get("samples"), self.window
+        assert window is not None
+        more = {"position_ids": positions.long()} if self.form.documents and positions is not None else {}
+
+        def call() -> Tensor:
+            self.inner(input_ids=tokens_BS, **self.arguments, **more)
+            return self.taken.take()
+
+        with self._draws(samples):
+            y = window.through(call, x).to(self.plan.stream_dtype)
+        return Stream(y, positions, given.get("documents"), samples)
+
+    @staticmethod
+    def stage() -> type[nn.Module]:
+        """The class of the layers of a pipeline stage before the head."""
+        return StageOfWhole
 
     def forward(
         self,
@@ -241,6 +284,46 @@ class WholeModel(nn.Module):
     def decode(self, tokens_BS: Tensor, state: list[Any], begin: int) -> Tensor:
         """Logits [B, S, V] of tokens that follow the `begin` tokens in `state`, which grows by them."""
         return self.head.logits(self._continued(tokens_BS, state))
+
+
+class StageOfWhole(nn.Module):
+    """(tokens, then side channels) or a packed stream, to a packed stream."""
+
+    def __init__(self, plan: ModelPlan, places: range, shared: dict[str, nn.Module]) -> None:
+        """`places` in the list [embedding, blocks..., head]. `shared` gets the head, if the stage has it."""
+        super().__init__()
+        count = len(plan.blocks)
+        window = Window(max(places.start - 1, 0), min(places.stop - 1, count), count)
+        self.model, self.form = WholeModel(plan, window=window), plan.form
+        if window.last:
+            shared["head"] = self.model.head
+
+    def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        tensors = (tensors,) if isinstance(tensors, Tensor) else tensors
+        form, window = self.form, self.model.window
+        later = window is not None and window.start > 0
+        tokens, stream = (None, form.unpack(tensors)) if later else (tensors[0], None)
+        return form.pack(self.model.part(tokens, stream, form.name(tensors[1:])))
+
+
+def runs_of_blocks(plan: ModelPlan) -> list[tuple[int, int]]:
+    """(first, last + 1) of each pipeline stage's blocks."""
+    bounds = stage_bounds(plan.config)
+    return [(max(a - 1, 0), min(b - 1, len(plan.blocks))) for a, b in itertools.pairwise(bounds)]
+
+
+def recompute(model: PreTrainedModel, stages: Stages | None) -> None:
+    """Have the class compute its blocks again in the backward pass.
+
+    Raises:
+        StartError: it cannot.
+    """
+    key = "training.activation_checkpointing.mode"
+    if not model.supports_gradient_checkpointing:
+        raise StartError(f"{key} must be none: {type(model).__name__} cannot recompute")
+    if stages and not all(isinstance(each, GradientCheckpointingLayer) for each in stages.blocks):
+        raise StartError(f"{key} must be none: {type(model).__name__} cannot recompute in pipeline stages")
+    model.gradient_checkpointing_enable({"use_reentrant": True})  # ZeRO 3 changes the sizes of saved weights
 
 
 def _factor_of_routers(model: PreTrainedModel) -> float:

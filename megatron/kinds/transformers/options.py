@@ -68,6 +68,12 @@ def stack(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def outline(options: TransformersOptions) -> tuple[int, str]:
+    """Number of its blocks, and the name of the token embedding."""
+    facts = _facts(options) or Facts()
+    return max(1, len(facts.sizes)), facts.table
+
+
 def it_can_be_built(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
     try:
         facts_of(at.options.model_dump())
@@ -76,8 +82,7 @@ def it_can_be_built(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
 
 
 def it_is_the_whole_model(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
-    (first, *others) = at.context.blocks
-    if others or len(first.kinds) != 1 or first.recurrent or at.variant:
+    if at.config.model.layers != at.kind or at.variant:
         rule = f"{at.kind} must be the only layer of the pattern, since it is a whole model"
         yield at.problem("model.layers", rule=rule, fix=f"write layers: {at.kind}")
 
@@ -115,7 +120,7 @@ ONE = "use 1: ZeRO (zero.stage 1 to 3) splits the states of any model over data 
 LIMITS: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     *(
         (f"parallel.{name}", lambda size: size > 1, f"{name} must be 1: layers of other programs are not cut", ONE)
-        for name in ("tensor", "pipeline", "context", "expert", "folded", "depth")
+        for name in ("tensor", "context", "depth", "expert", "folded", "stages_per_rank")
     ),
     (
         "training.activation_checkpointing.mode",
@@ -158,6 +163,22 @@ def documents_are_apart(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
     if at.config.data.reset_attention_at_eod and facts is not None and facts.documents is False:
         rule = f"must be false: {facts.class_name} reads across the ends of documents"
         yield at.problem("data.reset_attention_at_eod model.layers", rule=rule, fix="remove it")
+
+
+def stages_have_blocks(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
+    facts, key = _facts(at.options), "parallel.pipeline"
+    if facts is None or at.config.parallel.pipeline == 1:
+        return
+    if not facts.sizes:
+        rule = f"must be 1: {facts.class_name} has no list of its {facts.layers} blocks"
+        yield at.problem(key, "model.layers", rule=rule, fix=ONE)
+    if at.context.option("zero.stage") == 3:
+        rule = "must be at most 2 with pipeline stages of a class of transformers"
+        yield at.problem("zero.stage", key, rule=rule, fix="use 1 or 2, or parallel.pipeline: 1")
+    if any(name == "output_router_logits" and value for name, value in _settings(facts)):
+        rule = f"must be 1: {facts.class_name} computes the loss of routers from all its blocks"
+        fix = f"use 1, or set model.{at.kind}.options: {{output_router_logits: false}}"
+        yield at.problem(key, ".options", rule=rule, fix=fix)
 
 
 def _settings(facts: Facts) -> Iterator[tuple[str, Any]]:
@@ -223,7 +244,9 @@ KIND = LayerKind(
         layers_run_on_all_ranks,
         positions_are_in_the_table,
         adapters_need_names,
+        stages_have_blocks,
     ),
+    outline=outline,
     keeps_fp32=False,
     draws=lambda options: True,
     mixes_samples=lambda options: False,

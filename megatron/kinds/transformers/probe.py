@@ -106,7 +106,7 @@ def probe(model: PreTrainedModel) -> Form:
         raise FactsError(
             ".config", f"{rule}, and are {list(logits.shape)} from {list(seen.shape)}", "use another class"
         )
-    if not _same(logits[:, :-1], changed[:, :-1]):
+    if not same(logits[:, :-1], changed[:, :-1]):
         raise FactsError(
             ".options",
             f"{type(model).__name__} must be causal, and with these settings a token's logits depend on later tokens",
@@ -114,7 +114,7 @@ def probe(model: PreTrainedModel) -> Form:
         )
     plain = nn.functional.linear(seen, head.weight, getattr(head, "bias", None))
     for form in _forms(model, spread.expand_as(wide), wide):
-        if _same(form.of(plain), logits) and _same(form.of(spread).expand_as(wide), wide):
+        if same(form.of(plain), logits) and same(form.of(spread).expand_as(wide), wide):
             return form
     rule = f"logits of {type(model).__name__} must be the product with its output layer, scaled or capped, and are not"
     raise FactsError(".config", rule, "use another class")
@@ -129,7 +129,7 @@ def _with_output(model: PreTrainedModel, head: nn.Module, output_V: Tensor, toke
         handle.remove()
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def same(a: Tensor, b: Tensor) -> bool:
     largest = max(a.abs().max().item(), b.abs().max().item())
     return math.isfinite(largest) and (a - b).abs().max().item() <= EXACT * largest
 
@@ -177,7 +177,7 @@ def keeps_apart(model: PreTrainedModel) -> bool:
     model.eval()
     try:
         both = read(model, tokens, position_ids=positions)[:, TOKENS:]
-        return _same(both, read(model, tokens[:, TOKENS:]))
+        return same(both, read(model, tokens[:, TOKENS:]))
     except Exception:  # a class may raise anything, such as that it has no such argument
         return False
     finally:

@@ -15,7 +15,9 @@ STEPS, BATCH, LENGTH = 4, 4, 16
 LR, MOMENTUM = 0.05, 0.9
 
 
-def values_of(name: str, options: dict[str, Any], stage: int = 0, **more: Any) -> dict[str, Any]:
+def values_of(
+    name: str, options: dict[str, Any], stage: int = 0, parallel: dict[str, int] | None = None, **more: Any
+) -> dict[str, Any]:
     """A run of a model type with these settings."""
     return {
         "model": {"layers": "transformers", "transformers": {"config": name, "options": options, **more}},
@@ -24,6 +26,7 @@ def values_of(name: str, options: dict[str, Any], stage: int = 0, **more: Any) -
         "data": {"synthetic": "copy"},
         "tokenizer": {"type": "none"},
         "zero": {"stage": stage},
+        "parallel": parallel or {},
     }
 
 
@@ -33,7 +36,7 @@ def tokens_of(step: int, vocabulary: int) -> torch.Tensor:
 
 
 def by_engine(values: dict[str, Any], ranks: int) -> tuple[list[float], list[tuple]]:
-    """On each rank: the mean losses of all ranks, and this rank's parts of the weights (name, start, values)."""
+    """On each rank: the mean losses of all ranks, and this rank's parts of the weights (name, places, values)."""
     from megatron.engine.deepspeed.process import prepare_deepspeed
     from megatron.engine.engine import build_engine
     from megatron.parallel.layout.layout import Layout
@@ -44,15 +47,23 @@ def by_engine(values: dict[str, Any], ranks: int) -> tuple[list[float], list[tup
     mesh = Mesh.build(Layout.of(config, ranks))
     engine, losses = build_engine(config, mesh, "cpu"), []
     for step in range(STEPS):
-        passes = BATCH // ranks
-        rows = torch.tensor([[number * ranks + mesh.data.rank] for number in range(passes)])
+        replicas = mesh.replicas.size
+        rows = torch.tensor([[number * replicas + mesh.data.rank] for number in range(BATCH // replicas)])
         batch = StepBatch(step, tokens_of(step, config.model.vocab_size)[rows], rows, hash=0)
         result = engine.step(batch, LR)
         sums = torch.tensor([float(result.loss) * float(result.tokens), float(result.tokens)], dtype=torch.float64)
         torch.distributed.all_reduce(sums)
         losses.append(float(sums[0] / sums[1]))
-    weights = [(each.tensor.name, each.start, each.data.numpy().copy()) for each in engine.state.masters()]
-    return losses, weights
+    return losses, [(each.tensor.name, places_of(each), each.data.numpy().copy()) for each in engine.state.masters()]
+
+
+def places_of(part: Any) -> np.ndarray:
+    """The places of a fragment's elements in the flattened tensor."""
+    tensor = part.tensor
+    places = np.arange(math.prod(tensor.shape)).reshape(tensor.shape)
+    for dim, spans in enumerate(tensor.spans(part.tensor_rank, part.tensor_ranks)):
+        places = places.take(np.concatenate([np.arange(each.start, each.stop) for each in spans]), dim)
+    return places.reshape(-1)[part.start : part.start + len(part.data)]
 
 
 def by_torch(values: dict[str, Any], rounded: bool = False) -> tuple[list[float], dict[str, np.ndarray]]:
@@ -94,9 +105,9 @@ def differences(
     """Largest relative difference of a loss, of a tensor in the Euclidean norm, and that tensor's name."""
     found = {name: np.full(each.size, np.nan) for name, each in wanted.items()}
     for _, parts in answers:
-        for name, start, data in parts:
+        for name, places, data in parts:
             if name in found:  # a checkpoint has buffers too
-                found[name][start : start + len(data)] = data
+                found[name][places] = data
     loss = max(abs(a / b - 1) for a, b in zip(answers[0][0], losses, strict=True))
     worst = {
         name: np.linalg.norm(found[name] - each) / max(float(np.linalg.norm(each)), 1e-3)

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import textwrap
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,15 @@ from tests.paths import ROOT
 PAGE = ROOT / "docs" / "any_model.md"
 BEGIN, END = "<!-- table of types, written by tests/kinds/transformers/table.py -->", "<!-- end of the table -->"
 BOUND = 1e-5
-WAYS = {"one rank": (1, 0), "ZeRO 3 on 2 ranks": (2, 3)}
+WAYS: dict[str, tuple[int, int, dict[str, int]]] = {  # ranks, ZeRO stage, layout
+    "one rank": (1, 0, {}),
+    "ZeRO 3 on 2 ranks": (2, 3, {}),
+}
 
 
-def compare(name: str) -> dict[str, Any]:
-    """The class of a type, and by each way the largest relative difference of losses and weights, or the reason why it
-    is not trained."""
+def compare(name: str, ways: Collection[str] = tuple(WAYS)) -> dict[str, Any]:
+    """The class of a type, and by each of these ways the largest relative difference of losses and weights, or the
+    reason why it is not trained."""
     from megatron.config import ConfigError, resolve
     from megatron.kinds.transformers.facts import FactsError, facts_of
     from megatron.testing import on_ranks
@@ -44,16 +48,19 @@ def compare(name: str) -> dict[str, Any]:
         return {"reason": _brief(getattr(error, "problems", [error])[0])}
     except Exception as error:  # of a class of transformers
         return {**found, "reason": f"transformers: {type(error).__name__}: {_brief(error)}"}
-    for way, (ranks, stage) in WAYS.items():
+    for way in ways:
+        ranks, stage, parallel = WAYS[way]
         try:
-            answers = on_ranks(ranks, by_engine, values_of(name, options, stage), ranks)
-            found[way] = max(differences(answers, losses, weights)[:2])
-            found[f"{way}: worst"] = differences(answers, losses, weights)[2]
+            answers = on_ranks(ranks, by_engine, values_of(name, options, stage, parallel), ranks)
+            *numbers, worst = differences(answers, losses, weights)
+            found |= {way: max(numbers), f"{way}: worst": worst}
+        except ConfigError as error:
+            found[f"{way}: reason"] = _brief(error.problems[0])
         except Exception as error:
-            found["reason"] = f"{way}: {_brief(str(error).strip().splitlines()[-1])}"
+            found[f"{way}: reason"] = _brief(str(error).strip().splitlines()[-1])
     if any(found.get(way, 0.0) > BOUND for way in WAYS):
         other = by_torch(values, rounded=True)
-        parts = [(name, 0, each) for name, each in other[1].items()]
+        parts = [(name, slice(None), each) for name, each in other[1].items()]
         found["rounding"] = max(differences([(other[0], parts)], losses, weights)[:2])
     return found
 

@@ -33,19 +33,22 @@ BOUND = 1e-5  # four steps in fp32, whose sums are in other orders
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_four_steps_are_those_of_a_plain_loop(name):
-    """On one rank, and with ZeRO 3 on two."""
+    """On one rank, with ZeRO 3 on two, and in two pipeline stages."""
     options = tiny(name)
     losses, weights = by_torch(values_of(name, options))
-    for ranks, stage in ((1, 0), (2, 3)):
-        found = differences(on_ranks(ranks, by_engine, values_of(name, options, stage), ranks), losses, weights)
+    for ranks, stage, parallel in ((1, 0, {}), (2, 3, {}), (2, 0, {"pipeline": 2})):
+        values = values_of(name, options, stage, parallel)
+        found = differences(on_ranks(ranks, by_engine, values, ranks), losses, weights)
         assert max(found[:2]) <= BOUND, (ranks, found)
 
 
 def test_gradients_do_not_depend_on_the_layout():
     values = values_of("qwen3", tiny("qwen3"))
+    stages = {"parallel": {"pipeline": 2}}
     check_layouts(values, [{"zero": {"stage": stage}} for stage in (1, 2, 3)])
+    check_layouts(values, [{**stages, "zero": {"stage": stage}, "ranks": 4} for stage in (1, 2)])
     recomputed = {"training": {**values["training"], "activation_checkpointing": {"mode": "full"}}}
-    check_layouts({**values, **recomputed}, [{"zero": {"stage": 0}}, {"zero": {"stage": 3}}])
+    check_layouts({**values, **recomputed}, [{"zero": {"stage": 0}}, {"zero": {"stage": 3}}, stages])
 
 
 def test_documents_of_a_sample_are_apart():
@@ -53,7 +56,7 @@ def test_documents_of_a_sample_are_apart():
     values = values_of("gemma2", tiny("gemma2"))
     values["data"] = {**values["data"], "reset_attention_at_eod": True}
     values["tokenizer"] = {"type": "none", "eod_id": 0}
-    check_layouts(values, [{"zero": {"stage": 3}}])
+    check_layouts(values, [{"zero": {"stage": 3}}, {"parallel": {"pipeline": 2}}])
     model, tokens = build_model(resolve(values)).eval(), torch.randint(1, 96, (2, 12))
     positions = torch.tensor([*range(5), *range(7)]).expand(2, -1)
     with torch.no_grad():
@@ -76,6 +79,32 @@ def test_a_run_resumes_on_another_layout_and_is_exported(tmp_path):
     checkpoint = open_checkpoint(find_checkpoint(tmp_path / "half"))
     export(checkpoint, tmp_path / "hf")
     assert prove(checkpoint, tmp_path / "hf", None).holds
+
+
+@pytest.mark.parametrize("before, after", (({"pipeline": 2}, {}), ({}, {"pipeline": 2})))
+def test_a_run_resumes_with_another_cut(tmp_path, before, after):
+    """gemma2 has tied embeddings, of which two stages have copies."""
+    values = {**values_of("gemma2", tiny("gemma2")), "checkpoint": {"every": 2}, "run": {"dir": str(tmp_path)}}
+    losses, weights = by_torch(values)
+    first = {**values, "parallel": before, "training": {**values["training"], "stop_at_step": 2}}
+    train_on_ranks(max([1, *before.values()]), first)
+    train_on_ranks(max([1, *after.values()]), {**values, "parallel": after})
+    checkpoint = open_checkpoint(find_checkpoint(tmp_path))
+    assert set(checkpoint.tensors) == set(weights)
+    export(checkpoint, tmp_path / "hf")
+    assert prove(checkpoint, tmp_path / "hf", None).holds
+
+
+def refusals(values):
+    """What a start says on this rank."""
+    with pytest.raises(StartError) as caught:
+        by_engine(values, 2)
+    return str(caught.value)
+
+
+def test_a_class_that_is_another_function_in_stages_is_refused():
+    values = values_of("xlnet", tiny("xlnet"), parallel={"pipeline": 2})
+    assert "has a stream of another form" in on_ranks(2, refusals, values)[0]
 
 
 def test_weights_of_a_folder_are_the_start(tmp_path):
@@ -153,6 +182,13 @@ WRONG = {
     "own layers": ({}, {"model": {"norm": {"epsilon": 1e-6}}}, "must not be given with layers", "remove it"),
     "another width": ({}, {"model": {"hidden_size": 48}}, "must be 32, the value of Qwen3ForCausalLM", "hidden_size"),
     "tensor": ({}, {"parallel": {"tensor": 2}}, "tensor must be 1", "ZeRO"),
+    "stages with ZeRO 3": ({}, {"parallel": {"pipeline": 2}, "zero": {"stage": 3}}, "must be at most 2", "use 1 or 2"),
+    "routers of stages": (
+        {"config": "qwen3_moe", "options": {**tiny("qwen3_moe"), "output_router_logits": True}},
+        {"parallel": {"pipeline": 2}},
+        "computes the loss of routers from all its blocks",
+        "output_router_logits: false",
+    ),
     "documents": (
         {"config": "mamba", "options": tiny("mamba")},
         {"data": {"synthetic": "copy", "reset_attention_at_eod": True}},
