@@ -26,6 +26,7 @@ if __name__ == "__main__":
 
 from megatron.config.admitted import add_flag  # noqa: E402
 from megatron.config.problems import UserError  # noqa: E402
+from megatron.decoding.reading_options import add_options  # noqa: E402
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +56,7 @@ def options() -> argparse.ArgumentParser:
     add("--seconds", type=float, default=600.0, help="longest time of an answer (default: %(default)g)")
     weights = "let clients replace the weights by a Hugging Face folder inside of this one (default: they cannot)"
     add("--weights", type=Path, metavar="FOLDER", help=weights)
+    add_options(parser)
     add_flag(parser)
     return parser
 
@@ -142,6 +144,7 @@ async def answer(given: argparse.Namespace, model: Model, config: Config, path: 
     from megatron.decoding.endpoint.limits import Limits
     from megatron.decoding.endpoint.question import Reader
     from megatron.decoding.endpoint.service import Service
+    from megatron.decoding.read_less import chosen
     from megatron.decoding.schedule import pages_of
 
     tokenizer = build_tokenizer(config.tokenizer)
@@ -157,7 +160,8 @@ async def answer(given: argparse.Namespace, model: Model, config: Config, path: 
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     for each in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(each, ended.set)
-    decoder = Decoder(WholeModel(model), device, rows=given.rows, vocabulary=tokenizer.size, pages=pages)
+    how: dict[str, Any] = {"rows": given.rows, "vocabulary": tokenizer.size, "pages": pages}
+    decoder = Decoder(WholeModel(model), device, reading=chosen(given, model, device), **how)
     service = Service(decoder, loop.call_soon_threadsafe)
     reload = None if given.weights is None else loader(given.weights, config, device)
     try:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron.config import Config
 from megatron.config.variants import used_kinds
+from megatron.kinds.common.attention.fewer_keys import Reading
 from megatron.kinds.common.attention.paged_keys import PADDED, Pass
 from megatron.model.embedding_and_head import Head, Reader
 from megatron.model.stack import Model
@@ -103,6 +104,7 @@ class Decoder:
         budget: tokens of a pass.
         agree: (number) -> the largest of all data parallel ranks, which make equally many passes and turns.
         alive: called after each pass.
+        reading: (number of a layer with keys) -> how it reads them (`read_less.py`). None is full attention.
 
     Attributes:
         schedule: of the last `run`, with its counts.
@@ -122,9 +124,11 @@ class Decoder:
         budget: int = BUDGET,
         agree: Callable[[int], int] = int,
         alive: Callable[[], None] = lambda: None,
+        reading: Callable[[int], Reading] | None = None,
     ) -> None:
         self.engine, self.device, self.rows, self.vocabulary = engine, device, rows, vocabulary
         self.pages, self.budget, self.agree, self.alive = pages, budget, agree, alive
+        self.reading = reading
         self.logits: Callable[[Live, int, Tensor], None] | None = None
 
     def run(self, requests: Sequence[Request]) -> list[Drawn]:
@@ -144,7 +148,7 @@ class Decoder:
             each.check(self.engine.config.model, self.vocabulary)
         needed = sorted((pages_of(each.whole) for each in requests), reverse=True)
         pages = self.pages or max(sum(needed[: self.rows]), 1)
-        self.states = States(self.engine.new_state(), pages, self.rows, self.device)
+        self.states = States(self.engine.new_state(), pages, self.rows, self.device, self.reading)
         copies = self.states.copy_page, self.states.copy_slot
         self.schedule = Schedule(Pool(pages), self.rows, self.budget, *copies, lambda: not self.states.continues)
         return [self.schedule.add(each) for each in requests]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.kinds.common.attention.fewer_keys import Reading
 from megatron.model.stack import Model
 from megatron.parallel.layout.mesh import ALONE, Axis
 
@@ -80,16 +81,17 @@ def complete(
     depth: int | None = None,
     tolerance: float | None = None,
     axis: Axis = ALONE,
+    reading: Callable[[int], Reading] | None = None,
 ) -> Iterator[int]:
     """The tokens that follow one prompt, up to `tokens`, the end-of-document token, or the last learned position.
 
-    The other arguments are as in `generate`.
+    The other arguments are as in `generate`, and `reading` as of `Decoder`.
     """
     tokens = int(min(tokens, tokens_left(model, len(prompt))))
     if tokens < 1:
         return
     if covers(model) and cache and tolerance is None and axis.size == 1:
-        made = _decoded(model, prompt, tokens, sampling, vocabulary, device, depth)
+        made = _decoded(model, prompt, tokens, sampling, vocabulary, device, depth, reading)
     else:
         text = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
         how: dict[str, Any] = {"cache": cache, "depth": depth, "tolerance": tolerance, "axis": axis}
@@ -113,11 +115,12 @@ def _decoded(
     vocabulary: int | None,
     device: torch.device | str,
     depth: int | None,
+    reading: Callable[[int], Reading] | None,
 ) -> Iterator[int]:
     was_training, own = model.training, model.plan.depth
     try:
         with nullcontext() if own is None else own.at(depth):
-            decoder = Decoder(WholeModel(model), device, rows=1, vocabulary=vocabulary)
+            decoder = Decoder(WholeModel(model), device, rows=1, vocabulary=vocabulary, reading=reading)
             live = decoder.begin([Request(tuple(prompt), tokens, sampling=sampling)])[0]
             shown = 0
             while decoder.step():
@@ -134,12 +137,14 @@ def continuations(
     vocabulary: int | None = None,
     device: torch.device | str = "cpu",
     axis: Axis = ALONE,
+    reading: Callable[[int], Reading] | None = None,
 ) -> list[list[int]]:
     """The tokens that follow each prompt, together where the decoder reads the model, without a last `Request.end`.
 
     Args:
         axis: ranks that call this with the same requests, and exchange tokens with each other's experts. Texts of one
             may end earlier by rounding.
+        reading: as of `Decoder`.
     """
     left = [min(each.tokens, tokens_left(model, len(each.prompt))) for each in requests]
     requests = [replace(each, tokens=int(max(room, 0))) for each, room in zip(requests, left)]
@@ -148,7 +153,7 @@ def continuations(
         was_training = model.training
         try:
             agree = partial(largest_of, axis, device)
-            decoder = Decoder(WholeModel(model), device, vocabulary=vocabulary, agree=agree)
+            decoder = Decoder(WholeModel(model), device, vocabulary=vocabulary, agree=agree, reading=reading)
             found = [each.tokens for each in decoder.run(requests)]
         finally:
             model.train(was_training)

@@ -140,7 +140,9 @@ class Piece:
 
     def tokens(self) -> list[Token]:
         live, text = self.live, self.live.text
-        return [Token(text[place], place, live.table, live.slot) for place in range(self.begin, self.end)]
+        last = len(live.request.prompt) - live.request.scored - 1  # scored tokens count as drawn
+        places = range(self.begin, self.end)
+        return [Token(text[place], place, live.table, live.slot, max(place - last, 0)) for place in places]
 
 
 class Schedule:

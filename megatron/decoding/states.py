@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from megatron.kinds.common.attention.fewer_keys import Reading
 from megatron.kinds.common.attention.key_value_cache import KeyValueCache
 from megatron.kinds.common.attention.paged_keys import FEWEST, Current, PagedKeys, Pass
 from megatron.model.block import BlockState
@@ -159,9 +160,21 @@ def _put_rows(rows: Tensor, new: Tensor, whole: Tensor) -> Tensor:
 
 
 class States:
-    """The states of all layers, for `pages` pages and `slots` texts at a time."""
+    """The states of all layers, for `pages` pages and `slots` texts at a time.
 
-    def __init__(self, states: list[Any], pages: int, slots: int, device: torch.device | str) -> None:
+    Args:
+        reading: (number of a layer with keys, from 0) -> how it reads them.
+    """
+
+    def __init__(
+        self,
+        states: list[Any],
+        pages: int,
+        slots: int,
+        device: torch.device | str,
+        reading: Callable[[int], Reading] | None = None,
+    ) -> None:
+        self.reading = reading
         self.current = Current(Pass((), device))
         self.keys: list[PagedKeys] = []
         self.turns: list[Turns] = []
@@ -169,7 +182,8 @@ class States:
 
     def _made(self, part: Any, pages: int, slots: int) -> Any:
         if isinstance(part, KeyValueCache):
-            self.keys.append(PagedKeys(self.current, pages))
+            own = None if self.reading is None else self.reading(len(self.keys))
+            self.keys.append(PagedKeys(self.current, pages, own))
             return self.keys[-1]
         if isinstance(part, BlockState):
             return None
@@ -179,8 +193,9 @@ class States:
 
     @property
     def continues(self) -> bool:
-        """Whether a layer has a state besides keys and values, so that a text cannot begin with pages of another."""
-        return any(not each.plain for each in self.turns)
+        """Whether a text cannot begin with pages of another: a layer has a state besides keys and values, or keys of
+        tokens after a prompt differ from full attention's."""
+        return any(not each.plain for each in self.turns) or any(each.reading is not None for each in self.keys)
 
     def copy_page(self, source: int, target: int, tokens: int) -> None:
         for each in self.keys:

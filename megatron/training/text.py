@@ -24,9 +24,12 @@ from megatron.checkpoint.read.reader import config_of
 from megatron.checkpoint.save.store import find_checkpoint
 from megatron.config import Config
 from megatron.config.admitted import add_flag
+from megatron.config.problems import UserError
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.decoding.growing_text import GrowingText
 from megatron.decoding.one_text import complete, continuations, covers, tokens_left
+from megatron.decoding.read_less import Factory, chosen
+from megatron.decoding.reading_options import add_options
 from megatron.decoding.sampling import Sampling, ending
 from megatron.decoding.schedule import Request
 from megatron.model.stack import Model, build_model
@@ -70,18 +73,32 @@ def main(arguments: Sequence[str]) -> int:
             f"{path}: --depth and --tolerance are for models with a recurrent(...) group in model.layers\n"
         )
         return 2
+    try:
+        reading = chosen(options, model, device)
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    if reading is not None and (options.no_cache or options.tolerance is not None or place.world_size > 1):
+        sys.stderr.write("--loki and --sift must come without --no-cache and --tolerance, on one rank\n")
+        return 2
     with _sharing(place, device) as axis:
-        _continue(model, config, options, device, path, axis)
+        _continue(model, config, options, device, path, axis, reading)
     return 0
 
 
 def _continue(
-    model: Model, config: Config, options: argparse.Namespace, device: torch.device, path: Path, axis: Axis
+    model: Model,
+    config: Config,
+    options: argparse.Namespace,
+    device: torch.device,
+    path: Path,
+    axis: Axis,
+    reading: Factory | None,
 ) -> None:
     tokenizer = build_tokenizer(config.tokenizer)
     if not options.json and not axis.rank:
         print(f"{path}, {device}", file=sys.stderr)
-    together = _together(model, tokenizer, options, device) if axis.size == 1 else {}
+    together = _together(model, tokenizer, options, device, reading) if axis.size == 1 else {}
     for number, prompt in enumerate(_prompts(options)):
         ids = tokenizer.encode(prompt)
         if not ids:
@@ -107,6 +124,7 @@ def _continue(
                 depth=options.depth,
                 tolerance=options.tolerance,
                 axis=axis,
+                reading=reading,
             )
         )
         text = pieces(made, tokenizer, options.stop)
@@ -125,7 +143,7 @@ def _sampling(options: argparse.Namespace, number: int) -> Sampling:
 
 
 def _together(
-    model: Model, tokenizer: Tokenizer, options: argparse.Namespace, device: torch.device
+    model: Model, tokenizer: Tokenizer, options: argparse.Namespace, device: torch.device, reading: Factory | None
 ) -> dict[int, list[int]]:
     """The continuations of several prompts by their numbers. Empty where each is continued by itself."""
     by_itself = options.no_cache or options.depth is not None or options.tolerance is not None
@@ -139,7 +157,7 @@ def _together(
     }
     if len(requests) < 2:
         return {}
-    made = continuations(model, list(requests.values()), vocabulary=tokenizer.size, device=device)
+    made = continuations(model, list(requests.values()), vocabulary=tokenizer.size, device=device, reading=reading)
     return dict(zip(requests, made))
 
 
@@ -209,6 +227,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     stop = "end before this text, may be repeated (default: none)"
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
     add("--json", action="store_true", help="one JSON object per prompt on standard output")
+    add_options(parser)
     add_flag(parser)
     options = parser.parse_args(arguments)
     for name, sound, rule in (

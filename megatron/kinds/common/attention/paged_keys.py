@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .attend import attend_masked
+from .fewer_keys import Reading, RowGroup
 from .pattern import Pattern
 
 PAGE = 32  # tokens
@@ -34,12 +35,14 @@ class Token:
         id, position: of the token in its text.
         table: pages of its text, by their numbers in the pool.
         slot: place of the text in the states of recurrences.
+        step: number of the token after its prompt, from 1. 0 in the prompt.
     """
 
     id: int
     position: int
     table: Sequence[int]
     slot: int
+    step: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,12 +117,37 @@ class Pass:
 
     @cached_property
     def groups(self) -> list[TileGroup]:
-        tiles: dict[tuple[int, int], list[int]] = {}
+        return self._groups(range(len(self.tokens)))
+
+    @cached_property
+    def prompts(self) -> list[TileGroup]:
+        """The groups of the tokens of prompts."""
+        return self._groups([row for row, each in enumerate(self.tokens) if not each.step])
+
+    @cached_property
+    def drawn(self) -> list[RowGroup]:
+        """The tokens after prompts, those with the fewest pages first."""
+        alike: dict[int, list[int]] = {}
         for row, each in enumerate(self.tokens):
+            if each.step:
+                alike.setdefault(each.position // PAGE + 1, []).append(row)
+        found = []
+        for pages, rows in sorted(alike.items()):
+            own = [self.tokens[row] for row in rows]
+            numbers = torch.tensor([(row, each.position, each.slot, each.step) for row, each in zip(rows, own)])
+            tables = torch.tensor([list(each.table[:pages]) for each in own], device=self.device)
+            row_numbers, places, slots, steps = numbers.to(self.device).unbind(1)
+            found.append(RowGroup(row_numbers, places, slots, steps, tables))
+        return found
+
+    def _groups(self, rows: Sequence[int]) -> list[TileGroup]:
+        tiles: dict[tuple[int, int], list[int]] = {}
+        for row in rows:
+            each = self.tokens[row]
             tiles.setdefault((each.slot, each.position // PAGE), []).append(row)
         alike: dict[tuple[int, int], list[list[int]]] = {}
-        for (_, page), rows in tiles.items():
-            alike.setdefault((page + 1, FEWEST if len(rows) <= FEWEST else PAGE), []).append(rows)
+        for (_, page), some in tiles.items():
+            alike.setdefault((page + 1, FEWEST if len(some) <= FEWEST else PAGE), []).append(some)
         return [self._group(pages, width, found) for (pages, width), found in sorted(alike.items())]
 
     def _group(self, pages: int, width: int, tiles: list[list[int]]) -> TileGroup:
@@ -163,10 +191,12 @@ class PagedKeys:
 
     Attributes:
         pages: of the pool.
+        reading: how keys of tokens after prompts are read. None is full attention.
     """
 
     current: Current
     pages: int
+    reading: Reading | None = None
     keys: Tensor | None = None
     values: Tensor | None = None
 
@@ -183,15 +213,21 @@ class PagedKeys:
         Returns:
             [T, n, 1, E].
         """
-        now = self.current.read
-        keys, values = self.write(now, k.squeeze(2), v.squeeze(2))
-        q_TnD = q.squeeze(2)
+        now, reading = self.current.read, self.reading
+        q_TnD, k_TmD = q.squeeze(2), k.squeeze(2)
+        if reading is not None:
+            q_TnD, k_TmD = reading.turned(q_TnD), reading.turned(k_TmD)
+            reading.see(k_TmD[: len(now.tokens)])
+        keys, values = self.write(now, k_TmD, v.squeeze(2))
         y_TnE = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
-        for number, group in enumerate(now.groups):
+        for number, group in enumerate(now.groups if reading is None else now.prompts):
             own = q_TnD[group.rows].transpose(1, 2)
             seen, read = self.pages_of(keys, group.pages), self.pages_of(values, group.pages)
             y = attend_masked(own, seen, read, group.places, pattern, sinks_n, self._remember(now, number))
             y_TnE[group.targets] = y.transpose(1, 2).flatten(0, 1)[group.real]
+        if reading is not None:
+            for some in now.drawn:
+                y_TnE[some.rows] = reading.attend(q_TnD[some.rows], keys, values, some, pattern.scale)
         return y_TnE.unsqueeze(2)
 
     @staticmethod
