@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,9 @@ from megatron.config import Config
 from megatron.config.variants import used_kinds
 from megatron.kinds.common.attention.fewer_keys import Reading
 from megatron.kinds.common.attention.paged_keys import PADDED, Pass
-from megatron.model.embedding_and_head import Head, Reader
+from megatron.model.embedding_and_head import LogitsAt, Reader
 from megatron.model.stack import Model
-from megatron.parallel.layout.mesh import Axis
+from megatron.parallel.layout.mesh import ALONE, Axis
 
 from .pool import Pool
 from .sampling import choose_tokens, likeliest, log_probabilities
@@ -43,6 +44,15 @@ class ReadsOn(Protocol):
     def read_on(self, tokens_BS: Tensor, reader: Reader, state: list[Any], begin: int | Tensor) -> Any: ...
 
 
+@runtime_checkable
+class ReadsLater(ReadsOn, Protocol):
+    """See `engine/protocol.py`."""
+
+    def read_later(
+        self, tokens_BS: Tensor, reader: LogitsAt, state: list[Any], begin: Tensor
+    ) -> Callable[[], Tensor]: ...
+
+
 @dataclass(frozen=True)
 class WholeModel:
     """A model that this process has, as an engine."""
@@ -61,14 +71,9 @@ class WholeModel:
         return self.model.eval()(tokens_BS, tokens_BS, tokens_BS, reader=reader, state=state, begin=begin)
 
 
-def obstacle(config: Config, whole: bool = False) -> str | None:
-    """The reason why texts of such a run are read again for each token. None where the decoder reads them.
-
-    Args:
-        whole: this process has the whole model, whatever layout the run had.
-    """
-    parallel, model = config.parallel, config.model
-    for _, kind, options in used_kinds(model):
+def obstacle(config: Config) -> str | None:
+    """The reason why texts of such a run are read again for each token. None where the decoder reads them."""
+    for _, kind, options in used_kinds(config.model):
         if kind.mixes_samples(options):
             return "a token's result depends on the other texts of its batch (experts with a capacity)"
         if kind.whole:
@@ -76,12 +81,6 @@ def obstacle(config: Config, whole: bool = False) -> str | None:
         rotary = getattr(options, "rotary", None)
         if rotary is not None and rotary.scaling.type == "dynamic":
             return "positions turn by the length of the text (rotary.scaling.type dynamic)"
-    if whole:
-        return None
-    if parallel.pipeline > 1:
-        return "stages of a pipeline read whole texts"
-    if parallel.context > 1 or parallel.sequence:
-        return "ranks share the tokens of a text"
     return None
 
 
@@ -103,6 +102,7 @@ class Decoder:
         pages: of the pool. By default enough for the `rows` longest requests of a `run`.
         budget: tokens of a pass.
         agree: (number) -> the largest of all data parallel ranks, which make equally many passes and turns.
+        stages: the ranks of a pipeline, which all plan the same passes.
         alive: called after each pass.
         reading: (number of a layer with keys) -> how it reads them (`read_less.py`). None is full attention.
 
@@ -123,6 +123,7 @@ class Decoder:
         pages: int | None = None,
         budget: int = BUDGET,
         agree: Callable[[int], int] = int,
+        stages: Axis = ALONE,
         alive: Callable[[], None] = lambda: None,
         reading: Callable[[int], Reading] | None = None,
     ) -> None:
@@ -130,6 +131,8 @@ class Decoder:
         self.pages, self.budget, self.agree, self.alive = pages, budget, agree, alive
         self.reading = reading
         self.logits: Callable[[Live, int, Tensor], None] | None = None
+        self.stages = stages
+        self._continues: bool | None = None  # on any stage
 
     def run(self, requests: Sequence[Request]) -> list[Drawn]:
         """The continuation of each request.
@@ -137,10 +140,7 @@ class Decoder:
         Raises:
             RequestError: one can never be answered. None is begun then.
         """
-        lives = self.begin(requests)
-        while self.step():
-            pass
-        return [each.drawn for each in lives]
+        return run_together([self], [requests])
 
     def begin(self, requests: Sequence[Request]) -> list[Live]:
         """Begin with these requests and an empty pool. Others may join by `add` between two steps."""
@@ -150,7 +150,7 @@ class Decoder:
         pages = self.pages or max(sum(needed[: self.rows]), 1)
         self.states = States(self.engine.new_state(), pages, self.rows, self.device, self.reading)
         copies = self.states.copy_page, self.states.copy_slot
-        self.schedule = Schedule(Pool(pages), self.rows, self.budget, *copies, lambda: not self.states.continues)
+        self.schedule = Schedule(Pool(pages), self.rows, self.budget, *copies, self._shares)
         return [self.schedule.add(each) for each in requests]
 
     def add(self, request: Request) -> Live:
@@ -164,18 +164,44 @@ class Decoder:
 
     def step(self) -> bool:
         """One pass. False when no rank has requests left."""
+        finish = self.start()
+        if finish is not None:
+            finish()
+        return finish is not None
+
+    def start(self) -> Callable[[], None] | None:
+        """Begin a pass. The next one may begin when the function has finished it. None when no rank has requests
+        left."""
         pieces = self.schedule.plan()
         both = len({not each.begin for each in pieces}) == 2  # first tokens of texts have a turn of their own
         turns = self.agree(max((each.end - each.begin for each in pieces), default=0) + both)
         if not turns:
-            return False
+            return None
         now = Pass([token for piece in pieces for token in piece.tokens()], self.device, turns)
         wanted = list(self._wanted(pieces))
         self.states.current.read = now
-        logits_NV = self.engine.read_on(now.ids_T1, self._reader(wanted), self.states.of_layers, now.positions_T1)
-        self._use(wanted, logits_NV[: len(wanted), : self.vocabulary], pieces)
-        self.alive()
-        return True
+        engine, given = self.engine, (self._reader(wanted), self.states.of_layers, now.positions_T1)
+        found: Any
+        if isinstance(engine, ReadsLater):
+            found = engine.read_later(now.ids_T1, *given)
+        else:
+            found = partial(torch.as_tensor, engine.read_on(now.ids_T1, *given))
+
+        def finish() -> None:
+            self._use(wanted, found()[: len(wanted), : self.vocabulary], pieces)
+            self.alive()
+
+        return finish
+
+    def _shares(self) -> bool:
+        """Whether a text may begin with pages of another one: no layer of any stage has states besides keys."""
+        if self.stages.size == 1:
+            return not self.states.continues
+        if not self.schedule.passes:  # a pass shows which states there are
+            return False
+        if self._continues is None:
+            self._continues = bool(largest_of(self.stages, self.device, self.states.continues))
+        return not self._continues
 
     @staticmethod
     def _wanted(pieces: Sequence[Piece]) -> Any:
@@ -190,14 +216,10 @@ class Decoder:
                     yield row, live, place
                 row += 1
 
-    def _reader(self, wanted: Sequence[tuple[int, Live, int]]) -> Reader:
+    @staticmethod
+    def _reader(wanted: Sequence[tuple[int, Live, int]]) -> LogitsAt:
         rows = [row for row, *_ in wanted]
-        rows += [0] * (max(PADDED, -(-len(rows) // PADDED) * PADDED) - len(rows))
-
-        def read(head: Head, x_T1H: Tensor) -> Tensor:
-            return head.logits_at(x_T1H[torch.tensor(rows, device=x_T1H.device), 0])
-
-        return read
+        return LogitsAt(rows + [0] * (max(PADDED, -(-len(rows) // PADDED) * PADDED) - len(rows)))
 
     def _use(self, wanted: Sequence[tuple[int, Live, int]], logits_NV: Tensor, pieces: Sequence[Piece]) -> None:
         """Note the log-probabilities of scored tokens, and choose the next tokens."""
@@ -240,6 +262,22 @@ class Decoder:
             return {}
         ids = [wanted[at][1].request.prompt[wanted[at][2] + 1] for at in rows]
         return dict(zip(rows, log_probabilities(logits_NV[rows], torch.tensor(ids, device=logits_NV.device)).tolist()))
+
+
+def run_together(decoders: Sequence[Decoder], requests: Sequence[Sequence[Request]]) -> list[Drawn]:
+    """The continuation of each decoder's requests. Each stage of a pipeline reads the pass of another decoder.
+
+    Raises:
+        RequestError: one can never be answered. None is begun then.
+    """
+    lives = [live for decoder, own in zip(decoders, requests, strict=True) for live in decoder.begin(own)]
+    running = [decoder.start() for decoder in decoders]
+    while any(running):
+        for number, finish in enumerate(running):
+            if finish is not None:
+                finish()
+                running[number] = decoders[number].start()
+    return [each.drawn for each in lives]
 
 
 def next_tokens(texts: Sequence[tuple[Request, Drawn]], logits_NV: Tensor) -> tuple[list[int], list[float]]:

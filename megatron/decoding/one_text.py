@@ -16,7 +16,7 @@ from megatron.kinds.common.attention.fewer_keys import Reading
 from megatron.model.stack import Model
 from megatron.parallel.layout.mesh import ALONE, Axis
 
-from .decoder import Decoder, WholeModel, largest_of, obstacle
+from .decoder import Decoder, ReadsOn, WholeModel, largest_of, obstacle
 from .sampling import Sampling, choose_tokens
 from .schedule import Request
 
@@ -104,7 +104,7 @@ def complete(
 
 def covers(model: Model) -> bool:
     """Whether the decoder can read this model, which is whole here."""
-    return obstacle(model.plan.config, whole=True) is None
+    return obstacle(model.plan.config) is None
 
 
 def _decoded(
@@ -131,39 +131,46 @@ def _decoded(
 
 
 def continuations(
-    model: Model,
+    engine: ReadsOn,
     requests: Sequence[Request],
     *,
     vocabulary: int | None = None,
     device: torch.device | str = "cpu",
     axis: Axis = ALONE,
+    stages: Axis = ALONE,
     reading: Callable[[int], Reading] | None = None,
 ) -> list[list[int]]:
-    """The tokens that follow each prompt, together where the decoder reads the model, without a last `Request.end`.
+    """The tokens that follow each prompt, without a last `Request.end`: together where the decoder reads the model.
 
     Args:
+        engine: one that is no `WholeModel` must have a model that the decoder reads (`obstacle`).
         axis: ranks that call this with the same requests, and exchange tokens with each other's experts. Texts of one
             may end earlier by rounding.
-        reading: as of `Decoder`.
+        stages, reading: as in `Decoder`.
     """
-    left = [min(each.tokens, tokens_left(model, len(each.prompt))) for each in requests]
-    requests = [replace(each, tokens=int(max(room, 0))) for each, room in zip(requests, left)]
-    found: list[list[int]]
-    if covers(model) and min(left, default=1) > 0:
-        was_training = model.training
-        try:
-            agree = partial(largest_of, axis, device)
-            decoder = Decoder(WholeModel(model), device, vocabulary=vocabulary, agree=agree, reading=reading)
-            found = [each.tokens for each in decoder.run(requests)]
-        finally:
-            model.train(was_training)
+    longest = _longest(engine)
+    found: list[list[int]] = [[] for _ in requests]
+    able = {
+        number: replace(each, tokens=int(min(each.tokens, longest - len(each.prompt))))
+        for number, each in enumerate(requests)
+        if longest > len(each.prompt)
+    }
+    if obstacle(engine.config) is None:
+        agree = partial(largest_of, axis, device)
+        decoder = Decoder(engine, device, vocabulary=vocabulary, agree=agree, stages=stages, reading=reading)
+        for number, drawn in zip(able, decoder.run(list(able.values()))):
+            found[number] = drawn.tokens
     else:
-        found = [
-            list(
-                complete(
-                    model, each.prompt, each.tokens, each.sampling, end=each.end, vocabulary=vocabulary, device=device
-                )
-            )
-            for each in requests
-        ]
+        assert isinstance(engine, WholeModel)
+        for number, each in able.items():
+            how: dict[str, Any] = {"end": each.end, "vocabulary": vocabulary, "device": device}
+            found[number] = list(complete(engine.model, each.prompt, each.tokens, each.sampling, **how))
     return [ids[:-1] if ids and ids[-1] == each.end else ids for ids, each in zip(found, requests)]
+
+
+def _longest(engine: ReadsOn) -> float:
+    """Tokens of the longest text."""
+    if isinstance(engine, WholeModel):
+        return tokens_left(engine.model, 0)
+    embedding = engine.config.model.embedding
+    return embedding.max_positions if embedding.position == "learned" else math.inf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from megatron.config import Config
 from megatron.data.batch import StepBatch
 from megatron.model.embedding_and_head import Reader
+from megatron.model.own_texts import OwnTexts
 from megatron.model.stack import Model, make_model
 from megatron.parallel.layout.mesh import Mesh, limit_groups
 from megatron.parallel.messages.account import EVALUATE, phase
@@ -128,7 +130,12 @@ class PlainEngine(BaseEngine):
     def read_on(self, tokens_BS: Tensor, reader: Reader, state: list[Any], begin: int | Tensor) -> Any:
         self.model.eval()
         self.state.for_evaluation()
-        return self.model(tokens_BS, tokens_BS, tokens_BS, reader=reader, state=state, begin=begin)
+        with self.own_texts():
+            return self.model(tokens_BS, tokens_BS, tokens_BS, reader=reader, state=state, begin=begin)
+
+    @cached_property
+    def own_texts(self) -> OwnTexts:
+        return OwnTexts(self.model)
 
 
 def build_engine(

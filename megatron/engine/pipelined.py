@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,18 +11,21 @@ from torch import Tensor, nn
 
 from megatron.config.arithmetic.pipelines import ASYNCHRONOUS, by_table
 from megatron.data.batch import StepBatch
-from megatron.model.embedding_and_head import Reader
+from megatron.model.embedding_and_head import LogitsAt, Reader
+from megatron.model.own_texts import OwnTexts
 from megatron.parallel.layout.precision import COMPUTE_TYPES
 from megatron.parallel.messages.account import EVALUATE, phase
 from megatron.worker.beacon import FORWARD
 
 from .base import NO_LABELS, BaseEngine
 from .deepspeed.pipeline_schedule import Look, any_zero_stage, looked_into, with_phases
+from .deepspeed.placed import PlacedZero
 from .deepspeed.process import ModelParallelUnit
 from .deepspeed.scattered import ScatteredGradients
 from .deepspeed.stages import Pipeline, stream_inputs
 from .parts import TEACHER
 from .protocol import LabelGroups, StepResult
+from .stage_reader import StageReader
 
 if TYPE_CHECKING:
     from .deepspeed.table import TableExecutor
@@ -63,8 +67,6 @@ class PipelinedEngine(BaseEngine):
         config = self.config
         if config.zero.stage == 1:
             return super()._scattered(each)
-        from .deepspeed.placed import PlacedZero
-
         wire = COMPUTE_TYPES["fp32" if config.precision.compute == "fp32" else config.precision.reduce]
         cuts = config.zero.stage == 3
         return PlacedZero(self.deepspeed, self.mesh, self.accumulation, each, wire, cuts_weights=cuts)
@@ -129,3 +131,32 @@ class PipelinedEngine(BaseEngine):
             if self.head is not None:
                 self.head.readers.clear()
                 self.head.found.clear()
+
+    @cached_property
+    def reader(self) -> StageReader:
+        return StageReader(self.pipeline, self.scattered if isinstance(self.scattered, PlacedZero) else None)
+
+    def new_state(self) -> list[Any]:
+        return self.reader.new_state()
+
+    def read_on(self, tokens_BS: Tensor, reader: Reader, state: list[Any], begin: int | Tensor) -> Any:
+        """Only `LogitsAt` of rows of one token each.
+
+        Raises:
+            TypeError: something else is asked for.
+        """
+        if not isinstance(reader, LogitsAt) or not isinstance(begin, Tensor):
+            raise TypeError("stages of a pipeline continue rows of one token each, and read their logits")
+        return self.read_later(tokens_BS, reader, state, begin)()
+
+    @phase(EVALUATE)
+    @torch.no_grad()
+    def read_later(self, tokens_BS: Tensor, reader: LogitsAt, state: list[Any], begin: Tensor) -> Callable[[], Tensor]:
+        self.pipeline.eval()
+        self.state.for_evaluation()
+        with self.own_texts():
+            return self.reader.begin(tokens_BS, reader, state, begin)
+
+    @cached_property
+    def own_texts(self) -> OwnTexts:
+        return OwnTexts(self.pipeline)

@@ -14,6 +14,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from megatron.config.arithmetic.pipelines import ranks_of_stages
 from megatron.config.sequences import longest_text
 from megatron.data.batch import StepBatch
 from megatron.data.tokenizer import Tokenizer
-from megatron.decoding.decoder import Decoder, largest_of, next_tokens, obstacle
+from megatron.decoding.decoder import Decoder, largest_of, next_tokens, obstacle, run_together
 from megatron.decoding.sampling import Sampling, ending
 from megatron.decoding.schedule import Drawn, Request, RequestError, is_over
 from megatron.engine.protocol import Engine, ReadsOn
@@ -66,9 +68,9 @@ class Scorer:
         self.endings: SharedContexts | None = None
         if isinstance(engine, ReadsOn) and reads_on(config, engine):
             self.endings = SharedContexts(engine, self.texts, (mesh.data.rank, mesh.data.size), device)
-        self.cached, self.alive = obstacle(config) is None, lambda: None
-        last = ranks_of_stages(config.parallel)[-1]
-        self.reports = mesh.at.tensor == mesh.at.context == 0 and mesh.at.pipeline == last
+        self.cached, self.alive = obstacle(config) is None and isinstance(engine, ReadsOn), lambda: None
+        self.last = ranks_of_stages(config.parallel)[-1]
+        self.reports = mesh.at.tensor == mesh.at.context == 0 and mesh.at.pipeline == self.last
 
     def score(self, texts: Sequence[Text]) -> list[Score]:
         """The score of each text. Texts that are equal up to their last token are computed once, and so is a context
@@ -108,52 +110,66 @@ class Scorer:
     def answer(self, requests: Sequence[Request], vocabulary: int | None = None) -> list[Drawn]:
         """The continuation of each request, on all ranks. Draws are keyed by the request's number and the position.
 
-        Where the layout permits it, the decoder reads the texts. On others (pipelines, shared sequences) the whole text
-        is read for each token.
+        Where the model permits it (`obstacle`), the decoder reads the texts. Replicas, context parallel ranks too,
+        share the requests. A pipeline has as many passes under way as it has ranks. Of other models the whole text is
+        read for each token.
 
         Args:
             vocabulary: only ids below it are chosen. The embedding may have more rows than the tokenizer has ids.
 
         Raises:
-            RequestError: on all ranks, before any has begun, if one can never be answered, or asks for scores, which
-                `score` gives.
+            RequestError: on all ranks, before any has begun, if one can never be answered, or asks for scores where the
+                decoder does not read the texts.
         """
         for each in requests:
             each.check(self.config.model, vocabulary)
-            if each.scored:
-                raise RequestError("a request of several ranks must have scored=0: use score")
-        if self.cached and isinstance(self.engine, ReadsOn):
-            made, data = [Drawn() for _ in requests], self.mesh.data
-            own = range(len(requests) * data.rank // data.size, len(requests) * (data.rank + 1) // data.size)
-            decoder = Decoder(
-                self.engine,
-                self.device,
-                rows=self.texts,
-                vocabulary=vocabulary,
-                agree=partial(largest_of, data, self.device),
-                alive=lambda: self.alive(),
-            )
-            for index, drawn in zip(own, decoder.run([requests[index] for index in own])):
-                made[index] = drawn
-            self.tokens += decoder.schedule.read
-            self._exchange(made, max((each.tokens for each in requests), default=0))
-            return made
-        return self._answer_whole(requests, vocabulary)
+            if each.scored and not self.cached:
+                raise RequestError("a request must have scored=0 where texts are read again for each token: use score")
+        if not self.cached:
+            return self._answer_whole(requests, vocabulary)
+        assert isinstance(self.engine, ReadsOn)
+        made, ranks, stages = [Drawn() for _ in requests], self.mesh.replicas, self.mesh.pipeline
+        own = range(len(requests) * ranks.rank // ranks.size, len(requests) * (ranks.rank + 1) // ranks.size)
+        cuts = [own.start + len(own) * place // stages.size for place in range(stages.size + 1)]
+        parts = [requests[begin:end] for begin, end in pairwise(cuts)]
+        agree = partial(largest_of, ranks, self.device)
+        how: dict[str, Any] = {
+            "vocabulary": vocabulary,
+            "agree": agree,
+            "stages": stages,
+            "alive": lambda: self.alive(),
+        }
+        rows = -(-self.texts // stages.size)
+        decoders = [Decoder(self.engine, self.device, rows=rows, **how) for _ in parts]
+        for index, drawn in zip(own, run_together(decoders, parts)):
+            made[index] = drawn
+        self.tokens += sum(each.schedule.read for each in decoders)
+        self._exchange(made, *(max(map(attrgetter(name), requests), default=0) for name in ("tokens", "scored")))
+        return made
 
-    def _exchange(self, made: list[Drawn], tokens: int) -> None:
-        """Send each rank's texts to all ranks."""
+    def _exchange(self, made: list[Drawn], tokens: int, scored: int) -> None:
+        """Send each rank's texts to all ranks.
+
+        Args:
+            tokens, scored: the most of a text.
+        """
         if self.mesh.layout.world_size == 1:
             return
-        found = torch.zeros(len(made), 2 * tokens + 2, dtype=torch.float64)
-        for row, each in enumerate(made if self.reports else ()):
-            count = len(each.tokens)
-            found[row, :2] = torch.tensor([count, each.ended], dtype=torch.float64)
-            found[row, 2 : 2 + count] = torch.tensor(each.tokens, dtype=torch.float64)
-            found[row, 2 + tokens : 2 + tokens + count] = torch.tensor(each.log_p, dtype=torch.float64)
+        found = torch.zeros(len(made), 3 + 2 * tokens + scored, dtype=torch.float64)
+        begins = (3, 3 + tokens, 3 + 2 * tokens)
+        # Context parallel ranks have texts of their own.
+        reports = self.mesh.at.tensor == 0 and self.mesh.at.pipeline == self.last
+        for row, each in enumerate(made if reports else ()):
+            found[row, :3] = torch.tensor([len(each.tokens), each.ended, len(each.scores)], dtype=torch.float64)
+            numbers: tuple[Sequence[float], ...] = (each.tokens, each.log_p, each.scores)
+            for begin, values in zip(begins, numbers):
+                found[row, begin : begin + len(values)] = torch.tensor(values, dtype=torch.float64)
         for each, row in zip(made, self._sum(found).tolist()):
-            count = int(row[0])
-            each.tokens = [int(token) for token in row[2 : 2 + count]]
-            each.log_p, each.ended = row[2 + tokens : 2 + tokens + count], bool(row[1])
+            count, each.ended, scores = int(row[0]), bool(row[1]), int(row[2])
+            ids, each.log_p, each.scores = (
+                row[begin : begin + size] for begin, size in zip(begins, (count, count, scores))
+            )
+            each.tokens = [int(token) for token in ids]
 
     def _answer_whole(self, requests: Sequence[Request], vocabulary: int | None) -> list[Drawn]:
         """`answer` by reading the whole texts for each token."""

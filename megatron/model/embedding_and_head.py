@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -106,6 +106,16 @@ class Embedding(nn.Module):
 
 # A function of a head and its input [B, S, H] (whole on every tensor and context parallel rank), in place of the loss.
 Reader = Callable[["Head", Tensor], Any]
+
+
+@dataclass(frozen=True)
+class LogitsAt:
+    """A `Reader` of the logits [N, V] in these rows of a batch of one token each."""
+
+    rows: Sequence[int]
+
+    def __call__(self, head: Head, x_T1H: Tensor) -> Tensor:
+        return head.logits_at(x_T1H[torch.tensor(self.rows, device=x_T1H.device), 0])
 
 
 class Head(nn.Module):

@@ -8,6 +8,7 @@ from typing import Any
 from megatron.config import Config
 from megatron.config.sections.output import SampleOptions
 from megatron.data.tokenizer import build_tokenizer
+from megatron.decoding.decoder import WholeModel, obstacle
 from megatron.decoding.one_text import continuations
 from megatron.decoding.sampling import Sampling
 from megatron.decoding.schedule import Request
@@ -22,15 +23,14 @@ def sampler(
     options = config.evaluation.samples
     if options.every is None or not options.prompts:
         return None
-    if not isinstance(engine, PlainEngine) or config.zero.stage == 3:
-        log(
-            "no samples during training: with a pipeline or ZeRO 3 no rank has the whole model. Use generate.py on a "
-            "checkpoint"
-        )
-        return None
-    if config.parallel.context > 1 or config.parallel.sequence:
-        log("no samples during training: ranks share the tokens of a text. Use generate.py on a checkpoint")
-        return None
+    reading: Any = engine
+    if (reason := obstacle(config)) is not None:
+        shared = config.parallel.context > 1 or config.parallel.sequence
+        if not isinstance(engine, PlainEngine) or config.zero.stage == 3 or shared:
+            how = "Use generate.py on a checkpoint"
+            log(f"no samples during training: no rank reads a whole text, and {reason}. {how}")
+            return None
+        reading = WholeModel(engine.model)
     if config.tokenizer.type == "none":
         log("no samples during training: tokenizer.type is none")
         return None
@@ -45,8 +45,8 @@ def sampler(
             for number, own in enumerate(ids)
             if own
         ]
-        where: dict[str, Any] = {"device": engine.device, "axis": engine.mesh.data}
-        made = iter(continuations(engine.model, requests, vocabulary=tokenizer.size, **where))
+        where = {"device": engine.device, "axis": engine.mesh.replicas, "stages": engine.mesh.pipeline}
+        made = iter(continuations(reading, requests, vocabulary=tokenizer.size, **where))
         return [tokenizer.decode(next(made)) if own else "" for own in ids]
 
     return make

@@ -26,6 +26,7 @@ from megatron.config import Config
 from megatron.config.admitted import add_flag
 from megatron.config.problems import UserError
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.decoding.decoder import WholeModel
 from megatron.decoding.growing_text import GrowingText
 from megatron.decoding.one_text import complete, continuations, covers, tokens_left
 from megatron.decoding.read_less import Factory, chosen
@@ -157,7 +158,8 @@ def _together(
     }
     if len(requests) < 2:
         return {}
-    made = continuations(model, list(requests.values()), vocabulary=tokenizer.size, device=device, reading=reading)
+    how = {"vocabulary": tokenizer.size, "device": device, "reading": reading}
+    made = continuations(WholeModel(model), list(requests.values()), **how)
     return dict(zip(requests, made))
 
 

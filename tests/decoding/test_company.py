@@ -122,12 +122,15 @@ def test_company_changes_no_bit(name: str, dtype: torch.dtype) -> None:
     single = [answers(model, [each]) for each in asked]
     alone = [drawn for (drawn,), *_ in single]
     wanted = {key: row for _, logits, _ in single for key, row in logits.items()}
+    pairs = list(zip(asked, alone))[1:4]  # texts that are scored have the log-probabilities with which they were drawn
+    scored = [Request((*each.prompt, *own.tokens), 0, 100, scored=len(own.tokens)) for each, own in pairs]
     counts = Counter[str]()
     for way, how in enumerate(WAYS):
-        order = asked[::-1] if way else asked
+        order = asked[::-1] if way else [*asked, *scored]
         drawn, logits, decoder = answers(model, order, **how)
-        assert (drawn[::-1] if way else drawn) == alone
-        assert all(row.equal(wanted[key]) for key, row in logits.items())
+        assert (drawn[::-1] if way else drawn[: len(asked)]) == alone
+        assert all(row.equal(wanted[key]) for key, row in logits.items() if key[0] < 100)
+        assert way or [each.scores for each in drawn[len(asked) :]] == [own.log_p for _, own in pairs]
         counts.update(reused=decoder.schedule.reused, preempted=decoder.schedule.preempted)
     assert counts["reused"] > 0 and counts["preempted"] > 0
 

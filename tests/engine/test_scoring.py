@@ -69,7 +69,8 @@ def on_layout(settings: dict, ranks: int):
     found = [(score.log_likelihood, score.greedy) for score in scorer.score(texts(V))]
     asked = [Request(prompt, 5, n, SAMPLED, lambda tokens: len(tokens) == 4) for n, prompt in enumerate(prompts(V))]
     sampled = [each.tokens for each in scorer.answer(asked)]
-    greedy = [each.tokens for each in scorer.answer([Request(prompt, 3) for prompt in prompts(V)])]
+    assert scorer.cached
+    greedy = [(each.tokens, each.log_p) for each in scorer.answer([Request(prompt, 3) for prompt in prompts(V)])]
     return found, sampled, greedy, runs.steps(config, engine, 0, 2)
 
 
@@ -118,7 +119,9 @@ def check(settings: dict, ranks: int) -> None:
         assert log_likelihood == pytest.approx(expected, abs=1e-4)
         assert is_greedy == likeliest
     for number, prompt in enumerate(prompts(V)):
-        assert greedy[number] == list(complete(model, prompt, 3, GREEDY))
+        tokens, logs = greedy[number]
+        assert tokens == list(complete(model, prompt, 3, GREEDY))
+        assert sum(logs) == pytest.approx(alone(model, Text((*prompt, *tokens), 3))[0], abs=1e-4)
         assert len(sampled[number]) == 4
 
 

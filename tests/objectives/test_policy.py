@@ -103,6 +103,27 @@ def test_the_policy_that_has_drawn_them_gives_reinforces_gradient():
     assert not gradient(loss="grpo").any()
 
 
+def test_the_change_of_a_training_pass_is_added_to_the_old_log_probability():
+    """A pass by other kernels gives no ratio but 1 at first, and the gradient of the pass."""
+    log_p, weights, columns = golden()
+    options: dict[str, Any] = {"loss": "grpo", "mean": "label", "beta": 0.1, "correction": "clamp"}
+
+    def run(anchored: bool, log_p: Tensor, **given: Tensor) -> tuple[Tensor, Tensor]:
+        objective = Policy(anchored=anchored, **options)
+        of_labels = LabelsLoss(objective.cost_of_labels, 1, objective.reports)
+        of_labels.units = {"label": 1 / 14}
+        return of_labels.weights(-log_p, weights, {**columns, **given}, ALONE)
+
+    rounding = 0.01 * torch.sin(torch.arange(20.0, dtype=torch.float64)).view(4, 5)
+    wanted = run(False, log_p)
+    # the correction is of the training pass
+    shifted = {"trainer": columns["old"] + rounding, "sampler": columns["sampler"] + rounding}
+    torch.testing.assert_close(run(True, log_p + rounding, **shifted), wanted, rtol=1e-12, atol=1e-15)
+    columns["old"] = columns["sampler"] = columns["reference"] = log_p
+    first = {"trainer": torch.full_like(log_p, float("nan")), "sampler": log_p + rounding}
+    torch.testing.assert_close(run(True, log_p + rounding, **first), run(False, log_p), rtol=0, atol=0)
+
+
 def test_estimators_have_the_divergence_as_their_mean():
     """Over a whole vocabulary E[k1] = E[k3] = KL, and the gradient of k2 is that of KL on average."""
     draw = torch.Generator().manual_seed(0)

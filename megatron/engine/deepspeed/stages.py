@@ -191,6 +191,10 @@ class Pipeline(PipelineModule):
         for parameter in self.parameters():
             parameter.ds_pipe_replicated = False
 
+    def layers_of(self, stage: int) -> list[nn.Module]:
+        """The layers of one of this rank's stages."""
+        return self._layers[stage]
+
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
         return super().ckpt_layer_path(ckpt_dir, self._places[local_layer_idx] - self._local_start)
 

@@ -300,9 +300,11 @@ class AlignHook(Hook):
         return [Verdict(**each) for each in self.world.communicator.broadcast(found)]
 
     def scored(self, found: list[Rollout]) -> list[Rollout]:
-        """With advantages, and with log-probabilities as the trainer reads the texts."""
+        """With advantages, and with log-probabilities by the weights that have drawn the texts."""
         texts = [Text((*each.prompt, *each.completion), len(each.completion)) for each in found]
-        old, reference = self.sampler.log_probabilities(texts), [list[float]()] * len(found)
+        score = partial(self.sampler.log_probabilities, texts, self.tokenizer.size)
+        reference, exact = [list[float]()] * len(found), self.sampler.exact
+        old = [each.sampler for each in found] if exact and self.server is None else score()
         apart = fmean(abs(a - b) for each, own in zip(found, old) for a, b in zip(each.sampler, own))
         if self.server is not None and apart > self.own.server.limit:
             raise UserError(
@@ -311,12 +313,18 @@ class AlignHook(Hook):
             )
         if self.config.objective.options.get("beta"):
             with self.engine.averaged():
-                reference = self.sampler.log_probabilities(texts)
+                reference = score()
+        # The first update of a round trains on the weights that have drawn it, unless rounds are behind.
+        first = 0 if self.own.behind else self.config.training.global_batch_size
+        trainer: list[list[float] | None] = [None] * len(found)
+        if exact and first < len(found):
+            trainer[first:] = self.sampler.of_whole_texts(texts[first:])
+        trainer[:first] = [[] for _ in found[:first]]
         rewards = np.array([each.reward for each in found]).reshape(-1, self.own.group)
         worth = advantages(rewards, self.own.advantage).flatten().tolist()
         return [
-            replace(each, old=own, reference=other, advantage=value)
-            for each, own, other, value in zip(found, old, reference, worth)
+            replace(each, old=own, reference=other, advantage=value, trainer=passes)
+            for each, own, other, value, passes in zip(found, old, reference, worth, trainer)
         ]
 
     def evaluate(self, trainer: Trainer) -> None:

@@ -36,7 +36,9 @@ class Rollout:
         text: of the completion.
         ended: whether it ended by itself. Otherwise it has the largest length.
         sampler, old, reference: log-probabilities of the completion's tokens, as the sampler drew them, by the same
-            weights as the trainer reads texts, and by the reference's weights (empty without one).
+            weights as `Sampler` scores texts, and by the reference's weights (empty without one).
+        trainer: by the same weights, as a training pass reads texts. Empty where the step trains on these weights, so
+            that its own pass has them. None: as `old`.
         reward, parts, failure: as the verifier gave them.
         counts: whether its labels count in the loss.
         difficulty: of the problem, with a curriculum.
@@ -55,6 +57,7 @@ class Rollout:
     advantage: float = 0.0
     counts: bool = True
     difficulty: int | None = None
+    trainer: list[float] | None = None
 
 
 def path_of(config: Config, number: int) -> Path:
@@ -147,6 +150,7 @@ class Rollouts:
         begin, end = len(one.prompt) - 1, len(own) - 1  # labels of the completion
         columns = {"sequence": np.full(S, -1, np.float32), "advantage": np.full(S, one.advantage, np.float32)}
         given = {"old": one.old, "sampler": one.sampler, "reference": one.reference or one.old}
+        given["trainer"] = one.old if one.trainer is None else one.trainer or [float("nan")] * (end - begin)
         if not 0 < len(one.prompt) < len(own) <= S + 1 or any(len(each) != end - begin for each in given.values()):
             raise DataError(path, f"text {place} must have at most {S + 1} tokens, and numbers for all", "delete it")
         columns |= {name: np.zeros(S, np.float32) for name in given}

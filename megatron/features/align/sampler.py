@@ -53,11 +53,16 @@ class Sampler(Scorer):
         ]
         return self.answer(requests, rule.vocabulary)
 
+    @property
+    def exact(self) -> bool:
+        """Whether the decoder reads texts, on CPUs, where a text's log-probabilities have the same bits each time."""
+        return self.cached and self.device.type == "cpu"
+
     def note(self) -> str:
         """How texts are drawn, and what was found out about their log-probabilities by a trial."""
         if (reason := obstacle(self.config)) is not None:
             return f"rollouts: texts are read again for each token, since {reason}"
-        if self.device.type != "cpu":
+        if not self.exact:
             return "rollouts: log-probabilities do not depend on other texts, and equal the trainer's, within rounding"
         size = min(self.config.model.vocab_size, 97)
         lengths = [min(length, self.config.training.sequence_length - 2) for length in (3, 40, 17, 33, 3)]
@@ -67,17 +72,32 @@ class Sampler(Scorer):
         ]
         together, alone = self.answer(asked), [self.answer([each])[0] for each in asked]
         texts = [Text((*one.prompt, *each.tokens), len(each.tokens)) for one, each in zip(asked, alone)]
-        apart = max(
-            abs(log - other)
-            for each, scores in zip(alone, self.log_probabilities(texts))
-            for log, other in zip(each.log_p, scores)
-        )
-        same = "do not depend on other texts, bit for bit" if together == alone else "depend on other texts by rounding"
-        read = "equal the trainer's" if apart == 0.0 else f"differ from the trainer's by up to {apart:.1e} in a trial"
-        return f"rollouts: log-probabilities {same}, and {read}"
 
-    def log_probabilities(self, texts: Sequence[Text]) -> list[list[float]]:
-        """The log-probability of each scored token of each text, as the trainer reads it."""
+        def apart(scores: Sequence[Sequence[float]]) -> float:
+            return max(abs(a - b) for each, own in zip(alone, scores) for a, b in zip(each.log_p, own))
+
+        same = "do not depend on other texts, bit for bit" if together == alone else "depend on other texts by rounding"
+        again, whole = apart(self.log_probabilities(texts)), apart(self.of_whole_texts(texts))
+        equal = "equal their scores" if again == 0.0 else f"differ from their scores by up to {again:.1e}"
+        return (
+            f"rollouts: log-probabilities {same}, and {equal}. Training passes differ from them by up to "
+            f"{whole:.1e} in a trial"
+        )
+
+    def log_probabilities(self, texts: Sequence[Text], vocabulary: int | None = None) -> list[list[float]]:
+        """The log-probability of each scored token of each text: as they are drawn where that is `exact`, and
+        otherwise as a training pass reads the text.
+
+        Args:
+            vocabulary: as in `Rule`. Training passes give all rows of the head probability.
+        """
+        if not self.exact:
+            return self.of_whole_texts(texts)
+        asked = [Request(text.tokens, 0, number, scored=text.scored) for number, text in enumerate(texts)]
+        return [each.scores for each in self.answer(asked, vocabulary)]
+
+    def of_whole_texts(self, texts: Sequence[Text]) -> list[list[float]]:
+        """The log-probability of each scored token of each text, read as a training pass reads it."""
         found = torch.zeros(len(texts), max(text.scored for text in texts), dtype=torch.float64)
         for index, logs, _ in self._read_whole(texts, range(len(texts))):
             found[index, : len(logs)] = torch.tensor(logs, dtype=torch.float64)

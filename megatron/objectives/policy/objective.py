@@ -9,10 +9,24 @@ and DAPO (Yu et al. 2025, arXiv 2503.14476), GSPO (Zheng et al. 2025, arXiv 2507
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from ..contract import Objective
-from .options import ADVANTAGE, BY_SEQUENCE, CONSTANT, LABEL, LOSSES, OBJECTIVE, OLD, REFERENCE, SAMPLER, SEQUENCE
+from .options import (
+    ADVANTAGE,
+    BY_SEQUENCE,
+    CONSTANT,
+    LABEL,
+    LOSSES,
+    OBJECTIVE,
+    OLD,
+    REFERENCE,
+    ROLLOUTS,
+    SAMPLER,
+    SEQUENCE,
+    TRAINER,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,9 +59,14 @@ class Policy(Objective):
 
     A correction multiplies the loss of a label by w = exp(log p_old - log p_sampler), of the label or of its sequence.
     `clamp` limits w, and `mask` sets it to 0 beyond its limits.
+
+    Args:
+        anchored: labels have the column TRAINER: log-probabilities by the weights of p_old, as a training pass reads
+            the text. NaN: this pass is that one. Then log p is log p_old plus the change of the pass since, so that r
+            is exactly 1 before the first update, and w compares with the training pass.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, anchored: bool = False, **options: Any) -> None:
         self.options = {name: option.default for name, option in OBJECTIVE.options.items()} | options
         mean, low, high, self.ratio = LOSSES[self.options["loss"]]
         for name, default in (("mean", mean), ("clip_low", low), ("clip_high", high)):
@@ -61,18 +80,22 @@ class Policy(Objective):
             or self.options["correction"] != "none"
             or self.options["stale_limit"] is not None,
             REFERENCE: self.options["beta"] > 0,
+            TRAINER: anchored,
         }
         self.columns = tuple(name for name, read in reads.items() if read)
         self.reports = ("policy_change", "policy_clipped", *(("policy_kl",) if reads[REFERENCE] else ()))
+        self.anchored, self.reports = anchored, (*self.reports, *(("policy_rounding",) if anchored else ()))
 
     @classmethod
     def build(cls, config: Config) -> Self:
-        return cls(**OBJECTIVE.options_of(config))
+        return cls(anchored=config.data.synthetic == ROLLOUTS, **OBJECTIVE.options_of(config))
 
     def counted(self, weights: Tensor, columns: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return {LABEL: (columns[SEQUENCE] >= 0) & (weights != 0)} if self.options["mean"] == LABEL else {}
 
     def cost_of_labels(self, labels: Labels) -> Tensor:
+        if self.anchored:
+            labels = self.from_old(labels)
         old_BS = labels.columns[SAMPLER if self.loss == "dppo" else OLD]
         change_BS = (labels.log_p_BS - old_BS).clamp(max=LARGEST)
         labels.report("policy_change", change_BS.abs())
@@ -87,6 +110,16 @@ class Policy(Objective):
             return cost_BS
         assert self.options["mean"] == CONSTANT
         return cost_BS * labels.spread(labels.lengths_BK) / self.options["length"]
+
+    @staticmethod
+    def from_old(labels: Labels) -> Labels:
+        """The labels with log p_old plus the change of the training pass."""
+        import torch
+
+        old_BS, now_BS, given_BS = labels.columns[OLD], labels.log_p_BS, labels.columns[TRAINER]
+        trainer_BS = torch.where(given_BS.isnan(), now_BS.detach(), given_BS)
+        labels.report("policy_rounding", (trainer_BS - old_BS).abs())
+        return replace(labels, log_p_BS=old_BS + (now_BS - trainer_BS), columns={**labels.columns, TRAINER: trainer_BS})
 
     def of_ratios(self, labels: Labels, change_BS: Tensor) -> Tensor:
         """The loss of each label, before corrections."""
@@ -133,7 +166,7 @@ class Policy(Objective):
         """The factor of each label's loss for the difference between sampler and trainer, without gradient."""
         kind, factor_BS = self.options["correction"], None
         if kind != "none":
-            apart_BS = labels.columns[OLD] - labels.columns[SAMPLER]
+            apart_BS = labels.columns[TRAINER if self.anchored else OLD] - labels.columns[SAMPLER]
             if kind.startswith("sequence"):
                 apart_BS = labels.spread(labels.sum(apart_BS))
             factor_BS = apart_BS.clamp(max=LARGEST).exp().detach()

@@ -10,6 +10,7 @@ from megatron.config.problems import Problem
 from megatron.config.rule_context import RuleContext
 
 SEQUENCE, ADVANTAGE, OLD, SAMPLER, REFERENCE = "sequence", "advantage", "old", "sampler", "reference"  # columns
+TRAINER, ROLLOUTS = "trainer", "rollouts"  # a column of this source of samples
 LABEL, CONSTANT, BY_SEQUENCE = "label", "constant", "sequence"  # words of `mean`
 
 # Of each loss: its mean, clip_low and clip_high by default, and the ratio that it clips.

@@ -96,7 +96,7 @@ def test_a_round_has_what_its_file_says(tmp_path):
     rollouts = read_round(path)
     step = next(each for each in records if each.get("step") == 1 and "loss" in each)
     assert step["reward"] == pytest.approx(np.mean([each.reward for each in rollouts]))
-    assert step["sampler_difference"] < 1e-5 and step["reward_failures"] == 0
+    assert step["sampler_difference"] == step["policy_change"] == 0.0 and step["reward_failures"] == 0
     assert [each["held_out"]["reward"] >= 0 for each in records if "held_out" in each] == [True] * 3
     ledger = [json.loads(line) for line in (tmp_path / "run/ledger.jsonl").read_text().splitlines()]
     digests = {each["round"]: each["sha256"] for each in ledger if each["event"] == "rollouts"}
@@ -115,6 +115,28 @@ def test_a_round_has_what_its_file_says(tmp_path):
         )
     with pytest.raises(DataError, match="was not drawn yet"):
         build_loader(config, data_rank=0, data_ranks=1).read(9)
+
+
+def test_ratios_begin_at_1_for_every_kind_of_layer(tmp_path):
+    """In bf16, where training passes read whole texts by other kernels. The second update has other weights."""
+    own = values(tmp_path, evaluate=None, updates=2)
+    kinds = "attention/mlp mla/mlp mamba/mlp mamba2/mlp gated_delta/mlp rwkv6/rwkv6_ffn rwkv7/mlp attention/moe"
+    own["model"] |= {
+        "layers": kinds,
+        "mla": {"heads": 4, "kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 8},
+        "mamba": {"state_size": 4},
+        "mamba2": {"head_dim": 16, "state_size": 16},
+        "gated_delta": {"heads": 4, "key_dim": 4, "value_dim": 8},
+        "rwkv6": {"head_dim": 8, "mix_rank": 4, "decay_rank": 8},
+        "rwkv7": {"head_dim": 8, "decay_rank": 4, "rate_rank": 4, "value_rank": 4, "gate_rank": 8},
+        "moe": {"experts": 4, "top_k": 2, "hidden_size": 16},
+    }
+    own["precision"] = {"compute": "bf16"}
+    steps = [each for each in train_on_ranks(1, own) if "loss" in each]
+    assert [each["sampler_difference"] for each in steps] == [0.0] * 4
+    assert [each["policy_change"] == 0.0 for each in steps] == [True, False] * 2
+    assert steps[0]["policy_kl"] == 0.0 and all(0.0 < each["policy_rounding"] < 0.1 for each in steps)
+    assert all(each["grad_norm"] > 0.0 for each in steps if each["equal_groups"] < 1.0)
 
 
 def test_ranks_read_the_round_of_rank_0_only(tmp_path):
