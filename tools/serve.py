@@ -192,7 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
         path = source(given.path)
         device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         model, config = load_model(path, device)
-        if (reason := obstacle(config, whole=True)) is not None:
+        if (reason := obstacle(config)) is not None:
             raise UserError(f"{path}: the decoder cannot read this model: {reason}")
         asyncio.run(answer(given, model, config, path, device))
     except (CheckpointError, ConfigError, UserError, OSError) as error:
