@@ -23,30 +23,31 @@ def sampler(
     options = config.evaluation.samples
     if options.every is None or not options.prompts:
         return None
-    reading: Any = engine
+    own: Any = engine
+    reading = own
     if (reason := obstacle(config)) is not None:
         shared = config.parallel.context > 1 or config.parallel.sequence
         if not isinstance(engine, PlainEngine) or config.zero.stage == 3 or shared:
             how = "Use generate.py on a checkpoint"
             log(f"no samples during training: no rank reads a whole text, and {reason}. {how}")
             return None
-        reading = WholeModel(engine.model)
+        reading = WholeModel(own.model)
     if config.tokenizer.type == "none":
         log("no samples during training: tokenizer.type is none")
         return None
     tokenizer = build_tokenizer(config.tokenizer)
 
     def make(prompts: list[str], options: SampleOptions, step: int) -> list[str]:
-        engine.state.for_evaluation()
+        own.state.for_evaluation()
         sampling = Sampling(options.temperature, options.top_k, options.top_p, seed=config.training.seed + step)
         ids = [tuple(tokenizer.encode(prompt)) for prompt in prompts]
         requests = [
-            Request(own, options.tokens, number, sampling, end=tokenizer.eod_id)
-            for number, own in enumerate(ids)
-            if own
+            Request(each, options.tokens, number, sampling, end=tokenizer.eod_id)
+            for number, each in enumerate(ids)
+            if each
         ]
-        where = {"device": engine.device, "axis": engine.mesh.replicas, "stages": engine.mesh.pipeline}
+        where = {"device": own.device, "axis": own.mesh.replicas, "stages": own.mesh.pipeline}
         made = iter(continuations(reading, requests, vocabulary=tokenizer.size, **where))
-        return [tokenizer.decode(next(made)) if own else "" for own in ids]
+        return [tokenizer.decode(next(made)) if each else "" for each in ids]
 
     return make

@@ -30,6 +30,8 @@ LAYOUTS = {
     "fold2, ZeRO 0": (("even vocabulary",), ("state space",)),
     "fold4 by ring, ZeRO 2": ((), ("documents",)),
     "cp2, chunks": ((), ("state space", "documents")),
+    "pp2 · dp2, ZB-V, ZeRO 3 gathered once": (("moe",), ("rwkv7",)),
+    "cp2 · pp2, two stages per rank, zero bubble": ((), ("state space", "neox")),
 }
 PAIRS = [
     *((name, layout) for layout, (often, _) in LAYOUTS.items() for name in often),

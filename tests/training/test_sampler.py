@@ -41,10 +41,11 @@ def test_each_prompt_has_draws_of_its_own() -> None:
 
 @pytest.mark.parametrize("parallel", [{"context": 2}, {"tensor": 2, "sequence": True}])
 def test_ranks_that_share_texts(parallel: dict[str, Any]) -> None:
-    """They have the decoder, unless a token's result depends on other texts."""
+    """They have the decoder, unless positions turn by the length of the text."""
     lines: list[str] = []
     given = {**GIVEN, "parallel": parallel}
     assert sampler(resolve(given, ranks=2), MagicMock(spec=PlainEngine), pytest.fail) is not None
-    given["model"] = {**GIVEN["model"], "layers": "attention/moe", "moe": {"experts": 2, "capacity_factor": 1.0}}
+    scaling = {"type": "dynamic", "factor": 2.0, "original_length": 16}
+    given["model"] = {**GIVEN["model"], "attention": {"heads": 4, "rotary": {"scaling": scaling}}}
     assert sampler(resolve(given, ranks=2), MagicMock(spec=PlainEngine), lines.append) is None
     assert len(lines) == 1 and lines[0].startswith("no samples during training: no rank reads a whole text, and")
