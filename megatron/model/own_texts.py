@@ -41,7 +41,7 @@ class OwnTexts:
 
 
 def _undivided(value: Any) -> Any:
-    """What stands for an attribute of a layer. None: itself."""
+    """The replacement of an attribute of a layer. None: it stays."""
     if isinstance(value, Mesh) and (value.context.size > 1 or value.layout.sequence):
         return replace(value, context=ALONE, layout=replace(value.layout, sequence=False, async_tensor=False))
     if isinstance(value, ContextGroup) and value.size > 1:
