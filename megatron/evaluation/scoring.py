@@ -111,8 +111,8 @@ class Scorer:
         """The continuation of each request, on all ranks. Draws are keyed by the request's number and the position.
 
         Where the model permits it (`obstacle`), the decoder reads the texts. Replicas, context parallel ranks too,
-        share the requests. A pipeline of n ranks has n passes under way. Of other models the whole text is read for each
-        token.
+        share the requests. A pipeline of n ranks has n passes under way. Of other models the whole text is read for
+        each token.
 
         Args:
             vocabulary: only ids below it are chosen. The embedding may have more rows than the tokenizer has ids.
