@@ -158,8 +158,8 @@ def _together(
     }
     if len(requests) < 2:
         return {}
-    how = {"vocabulary": tokenizer.size, "device": device, "reading": reading}
-    made = continuations(WholeModel(model), list(requests.values()), **how)
+    own, size = WholeModel(model), tokenizer.size
+    made = continuations(own, list(requests.values()), vocabulary=size, device=device, reading=reading)
     return dict(zip(requests, made))
 
 
