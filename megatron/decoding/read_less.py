@@ -55,7 +55,7 @@ def sift(quantile: float, warmup: int, renormalise: bool = True, reads: Reads | 
 def cannot_read_less(model: Model) -> str | None:
     """The reason why the layers of a model cannot read fewer keys or values. None where they can."""
     config = model.plan.config
-    if (reason := obstacle(config, whole=True)) is not None:
+    if (reason := obstacle(config)) is not None:
         return reason
     if model.plan.depth is not None:
         return "passes of a recurrent core have keys of their own"
