@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import Tensor, nn
 
 LOSSES = ("balance", "sequence", "z")
@@ -15,6 +18,7 @@ class ExpertTally(nn.Module):
         experts: their number.
         tally: fp32 [E + 1 + 3 + 1]: tokens of each expert, dropped choices, sums of `LOSSES`, micro-batches.
         correction: fp32 [E] or longer, added to the scores that choose experts. None without one.
+        recorded: the experts int64 [T, k] of each pass, if it is a list.
     """
 
     EXTRA = 1 + len(LOSSES) + 1  # numbers of the tally after the experts'
@@ -23,6 +27,21 @@ class ExpertTally(nn.Module):
     experts: int
     tally: Tensor
     correction: Tensor | None
+    recorded: list[Tensor] | None = None
 
     def finish(self, counts_E: Tensor) -> None:
         """Act on the choices [E] of the step's whole batch, after an update that was applied."""
+
+
+@contextmanager
+def recorded(model: nn.Module) -> Iterator[dict[int, list[Tensor]]]:
+    """Layer -> the experts int64 [T, k] that its tokens use in each pass within, best first."""
+    tallies = {each.layer: each for each in model.modules() if isinstance(each, ExpertTally)}
+    found: dict[int, list[Tensor]] = {layer: [] for layer in tallies}
+    try:
+        for layer, each in tallies.items():
+            each.recorded = found[layer]
+        yield found
+    finally:
+        for each in tallies.values():
+            each.recorded = None

@@ -35,7 +35,7 @@ from .options import kind_of
 from .parametrization import Parametrization
 from .recompute import recompute_activations
 from .recurrent_depth import Core, Depth, InitialState
-from .stream import Channel, Stream, StreamForm, live_channels
+from .stream import COLUMNS, Channel, Stream, StreamForm, live_channels
 
 
 @dataclass(frozen=True)
@@ -244,9 +244,15 @@ class Model(nn.Module):
         documents: Tensor | None = None,
         samples: Tensor | None = None,
     ) -> Stream:
+        return self._stream(None, tokens_BS, positions, documents, samples)
+
+    def _stream(self, columns: Mapping[str, Tensor] | None, *given: Tensor | None) -> Stream:
         if graphs(self.plan.config, self.plan.device):
             begin_pass()
-        return self._run(self.embedding(tokens_BS, positions, documents, samples))
+        stream = self.embedding(*given)
+        if columns:
+            stream.memo[COLUMNS] = columns
+        return self._run(stream)
 
     def forward(
         self,
@@ -271,7 +277,7 @@ class Model(nn.Module):
             begin: a tensor [B, 1] has the position of each row's only token, where the rows are of different texts.
         """
         if state is None:
-            stream = self.stream(tokens_BS, positions, documents, samples)
+            stream = self._stream(columns, tokens_BS, positions, documents, samples)
         else:
             stream = self._run(self.continued(tokens_BS, begin), state, begin)
         return self.head(stream, labels_BS, weights_BS, reader, further, teacher, columns)

@@ -87,6 +87,7 @@ class Stream:
         return replace(self, channels={**self.channels, **values})
 
 
+COLUMNS = "columns"  # in the memo of a stream: numbers of each label from the data, by name
 LOSS = "auxiliary_loss"  # a channel whose mean the head adds to the loss of the micro-batch
 
 

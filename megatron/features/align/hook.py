@@ -8,6 +8,7 @@ files, so a run that was killed continues with the rounds that it has.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections.abc import Sequence
@@ -317,14 +318,18 @@ class AlignHook(Hook):
         # The first update of a round trains on the weights that have drawn it, unless rounds are behind.
         first = 0 if self.own.behind else self.config.training.global_batch_size
         trainer: list[list[float] | None] = [None] * len(found)
+        whole, experts = list[list[float]](), [""] * len(found)
+        if self.config.objective.options.get("replay"):
+            whole, routes = self.sampler.with_routes(texts)
+            experts = [base64.b64encode(each.numpy().astype("<u2").tobytes()).decode() for each in routes]
         if exact and first < len(found):
-            trainer[first:] = self.sampler.of_whole_texts(texts[first:])
+            trainer[first:] = whole[first:] or self.sampler.of_whole_texts(texts[first:])
         trainer[:first] = [[] for _ in found[:first]]
         rewards = np.array([each.reward for each in found]).reshape(-1, self.own.group)
         worth = advantages(rewards, self.own.advantage).flatten().tolist()
         return [
-            replace(each, old=own, reference=other, advantage=value, trainer=passes)
-            for each, own, other, value, passes in zip(found, old, reference, worth, trainer)
+            replace(each, old=own, reference=other, advantage=value, trainer=passes, experts=routed)
+            for each, own, other, value, passes, routed in zip(found, old, reference, worth, trainer, experts)
         ]
 
     def evaluate(self, trainer: Trainer) -> None:

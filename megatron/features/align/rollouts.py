@@ -6,6 +6,7 @@ has the hash of the file before it and of the settings, so a file belongs to one
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import time
@@ -19,10 +20,11 @@ import numpy as np
 
 from megatron.config import Config
 from megatron.config.file_access import read_plain, replace_file
+from megatron.config.routes import experts_of, route_columns
 from megatron.data.errors import DataError, NotMadeYet
 from megatron.data.sample import Sample
 
-from .options import align_of
+from .options import POLICY, align_of
 
 FOLDER = "rollouts"  # in the run's directory
 
@@ -42,6 +44,7 @@ class Rollout:
         reward, parts, failure: as the verifier gave them.
         counts: whether its labels count in the loss.
         difficulty: of the problem, with a curriculum.
+        experts: of each token and layer as it was read, uint16 in base64, with routing replay.
     """
 
     prompt: list[int]
@@ -58,6 +61,12 @@ class Rollout:
     counts: bool = True
     difficulty: int | None = None
     trainer: list[float] | None = None
+    experts: str = ""
+
+    def routes(self, width: int) -> np.ndarray:
+        """The experts [tokens, width] of all tokens but the last. ValueError where the file has others."""
+        found = np.frombuffer(base64.b64decode(self.experts, validate=True), "<u2")
+        return found.reshape(len(self.prompt) + len(self.completion) - 1, width)
 
 
 def path_of(config: Config, number: int) -> Path:
@@ -78,6 +87,8 @@ def write_round(path: Path, head: Mapping[str, Any], rollouts: Sequence[Rollout]
     for line in lines[1:]:
         if line["difficulty"] is None:
             del line["difficulty"]
+        if not line["experts"]:
+            del line["experts"]
     replace_file(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -133,6 +144,11 @@ class Rollouts:
     def __init__(self, config: Config, size: int) -> None:
         self.config, self.size, self.length = config, size, config.training.sequence_length
         self.filler = config.tokenizer.eod_id or 0
+        replays = config.objective.type == POLICY and config.objective.options.get("replay")
+        layers = route_columns(config.model) if replays else {}
+        self.names = [name for names in layers.values() for name in names]
+        counts = [experts_of(config.model, layer) for layer, names in layers.items() for _ in names]
+        self.experts = np.array(counts, np.int64)
 
     @classmethod
     def build(cls, config: Config, name: str) -> Self:
@@ -157,6 +173,7 @@ class Rollouts:
         columns["sequence"][begin:end] = 0
         for name, values in given.items():
             columns[name][begin:end] = values
+        columns |= self._routes(path, one)
         weights = np.zeros(S, np.float32)
         weights[begin:end] = one.counts / (end - begin)
         tokens = np.full(S + 1, self.filler, np.int64)
@@ -164,6 +181,20 @@ class Rollouts:
         begins = np.zeros(S + 1, bool)
         begins[[0, *([len(own)] if len(own) <= S else [])]] = True
         return Sample(tokens, weights, begins, columns=columns)
+
+    def _routes(self, path: Path, one: Rollout) -> dict[str, np.ndarray]:
+        """The columns of a text's experts. Filler has none."""
+        if not self.names:
+            return {}
+        try:
+            found = one.routes(len(self.names))
+        except ValueError as error:
+            raise DataError(path, f"its texts must have the experts of all tokens: {error}", "delete it") from error
+        if (found >= self.experts).any():
+            raise DataError(path, f"experts must be below {self.experts.tolist()}", "delete it, and it is drawn again")
+        columns = np.full((len(self.names), self.length), -1, np.float32)
+        columns[:, : len(found)] = found.T
+        return dict(zip(self.names, columns))
 
 
 def next_level(hardest: float | None, level: int, enough: float, least: int, largest: int) -> int:

@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 
+from megatron.config.routes import route_columns
 from megatron.decoding.decoder import obstacle
 from megatron.decoding.sampling import GREEDY, Sampling
 from megatron.decoding.schedule import Drawn, Request
 from megatron.evaluation.scoring import Scorer
 from megatron.evaluation.shared_contexts import Row, Text
+from megatron.model.embedding_and_head import Reader
+from megatron.model.expert_tally import recorded
 
 __all__ = ["Drawn", "Rule", "Sampler"]
 
@@ -95,6 +98,32 @@ class Sampler(Scorer):
             return self.of_whole_texts(texts)
         asked = [Request(text.tokens, 0, number, scored=text.scored) for number, text in enumerate(texts)]
         return [each.scores for each in self.answer(asked, vocabulary)]
+
+    routes: dict[Row, list[torch.Tensor]] | None = None  # experts [tokens, k] of each layer, of texts read by this rank
+
+    def _read(self, step: list[list[Row]], readers: list[Reader]) -> list[Any]:
+        if self.routes is None:
+            return super()._read(step, readers)
+        engine: Any = self.engine
+        with recorded(engine.model) as layers:
+            found = super()._read(step, readers)
+        for number, rows in enumerate(step if self.reports else ()):
+            passes = [each[number].unflatten(0, (len(rows), -1)).cpu() for each in layers.values()]
+            self.routes |= {row: [each[at, : len(row)] for each in passes] for at, row in enumerate(rows) if row}
+        return found
+
+    def with_routes(self, texts: Sequence[Text]) -> tuple[list[list[float]], list[torch.Tensor]]:
+        """`of_whole_texts`, and the experts int64 [tokens - 1, all layers' k] that each text used there."""
+        self.routes = {}
+        logs = self.of_whole_texts(texts)
+        own, self.routes = self.routes, None
+        widths = [len(names) for names in route_columns(self.config.model).values()]
+        found = torch.zeros(len(texts), max(len(text.inputs) for text in texts), sum(widths), dtype=torch.float64)
+        for index, text in enumerate(texts):
+            # of equal texts one rank has read one
+            if text.inputs in own:
+                found[index, : len(text.inputs)] = torch.cat(own[text.inputs], 1).double()
+        return logs, [row[: len(text.inputs)].long() for row, text in zip(self._sum(found), texts)]
 
     def of_whole_texts(self, texts: Sequence[Text]) -> list[list[float]]:
         """The log-probability of each scored token of each text, read as a training pass reads it."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.config.routes import route_names
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.activations import ACTIVATIONS, SAVED
 from megatron.kinds.moe.losses import Balance
@@ -20,7 +22,7 @@ from megatron.model.costs.traffic import Enter, Event, Leave, Shared, TensorAxis
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.recompute import decide_once, repeating
-from megatron.model.stream import LOSS, Channel, Stream, with_loss
+from megatron.model.stream import COLUMNS, LOSS, Channel, Stream, with_loss
 from megatron.parallel.layers.collectives import enter, leave, sum_gradient
 from megatron.parallel.layers.linear import ColumnLinear, PartialLinear
 from megatron.parallel.layers.parameters import ParameterFactory
@@ -122,9 +124,7 @@ class MoE(nn.Module):
         x_TH = x_BSH.flatten(0, 1)
         logits_TE, channels = self.router(self._jittered(x_BSH, stream), stream)
         scores_TE = scores_of(logits_TE, self.options.router.score)
-        choice = decide_once(
-            lambda: choose_experts(logits_TE, scores_TE, self.balance.correction, self.options, self.training)
-        )
+        choice = decide_once(lambda: self._choose(logits_TE, scores_TE, stream))
         rows = sort_by_expert(
             replace_none(choice, self.options), self.options.experts, len(x_TH), self._capacity(x_TH.shape[0])
         )
@@ -135,6 +135,17 @@ class MoE(nn.Module):
         losses = self._account(logits_TE, scores_TE, choice, rows, len(x_BSH), stream, cache)
         channels = {**channels, **self._loss(y, losses, stream)}
         return (y, channels) if channels else y
+
+    def _choose(self, logits_TE: Tensor, scores_TE: Tensor, stream: Stream) -> ExpertChoice:
+        """The router's choice, or the recorded experts of tokens that have some. Their weights are the present ones."""
+        choice = choose_experts(logits_TE, scores_TE, self.balance.correction, self.options, self.training)
+        columns, names = stream.memo.get(COLUMNS, {}), route_names(self.balance.layer, self.options.top_k)
+        if names[0] in columns:
+            given_Tk = torch.stack([columns[name] for name in names], -1).flatten(0, 1).long()
+            choice = ExpertChoice(torch.where(given_Tk < 0, choice.of_tokens, given_Tk))
+        if self.balance.recorded is not None:
+            self.balance.recorded.append(choice.of_tokens)
+        return choice
 
     def _jittered(self, x_BSH: Tensor, stream: Stream) -> Tensor:
         """The router's input, in training times noise that is drawn by key."""

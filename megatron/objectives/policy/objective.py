@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
+from megatron.config.routes import route_columns
+
 from ..contract import Objective
 from .options import (
     ADVANTAGE,
@@ -88,7 +90,10 @@ class Policy(Objective):
 
     @classmethod
     def build(cls, config: Config) -> Self:
-        return cls(anchored=config.data.synthetic == ROLLOUTS, **OBJECTIVE.options_of(config))
+        made = cls(anchored=config.data.synthetic == ROLLOUTS, **OBJECTIVE.options_of(config))
+        if made.options["replay"]:
+            made.columns += tuple(name for names in route_columns(config.model).values() for name in names)
+        return made
 
     def counted(self, weights: Tensor, columns: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return {LABEL: (columns[SEQUENCE] >= 0) & (weights != 0)} if self.options["mean"] == LABEL else {}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.config.arithmetic.recurrence import core_of
 from megatron.config.features.objective_kind import ObjectiveKind
 from megatron.config.optimizer_kind import Option
 from megatron.config.problems import Problem
+from megatron.config.routes import route_columns
 from megatron.config.rule_context import RuleContext
 
 SEQUENCE, ADVANTAGE, OLD, SAMPLER, REFERENCE = "sequence", "advantage", "old", "sampler", "reference"  # columns
@@ -71,6 +73,31 @@ def rollouts_have_what_is_read(context: RuleContext) -> Iterator[Problem]:
         )
 
 
+def routes_can_be_replayed(context: RuleContext) -> Iterator[Problem]:
+    config = context.config
+    if not OBJECTIVE.options_of(config)["replay"]:
+        return
+    if not route_columns(config.model):
+        yield context.problem(
+            "objective.options", "model.layers", rule="replay must come with layers of experts", fix="remove replay"
+        )
+    # a pipeline's stages and chunks of a sequence have no columns, and a core's passes would share one record
+    alone = {"parallel.pipeline": config.parallel.pipeline, "parallel.context": config.parallel.context}
+    alone |= {"parallel.folded": config.parallel.folded, "training.sequence_chunks": config.training.sequence_chunks}
+    for name, size in alone.items():
+        if size > 1:
+            yield context.problem(name, "objective.options", rule="must be 1 with replay", fix=f"use {name}=1")
+    router = config.model.moe.router
+    if router.select != "top_k" or core_of(config.model.blocks):
+        yield context.problem(
+            "model.moe.router.select",
+            "model.layers",
+            "objective.options",
+            rule="must be top_k with replay, and the stack have no recurrent group",
+            fix="use select: top_k, or remove replay",
+        )
+
+
 OBJECTIVE = ObjectiveKind(
     objective="megatron.objectives.policy.objective:Policy",
     options={
@@ -94,8 +121,9 @@ OBJECTIVE = ObjectiveKind(
         "correction_low": Option(0.0, 0, 1e6, "least weight of a correction"),
         "correction_high": Option(2.0, 0, 1e6, "largest weight of a correction"),
         "stale_limit": Option(None, 0, 1e6, "mean log(sampler / policy) beyond which bad sequences are masked"),
+        "replay": Option(False, 0, 1, "tokens use the experts that were recorded for them", switch=True),
         "sequences": Option(1, 1, 65536, "texts in a sample, for a source of samples of your own", whole=True),
     },
     labels=True,
-    rules=(options_have_an_effect, rollouts_have_what_is_read),
+    rules=(options_have_an_effect, rollouts_have_what_is_read, routes_can_be_replayed),
 )

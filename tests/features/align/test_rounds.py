@@ -86,6 +86,28 @@ def test_runs_on_other_layouts_draw_the_same_texts(tmp_path):
         assert found == [pytest.approx(each, rel=5e-5, abs=2e-6) for each in steps], layout
 
 
+def test_experts_are_replayed_on_every_layout(tmp_path):
+    """Two updates on a round: the second update's weights choose other experts, and the file's are used."""
+
+    def run(name: str, ranks: int, replay: bool, *overrides: str) -> list[list[float]]:
+        own = values(tmp_path / name, updates=2, evaluate=None)
+        own["model"] |= {"layers": "attention/mlp attention/moe", "init": {"std": 0.3}}
+        own["model"]["moe"] = {"experts": 8, "top_k": 2, "hidden_size": 16, "losses": {"balance": 0.0}}
+        own["objective"]["options"] |= {"replay": replay}
+        own["optimizer"]["lr"] = 3.0
+        records = train_on_ranks(ranks, own, overrides)
+        return [[each[key] for key in ("objective_loss", "grad_norm")] for each in records if "loss" in each]
+
+    steps, without = run("one", 1, True), run("without", 1, False)
+    assert steps[0] == without[0] and steps[1] != without[1]
+    own: Any = resolve(values(tmp_path / "one", updates=2))
+    one = read_round(path_of(own, 0))[0]
+    assert one.routes(2).shape == (len(one.prompt) + len(one.completion) - 1, 2) and one.routes(2).max() < 8
+    for number, layout in enumerate(("zero.stage=1", "parallel.tensor=2", "parallel.expert=2")):
+        found = run(f"other{number}", 2, True, layout)
+        assert found == [pytest.approx(each, rel=5e-5, abs=2e-6) for each in steps], layout
+
+
 def test_a_round_has_what_its_file_says(tmp_path):
     """Its numbers follow from the file. The step's columns and weights are the file's."""
     own = values(tmp_path)
@@ -418,6 +440,7 @@ def test_prompts_are_functions_of_their_number(tmp_path):
         ({"align": {"environment": None}}, "must come with align.prompts or align.environment"),
         ({"training": {"weight_average": None}}, "the average of the weights is the reference"),
         ({"data": {"synthetic": "copy"}}, "must be rollouts with align"),
+        ({"objective": {"options": {"replay": True}}}, "replay must come with layers of experts"),
         ({"training": {"batch_schedule": [{"until": 2, "global_batch_size": 4}]}}, "all rounds have one size"),
         ({"evaluation": {"at_end": True}}, "must be off with align"),
         ({"model": {"dropout": 0.1}}, "must be 0.0 with align"),
