@@ -103,8 +103,8 @@ class Served:
     def idle(self) -> bool:
         """Whether all pages are free within some seconds."""
         for _ in range(200):
-            state = self.ask("/health")[1]
-            if (state["running"], state["waiting"], state["pages_in_use"]) == (0, 0, 0):
+            status, state = self.ask("/health")  # 503 while the server still has closed connections
+            if status == 200 and (state["running"], state["waiting"], state["pages_in_use"]) == (0, 0, 0):
                 return True
             time.sleep(0.05)
         return False
