@@ -12,7 +12,18 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.config.arithmetic.pipelines import BACKWARD, Instruction, Table, interleaved, one_forward_one_backward
+from megatron.config.arithmetic.pipelines import (
+    BACKWARD,
+    Instruction,
+    Table,
+    bubble,
+    interleaved,
+    live_micro_batches,
+    most_live,
+    one_forward_one_backward,
+    table_of,
+    timeline,
+)
 from megatron.config.variants import overlay
 from megatron.engine.deepspeed.table import TableExecutor
 from tests.config.test_pipelines import drawn_table
@@ -105,6 +116,71 @@ def test_results_do_not_depend_on_the_order_of_arrival(more: dict):
         assert [result for result, _ in found] == expected
         orders.add(" ".join(it for _, done in found for it in done))
     assert len(orders) == 2
+
+
+EXECUTED = [
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("interleaved", 3),
+    ("zb_h1", 1),
+    ("zb_h1", 3),
+    ("zbv", 2),
+    ("dualpipe_v", 2),
+]
+
+
+def executed(values: dict, ranks: int, schedules: list[tuple[str, int]]) -> list[tuple[list[Instruction], int]]:
+    """The instructions of this rank in a step of each schedule, and the most micro-batches of a stage that it kept."""
+    found = []
+    for schedule, each in schedules:
+        parallel = {"schedule": schedule, "stages_per_rank": each}
+        zero = {"stage": 2} if schedule == "1f1b" else {"stage": 0}  # at which 1F1B is a table too
+        config, engine = runs.start(overlay(values, {"parallel": parallel, "zero": zero}), ranks)
+        execute, done, live = TableExecutor._execute, list[Instruction](), list[int]()
+
+        def noted(table: Any, it: Instruction, *more: Any, execute=execute, done=done, live=live) -> None:
+            execute(table, it, *more)
+            done.append(it)
+            live.append(len(table._kept.keys() | table._waiting.keys()))
+
+        with mock.patch.object(TableExecutor, "_execute", noted):
+            engine.step(runs.local_batch(config, 0, 0, 1), config.optimizer.lr)
+        found.append((done, max(live)))
+    return found
+
+
+def test_executed_bubbles_and_live_activations_are_those_of_the_formulas():
+    """Four ranks, eight micro-batches. Each passes its own instructions on to a simulation with equal parts."""
+    values = overlay(values_of("fp32: llama on pp4"), {"model": {"layers": "(attention/mlp) x12"}})
+    values = overlay(values, {"training": {"micro_batch_size": 1}})
+    of_ranks = run(4, executed, values, 4, EXECUTED)
+    for number, (schedule, each) in enumerate(EXECUTED):
+        parallel: Any = SimpleNamespace(pipeline=4, stages_per_rank=each, schedule=schedule)
+        table = [own[number][0] for own in of_ranks]
+        assert table == table_of(parallel, 8)
+        waits = {"1f1b": 3, "interleaved": 3 / each, "zb_h1": 1 / each}.get(schedule, 1 / 2)  # for each rank before
+        assert bubble(timeline(table, each)) == pytest.approx(3 * waits)
+        for rank, (_, live) in enumerate(own[number] for own in of_ranks):
+            assert live == most_live(table[rank]) == each * live_micro_batches(parallel, rank, 8)
+
+
+def several(values: list[dict], ranks: int) -> list[list]:
+    """Results of runs, one after another."""
+    found = [runs.train(each, ranks) for each in values]
+    return [[*each[:3], [(one[0].name, one[-1].tobytes()) for one in each[3]]] for each in found]
+
+
+@pytest.mark.parametrize(("wire", "more"), [("top_k", {"zero": {"stage": 0}}), ("int8_block", BF16)])
+def test_compressed_gradients_of_any_schedule(wire: str, more: dict):
+    """With the same stages, the bits of 1F1B by DeepSpeed, or of another schedule: errors are fed back alike."""
+    compress = {"parallel": {"communication": {"compress": {"data": wire}}}}
+    values = overlay(overlay(values_of("fp32: llama on pp2 · dp2, ZeRO 1"), more), compress)
+    values = overlay(values, {"training": {"micro_batch_size": 1}})
+    alike = [[("1f1b", 1), ("zb_h1", 1), ("asynchronous", 1)], [("interleaved", 2), ("zb_h1", 2)]]
+    for schedules in alike:
+        made = [overlay(values, {"parallel": {"schedule": s, "stages_per_rank": each}}) for s, each in schedules]
+        for expected, *others in run(4, several, made, 4):
+            assert all(other == expected for other in others)
 
 
 class Sent:
