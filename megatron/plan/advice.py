@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.config import Config, ConfigError, Problem
+from megatron.config.arithmetic.pipelines import live_micro_batches
 from megatron.config.optimizer_kind import state_bytes
 from megatron.config.problems import aligned
 from megatron.config.rule_context import RuleContext
@@ -15,7 +16,7 @@ from megatron.config.rules.cost import gib, kept_checkpoints
 from megatron.config.source.layers import DEFAULT
 from megatron.model.costs.describe import totals
 
-from .candidate import Candidate
+from .candidate import Candidate, apply
 from .devices import Cluster, Device, describe_cluster, known_devices
 from .memory import TIGHT
 from .search import LONG, STRUCTURE, Answers, Plan, Question
@@ -260,6 +261,7 @@ def document(answers: Answers, price: float | None = None, named: dict[str, Any]
             "remarks": remarks(question, plan),
             "warnings": [f"{each.key}: {each.rule}" for each in question.warnings(plan.choice)],
         })
+    best = answers.plans[0] if answers.plans else None
     return {
         "machine": describe_cluster(question.at),
         "precision": question.base.precision.compute,
@@ -270,6 +272,7 @@ def document(answers: Answers, price: float | None = None, named: dict[str, Any]
         "structures": answers.tried,
         "too_large": answers.large,
         "refused": dict(answers.refused),
+        "schedules": [each.to_json() for each in question.compared(best)] if best and best.choice.pipeline > 1 else [],
         "checkpoints": {"bytes_each": size, "kept": count, "bytes": size * count},
         **({"why_not": why_not(question, answers, named)} if named else {}),
     }
@@ -306,6 +309,7 @@ def text(
         "Its memory: "
         + ", ".join(f"{name} {gib(value)}" for name, value in best.memory.parts.items() if value >= 2**26),
     ]
+    lines += _schedules(question, best)
     lines += [f"Note: {remark}." for remark in remarks(question, best)]
     lines += [f"Layout {words}." for words in warned(answers, shown_plans)]
     lines += _disk(answers, disk)
@@ -323,20 +327,34 @@ def _name(device: Device) -> str:
     return next((name for name, known in known_devices()[0].items() if known == device), "NAME --machine FILE")
 
 
-_HEADER = [
-    "tensor",
-    "pipeline",
-    "depth",
-    "per rank",
-    "context",
-    "folded",
-    "expert",
-    "data",
-    "ZeRO",
-    "micro",
-    "recompute",
-]
-_HEADER += ["step s", "tokens/s", "MFU", "GiB", "of memory", "days", "MWh", "cost"]
+def _schedules(question: Question, plan: Plan) -> list[str]:
+    """Reason for the schedule of a pipeline: its bubble, activations and messages next to the others'."""
+    if plan.choice.pipeline == 1:
+        return []
+    rows = []
+    compared = question.compared(plan)
+    for each in compared:
+        own, parts = each.choice, each.step.parts
+        config = apply(question.base, own, question.at.devices)
+        count = config.training.accumulation or 1
+        kept = max(live_micro_batches(config.parallel, rank, count) for rank in range(own.pipeline))
+        rows.append([
+            own.schedule,
+            str(own.stages_per_rank),
+            f"{parts['bubble'] / each.step.seconds:.1%}",
+            f"{kept:g}",
+            f"{each.memory.parts['activations'] / 2**30:,.1f}",
+            f"{parts['pipeline']:,.3f}",
+            f"{each.step.seconds:,.3f}" + ("" if each.share <= 1 else " does not fit"),
+        ])
+    header = ["schedule", "per rank", "bubble", "micro-batches kept", "GiB of activations", "s of messages", "step s"]
+    best = compared[0].choice
+    why = f"{best.schedule} with {best.stages_per_rank} per rank has the shortest step that fits"
+    return [f"Its schedule: {why}.", *("    " + row for row in align_lines([header, *rows]))]
+
+
+_HEADER = ["tensor", "pipeline", "depth", "per rank", "schedule", "context", "folded", "expert", "data"]
+_HEADER += ["ZeRO", "micro", "recompute", "step s", "tokens/s", "MFU", "GiB", "of memory", "days", "MWh", "cost"]
 
 
 def _row(answers: Answers, plan: Plan, number: int, price: float | None) -> list[str]:
@@ -344,10 +362,11 @@ def _row(answers: Answers, plan: Plan, number: int, price: float | None) -> list
     data = answers.question.at.devices // choice.inner
     sides = (choice.depth, choice.stages_per_rank, choice.folded)
     depth, each, folded = (str(size) if size > 1 else "" for size in sides)
+    schedule = choice.schedule if choice.schedule != "1f1b" else ""
     sizes = [choice.expert, data, choice.zero, choice.micro_batch]
     return [
         str(number),
-        *map(str, (choice.tensor, choice.pipeline, depth, each, choice.context, folded, *sizes)),
+        *map(str, (choice.tensor, choice.pipeline, depth, each, schedule, choice.context, folded, *sizes)),
         choice.recompute,
         f"{plan.step.seconds:,.3f}",
         f"{plan.tokens_per_second:,.0f}",

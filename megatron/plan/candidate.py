@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.config import Config
 from megatron.config.arithmetic.batches import batches_of
+from megatron.config.arithmetic.pipelines import SCHEDULES, V_SHAPED
 from megatron.config.problems import ConfigError, Problem
 from megatron.parallel.layout.layout import Layout
 
@@ -29,6 +30,7 @@ class Candidate:
     folded: int = 1  # `parallel.folded`: 1, or `context` where these ranks share matrices too
     stages_per_rank: int = 1
     depth: int = 1
+    schedule: str = "1f1b"
 
     @property
     def inner(self) -> int:
@@ -39,11 +41,6 @@ class Candidate:
     def passes_weights(self) -> bool:
         """Whether a rank computes with temporary weights, with which selective recomputation does not work."""
         return self.zero == 3 or self.folded > 1
-
-    @property
-    def schedule(self) -> str:
-        """`parallel.schedule`"""
-        return "interleaved" if self.stages_per_rank > 1 else "1f1b"
 
     @property
     def overlaps(self) -> bool:
@@ -57,11 +54,11 @@ class Candidate:
 
     def values(self) -> dict[str, Any]:
         """As nested values of a configuration."""
-        axes = ("tensor", "pipeline", "context", "expert", "sequence", "folded", "stages_per_rank", "depth")
+        axes = ("tensor", "pipeline", "context", "expert", "sequence", "folded", "stages_per_rank", "depth", "schedule")
         checkpointing = {"mode": self.recompute, "every": 1 if self.recompute == "full" else None}
         training = {"micro_batch_size": self.micro_batch, "accumulation": None}
         return {
-            "parallel": {**{name: getattr(self, name) for name in axes}, "schedule": self.schedule},
+            "parallel": {name: getattr(self, name) for name in axes},
             "zero": {"stage": self.zero, "overlap": self.overlaps},
             "training": {**training, "activation_checkpointing": checkpointing},
         }
@@ -70,6 +67,7 @@ class Candidate:
         axes = {"t": self.tensor, "p": self.pipeline, "c": self.context, "e": self.expert, "f": self.folded}
         axes |= {"v": self.stages_per_rank, "d": self.depth}
         words = [f"{name}{size}" for name, size in axes.items() if size > 1 or name in "tp"]
+        words += [self.schedule] if self.schedule not in ("1f1b", "interleaved") else []
         return " ".join([*words, f"zero{self.zero}", f"mb{self.micro_batch}", self.recompute])
 
 
@@ -89,12 +87,17 @@ def parse(text: str, option: str) -> dict[str, Any]:
         kind = types.get(name)
         wrong = kind is None or name in found or (kind is int and not re.fullmatch("[0-9]{1,6}", value))
         wrong |= kind is bool and value not in ("true", "false")
-        wrong |= name == "recompute" and value not in RECOMPUTE
+        wrong |= value not in {"recompute": RECOMPUTE, "schedule": SCHEDULES}.get(name, (value,))
         wrong |= kind is int and name != "zero" and not value.strip("0")
         if wrong:
-            rule = f"must be NAME=VALUE of {', '.join(types)}, and recompute one of {', '.join(RECOMPUTE)}"
+            rule = f"must be NAME=VALUE of {', '.join(types)}, recompute one of {', '.join(RECOMPUTE)}"
+            rule += f", and schedule one of {', '.join(SCHEDULES)}"
             raise ConfigError([Problem(option, rule, "for example tensor=8,pipeline=4,zero=1", word)])
         found[name] = int(value) if kind is int else value == "true" if kind is bool else value
+    if found.get("stages_per_rank", 1) > 1:
+        found.setdefault("schedule", "interleaved")
+    if found.get("schedule") in V_SHAPED:
+        found.setdefault("stages_per_rank", 2)
     return found
 
 

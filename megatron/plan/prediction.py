@@ -172,6 +172,7 @@ def choice_of(config: Config) -> Candidate:
         parallel.folded,
         parallel.stages_per_rank,
         parallel.depth,
+        parallel.schedule,
     )
 
 

@@ -10,13 +10,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import gcd
+from math import gcd, inf
 from typing import Any
 
 import yaml
 
 from megatron.config import Config, ConfigError, Problem
 from megatron.config.arithmetic.batches import Batches, batches_of
+from megatron.config.arithmetic.pipelines import in_rounds, least_micro_batches
 from megatron.config.problems import ABSENT, divisors
 from megatron.config.resolution import Resolved, combine
 from megatron.config.source.files import gather, run_name, translate_flat
@@ -32,7 +33,10 @@ from .step import StepEstimator, StepTime
 
 WORTH = 1.11  # times as fast must be what is near the limit: the formulas' median error on published runs
 MICRO_BATCHES = tuple(2**power for power in range(8))
-STAGES_PER_RANK = (2, 4)  # with which a bubble is much shorter. More only add messages
+# Pipeline schedules with their stages per rank, in addition to 1F1B. More stages only add messages. The table of
+# `asynchronous` is that of 1F1B. `dualpipe_v` keeps more than `zbv`. Its bubble is the shortest only if I and W are
+# nearly equal.
+SCHEDULES_TRIED = (("interleaved", 2), ("interleaved", 4), ("zb_h1", 1), ("zb_h1", 2), ("zb_h1", 4), ("zbv", 2))
 LONG = 16384  # tokens from which ranks may share a sequence: below, other axes are better
 
 
@@ -207,11 +211,7 @@ class Question:
                         for zero in stages:
                             if zero != 3 or expert == 1:
                                 once = Candidate(tensor, pipeline, context, expert, zero, sequence=tensor > 1)
-                                several = STAGES_PER_RANK if pipeline > 1 else ()
                                 yield once
-                                yield from (
-                                    replace(once, stages_per_rank=each) for each in several if pipeline * each <= blocks
-                                )
                                 if zero != 3 and context == 1:
                                     depths = divisors(gcd(replicas, max(1, self.at.per_host // tensor)))[1:]
                                     yield from (
@@ -256,14 +256,17 @@ class Question:
         return found
 
     def answers(self, fixed: dict[str, Any] | None = None) -> Answers:
-        """All layouts that fit, sorted by `turn`.
+        """All layouts that fit, sorted by `turn`. Each structure has 1F1B. If it could be the first without the bubble,
+        it also has the fastest of its other schedules.
 
         Args:
             fixed: values that every layout must have.
         """
         fixed, found = fixed or {}, Answers(self)
+        axes = {name: value for name, value in fixed.items() if name in STRUCTURE}
+        schedule: dict[str, Any] = {name: axes.pop(name) for name in ("stages_per_rank", "schedule") if name in axes}
         for structure in self.structures():
-            if any(getattr(structure, name) != value for name, value in fixed.items() if name in STRUCTURE):
+            if not _agrees(structure, axes):
                 continue
             problem = self.refusal(structure)
             if problem is not None and structure.sequence:
@@ -271,37 +274,102 @@ class Question:
                 problem = self.refusal(structure)
             found.tried += 1
             if problem is not None:
-                found.refused[f"{problem.key}: {problem.rule}"] += 1
-                found.refusal = found.refusal or problem
+                found.refuse(problem)
                 continue
-            self._fill(structure, fixed, found)
+            own = Answers(self)
+            without_bubble = self._fill(structure, fixed, own)
+            if _agrees(structure, schedule):
+                found.add(own)
+            first = min((plan.turn[0] for plan in found.plans), default=inf)
+            if without_bubble < first and (own.plans or schedule):  # no schedule keeps less than 1F1B
+                others = [each for each in self.schedules(structure, fixed) if _agrees(each, schedule)]
+                self._schedule(others, fixed, found)
         found.plans.sort(key=lambda plan: plan.turn)
         return found
 
-    def _fill(self, structure: Candidate, fixed: dict[str, Any], found: Answers) -> None:
-        """The micro-batches that fit a structure, each with the least recomputation that makes it fit."""
-        data = self.at.devices // structure.inner
+    def schedules(self, structure: Candidate, fixed: dict[str, Any] | None = None) -> Iterator[Candidate]:
+        """The structure with other schedules of its pipeline, if each stage has a block.
+
+        Args:
+            fixed: may name one that is not tried by itself.
+        """
+        if structure.pipeline == 1 or max(structure.folded, structure.depth) > 1:
+            return
+        named = (fixed or {}).get("schedule", "1f1b")
+        more = [] if named == "1f1b" else [(named, (fixed or {}).get("stages_per_rank", 1))]
+        for schedule, each in dict.fromkeys((*SCHEDULES_TRIED, *more)):
+            if structure.pipeline * each <= len(self.base.model.blocks):
+                yield replace(structure, schedule=schedule, stages_per_rank=each)
+
+    def compared(self, plan: Plan) -> list[Plan]:
+        """A layout under each schedule that it can have, the first in `turn` first."""
+        choice = replace(plan.choice, schedule="1f1b", stages_per_rank=1)
+        found = [choice, *self.schedules(choice, vars(plan.choice))]
+        legal = (each for each in found if self._allows(each) and self.refusal(each) is None)
+        return sorted((self.judge(each) for each in legal), key=lambda each: (each.share > 1, each.turn))
+
+    def _schedule(self, structures: list[Candidate], fixed: dict[str, Any], found: Answers) -> None:
+        """Add the layouts of the fastest of these schedules, and of the first one in `turn`."""
+        tries = []
+        for structure in structures:
+            own = Answers(self)
+            self._fill(structure, fixed, own)
+            tries.append((structure, own))
+        orders = [
+            sorted(tries, key=lambda each: min(map(value, each[1].plans), default=inf))
+            for value in (lambda plan: plan.turn[0], lambda plan: plan.step.seconds)
+        ]
+        known = dict[Candidate, Problem | None]()
+        for order in orders:
+            for structure, own in order:
+                if structure not in known:
+                    known[structure] = problem = self.refusal(structure)
+                    found.tried += 1
+                    if problem is None:
+                        found.add(own)
+                    else:
+                        found.refuse(problem)
+                if known[structure] is None and own.plans:
+                    break
+
+    def _allows(self, choice: Candidate) -> bool:
+        """Whether the data axis and the schedule divide each batch size of the run."""
+        data = self.at.devices // choice.inner
+        samples, unit = choice.micro_batch * data, choice.pipeline if in_rounds(choice) else 1
+        return self.batches.common % samples == 0 and all(
+            size % (samples * unit) == 0 and size >= samples * least_micro_batches(choice)
+            for size, _ in self.batches.counts(self.base.training.steps)
+        )
+
+    def _fill(self, structure: Candidate, fixed: dict[str, Any], found: Answers) -> float:
+        """Add the micro-batches that fit a structure, each with the least recomputation that makes it fit. Return the
+        shortest step without a bubble."""
+        least = inf
         for micro in MICRO_BATCHES:
-            if self.batches.common % (micro * data) or micro != fixed.get("micro_batch", micro):
-                continue
-            whole = micro * data * (structure.pipeline if structure.stages_per_rank > 1 else 1)
-            if any(size % whole for size, _ in self.batches.counts(self.base.training.steps)):
+            sized = replace(structure, micro_batch=micro)
+            if micro != fixed.get("micro_batch", micro) or not self._allows(sized):
                 continue
             fits = False
             for mode in structure.modes:
                 if mode != fixed.get("recompute", mode) or (mode != "none" and self.once_a_step):
                     continue
-                plan = self.judge(replace(structure, micro_batch=micro, recompute=mode))
+                plan = self.judge(replace(sized, recompute=mode))
                 found.consider(plan)
+                least = min(least, plan.step.seconds - plan.step.parts["bubble"])
                 if plan.share <= 1:
                     fits = True
                     break
             if not fits and "micro_batch" not in fixed:
-                return
+                break
+        return least
 
 
 ALWAYS = (("zero", "stage"), ("training", "micro_batch_size"))  # shown also where they are defaults
-STRUCTURE = ("tensor", "pipeline", "context", "expert", "zero", "folded", "stages_per_rank", "depth")
+STRUCTURE = ("tensor", "pipeline", "context", "expert", "zero", "folded", "stages_per_rank", "depth", "schedule")
+
+
+def _agrees(structure: Candidate, values: dict[str, Any]) -> bool:
+    return all(getattr(structure, name) == value for name, value in values.items())
 
 
 @dataclass
@@ -324,6 +392,11 @@ class Answers:
             first.setdefault(replace(plan.choice, micro_batch=1, recompute="none"), plan)
         return list(first.values())
 
+    def refuse(self, problem: Problem) -> None:
+        """Count a structure that the launcher would not start."""
+        self.refused[f"{problem.key}: {problem.rule}"] += 1
+        self.refusal = self.refusal or problem
+
     def consider(self, plan: Plan) -> None:
         """Add a layout."""
         if plan.share <= 1:
@@ -332,6 +405,13 @@ class Answers:
         self.large += 1
         if self.closest is None or plan.share < self.closest.share:
             self.closest = plan
+
+    def add(self, others: Answers) -> None:
+        """Add the layouts of another search."""
+        self.plans += others.plans
+        self.large += others.large
+        if others.closest is not None and (self.closest is None or others.closest.share < self.closest.share):
+            self.closest = others.closest
 
 
 def _values(choice: Candidate) -> dict[str, Any]:

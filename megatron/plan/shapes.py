@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from megatron.config import Config
+from megatron.config.arithmetic.pipelines import ranks_of_stages
 from megatron.config.arithmetic.recurrence import Passes, expected_passes
 from megatron.config.teacher import teacher_config
 from megatron.config.variants import options_of
@@ -152,7 +153,7 @@ class Shapes:
     def held(self, config: Config) -> list[list[int]]:
         """Places of [embedding, blocks..., head] that each rank of the pipeline has, of a candidate's configuration."""
         parallel = config.parallel
-        key = (parallel.pipeline, parallel.stages_per_rank, str(parallel.pipeline_split))
+        key = (str(ranks_of_stages(parallel)), str(parallel.pipeline_split))
         if key not in self._held:
             self._held[key] = [[] for _ in range(parallel.pipeline)]
             for place, rank in enumerate(rank_of(config)):

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, log2
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.config import Config
-from megatron.config.arithmetic.pipelines import GATHER, bubble_factor, table_of, with_zero
+from megatron.config.arithmetic.pipelines import GATHER, Costs, bubble_factor, is_split, table_of, with_zero
 from megatron.config.arithmetic.wire import between_stages, bucket_elements, scatters_gradients
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.messages.curve import choose_curve
@@ -113,6 +113,7 @@ BACKWARD_ATTENTION = 2.5  # times the forward pass: scores are made again (Dao 2
 OVERLAP = 0.8  # share of the computation with which communication overlaps
 OPTIMIZER_BYTES = 30  # per parameter: reads weight, gradient and moments, writes weight, moments and a 16-bit copy
 KERNELS = 12  # of a layer's forward pass, in addition to its products
+SINGLY = 2.0  # memory traffic over that of a compiled layer, by a Llama block's operations. Not measured on a GPU
 # Work of DeepSpeed's Python for each tensor of parameters, in launches: of a step and of a micro-batch. In the latter
 # ZeRO 3 gathers, releases and reduces every tensor. Measured with the models of bench/plan_choice.py, in processor
 # time. It takes a CPU's time. On a GPU it runs next to the kernels, and counts if it takes longer (`_host`).
@@ -185,6 +186,28 @@ class StepTime:
         return {"seconds": self.seconds, "parts": self.parts, "stages": list(self.stages)}
 
 
+def _costs(work: MicroBatchTime, send: float, weights: float) -> Costs:
+    """The parts of a rank's passes. A product takes as long as that of its inputs' gradients."""
+    shared = work.tensor + work.expert + work.context + send
+    attention = work.attention / (1 + BACKWARD_ATTENTION)
+    forward = (work.matrix + work.memory) / 3 + attention + shared / 2
+    return Costs(forward, work.total + send - forward - weights, weights)
+
+
+class _Schedule(NamedTuple):
+    pipeline: int
+    stages_per_rank: int
+    schedule: str
+
+
+@lru_cache(maxsize=1024)
+def _gathers(key: tuple[int, int, str], micro_batches: int, each: bool) -> float:
+    """How often the first rank of a pipeline gathers all its weights in a step at ZeRO 3."""
+    parallel = _Schedule(*key)
+    own = with_zero(table_of(parallel, micro_batches)[0], 3, each)
+    return sum(it.kind == GATHER for it in own) / parallel.stages_per_rank
+
+
 class StepEstimator:
     """Times candidates of one configuration on one machine.
 
@@ -203,13 +226,20 @@ class StepEstimator:
         """The time of one step of a candidate. `config` has its values (`candidate.apply`)."""
         layout, held = layout_of(choice, self.shapes.ranks), self.shapes.held(config)
         at, count = groups(layout, self.at.per_host), config.training.accumulation or 1
-        works = [self._stage(config, choice, places, at) for places in held]
-        works[-1] += self._teacher(config, choice, at)
+        alike = replace(choice, stages_per_rank=1, schedule="1f1b")  # as far as layers are concerned
+        works = [self._stage(config, alike, places, at) for places in held]
+        works[-1] += self._teacher(config, alike, at)
+        if choice.pipeline > 1 and self.device.name != "cpu" and is_split(config.parallel, count):
+            works = [replace(each, memory=SINGLY * each.memory) for each in works]
         send = choice.stages_per_rank * self._send(config, choice, at)
         totals = [each.total + send for each in works]
         slowest = max(range(len(works)), key=totals.__getitem__)
-        running = count * totals[slowest]
-        bubble = (sum(totals) - totals[slowest]) * bubble_factor(config.parallel, count)
+        running, bubble = count * totals[slowest], 0.0
+        if choice.pipeline > 1:
+            blocks = [place for place in held[slowest] if 0 < place < self.shapes.places - 1]
+            later = self._stage(config, alike, blocks, at).matrix / 3
+            factor = bubble_factor(config.parallel, count, _costs(works[slowest], send, later))
+            bubble = (sum(totals) - totals[slowest]) * factor
         weights = stage_weights(self.shapes, choice, held[slowest])
         data = self._data(config, layout, weights, works[slowest], at, count)
         update = self._update(config, layout, weights)
@@ -355,9 +385,8 @@ class StepEstimator:
 
         gather, times = sums("all_gather", self.size), 1 if config.zero.reduce == "step" else count
         if layout.zero_stage == 3 and layout.pipeline > 1:
-            own = table_of(config.parallel, count)[0]
-            own = with_zero(own, 3, times > 1)
-            share = sum(it.kind == GATHER for it in own) / config.parallel.stages_per_rank
+            parallel = config.parallel
+            share = _gathers((parallel.pipeline, parallel.stages_per_rank, parallel.schedule), count, times > 1)
             return share * gather + times * sums("reduce_scatter", reduced)
         if layout.zero_stage == 3:
             beside = OVERLAP * work.computing if config.zero.overlap else 0.0

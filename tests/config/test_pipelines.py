@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from megatron.config import ConfigError, resolve
 from megatron.config.arithmetic.pipelines import (
     BACKWARD,
     FORWARD,
+    Costs,
     Instruction,
     ScheduleError,
     Table,
@@ -116,6 +118,24 @@ def test_tables_in_a_v_are_torchs(ranks: int, micro_batches: int, schedule: str)
         theirs = [part for each in make(known, rank) if each is not None for part in each.sub_actions or (each,)]
         assert [str(it) for it in own] == [str(part) for part in theirs]
         assert live_micro_batches(parallel, rank, micro_batches) == most_live(own) / 2
+
+
+COSTS = [(1, 1, 1), (1, 1.4, 0.7), (1, 2, 0.5), (1, 2.4, 0.7), (1, 1.2, 1.1), (1, 3, 0), (0.3, 2, 1.4), (2, 1, 1)]
+
+
+@pytest.mark.parametrize(("schedule", "each"), [("zb_h1", 1), ("zb_h1", 3), ("zbv", 2), ("dualpipe_v", 2)])
+def test_bubbles_of_unequal_parts(schedule: str, each: int):
+    """Against executed tables, with a forward pass and both parts of a backward pass of any length."""
+    for ranks, costs in itertools.product((2, 3, 4), map(Costs._make, COSTS)):
+        for count in {ranks, 2 * ranks, 5 * ranks} if schedule != "dualpipe_v" else {2 * ranks, 5 * ranks}:
+            parallel = section(pipeline=ranks, stages_per_rank=each, schedule=schedule)
+            table, (forward, inputs, weights) = table_of(parallel, count), costs
+            slots = timeline(table, each, forward, inputs + weights, weights)
+            wanted = bubble(slots) / ((ranks - 1) * sum(costs))
+            assert bubble_factor(parallel, count, costs) == pytest.approx(wanted), (ranks, count, costs)
+            if schedule == "dualpipe_v" and costs.weights <= costs.inputs / 2:  # why a plan does not try it
+                others = [section(pipeline=ranks, stages_per_rank=2, schedule=name) for name in ("zbv", "zb_h1")]
+                assert wanted >= min(bubble_factor(other, count, costs) for other in others) - 1e-9
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 5, 6])

@@ -10,10 +10,11 @@ from dataclasses import replace
 import pytest
 
 from megatron.config import ConfigError, resolve
+from megatron.config.arithmetic.pipelines import SCHEDULES
 from megatron.config.source.layers import ConfigSource
 from megatron.model.costs.describe import totals
 from megatron.model.stack import build_model
-from megatron.plan.advice import document, remarks, text, why_not, why_nothing_fits
+from megatron.plan.advice import _schedules, document, remarks, text, why_not, why_nothing_fits
 from megatron.plan.candidate import RECOMPUTE, Candidate, apply, layout_of, parse
 from megatron.plan.devices import cluster, known_devices
 from megatron.plan.memory import stage_weights, states
@@ -116,6 +117,26 @@ def test_what_is_called_the_smallest_is(values):
                 if 8 % (tensor * pipeline) == 0 and none.refusal(choice) is None:
                     least = min(least, none.judge(choice).memory.total)
     assert not found.plans and found.closest.memory.total == least
+
+
+def test_the_schedule_of_a_pipeline_is_the_fastest_that_is_legal():
+    """Against each schedule with 1 to 4 stages per rank, asked one by one. The reason is a table of them."""
+    asked, fixed = question(LLAMA), {"tensor": 1, "pipeline": 4, "zero": 1, "recompute": "none"}
+    plans, turns = asked.answers(fixed).plans, {}
+    for schedule, each, micro in itertools.product(SCHEDULES, (1, 2, 3, 4), (1, 2, 4)):
+        choice = Candidate(1, 4, zero=1, micro_batch=micro, schedule=schedule, stages_per_rank=each)
+        if schedule != "asynchronous" and legal(LLAMA, choice, 8):  # which is for CPUs
+            turns[choice] = asked.judge(choice).turn
+    best = plans[0]
+    assert len(turns) >= 12 and best.turn == min(turns.values()) == turns[best.choice]
+    assert best.choice.schedule not in ("1f1b", "dualpipe_v")
+    rows = _schedules(asked, best)
+    said = [row.split()[:2] for row in rows[2:]]
+    assert rows[0].startswith(f"Its schedule: {best.choice.schedule} with {best.choice.stages_per_rank} per rank")
+    assert said[0] == [best.choice.schedule, str(best.choice.stages_per_rank)] and ["1f1b", "1"] in said
+    assert all("dualpipe" not in word for word, _ in said)
+    named = asked.answers({**fixed, "schedule": "dualpipe_v", "stages_per_rank": 2}).plans[0]
+    assert named.choice.schedule == "dualpipe_v" and named.step.seconds >= best.step.seconds
 
 
 @pytest.mark.parametrize(

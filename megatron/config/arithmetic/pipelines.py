@@ -59,9 +59,24 @@ class ScheduleError(ValueError):
 class HasSchedule(Protocol):
     """Keys of the section `parallel` that decide about a table."""
 
-    pipeline: int
-    stages_per_rank: int
-    schedule: str
+    @property
+    def pipeline(self) -> int: ...
+    @property
+    def stages_per_rank(self) -> int: ...
+    @property
+    def schedule(self) -> str: ...
+
+
+class Costs(NamedTuple):
+    """Times of the parts of a micro-batch in all layers of a rank: a forward pass, and both parts of a backward pass.
+    One of them may be the unit."""
+
+    forward: float = 1.0
+    inputs: float = 1.0
+    weights: float = 1.0
+
+
+EQUAL = Costs()
 
 
 def by_table(parallel: HasSchedule, zero_stage: int) -> bool:
@@ -479,10 +494,21 @@ def bubble(slots: list[Slot]) -> float:
     return max(slot.end for slot in slots) - sum(slot.end - slot.begin for slot in slots if slot.rank == 0)
 
 
-def bubble_factor(parallel: HasSchedule, micro_batches: int) -> float:
-    """The bubble over that of 1F1B with one stage per rank, p - 1 micro-batches. A backward pass takes twice a forward
-    pass, and half of it are gradients of weights."""
-    if is_file(parallel.schedule):
-        slots = timeline(table_of(parallel, micro_batches), parallel.stages_per_rank)
-        return bubble(slots) / (3 * (parallel.pipeline - 1))
-    return (1 / 3 if is_split(parallel, micro_batches) else 1) / parallel.stages_per_rank
+def bubble_factor(parallel: HasSchedule, micro_batches: int, costs: Costs = EQUAL) -> float:
+    """The bubble over that of 1F1B with one stage per rank, p - 1 micro-batches.
+
+    In closed form, but for a file, `dualpipe_v`, and a V of few micro-batches or with I < F: their tables are executed
+    without messages.
+    """
+    (f, i, w), ranks, schedule = costs, parallel.pipeline, parallel.schedule
+    if schedule == "zb_h1":
+        waits = max(f + i - w, f, i) / parallel.stages_per_rank
+    elif schedule == "zbv" and micro_batches >= 2 * ranks - 1 and i >= f:
+        waits = max(f, i, 2 * (i - w)) / 2
+    elif is_file(schedule) or schedule in V_SHAPED:
+        table = table_of(parallel, max(micro_batches, least_micro_batches(parallel)))
+        each = 2 if schedule in V_SHAPED else parallel.stages_per_rank
+        waits = bubble(timeline(table, each, f, i + w, w)) / (ranks - 1)
+    else:
+        return 1 / parallel.stages_per_rank
+    return waits / sum(costs)

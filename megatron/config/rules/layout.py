@@ -226,7 +226,7 @@ def _not_scattered(config: Config) -> str:
 
 
 def _bubble_factor(config: Config) -> float:
-    return 1.0 if is_file(config.parallel.schedule) else bubble_factor(config.parallel, 1)
+    return 1.0 if is_file(config.parallel.schedule) else bubble_factor(config.parallel, 2 * config.parallel.pipeline)
 
 
 def _enough_micro_batches(config: Config) -> int:
