@@ -12,6 +12,7 @@ EXTRAS = {
     "datasets": "data",
     "datatrove": "curate",
     "lm_eval": "eval",
+    "nacl": "peers",
     "pyarrow": "data",
     "scipy": "scaling",
     "sentencepiece": "data",

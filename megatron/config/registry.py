@@ -122,6 +122,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "hashes": "megatron.features.integrity.options:HASHES",
         "audit": "megatron.features.integrity.options:AUDIT",
         "noise_scale": "megatron.features.noise_scale.options:FEATURE",
+        "peers": "megatron.features.peers.options:FEATURE",
     },
     METRIC: {  # see megatron.report.sink
         "jsonl": "megatron.report.jsonl:MetricsFile",

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from megatron.config import Config
+from megatron.config.features.feature import share_of
 from megatron.config.sequences import stage_at
 
 from .batch import StepBatch
@@ -43,9 +44,15 @@ class Loader:
         workers: int = 1,
         prefetch: int = 2,
         length: Callable[[int], int] | None = None,
+        share: tuple[int, int] = (0, 1),
     ):
-        """`length`: step -> tokens of the samples that its own are cut into. None keeps them whole."""
-        per_pass = micro_batch_size * data_ranks
+        """
+        Args:
+            length: step -> tokens of the samples that its own are cut into. None keeps them whole.
+            share: of the plan's batches that this run reads, and the number of shares. Each is a range of samples.
+        """
+        self._share, self._shares = share
+        per_pass = micro_batch_size * data_ranks * self._shares
         if plan.batches.common % per_pass:
             rule = (
                 f"{plan.batches} samples must be a multiple of micro_batch_size * data parallel "
@@ -69,9 +76,10 @@ class Loader:
     def indices(self, step: int) -> np.ndarray:
         """Positions of this rank's samples in a step's global batch, int64 [A, M]: (g*R + r)*M + b for item b of
         micro-step g."""
-        count = self.plan.batches.size(step) // (self.micro_batch_size * self.data_ranks)
+        own = self.plan.batches.size(step) // self._shares
+        count = own // (self.micro_batch_size * self.data_ranks)
         micro, place = np.arange(count)[:, None], np.arange(self.micro_batch_size)
-        return (micro * self.data_ranks + self.data_rank) * self.micro_batch_size + place
+        return self._share * own + (micro * self.data_ranks + self.data_rank) * self.micro_batch_size + place
 
     def step(self, step: int) -> StepBatch:
         """This rank's part of a step.
@@ -168,6 +176,7 @@ def build_loader(
         workers=config.data.workers,
         prefetch=config.data.prefetch,
         length=(lambda step: stage_at(config, step).length) if scheduled else None,
+        share=share_of(config) if split == "train" else (0, 1),
     )
     if split == "train":
         loader.leave_out(LeftOut.given(config))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron.config import Config
 from megatron.config.arithmetic.batches import Batches, batches_of, tokens_read
+from megatron.config.features.feature import share_of
 from megatron.config.parts import resolve_import
 from megatron.config.problems import UserError
 from megatron.config.registry import SOURCE
@@ -64,7 +65,10 @@ class _Builder:
                 f"give data.{split}, or a share in data.split",
             )
         self.name = name
-        self.batches = batches_of(config) if split == "train" else Batches((config.training.global_batch_size,))
+        shares = share_of(config)[1]
+        self.batches = (
+            batches_of(config).times(shares) if split == "train" else Batches((config.training.global_batch_size,))
+        )
         objective = objective_of(config)
         trains = split == "train" or objective.scores  # other sets are scored by cross-entropy
         self.targets = Targets(objective if trains else None, self.data.reset_attention_at_eod)

@@ -79,12 +79,15 @@ class EngineState:
         self.engine, self.optimizer, self.mesh, self.stage = engine, optimizer, mesh, stage
         self.parameters, self.buffers = list(dict.fromkeys(parameters)), buffers
         self._frozen = list(dict.fromkeys(frozen))
+        self.others: list[Callable[[], Iterator[Fragment]]] = []  # further fragments that this rank keeps
         self.before_change: Callable[[], None] = lambda: None  # called before masters are changed from outside
         self._first_scaler = self.loss_scaler()
 
     def fragments(self) -> Iterator[Fragment]:
         """Fragments that this rank saves. Exactly one rank saves each element of the run's state."""
         yield from self._fragments(replicas=False)
+        for each in self.others:
+            yield from each()
         if self.mesh.tensor.rank == self.mesh.replicas.rank == 0:
             yield from self._buffer_fragments()
 
@@ -100,7 +103,8 @@ class EngineState:
     def targets(self) -> list[Fragment]:
         """All fragments that this rank must fill to resume, replicas included. Their data are the engine's own
         tensors."""
-        return [*self._fragments(replicas=True), *self._buffer_fragments()]
+        others = [fragment for each in self.others for fragment in each()]
+        return [*self._fragments(replicas=True), *self._buffer_fragments(), *others]
 
     def addresses(self) -> list[int]:
         """Addresses of the tensors behind `targets`, and of the weights of the forward pass. The targets are the

@@ -184,8 +184,8 @@ class Trainer:
         try:
             self.beacon.at(SETUP)
             self._call("on_start")
-            for step in range(self.start, self.end):
-                self.at = step
+            while self.completed < self.end:  # a hook may skip steps
+                step = self.at = self.completed
                 self.beacon.begin(step)
                 with self.clock.data():
                     batch = self.loader.step(step)

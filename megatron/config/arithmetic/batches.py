@@ -56,6 +56,10 @@ class Batches:
         stage = bisect_right(self._firsts, sample) - 1
         return self.begins[stage] + (sample - self._firsts[stage]) // self.sizes[stage]
 
+    def times(self, shares: int) -> Batches:
+        """The batches of this number of runs that read as much each."""
+        return Batches(tuple(size * shares for size in self.sizes), self.begins)
+
     def counts(self, steps: int) -> Iterator[tuple[int, int]]:
         """(samples of a step, number of steps) of each stage of a run of `steps`."""
         for size, begin, end in zip(self.sizes, self.begins, (*self.begins[1:], steps)):

@@ -80,6 +80,7 @@ class Feature:
         identity: keys that must have the values of the checkpoint in a run that resumes.
         draws: whether its part draws random numbers in a forward pass, by the numbers of samples.
         traffic: the messages of its part in a step of a `Config`, or the reason that no formula exists.
+        share: (number of this run's share of each batch of training data, number of shares), if runs share them.
     """
 
     about: str
@@ -99,6 +100,7 @@ class Feature:
     identity: tuple[str, ...] = ()
     draws: Callable[[Any], bool] = lambda config: False
     traffic: Callable[[Any], Iterable[Message] | str] = lambda config: ()
+    share: Callable[[Any], tuple[int, int]] | None = None
 
 
 @cache
@@ -134,6 +136,12 @@ def wanted_features(config: Any) -> dict[str, Feature]:
     wanted = {name for name, feature in features.items() if feature.wanted(config)}
     wanted |= {name for each in wanted for name in features[each].needs(config)}
     return {name: feature for name, feature in features.items() if name in wanted}
+
+
+def share_of(config: Any) -> tuple[int, int]:
+    """This run's share of each batch of training data, and the number of shares."""
+    found = (each.share(config) for each in wanted_features(config).values() if each.share is not None)
+    return next(found, (0, 1))
 
 
 def in_order(inside: Iterable[str], features: Mapping[str, tuple[str, ...]], last: str = "") -> list[str]:

@@ -1,0 +1,69 @@
+"""The folder that peers share: a local one, or an object store behind an fsspec URL."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+
+from fsspec.implementations.local import LocalFileSystem
+
+from megatron.curation.folder import Folder
+
+
+class SharedFolder(Folder):
+    """Files that appear whole or not at all.
+
+    `create` is what makes one ledger out of many writers. It is atomic on local and network file systems, and in stores
+    whose fsspec class has conditional writes (S3, GCS).
+    """
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write a file that does not exist yet. Returns whether this call has made it."""
+        system, root = self._place
+        target = f"{root}/{name}"
+        if not isinstance(system, LocalFileSystem):
+            try:
+                system.pipe_file(target, content, mode="create")
+            except FileExistsError:
+                return False
+            return True
+        draft = f"{name}.{uuid.uuid4().hex[:8]}.draft"
+        self.write(draft, content)
+        try:
+            os.link(f"{root}/{draft}", target)  # fails where the target exists, also over NFS
+        except FileExistsError:
+            return False
+        finally:
+            os.unlink(f"{root}/{draft}")
+        return True
+
+    def read_up_to(self, name: str, limit: int) -> bytes | None:
+        """A file of at most `limit` bytes. None if it does not exist.
+
+        Raises:
+            ValueError: it is larger.
+        """
+        system, root = self._place
+        system.invalidate_cache()
+        try:
+            if (size := int(system.info(f"{root}/{name}")["size"])) > limit:
+                raise ValueError(f"{name} has {size} bytes, more than {limit}")
+            return bytes(system.cat_file(f"{root}/{name}"))
+        except FileNotFoundError:
+            return None
+
+    def names(self, folder: str) -> list[str]:
+        """Names in a folder, sorted. A missing folder is empty."""
+        system, root = self._place
+        system.invalidate_cache()
+        try:
+            found = system.ls(f"{root}/{folder}", detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(name for path in found if not (name := path.rpartition("/")[2]).endswith((".draft", ".tmp")))
+
+    def delete(self, name: str) -> None:
+        system, root = self._place
+        with contextlib.suppress(FileNotFoundError):
+            system.rm_file(f"{root}/{name}")

@@ -1,0 +1,294 @@
+"""Peers meet between steps: contribute, wait for the line of the round, apply it, skip rounds that went on without."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import megatron
+from megatron.checkpoint.format.communicator import from_rank_0
+from megatron.config import Config
+from megatron.config.problems import UserError
+from megatron.config.tree import thaw
+from megatron.data.hashing import sample_hash
+from megatron.engine.part import part_of
+from megatron.training.exchange import STOPS, StepReport
+from megatron.training.hook import Hook, HookContext
+from megatron.training.trainer import Trainer
+from megatron.training.world import World
+from megatron.worker.beacon import HOOKS
+
+from .messages import Refused
+from .options import FEATURE, peers_of
+from .part import OuterState
+from .rounds import Line, Rounds, TooFew, retried
+
+PAUSE = 0.2  # seconds between two looks into the folder
+PEERS = "peers"
+# Keys in which peers may differ, although they belong to sections that must be equal.
+_OWN = {
+    "training": ("micro_batch_size", "stop_at_step", "stop_after", "accumulation", "activation_checkpointing"),
+    "model": ("kernels", "fused_attention"),
+    "data": ("cache", "workers", "prefetch", "train", "validation", "test", "phases"),
+    "peers": (
+        "name", "folder", "key_file", "public_keys", "timeout", "patience", "replay", "run", "signature", "quorum",
+    ),
+}  # fmt: skip
+_EQUAL = ("model", "training", "optimizer", "schedule", "objective", "tokenizer", "data", "peers")
+
+
+def identity_of(config: Config, first: str) -> dict[str, Any]:
+    """The values that all peers must have, by key. Reads no secret.
+
+    Args:
+        first: hash of the first sample of the stream.
+    """
+    values = thaw(config.model_dump(mode="json"))
+    found = {f"{section}.{key}": value for section in _EQUAL for key, value in values[section].items()}
+    for section, keys in _OWN.items():
+        for key in keys:
+            found.pop(f"{section}.{key}", None)
+    return {**found, "first sample": first, "version": megatron.__version__}
+
+
+class PeersHook(Hook):
+    """The rounds of a peer. Rank 0 reads and writes the folder, and all ranks wait for it."""
+
+    def __init__(self, config: Config, part: OuterState, world: World) -> None:
+        self.config, self.own, self.part, self.world = config, peers_of(config), part, world
+        self.rounds: Rounds | None = None  # on rank 0
+        self.jumps: dict[int, int] = {}
+        self._problem = ""
+
+    @classmethod
+    def of(cls, parts: HookContext) -> PeersHook | None:
+        if not FEATURE.wanted(parts.config) or parts.world is None:
+            return None
+        return cls(parts.config, part_of(parts.engine, PEERS), parts.world)
+
+    def on_start(self, trainer: Trainer) -> None:
+        part = self.part
+        sample = trainer.loader.plan.sample(0)
+        identity = identity_of(self.config, f"{sample_hash(0, sample.tokens):016x}")
+        self.jumps = {step: to for step, to in self._from_rank_0(lambda: self._open(identity))}
+        if part.fresh:
+            weights = part.gathered(list(part.shapes))
+            for name, values in weights.items():
+                part.states["outer_weights"][name].copy_(values)
+            part.fresh = False
+        trainer.log(
+            f"peer {self.own.name} of {', '.join(self.own.members)}: {part.bytes_of_round(part.round):,} bytes in a "
+            f"round of {part.interval} steps, at round {part.round}"
+        )
+        if trainer.completed >= (part.round + 1) * part.interval:  # it stopped while it waited for this round
+            if self.own.delay == 0:
+                self._send(trainer)
+            self._meet(trainer)
+        else:
+            self._jump(trainer)
+        self._announce(trainer)
+
+    def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
+        if trainer.back is not None:
+            return
+        interval, completed = self.part.interval, trainer.completed
+        if (completed + self.own.delay) % interval == 0:
+            self._send(trainer)
+        if completed % interval == 0:
+            self._meet(trainer)
+            if trainer.stop_reason is None:
+                self._announce(trainer)
+        elif completed in self.jumps:
+            self._jump(trainer)
+
+    def _open(self, identity: Mapping[str, Any]) -> list[list[int]]:
+        self.rounds = Rounds.of(self.own)
+        self.rounds.join(identity)
+        return [[step, to] for step, to in self.rounds.jumps().items()]
+
+    def _from_rank_0(self, work: Callable[[], Any]) -> Any:
+        """Rank 0's result, which is JSON. Its error is one of all ranks."""
+        found, failure = from_rank_0(self.world.communicator, work, UserError, OSError, ValueError)
+        if failure is not None:
+            raise UserError(failure)
+        return found
+
+    def _announce(self, trainer: Trainer) -> None:
+        rounds, round = self.rounds, self.part.round
+        if rounds is not None and trainer.completed < trainer.steps:
+            retried(lambda: rounds.announce(round), lambda text: self._tell(trainer, text))
+
+    def _send(self, trainer: Trainer) -> None:
+        part = self.part
+        local = part.gathered(part.names(part.round))
+        if self.rounds is None:
+            return
+        rounds, tensors = self.rounds, part.contribution(part.round, local)
+
+        def offer() -> bool:
+            facts = {"base": part.base(part.round), "jumps": part.jumps, "completed": trainer.completed}
+            if not rounds.contribute(part.round, tensors, **facts):
+                trainer.log(
+                    f"warning: round {part.round} has another contribution of {rounds.name}: a second peer has its "
+                    "name, or this machine does not repeat its own bits"
+                )
+            return True
+
+        self._until(trainer, lambda: retried(offer, lambda text: self._tell(trainer, text)))
+
+    def _until(self, trainer: Trainer, work: Callable[[], Any]) -> None:
+        """Try an upload again for a while. A contribution that cannot be uploaded is late, and no error."""
+        end = time.monotonic() + min(self.own.timeout, 60.0)
+        while not work() and time.monotonic() < end:
+            time.sleep(PAUSE)
+
+    def _tell(self, trainer: Trainer, problem: str) -> None:
+        if problem != self._problem:
+            trainer.log(f"peers: {self.own.folder}: {problem}\nit will be tried again")
+        self._problem = problem
+
+    def _meet(self, trainer: Trainer) -> None:
+        """Wait for the line of the round, and apply it. A request to stop leaves the round open."""
+        part = self.part
+        if self._wait(trainer, lambda: self._decided(trainer)):
+            part.set_masters(part.names(part.round), self.own.alpha)
+            part.round += 1
+            self._after_round(trainer)
+            self._jump(trainer)
+
+    def _wait(self, trainer: Trainer, look: Callable[[], Any]) -> bool:
+        """Have rank 0 look until it finds something. Returns False if the run stops instead."""
+        first = time.monotonic()
+        with trainer.aside(HOOKS, "waiting for peers"):
+            while True:
+                answer = None
+                if self.world.is_main:
+                    answer = self._looked(trainer, look, first)
+                found, failure, stop = self.world.communicator.broadcast(answer)
+                if failure is not None:
+                    raise UserError(failure)
+                if found is not None:
+                    self.part.jumps = found
+                    return True
+                trainer.beacon.at(HOOKS, detail=b"waiting for peers")
+                trainer.ask(trainer.completed)
+                asked = [name in trainer.requests for name in STOPS]
+                signals = [name for name, is_asked in zip(STOPS, self.world.communicator.any_rank(asked)) if is_asked]
+                if signals or stop:
+                    reason = stop or (f"signal {signals[0]}" if signals[0].startswith("SIG") else signals[0])
+                    trainer.stop(reason)
+                    return False
+                time.sleep(PAUSE)
+
+    def _looked(self, trainer: Trainer, look: Callable[[], Any], first: float) -> list[Any]:
+        try:
+            found = retried(look, lambda text: self._tell(trainer, text))
+            late = found is None and time.monotonic() - first > self.own.patience + self.own.timeout
+            return [found, None, f"peers: no round for {self.own.patience:.0f} s" if late else None]
+        except TooFew as few:
+            return [None, None, f"peers: {few}"]
+        except UserError as error:
+            return [None, str(error), None]
+
+    def _decided(self, trainer: Trainer) -> list[list[int]] | None:
+        """On rank 0: apply the round's line, if it is there. Returns the jumps since the last own contribution."""
+        rounds, part = self.rounds, self.part
+        assert rounds is not None
+        line = rounds.decide(part.round, part.base(part.round), part)
+        if line is None or not self._apply(line):
+            return None
+        self._record(trainer, line)
+        return [] if line.has(rounds.name) else part.jumps
+
+    def _apply(self, line: Line) -> bool:
+        """Apply a line to the common weights. Returns False while a contribution cannot be read."""
+        rounds, part = self.rounds, self.part
+        assert rounds is not None
+        if line.base != part.base(line.round):
+            raise UserError(
+                f"round {line.round}: the common weights of {line.peer} differ from those of {rounds.name}, so one of "
+                "them did not start from the same weights. Start both from the same checkpoint or seed"
+            )
+        contributions = []
+        for each in line.members:
+            try:
+                facts, tensors = rounds.contribution(line.round, each["peer"], part)
+            except (Refused, ValueError):
+                return False
+            if facts["sha256"] != each["sha256"]:
+                return False
+            contributions.append(tensors)
+        mine = line.names.index(rounds.name) if line.has(rounds.name) else None
+        part.apply(line.round, contributions, mine)
+        return True
+
+    def _record(self, trainer: Trainer, line: Line) -> None:
+        absent = "".join(f", {name} excluded: {reason}" for name, reason in line.absent.items())
+        trainer.log(f"round {line.round}: {', '.join(line.names)}{absent}")
+        trainer.record(
+            "peers_round", step=trainer.completed, round=line.round, members=line.names, absent=line.absent,
+            decided_by=line.peer,
+        )  # fmt: skip
+
+    def _after_round(self, trainer: Trainer) -> None:
+        """Publish the common weights from time to time, and delete old files."""
+        rounds, part, done = self.rounds, self.part, self.part.round - 1
+        if rounds is None or part.round % self.own.state_every:
+            return
+        line = rounds.line(done)
+        if line is not None and line.peer == rounds.name:
+            retried(lambda: rounds.publish(done, part.to_publish()), lambda text: self._tell(trainer, text))
+        retried(rounds.clean, lambda text: self._tell(trainer, text))
+
+    def _jump(self, trainer: Trainer) -> None:
+        """Skip rounds that the others have finished without this peer: take their weights, and their step."""
+        part, completed = self.part, trainer.completed
+        given, before = self.jumps.get(completed), part.round
+        if (self.own.replay is not None and given is None) or trainer.stop_reason is not None:
+            return
+        to = self._from_rank_0(lambda: self._target(given))
+        if to is None:
+            return
+        self._wait(trainer, lambda: part.jumps if self._caught_up(trainer, to) else None)
+        part.round = self.world.communicator.broadcast(part.round)  # a stop may end it earlier
+        if part.round == before:
+            return
+        part.jumps = [*part.jumps, [completed, part.round]]
+        part.set_masters(list(part.shapes))
+        trainer.record("peers_jump", step=completed, round=part.round)
+        trainer.completed = part.round * part.interval
+        trainer.log(f"skipped from step {completed} to {trainer.completed}: the other peers were at round {part.round}")
+        part.engine.start_at(trainer.completed)
+        trainer.request("save")  # the next contribution follows from this state
+
+    def _target(self, given: int | None) -> int | None:
+        """The round to skip to, or None."""
+        rounds, part = self.rounds, self.part
+        assert rounds is not None
+        if given is not None:
+            return given
+        line = rounds.line(part.round)
+        if line is None or (line.has(rounds.name) and rounds.has_all(line)):
+            return None  # the round is open, or this peer repeats its part after a restart
+        return int(rounds.decided_up_to(part.round))
+
+    def _caught_up(self, trainer: Trainer, to: int) -> bool:
+        """On rank 0: apply the lines below `to`, or take a state of the folder where contributions are gone."""
+        rounds, part = self.rounds, self.part
+        assert rounds is not None
+        part.pending.clear()
+        while part.round < to:
+            line = rounds.line(part.round)
+            if line is None:
+                return False
+            if not self._apply(line):
+                found = rounds.newest_state(to, part.whole_state())
+                if found is None or found[0] < part.round:
+                    return False
+                part.adopt(found[1])
+                part.round = found[0] + 1
+                continue
+            self._record(trainer, line)
+            part.round += 1
+        return True

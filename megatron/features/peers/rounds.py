@@ -1,0 +1,337 @@
+"""The ledger of rounds in the shared folder: who contributes, and who took part. Rank 0 of each peer uses it.
+
+    run.json                            what all peers have in common
+    announced/<round>/<peer>            this peer trains for the round
+    contributions/<round>/<peer>        its tensors
+    rounds/<round>.json                 the line of the ledger: the contributions of the round, in order
+    states/<round>                      weights after a round, for peers that return
+
+A line is written once, by the first peer that sees the round complete, and before any peer applies it. All peers apply
+what it names. So the result of a run is a function of its configuration and its lines.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from megatron.config.problems import UserError
+
+from .folder import SharedFolder
+from .messages import HEAD_LIMIT, Expected, Refused, limit, seal, tensors_of, unseal
+from .options import PeersSection
+from .signing import Signer
+
+LIKE_SILENCE = ("silent",)  # reasons that are no strikes: anything may keep a peer away
+
+
+class TooFew(RuntimeError):
+    """Too few contributions for too long. str() is the reason of the stop."""
+
+
+class Form(Protocol):
+    """What contributions must be."""
+
+    def expected(self, round: int) -> Expected:
+        """Shape and type of each tensor."""
+
+    def fits(self, tensors: Mapping[str, Tensor], round: int) -> bool:
+        """Whether tensors of these shapes and types can be used."""
+
+
+def number(round: int) -> str:
+    return f"{round:08d}"
+
+
+@dataclass
+class Line:
+    """A line of the ledger.
+
+    Attributes:
+        members: peer, hash of its contribution, and its jumps since its last one, in the order of the sum.
+        absent: reason of each other peer that was expected.
+        strikes: refused contributions so far, by peer.
+    """
+
+    round: int
+    members: list[dict[str, Any]]
+    absent: dict[str, str]
+    strikes: dict[str, int]
+    base: str
+    peer: str
+
+    @property
+    def names(self) -> list[str]:
+        return [each["peer"] for each in self.members]
+
+    def has(self, name: str) -> bool:
+        return name in self.names
+
+
+@dataclass
+class Waiting:
+    """A round that is not decided: the contributions that were read so far, in any order."""
+
+    since: float = field(default_factory=time.monotonic)
+    good: dict[str, dict[str, Any]] = field(default_factory=dict)
+    bad: dict[str, str] = field(default_factory=dict)
+
+
+class Rounds:
+    """Reads and writes the files of a run.
+
+    Args:
+        own: the section `peers`.
+        given: the lines to repeat, in a replay.
+    """
+
+    def __init__(self, own: PeersSection, signer: Signer, folder: SharedFolder, given: Rounds | None = None) -> None:
+        assert own.name is not None
+        self.own, self.name, self.signer, self.folder, self.given = own, own.name, signer, folder, given
+        self._lines: dict[int, Line] = {}
+        self._waiting: dict[int, Waiting] = {}
+
+    @classmethod
+    def of(cls, own: PeersSection) -> Rounds:
+        signer = Signer.of(own)
+        given = cls(own, signer, SharedFolder(own.replay)) if own.replay is not None else None
+        assert own.folder is not None
+        return cls(own, signer, SharedFolder(own.folder), given)
+
+    def seal(self, kind: str, round: int, payload: bytes = b"", **facts: Any) -> bytes:
+        bound = {"kind": kind, "run": self.own.run, "round": round, "peer": self.name}
+        return seal(self.signer, {**facts, **bound}, payload)
+
+    def unseal(self, message: bytes, kind: str, round: int, **bound: Any) -> tuple[dict[str, Any], bytes]:
+        facts, payload = unseal(self.signer, message, kind=kind, run=self.own.run, round=round, **bound)
+        if facts["peer"] not in self.own.members:
+            raise Refused(f"of {facts['peer'][:80]}, which is no member")
+        return facts, payload
+
+    def join(self, identity: Mapping[str, Any]) -> None:
+        """Compare this peer with the first one of the run.
+
+        Raises:
+            UserError: it trains something else.
+        """
+        if self.folder.create("run.json", self.seal("run", 0, identity=identity)):
+            return
+        try:
+            facts, _ = self.unseal(self.folder.read_up_to("run.json", HEAD_LIMIT) or b"", "run", 0)
+        except (Refused, ValueError) as error:
+            raise UserError(
+                f"peers.folder = {self.own.folder}: its run.json must be of the run {self.own.run!r}, signed by a "
+                f"member ({error}). Use another folder, or the run's keys"
+            ) from error
+        theirs = facts.get("identity")
+        theirs = theirs if isinstance(theirs, dict) else {}
+        other = [name for name in sorted({*identity, *theirs}) if identity.get(name) != theirs.get(name)]
+        if other:
+            lines = "\n".join(f"  {name}: {identity.get(name)!r} here, {theirs.get(name)!r} there" for name in other)
+            raise UserError(
+                f"peers.folder = {self.own.folder} is of a run that {facts['peer']} began, and all peers must train "
+                f"the same. It differs in\n{lines}\nUse the same values, or another folder"
+            )
+
+    def announce(self, round: int) -> None:
+        """This peer trains for a round: others wait for its contribution."""
+        self.folder.write(f"announced/{number(round)}/{self.name}", self.seal("announced", round))
+
+    def contribute(self, round: int, tensors: Mapping[str, Tensor], **facts: Any) -> bool:
+        """Offer a contribution. Returns False if another one of this peer is there already."""
+        message = self.seal("contribution", round, save(dict(tensors)), **facts)
+        name = f"contributions/{number(round)}/{self.name}"
+        if self.folder.create(name, message):
+            return True
+        before = self.folder.read_up_to(name, 2 * len(message) + HEAD_LIMIT)
+        try:
+            return unseal(self.signer, before or b"")[0]["sha256"] == unseal(self.signer, message)[0]["sha256"]
+        except Refused:
+            return False
+
+    def line(self, round: int) -> Line | None:
+        """The line of a round, or None if it is not decided.
+
+        Raises:
+            UserError: the file is no line of this run. No peer can continue then.
+        """
+        if round < 0 or round in self._lines:
+            return self._lines.get(round)
+        name = f"rounds/{number(round)}.json"
+        message = self.folder.read_up_to(name, HEAD_LIMIT)
+        if message is None:
+            return None
+        try:
+            facts, _ = self.unseal(message, "line", round)
+            line = Line(round, *(facts[key] for key in ("members", "absent", "strikes", "base", "peer")))
+            good = [each["peer"] for each in line.members if isinstance(each["sha256"], str)]
+            order = [each for each in self.own.members if each in good]
+            if good != order or len(good) != len(line.members) or len(good) < self.own.quorum:
+                raise Refused("members that cannot be")
+        except (Refused, KeyError, TypeError) as error:
+            raise UserError(f"{self.own.folder}/{name} must be a line of this run's ledger: {error}") from error
+        self._lines[round] = line
+        return line
+
+    def decide(self, round: int, base: str, form: Form, now: float | None = None) -> Line | None:
+        """The line of a round. Writes it if the round is complete.
+
+        Args:
+            base: hash of the common weights before the round.
+            now: of the clock of `time.monotonic`.
+
+        Raises:
+            TooFew: the quorum was not reached for `peers.patience`.
+            UserError: a replay differs from its ledger.
+        """
+        if (line := self.line(round)) is not None:
+            return line
+        before, waiting = self.line(round - 1), self._waiting.setdefault(round, Waiting())
+        strikes = dict(before.strikes) if before else {}
+        allowed = [each for each in self.own.members if strikes.get(each, 0) < self.own.strikes]
+        self._read(round, allowed, base, form, waiting)
+        if self.given is not None:
+            return self._repeat(round, waiting)
+        waited = (time.monotonic() if now is None else now) - waiting.since
+        good, refused = self._within_norm(waiting)
+        announced = self.folder.names(f"announced/{number(round)}")
+        awaited = [each for each in allowed if before is None or before.has(each) or each in announced]
+        missing = [each for each in awaited if each not in good and each not in refused]
+        if len(good) >= self.own.quorum and (not missing or waited > self.own.timeout):
+            absent = {**refused, **dict.fromkeys(missing, "silent")}
+            return self._write(round, good, absent, strikes, base)
+        if waited > self.own.patience:
+            raise TooFew(f"{len(good)} of {self.own.quorum} contributions (peers.quorum) to round {round} in time")
+        return None
+
+    def _within_norm(self, waiting: Waiting) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        norms = sorted(each["norm"] for each in waiting.good.values())
+        most = (norms[(len(norms) - 1) // 2] if norms else 0.0) * self.own.norm_limit or float("inf")
+        high = {name: each["norm"] for name, each in waiting.good.items() if each["norm"] > most}
+        refused = {**waiting.bad, **{name: f"norm {norm:.3g} above {most:.3g}" for name, norm in high.items()}}
+        return {name: each for name, each in waiting.good.items() if name not in high}, refused
+
+    def _write(
+        self, round: int, good: Mapping[str, Any], absent: Mapping[str, str], strikes: dict[str, int], base: str
+    ) -> Line | None:
+        for name, reason in absent.items():
+            if reason not in LIKE_SILENCE:
+                strikes[name] = strikes.get(name, 0) + 1
+        members = [
+            {"peer": name, "sha256": good[name]["sha256"], "jumps": good[name]["jumps"]}
+            for name in self.own.members
+            if name in good
+        ]
+        message = self.seal("line", round, members=members, absent=dict(absent), strikes=strikes, base=base)
+        self.folder.create(f"rounds/{number(round)}.json", message)
+        return self.line(round)  # this peer's, or an earlier one's
+
+    def _repeat(self, round: int, waiting: Waiting) -> Line | None:
+        assert self.given is not None
+        line = self.given.line(round)
+        if line is None:
+            raise UserError(f"peers.replay = {self.own.replay} must have a line of round {round}")
+        for each in line.members:
+            mine = waiting.good.get(each["peer"])
+            if mine is None and each["peer"] not in waiting.bad:
+                return None
+            if mine is None or mine["sha256"] != each["sha256"]:
+                reason = waiting.bad.get(each["peer"], "other bits")
+                raise UserError(f"the replay of round {round} differs: the contribution of {each['peer']} has {reason}")
+        good = {each["peer"]: {**each} for each in line.members}
+        return self._write(round, good, {**line.absent}, {**line.strikes}, line.base)
+
+    def _read(self, round: int, allowed: Sequence[str], base: str, form: Form, waiting: Waiting) -> None:
+        here = self.folder.names(f"contributions/{number(round)}")
+        for name in allowed:
+            if name in here and name not in waiting.good and name not in waiting.bad:
+                try:
+                    facts, _ = self.contribution(round, name, form, base=base)
+                    waiting.good[name] = facts
+                except (Refused, ValueError) as error:
+                    waiting.bad[name] = str(error)
+
+    def contribution(self, round: int, name: str, form: Form, **bound: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Checked facts and tensors of a contribution.
+
+        Raises:
+            Refused, ValueError: it cannot be used.
+        """
+        expected = form.expected(round)
+        message = self.folder.read_up_to(f"contributions/{number(round)}/{name}", limit(expected))
+        if message is None:
+            raise Refused("it has disappeared")
+        facts, payload = self.unseal(message, "contribution", round, peer=name, **bound)
+        tensors = tensors_of(payload, expected)
+        if not form.fits(tensors, round):
+            raise Refused("indices that cannot be")
+        floats = [each.double().norm() for each in tensors.values() if each.is_floating_point()]
+        facts["norm"] = float(torch.stack(floats).norm())
+        jumps = facts.get("jumps")
+        if not isinstance(jumps, list) or not all(
+            isinstance(each, list) and len(each) == 2 and all(type(n) is int and n >= 0 for n in each) for each in jumps
+        ):
+            raise Refused("jumps that cannot be")
+        return facts, tensors
+
+    def decided_up_to(self, first: int) -> int:
+        """The first round from `first` on that is not decided."""
+        while self.line(first) is not None:
+            first += 1
+        return first
+
+    def jumps(self) -> dict[int, int]:
+        """In a replay, the rounds that this peer skipped: (steps that it had completed) -> next round."""
+        if self.given is None:
+            return {}
+        lines: Iterable[Line | None] = map(self.given.line, range(self.given.decided_up_to(0)))
+        mine = (each for line in lines if line for each in line.members if each["peer"] == self.name)
+        return {step: to for each in mine for step, to in each["jumps"]}
+
+    def publish(self, round: int, tensors: Mapping[str, Tensor]) -> None:
+        """Offer the state after a round."""
+        self.folder.create(f"states/{number(round)}", self.seal("state", round, save(dict(tensors))))
+
+    def clean(self) -> None:
+        """Delete all but the last two states, and this peer's contributions from well before them."""
+        states = self._states()
+        for old in states[:-2]:
+            self.folder.delete(f"states/{number(old)}")
+        last = (states[-2] if len(states) > 1 else -1) - self.own.state_every
+        for round in range(max(0, last + 1 - 2 * self.own.state_every), last + 1):
+            for kind in ("contributions", "announced"):
+                self.folder.delete(f"{kind}/{number(round)}/{self.name}")
+
+    def has_all(self, line: Line) -> bool:
+        """Whether the contributions of a line are there."""
+        return set(line.names) <= {*self.folder.names(f"contributions/{number(line.round)}")}
+
+    def _states(self) -> list[int]:
+        return sorted(int(each) for each in self.folder.names("states") if each.isdecimal())
+
+    def newest_state(self, before: int, expected: Expected) -> tuple[int, dict[str, Tensor]] | None:
+        """The newest state of a round below `before` that can be used."""
+        for round in (each for each in reversed(self._states()) if each < before):
+            try:
+                message = self.folder.read_up_to(f"states/{number(round)}", limit(expected))
+                return round, tensors_of(self.unseal(message or b"", "state", round)[1], expected)
+            except (Refused, ValueError):
+                continue
+        return None
+
+
+def retried(work: Callable[[], Any], problem: Callable[[str], None]) -> Any:
+    """Result of `work`, or None after an error of the transport, which is reported. It is tried again later."""
+    try:
+        return work()
+    except (UserError, TooFew):
+        raise
+    except Exception as error:  # fsspec passes on the errors of any library. None of them may stop a peer
+        problem(f"{type(error).__name__}: {error}")
+        return None

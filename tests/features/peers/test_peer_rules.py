@@ -1,0 +1,86 @@
+"""Mistakes in the section `peers` are found before a process starts, and shares of batches are disjoint."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron.config import ConfigError, resolve
+from megatron.data.loader import build_loader
+from tests.features.peers.companies import VALUES, secret
+
+BAD = {
+    "no folder": ({"folder": None}, "peers.folder", "must be given"),
+    "one name twice": ({"members": ["a", "a"]}, "peers.members", "two peers with one name would read one share"),
+    "a path as a name": ({"members": ["a", "../b"]}, "peers.members", "must be different names"),
+    "a name that is no member": ({"name": "z"}, "peers.name", "must be one of peers.members"),
+    "an impossible quorum": ({"quorum": 3}, "peers.quorum", "must be at most 2"),
+    "no patience": ({"patience": 1.0}, "peers.timeout", "must be at most peers.patience"),
+    "no key": ({"key_file": None}, "peers.key_file", "must be given"),
+    "a missing key": ({"key_file": "gone"}, "peers.key_file", "must be a file that can be read"),
+    "fragments of diloco": ({"fragments": 2}, "peers.algorithm", "must be streaming_diloco"),
+    "a long delay": ({"algorithm": "streaming_diloco", "delay": 2}, "peers.every", "peers.delay less than"),
+    "steps after the last round": ({"every": 3}, "training.steps", "must be a multiple of 3"),
+    "no public keys": ({"signature": "ed25519"}, "peers.public_keys", "must have one key of 64 hexadecimal digits"),
+    "equal public keys": (
+        {"signature": "ed25519", "public_keys": dict.fromkeys("ab", "ab" * 32)}, "peers.public_keys", "must differ",
+    ),
+}  # fmt: skip
+
+
+def values(tmp_path, **keys) -> dict:
+    own = {
+        "every": 2, "name": "a", "members": ["a", "b"], "folder": str(tmp_path), "signature": "shared_key",
+        "key_file": secret(tmp_path), **keys,
+    }  # fmt: skip
+    return {**VALUES, "run": {"dir": str(tmp_path / "run")}, "peers": own}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(tmp_path, name):
+    keys, key, rule = BAD[name]
+    with pytest.raises(ConfigError) as caught:
+        resolve(values(tmp_path, **keys), ranks=1)
+    assert key in str(caught.value) and rule in str(caught.value) and "fix:" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text, mode, rule",
+    [
+        ("00" * 32, 0o600, "must be a random key"),
+        (bytes(range(32)).hex(), 0o600, "must be a random key"),
+        ("secret", 0o600, "must be a file of 64 hexadecimal digits"),
+        (None, 0o644, "readable by its owner only"),
+    ],
+)
+def test_keys_that_are_known_to_all(tmp_path, text, mode, rule):
+    given = values(tmp_path)
+    file = tmp_path / "key"
+    file.write_text(text or file.read_text())
+    file.chmod(mode)
+    with pytest.raises(ConfigError, match=rule):
+        resolve(given, ranks=1)
+
+
+def test_a_section_without_rounds_is_a_mistake(tmp_path):
+    with pytest.raises(ConfigError, match="must go with peers.every"):
+        resolve({**VALUES, "peers": {"name": "a"}}, ranks=1)
+
+
+def test_outer_steps_follow_from_the_algorithm(tmp_path):
+    dense, sparse = (resolve(values(tmp_path, algorithm=each), ranks=1).peers for each in ("diloco", "sparseloco"))
+    assert (dense.outer_lr, dense.outer_momentum) == (0.7, 0.9)
+    assert (sparse.outer_lr, sparse.outer_momentum) == (1.0, 0.0)
+
+
+def test_shares_are_the_global_batch(tmp_path):
+    """Peers with different numbers of data parallel ranks read each sample of the stream's next batch once."""
+    for step in (0, 5):
+        found = []
+        for name, ranks in (("a", 1), ("b", 2)):
+            config = resolve(values(tmp_path, name=name), ranks=ranks)
+            for rank in range(ranks):
+                loader = build_loader(config, data_rank=rank, data_ranks=ranks)
+                found += np.asarray(loader.read(step).sample_ids).flatten().tolist()
+                loader.close()
+        assert found == list(range(4 * step, 4 * step + 4))
