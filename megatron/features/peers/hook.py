@@ -1,4 +1,4 @@
-"""Peers meet between steps: contribute, wait for the line of the round, apply it, skip rounds that went on without."""
+"""Peers meet between steps: contribute, wait for the line of the round, apply it, skip rounds that ended earlier."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .options import FEATURE, peers_of
 from .part import OuterState
 from .rounds import Line, Rounds, TooFew, retried
 
-PAUSE = 0.2  # seconds between two looks into the folder
+PAUSE = 0.2  # seconds between two checks of the folder
 PEERS = "peers"
 # Keys in which peers may differ, although they belong to sections that must be equal.
 _OWN = {
@@ -207,7 +207,7 @@ class PeersHook(Hook):
         assert rounds is not None
         if line.base != part.base(line.round):
             raise UserError(
-                f"round {line.round}: the common weights of {line.peer} differ from those of {rounds.name}, so one of "
+                f"round {line.round}: the common weights of {line.peer} and {rounds.name} differ, so one of "
                 "them did not start from the same weights. Start both from the same checkpoint or seed"
             )
         contributions = []

@@ -39,7 +39,7 @@ class OuterState(EnginePart):
 
     Attributes:
         round: rounds that were applied. Equal on all ranks.
-        fresh: whether the common weights are still those of the engine.
+        fresh: whether the common weights were not taken from the engine yet.
         jumps: (completed steps, next round) of rounds that were skipped since the last own contribution.
         states: by name of the state, then of the tensor. Empty on ranks above 0.
     """
@@ -161,7 +161,7 @@ class OuterState(EnginePart):
         """
         for name in self.names(round):
             deltas = [self.delta(each, name) for each in contributions]
-            if name in self.pending:  # what was not sent stays. What others did not take is not sent
+            if name in self.pending:  # what was not sent stays. A contribution that the line does not name was not sent
                 sent = deltas[mine] if mine is not None else 0
                 self.states[RESIDUAL][name].copy_(self.pending[name] - sent)
             if self.own.algorithm == SPARSE:
