@@ -1,10 +1,10 @@
 """The ledger of rounds in the shared folder: who contributes, and who took part. Rank 0 of each peer uses it.
 
-    run.json                            Values that all peers share.
-    announced/<round>/<peer>            This peer trains for the round.
-    contributions/<round>/<peer>        Its tensors.
-    rounds/<round>.json                 The line of the ledger: the contributions of the round, in order.
-    states/<round>                      Weights after a round, for peers that return.
+- `run.json`: values that all peers share.
+- `announced/<round>/<peer>`: this peer trains for the round.
+- `contributions/<round>/<peer>`: its tensors.
+- `rounds/<round>.json`: the line of the ledger, with the contributions of the round in order.
+- `states/<round>`: weights after a round, for peers that return.
 
 A line is written once, by the first peer that sees the round complete, and before any peer applies it. All peers apply
 what it names. So the result of a run is a function of its configuration and its lines.
