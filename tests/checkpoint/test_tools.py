@@ -73,6 +73,7 @@ def test_script_starts_with_the_standard_library_intact(source):
         "data=5,zero=2",
         "tensor=8,pipeline=2,data=2",
         "folded=2,pipeline=2,data=2,zero=1",
+        "tensor=2,depth=2,data=2,zero=1",
     ],
 )
 def test_reshape(source, tmp_path, capsys, to):
@@ -170,7 +171,10 @@ def test_experts_fall_to_their_ranks(to, experts):
     assert all((each == 1).all() for each in counts.values())
 
 
-@pytest.mark.parametrize(("to", "ranks"), [("folded=4", 4), ("folded=2,data=2,zero=1", 4)])
+@pytest.mark.parametrize(
+    ("to", "ranks"),
+    [("folded=4", 4), ("folded=2,data=2,zero=1", 4), ("depth=2,data=4,zero=1", 4), ("tensor=2,depth=2,data=2", 4)],
+)
 def test_rows_fall_to_the_ranks_of_a_run(to, ranks):
     """Each rank writes the rows that the same rank of a run on that layout has in its modules."""
     layout, tensors, held = parse_layout(to), dict[str, LogicalTensor](), []
@@ -178,7 +182,7 @@ def test_rows_fall_to_the_ranks_of_a_run(to, ranks):
         "model": {"layers": "attention/mlp mamba2", "hidden_size": 32, "vocab_size": 96, "attention": {"heads": 4},
                   "mamba2": {"head_dim": 8}},
         "training": {"steps": 1, "sequence_length": 32, "micro_batch_size": 1, "global_batch_size": layout.data},
-        "parallel": {"folded": layout.context},
+        "parallel": {"folded": layout.context, "tensor": layout.tensor, "depth": layout.depth},
     }  # fmt: skip
     config = resolve(values, ranks=ranks)
     for rank in range(ranks):
@@ -207,6 +211,8 @@ def test_rows_fall_to_the_ranks_of_a_run(to, ranks):
         ("folded=2,expert=4", "context and expert must be omitted or equal folded=2"),
         ("folded=0", "sizes must be at least 1"),
         ("folded=2,tensor=2", "tensor must be 1 where ranks share rows"),
+        ("depth=2,data=2,expert=4", "expert must be omitted or equal depth=2"),
+        ("depth=2,data=3", "3 ranks cannot be cut into groups of 2"),
         ("folded=2,zero=3", "with ZeRO 3 expert, folded and depth must be 1"),
     ],
 )

@@ -125,8 +125,9 @@ def test_stages_of_sequence_length_need_what_the_longest_does():
         ({"parallel": {"context": 2}}, 2),
         ({"parallel": {"context": 4, "context_method": "ring"}}, 4),
         ({"parallel": {"folded": 4}}, 4),
+        ({"parallel": {"tensor": 2, "depth": 2}}, 4),
     ],
-    ids=["chunks", "recurrent depth", "context", "ring", "folded"],
+    ids=["chunks", "recurrent depth", "context", "ring", "folded", "depth"],
 )  # fmt: skip
 def test_formulas_are_near_a_rehearsal(more, ranks):
     """Within the 20 % that temporary copies of so small a model take, which the formulas do not count."""
@@ -134,8 +135,12 @@ def test_formulas_are_near_a_rehearsal(more, ranks):
     assert planned(values, ranks) == pytest.approx(rehearsed(values, ranks)[0], rel=0.2)
 
 
-@pytest.mark.parametrize("ranks", [4, 8], ids=["one has each run", "two have each run"])
-def test_rows_of_matrices_that_ranks_share(ranks):
+@pytest.mark.parametrize(
+    ("parallel", "ranks"),
+    [({"folded": 4}, 4), ({"folded": 4}, 8), ({"tensor": 2, "depth": 2}, 4)],
+    ids=["one has each run", "two have each run", "depth"],
+)
+def test_rows_of_matrices_that_ranks_share(parallel, ranks):
     """What two blocks keep between steps: weights in bf16, sums of gradients in fp32, and the optimizer's states.
 
     Nothing of these depends on tokens, so they are few: rings of rows make many calls for each micro-batch.
@@ -144,7 +149,7 @@ def test_rows_of_matrices_that_ranks_share(ranks):
     expected, found = [], []
     for blocks in (1, 3):
         layers = {"layers": f"(attention/mlp) x{blocks}"}
-        values = merged(DENSE, {"model": layers, "training": few, "parallel": {"folded": 4}})
+        values = merged(DENSE, {"model": layers, "training": few, "parallel": parallel})
         config = resolve(values, ranks=ranks)
         shapes, choice = Shapes(config, ranks), choice_of(config)
         weights = stage_weights(shapes, choice, range(shapes.places))
