@@ -106,6 +106,7 @@ class LayerKind:
         whole: import path of a class with the interface of `model.stack.Model`, for a kind that is a whole model.
         stack: of such a kind: values of other keys of `model`, from its options as they were given.
         outline: of such a kind: number of its blocks, and logical name of its token embedding, from its options.
+        fetches: import path of the class that keeps its experts outside of the device (`decoding/outside.py`), or "".
         head_width: channels over which its query-key products sum, if its option `scale` multiplies those.
     """
 
@@ -130,6 +131,7 @@ class LayerKind:
     draws: Callable[[Any], bool] = lambda options: False
     repeats: bool = False
     linears: Callable[[Any], tuple[str, ...] | None] = lambda options: None
+    fetches: str = ""
     head_width: Callable[[Any], int] | None = None
     whole: str = ""
     stack: Callable[[dict[str, Any]], dict[str, Any]] | None = None

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -29,24 +29,31 @@ from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.decoding.decoder import WholeModel
 from megatron.decoding.growing_text import GrowingText
 from megatron.decoding.one_text import complete, continuations, covers, tokens_left
+from megatron.decoding.outside import Outside, add_expert_options
 from megatron.decoding.read_less import Factory, chosen
 from megatron.decoding.reading_options import add_options
 from megatron.decoding.sampling import Sampling, ending
 from megatron.decoding.schedule import Request
-from megatron.model.stack import Model, build_model
+from megatron.model.stack import Model, ModelPlan, make_model
 from megatron.parallel.layers.parameters import logical_of, stored_tensors
-from megatron.parallel.layout.mesh import ALONE, Axis
+from megatron.parallel.layout.mesh import ALONE, Axis, Mesh
 from megatron.parallel.layout.precision import COMPUTE_TYPES
 from megatron.pipes import visible
 from megatron.worker.place import WorkerEnvironment, worker_environment
 
 
-def load_model(path: Path, device: torch.device, dtype: torch.dtype | None = None) -> tuple[Model, Config]:
-    """The model of a checkpoint, whole, in the run's compute type (or `dtype`)."""
+def load_model(
+    path: Path, device: torch.device, dtype: torch.dtype | None = None, plan: Callable[..., ModelPlan] = ModelPlan
+) -> tuple[Model, Config]:
+    """The model of a checkpoint, whole, in the run's compute type (or `dtype`).
+
+    Args:
+        plan: builds it.
+    """
     checkpoint = open_checkpoint(path, verify="sizes")
     config = config_of(checkpoint)
     dtype = dtype or (COMPUTE_TYPES[config.precision.compute] if device.type == "cuda" else torch.float32)
-    model = build_model(config, device=device, dtype=dtype, values=False)
+    model = make_model(plan(config, Mesh.single(), device, dtype, False))
     checkpoint.read_into([_target(tensor) for tensor in stored_tensors(model)], cast={WEIGHT})
     return model.eval(), config
 
@@ -65,8 +72,15 @@ def main(arguments: Sequence[str]) -> int:
     try:
         path = find_checkpoint(options.path)
         device = _device(options.device, place)
-        model, config = load_model(path, device)
-    except CheckpointError as error:
+        outside = Outside.of(options, device)
+        plan: Callable[..., ModelPlan] = ModelPlan
+        if outside is not None:
+            config = config_of(open_checkpoint(path, verify="sizes"))
+            if wrong := outside.obstacle(config, place.world_size):
+                raise CheckpointError(path, f"--experts-held cannot be used: {wrong}")
+            plan = outside.plan(config)
+        model, config = load_model(path, device, plan=plan)
+    except (CheckpointError, UserError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
     if model.plan.depth is None and (options.depth, options.tolerance) != (None, None):
@@ -82,8 +96,11 @@ def main(arguments: Sequence[str]) -> int:
     if reading is not None and (options.no_cache or options.tolerance is not None or place.world_size > 1):
         sys.stderr.write("--loki and --sift must come without --no-cache and --tolerance, on one rank\n")
         return 2
+    fetching = outside.install(model) if outside is not None else None
     with _sharing(place, device) as axis:
         _continue(model, config, options, device, path, axis, reading)
+    if fetching is not None:
+        print(fetching.report(), file=sys.stderr)
     return 0
 
 
@@ -228,6 +245,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--ignore-end", action="store_true", help="continue after the end-of-document token")
     stop = "end before this text, may be repeated (default: none)"
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
+    add_expert_options(add)
     add("--json", action="store_true", help="one JSON object per prompt on standard output")
     add_options(parser)
     add_flag(parser)

@@ -138,7 +138,7 @@ class MoE(nn.Module):
 
     def _choose(self, logits_TE: Tensor, scores_TE: Tensor, stream: Stream) -> ExpertChoice:
         """The router's choice, or the recorded experts of tokens that have some. Their weights are the present ones."""
-        choice = choose_experts(logits_TE, scores_TE, self.balance.correction, self.options, self.training)
+        choice = self.choose(logits_TE, scores_TE)
         columns, names = stream.memo.get(COLUMNS, {}), route_names(self.balance.layer, self.options.top_k)
         if names[0] in columns:
             given_Tk = torch.stack([columns[name] for name in names], -1).flatten(0, 1).long()
@@ -146,6 +146,10 @@ class MoE(nn.Module):
         if self.balance.recorded is not None:
             self.balance.recorded.append(choice.of_tokens)
         return choice
+
+    def choose(self, logits_TE: Tensor, scores_TE: Tensor) -> ExpertChoice:
+        """Each token's experts. Decoding may replace it (`fetched.py`)."""
+        return choose_experts(logits_TE, scores_TE, self.balance.correction, self.options, self.training)
 
     def _jittered(self, x_BSH: Tensor, stream: Stream) -> Tensor:
         """The router's input, in training times noise that is drawn by key."""

@@ -161,4 +161,5 @@ KIND = LayerKind(
     mixes_samples=lambda options: options.capacity_factor is not None or options.router.select == "expert_choice",
     keeps_buffers=lambda options: options.router.correction != "none",
     context="alone",
+    fetches="megatron.kinds.moe.fetched:Fetching",
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .layer import MoE
-from .router import choose_experts, scores_of, weights_of
+from .router import scores_of, weights_of
 
 if TYPE_CHECKING:
     from megatron.model.stack import Model
@@ -38,15 +38,14 @@ def traced(
         def keep(_router: nn.Module, _inputs: Any, output: Any, number: int = number, moe: MoE = moe) -> None:
             logits_TE = output[0]
             scores_TE = scores_of(logits_TE, moe.options.router.score)
-            experts_Tk = choose_experts(
-                logits_TE, scores_TE, moe.balance.correction, moe.options, training=False
-            ).of_tokens
+            experts_Tk = moe.choose(logits_TE, scores_TE).of_tokens
             weights_Tk = weights_of(scores_TE, experts_Tk, moe.options)
             found[number] = experts_Tk.unflatten(0, tokens_BS.shape), weights_Tk.unflatten(0, tokens_BS.shape)
 
         hooks.append(moe.router.register_forward_hook(keep))
+    model.eval()
     try:
-        model.eval().logits(tokens_BS, positions, documents)
+        model.logits(tokens_BS, positions, documents)
     finally:
         for hook in hooks:
             hook.remove()
