@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from megatron.config.tree import thaw
 from megatron.kinds.transformers.options import TransformersOptions
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
-from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layers.parameters import ParameterFactory, logical_of
 from megatron.parallel.layout.random import site_key
-from megatron.parallel.layout.shard import LogicalTensor, Role
+from megatron.parallel.layout.shard import LogicalTensor, Role, Shard
 
+from .cut import cuts_of, part_of
 from .facts import FactsError, facts_of
 from .outline import parameters_of, stack_of
 from .probe import output_of
@@ -180,11 +182,14 @@ def _with_weights(folder: str, config: PreTrainedConfig, more: dict[str, Any]) -
 ACTIVATIONS = 17
 
 
-def mark(model: nn.Module, head: nn.Module, fp32: tuple[str, ...] = ()) -> None:
+def mark(
+    model: nn.Module, head: nn.Module, fp32: tuple[str, ...] = (), shards: Mapping[str, Shard] = MappingProxyType({})
+) -> None:
     """Give each parameter its logical tensor. Its name is that of transformers.
 
     Args:
         head: the output layer.
+        shards: of parameters, by name.
         fp32: parts of the names of parameters that stay in fp32.
     """
     tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
@@ -201,7 +206,7 @@ def mark(model: nn.Module, head: nn.Module, fp32: tuple[str, ...] = ()) -> None:
         stacked = (shape[1],) if role is Role.HIDDEN and parameter.ndim == 3 else None
         marks: Any = parameter
         wide = any(each in name for each in fp32)
-        marks.logical, marks.cut = LogicalTensor(name, shape, role, keep_fp32=wide, matrices=stacked), (0, 1)
+        marks.logical, marks.cut = LogicalTensor(name, shape, role, shards.get(name), wide, stacked), (0, 1)
 
 
 class Trunk(nn.Module):
@@ -217,7 +222,8 @@ class Trunk(nn.Module):
         with torch.device("meta"):
             whole = hf_model(options.model_dump(), values=False)
         head, (_, blocks) = output_of(whole), stack_of(whole)
-        mark(whole, head)
+        ranks = make.mesh.tensor.size
+        mark(whole, head, shards=cuts_of(whole).shards if ranks > 1 else {})
         outside = {id(head.weight), id(getattr(whole.get_input_embeddings(), "weight", None))}
         others = outside.union(*({id(each) for each in block.parameters()} for block in blocks))
         own = parameters_of(blocks[init.index]) if blocks else []
@@ -225,7 +231,10 @@ class Trunk(nn.Module):
             own += [each for each in whole.parameters() if id(each) not in others]
         self.parts = nn.ParameterList(own)
         for each in self.parts:
-            each.data = each.data.to(make.dtype)
+            each.data = part_of(each.data, each, make.mesh.tensor).to(make.dtype)
+            marks: Any = each
+            if logical_of(each).shard and ranks > 1:
+                marks.cut, marks.model_parallel = (make.mesh.tensor.rank, ranks), True
 
     def forward(self, x: Tensor, *_: Any) -> Tensor:
         raise NotImplementedError("a plan has the sizes of these parameters, and the whole model computes with them")

@@ -6,16 +6,30 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from megatron.parallel.layers.collectives import all_reduce
+from megatron.parallel.layers.parameters import logical_of
+from megatron.parallel.layout.mesh import Axis
+
+from .cut import part_of, partial_gradient
+from .cut import refused as not_cut
 from .outline import ANY, Stages, Window, hidden_of, refused, stack_of
 from .probe import SMALL, TOKENS, output_of, read, same
 
+CLOSE = 1e-4  # other orders of fp32 sums through all layers, relative to the largest number of a tensor
 
-def tokens_of(model: PreTrainedModel) -> Tensor:
+
+def tokens_of(vocabulary: int) -> Tensor:
     """Int64 [2, TOKENS]."""
-    return (torch.arange(2 * TOKENS).view(2, TOKENS) * 5 + 1) % output_of(model).weight.shape[0]
+    return (torch.arange(2 * TOKENS).view(2, TOKENS) * 5 + 1) % vocabulary
+
+
+def weights_of(x: Tensor) -> Tensor:
+    """For each element of a tensor another weight in a sum. All are positive."""
+    return 1 + 0.5 * torch.sin(torch.arange(1.0, x.numel() + 1, device=x.device)).view_as(x)
 
 
 def checked(model: PreTrainedModel) -> list[nn.Parameter]:
@@ -25,10 +39,9 @@ def checked(model: PreTrainedModel) -> list[nn.Parameter]:
     return [each for each in parameters if each.requires_grad and (small or each.ndim < 2)]
 
 
-def gradients(y: Tensor, parameters: list[nn.Parameter], graph: bool = False) -> list[Tensor | None]:
+def gradients(y: Tensor, parameters: list[nn.Parameter]) -> list[Tensor | None]:
     """Of a sum of an output, in which each element has another weight."""
-    weights = torch.sin(torch.arange(y.numel(), dtype=y.dtype, device=y.device)).view_as(y)
-    return list(torch.autograd.grad((y * weights).sum(), parameters, retain_graph=graph, allow_unused=True))
+    return list(torch.autograd.grad((y * weights_of(y)).sum(), parameters, allow_unused=True))
 
 
 def stages_of(model: PreTrainedModel, bounds: list[tuple[int, int]]) -> Stages:
@@ -64,7 +77,7 @@ def _check(stages: Stages, bounds: list[tuple[int, int]]) -> None:
         outputs.append(output)
 
     hooks = [block.register_forward_hook(called, with_kwargs=True) for block in stages.blocks]
-    tokens, parameters = tokens_of(model), checked(model)
+    tokens, parameters = tokens_of(output_of(model).weight.shape[0]), checked(model)
     try:
         logits = read(model, tokens)
     finally:
@@ -118,3 +131,125 @@ def _find_users(stages: Stages, tokens: Tensor) -> None:
             raise refused(model, f"uses {name} in several stages")
     stages.last = used[1]
     stages.first = used[0] | (everything - used[1])  # also what no stage uses
+
+
+NOTHING = 1e-3  # of the largest gradient: smaller ones are rounding, as of biases of keys, which have no effect
+NOISE = 0.1  # added to vectors for the comparison: initial ones are all 0 or all 1
+
+
+class Uncut:
+    """The class before it is cut over tensor parallel ranks: its results, and the values of its vectors.
+
+    Args:
+        run: the output [B, S, H] of the class, or of a pipeline stage's blocks.
+        head: costs of tokens [B, S] from that output. None: the stage has no head.
+    """
+
+    def __init__(self, model: PreTrainedModel, run: Callable[[], Tensor], head: Callable[[Tensor], Tensor] | None):
+        self.model, self.run = model, run
+        compared = set(map(id, checked(model)))
+        self.parameters = {name: each for name, each in model.named_parameters() if id(each) in compared}
+        self.vectors = {name: each.data.clone() for name, each in model.named_parameters() if each.ndim == 1}
+        for number, (name, values) in enumerate(self.vectors.items()):
+            noise = torch.sin(torch.arange(values.numel(), dtype=values.dtype) * 1.7 + number)
+            model.get_parameter(name).data = values + NOISE * noise
+        self.outputs, self.costs, found = self.computed(head, self.parameters)
+        self.gradients = {name: each for name, each in found.items() if each is not None}
+        self.largest = max(each.abs().max().item() for each in self.gradients.values())
+        self.wholes = {name: logical_of(each) for name, each in self.parameters.items()}
+
+    def computed(
+        self, head: Callable[[Tensor], Tensor] | None, parameters: dict[str, nn.Parameter]
+    ) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor | None]]:
+        """(outputs of all modules in their order, the last output, gradients)."""
+        outputs: dict[str, Tensor] = {}
+        self.inside: list[str] = []
+
+        def begun(name: str) -> Callable[..., None]:
+            return lambda *_: self.inside.append(name)
+
+        def ended(name: str) -> Callable[..., None]:
+            def keep(_: nn.Module, args: Any, output: Any) -> None:
+                self.inside.pop()
+                y = output[0] if isinstance(output, tuple) and output else output
+                if isinstance(y, Tensor):
+                    outputs[name] = y.detach().clone()
+
+            return keep
+
+        hooks = []
+        for name, module in self.model.named_modules():
+            if name:
+                hooks += [module.register_forward_pre_hook(begun(name)), module.register_forward_hook(ended(name))]
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with torch.enable_grad():
+                y = self.run()
+                y = y if head is None else head(y)
+                return outputs, y.detach(), dict(zip(parameters, gradients(y, list(parameters.values()))))
+        finally:
+            self.model.train(was_training)
+            for hook in hooks:
+                hook.remove()
+
+    def compare(self, head: Callable[[Tensor], Tensor] | None, axis: Axis) -> None:
+        """Check the class, which is now cut and on its device, and give vectors their own values again. Gradients of
+        whole parameters that each rank has a part of are summed from now on.
+
+        Raises:
+            FactsError: it is another function, with the first module that is.
+        """
+        now = dict(self.model.named_parameters())
+        parameters = {name: now[name] for name in self.parameters if name in now}
+        said, found = "", dict[str, Tensor | None]()
+        try:
+            outputs, costs, found = self.computed(head, parameters)
+            said = self._different(outputs, costs)
+        except (RuntimeError, AttributeError, TypeError, IndexError, ValueError, KeyError) as error:
+            said = f"cannot compute {(self.inside or ['its logits'])[-1]}: {type(error).__name__}: {str(error)[:200]}"
+        self._raise(said, axis)
+        wrong = [name for name in self.gradients if name in parameters and not self._right(name, found[name], axis)]
+        partial = self._agreed(wrong, axis)
+        sums = {name: all_reduce(_or_zeros(found[name], parameters[name]), axis) for name in partial}
+        wrong = [name for name in partial if self.wholes[name].shard or not self._right(name, sums[name], axis)]
+        self._raise(f"has other gradients of {wrong[0]}" if wrong else "", axis)
+        for name in partial:
+            partial_gradient(parameters[name], axis)
+        for name, values in self.vectors.items():
+            if name in now:
+                now[name].data.copy_(part_of(values, now[name], axis))
+
+    def _different(self, outputs: dict[str, Tensor], costs: Tensor) -> str:
+        """The first module with another result, if there is one."""
+        if same(costs.cpu(), self.costs, CLOSE):
+            return ""
+        for name, whole in self.outputs.items():
+            found = outputs.get(name)
+            if found is not None and found.shape == whole.shape and not same(found.cpu(), whole, CLOSE):
+                return f"computes something else in {name}, with the cuts of its plan"
+        return "has other logits with the cuts of its plan"
+
+    def _right(self, name: str, found: Tensor | None, axis: Axis) -> bool:
+        shard, whole = self.wholes[name].shard, self.gradients[name]
+        if found is None:
+            return False
+        if shard is not None:
+            spans = shard.spans(whole.shape[shard.dim], axis.rank, axis.size)
+            whole = torch.cat([whole.narrow(shard.dim, each.start, each.length) for each in spans], shard.dim)
+        largest = max(self.gradients[name].abs().max().item(), NOTHING * self.largest)
+        return (found.cpu() - whole).abs().max().item() <= CLOSE * largest
+
+    def _agreed(self, names: list[str], axis: Axis) -> list[str]:
+        """Those that any rank has, in order."""
+        every: list[Any] = [None] * axis.size
+        dist.all_gather_object(every, names, group=axis.group)
+        return sorted({name for each in every for name in each})
+
+    def _raise(self, said: str, axis: Axis) -> None:
+        for each in self._agreed([said] if said else [], axis)[:1]:
+            raise not_cut(self.model, each)
+
+
+def _or_zeros(gradient: Tensor | None, parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if gradient is None else gradient.clone()

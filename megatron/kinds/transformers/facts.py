@@ -43,7 +43,9 @@ class Facts:
             try it before processes start.
         positions: rows of a learned table of positions. None: it has none.
         sizes: parameters of each block of its stack. Empty: the class has no stack of `layers` blocks.
-        table: logical name of the token embedding.
+        table: logical name of the token embedding, which may be of the output layer that it is tied to.
+        divided: numbers that tensor parallel ranks divide, by name.
+        uncut: why the class cannot be cut over such ranks. "": it can.
         settings: the configuration of the class, as in a config.json.
     """
 
@@ -59,6 +61,8 @@ class Facts:
     positions: int | None = None
     sizes: list[int] = field(default_factory=list)
     table: str = ""
+    divided: dict[str, int] = field(default_factory=dict)
+    uncut: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .build import hf_config, hf_model
+from .cut import cuts_of, sizes_of
 from .facts import Facts, FactsError
 from .outline import parameters_of, stack_of
 from .probe import SMALL, keeps_apart, output_of, positions_of, probe
@@ -80,10 +81,16 @@ def facts_of_model(model: PreTrainedModel) -> Facts:
     tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)} | {id(head.weight)}
     matrices = sum(each.numel() for each in parameters.values() if each.ndim > 1 and id(each) not in tables)
     stacks = [each.numel() for each in parameters.values() if each.ndim == 3 and "expert" in _name(parameters, each)]
+    divided, uncut = dict[str, int](), ""
+    try:
+        divided = sizes_of(model, cuts_of(model))
+    except FactsError as error:
+        uncut = error.rule
     settings, (_, blocks) = model.config.get_text_config(), stack_of(model)
     chosen = getattr(settings, "num_experts_per_tok", None) or getattr(settings, "top_k_experts", None)
     experts = next((e.shape[0] for e in parameters.values() if e.ndim == 3 and "expert" in _name(parameters, e)), 0)
     idle = round(sum(stacks) * (1 - chosen / experts)) if experts and isinstance(chosen, int) else 0
+    tokens = next((name for name, each in parameters.items() if each is getattr(table, "weight", None)), "")
     return Facts(
         class_name=type(model).__name__,
         hidden_size=head.weight.shape[1],
@@ -95,7 +102,9 @@ def facts_of_model(model: PreTrainedModel) -> Facts:
         idle=idle,
         positions=positions_of(model),
         sizes=[sum(each.numel() for each in parameters_of(block)) for block in blocks],
-        table=next((name for name, each in model.named_modules() if each is table), ""),
+        divided=divided,
+        uncut=uncut,
+        table=tokens.rpartition(".")[0],
     )
 
 

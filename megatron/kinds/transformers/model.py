@@ -20,6 +20,8 @@ from megatron.model.partition import stage_bounds
 from megatron.model.stack import ModelPlan
 from megatron.model.stream import LOSS, Stream
 from megatron.objectives.named import objective_of
+from megatron.parallel.layers.collectives import enter
+from megatron.parallel.layers.cross_entropy import linear_cross_entropy
 from megatron.parallel.layers.parameters import logical_of
 from megatron.parallel.layout.mesh import ALONE, Axis
 from megatron.parallel.layout.random import site_key
@@ -27,7 +29,8 @@ from megatron.parallel.layout.shard import LogicalTensor, Role
 from megatron.worker.place import StartError
 
 from .build import hf_model, mark
-from .check import stages_of
+from .check import Uncut, stages_of, tokens_of, weights_of
+from .cut import Cuts, cut, cuts_of
 from .facts import FactsError
 from .outline import ANY, Stages, Window
 from .probe import Form, arguments_of, keeps_apart, output_of, positions_of, probe
@@ -102,38 +105,19 @@ class WholeModel(nn.Module):
     def __init__(self, plan: ModelPlan, on_host: bool = False, window: Window | None = None) -> None:
         super().__init__()
         self.plan, self.form, self.window = plan, plan.form, window
-        own, seed = plan.config.model.blocks[0].kinds[0].name, plan.config.training.seed
-        options = getattr(plan.config.model, own).model_dump()
-        meta, same = torch.device(plan.device).type == "meta", plan.mesh.replicas if on_host else ALONE
-        form: Form | FactsError = Form()
-        stages: Stages | None = None
-        try:
-            with torch.device("meta" if meta or same.rank else "cpu"):
-                inner = hf_model(options, seed, plan.values and not same.rank)
-            layer = output_of(inner)
-            if not meta and not same.rank:
-                form = probe(inner)
-                if self.form.documents and not keeps_apart(inner):
-                    rule = f"must be false: {type(inner).__name__} reads across the ends of documents"
-                    raise FactsError("data.reset_attention_at_eod", rule, "remove it")
-                if window is not None:
-                    stages = stages_of(inner, runs_of_blocks(plan))
-        except FactsError as error:
-            form = error
-        first = _of_first(form, same)
-        form = form if isinstance(form, FactsError) else first
-        if isinstance(form, FactsError):
-            key = f"model.{own}{form.key}" if form.key.startswith(".") else form.key
-            raise StartError(f"{key}: {form}") from form
+        same = plan.mesh.replicas if on_host else ALONE
+        inner, form, stages = self._made(same)
+        layer = output_of(inner)
         if same.rank:
             _without_memory(inner)
         self.longest = positions_of(inner)
         self.arguments, self.balance = arguments_of(inner), _factor_of_routers(inner)
         wide = (*(inner._keep_in_fp32_modules or ()), *(inner._keep_in_fp32_modules_strict or ()))
-        mark(inner, layer, wide)
+        cuts = None if plan.mesh.tensor.size == 1 else cuts_of(inner)
+        mark(inner, layer, wide, cuts.shards if cuts else {})
         self.blocks_name = stages.name if stages else ""
-        if stages and window:
-            stages.install(window, plan.device)
+        replaced = stages.install(window) if stages and window else []
+        self.stand_ins = [(module, name, logical_of(parameter).keep_fp32) for module, name, parameter in replaced]
         self.taken = Taken(plan.factory("").dtype, plan.device)
         self.output = (
             layer,
@@ -151,20 +135,108 @@ class WholeModel(nn.Module):
             if name == "experts"
         )
         self.inner = inner
+        uncut = self._cut(cuts, layer, form) if cuts and torch.device(plan.device).type != "meta" else None
         if window is None or window.last:
             self.head = OutputHead(plan, layer, form)
+        if uncut is not None:
+            self._compare(uncut)
         self._place("cpu" if on_host else plan.device, same)
 
-    def _place(self, device: torch.device | str, same: Axis) -> None:
+    def _made(self, same: Axis) -> tuple[PreTrainedModel, Form, Stages | None]:
+        """The class, how its logits follow from the head's input, and its pipeline stages, all checked.
+
+        Raises:
+            StartError: it cannot be trained.
+        """
+        plan, stages, form = self.plan, None, Form()
+        own, seed = plan.config.model.blocks[0].kinds[0].name, plan.config.training.seed
+        meta, problem = torch.device(plan.device).type == "meta", None
+        try:
+            with torch.device("meta" if meta or same.rank else "cpu"):
+                inner = hf_model(getattr(plan.config.model, own).model_dump(), seed, plan.values and not same.rank)
+            if not meta and not same.rank:
+                form = probe(inner)
+                if self.form.documents and not keeps_apart(inner):
+                    rule = f"must be false: {type(inner).__name__} reads across the ends of documents"
+                    raise FactsError("data.reset_attention_at_eod", rule, "remove it")
+                if self.window is not None:
+                    stages = stages_of(inner, runs_of_blocks(plan))
+        except FactsError as error:
+            problem = error
+        first = _of_first(problem or form, same)
+        problem = problem or (first if isinstance(first, FactsError) else None)
+        if problem is not None:
+            key = f"model.{own}{problem.key}" if problem.key.startswith(".") else problem.key
+            raise StartError(f"{key}: {problem}") from problem
+        return inner, first, stages
+
+    def _compare(self, uncut: Uncut) -> None:
+        """Check that the slices are the class. They are in fp32 for this.
+
+        Raises:
+            StartError: they are not.
+        """
+        self._place(self.plan.device, ALONE, torch.float32)
+        own_type, self.taken.weight = self.taken.weight.dtype, self.taken.weight.float()
+        try:
+            uncut.compare(self._costs if self.window is None or self.window.last else None, self.plan.mesh.tensor)
+        except FactsError as error:
+            raise StartError(f"{error.key}: {error}") from error
+        self.taken.weight = self.taken.weight.to(own_type)
+
+    def _costs(self, x_BSH: Tensor) -> Tensor:
+        """A sum of costs of tokens, by our head."""
+        tokens, head = tokens_of(self.plan.config.model.vocab_size).flatten().to(x_BSH.device), self.head
+        return linear_cross_entropy(
+            enter(x_BSH, self.plan.mesh).flatten(0, 1),
+            head.matrix,
+            head.bias,
+            tokens,
+            weights_of(tokens),
+            first=head.span.start,
+            axis=self.plan.mesh.tensor,
+            options=replace(head.options, z_loss=0.0, compiled=False, cost=None),
+        )[0]
+
+    def _cut(self, cuts: Cuts, layer: nn.Module, form: Form) -> Uncut:
+        """Keep this rank's part of the class. Returns the results of the whole."""
+        plan, inner, window = self.plan, self.inner, self.window
+        tokens, later = tokens_of(plan.config.model.vocab_size), window is not None and window.start > 0
+        given = torch.sin(torch.arange(tokens.numel() * plan.config.model.hidden_size)).view(*tokens.shape, -1)
+
+        def run() -> Tensor:
+            device = next(inner.parameters()).device
+
+            def call() -> Tensor:
+                read = torch.full_like(tokens, ANY) if later else tokens
+                inner(input_ids=read.to(device), **self.arguments)
+                return self.taken.take()
+
+            return call() if window is None else window.through(call, given.to(device) if later else None)
+
+        def costs(x_BSH: Tensor) -> Tensor:
+            logits = form.of(nn.functional.linear(x_BSH, cast(Tensor, layer.weight), getattr(layer, "bias", None)))
+            own = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none")
+            return (weights_of(own) * own).sum()
+
+        uncut = Uncut(inner, run, costs if window is None or window.last else None)
+        cut(inner, layer, cuts, lambda name: replace(plan.factory(name), device="meta"))
+        return uncut
+
+    def _place(self, device: torch.device | str, same: Axis, own: torch.dtype | None = None) -> None:
         """Give parameters their types, put them onto this device, and buffers onto the plan's.
 
         Args:
             same: ranks with the same parameters. Only the first has values.
+            own: type of all, for a comparison.
         """
         plan = self.plan
         for parameter in dict.fromkeys(self.parameters()):
-            dtype = torch.float32 if logical_of(parameter).keep_fp32 else plan.factory("").dtype
+            dtype = torch.float32 if logical_of(parameter).keep_fp32 else own or plan.factory("").dtype
             parameter.data = parameter.data.to(device, dtype) if not same.rank else _one(parameter.shape, dtype)
+        for module, name, wide in self.stand_ins:
+            dtype, shape = torch.float32 if wide else own or plan.factory("").dtype, getattr(module, name).shape
+            setattr(module, name, torch.zeros((), dtype=dtype, device=plan.device).expand(shape))
         for module in self.modules():
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None:

@@ -120,7 +120,7 @@ ONE = "use 1: ZeRO (zero.stage 1 to 3) splits the states of any model over data 
 LIMITS: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     *(
         (f"parallel.{name}", lambda size: size > 1, f"{name} must be 1: layers of other programs are not cut", ONE)
-        for name in ("tensor", "context", "depth", "expert", "folded", "stages_per_rank")
+        for name in ("context", "depth", "expert", "folded", "stages_per_rank")
     ),
     (
         "training.activation_checkpointing.mode",
@@ -163,6 +163,26 @@ def documents_are_apart(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
     if at.config.data.reset_attention_at_eod and facts is not None and facts.documents is False:
         rule = f"must be false: {facts.class_name} reads across the ends of documents"
         yield at.problem("data.reset_attention_at_eod model.layers", rule=rule, fix="remove it")
+
+
+def slices_are_whole(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
+    facts, key, ranks = _facts(at.options), "parallel.tensor", at.config.parallel.tensor
+    if facts is None or ranks == 1:
+        return
+    if facts.uncut:
+        yield at.problem(key, "model.layers", rule=facts.uncut, fix=ONE)
+        return
+    wrong = {name: size for name, size in facts.divided.items() if size % ranks}
+    if wrong:
+        largest = next(n for n in range(ranks, 0, -1) if not any(size % n for size in facts.divided.values()))
+        rule = "must divide " + ", ".join(f"{name}={size}" for name, size in list(wrong.items())[:3])
+        yield at.problem(key, "model.layers", rule=f"{rule} of {facts.class_name}", fix=f"use {largest}")
+    if at.context.option("zero.stage") == 3:
+        rule = "must be at most 2 with tensor parallel ranks of a class of transformers"
+        yield at.problem("zero.stage", key, rule=rule, fix="use 1 or 2, or parallel.tensor: 1")
+    if at.config.parallel.sequence:
+        rule = "must be false: the class reads sequences whole"
+        yield at.problem("parallel.sequence", "model.layers", rule=rule, fix="remove it")
 
 
 def stages_have_blocks(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
@@ -244,6 +264,7 @@ KIND = LayerKind(
         layers_run_on_all_ranks,
         positions_are_in_the_table,
         adapters_need_names,
+        slices_are_whole,
         stages_have_blocks,
     ),
     outline=outline,

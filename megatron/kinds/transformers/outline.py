@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -115,7 +114,7 @@ class Stages:
         inside = {id(each) for block in self.blocks for each in block.parameters()}
         return {name: each for name, each in self.model.named_parameters() if id(each) not in inside}
 
-    def install(self, window: Window, device: torch.device | str | None = None) -> list[tuple[nn.Module, str, Any]]:
+    def install(self, window: Window) -> list[tuple[nn.Module, str, nn.Parameter]]:
         """Put stand-ins in the places of all that this window does not have.
 
         Returns:
@@ -132,7 +131,7 @@ class Stages:
                 replaced += list(_places(self.model, parameter))
         for module, name, parameter in replaced:
             del module._parameters[name]
-            setattr(module, name, parameter.new_zeros((), device=device).detach().expand(parameter.shape))
+            setattr(module, name, parameter.new_zeros(()).detach().expand(parameter.shape))
         return replaced
 
     @contextmanager

@@ -129,9 +129,9 @@ def _with_output(model: PreTrainedModel, head: nn.Module, output_V: Tensor, toke
         handle.remove()
 
 
-def same(a: Tensor, b: Tensor) -> bool:
+def same(a: Tensor, b: Tensor, bound: float = EXACT) -> bool:
     largest = max(a.abs().max().item(), b.abs().max().item())
-    return math.isfinite(largest) and (a - b).abs().max().item() <= EXACT * largest
+    return math.isfinite(largest) and (a - b).abs().max().item() <= bound * largest
 
 
 def _forms(model: PreTrainedModel, plain: Tensor, logits: Tensor) -> Iterator[Form]:

@@ -138,6 +138,26 @@ def leave(x: Tensor, mesh: Mesh) -> Tensor:
     return _Moved.apply(x, *(SCATTER if mesh.layout.sequence else REDUCE), mesh.tensor, mesh.layout.tensor_wire)
 
 
+def _gather_channels(x: Tensor, axis: Axis, wire: str) -> Tensor:
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(axis.size)]
+    dist.all_gather(parts, x.contiguous(), group=axis.group)
+    return torch.cat(parts, -1)
+
+
+def _split_channels(x: Tensor, axis: Axis, wire: str) -> Tensor:
+    return x.chunk(axis.size, -1)[axis.rank].contiguous()
+
+
+def gather_channels(x: Tensor, axis: Axis) -> Tensor:
+    """The last dimension of all ranks, which all then use alike: each keeps its part of the gradient."""
+    return x if axis.size == 1 else _Moved.apply(x, _gather_channels, _split_channels, axis)
+
+
+def split_channels(x: Tensor, axis: Axis) -> Tensor:
+    """This rank's part of the last dimension of a tensor that all have. The gradient is that of all parts."""
+    return x if axis.size == 1 else _Moved.apply(x, _split_channels, _gather_channels, axis)
+
+
 def sum_gradient(parameter: Tensor, axis: Axis) -> Tensor:
     """A replicated parameter. Each rank has only part of its uses, so its gradient is summed over the axis."""
     return parameter if axis.size == 1 else _Moved.apply(parameter, *COPY, axis)

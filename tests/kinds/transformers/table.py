@@ -26,6 +26,8 @@ BOUND = 1e-5
 WAYS: dict[str, tuple[int, int, dict[str, int]]] = {  # ranks, ZeRO stage, layout
     "one rank": (1, 0, {}),
     "ZeRO 3 on 2 ranks": (2, 3, {}),
+    "tensor 2": (2, 0, {"tensor": 2}),
+    "pipeline 2": (2, 0, {"pipeline": 2}),
 }
 
 
@@ -91,7 +93,9 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     for name, each in sorted(results.items()):
         cells = [f"{each[way]:.0e}" if way in each else "–" for way in WAYS]
         cells.append("yes" if each.get("documents") else "no" if "documents" in each else "–")
-        reason = each.get("reason", "") or ("" if all(name in names for names in exact.values()) else "differs")
+        reasons = [f"{way}: {each[f'{way}: reason']}" for way in WAYS if f"{way}: reason" in each]
+        reasons += [f"{way}: differs" for way in WAYS if way in each and name not in exact[way]]
+        reason = each.get("reason", "") or ". ".join(reasons)
         if "rounding" in each:
             reason += f" one more rounding of the initial weights changes the plain loop by {each['rounding']:.0e}"
         reason = reason.strip().replace("|", "/").replace(";", ",")

@@ -26,6 +26,7 @@ from megatron.worker.place import StartError
 from tests.kinds.transformers.steps import by_engine, by_torch, differences, values_of
 from tests.kinds.transformers.tiny import tiny
 
+SLICED = ("qwen3", "gemma2", "cohere", "qwen3_next")  # of them, with a plan
 # Forms of attention, a recurrence, experts, a scale and a cap of logits, a learned table, an encoder's decoder.
 SAMPLE = ("qwen3", "gpt2", "mamba", "gpt_oss", "gemma2", "cohere", "bart", "qwen3_next")
 BOUND = 1e-5  # four steps in fp32, whose sums are in other orders
@@ -33,10 +34,11 @@ BOUND = 1e-5  # four steps in fp32, whose sums are in other orders
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_four_steps_are_those_of_a_plain_loop(name):
-    """On one rank, with ZeRO 3 on two, and in two pipeline stages."""
+    """On one rank, with ZeRO 3 on two, in two pipeline stages, and in slices of two."""
     options = tiny(name)
     losses, weights = by_torch(values_of(name, options))
-    for ranks, stage, parallel in ((1, 0, {}), (2, 3, {}), (2, 0, {"pipeline": 2})):
+    sliced = [(2, 0, {"tensor": 2})] if name in SLICED else []
+    for ranks, stage, parallel in ((1, 0, {}), (2, 3, {}), (2, 0, {"pipeline": 2}), *sliced):
         values = values_of(name, options, stage, parallel)
         found = differences(on_ranks(ranks, by_engine, values, ranks), losses, weights)
         assert max(found[:2]) <= BOUND, (ranks, found)
@@ -48,7 +50,10 @@ def test_gradients_do_not_depend_on_the_layout():
     check_layouts(values, [{"zero": {"stage": stage}} for stage in (1, 2, 3)])
     check_layouts(values, [{**stages, "zero": {"stage": stage}, "ranks": 4} for stage in (1, 2)])
     recomputed = {"training": {**values["training"], "activation_checkpointing": {"mode": "full"}}}
-    check_layouts({**values, **recomputed}, [{"zero": {"stage": 0}}, {"zero": {"stage": 3}}, stages])
+    slices = {"parallel": {"tensor": 2}}
+    check_layouts({**values, **recomputed}, [{"zero": {"stage": 0}}, {"zero": {"stage": 3}}, stages, slices])
+    both = {"parallel": {"tensor": 2, "pipeline": 2}, "ranks": 4}
+    check_layouts(values, [both, {**slices, "zero": {"stage": 1}, "ranks": 4}])
 
 
 def test_documents_of_a_sample_are_apart():
@@ -81,7 +86,7 @@ def test_a_run_resumes_on_another_layout_and_is_exported(tmp_path):
     assert prove(checkpoint, tmp_path / "hf", None).holds
 
 
-@pytest.mark.parametrize("before, after", (({"pipeline": 2}, {}), ({}, {"pipeline": 2})))
+@pytest.mark.parametrize("before, after", (({"pipeline": 2}, {"tensor": 2}), ({"tensor": 2}, {})))
 def test_a_run_resumes_with_another_cut(tmp_path, before, after):
     """gemma2 has tied embeddings, of which two stages have copies."""
     values = {**values_of("gemma2", tiny("gemma2")), "checkpoint": {"every": 2}, "run": {"dir": str(tmp_path)}}
@@ -93,6 +98,16 @@ def test_a_run_resumes_with_another_cut(tmp_path, before, after):
     assert set(checkpoint.tensors) == set(weights)
     export(checkpoint, tmp_path / "hf")
     assert prove(checkpoint, tmp_path / "hf", None).holds
+
+
+def test_stages_and_slices_in_bf16():
+    """Tensors of stand-ins have the type of the run. Four steps differ by roundings of losses of about 4.5."""
+    values = {**values_of("gemma2", tiny("gemma2")), "precision": {"compute": "bf16"}}
+    whole, cut = (
+        [each["loss"] for each in train_on_ranks(ranks, {**values, "parallel": parallel}) if "loss" in each]
+        for ranks, parallel in ((1, {}), (4, {"pipeline": 2, "tensor": 2}))
+    )
+    assert cut == pytest.approx(whole, rel=2**-8)
 
 
 def refusals(values):
@@ -181,7 +196,20 @@ WRONG = {
     "not causal": ({"config": "bert", "options": None}, {}, "must be causal", "is_decoder"),
     "own layers": ({}, {"model": {"norm": {"epsilon": 1e-6}}}, "must not be given with layers", "remove it"),
     "another width": ({}, {"model": {"hidden_size": 48}}, "must be 32, the value of Qwen3ForCausalLM", "hidden_size"),
-    "tensor": ({}, {"parallel": {"tensor": 2}}, "tensor must be 1", "ZeRO"),
+    "context": ({}, {"parallel": {"context": 2}}, "context must be 1", "ZeRO"),
+    "slices without a plan": (
+        {"config": "gpt2", "options": tiny("gpt2")},
+        {"parallel": {"tensor": 2}},
+        "GPT2LMHeadModel has no plan that cuts it",
+        "ZeRO",
+    ),
+    "heads that ranks do not divide": (
+        {"options": {**tiny("qwen3"), "num_key_value_heads": 1}},
+        {"parallel": {"tensor": 2}},
+        "must divide num_key_value_heads=1",
+        "use 1",
+    ),
+    "slices with ZeRO 3": ({}, {"parallel": {"tensor": 2}, "zero": {"stage": 3}}, "must be at most 2", "use 1 or 2"),
     "stages with ZeRO 3": ({}, {"parallel": {"pipeline": 2}, "zero": {"stage": 3}}, "must be at most 2", "use 1 or 2"),
     "routers of stages": (
         {"config": "qwen3_moe", "options": {**tiny("qwen3_moe"), "output_router_logits": True}},
