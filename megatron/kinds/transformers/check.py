@@ -241,7 +241,7 @@ class Uncut:
         return (found.cpu() - whole).abs().max().item() <= CLOSE * largest
 
     def _agreed(self, names: list[str], axis: Axis) -> list[str]:
-        """Those that any rank has, in order."""
+        """The names of all ranks, in order."""
         every: list[Any] = [None] * axis.size
         dist.all_gather_object(every, names, group=axis.group)
         return sorted({name for each in every for name in each})
