@@ -125,7 +125,7 @@ def _add(model: PreTrainedModel, found: Cuts, name: str, each: nn.Module | nn.Pa
         found.shards[name] = _shard(each, style)
 
 
-def _shard(parameter: nn.Parameter, style: str) -> Shard:
+def _shard(parameter: Tensor, style: str) -> Shard:
     dim = max(0, parameter.ndim - (2 if style in COLUMNS else 1))
     size = parameter.shape[dim]
     return Shard(dim, (size // 2, size - size // 2) if style.startswith("packed") else None)
