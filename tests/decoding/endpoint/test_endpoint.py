@@ -316,7 +316,7 @@ def test_clients_that_go_away_free_their_pages(served):
 
 def test_a_slow_reader_is_left(served):
     """Log-probabilities of a long prompt are more than the buffers of a connection take."""
-    asked = {"prompt": "x" * 900, "echo": True, "logprobs": 20, "n": 12, "max_tokens": 2, "stream": True}
+    asked = {"prompt": "x" * 900, "echo": True, "logprobs": 20, "n": 40, "max_tokens": 2, "stream": True}
     link = served.open(asked, window=4096)
     assert link.recv(15) == b"HTTP/1.1 200 OK"
     assert served.complete(prompt="Once", max_tokens=2)
