@@ -302,6 +302,7 @@ OFTEN = {
     "state space adamw fp32, tp2 pp2 to dp2 ZeRO 3",
     "zamba2 adamw bf16, dp2 ZeRO 3 to pp2 of 1 and 4",
     "rwkv7 adamw fp32, tp2 pp2 to dp2 ZeRO 3",
+    "qwen3 adamw fp32, pp2 dp2 zero bubble ZeRO 3 to pp2 ZB-V",
     "moe muon fp32, dp4 ep2 ZeRO 1 to dp2 ep2 ZeRO 0",
     "state space adamw fp32, cp2 ZeRO 1 to cp4 ZeRO 3",
     "moe adamw fp32, cp2 ep2 by ring to cp2 ZeRO 1",
