@@ -10,6 +10,7 @@ import threading
 import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -231,9 +232,15 @@ class TiktokenTokenizer(Tokenizer):
         return self.encoding.encode(text, disallowed_special=())
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self.encoding.decode(list(ids))
+        table = self._table
+        return b"".join(table[each] for each in ids if 0 <= each < self.size).decode("utf-8", errors="replace")
 
     def bytes_of_ids(self) -> list[bytes]:
+        return self._table
+
+    @cached_property
+    def _table(self) -> list[bytes]:
+        """Encodings have ids without a text, at which the library's own `decode` fails."""
         names = {rank: token for token, rank in self.encoding._mergeable_ranks.items()}
         names |= {identity: text.encode() for text, identity in self.encoding._special_tokens.items()}
         return [names.get(identity, b"") for identity in range(self.size)]

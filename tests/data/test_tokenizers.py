@@ -14,7 +14,7 @@ from megatron.data.corpus.job import TokenizeJob, run
 from megatron.data.corpus.vocabulary import texts, train
 from megatron.data.errors import DataError
 from megatron.data.plan_builder import build_plan
-from megatron.data.tokenizer import build_tokenizer
+from megatron.data.tokenizer import TiktokenTokenizer, build_tokenizer
 from tests.data.make import configuration
 from tests.paths import shared
 
@@ -173,3 +173,18 @@ def test_a_blend_of_two_tokenizers_is_refused(tmp_path, corpus):
         with pytest.raises(DataError, match=match):
             build_plan(config)
     build_plan(configuration({"train": paths[:1]}, tokenizer={"type": "bytes"}, run={"dir": str(tmp_path)}))
+
+
+def test_tiktoken_ids_without_a_text(monkeypatch):
+    """cl100k_base has some, which a model may draw."""
+    tiktoken = pytest.importorskip("tiktoken")
+    ranks = {bytes([each]): each for each in range(256)}
+    own = tiktoken.Encoding("holes", pat_str=".", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 258})
+    monkeypatch.setattr(tiktoken, "list_encoding_names", lambda: ["holes"])
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda _: own)
+    tokenizer = TiktokenTokenizer("holes")
+    assert tokenizer.size == 259 and tokenizer.eod_id == 258
+    text = "aé漢"
+    assert tokenizer.decode(tokenizer.encode(text)) == own.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode([97, 256, 257, 98, 258]) == "ab<|endoftext|>"
+    assert tokenizer.decode([0xE6, 98]) == own.decode([0xE6, 98])
