@@ -16,19 +16,34 @@ class GrowingText:
 
     Args:
         keep_stop: whether the stop string is a part of the text.
+        after: ids before the first one. Their text is not shown.
+        least: stops that are complete before this number of tokens are text.
 
     Attributes:
         stopped: whether a stop string was complete.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), keep_stop: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str] = (),
+        keep_stop: bool = False,
+        *,
+        after: Sequence[int] = (),
+        least: int = 0,
+    ) -> None:
         self.tokenizer, self.stops, self.keep_stop = tokenizer, stops, keep_stop
         self.ids: list[int] = []
         self.known, self.before, self.held, self.stopped = 0, "", "", False
+        self.least, self.count = least, 0
+        before = tokenizer.decode(after)
+        if not before.endswith("\ufffd"):
+            self.ids, self.known, self.before = list(after), len(after), before
 
     def add(self, token: int) -> str:
         """The characters that are certain now."""
         self.ids.append(token)
+        self.count += 1
         text = self.tokenizer.decode(self.ids)
         if self.stopped or text.endswith("\ufffd") or not text.startswith(self.before):
             return ""
@@ -42,13 +57,12 @@ class GrowingText:
         if self.stopped:
             return ""
         found = self._sure(self.tokenizer.decode(self.ids)[len(self.before) :])
-        held, self.held = self.held, ""
-        return found + held
+        return found if self.stopped else found + self.held
 
     def _sure(self, new: str) -> str:
         self.held += new
         ends = [(self.held.find(stop), stop) for stop in self.stops if stop in self.held]
-        if ends:
+        if ends and self.count >= self.least:
             begin, stop = min(ends)
             self.stopped = True
             return self.held[: begin + (len(stop) if self.keep_stop else 0)]

@@ -105,15 +105,22 @@ def likeliest(logits_BV: Tensor, count: int) -> list[list[tuple[int, float]]]:
     return [list(zip(ids, logs)) for ids, logs in zip(ids_Bk.tolist(), logs_Bk.tolist())]
 
 
-def ending(tokenizer: Tokenizer, stops: Sequence[str]) -> Callable[[list[int]], bool] | None:
-    """Whether one of the stops is at the end of a text of these tokens. None without stops."""
+def ending(tokenizer: Tokenizer, stops: Sequence[str], least: int = 0) -> Callable[[list[int]], bool] | None:
+    """Whether one of the stops is at the end of a text of these tokens. None without stops.
+
+    Args:
+        least: stops that are complete before this number of tokens do not count.
+    """
     if not stops:
         return None
     longest = max(len(stop.encode()) for stop in stops)
 
     def ended(tokens: list[int]) -> bool:
         # A stop has no more tokens than bytes. A few more, so that no character is cut at the front.
-        tail = tokenizer.decode(tokens[-(longest + 4) :])
-        return any(stop in tail for stop in stops)
+        begin = max(len(tokens) - longest - 4, 0)
+        tail, early = tokenizer.decode(tokens[begin:]), 0
+        if begin < least - 1:
+            early = len(tokenizer.decode(tokens[begin : least - 1]))
+        return any(tail.find(stop, max(early - len(stop) + 1, 0)) >= 0 for stop in stops)
 
     return ended

@@ -10,6 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.data.tokenizer import BytesTokenizer, HuggingFaceTokenizer, Tokenizer
 from megatron.decoding.growing_text import GrowingText
+from megatron.decoding.sampling import ending
 
 
 def byte_level() -> Tokenizer:
@@ -38,3 +39,32 @@ def test_pieces_are_the_whole_text(tokenizer):
         growing = GrowingText(tokenizer)
         found = [*map(growing.add, ids), growing.rest()]
         assert "".join(found) == tokenizer.decode(ids)
+
+
+def test_what_is_left_ends_before_a_stop():
+    """A token may have a stop string and the beginning of a character."""
+    growing = GrowingText(byte_level(), ["ab"])
+    tokenizer = growing.tokenizer
+    (last,) = (each for each in range(tokenizer.size) if tokenizer.token(each) == "ab\ufffd")
+    assert growing.add(last) + growing.rest() == "" and growing.stopped
+    growing = GrowingText(tokenizer, ["b"], keep_stop=True)
+    assert growing.add(last) + growing.rest() == "ab"
+
+
+def test_a_text_that_continues_another_has_its_space():
+    tokenizer = metaspace()
+    prompt, more = [0], [0, 2]
+    growing = GrowingText(tokenizer, after=prompt)
+    whole = tokenizer.decode([*prompt, *more])
+    assert whole == "a ab" and tokenizer.decode(more) == "ab"
+    assert [growing.add(more[0]), growing.add(more[1]) + growing.rest()] == [" a", "b"]
+    growing = GrowingText(BytesTokenizer(), after=[0xC3])
+    assert growing.add(ord("a")) == "a", "the prompt ends within a character"
+
+
+def test_stops_before_the_fewest_tokens_are_text():
+    tokenizer = BytesTokenizer()
+    growing, ended = GrowingText(tokenizer, ["aa"], least=4), ending(tokenizer, ["aa"], 4)
+    text = list(b"aabaab")
+    assert [growing.add(each) for each in text] == ["", "a", "ab", "", "", ""] and growing.stopped
+    assert ended is not None and [ended(text[:end]) for end in (4, 5, 6)] == [False, True, True]

@@ -12,6 +12,7 @@ from ..growing_text import GrowingText
 from .question import Question
 from .service import Likeliest, News
 
+CONTEXT = 8  # last tokens of a prompt, by which tokenizers decide whether a space begins what follows
 LEAST = -9999.0  # OpenAI's number for log-probabilities that JSON has no number for
 
 
@@ -26,7 +27,16 @@ class Answer:
         self.question, self.tokenizer, self.name = question, tokenizer, name
         self.id = f"{'chatcmpl' if question.chat else 'cmpl'}-{secrets.token_hex(12)}"
         self.created, self.drawn = int(time.time()), 0
-        texts = [GrowingText(tokenizer, question.stops, question.keep_stop) for _ in question.requests]
+        texts = [
+            GrowingText(
+                tokenizer,
+                question.stops,
+                question.keep_stop,
+                after=() if question.chat else each.prompt[-CONTEXT:],
+                least=each.least,
+            )
+            for each in question.requests
+        ]
         self.texts, self.offsets, self.begun = texts, [0] * len(texts), [False] * len(texts)
         self.bytes = tokenizer.bytes_of_ids() if question.chat and question.logs else None
 

@@ -33,7 +33,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 Stop = Annotated[str, Field(min_length=1, max_length=STOP)]
 Count = Annotated[int, Field(ge=0, le=1 << 31)]
+Item = TypeVar("Item")
 T = TypeVar("T", bound=BaseModel)
+Many = Annotated[list[Item], Field(fail_fast=True)]  # one error, not one for each item of a body that is full of them
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
@@ -54,8 +56,8 @@ class Body(BaseModel):
     n: int = Field(1, ge=1, le=CHOICES)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    stop: Stop | Annotated[list[Stop], Field(max_length=STOPS)] = []
-    stop_token_ids: list[Count] = Field([], max_length=256)
+    stop: Stop | Annotated[Many[Stop], Field(max_length=STOPS)] = []
+    stop_token_ids: Many[Count] = Field([], max_length=256)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: Count = 0
@@ -73,7 +75,7 @@ class Body(BaseModel):
 
 
 class CompletionBody(Body):
-    prompt: str | list[str] | list[Count] | list[list[Count]]
+    prompt: str | Many[str] | Many[Count] | Many[Many[Count]]
     logprobs: int | None = Field(None, ge=0, le=LIKELIEST)
     echo: bool = False
 
@@ -87,12 +89,12 @@ class Part(BaseModel):
 class Message(BaseModel):
     model_config = STRICT
     role: str
-    content: str | list[Part]
+    content: str | Many[Part]
     name: str | None = None
 
 
 class ChatBody(Body):
-    messages: list[Message] = Field(min_length=1, max_length=4096)
+    messages: Many[Message] = Field(min_length=1, max_length=4096)
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=LIKELIEST)
@@ -214,14 +216,15 @@ class Reader:
         stops += self.turn_stops if chat else []
         end = None if body.ignore_eos else self.tokenizer.eod_id
         seed = secrets.randbits(31) if body.seed is None else body.seed
+        least = min(body.min_tokens, most)
         first = Request(
             (),
             most,
             0,
             Sampling(body.temperature, max(body.top_k, 0), body.top_p, seed, "serve"),
-            _finished(self.tokenizer, stops, ids),
+            _finished(self.tokenizer, stops, ids, least),
             end,
-            min(body.min_tokens, most),
+            least,
             likeliest=likeliest,
         )
         requests = list[Request]()
@@ -249,6 +252,9 @@ class Reader:
         if whole > self.limits.longest:
             rule = f"prompt and continuation have {whole} tokens, and must have at most {self.limits.longest}"
             raise Refusal(400, rule, "max_tokens", "context_length_exceeded")
+        size = min(self.model.vocab_size, self.tokenizer.size)
+        if (largest := max(request.prompt, default=0)) >= size:
+            raise Refusal(400, f"ids of a prompt must be below {size}, not {largest}", "prompt")
         try:
             request.check(self.model, self.tokenizer.size)
         except RequestError as error:
@@ -269,8 +275,10 @@ def end_of_turn(template: ChatTemplate) -> str | None:
     return text[begin:end].partition(answer)[2].strip() or None
 
 
-def _finished(tokenizer: Tokenizer, stops: Sequence[str], ids: set[int]) -> Callable[[list[int]], bool] | None:
-    by_text = ending(tokenizer, stops)
+def _finished(
+    tokenizer: Tokenizer, stops: Sequence[str], ids: set[int], least: int
+) -> Callable[[list[int]], bool] | None:
+    by_text = ending(tokenizer, stops, least)
     if not ids:
         return by_text
     return lambda tokens: tokens[-1] in ids or (by_text is not None and by_text(tokens))
