@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ipaddress
+import math
 import os
 import signal
 import sys
@@ -26,6 +26,7 @@ if __name__ == "__main__":
 
 from megatron.config.admitted import add_flag  # noqa: E402
 from megatron.config.problems import UserError  # noqa: E402
+from megatron.decoding.endpoint.limits import of_this_machine  # noqa: E402
 from megatron.decoding.reading_options import add_options  # noqa: E402
 
 if TYPE_CHECKING:
@@ -77,13 +78,6 @@ def check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
             parser.error(f"--{name} must be {rule}")
 
 
-def of_this_machine(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def template_of(config: Config, tokenizer: Tokenizer, name: str | None) -> ChatTemplate | None:
     """The template of conversations. None where the tokenizer has none, and none is named."""
     from megatron.data.chat.encode import find_template
@@ -109,17 +103,21 @@ def source(path: str) -> Path:
     return find_checkpoint(Path(run_config(given).run.dir) if given.is_file() else given)
 
 
-def loader(folder: Path, config: Config, device: torch.device) -> Any:
-    """A function that loads an exported model of the same shape from a folder inside of `folder`."""
+def loader(folder: Path, config: Config, longest: int, device: torch.device) -> Any:
+    """A function that loads an exported model with the same vocabulary, for texts of `longest` tokens, from a folder
+    inside of `folder`."""
     from megatron.checkpoint import CheckpointError
     from megatron.checkpoint.hf.importer import import_model, locate
     from megatron.config import ConfigError
-    from megatron.decoding.decoder import WholeModel
+    from megatron.decoding.decoder import WholeModel, obstacle
     from megatron.decoding.endpoint.limits import Refusal
     from megatron.training.text import load_model
 
     def load(name: str) -> WholeModel:
-        real, limit = os.path.realpath(name), os.path.realpath(folder)
+        try:
+            real, limit = os.path.realpath(name), os.path.realpath(folder)
+        except ValueError as error:  # no name of a file
+            raise Refusal(400, "model_path must be a folder's name", "model_path") from error
         if os.path.commonpath([real, limit]) != limit or not os.path.isdir(real):
             raise Refusal(403, f"model_path must be a folder inside of {limit}", "model_path")
         try:
@@ -130,6 +128,11 @@ def loader(folder: Path, config: Config, device: torch.device) -> Any:
             raise Refusal(400, f"the weights cannot be read: {error}", "model_path") from error
         if found.model.vocab_size != config.model.vocab_size:
             rule = f"the weights have {found.model.vocab_size} ids, and must have {config.model.vocab_size}"
+            raise Refusal(400, rule, "model_path")
+        if (reason := obstacle(found)) is not None:
+            raise Refusal(400, f"the decoder cannot read these weights: {reason}", "model_path")
+        if (model.longest or math.inf) < longest:
+            rule = f"the weights have {model.longest} positions, and must have the endpoint's {longest}"
             raise Refusal(400, rule, "model_path")
         return WholeModel(model)
 
@@ -163,7 +166,7 @@ async def answer(given: argparse.Namespace, model: Model, config: Config, path: 
     how: dict[str, Any] = {"rows": given.rows, "vocabulary": tokenizer.size, "pages": pages}
     decoder = Decoder(WholeModel(model), device, reading=chosen(given, model, device), **how)
     service = Service(decoder, loop.call_soon_threadsafe)
-    reload = None if given.weights is None else loader(given.weights, config, device)
+    reload = None if given.weights is None else loader(given.weights, config, limits.longest, device)
     try:
         async with listening(
             Endpoint(service, reader, tokenizer, limits, key=key, reload=reload), given.host, given.port

@@ -5,23 +5,30 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import sys
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from megatron.data.tokenizer import Tokenizer
 
 from .answer import Answer
-from .limits import Limits, Refusal
+from .limits import Limits, Refusal, of_this_machine
 from .question import Question, Reader
 from .service import News, Service, Text
 
 Reload = Callable[[str], Any]
 FULL = Refusal(503, "there are too many connections: try again later", None, "overloaded")
+FAILED = Refusal(500, "the endpoint has failed. Its log has the reason")
+LOG = logging.getLogger("deepy.serve")
+# Bytes that are no HTTP are answered. A page of the log for each would let any client fill it.
+LOG.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
 
 
 class Endpoint:
@@ -72,12 +79,17 @@ class Endpoint:
             raise web.HTTPRequestTimeout from error
         except Exception:
             traceback.print_exc(file=sys.stderr)
-            refusal = Refusal(500, "the endpoint has failed. Its log has the reason")
+            refusal = FAILED
         headers = {"Retry-After": "1"} if refusal.status in (429, 503) else {}
         return web.json_response(refusal.body, status=refusal.status, headers=headers)
 
     def _authorize(self, request: web.Request) -> None:
-        if self.key is None or request.path == "/health":
+        if self.key is None:
+            # A page of a browser can let its own name lead to this machine. The name stays in the header.
+            if not _leads_here(request.headers.get("Host", "localhost")):
+                raise Refusal(403, "the header Host must be localhost or its address, or start the endpoint with --key")
+            return
+        if request.path == "/health":
             return
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
@@ -206,6 +218,11 @@ class Endpoint:
             if not limit.expired():
                 raise
             await send(self._late().body)
+        except ConnectionError:
+            raise
+        except Exception:  # the head has been sent, so the error is an event
+            traceback.print_exc(file=sys.stderr)
+            await send(FAILED.body)
         await send("[DONE]")
         await self._within(response.write_eof())
         return response
@@ -221,6 +238,13 @@ class Endpoint:
 
     def _late(self) -> Refusal:
         return Refusal(504, f"the answer takes more than {self.limits.seconds:g} seconds", None, "timeout")
+
+
+def _leads_here(host: str) -> bool:
+    try:
+        return of_this_machine(urlsplit(f"//{host}").hostname or "")
+    except ValueError:
+        return False
 
 
 class _Full(asyncio.Protocol):
@@ -245,6 +269,7 @@ async def listening(endpoint: Endpoint, host: str, port: int) -> AsyncIterator[i
         endpoint.application(),
         handler_cancellation=True,
         access_log=None,
+        logger=LOG,
         auto_decompress=False,
         keepalive_timeout=endpoint.limits.patience,
         shutdown_timeout=1.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,14 @@ CHOICES = 64  # `n`
 TEXTS = 256  # of one request: prompts times `n`
 STOPS, STOP = 16, 256  # stop strings, and characters of one
 LIKELIEST = 20  # alternatives of a token
+
+
+def of_this_machine(host: str) -> bool:
+    """Whether only this machine can be reached by a name or an address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True)

@@ -142,29 +142,34 @@ class Service:
     def _run(self) -> None:
         while not self.closed:
             while not self.texts or not self.orders.empty():
-                self.orders.get()()  # waits where there is no text
+                order = self.orders.get()  # waits where there is no text
+                try:
+                    order()
+                except Exception:
+                    traceback.print_exc(file=sys.stderr)
                 if self.closed:
                     return
-            self._pass()
+            try:
+                self._pass()
+            except Exception as error:
+                traceback.print_exc(file=sys.stderr)
+                self.failures += 1
+                self._restart(f"a pass of the decoder has failed ({type(error).__name__})", spares=True)
 
     def _pass(self) -> None:
-        try:
-            self.decoder.step()
-            self.failures = 0
-        except Exception as error:
-            traceback.print_exc(file=sys.stderr)
-            self.failures += 1
-            self._restart(f"a pass of the decoder has failed ({type(error).__name__})")
-            return
+        self.decoder.step()
         schedule, found = self.decoder.schedule, list[tuple[Text, News]]()
         active = {each.arrival for each in (*schedule.running, *schedule.waiting)}
-        for arrival, text in list(self.texts.items()):
-            news = text.news(arrival in active)
-            if news is not None:
-                found.append((text, news))
-            if news is not None and news.last:
-                self._remove(text)
-        self._deliver(found)
+        try:
+            for arrival, text in list(self.texts.items()):
+                news = text.news(arrival in active)
+                if news is not None:
+                    found.append((text, news))
+                if news is not None and news.last:
+                    self._remove(text)
+        finally:
+            self._deliver(found)
+        self.failures = 0
 
     def _deliver(self, found: list[tuple[Text, News]]) -> None:
         if found:
@@ -184,7 +189,19 @@ class Service:
         if text.live.slot or text.live in self.decoder.schedule.waiting:
             self.decoder.schedule.leave(text.live)
 
-    def _restart(self, reason: str) -> None:
-        texts, self.texts = list(self.texts.values()), {}
+    def _restart(self, reason: str, spares: bool = False) -> None:
+        """End the texts.
+
+        Args:
+            spares: those that have not begun wait on. None does if none has begun, so that failures come to an end.
+        """
+        schedule, texts, self.texts = self.decoder.schedule, self.texts, {}
+        spared = {each.arrival for each in schedule.waiting} if spares and schedule.running else set[int]()
         self.decoder.begin([])
-        self._deliver([(text, News(text.number, failure=reason)) for text in texts])
+        ended = list[tuple[Text, News]]()
+        for arrival, text in texts.items():
+            if arrival in spared and not text.sent:
+                self._add(text)
+            else:
+                ended.append((text, News(text.number, failure=reason)))
+        self._deliver(ended)

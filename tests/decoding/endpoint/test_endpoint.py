@@ -33,6 +33,11 @@ TEMPLATE = ChatTemplate("plain", PLAIN, {"eos_token": "<|endoftext|>"})
 LONGEST = 1024
 
 
+def head(path: str, size: object) -> bytes:
+    lines = f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", f"Content-Length: {size}"
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
 class Served:
     """An endpoint in a thread of its own."""
 
@@ -94,10 +99,7 @@ class Served:
         link.settimeout(20)
         link.connect(("127.0.0.1", self.port))
         data = json.dumps(body).encode()
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-        )
-        link.sendall(head.encode() + data)
+        link.sendall(head(path, len(data)) + data)
         return link
 
     def idle(self) -> bool:
@@ -331,9 +333,7 @@ def test_a_slow_reader_is_left(served):
 
 def test_a_slow_sender_is_refused(served):
     link = socket.create_connection(("127.0.0.1", served.port), timeout=20)
-    link.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
-    )
+    link.sendall(head("/v1/completions", 9) + b"{")
     assert link.recv(12) == b"HTTP/1.1 408"
     link.close()
     silent = socket.create_connection(("127.0.0.1", served.port), timeout=20)
@@ -370,8 +370,7 @@ def test_after_nonsense_the_answers_are_the_same(served):
             assert status == 200 or set(json.loads(content)) == {"error"}
             continue
         size = draw.choice([len(data), len(data) + 5, 3, -1, 10**30, "x"])
-        head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
-        raw = bytearray(head.encode() + bytes(data))
+        raw = bytearray(head(path, size) + bytes(data))
         raw[draw.randrange(len(raw))] = draw.randrange(256)
         with socket.create_connection(("127.0.0.1", served.port), timeout=20) as link:
             link.sendall(raw[: draw.randrange(len(raw))] if draw.random() < 0.3 else raw)
