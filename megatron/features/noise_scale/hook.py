@@ -85,7 +85,9 @@ class NoiseScaleHook(Hook):
     def run_step(self, trainer: Trainer, run: RunStep, batch: StepBatch, lr: float, look: Look) -> StepResult:
         if trainer.at % self._every:
             return run(batch, lr, look)
-        part = small_batch(batch, trainer.loader.indices(batch.step), batches_of(trainer.config).size(batch.step))
+        size = batches_of(trainer.config).size(batch.step)
+        own = trainer.loader.indices(batch.step) % size  # runs that share batches have ranges of this size
+        part = small_batch(batch, own, size)
         self._gate.prepare(trial=True, hashes=False)
         small = trainer.engine.step(part, lr, None)
         result = run(batch, lr, look)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import uuid
 
 from fsspec.implementations.local import LocalFileSystem
 
 from megatron.curation.folder import Folder
+
+
+class Unreadable(ValueError):
+    """A file is too large, or no plain file."""
 
 
 class SharedFolder(Folder):
@@ -38,18 +43,29 @@ class SharedFolder(Folder):
             os.unlink(f"{root}/{draft}")
         return True
 
+    def creates_once(self, name: str) -> bool:
+        """Whether a second `create` of a file fails, as it must. A store may ignore the condition of a write."""
+        probe = f"probes/{name}.{uuid.uuid4().hex}"
+        try:
+            return self.create(probe, b"1") and not self.create(probe, b"2") and self.read(probe) == b"1"
+        finally:
+            self.delete(probe)
+
     def read_up_to(self, name: str, limit: int) -> bytes | None:
         """A file of at most `limit` bytes. None if it does not exist.
 
         Raises:
-            ValueError: it is larger.
+            Unreadable: it is larger, or a link, pipe or device, which may have no end.
         """
         system, root = self._place
-        system.invalidate_cache()
+        path = f"{root}/{name}"
         try:
-            if (size := int(system.info(f"{root}/{name}")["size"])) > limit:
-                raise ValueError(f"{name} has {size} bytes, more than {limit}")
-            return bytes(system.cat_file(f"{root}/{name}"))
+            if isinstance(system, LocalFileSystem):
+                return _plain_file(path, name, limit)
+            system.invalidate_cache()
+            if (size := int(system.info(path)["size"])) > limit:
+                raise Unreadable(f"{name} has {size} bytes, more than {limit}")
+            return bytes(system.cat_file(path, start=0, end=size)) if size else b""
         except FileNotFoundError:
             return None
 
@@ -67,3 +83,13 @@ class SharedFolder(Folder):
         system, root = self._place
         with contextlib.suppress(FileNotFoundError):
             system.rm_file(f"{root}/{name}")
+
+
+def _plain_file(path: str, name: str, limit: int) -> bytes:
+    found = os.lstat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise Unreadable(f"{name} is no plain file")
+    if found.st_size > limit:
+        raise Unreadable(f"{name} has {found.st_size} bytes, more than {limit}")
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        return file.read(limit)

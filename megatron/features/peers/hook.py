@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from torch import Tensor
 
 import megatron
 from megatron.checkpoint.format.communicator import from_rank_0
@@ -19,37 +22,57 @@ from megatron.training.trainer import Trainer
 from megatron.training.world import World
 from megatron.worker.beacon import HOOKS
 
+from .folder import Unreadable
 from .messages import Refused
 from .options import FEATURE, peers_of
 from .part import OuterState
 from .rounds import Line, Rounds, TooFew, retried
 
 PAUSE = 0.2  # seconds between two checks of the folder
+SAMPLES = 16  # samples of the stream that peers compare
 PEERS = "peers"
+PASSED = "passed"  # the others are well beyond the round, and have deleted its contributions
 # Keys in which peers may differ, although they belong to sections that must be equal.
 _OWN = {
     "training": ("micro_batch_size", "stop_at_step", "stop_after", "accumulation", "activation_checkpointing"),
     "model": ("kernels", "fused_attention"),
     "data": ("cache", "workers", "prefetch", "train", "validation", "test", "phases"),
     "peers": (
-        "name", "folder", "key_file", "public_keys", "timeout", "patience", "replay", "run", "signature", "quorum",
+        "name", "folder", "key_file", "public_keys", "timeout", "patience", "replay", "run", "signature",
     ),
 }  # fmt: skip
-_EQUAL = ("model", "training", "optimizer", "schedule", "objective", "tokenizer", "data", "peers")
+# Sections of a machine, a layout or an output. All others, those of features included, must be equal.
+_MAY_DIFFER = {
+    "run", "parallel", "zero", "checkpoint", "evaluation", "logging", "launch", "watch", "hooks", "deepspeed",
+}  # fmt: skip
 
 
-def identity_of(config: Config, first: str) -> dict[str, Any]:
+def identity_of(config: Config, samples: str) -> dict[str, Any]:
     """The values that all peers must have, by key. Reads no secret.
 
     Args:
-        first: hash of the first sample of the stream.
+        samples: hash of samples of the stream.
     """
     values = thaw(config.model_dump(mode="json"))
-    found = {f"{section}.{key}": value for section in _EQUAL for key, value in values[section].items()}
+    found: dict[str, Any] = {}
+    for section, value in values.items():
+        if section not in _MAY_DIFFER:
+            found |= {f"{section}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {section: value}
     for section, keys in _OWN.items():
         for key in keys:
             found.pop(f"{section}.{key}", None)
-    return {**found, "first sample": first, "version": megatron.__version__}
+    return {**found, "samples": samples, "version": megatron.__version__}
+
+
+def samples_of(plan: Any) -> str:
+    """Hash of samples that are evenly spaced in the stream of all peers."""
+    grows = any(source.opened.grows for source in getattr(plan, "sources", ()))
+    count = 1 if grows else plan.batches.before(plan.steps)  # the end of a growing file is not there yet
+    numbers = sorted({count * each // SAMPLES for each in range(SAMPLES)})
+    found = hashlib.sha256()
+    for number in numbers:
+        found.update(f"{sample_hash(number, plan.sample(number).tokens):016x}".encode())
+    return found.hexdigest()[:16]
 
 
 class PeersHook(Hook):
@@ -69,8 +92,7 @@ class PeersHook(Hook):
 
     def on_start(self, trainer: Trainer) -> None:
         part = self.part
-        sample = trainer.loader.plan.sample(0)
-        identity = identity_of(self.config, f"{sample_hash(0, sample.tokens):016x}")
+        identity = identity_of(self.config, samples_of(trainer.loader.plan)) if self.world.is_main else {}
         self.jumps = {step: to for step, to in self._from_rank_0(lambda: self._open(identity))}
         if part.fresh:
             weights = part.gathered(list(part.shapes))
@@ -90,9 +112,11 @@ class PeersHook(Hook):
         self._announce(trainer)
 
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
+        interval, completed = self.part.interval, trainer.completed
+        if (completed + self.own.delay) % interval == 0 or completed % interval == 0:
+            trainer.settle()  # its numbers may demand to go back, or end the run: before they are shared
         if trainer.back is not None:
             return
-        interval, completed = self.part.interval, trainer.completed
         if (completed + self.own.delay) % interval == 0:
             self._send(trainer)
         if completed % interval == 0:
@@ -103,9 +127,17 @@ class PeersHook(Hook):
             self._jump(trainer)
 
     def _open(self, identity: Mapping[str, Any]) -> list[list[int]]:
-        self.rounds = Rounds.of(self.own)
-        self.rounds.join(identity)
-        return [[step, to] for step, to in self.rounds.jumps().items()]
+        try:
+            self.rounds = Rounds.of(self.own)
+            self.rounds.join(identity)
+            return [[step, to] for step, to in self.rounds.jumps().items()]
+        except UserError:
+            raise
+        except Exception as error:  # fsspec passes on the errors of any library. Other ranks wait for an answer
+            raise UserError(
+                f"peers.folder = {self.own.folder} must be a folder that can be read and written: "
+                f"{type(error).__name__}: {error}. Check the path, its permissions and the package of its protocol"
+            ) from error
 
     def _from_rank_0(self, work: Callable[[], Any]) -> Any:
         """Rank 0's result, which is JSON. Its error is one of all ranks."""
@@ -123,6 +155,9 @@ class PeersHook(Hook):
         part = self.part
         local = part.gathered(part.names(part.round))
         if self.rounds is None:
+            return
+        if not all(bool(each.isfinite().all()) for each in local.values()):
+            trainer.log(f"warning: round {part.round}: no contribution, since weights are not finite")
             return
         rounds, tensors = self.rounds, part.contribution(part.round, local)
 
@@ -151,14 +186,18 @@ class PeersHook(Hook):
     def _meet(self, trainer: Trainer) -> None:
         """Wait for the line of the round, and apply it. A request to stop leaves the round open."""
         part = self.part
-        if self._wait(trainer, lambda: self._decided(trainer)):
+        found = self._wait(trainer, lambda: self._decided(trainer))
+        if found == PASSED:
+            self._jump(trainer)
+        elif found is not None:
+            part.jumps = found
             part.set_masters(part.names(part.round), self.own.alpha)
             part.round += 1
             self._after_round(trainer)
             self._jump(trainer)
 
-    def _wait(self, trainer: Trainer, look: Callable[[], Any]) -> bool:
-        """Have rank 0 look until it finds something. Returns False if the run stops instead."""
+    def _wait(self, trainer: Trainer, look: Callable[[], Any]) -> Any:
+        """Have rank 0 look until it finds something (JSON). None if the run stops instead."""
         first = time.monotonic()
         with trainer.aside(HOOKS, "waiting for peers"):
             while True:
@@ -169,8 +208,7 @@ class PeersHook(Hook):
                 if failure is not None:
                     raise UserError(failure)
                 if found is not None:
-                    self.part.jumps = found
-                    return True
+                    return found
                 trainer.beacon.at(HOOKS, detail=b"waiting for peers")
                 trainer.ask(trainer.completed)
                 asked = [name in trainer.requests for name in STOPS]
@@ -178,12 +216,12 @@ class PeersHook(Hook):
                 if signals or stop:
                     reason = stop or (f"signal {signals[0]}" if signals[0].startswith("SIG") else signals[0])
                     trainer.stop(reason)
-                    return False
+                    return None
                 time.sleep(PAUSE)
 
     def _looked(self, trainer: Trainer, look: Callable[[], Any], first: float) -> list[Any]:
         try:
-            found = retried(look, lambda text: self._tell(trainer, text))
+            found = look()
             late = found is None and time.monotonic() - first > self.own.patience + self.own.timeout
             return [found, None, f"peers: no round for {self.own.patience:.0f} s" if late else None]
         except TooFew as few:
@@ -191,18 +229,24 @@ class PeersHook(Hook):
         except UserError as error:
             return [None, str(error), None]
 
-    def _decided(self, trainer: Trainer) -> list[list[int]] | None:
-        """On rank 0: apply the round's line, if it is there. Returns the jumps since the last own contribution."""
+    def _decided(self, trainer: Trainer) -> list[list[int]] | str | None:
+        """On rank 0: apply the round's line, if it is there. Returns the jumps since the last own contribution, or
+        PASSED if its contributions were deleted."""
         rounds, part = self.rounds, self.part
         assert rounds is not None
-        line = rounds.decide(part.round, part.base(part.round), part)
-        if line is None or not self._apply(line):
+        line = self._retried(trainer, lambda: rounds.decide(part.round, part.base(part.round), part))
+        if line is None:
             return None
-        self._record(trainer, line)
+        if not self._apply(trainer, line):
+            passed = self.own.replay is None and self._retried(trainer, lambda: rounds.passed(line))
+            return PASSED if passed else None
         return [] if line.has(rounds.name) else part.jumps
 
-    def _apply(self, line: Line) -> bool:
-        """Apply a line to the common weights. Returns False while a contribution cannot be read."""
+    def _retried(self, trainer: Trainer, work: Callable[[], Any]) -> Any:
+        return retried(work, lambda text: self._tell(trainer, text))
+
+    def _apply(self, trainer: Trainer, line: Line) -> bool:
+        """Apply a line to the common weights, once. Returns False while a contribution cannot be read."""
         rounds, part = self.rounds, self.part
         assert rounds is not None
         if line.base != part.base(line.round):
@@ -210,22 +254,34 @@ class PeersHook(Hook):
                 f"round {line.round}: the common weights of {line.peer} and {rounds.name} differ, so one of "
                 "them did not start from the same weights. Start both from the same checkpoint or seed"
             )
-        contributions = []
-        for each in line.members:
-            try:
-                facts, tensors = rounds.contribution(line.round, each["peer"], part)
-            except (Refused, ValueError):
-                return False
-            if facts["sha256"] != each["sha256"]:
-                return False
-            contributions.append(tensors)
+        contributions = self._retried(trainer, lambda: self._read(line))
+        if contributions is None:
+            return False
+        # Not tried again after an error: a part of the weights may have changed.
         mine = line.names.index(rounds.name) if line.has(rounds.name) else None
         part.apply(line.round, contributions, mine)
+        self._record(trainer, line)
         return True
+
+    def _read(self, line: Line) -> list[Mapping[str, Tensor]] | None:
+        """Contributions of a line, in its order. None while one cannot be read."""
+        rounds, found = self.rounds, []
+        assert rounds is not None
+        for each in line.members:
+            try:
+                facts, tensors = rounds.contribution(line.round, each["peer"], self.part)
+            except (Refused, Unreadable, FileNotFoundError):
+                return None
+            if facts["sha256"] != each["sha256"]:
+                return None
+            found.append(tensors)
+        return found
 
     def _record(self, trainer: Trainer, line: Line) -> None:
         absent = "".join(f", {name} excluded: {reason}" for name, reason in line.absent.items())
         trainer.log(f"round {line.round}: {', '.join(line.names)}{absent}")
+        if self.own.name in line.absent and line.strikes.get(self.own.name, 0) >= self.own.strikes:
+            trainer.log(f"warning: {self.own.name} is excluded for good (peers.strikes). Its steps are not used")
         trainer.record(
             "peers_round", step=trainer.completed, round=line.round, members=line.names, absent=line.absent,
             decided_by=line.peer,
@@ -239,7 +295,7 @@ class PeersHook(Hook):
         line = rounds.line(done)
         if line is not None and line.peer == rounds.name:
             retried(lambda: rounds.publish(done, part.to_publish()), lambda text: self._tell(trainer, text))
-        retried(rounds.clean, lambda text: self._tell(trainer, text))
+        retried(lambda: rounds.clean(done), lambda text: self._tell(trainer, text))
 
     def _jump(self, trainer: Trainer) -> None:
         """Skip rounds that the others have finished without this peer: take their weights, and their step."""
@@ -247,10 +303,10 @@ class PeersHook(Hook):
         given, before = self.jumps.get(completed), part.round
         if (self.own.replay is not None and given is None) or trainer.stop_reason is not None:
             return
-        to = self._from_rank_0(lambda: self._target(given))
+        to = self._from_rank_0(lambda: self._retried(trainer, lambda: self._target(given)))
         if to is None:
             return
-        self._wait(trainer, lambda: part.jumps if self._caught_up(trainer, to) else None)
+        self._wait(trainer, lambda: self._caught_up(trainer, to) or None)
         part.round = self.world.communicator.broadcast(part.round)  # a stop may end it earlier
         if part.round == before:
             return
@@ -279,16 +335,15 @@ class PeersHook(Hook):
         assert rounds is not None
         part.pending.clear()
         while part.round < to:
-            line = rounds.line(part.round)
+            line = self._retried(trainer, lambda: rounds.line(part.round))
             if line is None:
                 return False
-            if not self._apply(line):
-                found = rounds.newest_state(to, part.whole_state())
-                if found is None or found[0] < part.round:
-                    return False
-                part.adopt(found[1])
-                part.round = found[0] + 1
+            if self._apply(trainer, line):
+                part.round += 1
                 continue
-            self._record(trainer, line)
-            part.round += 1
+            found = self._retried(trainer, lambda: rounds.newest_state(to, part.whole_state()))
+            if found is None or found[0] < part.round:
+                return False
+            part.adopt(found[1])
+            part.round = found[0] + 1
         return True

@@ -27,6 +27,11 @@ class Refused(ValueError):
     """A message cannot be used. str() is the reason, for the ledger."""
 
 
+def shown(value: object) -> str:
+    """The beginning of a value of another peer, without control characters."""
+    return ascii(value)[:80]
+
+
 def seal(signer: Signer, facts: Mapping[str, Any], payload: bytes = b"") -> bytes:
     """A message, signed by `facts["peer"]`."""
     body = {**facts, "sha256": digest(payload), "bytes": len(payload)}
@@ -59,7 +64,7 @@ def unseal(signer: Signer, message: bytes, **bound: Any) -> tuple[dict[str, Any]
         raise Refused("not signed by this peer")
     for name, value in bound.items():
         if facts.get(name) != value or type(facts.get(name)) is not type(value):
-            raise Refused(f"another {name}: {str(facts.get(name))[:80]}, and not {str(value)[:80]}")
+            raise Refused(f"another {name}: {shown(facts.get(name))}, and not {shown(value)}")
     if facts.get("bytes") != len(payload) or facts.get("sha256") != digest(payload):
         raise Refused("damaged: its hash differs")
     return facts, bytes(payload)
@@ -74,12 +79,11 @@ def tensors_of(payload: bytes, expected: Expected) -> dict[str, Tensor]:
     Raises:
         Refused: it has other tensors, or values that are not finite.
     """
-    from safetensors import SafetensorError
     from safetensors.torch import load
 
     try:
         found = load(payload)
-    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # an unexpected one must not keep the others from deciding the round
         raise Refused(f"damaged: {type(error).__name__}") from error
     if {name: (tuple(each.shape), each.dtype) for name, each in found.items()} != dict(expected):
         raise Refused("tensors of other names, shapes or types")

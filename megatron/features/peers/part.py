@@ -23,7 +23,7 @@ from megatron.parallel.layout.shard import LogicalTensor, Role
 
 from .options import SPARSE, interval, peers_of
 from .outer import fragments_of, mixed, outer_step, tree_mean
-from .sparse import Sparse, accumulate, bytes_of, clipped_to_median, compress, decompress, kept
+from .sparse import Sparse, accumulate, bytes_of, clipped_to_median, compress, decompress, kept, norm_of
 
 if TYPE_CHECKING:
     from megatron.engine.base import BaseEngine
@@ -140,17 +140,13 @@ class OuterState(EnginePart):
         """The difference of one tensor that a contribution has."""
         if self.own.algorithm != SPARSE:
             return tensors[name]
-        sparse = Sparse(*(tensors[f"{name}:{part}"] for part in PARTS))
-        return decompress(sparse, self.shapes[name], self.own.top, self.types[name])
+        return decompress(_sparse(tensors, name), self.shapes[name], self.own.top, self.types[name])
 
     def fits(self, tensors: Mapping[str, Tensor], round: int) -> bool:
         """Whether a contribution of the expected types can be decompressed."""
         if self.own.algorithm != SPARSE:
             return True
-        found = (
-            (Sparse(*(tensors[f"{name}:{part}"] for part in PARTS)), self.shapes[name]) for name in self.names(round)
-        )
-        return all(sparse.fits(shape, self.own.top) for sparse, shape in found)
+        return all(_sparse(tensors, name).fits(self.shapes[name], self.own.top) for name in self.names(round))
 
     def apply(self, round: int, contributions: Sequence[Mapping[str, Tensor]], mine: int | None) -> None:
         """The outer step of a round, on rank 0.
@@ -165,7 +161,8 @@ class OuterState(EnginePart):
                 sent = deltas[mine] if mine is not None else 0
                 self.states[RESIDUAL][name].copy_(self.pending[name] - sent)
             if self.own.algorithm == SPARSE:
-                deltas = clipped_to_median(deltas)
+                norms = [norm_of(_sparse(each, name), self.shapes[name], self.own.top) for each in contributions]
+                deltas = clipped_to_median(deltas, norms)
             velocity = self.states[VELOCITY][name] if VELOCITY in self.states else None
             gradient = tree_mean(deltas)
             outer_step(self.states[THETA][name], velocity, gradient, self.own.outer_lr, self.own.outer_momentum)
@@ -207,6 +204,10 @@ class OuterState(EnginePart):
                 for there, here in _views(each, whole, each.data):
                     here.copy_(mixed(here, there.to(here.device), alpha))
         self.engine.state.refresh()
+
+
+def _sparse(tensors: Mapping[str, Tensor], name: str) -> Sparse:
+    return Sparse(*(tensors[f"{name}:{part}"] for part in PARTS))
 
 
 def _views(fragment: Fragment, whole: Tensor, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from megatron.config.problems import UserError
 
-from .folder import SharedFolder
-from .messages import HEAD_LIMIT, Expected, Refused, limit, seal, tensors_of, unseal
+from .folder import SharedFolder, Unreadable
+from .messages import HEAD_LIMIT, Expected, Refused, limit, seal, shown, tensors_of, unseal
 from .options import PeersSection
 from .signing import Signer
 
-LIKE_SILENCE = ("silent",)  # reasons that are no strikes: anything may keep a peer away
+JUMPS = 1000  # most jumps in a contribution: they are in a line, whose size is limited
 
 
 class TooFew(RuntimeError):
@@ -81,6 +81,7 @@ class Waiting:
     since: float = field(default_factory=time.monotonic)
     good: dict[str, dict[str, Any]] = field(default_factory=dict)
     bad: dict[str, str] = field(default_factory=dict)
+    announced: set[str] = field(default_factory=set)
 
 
 class Rounds:
@@ -111,20 +112,25 @@ class Rounds:
     def unseal(self, message: bytes, kind: str, round: int, **bound: Any) -> tuple[dict[str, Any], bytes]:
         facts, payload = unseal(self.signer, message, kind=kind, run=self.own.run, round=round, **bound)
         if facts["peer"] not in self.own.members:
-            raise Refused(f"of {facts['peer'][:80]}, which is no member")
+            raise Refused(f"of {shown(facts['peer'])}, which is no member")
         return facts, payload
 
     def join(self, identity: Mapping[str, Any]) -> None:
         """Compare this peer with the first one of the run.
 
         Raises:
-            UserError: it trains something else.
+            UserError: it trains something else, or the folder lets two peers create one file.
         """
+        if not self.folder.creates_once(self.name):
+            raise UserError(
+                f"peers.folder = {self.own.folder} must refuse to create a file twice: peers would read different "
+                "lines. Use a file system, or a store whose fsspec class has conditional writes (S3, GCS)"
+            )
         if self.folder.create("run.json", self.seal("run", 0, identity=identity)):
             return
         try:
             facts, _ = self.unseal(self.folder.read_up_to("run.json", HEAD_LIMIT) or b"", "run", 0)
-        except (Refused, ValueError) as error:
+        except (Refused, Unreadable) as error:
             raise UserError(
                 f"peers.folder = {self.own.folder}: its run.json must be of the run {self.own.run!r}, signed by a "
                 f"member ({error}). Use another folder, or the run's keys"
@@ -149,10 +155,10 @@ class Rounds:
         name = f"contributions/{number(round)}/{self.name}"
         if self.folder.create(name, message):
             return True
-        before = self.folder.read_up_to(name, 2 * len(message) + HEAD_LIMIT)
         try:
+            before = self.folder.read_up_to(name, 2 * len(message) + HEAD_LIMIT)
             return unseal(self.signer, before or b"")[0]["sha256"] == unseal(self.signer, message)[0]["sha256"]
-        except Refused:
+        except (Refused, Unreadable):
             return False
 
     def line(self, round: int) -> Line | None:
@@ -164,20 +170,33 @@ class Rounds:
         if round < 0 or round in self._lines:
             return self._lines.get(round)
         name = f"rounds/{number(round)}.json"
-        message = self.folder.read_up_to(name, HEAD_LIMIT)
-        if message is None:
-            return None
         try:
+            message = self.folder.read_up_to(name, HEAD_LIMIT)
+            if message is None:
+                return None
             facts, _ = self.unseal(message, "line", round)
             line = Line(round, *(facts[key] for key in ("members", "absent", "strikes", "base", "peer")))
-            good = [each["peer"] for each in line.members if isinstance(each["sha256"], str)]
-            order = [each for each in self.own.members if each in good]
-            if good != order or len(good) != len(line.members) or len(good) < self.own.quorum:
-                raise Refused("members that cannot be")
-        except (Refused, KeyError, TypeError) as error:
+            self._check(line)
+        except (Refused, Unreadable, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{self.own.folder}/{name} must be a line of this run's ledger: {error}") from error
         self._lines[round] = line
         return line
+
+    def _check(self, line: Line) -> None:
+        """Whether a signed line has facts of the types that its readers use."""
+        good = [
+            each["peer"] for each in line.members if isinstance(each["sha256"], str) and jumps_can_be(each["jumps"])
+        ]
+        order = [each for each in self.own.members if each in good]
+        if good != order or len(good) != len(line.members) or len(good) < self.own.quorum:
+            raise Refused("members that cannot be")
+        reasons = line.absent.values()
+        if not {*line.absent, *line.strikes} <= {*self.own.members} or not isinstance(line.base, str):
+            raise Refused("facts of no member")
+        if not all(isinstance(each, str) and each.isprintable() and len(each) < 500 for each in reasons):
+            raise Refused("reasons that cannot be")
+        if not all(type(each) is int and each >= 0 for each in line.strikes.values()):
+            raise Refused("strikes that cannot be")
 
     def decide(self, round: int, base: str, form: Form, now: float | None = None) -> Line | None:
         """The line of a round. Writes it if the round is complete.
@@ -200,15 +219,30 @@ class Rounds:
             return self._repeat(round, waiting)
         waited = (time.monotonic() if now is None else now) - waiting.since
         good, refused = self._within_norm(waiting)
-        announced = self.folder.names(f"announced/{number(round)}")
-        awaited = [each for each in allowed if before is None or before.has(each) or each in announced]
+        awaited = [each for each in allowed if before is None or before.has(each) or self._announced(round, each)]
         missing = [each for each in awaited if each not in good and each not in refused]
         if len(good) >= self.own.quorum and (not missing or waited > self.own.timeout):
-            absent = {**refused, **dict.fromkeys(missing, "silent")}
+            for name in refused:
+                strikes[name] = strikes.get(name, 0) + 1
+            absent = {**refused, **dict.fromkeys(missing, "silent")}  # no strike: anything may keep a peer away
             return self._write(round, good, absent, strikes, base)
         if waited > self.own.patience:
             raise TooFew(f"{len(good)} of {self.own.quorum} contributions (peers.quorum) to round {round} in time")
         return None
+
+    def _announced(self, round: int, name: str) -> bool:
+        """Whether a member has announced that it trains for a round. Others cannot do that in its name."""
+        announced = self._waiting[round].announced
+        if name not in announced:
+            try:
+                message = self.folder.read_up_to(f"announced/{number(round)}/{name}", HEAD_LIMIT)
+                if message is None:
+                    return False
+                self.unseal(message, "announced", round, peer=name)
+            except (Refused, Unreadable):
+                return False
+            announced.add(name)
+        return True
 
     def _within_norm(self, waiting: Waiting) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         norms = sorted(each["norm"] for each in waiting.good.values())
@@ -218,17 +252,14 @@ class Rounds:
         return {name: each for name, each in waiting.good.items() if name not in high}, refused
 
     def _write(
-        self, round: int, good: Mapping[str, Any], absent: Mapping[str, str], strikes: dict[str, int], base: str
+        self, round: int, good: Mapping[str, Any], absent: Mapping[str, str], strikes: Mapping[str, int], base: str
     ) -> Line | None:
-        for name, reason in absent.items():
-            if reason not in LIKE_SILENCE:
-                strikes[name] = strikes.get(name, 0) + 1
         members = [
             {"peer": name, "sha256": good[name]["sha256"], "jumps": good[name]["jumps"]}
             for name in self.own.members
             if name in good
         ]
-        message = self.seal("line", round, members=members, absent=dict(absent), strikes=strikes, base=base)
+        message = self.seal("line", round, members=members, absent=dict(absent), strikes=dict(strikes), base=base)
         self.folder.create(f"rounds/{number(round)}.json", message)
         return self.line(round)  # this peer's, or an earlier one's
 
@@ -245,38 +276,37 @@ class Rounds:
                 reason = waiting.bad.get(each["peer"], "other bits")
                 raise UserError(f"the replay of round {round} differs: the contribution of {each['peer']} has {reason}")
         good = {each["peer"]: {**each} for each in line.members}
-        return self._write(round, good, {**line.absent}, {**line.strikes}, line.base)
+        return self._write(round, good, line.absent, line.strikes, line.base)
 
     def _read(self, round: int, allowed: Sequence[str], base: str, form: Form, waiting: Waiting) -> None:
         here = self.folder.names(f"contributions/{number(round)}")
         for name in allowed:
             if name in here and name not in waiting.good and name not in waiting.bad:
                 try:
-                    facts, _ = self.contribution(round, name, form, base=base)
-                    waiting.good[name] = facts
-                except (Refused, ValueError) as error:
+                    waiting.good[name] = self.contribution(round, name, form, base=base)[0]
+                except (Refused, Unreadable) as error:
                     waiting.bad[name] = str(error)
+                except OSError:  # as if it were not there yet: one file must not keep the others from deciding
+                    continue
 
     def contribution(self, round: int, name: str, form: Form, **bound: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Checked facts and tensors of a contribution.
 
         Raises:
-            Refused, ValueError: it cannot be used.
+            Refused, Unreadable: it cannot be used.
+            FileNotFoundError: it is not there.
         """
         expected = form.expected(round)
         message = self.folder.read_up_to(f"contributions/{number(round)}/{name}", limit(expected))
         if message is None:
-            raise Refused("it has disappeared")
+            raise FileNotFoundError(f"round {round} has no contribution of {name}")
         facts, payload = self.unseal(message, "contribution", round, peer=name, **bound)
         tensors = tensors_of(payload, expected)
         if not form.fits(tensors, round):
             raise Refused("indices that cannot be")
         floats = [each.double().norm() for each in tensors.values() if each.is_floating_point()]
         facts["norm"] = float(torch.stack(floats).norm())
-        jumps = facts.get("jumps")
-        if not isinstance(jumps, list) or not all(
-            isinstance(each, list) and len(each) == 2 and all(type(n) is int and n >= 0 for n in each) for each in jumps
-        ):
+        if not jumps_can_be(facts.get("jumps")):
             raise Refused("jumps that cannot be")
         return facts, tensors
 
@@ -298,9 +328,10 @@ class Rounds:
         """Offer the state after a round."""
         self.folder.create(f"states/{number(round)}", self.seal("state", round, save(dict(tensors))))
 
-    def clean(self) -> None:
-        """Delete all but the last two states, and this peer's contributions from well before them."""
-        states = self._states()
+    def clean(self, done: int) -> None:
+        """Delete all but the last two states up to round `done`, and this peer's contributions from well before
+        them."""
+        states = [each for each in self._states() if each <= done]
         for old in states[:-2]:
             self.folder.delete(f"states/{number(old)}")
         last = (states[-2] if len(states) > 1 else -1) - self.own.state_every
@@ -312,6 +343,10 @@ class Rounds:
         """Whether the contributions of a line are there."""
         return set(line.names) <= {*self.folder.names(f"contributions/{number(line.round)}")}
 
+    def passed(self, line: Line) -> bool:
+        """Whether contributions of a line were deleted, since the others are well beyond it."""
+        return not self.has_all(line) and any(each >= line.round for each in self._states())
+
     def _states(self) -> list[int]:
         return sorted(int(each) for each in self.folder.names("states") if each.isdecimal())
 
@@ -321,9 +356,16 @@ class Rounds:
             try:
                 message = self.folder.read_up_to(f"states/{number(round)}", limit(expected))
                 return round, tensors_of(self.unseal(message or b"", "state", round)[1], expected)
-            except (Refused, ValueError):
+            except (Refused, Unreadable):
                 continue
         return None
+
+
+def jumps_can_be(jumps: Any) -> bool:
+    """Whether a value has the form of `Line.members`' jumps."""
+    if not isinstance(jumps, list) or len(jumps) > JUMPS or not all(isinstance(each, list) for each in jumps):
+        return False
+    return all(len(each) == 2 and all(type(n) is int and 0 <= n < 1 << 53 for n in each) for each in jumps)
 
 
 def retried(work: Callable[[], Any], problem: Callable[[str], None]) -> Any:

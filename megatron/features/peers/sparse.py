@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod, sqrt
+from math import fsum, prod, sqrt
 
 import torch
 from torch import Tensor
@@ -93,9 +93,14 @@ def decompress(sparse: Sparse, shape: Sequence[int], k: int, dtype: torch.dtype)
     return _joined(flat, shape)
 
 
-def clipped_to_median(deltas: Sequence[Tensor]) -> list[Tensor]:
+def norm_of(sparse: Sparse, shape: Sequence[int], k: int) -> float:
+    """Norm of the tensor that was sent. Each processor gets the same bits: a norm of a tensor has an order of sums."""
+    counts = torch.bincount(_unpack_codes(sparse.codes, kept(shape, k)), minlength=BINS).tolist()
+    return sqrt(fsum(count * value * value for count, value in zip(counts, sparse.table.tolist())))
+
+
+def clipped_to_median(deltas: Sequence[Tensor], norms: Sequence[float]) -> list[Tensor]:
     """Scale the deltas of a tensor whose norm is above the (lower) median of the norms down to it."""
-    norms = [float(each.double().norm()) for each in deltas]
     median = sorted(norms)[(len(norms) - 1) // 2]
     return [each * (median / norm) if norm > median else each for each, norm in zip(deltas, norms)]
 

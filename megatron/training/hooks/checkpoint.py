@@ -125,7 +125,7 @@ class CheckpointHook(Hook):
             self._interval = Interval(trainer.config, trainer.mesh.layout.world_size)
         if trainer.start:
             self._saved_step = trainer.start
-        else:
+        if trainer.completed != trainer.start or not trainer.start:  # a hook may have skipped steps, to the last one
             self._save_if_due(trainer)
 
     def before_step(self, trainer: Trainer, step: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import time
 import uuid
@@ -100,6 +101,76 @@ def test_each_reason(tmp_path, content, reason):
     assert line is not None and reason in line.absent["c"] and line.strikes == {"c": 1}
 
 
+def test_files_without_an_end_are_no_contributions(tmp_path):
+    a, b, c = (peer(str(tmp_path), name) for name in "abc")
+    for round, make in enumerate((lambda path: path.symlink_to("/dev/zero"), os.mkfifo, os.mkdir)):
+        offer(a, round), offer(b, round)
+        make(tmp_path / f"contributions/{round:08d}/c")
+        line = a.decide(round, BASE, FORM)
+        assert line is not None and line.names == ["a", "b"] and "is no plain file" in line.absent["c"]
+
+
+def test_an_announcement_of_another_name_is_ignored(url):
+    a, b = (peer(url, name) for name in "ab")
+    offer(a), offer(b)
+    a.decide(0, BASE, FORM, now=time.monotonic() + 1000)
+    offer(a, 1), offer(b, 1)
+    a.folder.write("announced/00000001/c", a.seal("announced", 1))
+    line = a.decide(1, BASE, FORM)
+    assert line is not None and line.absent == {}
+
+
+def test_control_characters_of_others_are_not_shown(tmp_path):
+    a, b, c = (peer(str(tmp_path), name) for name in "abc")
+    offer(a), offer(b), offer(c, base="\x1b[2J\n")
+    line = a.decide(0, BASE, FORM)
+    assert line is not None and line.absent["c"].startswith("another base") and line.absent["c"].isprintable()
+
+
+def test_jumps_of_a_contribution_fit_in_a_line(tmp_path):
+    a, b, c = (peer(str(tmp_path), name) for name in "abc")
+    offer(a), offer(b), offer(c, jumps=[[1, 1]] * 1001)
+    line = a.decide(0, BASE, FORM)
+    assert line is not None and line.absent == {"c": "jumps that cannot be"}
+
+
+def test_a_replay_has_the_strikes_of_its_ledger(tmp_path):
+    a, b, c = (peer(str(tmp_path / "first"), name, strikes=2) for name in "abc")
+    for round in range(3):
+        for each in (a, b, c):
+            offer(each, round, value=1e6 if each is c and round < 1 else 1.0)
+        assert a.decide(round, BASE, FORM) is not None
+    again = peer(str(tmp_path / "again"), "a", strikes=2)
+    again.given = a
+    for round in range(3):
+        for each in "abc":
+            offer(peer(str(tmp_path / "again"), each), round, value=1e6 if each == "c" and round < 1 else 1.0)
+        line, first = again.decide(round, BASE, FORM), a.line(round)
+        assert line is not None and first is not None and line.strikes == first.strikes == {"c": 1}
+
+
+def test_a_folder_that_creates_a_file_twice_is_refused(tmp_path, monkeypatch):
+    a = peer(str(tmp_path), "a")
+    monkeypatch.setattr(SharedFolder, "create", lambda self, name, content: self.write(name, content) or True)
+    with pytest.raises(UserError, match="must refuse to create a file twice"):
+        a.join({})
+    assert a.folder.names("probes") == []
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{"absent": {"c": "\n"}}, {"absent": {"z": "late"}}, {"strikes": 3}, {"strikes": {"a": "x"}}, {"base": None}],
+    ids=str,
+)
+def test_lines_of_other_forms(tmp_path, facts):
+    a = peer(str(tmp_path), "a")
+    members = [{"peer": name, "sha256": BASE, "jumps": []} for name in "ab"]
+    line = {"members": members, "absent": {}, "strikes": {}, "base": BASE, **facts}
+    a.folder.create("rounds/00000000.json", peer(str(tmp_path), "b").seal("line", 0, **line))
+    with pytest.raises(UserError, match="must be a line of this run's ledger"):
+        a.line(0)
+
+
 @pytest.mark.parametrize("value, reason", [(float("nan"), "not finite"), (1e4, "norm 2e+04 above 20")])
 def test_poison(tmp_path, value, reason):
     a, b, c = (peer(str(tmp_path), name) for name in "abc")
@@ -148,8 +219,9 @@ def test_states_come_back_and_old_files_go(url):
     for round in range(4):
         offer(a, round)
         a.publish(round, {"w.outer_weights": torch.full((4,), float(round))})
-    a.clean()
-    assert a.folder.names("states") == ["00000002", "00000003"]
+    a.folder.write("states/99999999", b"junk")
+    a.clean(3)
+    assert a.folder.names("states") == ["00000002", "00000003", "99999999"]
     assert a.folder.names("contributions/00000001") == [] and a.folder.names("contributions/00000002") == ["a"]
     found = a.newest_state(3, form)
     assert found is not None and found[0] == 2 and float(found[1]["w.outer_weights"][0]) == 2.0

@@ -15,6 +15,7 @@ from megatron.features.peers.sparse import (
     compress,
     decompress,
     kept,
+    norm_of,
     pack_indices,
     unpack_indices,
 )
@@ -120,4 +121,11 @@ def test_zeros_and_large_norms():
     zeros = compress(torch.zeros(128, 64), 64)
     assert zeros.fits((128, 64), 64) and not decompress(zeros, (128, 64), 64, torch.float32).any()
     deltas = [torch.full((4,), value) for value in (1.0, 2.0, 100.0)]
-    assert [float(each[0]) for each in clipped_to_median(deltas)] == [1.0, 2.0, 2.0]
+    assert [float(each[0]) for each in clipped_to_median(deltas, [2.0, 4.0, 200.0])] == [1.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_norm_is_that_of_the_sent_tensor(shape):
+    sparse = compress(accumulate(torch.zeros(shape), drawn(shape), 0.95), 64)
+    sent = decompress(sparse, shape, 64, torch.float64)
+    assert norm_of(sparse, shape, 64) == pytest.approx(float(sent.norm()), rel=1e-13)
