@@ -288,12 +288,16 @@ def next_tokens(texts: Sequence[tuple[Request, Drawn]], logits_NV: Tensor) -> tu
         held = request.end if len(drawn.tokens) < request.least else None
         alike.setdefault((request.sampling, held), []).append(at)
     for (sampling, held), places in alike.items():
-        logits_BV = logits_NV[places]
+        logits_BV = open_BV = logits_NV[places]
         if held is not None:
-            logits_BV[:, held] = float("-inf")
+            open_BV = logits_BV.clone()
+            open_BV[:, held] = float("-inf")
         some = [texts[at] for at in places]
         numbers = [request.number for request, _ in some]
         positions = [len(request.prompt) + len(drawn.tokens) for request, drawn in some]
-        for at, token, log in zip(places, *map(Tensor.tolist, choose_tokens(logits_BV, sampling, numbers, positions))):
+        ids_B, logs_B = choose_tokens(open_BV, sampling, numbers, positions)
+        if held is not None:
+            logs_B = log_probabilities(logits_BV, ids_B)
+        for at, token, log in zip(places, ids_B.tolist(), logs_B.tolist()):
             ids[at], logs[at] = token, log
     return ids, logs

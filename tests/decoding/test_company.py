@@ -11,7 +11,7 @@ import torch
 
 from megatron import api
 from megatron.config import resolve
-from megatron.decoding.decoder import Decoder, WholeModel, obstacle
+from megatron.decoding.decoder import Decoder, WholeModel, next_tokens, obstacle
 from megatron.decoding.sampling import GREEDY, Sampling
 from megatron.decoding.schedule import Drawn, Request
 from megatron.kinds.common.attention import paged_keys
@@ -186,3 +186,11 @@ def test_lengths_and_ends() -> None:
     assert [len(each.tokens) for each in others] == [2, 0, 2] and all(each.scores == only.scores for each in others)
     assert len(drawn[2].tokens) == 8 and end not in drawn[2].tokens[:7]
     assert GREEDY.temperature == 0.0 and not free.ended
+
+
+def test_log_probabilities_are_the_models_where_no_end_is_chosen() -> None:
+    logits = torch.randn(1, 9, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    end = int(logits.argmax())
+    (token,), (log,) = next_tokens([(Request((1,), 4, end=end, least=2), Drawn())], logits)
+    assert token != end and int(logits.argmax()) == end
+    assert log == pytest.approx(float(logits.log_softmax(-1)[0, token]), abs=1e-12)
