@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from megatron.data.tokenizer import Tokenizer
 
+CONTEXT = 8  # last tokens of a prompt, by which tokenizers decide whether a space begins what follows
+
 
 class GrowingText:
     """The text of tokens as they come, up to the first complete stop string.

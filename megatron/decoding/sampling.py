@@ -105,22 +105,27 @@ def likeliest(logits_BV: Tensor, count: int) -> list[list[tuple[int, float]]]:
     return [list(zip(ids, logs)) for ids, logs in zip(ids_Bk.tolist(), logs_Bk.tolist())]
 
 
-def ending(tokenizer: Tokenizer, stops: Sequence[str], least: int = 0) -> Callable[[list[int]], bool] | None:
+def ending(
+    tokenizer: Tokenizer, stops: Sequence[str], least: int = 0, after: Sequence[int] = ()
+) -> Callable[[list[int]], bool] | None:
     """Whether one of the stops is at the end of a text of these tokens. None without stops.
 
     Args:
         least: stops that are complete before this number of tokens do not count.
+        after: last ids before the first token. Some tokenizers write a token differently at the beginning of a text.
     """
     if not stops:
         return None
-    longest = max(len(stop.encode()) for stop in stops)
+    # A stop has no more tokens than bytes. A few more, so that no character is cut at the front.
+    most, before = max(len(stop.encode()) for stop in stops) + 4, list(after)
+    if tokenizer.decode(before).endswith("\ufffd"):
+        before = []
 
     def ended(tokens: list[int]) -> bool:
-        # A stop has no more tokens than bytes. A few more, so that no character is cut at the front.
-        begin = max(len(tokens) - longest - 4, 0)
-        tail, early = tokenizer.decode(tokens[begin:]), 0
-        if begin < least - 1:
-            early = len(tokenizer.decode(tokens[begin : least - 1]))
+        begin = len(tokens) - most
+        ids = tokens[begin:] if begin > 0 else [*before, *tokens]
+        known = least - 1 - begin if begin > 0 else len(before) + max(least - 1, 0)  # their stops do not count
+        tail, early = tokenizer.decode(ids), len(tokenizer.decode(ids[:known])) if known > 0 else 0
         return any(tail.find(stop, max(early - len(stop) + 1, 0)) >= 0 for stop in stops)
 
     return ended

@@ -58,6 +58,8 @@ def test_a_text_that_continues_another_has_its_space():
     whole = tokenizer.decode([*prompt, *more])
     assert whole == "a ab" and tokenizer.decode(more) == "ab"
     assert [growing.add(more[0]), growing.add(more[1]) + growing.rest()] == [" a", "b"]
+    ended = ending(tokenizer, [" a"], after=prompt)
+    assert ended is not None and ended([0]) and not ended([2]), "the prompt's own text is no stop"
     growing = GrowingText(BytesTokenizer(), after=[0xC3])
     assert growing.add(ord("a")) == "a", "the prompt ends within a character"
 

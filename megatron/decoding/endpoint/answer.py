@@ -8,11 +8,10 @@ from typing import Any
 
 from megatron.data.tokenizer import Tokenizer
 
-from ..growing_text import GrowingText
+from ..growing_text import CONTEXT, GrowingText
 from .question import Question
 from .service import Likeliest, News
 
-CONTEXT = 8  # last tokens of a prompt, by which tokenizers decide whether a space begins what follows
 LEAST = -9999.0  # OpenAI's number for log-probabilities that JSON has no number for
 
 

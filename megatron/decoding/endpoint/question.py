@@ -13,6 +13,7 @@ from megatron.config.sections.model import ModelSection
 from megatron.data.chat.encode import BadConversation, ChatTemplate, control_tokens
 from megatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 
+from ..growing_text import CONTEXT
 from ..sampling import Sampling, ending
 from ..schedule import Request, RequestError, Row
 from .limits import CHOICES, LIKELIEST, STOP, STOPS, TEXTS, Limits, Refusal
@@ -222,17 +223,18 @@ class Reader:
             most,
             0,
             Sampling(body.temperature, max(body.top_k, 0), body.top_p, seed, "serve"),
-            _finished(self.tokenizer, stops, ids, least),
+            None,
             end,
             least,
             likeliest=likeliest,
         )
         requests = list[Request]()
         for prompt in prompts:
-            self._check(replace(first, prompt=prompt, scored=max(len(prompt) - 1, 0) if scored else 0))
+            own = replace(first, prompt=prompt, scored=max(len(prompt) - 1, 0) if scored else 0)
+            self._check(own)
+            finished = _finished(self.tokenizer, stops, ids, least, () if chat else prompt[-CONTEXT:])
             for _ in range(body.n):
-                own = len(prompt) - 1 if scored else 0
-                requests.append(replace(first, prompt=prompt, scored=own, number=len(requests)))
+                requests.append(replace(own, finished=finished, number=len(requests)))
         return Question(
             requests,
             chat,
@@ -276,9 +278,9 @@ def end_of_turn(template: ChatTemplate) -> str | None:
 
 
 def _finished(
-    tokenizer: Tokenizer, stops: Sequence[str], ids: set[int], least: int
+    tokenizer: Tokenizer, stops: Sequence[str], ids: set[int], least: int, after: Sequence[int]
 ) -> Callable[[list[int]], bool] | None:
-    by_text = ending(tokenizer, stops, least)
+    by_text = ending(tokenizer, stops, least, after)
     if not ids:
         return by_text
     return lambda tokens: tokens[-1] in ids or (by_text is not None and by_text(tokens))
