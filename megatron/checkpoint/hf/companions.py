@@ -278,7 +278,7 @@ def _checksum(file: Path) -> str:
 
 # Model types for which version 5 replaces the class in tokenizer_config.json by one with other rules, unless the
 # file also names code (`auto_map`), which it runs only with trust_remote_code=True.
-REPLACED = ("qwen2",)
+REPLACED = ("qwen2", "qwen3_5_text", "qwen3_5_moe_text")
 CODE = '''"""tokenizer.json as it is: transformers 5 has other rules of its own for this type of model."""
 
 from transformers import PreTrainedTokenizerFast
