@@ -27,7 +27,7 @@ from megatron.config.admitted import add_flag
 from megatron.config.problems import UserError
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.decoding.decoder import WholeModel
-from megatron.decoding.growing_text import GrowingText
+from megatron.decoding.growing_text import CONTEXT, GrowingText
 from megatron.decoding.one_text import complete, continuations, covers, tokens_left
 from megatron.decoding.outside import Outside, add_expert_options
 from megatron.decoding.read_less import Factory, chosen
@@ -145,7 +145,7 @@ def _continue(
                 reading=reading,
             )
         )
-        text = pieces(made, tokenizer, options.stop)
+        text = pieces(made, tokenizer, options.stop, ids[-CONTEXT:])
         if axis.rank:
             deque(text, maxlen=0)
         elif options.json:
@@ -167,9 +167,13 @@ def _together(
     by_itself = options.no_cache or options.depth is not None or options.tolerance is not None
     if (options.prompt is None and options.file is None) or by_itself or not covers(model):
         return {}
-    finished, end = ending(tokenizer, options.stop), None if options.ignore_end else tokenizer.eod_id
+    end = None if options.ignore_end else tokenizer.eod_id
+
+    def finished(ids: Sequence[int]) -> Callable[[list[int]], bool] | None:
+        return ending(tokenizer, options.stop, after=ids[-CONTEXT:])
+
     requests = {
-        number: Request(ids, options.tokens, 0, _sampling(options, number), finished, end)
+        number: Request(ids, options.tokens, 0, _sampling(options, number), finished(ids), end)
         for number, ids in enumerate(tuple(tokenizer.encode(each)) for each in _prompts(options))
         if ids
     }
@@ -199,9 +203,11 @@ def _sharing(place: WorkerEnvironment, device: torch.device) -> Iterator[Axis]:
         dist.destroy_process_group()
 
 
-def pieces(made: Iterable[int], tokenizer: Tokenizer, stops: Sequence[str] = ()) -> Iterator[str]:
+def pieces(
+    made: Iterable[int], tokenizer: Tokenizer, stops: Sequence[str] = (), after: Sequence[int] = ()
+) -> Iterator[str]:
     """The text of tokens as it grows (`GrowingText`), up to the first complete stop string, which is excluded."""
-    text = GrowingText(tokenizer, stops)
+    text = GrowingText(tokenizer, stops, after=after)
     for token in made:
         if piece := text.add(token):
             yield piece

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from megatron.data.tokenizer import BytesTokenizer
 from megatron.training.text import main, pieces
+from tests.decoding.test_growing_text import metaspace
 
 BYTES = BytesTokenizer()
 
@@ -67,3 +68,8 @@ def test_several_ranks_cannot_be_asked(monkeypatch, capsys):
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert main(["runs/mine"]) == 2
     assert "must have --prompt or --file" in capsys.readouterr().err
+
+
+def test_a_word_after_a_prompt_has_its_space():
+    tokenizer = metaspace()
+    assert "".join(pieces([0, 2], tokenizer, after=[0])) == " ab"
