@@ -40,6 +40,13 @@ Many = Annotated[list[Item], Field(fail_fast=True)]  # one error, not one for ea
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
+# Values of keys that have several forms. An error of one form is misleading.
+SEVERAL = {
+    "prompt": "a text, a list of ids, or a list of either",
+    "stop": f"a text of 1 to {STOP} characters, or a list of up to {STOPS}",
+}
+
+
 class StreamOptions(BaseModel):
     model_config = STRICT
     include_usage: bool = False
@@ -295,6 +302,8 @@ def _parsed(form: type[T], content: bytes) -> T:
         key = place[0][:100] if place else None
         if first["type"] == "extra_forbidden":
             rule = f"{key}: this endpoint does not have it. Omit it, or give the value that changes nothing"
+        elif key in SEVERAL and first["type"] != "missing":
+            rule = f"{key}: it must be {SEVERAL[key]}"
         else:
             rule = f"{'.'.join(place)[:200] or 'the body'}: {first['msg'][:300]}"
         raise Refusal(400, rule, key) from error

@@ -77,3 +77,14 @@ def test_mistakes_are_found_before_the_model_is_read(words, rule, capsys, tmp_pa
     except SystemExit as error:
         status = error.code
     assert status == 2 and rule in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "status"), [("a\0b", 400), ("\ud800", 400), ("..", 403), ("/", 403)])
+def test_names_of_weights_that_are_none(name, status, tmp_path):
+    from megatron.decoding.endpoint.limits import Refusal
+    from tools.serve import loader
+
+    load: Any = loader
+    with pytest.raises(Refusal) as found:
+        load(tmp_path, None, 16, "cpu")(name if name[0] != "." else str(tmp_path / name))
+    assert found.value.status == status
