@@ -48,6 +48,13 @@ def layers_share_sequences(context: RuleContext) -> Iterator[Problem]:
             "ranks that compute together",
             fix="use parallel.context",
         )
+    if waiting and config.parallel.context > 1 and config.parallel.depth > 1:
+        yield context.problem(
+            "parallel.depth parallel.context model.layers",
+            rule=f"must be 1 where ranks share sequences in {waiting} layers: these run on one rank after the other, "
+            "and a product gathers its matrix from ranks that compute together",
+            fix="use parallel.depth=1, or parallel.context=1",
+        )
 
 
 def _equal_parts(config: Config) -> tuple[int, int]:

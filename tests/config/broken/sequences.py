@@ -38,6 +38,14 @@ SEQUENCES = [
         "use parallel.context",
     ),
     of_kind(
+        "states that wait while matrices are gathered",
+        "a.yml:3: parallel.depth = 2",
+        "relayed",
+        "parallel: {depth: 2, context: 2}",
+        "must be 1 where ranks share sequences in relayed layers: these run on one rank after the other",
+        "use parallel.depth=1, or parallel.context=1",
+    ),
+    of_kind(
         "states of chunks that ranks share",
         "a.yml:4: training.sequence_chunks = 2",
         "relayed",
