@@ -33,10 +33,11 @@ def weights_of(x: Tensor) -> Tensor:
 
 
 def checked(model: PreTrainedModel) -> list[nn.Parameter]:
-    """The parameters whose gradients are compared: of a large model, vectors."""
-    parameters = list(model.parameters())
-    small = sum(each.numel() for each in parameters) < SMALL
-    return [each for each in parameters if each.requires_grad and (small or each.ndim < 2)]
+    """The parameters whose gradients are compared: of a large model, vectors. All, if it has none."""
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    vectors = [each for each in parameters if each.ndim < 2]
+    small = sum(each.numel() for each in model.parameters()) < SMALL
+    return parameters if small or not vectors else vectors
 
 
 def gradients(y: Tensor, parameters: list[nn.Parameter]) -> list[Tensor | None]:
@@ -55,6 +56,7 @@ def stages_of(model: PreTrainedModel, bounds: list[tuple[int, int]]) -> Stages:
     """
     name, blocks = stack_of(model)
     stages, was_training = Stages(model, name, blocks), model.training
+    _own_parameters(stages, bounds)
     model.eval()
     try:
         with torch.enable_grad():
@@ -67,6 +69,15 @@ def stages_of(model: PreTrainedModel, bounds: list[tuple[int, int]]) -> Stages:
     finally:
         model.train(was_training)
     return stages
+
+
+def _own_parameters(stages: Stages, bounds: list[tuple[int, int]]) -> None:
+    """Two stages would each have the gradient of their own uses only."""
+    names, users = {id(each): name for name, each in stages.model.named_parameters()}, dict[int, int]()
+    for stage, (start, stop) in enumerate(bounds):
+        for parameter in (each for block in stages.blocks[start:stop] for each in block.parameters()):
+            if users.setdefault(id(parameter), stage) != stage:
+                raise refused(stages.model, f"shares {names[id(parameter)]} among blocks of several stages")
 
 
 def _check(stages: Stages, bounds: list[tuple[int, int]]) -> None:
@@ -147,7 +158,8 @@ class Uncut:
 
     def __init__(self, model: PreTrainedModel, run: Callable[[], Tensor], head: Callable[[Tensor], Tensor] | None):
         self.model, self.run = model, run
-        compared = set(map(id, checked(model)))
+        whole = [each for each in model.parameters() if each.requires_grad and logical_of(each).shard is None]
+        compared = set(map(id, [*checked(model), *whole]))
         self.parameters = {name: each for name, each in model.named_parameters() if id(each) in compared}
         self.vectors = {name: each.data.clone() for name, each in model.named_parameters() if each.ndim == 1}
         for number, (name, values) in enumerate(self.vectors.items()):

@@ -18,6 +18,10 @@ from megatron.config import ConfigError, resolve
 from megatron.config.tree import thaw
 from megatron.decoding.one_text import complete, generate
 from megatron.decoding.sampling import Sampling
+from megatron.kinds.transformers import check
+from megatron.kinds.transformers.build import hf_model
+from megatron.kinds.transformers.facts import FactsError
+from megatron.kinds.transformers.options import TransformersOptions
 from megatron.model.stack import ModelPlan, build_model, make_model
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.layout.mesh import Mesh
@@ -110,6 +114,29 @@ def refusals(values):
 def test_a_class_that_is_another_function_in_stages_is_refused():
     values = values_of("xlnet", tiny("xlnet"), parallel={"pipeline": 2})
     assert "has a stream of another form" in on_ranks(2, refusals, values)[0]
+
+
+def test_blocks_of_two_stages_share_no_parameters():
+    """In one process their gradients are summed, but each stage would have a copy with its own."""
+    model = hf_model(TransformersOptions(config="llama", options=tiny("llama")).model_dump())
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    with pytest.raises(FactsError, match=r"shares model\.layers\.0\.mlp\.\w+\.weight among blocks"):
+        check.stages_of(model, [(0, 1), (1, 2)])
+    check.stages_of(model, [(0, 2)])
+
+
+def of_a_large_class(values, ranks):
+    """`by_engine`, where only some gradients are compared before the first step."""
+    check.SMALL = 0
+    return by_engine(values, ranks)
+
+
+@pytest.mark.parametrize("parallel", ({"tensor": 2}, {"pipeline": 2}))
+def test_a_large_class_without_vectors_is_cut(parallel):
+    """The norms of OLMo have no parameters."""
+    values = values_of("olmo", tiny("olmo"))
+    found = on_ranks(2, of_a_large_class, {**values, "parallel": parallel}, 2)
+    assert max(differences(found, *by_torch(values))[:2]) <= BOUND
 
 
 def test_weights_of_a_folder_are_the_start(tmp_path):
