@@ -164,6 +164,8 @@ class Trainer:
                 self._run_step = partial(hook.run_step, self, self._run_step)
         self.extra_metrics: dict[str, Any] = {}  # what hooks add to the record of this step, if it is written
         self.stop_reason: str | None = None
+        self.open = False  # after the last step: a hook has not ended its work. The next start does
+        self.moved = False  # at the start: a hook has changed the state, after the last step
         self.error: BaseException | None = None
         self.back: RollBack | None = None
         self._requests: set[str] = set()
@@ -317,6 +319,11 @@ class Trainer:
         return self.completed >= self.end or self.stop_reason is not None
 
     @property
+    def finished(self) -> bool:
+        """Whether the run is over."""
+        return self.completed >= self.steps and not self.open
+
+    @property
     def is_main(self) -> bool:
         return self.mesh.rank == 0
 
@@ -341,7 +348,7 @@ class Trainer:
     def _outcome(self) -> Outcome:
         if self.back is not None:
             return Outcome(self.completed, self.back.told, False, self.back)
-        if self.completed >= self.steps:
+        if self.finished:
             return Outcome(self.completed, "finished", True)
         reason = self.stop_reason or f"training.stop_at_step: {self.config.training.stop_at_step}"
         return Outcome(self.completed, reason, False)

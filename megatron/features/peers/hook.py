@@ -103,12 +103,14 @@ class PeersHook(Hook):
             f"peer {self.own.name} of {', '.join(self.own.members)}: {part.bytes_of_round(part.round):,} bytes in a "
             f"round of {part.interval} steps, at round {part.round}"
         )
+        before = part.round
         if trainer.completed >= (part.round + 1) * part.interval:  # it stopped while it waited for this round
             if self.own.delay == 0:
                 self._send(trainer)
             self._meet(trainer)
         else:
             self._jump(trainer)
+        trainer.moved = trainer.completed >= trainer.steps and part.round > before
         self._announce(trainer)
 
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
@@ -187,9 +189,11 @@ class PeersHook(Hook):
         """Wait for the line of the round, and apply it. A request to stop leaves the round open."""
         part = self.part
         found = self._wait(trainer, lambda: self._decided(trainer))
-        if found == PASSED:
+        if found is None:
+            trainer.open = trainer.completed >= trainer.steps
+        elif found == PASSED:
             self._jump(trainer)
-        elif found is not None:
+        else:
             part.jumps = found
             part.set_masters(part.names(part.round), self.own.alpha)
             part.round += 1

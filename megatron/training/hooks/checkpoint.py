@@ -123,9 +123,9 @@ class CheckpointHook(Hook):
         self._saved_at = trainer.clock.total
         if self._policy.auto and trainer.is_main:
             self._interval = Interval(trainer.config, trainer.mesh.layout.world_size)
-        if trainer.start:
+        if trainer.start and not trainer.moved:
             self._saved_step = trainer.start
-        if trainer.completed != trainer.start or not trainer.start:  # a hook may have skipped steps, to the last one
+        else:
             self._save_if_due(trainer)
 
     def before_step(self, trainer: Trainer, step: int) -> None:
@@ -155,7 +155,7 @@ class CheckpointHook(Hook):
     def _save_if_due(self, trainer: Trainer) -> None:
         if trainer.back is not None:
             return
-        stopping = trainer.last and trainer.completed < trainer.steps
+        stopping = trainer.last and not trainer.finished
         reason = self._policy.due(
             trainer.completed,
             last_step=trainer.steps,

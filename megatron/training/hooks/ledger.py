@@ -64,9 +64,11 @@ class LedgerHook(Hook):
 
     def on_end(self, trainer: Trainer) -> None:
         if trainer.error is None and trainer.back is None:
-            finished = trainer.completed >= trainer.steps
             trainer.record(
-                "end" if finished else "stop", step=trainer.completed, reason=trainer.stop_reason, spent=trainer.spent()
+                "end" if trainer.finished else "stop",
+                step=trainer.completed,
+                reason=trainer.stop_reason,
+                spent=trainer.spent(),
             )
 
 

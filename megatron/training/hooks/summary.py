@@ -78,4 +78,4 @@ class SummaryHook(Hook):
 def _reason(trainer: Trainer) -> str:
     if trainer.error is not None:
         return f"failed ({type(trainer.error).__name__})"
-    return "finished" if trainer.completed >= trainer.steps else f"stopped ({trainer.stop_reason or 'stop_at_step'})"
+    return "finished" if trainer.finished else f"stopped ({trainer.stop_reason or 'stop_at_step'})"

@@ -99,3 +99,57 @@ def test_a_killed_peer_returns_and_the_ledger_repeats_the_run(tmp_path):
     assert [[line[key] for key in keys] for line in lines(shared)] == [
         [line[key] for key in keys] for line in lines(tmp_path / "replay/shared")
     ]
+
+
+HASTY = {"timeout": 1.0, "patience": 2.0}
+
+
+def common(company: Company, run: str, step: int) -> None:
+    """All peers hold the same common weights after a step, and train from them."""
+    found = [company.tensors(run, name, step) for name in company.peers]
+    outer = [key for key in found[0] if key[1] == "outer_weights"]
+    for name, state in outer:
+        master = (name.removesuffix(".outer_weights"), "master")
+        assert all(torch.equal(each[name, state], found[0][name, state]) for each in found)
+        assert all(torch.equal(each[master], each[name, state]) for each in found)
+
+
+def test_a_last_round_that_was_not_decided_stays_open(tmp_path):
+    with Company(tmp_path, {"a": 1, "b": 1}, every=2, quorum=2) as company:
+        company.peer("a", "run", "training.steps=2", peers=HASTY)
+        ledger = (tmp_path / "run/a/ledger.jsonl").read_text()
+        assert '"event": "stop"' in ledger and '"event": "end"' not in ledger and "1 of 2 contributions" in ledger
+        company.run("run", "training.steps=2")
+        assert '"event": "end"' in (tmp_path / "run/a/ledger.jsonl").read_text()
+        common(company, "run", 2)
+
+
+def test_a_peer_whose_round_was_deleted_takes_a_state(tmp_path):
+    """b stops in the open round 1, whose contributions are gone when it returns."""
+    shared = tmp_path / "run/shared"
+    with Company(tmp_path, {"a": 1, "b": 1}, every=2, quorum=2, state_every=2) as company:
+        company.run("run", "training.stop_at_step=3")
+        company.peer("b", "run", peers=HASTY)
+        company.peer("a", "run", peers=HASTY)
+        assert (shared / "states/00000001").exists()
+        for name in company.peers:
+            (shared / "contributions/00000001" / name).unlink()
+        company.run("run")
+        common(company, "run", 8)
+    assert [each["members"][1]["jumps"] for each in lines(shared)][2] == [[4, 2]]
+
+
+def test_a_peer_that_returns_after_the_end_saves_the_last_weights(tmp_path):
+    with Company(tmp_path, {"a": 1, "b": 1}, every=2) as company:
+        company.run("run", "training.stop_at_step=3")
+        company.peer("a", "run", peers={"timeout": 1.0})
+        company.peer("b", "run")
+        common(company, "run", 8)
+
+
+def test_the_noise_scale_of_a_later_share(tmp_path):
+    """The first samples of b's batch are not the first ones of all peers."""
+    with Company(tmp_path, {"a": 1, "b": 1}, every=2) as company:
+        company.peer("b", "run", "training.steps=2", "logging.noise_scale=1", peers={"timeout": 0.5})
+    rows = [json.loads(each) for each in (tmp_path / "run/b/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "noise_scale" in row] == [0, 1]
