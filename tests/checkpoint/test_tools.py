@@ -386,7 +386,7 @@ def test_reshape_refuses_a_layout_that_no_run_can_have():
     overrides = ["parallel.pipeline=2", "parallel.pipeline_split=[1, 1]", "training.global_batch_size=8"]
     text = to_yaml(load([ROOT / "configs" / "test" / "tiny_neox.yml"], overrides, ranks=2, check_inputs=False))
     refuse = tool("reshape").refuse_illegal
-    for fine in ("tensor=2,data=3", "pipeline=2,zero=2", "data=7,zero=3", "folded=2,data=3"):
+    for fine in ("tensor=2,data=3", "pipeline=2,zero=2", "data=7,zero=3", "folded=2,data=3", "depth=2,data=4"):
         refuse(text, parse_layout(fine), "x")
     for to, key in (("tensor=3", "parallel.tensor"), ("pipeline=99", "parallel.pipeline")):
         with pytest.raises(ConfigError, match=key) as error:
@@ -395,5 +395,6 @@ def test_reshape_refuses_a_layout_that_no_run_can_have():
     text = to_yaml(load([ROOT / "configs" / "test" / "tiny_moe.yml"], [], ranks=1, check_inputs=False))
     refuse(text, parse_layout("tensor=2,data=2,expert=4,expert_tensor=1,zero=1"), "x")
     refuse(text, parse_layout("folded=2,zero=1"), "x")
+    refuse(text, parse_layout("depth=2,data=2,zero=1"), "x")
     with pytest.raises(ConfigError, match="use 6 or 9 experts"):
         refuse(text, parse_layout("data=3,expert=3"), "x")

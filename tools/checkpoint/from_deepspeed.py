@@ -26,16 +26,15 @@ from pathlib import Path
 
 from megatron.checkpoint import CheckpointError
 from megatron.checkpoint.hf.importer import logical_tensors
+from megatron.checkpoint.hf.neox import ONE_RANK
 from megatron.checkpoint.universal import Universal, made_universal, read_names, restore
 from megatron.config import ConfigError, load, to_yaml
 from megatron.config.source.files import read_file
 
-# Whatever layout a run has: only its tensors matter here.
-ONE_RANK = [f"parallel.{axis}=1" for axis in ("tensor", "pipeline", "context", "expert", "expert_tensor")]
-
 
 def one_rank(files: list[str]) -> list[str]:
-    """Overrides that make a run's configuration one of one rank, with the batch that it had."""
+    """Overrides that make a run's configuration one of one rank, with the batch that it had. Whatever layout it has,
+    only its tensors matter here."""
     sections = [values.get("training") for file in files if isinstance(values := read_file(file).values, dict)]
     both = any({"accumulation", "global_batch_size"} <= set(each) for each in sections if isinstance(each, dict))
     return [*ONE_RANK, "training.accumulation=null"] if both else ONE_RANK

@@ -46,8 +46,9 @@ def refuse_illegal(config: str, layout: Layout, whose: str) -> None:
     values["parallel"] = {"tensor": layout.tensor, "pipeline": layout.pipeline}
     if layout.context > 1:
         values["parallel"] |= {"context": layout.context}
-    if layout.shares_rows:
-        values["parallel"] |= {"folded": layout.context, "expert": layout.expert if View(values).uses("moe") else 1}
+    if layout.shares_rows or layout.depth > 1:
+        shared = {"folded": layout.context} if layout.shares_rows else {"depth": layout.depth}
+        values["parallel"] |= {**shared, "expert": layout.expert if View(values).uses("moe") else 1}
     elif layout.spreads_experts:
         values["parallel"] |= {"expert": layout.expert, "expert_tensor": 1 if layout.folded else layout.tensor}
     values["zero"] = {"stage": layout.zero_stage}
@@ -68,8 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--to",
         required=True,
         metavar="LAYOUT",
-        help="tensor=N,pipeline=N,context=N,data=N,zero=N,expert=N,expert_tensor=N,folded=N. An omitted "
-        "number is 1 (zero: 0, expert_tensor: tensor)",
+        help="tensor=N,pipeline=N,context=N,data=N,zero=N,expert=N,expert_tensor=N,folded=N,depth=N. An "
+        "omitted number is 1 (zero: 0, expert_tensor: tensor)",
     )
     add("--verify", action="store_true", help=f"compare SHA-256 of every logical tensor, and write {VERIFY_NAME}")
     add("--json", action="store_true", help="print one JSON document")

@@ -48,7 +48,8 @@ OUTSIDE = {
     "norm.": "gpt_neox.final_layer_norm.",
     "final_linear.": "embed_out.",
 }
-ONE_RANK = tuple(f"parallel.{axis}=1" for axis in ("tensor", "pipeline", "context", "expert", "expert_tensor"))
+AXES = ("tensor", "depth", "pipeline", "context", "folded", "expert", "expert_tensor")
+ONE_RANK = [f"parallel.{axis}=1" for axis in AXES]
 Log = Callable[[str], None]
 
 
