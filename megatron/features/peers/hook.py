@@ -261,7 +261,7 @@ class PeersHook(Hook):
         contributions = self._retried(trainer, lambda: self._read(line))
         if contributions is None:
             return False
-        # Not tried again after an error: a part of the weights may have changed.
+        # No second attempt after an error: a part of the weights may have changed.
         mine = line.names.index(rounds.name) if line.has(rounds.name) else None
         part.apply(line.round, contributions, mine)
         self._record(trainer, line)
