@@ -1,7 +1,8 @@
 """Texts of every stage of chain.yml: `python examples/chain/texts.py FOLDER [PROBLEMS]`.
 
-All are sums of numbers with one or two digits. Three of five sums of the pretraining have a question mark in place of
-the answer. No file but held_out.jsonl has a problem that evaluations ask.
+All are sums of numbers with one or two digits. Some have a question mark in place of the answer: three of ten sums of
+the pretraining, and three of five of the chats and of the preferred answers, since no answer is better than a wrong
+one. No file but held_out.jsonl has a problem that evaluations ask.
 """
 
 import json
@@ -12,7 +13,7 @@ from megatron.data.hashing import generator, key_of
 from megatron.features.align.environments import addition, problem
 from megatron.features.align.problems import HELD_OUT
 
-PROBLEMS, UNANSWERED, ASKED = 30_000, 0.6, 512
+PROBLEMS, ASKED = 60_000, 512
 
 
 def problems(kind: str, count: int, held_out: bool) -> list[dict]:
@@ -24,6 +25,11 @@ def problems(kind: str, count: int, held_out: bool) -> list[dict]:
             found.append(own)
         number += 1
     return found
+
+
+def answers(kind: str, own: list[dict], unanswered: float) -> list[str]:
+    """The right answer, or a question mark for a share of the problems."""
+    return ["?" if generator(0, kind, n).random() < unanswered else p["answer"] for n, p in enumerate(own)]
 
 
 def chat(own: dict, answer: str | None = None) -> list[dict]:
@@ -38,13 +44,13 @@ def main(folder: Path, count: int) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
 
     sums = problems("pretrain", count, False)
-    hidden = [generator(0, "answer", number).random() < UNANSWERED for number in range(count)]
-    write("sums", [{"text": f"{p['prompt']}{'?' if no else p['answer']}\n"} for p, no in zip(sums, hidden)])
+    chats, pairs = problems("chats", count // 10, False), problems("pairs", count // 10, False)
+    write("sums", [{"text": f"{p['prompt']}{a}\n"} for p, a in zip(sums, answers("pretrain", sums, 0.3))])
     write("better", [{"text": f"{p['prompt']}{p['answer']}\n"} for p in problems("midtrain", count // 3, False)])
-    write("chats", [{"messages": chat(p, p["answer"])} for p in problems("chats", count // 10, False)])
-    pairs = problems("pairs", count // 10, False)
+    write("chats", [{"messages": chat(p, a)} for p, a in zip(chats, answers("chats", chats, 0.6))])
     wrong = [str(int(p["answer"]) + int(generator(0, "wrong", n).integers(1, 10))) for n, p in enumerate(pairs)]
-    write("pairs", [{"chosen": chat(p, p["answer"]), "rejected": chat(p, no)} for p, no in zip(pairs, wrong)])
+    better = answers("pairs", pairs, 0.6)
+    write("pairs", [{"chosen": chat(p, a), "rejected": chat(p, no)} for p, a, no in zip(pairs, better, wrong)])
     for name, held_out, size in (("prompts", False, count // 5), ("held_out", True, min(ASKED, count))):
         asked = problems(name, size, held_out)
         write(name, [{"messages": chat(p), "question": p["prompt"].rstrip("="), "answer": p["answer"]} for p in asked])
