@@ -3,7 +3,10 @@ fused AdamW takes the same arguments there."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -32,9 +35,18 @@ Steps = list[tuple[float, list[torch.Tensor]]]
 
 def trained(on_device: bool) -> list[Steps]:
     """Of each case and step the norm, and masters, moments and counts of updates after it."""
-    step_on_device._on_gpu = lambda optimizer: on_device
-    step_on_device._order_on_device = lambda optimizer: None  # a CPU has no streams
-    return [_trained(on_device, *case) for case in CASES]
+    with _as_if(on_device):
+        return [_trained(on_device, *case) for case in CASES]
+
+
+@contextmanager
+def _as_if(on_device: bool) -> Iterator[None]:
+    """Decisions on the device, in this context only: ranks are used by other tests too. A CPU has no streams."""
+    with (
+        patch.object(step_on_device, "_on_gpu", lambda optimizer: on_device),
+        patch.object(step_on_device, "_order_on_device", lambda optimizer: None),
+    ):
+        yield
 
 
 def _trained(on_device: bool, stage: int, limit: float, bad: bool) -> Steps:
@@ -94,9 +106,9 @@ def test_an_update_that_is_not_finite_changes_nothing(both, case):
 
 
 def trained_with_experts(on_device: bool, values: dict[str, Any], ranks: int) -> tuple[list[float], list[float]]:
-    step_on_device._on_gpu = lambda optimizer: on_device
-    config, engine = runs.start(values, ranks)
-    return runs.steps(config, engine, 0, 2)
+    with _as_if(on_device):
+        config, engine = runs.start(values, ranks)
+        return runs.steps(config, engine, 0, 2)
 
 
 def test_experts_on_several_ranks():

@@ -48,4 +48,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from megatron.pipes import piped
+
+    sys.exit(piped(main))
