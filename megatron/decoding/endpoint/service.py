@@ -193,7 +193,7 @@ class Service:
         """End the texts.
 
         Args:
-            spares: those that have not begun wait on. None does if none has begun, so that failures come to an end.
+            spares: texts that have not begun wait on. None does if none has begun, so that failures come to an end.
         """
         schedule, texts, self.texts = self.decoder.schedule, self.texts, {}
         spared = {each.arrival for each in schedule.waiting} if spares and schedule.running else set[int]()

@@ -41,7 +41,7 @@ _OWN = {
         "name", "folder", "key_file", "public_keys", "timeout", "patience", "replay", "run", "signature",
     ),
 }  # fmt: skip
-# Sections of a machine, a layout or an output. All others, those of features included, must be equal.
+# Sections of a machine, a layout or an output. All other sections, also of features, must be equal.
 _MAY_DIFFER = {
     "run", "parallel", "zero", "checkpoint", "evaluation", "logging", "launch", "watch", "hooks", "deepspeed",
 }  # fmt: skip
