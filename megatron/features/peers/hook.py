@@ -269,7 +269,8 @@ class PeersHook(Hook):
 
     def _read(self, line: Line) -> list[Mapping[str, Tensor]] | None:
         """Contributions of a line, in its order. None while one cannot be read."""
-        rounds, found = self.rounds, []
+        rounds = self.rounds
+        found: list[Mapping[str, Tensor]] = []
         assert rounds is not None
         for each in line.members:
             try:
