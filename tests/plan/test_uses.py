@@ -128,7 +128,7 @@ def test_command(tool, capsys, tmp_path):
     [
         (["--gpus", "8"], "must have a YAML file"),
         ([TINY, "--gpu", "h1"], "must be one of"),
-        ([TINY, "--gpus", "8", "--why-not", "depth=3"], "must be NAME=VALUE"),
+        ([TINY, "--gpus", "8", "--why-not", "width=3"], "must be NAME=VALUE"),
         (["lint", TINY, "--layout", "tensor=3"], "must be"),
         (["lint", TINY, "--gpus", "4..8"], "must be one number"),
         ([TINY, "--gpus", "4..8", "--budget", "10 gpu-hours"], "must be one number"),
