@@ -288,6 +288,7 @@ names = st.sampled_from([tuple(key.path) for key in catalog().values() if ANY no
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(names, junk), min_size=1, max_size=4), st.sampled_from([None, 1, 2, 6]))
 @example([(("logging", "noise_scale"), 1)], None)
+@example([(("align", "prompts"), "")], None)
 def test_no_input_breaks_the_checker(pairs, ranks):
     """Whatever stands at any key: a frozen configuration or a ConfigError, never another exception."""
     values = copy.deepcopy(BASE)

@@ -190,6 +190,8 @@ def there_are_problems_and_rewards(context: RuleContext) -> Iterator[Problem]:
 
 def rounds_are_whole(context: RuleContext) -> Iterator[Problem]:
     own, training = align_of(context.config), context.config.training
+    if training.global_batch_size is None:
+        return  # it follows from the number of ranks
     size = training.global_batch_size * own.updates
     if size % own.group:
         yield context.problem(
