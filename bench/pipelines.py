@@ -29,7 +29,8 @@ from unittest import mock  # noqa: E402
 
 from bench.step_times import timed  # noqa: E402
 from megatron.config import Config, resolve  # noqa: E402
-from megatron.config.arithmetic.pipelines import one_forward_one_backward, table_of, timeline  # noqa: E402
+from megatron.config.arithmetic.pipeline_costs import timeline  # noqa: E402
+from megatron.config.arithmetic.pipelines import one_forward_one_backward, table_of  # noqa: E402
 from megatron.report.figures import new_figure, write_figure  # noqa: E402
 from megatron.testing.ranks import on_ranks  # noqa: E402
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.config import Config, ConfigError, Problem
-from megatron.config.arithmetic.pipelines import live_micro_batches
+from megatron.config.arithmetic.pipeline_costs import live_micro_batches
 from megatron.config.optimizer_kind import state_bytes
 from megatron.config.problems import aligned
 from megatron.config.rule_context import RuleContext

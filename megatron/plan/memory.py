@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config import Config
-from megatron.config.arithmetic.pipelines import live_micro_batches
+from megatron.config.arithmetic.pipeline_costs import live_micro_batches
 from megatron.config.arithmetic.wire import FEEDS_BACK, bucket_elements, scatters_gradients, skips_late
 from megatron.config.features.feature import wanted_features
 from megatron.config.optimizer_kind import state_bytes

@@ -6,18 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import Config, ConfigError, Problem
+from megatron.config.arithmetic.pipeline_costs import Slot, bubble, live_micro_batches, timeline
 from megatron.config.arithmetic.pipelines import (
     BACKWARD,
     FORWARD,
     INPUTS,
     WEIGHTS,
-    Slot,
-    bubble,
     check_table,
-    live_micro_batches,
     ranks_of_stages,
     table_of,
-    timeline,
 )
 from megatron.report.figures import new_figure, write_figure
 

@@ -15,7 +15,8 @@ from math import ceil, log2
 from typing import Any, NamedTuple
 
 from megatron.config import Config
-from megatron.config.arithmetic.pipelines import GATHER, Costs, bubble_factor, is_split, table_of, with_zero
+from megatron.config.arithmetic.pipeline_costs import Costs, bubble_factor
+from megatron.config.arithmetic.pipelines import GATHER, is_split, table_of, with_zero
 from megatron.config.arithmetic.wire import between_stages, bucket_elements, scatters_gradients
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.messages.curve import choose_curve

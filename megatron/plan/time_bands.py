@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import Config, ConfigError, read_resolved
-from megatron.config.arithmetic.pipelines import bubble_factor
+from megatron.config.arithmetic.pipeline_costs import bubble_factor
 from megatron.config.problems import UserError
 from megatron.model.costs.describe import training_operations
 from megatron.parallel.layout.layout import Layout

@@ -16,7 +16,8 @@ from statistics import fmean
 from typing import Any
 
 from megatron.config import Config
-from megatron.config.arithmetic.pipelines import GATHER, REDUCE, bubble_factor, table_of, with_zero
+from megatron.config.arithmetic.pipeline_costs import bubble_factor
+from megatron.config.arithmetic.pipelines import GATHER, REDUCE, table_of, with_zero
 from megatron.config.problems import counted
 from megatron.config.variants import used_kinds
 from megatron.engine.deepspeed.options import accumulation_steps, reduces_once, zero_stage

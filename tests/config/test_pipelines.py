@@ -13,26 +13,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config import ConfigError, resolve
+from megatron.config.arithmetic.pipeline_costs import (
+    Costs,
+    bubble,
+    bubble_factor,
+    live_micro_batches,
+    most_live,
+    timeline,
+)
 from megatron.config.arithmetic.pipelines import (
     BACKWARD,
     FORWARD,
-    Costs,
     Instruction,
     ScheduleError,
     Table,
-    bubble,
-    bubble_factor,
     check_table,
     forward_only,
     interleaved,
-    live_micro_batches,
-    most_live,
     one_forward_one_backward,
     ranks_of_stages,
     read_table,
     rounds,
     table_of,
-    timeline,
 )
 from megatron.config.sections.layout import ParallelSection
 

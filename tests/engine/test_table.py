@@ -12,17 +12,14 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.config.arithmetic.pipeline_costs import bubble, live_micro_batches, most_live, timeline
 from megatron.config.arithmetic.pipelines import (
     BACKWARD,
     Instruction,
     Table,
-    bubble,
     interleaved,
-    live_micro_batches,
-    most_live,
     one_forward_one_backward,
     table_of,
-    timeline,
 )
 from megatron.config.variants import overlay
 from megatron.engine.deepspeed.table import TableExecutor

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from ..arithmetic.pipeline_costs import bubble_factor
 from ..arithmetic.pipelines import (
     ASYNCHRONOUS,
     SCHEDULES,
     V_SHAPED,
     ScheduleError,
-    bubble_factor,
     check_table,
     in_rounds,
     is_file,

@@ -303,7 +303,7 @@ def test_models_health_and_headers(served):
 
 
 def test_clients_that_go_away_free_their_pages(served):
-    """Streams and whole answers, running and waiting, of which none would end soon."""
+    """Streams and whole answers, running and waiting. None would end soon."""
     long = {"prompt": "x" * 100, "max_tokens": 900, "n": 2, "ignore_eos": True}
     links = [served.open({**long, "stream": stream}) for stream in (True, False)]
     assert links[0].recv(15) == b"HTTP/1.1 200 OK"

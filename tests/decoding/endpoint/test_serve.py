@@ -25,7 +25,7 @@ def ask(url: str, path: str, body: Any) -> Any:
 
 @pytest.mark.limit(300)
 def test_a_run_draws_from_the_endpoint(tmp_path):
-    """The trainer's log-probabilities of the texts are those that the endpoint gave, with the weights of each round."""
+    """The trainer's log-probabilities of the texts equal the endpoint's, with the weights of each round."""
     first = own_values(tmp_path / "first", "http://127.0.0.1:9", evaluate=None)
     first["align"].pop("server")
     first["training"]["steps"] = 1

@@ -92,7 +92,7 @@ def test_a_run_resumes_on_another_layout_and_is_exported(tmp_path):
 
 @pytest.mark.parametrize("before, after", (({"pipeline": 2}, {"tensor": 2}), ({"tensor": 2}, {})))
 def test_a_run_resumes_with_another_cut(tmp_path, before, after):
-    """gemma2 has tied embeddings, of which two stages have copies."""
+    """gemma2 has tied embeddings. Two stages have copies."""
     values = {**values_of("gemma2", tiny("gemma2")), "checkpoint": {"every": 2}, "run": {"dir": str(tmp_path)}}
     losses, weights = by_torch(values)
     first = {**values, "parallel": before, "training": {**values["training"], "stop_at_step": 2}}
