@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,9 @@ def before_start(words: Sequence[str], config: Any) -> list[str]:
     if not wanted(config):
         return ["deepy align needs align.prompts or align.environment. deepy train works without"]
     own, found = align_of(config), list[str]()
+    name = own.server.key_variable
+    if name is not None and not os.environ.get(name) and config.launch.environment_file is None:
+        found.append(f"align.server.key_variable: {name} must be set in the environment, and is not: export it")
     verifier = Verifier.of(own)
     others = [] if own.environment is None else [ENVIRONMENTS.get(own.environment, own.environment)]
     if wrong := verifier.fault(others):

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.config.features.feature import Feature, Keys
 from megatron.config.optimizer_kind import optimizer_kind
+from megatron.config.problems import Problem
 from megatron.config.registry import PATH
 from megatron.config.section import Section, key
 
 if TYPE_CHECKING:
-    from megatron.config.problems import Problem
     from megatron.config.rule_context import RuleContext
 
 # Rewards and environments by name. Others are import paths.
@@ -41,6 +41,9 @@ class ServerSection(Section):
     )
     type: Literal["vllm", "sglang"] = key("vllm", "How the server is asked to read new weights.")
     model: str = key("policy", "Name of the model in requests.")
+    key_variable: str | None = key(
+        None, "Name of the environment variable that has the server's key. The key is sent as a bearer token."
+    )
     weights: str | None = key(
         None, "Folder of the weights, which the server sees too, for this run only. Default: weights in run.dir."
     )
@@ -242,6 +245,14 @@ def the_run_fits(context: RuleContext) -> Iterator[Problem]:
     if server.url is not None and not re.fullmatch(r"https?://[^\s/@?#]+(/[^\s?#]*)?", server.url):
         yield context.problem(
             "align.server.url", rule="must be an address of http", fix="use one such as http://localhost:8000"
+        )
+    if server.key_variable is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", server.key_variable):
+        name = "align.server.key_variable"  # its value may be the key, and is not shown
+        yield Problem(
+            name,
+            rule="must be the name of an environment variable, not the key itself",
+            fix="export the key as DEEPY_SERVER_KEY, and give that name",
+            where=str(context.origin(("align", "server", "key_variable"))).partition("=")[0],
         )
     if server.url is not None and context.option("adapter.type") not in (None, "none"):
         yield context.problem(

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import re
 import shutil
 import urllib.error
 import urllib.request
@@ -182,15 +184,17 @@ class Server:
         Raises:
             UserError, ValueError: it answers with another status, too much, or no JSON.
         """
-        data = json.dumps(body).encode()
+        key = self.key()
+        headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
         request = urllib.request.Request(
-            f"{str(self.section.url).rstrip('/')}{place}", data, {"Content-Type": "application/json"}
+            f"{str(self.section.url).rstrip('/')}{place}", json.dumps(body).encode(), headers
         )
         try:
             with self.opener.open(request, timeout=self.section.timeout) as answer:
                 content = answer.read(LONGEST + 1)
         except urllib.error.HTTPError as error:
-            raise UserError(f"{place} has answered with status {error.code}: {error.read(500)!r}") from error
+            said = hidden(repr(error.read(500)), key)
+            raise UserError(f"{place} has answered with status {error.code}: {said}") from error
         except (OSError, http.client.HTTPException) as error:
             raise UserError(f"{place} cannot be asked: {error}") from error
         if len(content) > LONGEST:
@@ -199,8 +203,30 @@ class Server:
             return None
         found = parse_json(content.decode("utf-8"))
         if isinstance(found, dict) and found.get("success") is False:
-            raise UserError(f"{place} has failed: {str(found)[:500]}")
+            raise UserError(f"{place} has failed: {hidden(str(found), key)[:500]}")
         return found
+
+    def key(self) -> str | None:
+        """The key that the server wants. No message has it.
+
+        Raises:
+            UserError: the variable is not set, or no header can have its value.
+        """
+        name = self.section.key_variable
+        if name is None:
+            return None
+        found = os.environ.get(name, "").strip()
+        if not re.fullmatch(r"[!-~]+", found):
+            raise UserError(
+                f"align.server.key_variable: {name} must have a key of visible ASCII characters on rank 0. Export it "
+                "where the run starts, with launch.forward for other hosts, or use launch.environment_file"
+            )
+        return found
+
+
+def hidden(text: str, key: str | None) -> str:
+    """A server's message, which may repeat the key."""
+    return text if key is None else text.replace(key, "***")
 
 
 def read_answer(answer: Any, prompt: Sequence[int], rule: Rule) -> Drawn:

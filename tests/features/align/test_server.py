@@ -15,6 +15,7 @@ import torch
 
 from megatron.config import ConfigError, resolve
 from megatron.config.problems import UserError
+from megatron.features.align.check import before_start
 from megatron.features.align.sampler import Drawn, Rule
 from megatron.features.align.server import Server, read_answer
 from megatron.testing.runs import train_on_ranks
@@ -50,13 +51,16 @@ class StandIn:
 
 
 @contextmanager
-def served(answer: Any) -> Iterator[str]:
-    """A server on loopback. `answer` gets path and body, and returns JSON, or (status, headers, bytes)."""
+def served(answer: Any, key: str | None = None) -> Iterator[str]:
+    """A server on loopback. `answer` gets path and body, and returns JSON, or (status, headers, bytes). With a key,
+    others are refused, and repeated."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            found = answer(self.path, body)
+            given = self.headers.get("Authorization")
+            refused = given != (None if key is None else f"Bearer {key}")
+            found = (401, {}, str(given).encode()) if refused else answer(self.path, body)
             status, headers, content = found if isinstance(found, tuple) else (200, {}, json.dumps(found).encode())
             self.send_response(status)
             for name, value in headers.items():
@@ -219,6 +223,33 @@ def test_what_is_no_answer_is_refused(tmp_path, answer, rule):
         world: Any = None
         with pytest.raises((UserError, ValueError), match=rule):
             Server(section, tmp_path, world, None, 4, (None, None)).ask("/v1/completions", {})
+
+
+def test_the_key_of_an_environment_variable_is_sent_and_never_shown(tmp_path, monkeypatch):
+    config: Any = resolve(own_values(tmp_path, "http://127.0.0.1:9"))
+    assert not before_start([], config)
+    with served(lambda path, body: {"success": body["well"], "message": "of tok-5a"}, key="tok-5a") as url:
+        section = config.align.server.model_copy(update={"url": url, "key_variable": "TEST_SERVER_KEY"})
+        world: Any = None
+        server = Server(section, tmp_path, world, None, 4, (None, None))
+        monkeypatch.setenv("TEST_SERVER_KEY", "tok-5a\n")
+        assert server.ask("/v1/completions", {"well": True})["success"]
+        with pytest.raises(UserError, match=r"has failed: .*of \*\*\*"):
+            server.ask("/v1/completions", {"well": False})
+        for wrong, rule in (
+            ("tok-77", r"status 401: b'Bearer \*\*\*'"),
+            ("two words", "must have a key"),
+            ("", "must"),
+        ):
+            monkeypatch.setenv("TEST_SERVER_KEY", wrong)
+            with pytest.raises(UserError, match=rule) as found:
+                server.ask("/v1/completions", {})
+            assert not wrong or wrong not in str(found.value)
+    align = config.align.model_copy(update={"server": section})
+    assert "TEST_SERVER_KEY must be set" in before_start([], config.model_copy(update={"align": align}))[0]
+    with pytest.raises(ConfigError, match="not the key itself") as found:
+        resolve(values(tmp_path, server={"url": "http://127.0.0.1:9", "key_variable": "tok-5a"}))
+    assert "tok-5a" not in str(found.value)
 
 
 @pytest.mark.parametrize(
