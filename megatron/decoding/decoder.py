@@ -285,18 +285,18 @@ def next_tokens(texts: Sequence[tuple[Request, Drawn]], logits_NV: Tensor) -> tu
     ids, logs = [0] * len(texts), [0.0] * len(texts)
     alike: dict[Any, list[int]] = {}
     for at, (request, drawn) in enumerate(texts):
-        held = request.end if len(drawn.tokens) < request.least else None
+        held = request.ends if len(drawn.tokens) < request.least else frozenset[int]()
         alike.setdefault((request.sampling, held), []).append(at)
     for (sampling, held), places in alike.items():
         logits_BV = open_BV = logits_NV[places]
-        if held is not None:
+        if held:
             open_BV = logits_BV.clone()
-            open_BV[:, held] = float("-inf")
+            open_BV[:, [each for each in held if each < logits_NV.shape[1]]] = float("-inf")
         some = [texts[at] for at in places]
         numbers = [request.number for request, _ in some]
         positions = [len(request.prompt) + len(drawn.tokens) for request, drawn in some]
         ids_B, logs_B = choose_tokens(open_BV, sampling, numbers, positions)
-        if held is not None:
+        if held:
             logs_B = log_probabilities(logits_BV, ids_B)
         for at, token, log in zip(places, ids_B.tolist(), logs_B.tolist()):
             ids[at], logs[at] = token, log

@@ -32,9 +32,10 @@ class Request:
         tokens: the most that follow. 0 where only `scored` tokens are asked for.
         finished: whether the continuation has ended, from its ids.
         end: the id that ends documents, and the continuation.
-        least: fewest tokens. Before that, `end` is not chosen and nothing ends the text.
+        least: fewest tokens. Before that, no id that ends the continuation is chosen.
         scored: tokens at the end of the prompt whose log-probabilities are asked for.
         likeliest: number of likeliest tokens that are noted in the place of each scored or chosen token.
+        further_ends: ids that end the continuation like `end`.
     """
 
     prompt: Row
@@ -46,6 +47,11 @@ class Request:
     least: int = 0
     scored: int = 0
     likeliest: int = 0
+    further_ends: frozenset[int] = frozenset()
+
+    @property
+    def ends(self) -> frozenset[int]:
+        return self.further_ends if self.end is None else self.further_ends | {self.end}
 
     @property
     def whole(self) -> int:
@@ -322,5 +328,5 @@ def is_over(request: Request, drawn: Drawn) -> bool:
     """Whether a continuation is complete. Notes whether it ended by itself."""
     tokens = drawn.tokens
     if tokens and len(tokens) >= request.least:
-        drawn.ended = tokens[-1] == request.end or (request.finished is not None and request.finished(tokens))
+        drawn.ended = tokens[-1] in request.ends or (request.finished is not None and request.finished(tokens))
     return drawn.ended or len(tokens) >= request.tokens

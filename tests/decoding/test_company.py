@@ -194,3 +194,7 @@ def test_log_probabilities_are_the_models_where_no_end_is_chosen() -> None:
     (token,), (log,) = next_tokens([(Request((1,), 4, end=end, least=2), Drawn())], logits)
     assert token != end and int(logits.argmax()) == end
     assert log == pytest.approx(float(logits.log_softmax(-1)[0, token]), abs=1e-12)
+    last = [int(each) for each in logits.argsort(-1)[0]]
+    several = Request((1,), 4, end=end, least=2, further_ends=frozenset({*last[1:], 99}))
+    assert next_tokens([(several, Drawn([last[0]]))], logits)[0] == [last[0]]
+    assert next_tokens([(several, Drawn([last[0]] * 2))], logits)[0] == [end]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -234,12 +234,15 @@ class Reader:
             end,
             least,
             likeliest=likeliest,
+            further_ends=frozenset(ids),
         )
+        if least and first.ends.issuperset(range(self.tokenizer.size)):
+            raise Refusal(400, "stop_token_ids must not be all ids where min_tokens is above 0", "stop_token_ids")
         requests = list[Request]()
         for prompt in prompts:
             own = replace(first, prompt=prompt, scored=max(len(prompt) - 1, 0) if scored else 0)
             self._check(own)
-            finished = _finished(self.tokenizer, stops, ids, least, () if chat else prompt[-CONTEXT:])
+            finished = ending(self.tokenizer, stops, least, () if chat else prompt[-CONTEXT:])
             for _ in range(body.n):
                 requests.append(replace(own, finished=finished, number=len(requests)))
         return Question(
@@ -252,7 +255,7 @@ class Reader:
             body.return_token_ids,
             stops,
             body.include_stop_str_in_output,
-            frozenset(ids if end is None else {*ids, end}),
+            first.ends,
             sum(map(len, prompts)),
         )
 
@@ -282,15 +285,6 @@ def end_of_turn(template: ChatTemplate) -> str | None:
         return None
     begin, end = spans[-1] if spans else (0, 0)
     return text[begin:end].partition(answer)[2].strip() or None
-
-
-def _finished(
-    tokenizer: Tokenizer, stops: Sequence[str], ids: set[int], least: int, after: Sequence[int]
-) -> Callable[[list[int]], bool] | None:
-    by_text = ending(tokenizer, stops, least, after)
-    if not ids:
-        return by_text
-    return lambda tokens: tokens[-1] in ids or (by_text is not None and by_text(tokens))
 
 
 def _parsed(form: type[T], content: bytes) -> T:

@@ -235,6 +235,15 @@ def test_texts_end_where_they_are_asked_to(served):
     assert kept["text"] == cut["text"] + stop
     (by_id,) = served.complete(**asked, ignore_eos=True, stop_token_ids=[ids[9]])
     assert by_id["token_ids"] == ids[: ids.index(ids[9]) + 1] and by_id["finish_reason"] == "stop"
+    greedy = {**asked, "temperature": 0}
+    (plain,) = served.complete(**greedy, ignore_eos=True)
+    stops, least = plain["token_ids"][:3], 9  # they are not chosen before
+    (late,) = served.complete(**greedy, ignore_eos=True, stop_token_ids=[*stops, 1 << 30], min_tokens=least)
+    found = late["token_ids"]
+    assert len(found) >= least and not {*found[: least - 1]} & {*stops}
+    assert [at for at, token in enumerate(found) if token in stops and at >= least - 1] in ([], [len(found) - 1])
+    status, refused = served.ask("/v1/completions", {**asked, "min_tokens": 1, "stop_token_ids": [*range(256)]})
+    assert status == 400 and refused["error"]["param"] == "stop_token_ids"
 
 
 @pytest.mark.parametrize(
