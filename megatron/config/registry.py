@@ -123,6 +123,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "audit": "megatron.features.integrity.options:AUDIT",
         "noise_scale": "megatron.features.noise_scale.options:FEATURE",
         "peers": "megatron.features.peers.options:FEATURE",
+        "peer_gradients": "megatron.features.peers.options:SLOTS",
     },
     METRIC: {  # see megatron.report.sink
         "jsonl": "megatron.report.jsonl:MetricsFile",

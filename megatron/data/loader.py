@@ -32,6 +32,7 @@ class Loader:
         plan: the samples.
         steps: steps of the set: of the run, or of one evaluation (which starts at 0 each time: a fixed probe).
         left_out: skipped batches. See `leave_out`.
+        share: number of the share of each batch that it reads.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Loader:
             length: step -> tokens of the samples that its own are cut into. None keeps them whole.
             share: of the plan's batches that this run reads, and the number of shares. Each is a range of samples.
         """
-        self._share, self._shares = share
+        self.share, self._shares = share
         per_pass = micro_batch_size * data_ranks * self._shares
         if plan.batches.common % per_pass:
             rule = (
@@ -73,13 +74,18 @@ class Loader:
             each.cancel()
         self._ready.clear()
 
-    def indices(self, step: int) -> np.ndarray:
+    def indices(self, step: int, share: int | None = None) -> np.ndarray:
         """Positions of this rank's samples in a step's global batch, int64 [A, M]: (g*R + r)*M + b for item b of
-        micro-step g."""
+        micro-step g.
+
+        Args:
+            share: the number of a share other than this run's.
+        """
         own = self.plan.batches.size(step) // self._shares
         count = own // (self.micro_batch_size * self.data_ranks)
         micro, place = np.arange(count)[:, None], np.arange(self.micro_batch_size)
-        return self._share * own + (micro * self.data_ranks + self.data_rank) * self.micro_batch_size + place
+        first = own * (self.share if share is None else share)
+        return first + (micro * self.data_ranks + self.data_rank) * self.micro_batch_size + place
 
     def step(self, step: int) -> StepBatch:
         """This rank's part of a step.
@@ -98,9 +104,9 @@ class Loader:
                 self._ready[each] = self._pool.submit(self.read, each)
         return batch.result()
 
-    def read(self, step: int) -> StepBatch:
-        """`step` without preparation, in the caller's thread."""
-        indices = self.indices(step)
+    def read(self, step: int, share: int | None = None) -> StepBatch:
+        """`step` without preparation, in the caller's thread. `share` as of `indices`."""
+        indices = self.indices(step, share)
         numbers = self.plan.batches.before(step) + indices
         if self._skipped:
             numbers = np.vectorize(self._skipped.batch, otypes=[np.int64])(numbers)

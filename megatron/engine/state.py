@@ -111,7 +111,7 @@ class EngineState:
         same while these are."""
         self._settle()
         self.for_training()
-        flats = [flat for _, flat in self._flats()]
+        flats = [flat for _, flat in self.flats()]
         states = [value for flat in flats for value in self.optimizer.state.get(flat, {}).values()]
         others = [*self.buffers, *self._averages.values(), *(self.parameters if self.stage < 3 else ())]
         if isinstance(self.optimizer, MatrixOptimizer):
@@ -157,7 +157,7 @@ class EngineState:
         if self._evaluates is None or self._trained:
             return
         self._create_states()
-        for group, flat in self._flats():
+        for group, flat in self.flats():
             weights = self._evaluates(group, flat, self.optimizer.state[flat])
             self._trained[flat] = flat.detach().clone()
             flat.data.copy_(weights)
@@ -173,12 +173,12 @@ class EngineState:
         self._refresh()
 
     def begin_average(self) -> None:
-        for _, flat in self._flats():
+        for _, flat in self.flats():
             self._average_of(flat).copy_(flat.detach())
 
     def advance_average(self, coefficient: float) -> None:
         """average = coefficient * average + (1 - coefficient) * weights."""
-        for _, flat in self._flats():
+        for _, flat in self.flats():
             self._average_of(flat).lerp_(flat.detach(), 1 - coefficient)
 
     @contextlib.contextmanager
@@ -192,7 +192,7 @@ class EngineState:
 
     def _swap(self) -> None:
         self._settle()
-        for _, flat in self._flats():
+        for _, flat in self.flats():
             average = self._average_of(flat)
             weights = flat.detach().clone()
             flat.data.copy_(average)
@@ -249,7 +249,7 @@ class EngineState:
         """This rank's parts of the parameters of chosen optimizer groups, replicas included: the flat tensors that a
         group has during a step of the optimizer, and their contents. ZeRO 3 steps once for each of its flat tensors."""
         steps: dict[Any, list[Tensor]] = {}
-        for number, (group, flat) in enumerate(self._flats()):
+        for number, (group, flat) in enumerate(self.flats()):
             if chosen(group):
                 steps.setdefault(number if self.stage == 3 else group["name"], []).append(flat)
         lying: dict[Tensor, list[Owned]] = {}
@@ -292,7 +292,7 @@ class EngineState:
         self._settle()
         self.for_training()
         self._create_states()
-        groups = {flat: group for group, flat in self._flats()}
+        groups = {flat: group for group, flat in self.flats()}
         states = {flat: element_states(self.optimizer, group, flat) for flat, group in groups.items()}
 
         def averages(flat: Tensor) -> dict[str, Tensor]:
@@ -359,10 +359,11 @@ class EngineState:
 
     def _create_states(self) -> None:
         """Create the optimizer's states before its first step, as that would."""
-        for group, flat in self._flats():
+        for group, flat in self.flats():
             initialize_state(self.optimizer, group, [flat])
 
-    def _flats(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    def flats(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        """Each flat tensor of this rank with its group of the optimizer."""
         if self.stage < 3:
             for group in self.optimizer.param_groups:
                 for flat in group["params"]:

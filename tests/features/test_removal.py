@@ -25,6 +25,7 @@ REMOVED = {
     "hashes": ("training: {hashes: 1}", "training.hashes"),
     "multi_token": ("model: {multi_token_prediction: {depth: 1}}", "model.multi_token_prediction"),
     "noise_scale": ("logging: {noise_scale: 1}", "logging.noise_scale"),
+    "peer_gradients": ("peers: {every: 1, algorithm: gradients}", "peers"),
     "peers": ("peers: {every: 2}", "peers"),
     "spikes": ("spikes: {action: skip}", "spikes"),
     "statistics": ("logging: {statistics: 1}", "logging.statistics"),

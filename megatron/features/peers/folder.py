@@ -84,6 +84,13 @@ class SharedFolder(Folder):
         with contextlib.suppress(FileNotFoundError):
             system.rm_file(f"{root}/{name}")
 
+    def delete_empty(self, folder: str) -> None:
+        """Remove a folder of a file system if it is empty. A store has none."""
+        system, root = self._place
+        if isinstance(system, LocalFileSystem):
+            with contextlib.suppress(OSError):
+                os.rmdir(f"{root}/{folder}")
+
 
 def _plain_file(path: str, name: str, limit: int) -> bytes:
     found = os.lstat(path)

@@ -78,11 +78,13 @@ def samples_of(plan: Any) -> str:
 class PeersHook(Hook):
     """The rounds of a peer. Rank 0 reads and writes the folder, and all ranks wait for it."""
 
+    ledger = Rounds
+
     def __init__(self, config: Config, part: OuterState, world: World) -> None:
         self.config, self.own, self.part, self.world = config, peers_of(config), part, world
         self.rounds: Rounds | None = None  # on rank 0
         self.jumps: dict[int, int] = {}
-        self._problem = ""
+        self._problem, self._waited = "", 0.0
 
     @classmethod
     def of(cls, parts: HookContext) -> PeersHook | None:
@@ -130,7 +132,7 @@ class PeersHook(Hook):
 
     def _open(self, identity: Mapping[str, Any]) -> list[list[int]]:
         try:
-            self.rounds = Rounds.of(self.own)
+            self.rounds = self.ledger.of(self.own)
             self.rounds.join(identity)
             return [[step, to] for step, to in self.rounds.jumps().items()]
         except UserError:
@@ -202,12 +204,13 @@ class PeersHook(Hook):
 
     def _wait(self, trainer: Trainer, look: Callable[[], Any]) -> Any:
         """Have rank 0 look until it finds something (JSON). None if the run stops instead."""
-        first = time.monotonic()
+        first, pause = time.monotonic(), PAUSE / 64
         with trainer.aside(HOOKS, "waiting for peers"):
             while True:
                 answer = None
                 if self.world.is_main:
-                    answer = self._looked(trainer, look, first)
+                    self._waited = time.monotonic() - first
+                    answer = self._looked(trainer, look)
                 found, failure, stop = self.world.communicator.broadcast(answer)
                 if failure is not None:
                     raise UserError(failure)
@@ -221,12 +224,13 @@ class PeersHook(Hook):
                     reason = stop or (f"signal {signals[0]}" if signals[0].startswith("SIG") else signals[0])
                     trainer.stop(reason)
                     return None
-                time.sleep(PAUSE)
+                time.sleep(pause)
+                pause = min(1.5 * pause, PAUSE)
 
-    def _looked(self, trainer: Trainer, look: Callable[[], Any], first: float) -> list[Any]:
+    def _looked(self, trainer: Trainer, look: Callable[[], Any]) -> list[Any]:
         try:
             found = look()
-            late = found is None and time.monotonic() - first > self.own.patience + self.own.timeout
+            late = found is None and self._waited > self.own.patience + self.own.timeout
             return [found, None, f"peers: no round for {self.own.patience:.0f} s" if late else None]
         except TooFew as few:
             return [None, None, f"peers: {few}"]
@@ -254,10 +258,7 @@ class PeersHook(Hook):
         rounds, part = self.rounds, self.part
         assert rounds is not None
         if line.base != part.base(line.round):
-            raise UserError(
-                f"round {line.round}: the common weights of {line.peer} and {rounds.name} differ, so one of "
-                "them did not start from the same weights. Start both from the same checkpoint or seed"
-            )
+            raise self._other_weights(line.round, line.peer)
         contributions = self._retried(trainer, lambda: self._read(line))
         if contributions is None:
             return False
@@ -266,6 +267,12 @@ class PeersHook(Hook):
         part.apply(line.round, contributions, mine)
         self._record(trainer, line)
         return True
+
+    def _other_weights(self, round: int, peer: str) -> UserError:
+        return UserError(
+            f"round {round}: the common weights of {peer} and {self.own.name} differ, so one of "
+            "them did not start from the same weights. Start both from the same checkpoint or seed"
+        )
 
     def _read(self, line: Line) -> list[Mapping[str, Tensor]] | None:
         """Contributions of a line, in its order. None while one cannot be read."""

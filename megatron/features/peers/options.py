@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatron.config.arithmetic.wire import FEEDS_BACK
 from megatron.config.features.feature import Feature, Keys, wanted_features
 from megatron.config.optimizer_kind import optimizer_kind
 from megatron.config.section import Derivable, Derived, Section, key
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 HEX = re.compile(r"[0-9a-f]{64}")
 LIBRARIES = ("nacl", "cryptography")  # either signs by Ed25519
-SPARSE, STREAMING = "sparseloco", "streaming_diloco"
+SPARSE, STREAMING, GRADIENTS = "sparseloco", "streaming_diloco", "gradients"
 
 
 def _by_algorithm(sparse: float, dense: float) -> Derived:
@@ -35,10 +36,16 @@ class PeersSection(Section):
     every: int | None = key(
         None, "Steps between two exchanges of each weight with the other peers.", unit="steps", gt=0
     )
-    algorithm: Literal["diloco", "streaming_diloco", "sparseloco"] = key(
+    algorithm: Literal["diloco", "streaming_diloco", "sparseloco", "gradients"] = key(
         "diloco",
-        "diloco sends all differences. streaming_diloco sends a fragment of the layers at a time. sparseloco sends the "
-        "largest differences in two bits each (docs/peers.md).",
+        "diloco sends all differences, streaming_diloco some layers at a time, sparseloco the largest in two "
+        "bits each. With gradients each step is data parallel (docs/peers.md).",
+    )
+    slots: int | None = key(
+        None, "gradients: number of equal parts of a step's batch. By default one for each member.", gt=0, le=4096
+    )
+    lost_slots: Literal["compute", "skip"] = key(
+        "compute", "gradients: a part whose peer is lost is computed by another peer, or skipped."
     )
     run: str = key("peers", "Name of the common run. Contributions to another run are refused.")
     name: str | None = key(None, "Name of this peer, one of peers.members.")
@@ -90,6 +97,11 @@ TOP = Keys("", PeersKeys, after="align")
 def peers_of(config: Any) -> PeersSection:
     """The section of a `Config`."""
     return TOP.of(config).peers
+
+
+def slots_of(own: PeersSection) -> int:
+    """Equal parts of a step's batch of all peers."""
+    return own.slots or len(own.members) if own.algorithm == GRADIENTS else len(own.members)
 
 
 def interval(own: PeersSection) -> int:
@@ -212,6 +224,14 @@ def run_can_be_shared(context: RuleContext) -> Iterator[Problem]:
     config, own = context.config, peers_of(context.config)
     if own.every is None:
         return
+    if own.algorithm == GRADIENTS:
+        yield from _gradients_can_be_shared(context)
+    elif own.slots is not None or own.lost_slots != "compute":
+        yield context.problem(
+            "peers.slots peers.lost_slots peers.algorithm",
+            rule="must go with peers.algorithm: gradients",
+            fix="remove them",
+        )
     if config.training.epochs is not None:
         yield context.problem(
             "training.epochs",
@@ -227,15 +247,45 @@ def run_can_be_shared(context: RuleContext) -> Iterator[Problem]:
         yield context.problem("peers.every", rule="must not be given with align", fix=fix)
 
 
+def _gradients_can_be_shared(context: RuleContext) -> Iterator[Problem]:
+    config, own = context.config, peers_of(context.config)
+    if own.every != 1:
+        yield context.problem(
+            "peers.every", "peers.algorithm", rule="must be 1: peers exchange the gradients of each step", fix="use 1"
+        )
+    if config.precision.compute == "fp16":
+        yield context.problem(
+            "precision.compute", rule="must have no loss scale that depends on the steps of one peer", fix="use bf16"
+        )
+    if config.parallel.communication.compress.data in FEEDS_BACK:
+        yield context.problem(
+            "parallel.communication.compress.data",
+            rule="must keep no error of one peer: another could not repeat its gradients",
+            fix="use none",
+        )
+    others = sorted({"spikes", "audit", "noise_scale", "statistics"} & wanted_features(config).keys())
+    if others:
+        yield context.problem(
+            "peers.algorithm",
+            rule=f"must not be gradients with {', '.join(others)}, which read the gradients or updates of one peer",
+            fix=f"remove {', '.join(others)}",
+        )
+
+
 def share(config: Any) -> tuple[int, int]:
     """This peer's share of each global batch, and the number of shares."""
+    own, members = peers_of(config), peers_of(config).members
+    return (members.index(own.name or "") % slots_of(own), slots_of(own)) if own.every is not None else (0, 1)
+
+
+def exchanges_gradients(config: Any) -> bool:
     own = peers_of(config)
-    return (own.members.index(own.name or ""), len(own.members)) if own.every is not None else (0, 1)
+    return own.every is not None and own.algorithm == GRADIENTS
 
 
 FEATURE = Feature(
     about="Runs that meet over slow links.",
-    wanted=lambda config: peers_of(config).every is not None,
+    wanted=lambda config: peers_of(config).every is not None and not exchanges_gradients(config),
     keys=(TOP,),
     rules=(names_are_of_members, keys_are_secret, rounds_fit, run_can_be_shared),
     engine="megatron.features.peers.part:OuterState",
@@ -243,4 +293,13 @@ FEATURE = Feature(
     share=share,
     # Shares of the data and rounds follow from these.
     identity=("peers.members", "peers.name", "peers.every", "peers.fragments", "peers.delay"),
+)
+SLOTS = Feature(
+    about="Runs that share the gradients of each step, and take over from each other.",
+    wanted=exchanges_gradients,
+    engine="megatron.features.peers.gradients:SlotGradients",
+    before=("experts",),  # whose corrections must not move in a step that has no update yet
+    hook="megatron.features.peers.slot_hook:SlotHook",
+    share=share,
+    identity=("peers.members", "peers.name", "peers.slots"),
 )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.checkpoint import SOLO, GroupCommunicator
-from megatron.checkpoint.format.fragment import MASTER, TRAINED, Fragment, natural_width, rectangles
+from megatron.checkpoint.format.fragment import MASTER, TRAINED, Fragment
 from megatron.config.problems import UserError
 from megatron.engine.part import EnginePart
 from megatron.parallel.layers.parameters import logical_of
@@ -24,13 +24,13 @@ from megatron.parallel.layout.shard import LogicalTensor, Role
 from .options import SPARSE, interval, peers_of
 from .outer import fragments_of, mixed, outer_step, tree_mean
 from .sparse import Sparse, accumulate, bytes_of, clipped_to_median, compress, decompress, kept, norm_of
+from .whole import WholeTensors
 
 if TYPE_CHECKING:
     from megatron.engine.base import BaseEngine
 
 THETA, VELOCITY, RESIDUAL = "outer_weights", "outer_velocity", "outer_residual"
 PARTS = ("indices", "codes", "table")
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TYPES = {str(each): each for each in (torch.float32, torch.float64)}
 
 
@@ -45,8 +45,8 @@ class OuterState(EnginePart):
     """
 
     def attach(self, engine: BaseEngine) -> None:
-        self.engine, self.own, self.mesh = engine, peers_of(engine.config), engine.mesh
-        self.rank, self.device = engine.mesh.rank, engine.device
+        self.engine, self.own = engine, peers_of(engine.config)
+        self.rank, self.whole = engine.mesh.rank, WholeTensors(engine.mesh, engine.device)
         owned = {each.tensor.name: (each.tensor, each.flat.dtype) for each in engine.state.owned()}
         owned |= {logical_of(each).name: (logical_of(each), each.dtype) for each in engine.state.buffers}
         found = {name: [list(tensor.shape), str(dtype)] for name, (tensor, dtype) in owned.items()}
@@ -178,15 +178,9 @@ class OuterState(EnginePart):
                 held.setdefault(fragment.tensor.name, []).append(fragment)
         found = {}
         for name in names:
-            bits = _BITS[self.types[name].itemsize]
-            whole = torch.zeros(self.shapes[name], dtype=bits, device=self.device)
-            for each in held.get(name, ()):
-                for there, here in _views(each, whole, each.data.view(bits)):
-                    there.copy_(here)
-            if self.mesh.layout.world_size > 1:
-                dist.reduce(whole, 0)  # one rank has each element. Sums of integers keep every bit
-            if self.rank == 0:
-                found[name] = whole.cpu().view(self.types[name])
+            whole = self.whole.gather(self.shapes[name], self.types[name], held.get(name, ()))
+            if whole is not None:
+                found[name] = whole
         return found
 
     def set_masters(self, names: Sequence[str], alpha: float = 0.0) -> None:
@@ -195,25 +189,11 @@ class OuterState(EnginePart):
         for fragment in self.engine.state.masters():
             held.setdefault(fragment.tensor.name, []).append(fragment)
         for name in names:
-            whole = torch.empty(self.shapes[name], dtype=self.types[name], device=self.device)
-            if self.rank == 0:
-                whole.copy_(self.states[THETA][name])
-            if self.mesh.layout.world_size > 1:
-                dist.broadcast(whole, 0)
-            for each in held.get(name, ()):
-                for there, here in _views(each, whole, each.data):
-                    here.copy_(mixed(here, there.to(here.device), alpha))
+            theta = self.states[THETA][name] if self.rank == 0 else None
+            for there, here in self.whole.spread(self.shapes[name], self.types[name], theta, held.get(name, ())):
+                here.copy_(mixed(here, there.to(here.device), alpha))
         self.engine.state.refresh()
 
 
 def _sparse(tensors: Mapping[str, Tensor], name: str) -> Sparse:
     return Sparse(*(tensors[f"{name}:{part}"] for part in PARTS))
-
-
-def _views(fragment: Fragment, whole: Tensor, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The parts of a logical tensor that a fragment is, as equal matrices of the tensor and of the fragment."""
-    matrix = whole.view(-1, max(natural_width(fragment.tensor), 1))
-    for each in rectangles(fragment.spec):
-        size = (each.rows, each.columns)
-        here = data.as_strided(size, (each.stride, 1), data.storage_offset() + each.local)
-        yield matrix[each.row : each.row + each.rows, each.column : each.column + each.columns], here

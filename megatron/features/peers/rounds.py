@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from safetensors.torch import save
@@ -99,11 +99,15 @@ class Rounds:
         self._waiting: dict[int, Waiting] = {}
 
     @classmethod
-    def of(cls, own: PeersSection) -> Rounds:
+    def of(cls, own: PeersSection) -> Self:
         signer = Signer.of(own)
         given = cls(own, signer, SharedFolder(own.replay)) if own.replay is not None else None
         assert own.folder is not None
         return cls(own, signer, SharedFolder(own.folder), given)
+
+    def twin(self) -> Self:
+        """The same for another thread."""
+        return self.of(self.own)
 
     def seal(self, kind: str, round: int, payload: bytes = b"", **facts: Any) -> bytes:
         bound = {"kind": kind, "run": self.own.run, "round": round, "peer": self.name}

@@ -6,6 +6,7 @@ import os
 import secrets
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ class Company:
             "members": list(peers), "signature": "shared_key", "key_file": secret(folder), "timeout": 60.0, **keys,
         }  # fmt: skip
         self.pools: dict[str, RankPool] = {}
+        self.train: Callable[..., Any] = train_on_this_rank
 
     def __enter__(self) -> Company:
         return self
@@ -84,10 +86,15 @@ class Company:
         pool = self.pools.get(name) or RankPool(self.peers[name])
         self.pools[name] = pool
         try:
-            return pool.run(train_on_this_rank, (whole, list(overrides), self.peers[name]))[0]
+            return pool.run(self.train, (whole, list(overrides), self.peers[name]))[0]
         except RuntimeError:
             self.pools.pop(name).close()
             raise
+
+    def kill(self, name: str) -> None:
+        """Kill a peer's ranks at once."""
+        for process in self.pools[name].processes:
+            process.kill()
 
     def run(self, run: str, *overrides: str, own: dict[str, list[str]] | None = None, **values: Any) -> list[Any]:
         """Run all peers together."""

@@ -1,0 +1,431 @@
+"""The ledger of a run whose peers exchange gradients in each step. Rank 0 of each peer uses it.
+
+A step has a fixed number of *slots*, equal shares of its batch. The gradient of a slot is a function of the weights and
+of the step, so any peer can compute it. In addition to the files of `rounds`:
+
+- `contributions/<step>/<slot>.<peer>`: the gradient of a slot.
+- `rounds/<step>.json`: the line: the peer and the hash of each slot, and the peers of the next step's slots.
+- `wanted/<peer>`: this peer lacks gradients of lines, and asks for a state.
+- `states/<step>/`: the state after a step, in pieces, from a living peer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from safetensors.torch import load, save
+from torch import Tensor
+
+from megatron.config.problems import UserError
+
+from .folder import Unreadable
+from .messages import HEAD_LIMIT, Expected, Refused, digest, limit, tensors_of
+from .options import slots_of
+from .rounds import Rounds, TooFew, number
+
+PIECE = 16 << 20  # bytes of a piece of a state
+PIECES = 1 << 20
+KEPT = 1000  # lines that are kept in memory
+Offered = tuple[dict[str, Any], dict[str, Tensor]]  # facts and tensors of a gradient
+
+
+@dataclass
+class StepLine:
+    """A line of the ledger.
+
+    Attributes:
+        slots: peer, hash and weight of the labels of each slot. None: the slot was skipped.
+        next: the peer of each slot in the next step.
+        base: hash of all that the weights before this step follow from.
+        serve: whether `peer`, which wrote the line, sends its state after this step.
+    """
+
+    round: int
+    slots: list[dict[str, Any] | None]
+    next: list[str]
+    absent: dict[str, str]
+    strikes: dict[str, int]
+    base: str
+    serve: bool
+    peer: str
+
+    @property
+    def used(self) -> dict[int, dict[str, Any]]:
+        return {slot: each for slot, each in enumerate(self.slots) if each is not None}
+
+    @property
+    def names(self) -> list[str]:
+        return sorted({each["peer"] for each in self.used.values()})
+
+
+@dataclass
+class Open:
+    """A step that is not decided: what was read so far."""
+
+    since: float = field(default_factory=time.monotonic)
+    good: dict[int, dict[str, Offered]] = field(default_factory=dict)  # by slot, then by peer
+    bad: dict[tuple[int, str], str] = field(default_factory=dict)
+    announced: set[str] = field(default_factory=set)
+    deals: int = 0  # how often missing slots were dealt to the others
+
+
+def deal(names: Sequence[str], slots: int) -> list[str]:
+    """The peer of each slot: neighbouring slots, in equal numbers where that is possible."""
+    return [names[slot * len(names) // slots] for slot in range(slots)]
+
+
+class SlotLedger(Rounds):
+    """Reads and writes the files of a run."""
+
+    given: SlotLedger | None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.count = slots_of(self.own)
+        self._open: dict[int, Open] = {}
+        self._steps: dict[int, StepLine] = {}
+        self._deleted = 0  # this peer's files of steps below it are gone
+
+    def jumps(self) -> dict[int, int]:
+        return {}  # a replay has no jumps: it repeats each line
+
+    def state_of(self, round: int) -> Open:
+        return self._open.setdefault(round, Open())
+
+    def line(self, round: int) -> StepLine | None:  # type: ignore[override]
+        if round < 0 or round in self._steps:
+            return self._steps.get(round)
+        name = f"rounds/{number(round)}.json"
+        message = self.folder.read_up_to(name, HEAD_LIMIT)
+        if message is None:
+            return None
+        try:
+            facts, _ = self.unseal(message, "line", round)
+            names = ("slots", "next", "absent", "strikes", "base", "serve", "peer")
+            line = StepLine(round, *(facts[key] for key in names))
+            self._check_step(line)
+        except (Refused, Unreadable, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{self.own.folder}/{name} must be a line of this run's ledger: {error}") from error
+        self._steps[round] = line
+        self._steps.pop(round - KEPT, None)
+        return line
+
+    def _check_step(self, line: StepLine) -> None:
+        """Whether a signed line has facts of the types that its readers use."""
+        members = {*self.own.members}
+        if len(line.slots) != self.count or len(line.next) != self.count or not line.used:
+            raise Refused("slots that cannot be")
+        for each in line.used.values():
+            if each["peer"] not in members or not isinstance(each["sha256"], str):
+                raise Refused("slots that cannot be")
+            if not isinstance(each["weight"], float) or not 0 <= each["weight"] < 1e18:
+                raise Refused("weights that cannot be")
+        if not {*line.next, *line.absent, *line.strikes} <= members or not isinstance(line.base, str):
+            raise Refused("facts of no member")
+        if not all(isinstance(each, str) and each.isprintable() and len(each) < 500 for each in line.absent.values()):
+            raise Refused("reasons that cannot be")
+        if type(line.serve) is not bool or not all(type(each) is int and each >= 0 for each in line.strikes.values()):
+            raise Refused("facts that cannot be")
+
+    def newest(self) -> int:
+        """The number of lines."""
+        names = [each.removesuffix(".json") for each in self.folder.names("rounds")]
+        return max((int(each) + 1 for each in names if each.isdecimal()), default=0)
+
+    def assigned(self, round: int) -> list[int]:
+        """This peer's slots of a step. In a replay a peer computes all."""
+        if self.given is not None:
+            line = self.given.line(round)
+            if line is None:
+                raise UserError(f"peers.replay = {self.own.replay} must have a line of step {round}")
+            return list(line.used)
+        before = self.line(round - 1)
+        peers = before.next if before is not None else deal(self.own.members, self.count)
+        return [slot for slot, peer in enumerate(peers) if peer == self.name]
+
+    def offer(self, round: int, slot: int, tensors: Mapping[str, Tensor], **facts: Any) -> None:
+        """Keep a gradient of this peer, and send it."""
+        message = self.seal("slot", round, save(dict(tensors)), slot=slot, **facts)
+        kept, _ = self.unseal(message, "slot", round)
+        state = self.state_of(round)
+        state.good.setdefault(slot, {})[self.name] = {**kept, "norm": _norm(tensors)}, dict(tensors)
+        line = self.line(round)
+        if line is None:
+            self.folder.create(f"contributions/{number(round)}/{slot}.{self.name}", message)
+        elif (there := line.used.get(slot)) is not None and there["sha256"] != kept["sha256"]:
+            raise UserError(
+                f"step {round}: slot {slot} of the ledger has other bits than this peer computes. Peers that repeat "
+                "each other's slots need equal layouts and machines"
+            )
+
+    def read(self, round: int, form: Expected, base: str) -> Open:
+        """Read the gradients of a step that were not read yet."""
+        state = self.state_of(round)
+        before = self.line(round - 1)
+        for name in self.folder.names(f"contributions/{number(round)}"):
+            slot, _, peer = name.partition(".")
+            if not slot.isdecimal() or int(slot) >= self.count or not self._allowed(peer, before):
+                continue
+            key = int(slot), peer
+            if key in state.bad or peer in state.good.get(int(slot), {}):
+                continue
+            try:
+                found = self.gradient(round, *key, form, base=base)
+            except (Refused, Unreadable) as error:
+                state.bad[key] = str(error)
+                continue
+            except OSError:  # as if it were not there yet
+                continue
+            if found is not None:
+                state.good.setdefault(int(slot), {})[peer] = found
+        return state
+
+    def gradient(self, round: int, slot: int, peer: str, form: Expected, **bound: Any) -> Offered | None:
+        """Checked facts and tensors of a gradient, or None if it is not there.
+
+        Raises:
+            Refused, Unreadable: it cannot be used.
+        """
+        message = self.folder.read_up_to(f"contributions/{number(round)}/{slot}.{peer}", limit(form))
+        if message is None:
+            return None
+        facts, payload = self.unseal(message, "slot", round, peer=peer, slot=slot, **bound)
+        tensors = tensors_of(payload, form)
+        if not all(isinstance(facts.get(key), float) and abs(facts[key]) < 1e18 for key in ("weight", "loss")):
+            raise Refused("numbers that cannot be")
+        if facts["weight"] < 0 or type(facts.get("hash")) is not int or not 0 <= facts["hash"] < 1 << 64:
+            raise Refused("numbers that cannot be")
+        return {**facts, "norm": _norm(tensors)}, tensors
+
+    def _allowed(self, peer: str, before: StepLine | None) -> bool:
+        strikes = before.strikes.get(peer, 0) if before is not None else 0
+        return peer in self.own.members and strikes < self.own.strikes
+
+    def chosen(self, state: Open, alone: bool = False) -> dict[int, Offered]:
+        """The gradient of each slot that is used. One whose norm is far above the median must have been computed by two
+        peers, where there are two."""
+        offers = {
+            slot: [peers[name] for name in self.own.members if name in peers] for slot, peers in state.good.items()
+        }
+        norms = sorted(each[0][0]["norm"] for each in offers.values() if each)
+        most = (norms[(len(norms) - 1) // 2] if norms else 0.0) * self.own.norm_limit or float("inf")
+        found = {}
+        for slot, several in sorted(offers.items()):
+            hashes = [facts["sha256"] for facts, _ in several]
+            good = [each for each in several if each[0]["norm"] <= most or hashes.count(each[0]["sha256"]) > 1]
+            if good or (alone and several):
+                found[slot] = (good or several)[0]
+        return found
+
+    def step_of(self, round: int, base: str, form: Expected) -> StepLine | list[int] | None:
+        """The line of a step, which is written if the step is complete. Or slots that this peer takes over.
+
+        Raises:
+            TooFew: the quorum was not reached for `peers.patience`.
+        """
+        if (line := self.line(round)) is not None:
+            return line
+        state = self.read(round, form, base)
+        if self.given is not None:
+            return self._repeat_step(round, base, self.chosen(state, alone=True))
+        alive, waited = self._alive(round, state), time.monotonic() - state.since
+        used = self.chosen(state, alone=len(alive) == 1)
+        missing = [slot for slot in range(self.count) if slot not in used]
+        late = waited > self.own.timeout
+        if len(alive) >= self.own.quorum:
+            if not missing or (late and used and self.own.lost_slots == "skip"):
+                return self._write_step(round, base, state, used, alive)
+            if late and waited > self.own.timeout * (1 + state.deals) and self.name in alive:
+                place, state.deals = alive.index(self.name) + state.deals, state.deals + 1
+                mine = [slot for at, slot in enumerate(missing) if at % len(alive) == place % len(alive)]
+                return [slot for slot in mine if self.name not in state.good.get(slot, {})] or None
+        if waited > self.own.patience + self.own.timeout:
+            raise TooFew(f"{len(alive)} of {self.own.quorum} peers (peers.quorum) in step {round} in time")
+        return None
+
+    def _alive(self, round: int, state: Open) -> list[str]:
+        """Peers that have contributed to a step, or announced that they are at it, in order."""
+        for name in self.folder.names(f"announced/{number(round)}"):
+            if name in self.own.members and name not in state.announced:
+                try:
+                    message = self.folder.read_up_to(f"announced/{number(round)}/{name}", HEAD_LIMIT)
+                    self.unseal(message or b"", "announced", round, peer=name)
+                except (Refused, Unreadable):
+                    continue
+                state.announced.add(name)
+        there = state.announced.union(*state.good.values())
+        before = self.line(round - 1)
+        return [name for name in self.own.members if name in there and self._allowed(name, before)]
+
+    def _write_step(
+        self, round: int, base: str, state: Open, used: Mapping[int, Offered], alive: Sequence[str]
+    ) -> StepLine | None:
+        before = self.line(round - 1)
+        strikes = dict(before.strikes) if before is not None else {}
+        absent = dict[str, str]()
+        for (slot, name), reason in sorted(state.bad.items()):
+            if name not in absent:
+                strikes[name] = strikes.get(name, 0) + 1
+            absent[name] = f"slot {slot}: {reason}"
+        ahead = before.next if before is not None else deal(self.own.members, self.count)
+        absent |= dict.fromkeys([name for name in ahead if name not in alive and name not in absent], "silent")
+        after = [name for name in alive if strikes.get(name, 0) < self.own.strikes] or [self.name]
+        slots = [
+            {key: used[slot][0][key] for key in ("peer", "sha256", "weight")} if slot in used else None
+            for slot in range(self.count)
+        ]
+        line = StepLine(round, slots, deal(after, self.count), absent, strikes, base, self._is_asked(round), self.name)
+        return self._create(line)
+
+    def _create(self, line: StepLine) -> StepLine | None:
+        facts = {key: getattr(line, key) for key in ("slots", "next", "absent", "strikes", "base", "serve")}
+        self.folder.create(f"rounds/{number(line.round)}.json", self.seal("line", line.round, **facts))
+        return self.line(line.round)  # this peer's, or an earlier one's
+
+    def _repeat_step(self, round: int, base: str, used: Mapping[int, Offered]) -> StepLine | None:
+        assert self.given is not None
+        line = self.given.line(round)
+        if line is None:
+            raise UserError(f"peers.replay = {self.own.replay} must have a line of step {round}")
+        if line.base != base:
+            raise UserError(f"the replay of step {round} differs: the weights before it are others")
+        for slot, each in line.used.items():
+            if slot not in used:
+                return None
+            if used[slot][0]["sha256"] != each["sha256"]:
+                raise UserError(f"the replay of step {round} differs: slot {slot} of {each['peer']} has other bits")
+        return self._create(StepLine(round, line.slots, line.next, line.absent, line.strikes, base, False, self.name))
+
+    def gradients(self, line: StepLine, form: Expected) -> tuple[dict[int, Offered], list[int]]:
+        """The gradients of a line's slots, and the slots whose gradient is gone or cannot be read."""
+        state, found, gone = self.state_of(line.round), dict[int, Offered](), []
+        for slot, each in line.used.items():
+            offers = state.good.setdefault(slot, {})
+            offer = next((o for o in offers.values() if o[0]["sha256"] == each["sha256"]), None)
+            if offer is None:
+                try:
+                    offer = self.gradient(line.round, slot, each["peer"], form, base=line.base)
+                except (Refused, Unreadable, OSError):
+                    offer = None
+            if offer is not None and offer[0]["sha256"] == each["sha256"]:
+                offers[each["peer"]] = found[slot] = offer
+            else:
+                gone.append(slot)
+        return found, gone
+
+    def done(self, round: int) -> None:
+        """A line was applied: forget its gradients, and delete this peer's old files."""
+        self._open.pop(round, None)
+        old = round - self.own.state_every
+        if self.given is None and self.folder.names("wanted"):  # a peer that takes a state applies all later lines
+            old = min(old, max([round - 100 * self.own.state_every, *(each - 1 for each in self._states())]))
+        for each in range(max(self._deleted, old - 2 * self.own.state_every, 0), old + 1):
+            place = f"contributions/{number(each)}"
+            for name in self.folder.names(place):
+                if name.partition(".")[2] == self.name:
+                    self.folder.delete(f"{place}/{name}")
+            self.folder.delete(f"announced/{number(each)}/{self.name}")
+            self.folder.delete_empty(place)
+            self.folder.delete_empty(f"announced/{number(each)}")
+        self._deleted = max(self._deleted, old + 1)
+
+    def behind(self, round: int) -> bool:
+        """Whether gradients of the next line are gone, so that a state of another peer is needed."""
+        line = self.line(round)
+        if line is None or self.given is not None:
+            return False
+        there = {*self.folder.names(f"contributions/{number(round)}")}
+        return not {f"{slot}.{each['peer']}" for slot, each in line.used.items()} <= there
+
+    def ask(self) -> int:
+        """Ask for a state. Returns the least number of steps that it must have."""
+        first = self.newest()
+        self.folder.write(f"wanted/{self.name}", self.seal("wanted", first))
+        return first
+
+    def no_longer_ask(self) -> None:
+        self.folder.delete(f"wanted/{self.name}")
+
+    def _is_asked(self, round: int) -> bool:
+        """Whether a peer asks for a state, and no line since then has promised one."""
+        for name in self.folder.names("wanted"):
+            if name == self.name or name not in self.own.members:
+                continue
+            try:
+                message = self.folder.read_up_to(f"wanted/{name}", HEAD_LIMIT) or b""
+                facts = json.loads(message.partition(b"\n")[0])["signed"]
+                first = facts["round"]
+                self.unseal(message, "wanted", first, peer=name)
+                lines = (self.line(each) for each in range(max(first, round - KEPT), round))
+                if first <= round and not any(line is not None and line.serve for line in lines):
+                    return True
+            except (Refused, Unreadable, ValueError, KeyError, TypeError):
+                continue
+        return False
+
+    def send_state(self, round: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Write the state after `round` steps in pieces, and its head last. Deletes earlier states of this peer."""
+        content = memoryview(save(dict(tensors)))
+        place, hashes = f"states/{number(round)}", list[str]()
+        for at in range(0, len(content), PIECE):
+            piece = bytes(content[at : at + PIECE])
+            self.folder.write(f"{place}/{len(hashes):06d}.{self.name}", piece)
+            hashes.append(digest(piece))
+        head = self.seal("state", round, json.dumps(facts).encode(), pieces=hashes)
+        self.folder.write(f"{place}/head.{self.name}", head)
+        for old in (each for each in self._states() if each < round):
+            for name in self.folder.names(f"states/{number(old)}"):
+                self.folder.delete(f"states/{number(old)}/{name}")
+
+    def take_state(self, least: int) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
+        """The newest whole state of at least this number of steps, checked. None if there is none."""
+        for round in (each for each in reversed(self._states()) if each >= least):
+            for name in self.folder.names(f"states/{number(round)}"):
+                if not name.startswith("head.") or name[5:] == self.name:
+                    continue
+                try:
+                    return round, *self._state(round, name[5:])
+                except (Refused, Unreadable, ValueError, TypeError, OSError):
+                    continue
+        return None
+
+    def _state(self, round: int, peer: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        place = f"states/{number(round)}"
+        message = self.folder.read_up_to(f"{place}/head.{peer}", 64 * HEAD_LIMIT) or b""
+        facts, content = self.unseal(message, "state", round, peer=peer)
+        hashes, whole = facts.get("pieces"), bytearray()
+        if not isinstance(hashes, list) or len(hashes) > PIECES:
+            raise Refused("pieces that cannot be")
+        for at, expected in enumerate(hashes):
+            piece = self.folder.read_up_to(f"{place}/{at:06d}.{peer}", PIECE) or b""
+            if digest(piece) != expected:
+                raise Refused("damaged: a piece is missing, or its hash differs")
+            whole += piece
+        found = json.loads(content)
+        if not isinstance(found, dict):
+            raise Refused("facts that cannot be")
+        return load(bytes(whole)), found
+
+
+def _norm(tensors: Mapping[str, Tensor]) -> float:
+    return float(sum(each.double().square().sum() for each in tensors.values())) ** 0.5
+
+
+def chained(base: str, line: StepLine) -> str:
+    """The base of the step after a line: a hash of all that its weights follow from."""
+    slots = json.dumps(line.slots, sort_keys=True)
+    return hashlib.sha256(f"{base} {slots}".encode()).hexdigest()
+
+
+def tree_sum(terms: Iterable[Tensor | None]) -> Tensor | None:
+    """Sum in a binary tree over the places of the terms. None is no term, so its place does not move the others."""
+    sums = list(terms)
+    while len(sums) > 1:
+        pairs = [(sums[at], sums[at + 1] if at + 1 < len(sums) else None) for at in range(0, len(sums), 2)]
+        sums = [b if a is None else a if b is None else a + b for a, b in pairs]
+    return sums[0]
