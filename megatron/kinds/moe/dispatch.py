@@ -129,7 +129,10 @@ class AllToAllDispatch:
         ends_E = rows.ends_E.long()
         if self.tensor.size == 1:
             return None, ends_E
-        mine_R = rows.source_R * self.tensor.size // rows.tokens == self.tensor.rank
+        if rows.owner_T is None:
+            mine_R = rows.source_R * self.tensor.size // rows.tokens == self.tensor.rank
+        else:
+            mine_R = rows.owner_T[rows.source_R] % self.tensor.size == self.tensor.rank
         count_R = F.pad(mine_R.cumsum(0), (1, 0))
         return mine_R.logical_not().byte().argsort(stable=True), count_R[ends_E]
 

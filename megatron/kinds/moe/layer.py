@@ -128,6 +128,9 @@ class MoE(nn.Module):
         rows = sort_by_expert(
             replace_none(choice, self.options), self.options.experts, len(x_TH), self._capacity(x_TH.shape[0])
         )
+        if x_BSH.shape[1] == 1 and not self.training and choice.experts_Tk is not None:
+            # The order of a token's sums over tensor parallel ranks must not follow from the tokens decoded with it.
+            rows = replace(rows, owner_T=choice.experts_Tk[:, 0].long())
         y_TH = self._routed(x_TH, scores_TE, choice, rows)
         if self.shared is not None:
             y_TH = y_TH + self.shared(x_TH)

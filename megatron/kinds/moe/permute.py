@@ -29,6 +29,7 @@ class Rows:
         place_Tk: int64, the row of each token's choices. None where experts choose.
         tokens: T.
         kept_Tk: which choices have a row (capacity). None where all have.
+        owner_T: int64, numbers by which tensor parallel ranks divide the tokens. None: in order.
     """
 
     source_R: Tensor
@@ -36,6 +37,7 @@ class Rows:
     tokens: int
     place_Tk: Tensor | None = None
     kept_Tk: Tensor | None = None
+    owner_T: Tensor | None = None
 
     @property
     def exact(self) -> bool:
