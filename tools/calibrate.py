@@ -106,14 +106,15 @@ def main(arguments: list[str] | None = None) -> int:
     from megatron.checkpoint.save.store import find_checkpoint
     from megatron.config import ConfigError
     from megatron.data.tokenizer import build_tokenizer
-    from megatron.decoding.read_less import calibrate, cannot_read_less, write
+    from megatron.decoding.covered import cannot_read_less
+    from megatron.decoding.read_less import calibrate, write
     from megatron.training.text import load_model
 
     try:
         keep_inputs([given.output], given.file)
         device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         model, config = load_model(find_checkpoint(given.path), device)
-        if (reason := cannot_read_less(model)) is not None:
+        if (reason := cannot_read_less(config)) is not None:
             raise UserError(f"{given.path}: this model cannot read less: {reason}")
         texts = pieces(given.file, build_tokenizer(config.tokenizer), config.training.sequence_length, given.tokens)
         border = len(texts) - len(texts) // 4

@@ -109,7 +109,8 @@ def loader(folder: Path, config: Config, longest: int, device: torch.device) -> 
     from megatron.checkpoint import CheckpointError
     from megatron.checkpoint.hf.importer import import_model, locate
     from megatron.config import ConfigError
-    from megatron.decoding.decoder import WholeModel, obstacle
+    from megatron.decoding.covered import obstacle
+    from megatron.decoding.decoder import WholeModel
     from megatron.decoding.endpoint.limits import Refusal
     from megatron.training.text import load_model
 
@@ -164,7 +165,7 @@ async def answer(given: argparse.Namespace, model: Model, config: Config, path: 
     for each in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(each, ended.set)
     how: dict[str, Any] = {"rows": given.rows, "vocabulary": tokenizer.size, "pages": pages}
-    decoder = Decoder(WholeModel(model), device, reading=chosen(given, model, device), **how)
+    decoder = Decoder(WholeModel(model), device, reading=chosen(given, config, device), **how)
     service = Service(decoder, loop.call_soon_threadsafe)
     reload = None if given.weights is None else loader(given.weights, config, limits.longest, device)
     try:
@@ -188,7 +189,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     from megatron.checkpoint import CheckpointError
     from megatron.config import ConfigError
-    from megatron.decoding.decoder import obstacle
+    from megatron.decoding.covered import obstacle
     from megatron.training.text import load_model
 
     try:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.config.variants import used_kinds
 from megatron.kinds.common.attention.fewer_keys import Reading
 from megatron.kinds.common.attention.paged_keys import PADDED, Pass
 from megatron.model.embedding_and_head import LogitsAt, Reader
@@ -69,19 +68,6 @@ class WholeModel:
     @torch.no_grad()
     def read_on(self, tokens_BS: Tensor, reader: Reader, state: list[Any], begin: int | Tensor) -> Any:
         return self.model.eval()(tokens_BS, tokens_BS, tokens_BS, reader=reader, state=state, begin=begin)
-
-
-def obstacle(config: Config) -> str | None:
-    """The reason why texts of such a run are read again for each token. None where the decoder reads them."""
-    for _, kind, options in used_kinds(config.model):
-        if kind.mixes_samples(options):
-            return "a token's result depends on the other texts of its batch (experts with a capacity)"
-        if kind.whole:
-            return "a class of transformers has no states that can be copied"
-        rotary = getattr(options, "rotary", None)
-        if rotary is not None and rotary.scaling.type == "dynamic":
-            return "positions turn by the length of the text (rotary.scaling.type dynamic)"
-    return None
 
 
 def largest_of(axis: Axis, device: torch.device | str, number: int) -> int:

@@ -16,7 +16,8 @@ from megatron.kinds.common.attention.fewer_keys import Reading
 from megatron.model.stack import Model
 from megatron.parallel.layout.mesh import ALONE, Axis
 
-from .decoder import Decoder, ReadsOn, WholeModel, largest_of, obstacle
+from .covered import obstacle
+from .decoder import Decoder, ReadsOn, WholeModel, largest_of
 from .sampling import Sampling, choose_tokens
 from .schedule import Request
 

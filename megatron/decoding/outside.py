@@ -21,7 +21,7 @@ from megatron.config.registry import load
 from megatron.config.variants import used_kinds
 from megatron.model.stack import Model, ModelPlan
 
-from .decoder import obstacle
+from .covered import obstacle
 
 CALIBRATION = (4, 64)  # texts and tokens of each, drawn by key: results depend on no other text
 

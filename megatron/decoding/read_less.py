@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,12 +17,12 @@ from torch import Tensor
 from megatron.config import Config
 from megatron.config.file_access import replace_file, unreadable
 from megatron.config.problems import UserError
-from megatron.config.variants import options_of, used_kinds
 from megatron.kinds.common.attention.fewer_keys import Loki, Moments, Reading, Reads, Sift
-from megatron.model.options import kind_of
 from megatron.model.stack import Model
+from megatron.parallel.layout.mesh import Mesh
 
-from .decoder import Decoder, WholeModel, obstacle
+from .covered import cannot_read_less, heads_of
+from .decoder import Decoder, WholeModel
 from .schedule import Request
 
 FORM = "deepy loki 1"
@@ -50,36 +51,6 @@ class Components:
 def sift(quantile: float, warmup: int, renormalise: bool = True, reads: Reads | None = None) -> Factory:
     counts = Reads() if reads is None else reads
     return lambda layer: Sift(quantile, warmup, renormalise, counts)
-
-
-def cannot_read_less(model: Model) -> str | None:
-    """The reason why the layers of a model cannot read fewer keys or values. None where they can."""
-    config = model.plan.config
-    if (reason := obstacle(config)) is not None:
-        return reason
-    if model.plan.depth is not None:
-        return "passes of a recurrent core have keys of their own"
-    for name, kind, options in used_kinds(config.model):
-        if getattr(options, "kv_rank", None) is not None:
-            return f"{name} keeps latents, which all heads share, in place of keys"
-        if kind.context != "attends":
-            continue
-        if getattr(options, "kv_heads", None) is None or getattr(options, "head_dim", None) is None:
-            return f"{name} has keys of another form"
-        if getattr(options, "window", None) is not None:
-            return f"{name} has a sliding window, which reads few keys already"
-        if getattr(options, "softcap", None) is not None or getattr(options, "sinks", False):
-            return f"{name} changes its logits (softcap or sinks), and thresholds and choices are of plain logits"
-        if getattr(options, "position", None) == "alibi":
-            return f"{name} adds ALiBi's terms to its logits, and keys are chosen by products only"
-    return None if heads_of(config) else "no layer keeps keys: recurrences have a state of one size"
-
-
-def heads_of(config: Config) -> list[tuple[int, int]]:
-    """Key/value heads and their channels of each layer with keys, in the order of the decoder's states."""
-    layers = [kind for block in config.model.blocks for kind in block.kinds]
-    own = [options_of(config.model, each) for each in layers if kind_of(config.model, each).context == "attends"]
-    return [(each.kv_heads, each.head_dim) for each in own]
 
 
 def calibrate(model: Model, texts: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Components:
@@ -118,11 +89,12 @@ def write(path: Path, components: Components) -> None:
     replace_file(path, save(tensors, {"form": FORM, "heads": json.dumps(shapes)}))
 
 
-def read(path: Path, heads: Sequence[tuple[int, int]]) -> Components:
+def read(path: Path, heads: Sequence[tuple[int, int, int]], ranks: tuple[int, int] = (0, 1)) -> Components:
     """Components of a file.
 
     Args:
-        heads: of each layer with keys, its key/value heads and their channels.
+        heads: of each layer with keys, as of `heads_of`.
+        ranks: place and number of tensor parallel ranks. Each gets the components of its own heads.
 
     Raises:
         UserError: there is no such file, or it is of another model.
@@ -139,16 +111,40 @@ def read(path: Path, heads: Sequence[tuple[int, int]]) -> Components:
             found = [file.get_tensor(name) for name in names]
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
-    for (m, D), basis, variances in zip(heads, found[::2], found[1::2]):
+    for (_, m, D), basis, variances in zip(heads, found[::2], found[1::2]):
         if basis.shape != (m, D, D) or variances.shape != (m, D) or basis.dtype != torch.float64:
             raise UserError(f"{path} must have components of {m} heads with {D} channels, not {list(basis.shape)}")
         if not (basis.transpose(1, 2) @ basis - torch.eye(D, dtype=basis.dtype)).abs().max() < 1e-6:
             raise UserError(f"{path} must have orthogonal components: make it again with deepy calibrate")
-    return Components(found[::2], found[1::2])
+    used = [_used_heads(n, m, *ranks) for n, m, _ in heads]
+    return Components([basis[own] for own, basis in zip(used, found[::2])], found[1::2])
 
 
-def chosen(given: argparse.Namespace, model: Model, device: torch.device | str) -> Factory | None:
+def _used_heads(n: int, m: int, rank: int, ranks: int) -> list[int]:
+    """The key/value heads that attention keeps on a tensor parallel rank: its share, or what its query heads read."""
+    if m % ranks == 0:
+        return list(range(m * rank // ranks, m * (rank + 1) // ranks))
+    used = [head * m // n for head in range(n * rank // ranks, n * (rank + 1) // ranks)]
+    return used[:1] if len(set(used)) == 1 else used
+
+
+class Asked(Protocol):
+    """Options of a command, or of `evaluation.read_less`."""
+
+    loki: Any
+    sift: float | None
+    rank: float | int
+    keys: float | int
+    warmup: int
+
+
+def chosen(
+    given: Asked | argparse.Namespace, config: Config, device: torch.device | str, ranks: tuple[int, int] = (0, 1)
+) -> Factory | None:
     """The way of reading that options ask for. None is full attention.
+
+    Args:
+        ranks: as in `read`.
 
     Raises:
         UserError: an option is outside of its range, or the model cannot read less.
@@ -157,7 +153,7 @@ def chosen(given: argparse.Namespace, model: Model, device: torch.device | str) 
         return None
     if given.loki is not None and given.sift is not None:
         raise UserError("--loki and --sift must not be given together: one of them reads fewer keys, the other all")
-    if (reason := cannot_read_less(model)) is not None:
+    if (reason := cannot_read_less(config)) is not None:
         raise UserError(f"--{'sift' if given.loki is None else 'loki'}: this model cannot read less: {reason}")
     for name, value in (("rank", given.rank), ("keys", given.keys)):
         if not (value >= 1 if isinstance(value, int) else 0 < value <= 1):
@@ -166,6 +162,18 @@ def chosen(given: argparse.Namespace, model: Model, device: torch.device | str) 
         if not 0 <= given.sift < 1 or given.warmup < 2:
             raise UserError("--sift must be at least 0 and below 1, and --warmup at least 2")
         return sift(given.sift, given.warmup)
-    found = read(given.loki, heads_of(model.plan.config))
+    found = read(Path(given.loki), heads_of(config), ranks)
     bases = [each.to(device) for each in found.bases]
     return Components(bases, found.variances).reading(given.rank, given.keys)
+
+
+def of_evaluation(config: Config, device: torch.device | str, mesh: Mesh) -> Factory | None:
+    """The way of reading of `evaluation.read_less`.
+
+    Raises:
+        UserError: as in `chosen`.
+    """
+    own = config.evaluation.read_less
+    rank, keys = (int(each) if each > 1 else each for each in (own.rank, own.keys))
+    given = argparse.Namespace(loki=own.loki, sift=own.sift, warmup=own.warmup, keys=keys, rank=rank)
+    return chosen(given, config, device, (mesh.tensor.rank, mesh.tensor.size))

@@ -251,8 +251,8 @@ class Schedule:
             leader = None if live.drawn.tokens else self._leader(live.request)
             found = list[int]()
             if leader is None:
-                if self.shares() and not live.request.scored:
-                    found = self.pool.find(live.digests(live.length - 1))
+                if self.shares():
+                    found = self.pool.find(live.digests(live.length - 1 - live.request.scored))
                 idle = sum(not self.pool.uses[page] for page in found)
                 if self.running and pages_of(live.length) - len(found) + idle > len(self.pool.free):
                     return

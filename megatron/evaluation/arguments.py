@@ -23,6 +23,7 @@ from megatron.data.errors import DataError
 from megatron.data.manifest import read_manifest
 from megatron.data.plan_builder import is_local
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.decoding.covered import evaluation_problem
 
 from .probes import ProbeError, longest_of, read_probes
 from .select import Request, data_problems, did_you_mean, problems
@@ -259,7 +260,7 @@ def before_start(words: Sequence[str], config: Config) -> list[str]:
         found.append("tokenizer.type is none, so no task can be read: set tokenizer.type and tokenizer.path")
     missing = checkpoint_problems(options.checkpoint, config, "a step, a checkpoint or a Hugging Face folder")
     found += missing or tokenizer_problems(config, _place(options.checkpoint, config))
-    found += _too_long(options, config)
+    found += _too_long(options, config) + _way_of_reading(config)
     if options.needles and not options.requests:
         return found
     return [*found, *_readable(options.requests, options.folders, config, options.max_length)]
@@ -279,6 +280,11 @@ def _too_long(options: Options, config: Config) -> list[str]:
         for option, tokens in asked.items()
         if tokens > longest
     ]
+
+
+def _way_of_reading(config: Config) -> list[str]:
+    wrong = evaluation_problem(config)
+    return [] if wrong is None else [wrong]
 
 
 def _place(named: str | None, config: Config) -> Path | None:
@@ -350,7 +356,7 @@ def _tasks(config: Config) -> list[str]:
     if config.tokenizer.type == "none":
         found.append("evaluation.tasks needs a tokenizer, and tokenizer.type is none: set tokenizer.type and .path")
     lines = _readable([*map(Request.of, tasks)], tuple(config.evaluation.task_folders), config, longest)
-    return [*found, *(f"evaluation.tasks: {line}" for line in lines)]
+    return [*found, *_way_of_reading(config), *(f"evaluation.tasks: {line}" for line in lines)]
 
 
 def _probes(config: Config) -> list[str]:

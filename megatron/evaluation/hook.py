@@ -34,7 +34,7 @@ class TasksHook(Hook):
         self._folders = tuple(config.evaluation.task_folders)
         self._tokenizer = build_tokenizer(config.tokenizer)
         texts = config.training.micro_batch_size
-        self._scorer = Scorer(config, engine, world.mesh, world.device, texts=texts)
+        self._scorer = Scorer.of_tasks(config, engine, world.mesh, world.device, texts)
 
     @classmethod
     def of(cls, parts: HookContext) -> TasksHook | None:

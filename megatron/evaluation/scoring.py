@@ -27,7 +27,9 @@ from megatron.config.arithmetic.pipelines import ranks_of_stages
 from megatron.config.sequences import longest_text
 from megatron.data.batch import StepBatch
 from megatron.data.tokenizer import Tokenizer
-from megatron.decoding.decoder import Decoder, largest_of, next_tokens, obstacle, run_together
+from megatron.decoding.covered import obstacle
+from megatron.decoding.decoder import Decoder, largest_of, next_tokens, run_together
+from megatron.decoding.read_less import Factory, of_evaluation
 from megatron.decoding.sampling import Sampling, ending
 from megatron.decoding.schedule import Drawn, Request, RequestError, is_over
 from megatron.engine.protocol import Engine, ReadsOn
@@ -52,6 +54,8 @@ class Scorer:
 
     Args:
         texts: in a micro-batch. Models in which the texts of a batch interact get one.
+        exact: the decoder scores texts, as it draws them.
+        reading: as in `Decoder`. Texts are then scored by the decoder too.
 
     Attributes:
         tokens: number of tokens that this rank has read, padding included.
@@ -61,7 +65,18 @@ class Scorer:
 
     alive: Callable[[], None]
 
-    def __init__(self, config: Config, engine: Engine, mesh: Mesh, device: torch.device, *, texts: int = 16):
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        texts: int = 16,
+        exact: bool = False,
+        reading: Factory | None = None,
+    ):
+        self.reading, self.by_decoder = reading, exact or reading is not None
         self.config, self.engine, self.mesh, self.device = config, engine, mesh, device
         self.texts = 1 if depends_on_batch(config) else texts
         self.tokens = 0
@@ -72,9 +87,21 @@ class Scorer:
         self.last = ranks_of_stages(config.parallel)[-1]
         self.reports = mesh.at.tensor == mesh.at.context == 0 and mesh.at.pipeline == self.last
 
+    @classmethod
+    def of_tasks(cls, config: Config, engine: Engine, mesh: Mesh, device: torch.device, texts: int) -> Scorer:
+        """A scorer for tasks, which reads as `evaluation` says.
+
+        Raises:
+            UserError: the file of components is not of this model.
+        """
+        reading = of_evaluation(config, device, mesh)
+        return cls(config, engine, mesh, device, texts=texts, exact=config.evaluation.exact, reading=reading)
+
     def score(self, texts: Sequence[Text]) -> list[Score]:
         """The score of each text. Texts that are equal up to their last token are computed once, and so is a context
         with several endings where the layout permits it (see `reads_on`)."""
+        if self.by_decoder:
+            return self._score_by_decoder(texts)
         found = torch.zeros(len(texts), 2, dtype=torch.float64)
         groups, others = split(texts) if self.endings is not None else ([], list(range(len(texts))))
         if self.endings is not None:
@@ -87,6 +114,15 @@ class Scorer:
             greedy = best == list(texts[index].targets)
             found[index] = torch.tensor([math.fsum(logs), greedy], dtype=torch.float64)
         return [Score(log_likelihood, bool(greedy)) for log_likelihood, greedy in self._sum(found).tolist()]
+
+    def _score_by_decoder(self, texts: Sequence[Text]) -> list[Score]:
+        asked = [Request(each.tokens, 0, at, scored=each.scored, likeliest=1) for at, each in enumerate(texts)]
+        found = list[Score]()
+        for text, drawn in zip(texts, self.answer(asked)):
+            begin = len(text.tokens) - text.scored
+            best = [drawn.likeliest[place][0][0] for place in range(begin, len(text.tokens))]
+            found.append(Score(math.fsum(drawn.scores), best == list(text.targets)))
+        return found
 
     def _read_whole(
         self, texts: Sequence[Text], indices: Sequence[int]
@@ -138,38 +174,41 @@ class Scorer:
             "agree": agree,
             "stages": stages,
             "alive": lambda: self.alive(),
+            "reading": self.reading,
         }
         rows = -(-self.texts // stages.size)
         decoders = [Decoder(self.engine, self.device, rows=rows, **how) for _ in parts]
         for index, drawn in zip(own, run_together(decoders, parts)):
             made[index] = drawn
         self.tokens += sum(each.schedule.read for each in decoders)
-        self._exchange(made, *(max(map(attrgetter(name), requests), default=0) for name in ("tokens", "scored")))
+        self._exchange(made, requests)
         return made
 
-    def _exchange(self, made: list[Drawn], tokens: int, scored: int) -> None:
-        """Send each rank's texts to all ranks.
-
-        Args:
-            tokens, scored: the most of a text.
-        """
+    def _exchange(self, made: list[Drawn], requests: Sequence[Request]) -> None:
+        """Send each rank's texts to all ranks, with one likeliest token of each place."""
         if self.mesh.layout.world_size == 1:
             return
-        found = torch.zeros(len(made), 3 + 2 * tokens + scored, dtype=torch.float64)
-        begins = (3, 3 + tokens, 3 + 2 * tokens)
+        tokens, scored, noted = (
+            max(map(attrgetter(name), requests), default=0) for name in ("tokens", "scored", "likeliest")
+        )
+        places = tokens + scored if noted else 0
+        begins = (4, 4 + tokens, 4 + 2 * tokens, 4 + 2 * tokens + scored, 4 + 2 * tokens + scored + places)
+        found = torch.zeros(len(made), begins[-1] + places, dtype=torch.float64)
         # Context parallel ranks have texts of their own.
         reports = self.mesh.at.tensor == 0 and self.mesh.at.pipeline == self.last
         for row, each in enumerate(made if reports else ()):
-            found[row, :3] = torch.tensor([len(each.tokens), each.ended, len(each.scores)], dtype=torch.float64)
-            numbers: tuple[Sequence[float], ...] = (each.tokens, each.log_p, each.scores)
+            best = [each.likeliest[place][0] for place in sorted(each.likeliest)]
+            counts = [len(each.tokens), each.ended, len(each.scores), len(best)]
+            found[row, :4] = torch.tensor(counts, dtype=torch.float64)
+            numbers: tuple[Sequence[float], ...] = (each.tokens, each.log_p, each.scores, *zip(*best))
             for begin, values in zip(begins, numbers):
                 found[row, begin : begin + len(values)] = torch.tensor(values, dtype=torch.float64)
-        for each, row in zip(made, self._sum(found).tolist()):
-            count, each.ended, scores = int(row[0]), bool(row[1]), int(row[2])
-            ids, each.log_p, each.scores = (
-                row[begin : begin + size] for begin, size in zip(begins, (count, count, scores))
-            )
-            each.tokens = [int(token) for token in ids]
+        for each, request, row in zip(made, requests, self._sum(found).tolist()):
+            count, each.ended, scores, likely = int(row[0]), bool(row[1]), int(row[2]), int(row[3])
+            sizes = (count, count, scores, likely, likely)
+            ids, each.log_p, each.scores, best_ids, logs = (row[at : at + size] for at, size in zip(begins, sizes))
+            each.tokens, first = [int(token) for token in ids], len(request.prompt) - request.scored
+            each.likeliest = {first + at: [(int(token), log)] for at, (token, log) in enumerate(zip(best_ids, logs))}
 
     def _answer_whole(self, requests: Sequence[Request], vocabulary: int | None) -> list[Drawn]:
         """`answer` by reading the whole texts for each token."""

@@ -8,7 +8,8 @@ from typing import Any
 from megatron.config import Config
 from megatron.config.sections.output import SampleOptions
 from megatron.data.tokenizer import build_tokenizer
-from megatron.decoding.decoder import WholeModel, obstacle
+from megatron.decoding.covered import obstacle
+from megatron.decoding.decoder import WholeModel
 from megatron.decoding.one_text import continuations
 from megatron.decoding.sampling import Sampling
 from megatron.decoding.schedule import Request

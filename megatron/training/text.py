@@ -89,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         return 2
     try:
-        reading = chosen(options, model, device)
+        reading = chosen(options, config, device)
     except UserError as error:
         sys.stderr.write(f"{error}\n")
         return 2

@@ -11,7 +11,8 @@ import torch
 
 from megatron import api
 from megatron.config import resolve
-from megatron.decoding.decoder import Decoder, WholeModel, next_tokens, obstacle
+from megatron.decoding.covered import obstacle
+from megatron.decoding.decoder import Decoder, WholeModel, next_tokens
 from megatron.decoding.sampling import GREEDY, Sampling
 from megatron.decoding.schedule import Drawn, Request
 from megatron.kinds.common.attention import paged_keys

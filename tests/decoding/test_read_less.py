@@ -10,23 +10,15 @@ import pytest
 import torch
 
 from megatron import api
-from megatron.config import resolve
+from megatron.config import ConfigError, resolve
 from megatron.config.problems import UserError
-from megatron.decoding.read_less import (
-    Components,
-    calibrate,
-    cannot_read_less,
-    chosen,
-    heads_of,
-    loss_of,
-    read,
-    sift,
-    write,
-)
+from megatron.decoding.covered import cannot_read_less, evaluation_problem, heads_of
+from megatron.decoding.read_less import Components, calibrate, chosen, loss_of, of_evaluation, read, sift, write
 from megatron.decoding.reading_options import add_options
 from megatron.decoding.schedule import Request
 from megatron.kinds.common.attention.fewer_keys import Loki, Moments, Reads, RowGroup, Sift, power_law, quantiles
 from megatron.model.stack import build_model
+from megatron.parallel.layout.mesh import Mesh
 from tests.decoding.test_company import answers, model_of, requests
 from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import relative
@@ -41,14 +33,14 @@ def texts(count: int = 4, length: int = 70) -> list[list[int]]:
 
 def plain(dtype: torch.dtype = DOUBLE) -> Any:
     model = model_of(PLAIN, dtype)
-    assert cannot_read_less(model) is None
+    assert cannot_read_less(model.plan.config) is None
     return model
 
 
 def identity(model: Any) -> Components:
     heads = heads_of(model.plan.config)
-    bases = [torch.eye(D, dtype=DOUBLE).expand(m, D, D) for m, D in heads]
-    return Components(bases, [torch.ones(m, D, dtype=DOUBLE) for m, D in heads])
+    bases = [torch.eye(D, dtype=DOUBLE).expand(m, D, D) for _, m, D in heads]
+    return Components(bases, [torch.ones(m, D, dtype=DOUBLE) for _, m, D in heads])
 
 
 @pytest.mark.parametrize("way", ["loki", "loki, shared blocks", "sift, long warmup", "sift, quantile 0"])
@@ -191,7 +183,7 @@ def test_the_file_of_components(tmp_path) -> None:
     assert all(one.equal(other) for one, other in zip(found.bases + found.variances, again.bases + again.variances))
     given = argparse.ArgumentParser()
     add_options(given)
-    reading = chosen(given.parse_args(["--loki", str(path), "--rank", "2", "--keys", "0.5"]), model, "cpu")
+    reading = chosen(given.parse_args(["--loki", str(path), "--rank", "2", "--keys", "0.5"]), model.plan.config, "cpu")
     assert reading is not None and loss_of(model, texts(), reading, 40) > 0
     for words, rule in (
         (["--loki", str(path), "--sift", "0.5"], "must not be given together"),
@@ -200,7 +192,7 @@ def test_the_file_of_components(tmp_path) -> None:
         (["--sift", "1"], "--sift must be"),
     ):
         with pytest.raises(UserError, match=rule):
-            chosen(given.parse_args(words), model, "cpu")
+            chosen(given.parse_args(words), model.plan.config, "cpu")
     with pytest.raises(UserError, match="components of 3 layers"):
         read(path, [*heads, heads[0]][:3])
     path.write_bytes(path.read_bytes()[:-8])
@@ -219,11 +211,40 @@ def test_the_file_of_components(tmp_path) -> None:
 )
 def test_kinds_that_cannot_read_less(name: str, reason: str) -> None:
     config = api.resolve(f"test/tiny_{name}").config
-    found = cannot_read_less(build_model(config, device="meta", values=False))
+    found = cannot_read_less(config)
     assert found is not None and re.search(reason, found), found
 
 
 def test_a_depth_in_which_keys_are_of_passes() -> None:
     own = {"layers": "attention/mlp recurrent(attention/mlp) attention/mlp", "attention": {"heads": 4}}
     given = {"model": {**own, "hidden_size": 32, "vocab_size": 61}, "training": {"steps": 1, "sequence_length": 128}}
-    assert "recurrent core" in str(cannot_read_less(build_model(resolve(given), device="meta", values=False)))
+    assert "recurrent core" in str(cannot_read_less(resolve(given)))
+
+
+def test_ways_of_evaluation_are_checked_before_a_start(tmp_path: Any) -> None:
+    """Mistakes between keys are sentences. Numbers above 1 are counts."""
+    shape = {"layers": "(attention/mlp) x2", "hidden_size": 32, "vocab_size": 257, "attention": {"heads": 4}}
+    base = {"model": shape, "training": {"steps": 1, "sequence_length": 64}}
+
+    def problem(evaluation: dict[str, Any], ranks: int = 1, **more: Any) -> str:
+        return str(evaluation_problem(resolve({**base, **more, "evaluation": evaluation}, ranks=ranks)))
+
+    experts = {"model": {**shape, "layers": "attention/moe", "moe": {"capacity_factor": 1.0}}}
+    assert problem({"exact": True, "read_less": {"sift": 0.5}}) == "None"
+    assert "experts with a capacity" in problem({"exact": True}, **experts)
+    assert "not both" in problem({"read_less": {"sift": 0.5, "loki": "a"}})
+    assert "cannot read less" in problem({"read_less": {"sift": 0.5}}, **experts)
+    assert "whole number" in problem({"read_less": {"loki": "a", "rank": 2.5}})
+    stages: Any = {"parallel": {"pipeline": 2}, "zero": {"stage": 0}}
+    assert "without pipeline stages" in problem({"read_less": {"loki": "a"}}, 2, **stages)
+    assert problem({"read_less": {"sift": 0.5}}, 2, **stages) == "None"
+    for wrong in ({"sift": 1.0}, {"warmup": 1}, {"keys": 0}):
+        with pytest.raises(ConfigError):
+            resolve({**base, "evaluation": {"read_less": wrong}})
+    config = resolve({**base, "evaluation": {"read_less": {"loki": str(tmp_path / "a"), "rank": 3, "keys": 1}}})
+    model = build_model(config, dtype=DOUBLE)
+    write(tmp_path / "a", calibrate(model, texts()))
+    found = of_evaluation(config, "cpu", Mesh.single())
+    assert found is not None
+    layer: Any = found(1)
+    assert (layer.rank, layer.keys) == (3, 1.0) and layer.count(50) == 50

@@ -7,6 +7,7 @@ import torch
 
 from megatron.config import resolve
 from megatron.decoding.one_text import complete
+from megatron.decoding.read_less import calibrate, write
 from megatron.decoding.sampling import Sampling
 from megatron.decoding.schedule import Request
 from megatron.evaluation.scoring import Scorer, Text, depends_on_batch
@@ -69,6 +70,12 @@ def on_layout(settings: dict, ranks: int):
     scorer = Scorer(config, engine, engine.mesh, engine.device, texts=3)
     V = config.model.vocab_size
     found = [(score.log_likelihood, score.greedy) for score in scorer.score(texts(V))]
+    exact = Scorer(config, engine, engine.mesh, engine.device, texts=3, exact=True)
+    some = [4, 1, 11, 12, 14, 15]  # with common beginnings
+    together = exact.score([texts(V)[at] for at in some])
+    assert exact.score([texts(V)[4]]) == together[:1], "a score depends on other texts"
+    for one, other in zip(together, [found[at] for at in some], strict=True):
+        assert abs(one.log_likelihood - other[0]) < 1e-4 and one.greedy == other[1]
     asked = [Request(prompt, 5, n, SAMPLED, lambda tokens: len(tokens) == 4) for n, prompt in enumerate(prompts(V))]
     sampled = [each.tokens for each in scorer.answer(asked)]
     assert scorer.cached
@@ -125,6 +132,34 @@ def check(settings: dict, ranks: int) -> None:
         assert tokens == list(complete(model, prompt, 3, GREEDY))
         assert sum(logs) == pytest.approx(alone(model, Text((*prompt, *tokens), 3))[0], abs=1e-4)
         assert len(sampled[number]) == 4
+
+
+def reading_less(settings: dict, ranks: int):
+    config, engine = runs.start(settings, ranks)
+    scorer = Scorer.of_tasks(config, engine, engine.mesh, engine.device, 3)
+    V = config.model.vocab_size
+    made = scorer.answer([Request(prompt, 5) for prompt in prompts(V)])
+    return [each.log_likelihood for each in scorer.score(texts(V))], [each.tokens for each in made]
+
+
+@pytest.mark.parametrize("heads", [2, 1])
+@pytest.mark.parametrize("way", [{"loki": "my.loki", "rank": 2, "keys": 0.1}, {"sift": 0.6, "warmup": 2}])
+def test_tensor_ranks_read_less_as_one_process_does(tmp_path, way, heads):
+    """Each rank has the components of its key/value heads, also where both have one head."""
+    settings, ranks = settings_of("llama", "tp2 · dp2, ZeRO 1")
+    settings = matrix.merged(settings, {"model": {"attention": {"kv_heads": heads}}, "evaluation": {"read_less": way}})
+    alone_settings = {k: v for k, v in settings.items() if k not in ("parallel", "zero")}
+    if "loki" in way:
+        path = tmp_path / "my.loki"
+        model = plain_model(alone_settings)
+        write(path, calibrate(model, [each.tokens for each in texts(model.plan.config.model.vocab_size)]))
+        for each in (settings, alone_settings):
+            each["evaluation"]["read_less"]["loki"] = str(path)
+    (wanted, words), *_ = run(1, reading_less, alone_settings, 1)
+    full = run(1, reading_less, {**alone_settings, "evaluation": {"exact": True}}, 1)[0][0]
+    assert max(abs(one - other) for one, other in zip(wanted, full)) > 1e-3, "all was read"
+    for scores, tokens in run(ranks, reading_less, settings, ranks):
+        assert scores == pytest.approx(wanted, abs=1e-4) and tokens == words
 
 
 @pytest.mark.parametrize("layout", ["pp2", "dp2, ZeRO 3, one micro-batch", "tp2, sequence parallel"])

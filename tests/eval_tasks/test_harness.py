@@ -35,6 +35,7 @@ PARTS = ("asyncio", "email", "http", "importlib", "xml")  # of the standard libr
 LAYOUTS = {
     "one": (1, {}),
     "dp2, ZeRO 1": (2, {"zero": {"stage": 1}}),
+    "dp2, exact": (2, {"zero": {"stage": 1}, "evaluation": {"exact": True, "truncate": True}}),
     "dp2, ZeRO 3": (2, {"zero": {"stage": 3}}),
     "tp2, sequence parallel": (2, {"parallel": {"tensor": 2, "sequence": True}}),
     "tp2 · pp2": (4, {"parallel": {"tensor": 2, "pipeline": 2}, "zero": {"stage": 0}}),
@@ -43,7 +44,7 @@ LAYOUTS = {
 # Layouts differ in who answers and kinds in what they keep between tokens: not every kind needs every layout.
 OFTEN = {
     **{kind: ("tp2 · pp2",) for kind in KINDS},
-    "gpt_neox": ("one", "dp2, ZeRO 1", "tp2, sequence parallel"),
+    "gpt_neox": ("one", "dp2, ZeRO 1", "dp2, exact", "tp2, sequence parallel"),
     "mixtral": ("dp2 · ep2", "dp2, ZeRO 3"),
 }
 PAIRS = [
@@ -81,7 +82,7 @@ def on_layout(kind: str, folder, ranks: int, layout: dict):
     world = World(device, mesh, communicator, communicator)
     initialize(open_checkpoint(folder / "checkpoints" / "step_00000007"), world, engine)
     tokenizer = build_tokenizer(config.tokenizer)
-    scorer = Scorer(config, engine, mesh, device, texts=4)
+    scorer = Scorer.of_tasks(config, engine, mesh, device, 4)
     with library_of(folder):
         return run_tasks(REQUESTS, scorer, communicator, tokenizer, samples=True)
 

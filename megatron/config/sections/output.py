@@ -167,6 +167,20 @@ class ProbeOptions(Section):
     )
 
 
+class ReadLessOptions(Section):
+    loki: str | None = key(None, "File of deepy calibrate: keys are chosen by its components (docs/decoding.md).")
+    rank: float = key(0.9, "loki: components by which keys are chosen, or below 1 the share that they explain.", gt=0)
+    keys: float = key(0.25, "loki: keys that a head reads, or up to 1 their share of a text.", gt=0)
+    sift: float | None = key(
+        None, "Values are read whose probability is above this quantile of a head's probabilities.", ge=0, lt=1
+    )
+    warmup: int = key(16, "sift: tokens of a text with full attention.", unit="tokens", ge=2)
+
+    @property
+    def asked(self) -> bool:
+        return self.loki is not None or self.sift is not None
+
+
 @extended("evaluation")
 class EvaluationSection(Section):
     every: int | None = key(None, "Evaluate every n steps.", unit="steps", gt=0)
@@ -193,6 +207,14 @@ class EvaluationSection(Section):
         False,
         "Cut the beginnings of tasks' contexts that are longer than the model reads, as lm_eval does. Otherwise "
         "such tasks are refused.",
+    )
+    exact: bool = key(
+        False,
+        "Score the texts of tasks with the decoder. On CPUs a score then depends on no other text, and is that with "
+        "which the text would be drawn, bit for bit (docs/decoding.md).",
+    )
+    read_less: ReadLessOptions = key(
+        ReadLessOptions, "Tasks are answered and scored with fewer keys or values, which changes scores."
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron.config.routes import route_columns
-from megatron.decoding.decoder import obstacle
+from megatron.decoding.covered import obstacle
 from megatron.decoding.sampling import GREEDY, Sampling
 from megatron.decoding.schedule import Drawn, Request
 from megatron.evaluation.scoring import Scorer
