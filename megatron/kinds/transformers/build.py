@@ -151,8 +151,8 @@ def hf_model(options: Mapping[str, Any], seed: int = 0, values: bool = True) -> 
         torch.manual_seed(site_key(seed, "transformers"))
         try:
             if options["weights"] and values:
-                return _with_weights(options["config"], config, more).train()
-            return AutoModelForCausalLM.from_config(config, **more).train()
+                return _fixed(_with_weights(options["config"], config, more))
+            return _fixed(AutoModelForCausalLM.from_config(config, **more))
         except FactsError:
             raise
         except Exception as error:  # a class may raise anything
@@ -176,6 +176,17 @@ def _with_weights(folder: str, config: PreTrainedConfig, more: dict[str, Any]) -
         rule = "tie_word_embeddings must be false: the folder has several values of tied weights"
         raise FactsError(".options", rule, "set options: {tie_word_embeddings: false}")
     return model
+
+
+def _fixed(model: PreTrainedModel) -> PreTrainedModel:
+    """Make buffers of parameters that the class never trains, such as sinusoids: checkpoints and all pipeline stages
+    have buffers."""
+    for module in model.modules():
+        for name, each in list(module._parameters.items()):
+            if each is not None and not each.requires_grad:
+                del module._parameters[name]
+                module.register_buffer(name, each.data)
+    return model.train()
 
 
 # Korthikanti et al. 2022: 34 bytes per token and channel of a layer in 16-bit training, attention without its scores.

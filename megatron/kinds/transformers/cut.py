@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from megatron.parallel.layers.collectives import all_reduce, enter, gather_channels, leave, split_channels
 from megatron.parallel.layers.linear import ColumnLinear, RowLinear
@@ -27,7 +28,8 @@ from .probe import output_of
 
 TENSOR = "parallel.tensor"
 FIX = "use parallel.tensor: 1. ZeRO splits the states of any model"
-COLUMNS = ("colwise", "packed_colwise", "colwise_gather_output", "colwise_rep")
+THIRDS = "three_colwise"  # queries, keys and values in one matrix, one below the other
+COLUMNS = ("colwise", "packed_colwise", "colwise_gather_output", "colwise_rep", THIRDS)
 ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise")
 GATHERED = ("colwise_gather_output", "colwise_rep")
 SPLIT = ("rowwise_split_input", "rowwise_rep")
@@ -36,15 +38,19 @@ OTHERS = (
     *("local_params", "replicate", "embedding_rowwise", "embedding_colwise"),
 )
 # Linear layers of blocks by common names, for a class without a plan. The comparison with the whole class decides.
+_ATTENTION = r"(self|attn|attention)"
 COMMON = (
-    (r"(self|attn|attention)\.(q_proj|k_proj|v_proj|query|key|value)", "colwise"),
-    (r"(fc1|fc_in|c_fc|gate_proj|up_proj|intermediate\.dense|dense_h_to_4h)", "colwise"),
-    (r"(attn|attention|attention\.output|self)\.(o_proj|out_proj|dense|c_proj)", "rowwise"),
-    (r"(fc2|fc_out|mlp\.c_proj|down_proj|\d+\.output\.dense|dense_4h_to_h)", "rowwise"),
+    (rf"{_ATTENTION}\.(q_proj|k_proj|v_proj|query|key|value|Wq|Wk|Wv)(\.linear)?", "colwise"),
+    (rf"{_ATTENTION}\.query_key_value", "colwise"),  # heads one below the other, each with query, key and value
+    (rf"{_ATTENTION}\.(c_attn|Wqkv)", THIRDS),
+    (r"(fc1|fc_in|c_fc|gate_proj|up_proj|Wi|intermediate\.dense|dense_h_to_4h)", "colwise"),
+    (rf"({_ATTENTION}|attention\.output)\.(o_proj|out_proj|dense|c_proj|Wo)(\.linear)?", "rowwise"),
+    (r"(fc2|fc_out|mlp\.(c_proj|Wo)|down_proj|\d+\.output\.dense|dense_4h_to_h)", "rowwise"),
 )
 # Settings of a class that count heads, and attributes of modules that do. Each rank has its share of them.
 HEADS = ("num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_heads", "n_head", "n_heads", "n_kv_heads")
-WIDTHS = ("all_head_size", "split_size")
+WIDTHS = ("all_head_size", "split_size", "embed_dim")
+OF_HEADS = ("alibi", "position_bias")  # arguments with a part for each head of each sample
 
 
 @dataclass
@@ -89,6 +95,7 @@ def cuts_of(model: PreTrainedModel) -> Cuts:
         raise refused(model, "has no plan that cuts it (base_model_tp_plan), nor linear layers of common names")
     for name, style in found.styles.items():
         _add(model, found, name, every[name], style)
+    _add_heads(model, found)
     for layer in (found.head, found.table):
         for name, each in parameters.items():
             if layer and name.rpartition(".")[0] == layer and isinstance(each, nn.Parameter):
@@ -103,9 +110,25 @@ def cuts_of(model: PreTrainedModel) -> Cuts:
 def _common(model: PreTrainedModel) -> dict[str, str]:
     """Styles by the names of linear layers in blocks."""
     name, _ = stack_of(model)
-    linear = [each for each, module in model.named_modules() if type(module).forward is nn.Linear.forward]
+    linear = {each: module for each, module in model.named_modules() if _is_linear(module)}
     styles = ((each, style) for each in linear for pattern, style in COMMON if re.search(rf"[._]{pattern}$", each))
-    return {each: style for each, style in styles if name and each.startswith(f"{name}.")}
+    found = {each: style for each, style in styles if name and each.startswith(f"{name}.")}
+    rows = {each.rpartition(".")[0]: linear[each] for each, style in found.items() if style in ROWS}
+    for each, style in found.items():
+        after = rows.get(each.rpartition(".")[0])
+        if style == "colwise" and after is not None and _sizes(linear[each])[0] == 2 * _sizes(after)[1]:
+            found[each] = "packed_colwise"  # a gate, and what it gates
+    return found
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+def _sizes(layer: nn.Module) -> tuple[int, int]:
+    """Outputs and inputs of a linear layer. Conv1D has a matrix [inputs, outputs]."""
+    outputs, inputs = cast(Tensor, layer.weight).shape
+    return (inputs, outputs) if isinstance(layer, Conv1D) else (outputs, inputs)
 
 
 def _add(model: PreTrainedModel, found: Cuts, name: str, each: nn.Module | nn.Parameter, style: str) -> None:
@@ -115,20 +138,38 @@ def _add(model: PreTrainedModel, found: Cuts, name: str, each: nn.Module | nn.Pa
     if style in OTHERS:
         return
     if isinstance(each, nn.Module):
-        if type(each).forward is not nn.Linear.forward:
+        if not _is_linear(each):
             raise refused(model, f"has a plan for {name} ({style}), which is no linear layer")
         layer = cast(nn.Linear, each)
-        found.shards[f"{name}.weight"] = _shard(layer.weight, style)
+        if style == THIRDS and _sizes(layer)[0] % 3:
+            raise refused(model, f"has fewer keys than queries in {name}, and no plan that cuts it")
+        found.shards[f"{name}.weight"] = _shard(layer.weight, style, isinstance(layer, Conv1D))
         if layer.bias is not None and style in COLUMNS:
             found.shards[f"{name}.bias"] = _shard(layer.bias, style)
     elif style in COLUMNS or each.ndim > 1:
         found.shards[name] = _shard(each, style)
 
 
-def _shard(parameter: Tensor, style: str) -> Shard:
-    dim = max(0, parameter.ndim - (2 if style in COLUMNS else 1))
-    size = parameter.shape[dim]
-    return Shard(dim, (size // 2, size - size // 2) if style.startswith("packed") else None)
+def _add_heads(model: PreTrainedModel, found: Cuts) -> None:
+    """Vectors with a number for each head, next to layers that are cut by heads."""
+    heads = getattr(model.config.get_text_config(), "num_attention_heads", None)
+    parted = {*COLUMNS} - {*GATHERED}
+    cut_by_heads = {name.rpartition(".")[0] for name, style in found.styles.items() if style in parted}
+    for parent in cut_by_heads:
+        for name, each in model.get_submodule(parent).named_parameters(recurse=False):
+            if each.shape == (heads,):
+                found.shards.setdefault(f"{parent}.{name}", Shard(0))
+
+
+def _shard(parameter: Tensor, style: str, turned: bool = False) -> Shard:
+    """
+    Args:
+        turned: the matrix is [inputs, outputs].
+    """
+    dim = max(0, parameter.ndim - (2 if (style in COLUMNS) != turned else 1))
+    size, count = parameter.shape[dim], 3 if style == THIRDS else 2
+    parts = (*[size // count] * (count - 1), size - size // count * (count - 1))
+    return Shard(dim, parts if style == THIRDS or style.startswith("packed") else None)
 
 
 def sizes_of(model: PreTrainedModel, cuts: Cuts) -> dict[str, int]:
@@ -151,15 +192,17 @@ class Columns(ColumnLinear):
         gathers: every rank gets all outputs.
     """
 
-    def __init__(self, make: ParameterFactory, layer: nn.Linear, parts: tuple[int, ...], gathers: bool) -> None:
-        bias = layer.bias is not None
-        super().__init__(make, layer.in_features, parts, init=ZEROS, bias=bias, folds=False)
-        self.mesh, self.gathers = make.mesh, gathers
-        self.in_features, self.out_features = layer.in_features, layer.out_features
+    def __init__(self, make: ParameterFactory, layer: nn.Module, parts: tuple[int, ...], gathers: bool) -> None:
+        self.out_features, self.in_features = _sizes(layer)
+        super().__init__(make, self.in_features, parts, init=ZEROS, bias=layer.bias is not None, folds=False)
+        self.mesh, self.gathers, self.turned = make.mesh, gathers, isinstance(layer, Conv1D)
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(enter(x, self.mesh))
         return gather_channels(y, self.axis) if self.gathers else y
+
+    def used(self) -> tuple[Tensor, Tensor | None]:
+        return (self.weight.T if self.turned else self.weight), self.bias
 
 
 class Rows(RowLinear):
@@ -169,12 +212,17 @@ class Rows(RowLinear):
         splits: inputs are whole.
     """
 
-    def __init__(self, make: ParameterFactory, layer: nn.Linear, splits: bool) -> None:
-        super().__init__(make, layer.in_features, layer.out_features, init=ZEROS, bias=layer.bias is not None)
-        self.splits, self.in_features, self.out_features = splits, layer.in_features, layer.out_features
+    def __init__(self, make: ParameterFactory, layer: nn.Module, splits: bool) -> None:
+        self.out_features, self.in_features = _sizes(layer)
+        super().__init__(make, self.in_features, self.out_features, init=ZEROS, bias=layer.bias is not None)
+        self.splits, self.turned = splits, isinstance(layer, Conv1D)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(split_channels(x, self.mesh.tensor) if self.splits else x)
+        x = split_channels(x, self.mesh.tensor) if self.splits else x
+        if not self.turned:
+            return super().forward(x)
+        y = leave(nn.functional.linear(x, self.weight.T), self.mesh)
+        return y if self.bias is None else y + self.bias
 
 
 def cut(model: PreTrainedModel, layer: nn.Module, cuts: Cuts, make: Callable[[str], ParameterFactory]) -> None:
@@ -197,13 +245,13 @@ def cut(model: PreTrainedModel, layer: nn.Module, cuts: Cuts, make: Callable[[st
             if style == "replicated_with_grad_allreduce":
                 for parameter in (p for n, p in model.named_parameters() if n == name):
                     partial_gradient(parameter, mesh.tensor)
-        elif style in (*COLUMNS, *ROWS) and isinstance(each, nn.Linear):
+        elif style in (*COLUMNS, *ROWS) and _is_linear(each):
             new = _linear(each, style, make(name))
             new.weight, new.bias = each.weight, each.bias
             parent, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent), last, new)
             if style in COLUMNS and style not in GATHERED:
-                _share_heads(model.get_submodule(parent), mesh.tensor.size)
+                _share_heads(model.get_submodule(parent), mesh.tensor)
         elif isinstance(each, nn.Module):
             _connect(each, style, mesh, getattr(model.config.get_text_config(), "qk_rope_head_dim", 0))
     table = modules.get(cuts.table)
@@ -211,12 +259,12 @@ def cut(model: PreTrainedModel, layer: nn.Module, cuts: Cuts, make: Callable[[st
         _cut_table(table, mesh)
 
 
-def _linear(layer: nn.Linear, style: str, make: ParameterFactory) -> Any:
+def _linear(layer: nn.Module, style: str, make: ParameterFactory) -> Any:
     """Our layer in the place of another one, with parameters that its builder replaces."""
     if style in ROWS:
         return Rows(make, layer, style in SPLIT)
-    parts = logical_of(layer.weight).shard
-    sizes = (parts.parts if parts else None) or (layer.out_features,)
+    parts = logical_of(cast(Tensor, layer.weight)).shard
+    sizes = (parts.parts if parts else None) or (_sizes(layer)[0],)
     return Columns(make, layer, sizes, style in GATHERED)
 
 
@@ -244,14 +292,29 @@ def partial_gradient(parameter: nn.Parameter, axis: Axis) -> None:
     parameter.register_hook(lambda gradient: all_reduce(gradient.clone(), axis))
 
 
-def _share_heads(module: nn.Module, ranks: int) -> None:
-    """Divide the numbers of heads in a module, once."""
-    if not hasattr(module, "_ranks_of_heads"):
-        vars(module)["_ranks_of_heads"] = ranks
-        for name in (*HEADS, *WIDTHS):
-            value = vars(module).get(name)
-            if isinstance(value, int) and value % ranks == 0:
-                setattr(module, name, value // ranks)
+def _share_heads(module: nn.Module, axis: Axis) -> None:
+    """Divide the numbers of heads in a module, and cut its arguments that have a part for each head. Once."""
+    if hasattr(module, "_ranks_of_heads"):
+        return
+    vars(module)["_ranks_of_heads"] = axis.size
+    heads = next((vars(module)[name] for name in HEADS if isinstance(vars(module).get(name), int)), 0)
+    for name in (*HEADS, *WIDTHS):
+        value = vars(module).get(name)
+        if isinstance(value, int) and value % axis.size == 0:
+            setattr(module, name, value // axis.size)
+
+    def cut(_: nn.Module, args: tuple[Any, ...], more: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        own = {name: _of_heads(more[name], heads, axis) for name in OF_HEADS if isinstance(more.get(name), Tensor)}
+        return args, {**more, **own}
+
+    module.register_forward_pre_hook(cut, with_kwargs=True)
+
+
+def _of_heads(x: Tensor, heads: int, axis: Axis) -> Tensor:
+    """This rank's heads of [batch * heads, ...]."""
+    if not heads or x.shape[0] % heads:
+        return x
+    return x.unflatten(0, (-1, heads)).chunk(axis.size, 1)[axis.rank].flatten(0, 1)
 
 
 def _connect(module: nn.Module, style: str, mesh: Mesh, rope: int) -> None:

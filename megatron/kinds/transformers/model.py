@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,11 +30,11 @@ from megatron.parallel.layout.shard import LogicalTensor, Role
 from megatron.worker.place import StartError
 
 from .build import hf_model, mark
-from .check import Uncut, stages_of, tokens_of, weights_of
+from .check import CLOSE, Uncut, stages_of, tokens_of, weights_of
 from .cut import Cuts, cut, cuts_of
 from .facts import FactsError
 from .outline import ANY, Stages, Window
-from .probe import Form, arguments_of, keeps_apart, output_of, positions_of, probe
+from .probe import Form, arguments_of, keeps_apart, output_of, positions_of, probe, same
 
 
 class Taken(nn.Module):
@@ -80,13 +81,18 @@ class OutputHead(Head):
 
 @dataclass
 class Text:
-    """Decoding state: the tokens so far, which each pass reads again. Any class can continue this way.
+    """Decoding state.
 
     Attributes:
-        rows: int64 [B, S]. `None` before the first pass.
+        rows: int64 [B, S], the tokens so far. `None` before the first pass.
+        memory: what the class returned to read further tokens with, if it can.
     """
 
     rows: Any = None
+    memory: Any = None
+
+
+MEMORIES = ("past_key_values", "cache_params", "state", "mems")  # arguments of classes, and names in their outputs
 
 
 class WholeModel(nn.Module):
@@ -101,6 +107,7 @@ class WholeModel(nn.Module):
     blocks: tuple[nn.Module, ...] = ()  # its layers have no common form
 
     head: OutputHead
+    memory: str | None = None  # see `_memory`. None: not tried
 
     def __init__(self, plan: ModelPlan, on_host: bool = False, window: Window | None = None) -> None:
         super().__init__()
@@ -128,12 +135,7 @@ class WholeModel(nn.Module):
         if plan.config.training.activation_checkpointing.mode == "full":
             recompute(inner, stages)
         # In a tuple, not a list of modules: they are parts of `inner`.
-        self.gathered_whole = tuple(
-            parent if isinstance(child, nn.ModuleList) else child
-            for parent in inner.modules()
-            for name, child in parent.named_children()
-            if name == "experts"
-        )
+        self.gathered_whole = tuple(_gathered_whole(inner)) if on_host else ()
         self.inner = inner
         uncut = self._cut(cuts, layer, form) if cuts and torch.device(plan.device).type != "meta" else None
         if window is None or window.last:
@@ -325,15 +327,42 @@ class WholeModel(nn.Module):
         if state is None:
             stream = self.stream(tokens_BS, positions, documents, samples)
         else:
-            stream = self._continued(tokens_BS, state)
+            stream = self._continued(tokens_BS, *state)
         return self.head(stream, labels_BS, weights_BS, reader, further, teacher, columns)
 
-    def _continued(self, tokens_BS: Tensor, state: list[Any]) -> Stream:
-        """The stream of tokens that follow those in `state`, which grows by them."""
-        (text,) = state
+    def _continued(self, tokens_BS: Tensor, text: Text) -> Stream:
+        """The stream of tokens that follow those in `text`, which grows by them."""
         text.rows = tokens_BS if text.rows is None else torch.cat([text.rows, tokens_BS], 1)
-        stream = self.stream(text.rows)
-        return stream.with_hidden(stream.hidden[:, -tokens_BS.shape[1] :])
+        if not self.memory:
+            stream = self.stream(text.rows)
+            return stream.with_hidden(stream.hidden[:, -tokens_BS.shape[1] :])
+        found = []
+        for each in tokens_BS.split(1, 1) if text.memory is not None else [tokens_BS]:  # all recurrences take one token
+            more = {} if text.memory is None else {self.memory: text.memory}
+            output = self.inner(input_ids=each, **{**self.arguments, "use_cache": True, **more})
+            text.memory = getattr(output, self.memory)
+            found.append(self.taken.take())
+        return Stream(torch.cat(found, 1))
+
+    @torch.no_grad()
+    def _memory(self) -> str:
+        """The argument that continues a text. "": there is none, or a text in pieces has another result."""
+        tokens, was_training = tokens_of(self.plan.config.model.vocab_size).to(self.plan.device), self.training
+        known, dtype = inspect.signature(self.inner.forward).parameters, self.taken.weight.dtype
+        self.eval()
+        whole = self.stream(tokens).hidden
+        for self.memory in (each for each in MEMORIES if each in known):
+            text = Text()
+            try:
+                found = torch.cat([self._continued(each, text).hidden for each in tokens.split([5, 1, 2], 1)], 1)
+                if same(found, whole, CLOSE if dtype == torch.float32 else 4 * torch.finfo(dtype).eps):
+                    break
+            except Exception:  # a class may raise anything
+                continue
+        else:
+            self.memory = ""
+        self.train(was_training)
+        return self.memory
 
     def logits(self, tokens_BS: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """fp32 logits [B, S, V]."""
@@ -351,11 +380,12 @@ class WholeModel(nn.Module):
 
     def new_state(self, axis: Axis = ALONE) -> list[Any]:
         """An empty text. Ranks that share a text all read it."""
+        self.memory = self._memory() if self.memory is None else self.memory
         return [Text()]
 
     def decode(self, tokens_BS: Tensor, state: list[Any], begin: int) -> Tensor:
         """Logits [B, S, V] of tokens that follow the `begin` tokens in `state`, which grows by them."""
-        return self.head.logits(self._continued(tokens_BS, state))
+        return self.head.logits(self._continued(tokens_BS, *state))
 
 
 class StageOfWhole(nn.Module):
@@ -396,6 +426,24 @@ def recompute(model: PreTrainedModel, stages: Stages | None) -> None:
     if stages and not all(isinstance(each, GradientCheckpointingLayer) for each in stages.blocks):
         raise StartError(f"{key} must be none: {type(model).__name__} cannot recompute in pipeline stages")
     model.gradient_checkpointing_enable({"use_reentrant": True})  # ZeRO 3 changes the sizes of saved weights
+
+
+def _gathered_whole(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """Modules in which tokens choose what runs. ZeRO 3 gathers each as one, on all ranks alike.
+
+    Raises:
+        StartError: the class runs parts of one outside of a pass through it.
+    """
+    for at, parent in model.named_modules():
+        for name, child in parent.named_children():
+            if name == "experts":
+                if "NotImplementedError" in type(child).forward.__code__.co_names and not isinstance(
+                    child, nn.ModuleList
+                ):
+                    raise StartError(
+                        f"zero.stage must be at most 2: {type(model).__name__} calls parts of {at}.experts"
+                    )
+                yield parent if isinstance(child, nn.ModuleList) else child
 
 
 def _factor_of_routers(model: PreTrainedModel) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .facts import FactsError
+from .probe import other_parts
 
 ANY = 2  # a token's number, where a stage has none
 STAGES = "parallel.pipeline"
@@ -28,7 +29,8 @@ def parameters_of(module: nn.Module) -> list[nn.Parameter]:
 
 def stack_of(model: PreTrainedModel) -> tuple[str, list[nn.Module]]:
     """The name and the blocks of the largest list of modules. Empty, unless it has the layers of the settings."""
-    lists = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList)]
+    own = ((name, each) for name, each in model.named_modules() if not name.startswith(other_parts(model)))
+    lists = [(name, each) for name, each in own if isinstance(each, nn.ModuleList)]
     name, found = max(lists, key=lambda each: sum(p.numel() for p in each[1].parameters()), default=("", ()))
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     return (name, list(found)) if len(found) == layers else ("", [])

@@ -48,14 +48,22 @@ def output_of(model: PreTrainedModel) -> nn.Linear:
     return head
 
 
+def other_parts(model: PreTrainedModel) -> tuple[str, ...]:
+    """Prefixes of the names of models inside the class that are not of text, such as of pictures and sound."""
+    own = (model.config.model_type, model.config.get_text_config().model_type)
+    parts = {name: each for name, each in model.named_modules() if isinstance(each, PreTrainedModel)}
+    return tuple(f"{name}." for name, each in parts.items() if each.config.model_type not in own)
+
+
 def positions_of(model: PreTrainedModel) -> int | None:
-    """Rows of the smallest table of absolute positions."""
+    """Rows of the smallest table of absolute positions of the text."""
     rows = [
         each.num_embeddings
         for name, each in model.named_modules()
         if isinstance(each, nn.Embedding)
         and (name.rsplit(".", 1)[-1] == "wpe" or "position" in name.rsplit(".", 1)[-1])
         and "rel" not in name.rsplit(".", 1)[-1]
+        and not name.startswith(other_parts(model))
     ]
     own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not rows:

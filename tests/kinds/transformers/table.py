@@ -1,19 +1,16 @@
 """Train every causal language model of the installed transformers, and write the table of docs/any_model.md.
 
-python -m tests.kinds.transformers.table FILE            train all types that FILE does not have yet
-python -m tests.kinds.transformers.table FILE --write    write the table from FILE
-python -m tests.kinds.transformers.table FILE qwen3 ...  only these types, again
+python -m tests.kinds.transformers.table            train all types that the page does not have yet
+python -m tests.kinds.transformers.table qwen3 ...  these types again. The other rows stay
+python -m tests.kinds.transformers.table --gaps     the types with a gap again
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import textwrap
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 from tests.kinds.transformers.steps import by_engine, by_torch, differences, values_of
@@ -52,14 +49,15 @@ def compare(name: str, ways: Collection[str] = tuple(WAYS)) -> dict[str, Any]:
         return {**found, "reason": f"transformers: {type(error).__name__}: {_brief(error)}"}
     for way in ways:
         ranks, stage, parallel = WAYS[way]
+        run = values_of(name, options, stage, parallel)
         try:
-            answers = on_ranks(ranks, by_engine, values_of(name, options, stage, parallel), ranks)
-            *numbers, worst = differences(answers, losses, weights)
+            resolve(run, ranks=ranks)  # the ranks do it again, and their errors are texts
+            *numbers, worst = differences(on_ranks(ranks, by_engine, run, ranks), losses, weights)
             found |= {way: max(numbers), f"{way}: worst": worst}
         except ConfigError as error:
             found[f"{way}: reason"] = _brief(error.problems[0])
         except Exception as error:
-            found[f"{way}: reason"] = _brief(str(error).strip().splitlines()[-1])
+            found[f"{way}: reason"] = _brief(error)
     if any(found.get(way, 0.0) > BOUND for way in WAYS):
         other = by_torch(values, rounded=True)
         parts = [(name, slice(None), each) for name, each in other[1].items()]
@@ -68,59 +66,80 @@ def compare(name: str, ways: Collection[str] = tuple(WAYS)) -> dict[str, Any]:
 
 
 def _brief(error: Any) -> str:
-    text = " ".join(str(getattr(error, "rule", error)).split())
-    return text if len(text) <= 160 else f"{text[:157]}..."
+    """A rule, or the last line of a traceback without the fix, which is the same in all rows."""
+    text = " ".join(str(getattr(error, "rule", error)).strip().splitlines()[-1].split())
+    text = text.removeprefix("megatron.worker.place.StartError: ")
+    text = text.partition("must be 1: ")[2].partition(": use parallel")[0] or text
+    return text if len(text) <= 140 else f"{text[:137]}..."
 
 
-def table(results: dict[str, dict[str, Any]]) -> str:
+DIFFERS = "differs"
+ROUNDING = "One more rounding of the initial weights changes the plain loop by"
+
+
+def begin(way: str) -> str:
+    """Of a sentence about this way."""
+    return f"{way[0].upper()}{way[1:]}:"
+
+
+def row(name: str, found: dict[str, Any]) -> list[str]:
+    """The cells of a type."""
+    cells = [f"{found[way]:.0e}" if way in found else "–" for way in WAYS]
+    apart = "yes" if found.get("documents") else "no" if "documents" in found else "–"
+    reasons = [f"{begin(way)} {found[f'{way}: reason']}" for way in WAYS if f"{way}: reason" in found]
+    differs = [way for way in WAYS if found.get(way, 0.0) > max(BOUND, found.get("rounding", 0.0))]
+    reasons += [f"{begin(way)} {DIFFERS}" for way in differs]
+    reasons += [f"{ROUNDING} {found['rounding']:.0e}"] if "rounding" in found else []
+    reason = (found.get("reason") or ". ".join(reasons)).strip().replace("|", "/").replace(";", ",")
+    return [name, found.get("class", ""), *cells, apart, reason]
+
+
+def rows_of_page() -> dict[str, list[str]]:
+    """The cells of each row, by type."""
+    text = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    return {cells[0]: cells for cells in rows[1:]}
+
+
+def table(rows: dict[str, list[str]]) -> str:
     """The table's text."""
     import transformers
 
+    numbers = list(zip(*(cells[2 : 2 + len(WAYS)] for cells in rows.values())))
+    differs = [cells[-1] for cells in rows.values()]
     exact = {
-        way: [
-            name for name, each in results.items() if way in each and each[way] <= max(BOUND, each.get("rounding", 0))
-        ]
-        for way in WAYS
+        way: sum(cell != "–" and f"{begin(way)} {DIFFERS}" not in reason for cell, reason in zip(column, differs))
+        for way, column in zip(WAYS, numbers)
     }
     head = (
-        f"Types of transformers {transformers.__version__}: {len(results)}. Equal to a plain loop of torch: "
-        + ", ".join(f"{len(names)} ({way})" for way, names in exact.items())
-        + f". Their differences are at most {BOUND:g}, but for {sum('rounding' in each for each in results.values())} "
+        f"Types of transformers {transformers.__version__}: {len(rows)}. Equal to a plain loop of torch: "
+        + ", ".join(f"{count} ({way})" for way, count in exact.items())
+        + f". Their differences are at most {BOUND:g}, but for {sum(ROUNDING in each for each in differs)} "
         "types, which one more rounding of the initial weights changes more."
     )
     heads = ["type", "class", *WAYS, "documents apart", "reason"]
-    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for name, each in sorted(results.items()):
-        cells = [f"{each[way]:.0e}" if way in each else "–" for way in WAYS]
-        cells.append("yes" if each.get("documents") else "no" if "documents" in each else "–")
-        reasons = [f"{way}: {each[f'{way}: reason']}" for way in WAYS if f"{way}: reason" in each]
-        reasons += [f"{way}: differs" for way in WAYS if way in each and name not in exact[way]]
-        reason = each.get("reason", "") or ". ".join(reasons)
-        if "rounding" in each:
-            reason += f" one more rounding of the initial weights changes the plain loop by {each['rounding']:.0e}"
-        reason = reason.strip().replace("|", "/").replace(";", ",")
-        rows.append(f"| {name} | {each.get('class', '')} | {' | '.join(cells)} | {reason} |")
-    return "\n".join([textwrap.fill(head, 120), "", *rows])
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    return "\n".join([
+        textwrap.fill(head, 120),
+        "",
+        *lines,
+        *(f"| {' | '.join(rows[each])} |" for each in sorted(rows)),
+    ])
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path)
     parser.add_argument("types", nargs="*")
-    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--gaps", action="store_true")
     options = parser.parse_args(arguments)
-    results = json.loads(options.file.read_text()) if options.file.exists() else {}
-    if options.write:
+    rows = {name: cells for name, cells in rows_of_page().items() if name in TYPES}
+    gaps = [name for name, cells in rows.items() if options.gaps and "–" in cells[2 : 2 + len(WAYS)]]
+    for name in [*options.types, *gaps] or [each for each in TYPES if each not in rows]:
+        rows[name] = row(name, compare(name))
         text = PAGE.read_text(encoding="utf-8")
         before, after = text.split(BEGIN)[0], text.split(END)[1]
-        PAGE.write_text(f"{before}{BEGIN}\n\n{table(results)}\n\n{END}{after}", encoding="utf-8")
-        return 0
-    for name in options.types or [each for each in TYPES if each not in results]:
-        results[name] = compare(name)
-        draft = options.file.with_suffix(".draft")
-        draft.write_text(json.dumps(results, indent=1, sort_keys=True))
-        os.replace(draft, options.file)
-        print(name, results[name], flush=True)
+        PAGE.write_text(f"{before}{BEGIN}\n\n{table(rows)}\n\n{END}{after}", encoding="utf-8")
+        print(*rows[name], sep=" | ", flush=True)
     return 0
 
 

@@ -30,7 +30,7 @@ from megatron.worker.place import StartError
 from tests.kinds.transformers.steps import by_engine, by_torch, differences, values_of
 from tests.kinds.transformers.tiny import tiny
 
-SLICED = ("qwen3", "gemma2", "cohere", "qwen3_next")  # of them, with a plan
+SLICED = ("qwen3", "gpt2", "gpt_oss", "gemma2", "cohere", "bart", "qwen3_next")  # with a plan, or by common names
 # Forms of attention, a recurrence, experts, a scale and a cap of logits, a learned table, an encoder's decoder.
 SAMPLE = ("qwen3", "gpt2", "mamba", "gpt_oss", "gemma2", "cohere", "bart", "qwen3_next")
 BOUND = 1e-5  # four steps in fp32, whose sums are in other orders
@@ -116,6 +116,12 @@ def test_a_class_that_is_another_function_in_stages_is_refused():
     assert "has a stream of another form" in on_ranks(2, refusals, values)[0]
 
 
+def test_experts_that_are_called_in_parts_are_not_partitioned():
+    """JetMoe's attention calls two parts of its experts, whose gradients ZeRO 3 would lose."""
+    said = on_ranks(2, refusals, values_of("jetmoe", tiny("jetmoe"), 3))
+    assert "zero.stage must be at most 2: JetMoeForCausalLM calls parts of" in said[0]
+
+
 def test_blocks_of_two_stages_share_no_parameters():
     """In one process their gradients are summed, but each stage would have a copy with its own."""
     model = hf_model(TransformersOptions(config="llama", options=tiny("llama")).model_dump())
@@ -188,15 +194,26 @@ def test_a_cap_is_found_where_initial_logits_are_tiny():
     assert model.head.options.softcap == 30
 
 
-def test_text_is_that_of_transformers():
-    model = build_model(resolve(values_of("gemma2", tiny("gemma2")))).eval()
-    prompt = torch.tensor([[3, 1, 4, 1, 5]])
+@pytest.mark.parametrize("name", (*SAMPLE, "marian", "rwkv", "xlnet"))
+def test_text_is_that_of_transformers(name):
+    """Its last pass reads one token, but in a class that cannot continue a text."""
+    hybrid = {"layer_types": ["linear_attention", "full_attention"]} if name == "qwen3_next" else {}
+    model = build_model(resolve(values_of(name, {**tiny(name), **hybrid}))).eval()
+    prompt, lengths = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]]), []
+    model.inner.register_forward_pre_hook(
+        lambda _, __, more: lengths.append(more["input_ids"].shape[1]), with_kwargs=True
+    )
     cached, again = (
         torch.stack(list(generate(model, prompt, 8, Sampling(temperature=0), cache=cache)), 1)
         for cache in (True, False)
     )
-    wanted = model.as_saved(torch.float32).generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)
-    assert cached.equal(again) and cached.equal(wanted[:, 5:])
+    assert cached.equal(again)
+    assert lengths[-10:-9] == [13 if name in ("xlnet", "rwkv") else 1], lengths
+    theirs = model.as_saved(torch.float32)
+    if name not in ("xlnet", "rwkv"):  # their `generate` needs more arguments
+        plain = {"eos_token_id": None, "forced_eos_token_id": None, "pad_token_id": 0}
+        wanted = theirs.generate(prompt, max_new_tokens=8, do_sample=False, **plain)
+        assert cached.equal(wanted[:, 5:])
 
 
 def test_text_ends_with_the_learned_positions():
@@ -215,9 +232,9 @@ WRONG = {
     "another width": ({}, {"model": {"hidden_size": 48}}, "must be 32, the value of Qwen3ForCausalLM", "hidden_size"),
     "context": ({}, {"parallel": {"context": 2}}, "context must be 1", "ZeRO"),
     "slices without a plan": (
-        {"config": "gpt2", "options": tiny("gpt2")},
+        {"config": "mamba", "options": tiny("mamba")},
         {"parallel": {"tensor": 2}},
-        "GPT2LMHeadModel has no plan that cuts it",
+        "MambaForCausalLM has no plan that cuts it",
         "ZeRO",
     ),
     "heads that ranks do not divide": (
