@@ -86,6 +86,9 @@ PUBLISHED = {
     "ernie4_5/0.3b": 360_748_032,
     "olmo/7b": 6_888_095_744,
     "apertus/8b": 8_053_338_176,
+    "seed_oss/36b": 36_151_104_512,
+    "arcee/4.5b": 4_619_184_640,
+    "cohere2/command_r7b": 8_028_033_024,
 }
 NON_EMBEDDING = {  # of the Pythia paper's table
     "pythia/70m": 18_915_328,
@@ -225,6 +228,11 @@ THEIRS |= {  # the sizes that their classes have by default
     "ernie4_5/0.3b": hf.Ernie4_5Config(),
     "olmo/7b": hf.OlmoConfig(),
     "apertus/8b": hf.ApertusConfig(num_key_value_heads=8, intermediate_size=21504),
+    "seed_oss/36b": hf.SeedOssConfig(hidden_size=5120),
+    "arcee/4.5b": hf.ArceeConfig(
+        num_hidden_layers=36, num_attention_heads=20, num_key_value_heads=4, vocab_size=128004
+    ),
+    "cohere2/command_r7b": llama(hf.Cohere2Config, 32, 4096, 32, 8, 14336, 256000, True),
 }
 THEIRS["nemotron_h/8b"] = hf.NemotronHConfig(
     hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
