@@ -102,7 +102,8 @@ class LayerKind:
         draws: whether, with these options, a forward pass in training draws random numbers.
         repeats: whether its layers can be in a recurrent group, which runs them several times with the same weights:
             they hand nothing to later layers and count nothing by layer.
-        linears: names of its linear layers with these options, which may have adapters. None: it does not say.
+        linears: names of its linear layers with these options, which may have adapters. Of a whole model: of all its
+            blocks. None: it does not say.
         whole: import path of a class with the interface of `model.stack.Model`, for a kind that is a whole model.
         stack: of such a kind: values of other keys of `model`, from its options as they were given.
         outline: of such a kind: number of its blocks, and logical name of its token embedding, from its options.

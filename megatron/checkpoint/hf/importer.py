@@ -15,19 +15,22 @@ from transformers import AutoConfig, PreTrainedConfig
 from megatron.config.file_access import read_json
 from megatron.config.pattern import MAX_BLOCKS
 from megatron.config.resolution import Resolved, combine
+from megatron.config.schema import Config
 from megatron.config.source.layers import ConfigSource as Values
 from megatron.config.source.resolved_file import to_yaml
+from megatron.config.tree import thaw
 from megatron.data.tokenizer import unreachable
 from megatron.model.stack import build_model
 from megatron.parallel.layers.parameters import logical_of, stored_tensors
 from megatron.parallel.layout.shard import LogicalTensor
+from megatron.worker.place import StartError
 
 from ..format.container import TensorEntry, read_header
 from ..format.errors import CheckpointError, understanding
 from ..format.fragment import WEIGHT, FragmentSpec
 from ..format.manifest import Meta
 from ..format.rankfile import write_rank_file
-from ..save.writer import Draft
+from ..save.writer import Draft, write_tensors
 from .architecture import SCORER, Architecture
 from .companions import TOKENIZER_FILES, Companions, file_in
 from .config import Extensions, architecture_of, extensions_for, known_architectures, longest, model_values
@@ -237,6 +240,31 @@ def import_model(
     kept = Companions.read(folder, resolved.config.tokenizer, source.usual_type())
     write(source, architecture_of(read_config(folder, listed), listed), resolved, out, progress, kept)
     return resolved
+
+
+def import_class(config: Config, folder: Path, out: Path) -> None:
+    """As `import_model`, for a run whose model is a class of transformers: with its own names, in fp32.
+
+    Raises:
+        CheckpointError: the class cannot be built with the run's settings, or weights are missing.
+    """
+    kind = config.model.layers
+    own = thaw(getattr(config.model, kind).model_dump())
+    values: dict[str, Any] = {
+        "model": {"layers": kind, kind: own},
+        "training": {"steps": 0, "sequence_length": config.training.sequence_length},
+        "tokenizer": thaw(config.tokenizer.model_dump()),
+    }
+    resolved = combine([Values(values)], ranks=1, check_inputs=False, name=folder.name)
+    values["model"] = {"layers": kind, kind: {**own, "config": str(folder), "weights": True}}
+    try:
+        model = build_model(combine([Values(values)], ranks=1, check_inputs=False).config, dtype=torch.float32)
+    except StartError as error:
+        raise CheckpointError(folder, str(error)) from error
+    tensors = stored_tensors(model)
+    items = [(FragmentSpec.whole(logical_of(each), WEIGHT), torch.float32) for each in tensors]
+    meta = Meta(step=0, config=to_yaml(resolved), resumable=False, extra={"imported": type(model).__name__})
+    write_tensors(out, items, lambda number: [tensors[number].detach().flatten()], meta)
 
 
 class WeightSource(Protocol):

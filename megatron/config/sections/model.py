@@ -368,10 +368,16 @@ class ModelSection(_Kinds):
         return blocks_of(self.layers, tuple(self.extensions)) * self.outline[0]
 
     @property
+    def is_whole(self) -> bool:
+        """Whether a kind is the whole model, such as a class of transformers."""
+        kind = kinds_of(tuple(self.extensions)).get(self.layers)
+        return kind is not None and bool(kind.whole)
+
+    @property
     def outline(self) -> tuple[int, str]:
         """(blocks, name of the token embedding) of a kind that is the whole model. Of layers: 1, and the name."""
         kind = kinds_of(tuple(self.extensions)).get(self.layers)
-        return kind.outline(getattr(self, self.layers)) if kind and kind.whole else (1, "embedding.tokens")
+        return kind.outline(getattr(self, self.layers)) if kind and self.is_whole else (1, "embedding.tokens")
 
     @property
     def further_blocks(self) -> tuple[BlockPattern, ...]:

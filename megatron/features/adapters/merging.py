@@ -52,7 +52,7 @@ def base_of(adapters: Checkpoint, named: str | None) -> tuple[Checkpoint, Config
     where = named or config.checkpoint.initialize_from
     if where is None:
         raise CheckpointError(adapters.path, "it does not say where its base is: use --base")
-    path = Path(local_path(where, Path(config.checkpoint.dir), SOLO))
+    path = Path(local_path(where, Path(config.checkpoint.dir), SOLO, config))
     base = open_checkpoint(find_checkpoint(path), verify="checksums")
     refuse_other_base(kept.get("base"), hash_of(base, SOLO), base)
     return base, config

@@ -6,6 +6,7 @@ The linear layers that `adapter.targets` names get two small matrices, A and B. 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
@@ -79,6 +80,8 @@ def linear_names(config: Any) -> list[str] | None:
             own = kinds[each.name].linears(options_of(model, each))
             if own is None:
                 return None
+            if kinds[each.name].whole:
+                return list(own)
             found += [f"layers.{number}.{each.name}.{name}" for name in own]
     return found
 
@@ -94,7 +97,7 @@ def there_are_targets(context: RuleContext) -> Iterator[Problem]:
         return
     for each in options.targets if names is not None else ():
         if each != ALL and not any(is_target(name, [each]) for name in names or ()):
-            known = sorted({name.split(".", 2)[2] for name in names or ()})
+            known = sorted({re.sub(r".*\.\d+\.", "", name) for name in names or ()})
             yield context.problem(
                 "adapter.targets",
                 rule=f"{each!r} must be the end of a linear layer's name, and this model has none of that name",

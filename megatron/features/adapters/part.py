@@ -59,7 +59,7 @@ from .options import AdapterSection, adapter_of, is_target
 if TYPE_CHECKING:
     from megatron.engine.base import BaseEngine
 
-LINEARS = (ColumnLinear, RowLinear, WholeLinear, PartialLinear)
+LINEARS = (ColumnLinear, RowLinear, WholeLinear, PartialLinear)  # of blocks
 A, B, MAGNITUDE = "adapter.a", "adapter.b", "adapter.magnitude"  # ends of logical names
 
 
@@ -113,10 +113,19 @@ class Adapter(nn.Module):
 
     Args:
         make: with the logical name of the layer.
-        linear: one of `LINEARS`.
+        linear: one of `LINEARS`, or a linear layer of another program.
+        reading: None: dropout draws from torch's generator, as that program does.
+        shared: each rank has a part of the gradient of a whole matrix.
     """
 
-    def __init__(self, make: ParameterFactory, linear: Any, options: AdapterSection, reading: Reading) -> None:
+    def __init__(
+        self,
+        make: ParameterFactory,
+        linear: Any,
+        options: AdapterSection,
+        reading: Reading | None,
+        shared: bool = False,
+    ) -> None:
         super().__init__()
         logical, mesh = logical_of(linear.weight), make.mesh
         (outputs, inputs), shard, r = logical.shape, logical.shard, options.rank
@@ -126,13 +135,14 @@ class Adapter(nn.Module):
         self.sums_squares = by_inputs and mesh.tensor.size > 1
         self.sums_product = isinstance(linear, RowLinear)
         # Who sees part of the tokens, or gives part of the outputs, has part of a whole tensor's gradient.
-        some = some and mesh.layout.sequence
+        some = shared or (some and mesh.layout.sequence)
         self.partial_a = not by_inputs and (column or some)
         self.partial_b = some or isinstance(linear, PartialLinear) or (column and shard is None)
-        rows = None if shard is None or by_inputs else Shard(0, parts, shard.unit)
+        rows = None if shard is None or by_inputs else Shard(0, shard.parts or parts, shard.unit)
         columns = Shard(1, None, shard.unit) if shard is not None and by_inputs else None
         at = (mesh.tensor.rank, mesh.tensor.size)
         self.sizes = parts if rows is None else tuple(span.length for span in rows.spans(outputs, *at))
+        self.sizes = self.sizes if len(parts) > 1 else (sum(self.sizes),)
         given: Any = {"role": logical.role, "growth": Growth.OUTPUTS}
         start, fused = Init("uniform", 1 / sqrt(inputs)), (r,) * len(parts)
         self.a = make.parameter(A, (len(parts) * r, inputs), init=start, shard=columns, matrices=fused, **given)
@@ -143,7 +153,10 @@ class Adapter(nn.Module):
                 MAGNITUDE, (outputs,), role=Role.NORM, init=ONES, shard=rows, keep_fp32=True
             )
         self.drop: Callable[[Tensor], Tensor] | None = None
-        if options.dropout > 0.0:
+        if options.dropout > 0.0 and reading is None:
+            self.drop = nn.Dropout(options.dropout)
+        elif options.dropout > 0.0:
+            assert reading is not None
             first = columns.spans(inputs, *at)[0].start if columns else 0
             cut = mesh.layout.sequence and isinstance(linear, WholeLinear)
             self.drop = Dropout(make, options.dropout, reading, first, inputs, cut)
@@ -200,6 +213,8 @@ def adapt(module: nn.Module, plan: ModelPlan) -> dict[str, nn.Module]:
     module.requires_grad_(False)
     found: dict[str, nn.Module] = {}
     for each in [*module.modules()]:
+        if plan.whole and hasattr(each, "linears"):
+            found |= _adapt_whole(each, plan)
         for _, layer in each.turning() if isinstance(each, Block) else ():
             if options.dropout > 0.0:
                 layer.register_forward_pre_hook(reading.before)
@@ -208,12 +223,28 @@ def adapt(module: nn.Module, plan: ModelPlan) -> dict[str, nn.Module]:
                 name, known = layer_of(logical.name), logical.role in (Role.HIDDEN, Role.OUTPUT)
                 if known and name not in found and is_target(name, options.targets):
                     found[name] = linear
-                    # Their checkpoint may be one of the base, which has no values of them.
-                    linear.adapter = Adapter(replace(plan.factory(name), values=True), linear, options, reading)
+                    linear.adapter = _adapter(plan, name, linear, reading)
                     linear.register_forward_hook(_adapted)
                     if isinstance(linear, ColumnLinear):
                         linear.matrix = partial(_matrix, linear)  # type: ignore[method-assign]
     return found
+
+
+def _adapt_whole(model: Any, plan: ModelPlan) -> dict[str, nn.Module]:
+    """`adapt` of a kind that is a whole model. Its sharded layers call their adapters themselves."""
+    found: dict[str, nn.Module] = {}
+    for name, linear in model.linears().items():
+        if is_target(name, adapter_of(plan.config).targets):
+            found[name] = linear
+            linear.adapter = _adapter(plan, name, linear, None, name in model.shared)
+            if not getattr(linear, "adapts", False):
+                linear.register_forward_hook(_adapted)
+    return found
+
+
+def _adapter(plan: ModelPlan, name: str, linear: Any, reading: Reading | None, shared: bool = False) -> Adapter:
+    # Their checkpoint may be one of the base, which has no values of them.
+    return Adapter(replace(plan.factory(name), values=True), linear, adapter_of(plan.config), reading, shared)
 
 
 def _adapted(linear: Any, arguments: tuple[Tensor, ...], y: Tensor) -> Tensor:
@@ -314,15 +345,16 @@ class Adapters(EnginePart):
         self.base = hash_of(base, talk)
         if state:
             refuse_other_base(state.get("base"), self.base, base)
-        targets = [*self._engine.state.frozen()]
+        buffers = [each for each in self._engine.state.masters() if not is_adapter(each.tensor.name)]
+        targets = [*self._engine.state.frozen(), *buffers]
         base.check([each.spec for each in targets], communicator=talk, states={MASTER, WEIGHT})
-        base.read_into(targets, cast={WEIGHT}, communicator=talk)
+        base.read_into(targets, cast={MASTER, WEIGHT}, communicator=talk)
         if not state:
             self._begin(base, self.base, talk)
 
     def _begin(self, base: Checkpoint, known: str, talk: Communicator) -> None:
         """Give the adapters of a new run the values that they begin with."""
-        masters = self._engine.state.masters()
+        masters = [each for each in self._engine.state.masters() if is_adapter(each.tensor.name)]
         if self._options.initialize_from is None:
             fill_lengths([each for each in masters if each.tensor.name.endswith(MAGNITUDE)], base, self._type())
             return
@@ -345,7 +377,7 @@ class Adapters(EnginePart):
         folder = Path(self._engine.config.checkpoint.dir)
         if where is None:
             raise CheckpointError(key, "it must be given with adapters")
-        found = Store(folder, talk).weights(local_path(where, folder, talk), key=key).checkpoint
+        found = Store(folder, talk).weights(local_path(where, folder, talk, self._engine.config), key=key).checkpoint
         assert found is not None  # one was named
         return found
 

@@ -33,7 +33,7 @@ from megatron.config import Config, Resolved, to_yaml
 from megatron.config.file_access import read_json
 from megatron.config.schema import using_extensions
 from megatron.config.tree import thaw
-from megatron.kinds.common.links import Form
+from megatron.kinds.common.links import SAME, Form
 from megatron.parallel.layout.shard import LogicalTensor, Role
 
 from .merging import adapted_layers, whole
@@ -109,9 +109,12 @@ def steps_of(base: Checkpoint, config: Config) -> list[ConversionStep]:
     Raises:
         CheckpointError: transformers has no such model.
     """
+    names = [name for name in base.tensors if base.has_weights(name)]
+    if config.model.is_whole:
+        return [ConversionStep((name,), (name,), SAME) for name in names]
     kept = Companions.of(base.meta.extra, base.path)
     architecture, _ = hf_config(config, None, kept)
-    return plan(architecture, [name for name in base.tensors if base.has_weights(name)], config.model)
+    return plan(architecture, names, config.model)
 
 
 # -- export ------------------------------------------------------------------------------------------------------------

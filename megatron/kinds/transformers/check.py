@@ -157,7 +157,7 @@ class Uncut:
     """
 
     def __init__(self, model: PreTrainedModel, run: Callable[[], Tensor], head: Callable[[Tensor], Tensor] | None):
-        self.model, self.run = model, run
+        self.model, self.run, self.shared = model, run, set[str]()
         whole = [each for each in model.parameters() if each.requires_grad and logical_of(each).shard is None]
         compared = set(map(id, [*checked(model), *whole]))
         self.parameters = {name: each for name, each in model.named_parameters() if id(each) in compared}
@@ -228,6 +228,7 @@ class Uncut:
         self._raise(f"has other gradients of {wrong[0]}" if wrong else "", axis)
         for name in partial:
             partial_gradient(parameters[name], axis)
+        self.shared = {name.rpartition(".")[0] for name in partial}
         for name, values in self.vectors.items():
             if name in now:
                 now[name].data.copy_(part_of(values, now[name], axis))

@@ -190,7 +190,13 @@ class Columns(ColumnLinear):
 
     Args:
         gathers: every rank gets all outputs.
+
+    Attributes:
+        adapts: it calls a part `adapter` itself, with (inputs, outputs, matrix, bias).
     """
+
+    adapts = True
+    adapter: Any
 
     def __init__(self, make: ParameterFactory, layer: nn.Module, parts: tuple[int, ...], gathers: bool) -> None:
         self.out_features, self.in_features = _sizes(layer)
@@ -198,7 +204,9 @@ class Columns(ColumnLinear):
         self.mesh, self.gathers, self.turned = make.mesh, gathers, isinstance(layer, Conv1D)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(enter(x, self.mesh))
+        x = enter(x, self.mesh)
+        y = super().forward(x)
+        y = self.adapter(x, y, *self.used()) if "adapter" in self._modules else y
         return gather_channels(y, self.axis) if self.gathers else y
 
     def used(self) -> tuple[Tensor, Tensor | None]:
@@ -212,6 +220,9 @@ class Rows(RowLinear):
         splits: inputs are whole.
     """
 
+    adapts = True  # as `Columns`
+    adapter: Any
+
     def __init__(self, make: ParameterFactory, layer: nn.Module, splits: bool) -> None:
         self.out_features, self.in_features = _sizes(layer)
         super().__init__(make, self.in_features, self.out_features, init=ZEROS, bias=layer.bias is not None)
@@ -220,7 +231,8 @@ class Rows(RowLinear):
     def forward(self, x: Tensor) -> Tensor:
         x = split_channels(x, self.mesh.tensor) if self.splits else x
         if not self.turned:
-            return super().forward(x)
+            y = super().forward(x)
+            return self.adapter(x, y, self.weight, self.bias) if "adapter" in self._modules else y
         y = leave(nn.functional.linear(x, self.weight.T), self.mesh)
         return y if self.bias is None else y + self.bias
 

@@ -43,6 +43,7 @@ class Facts:
             try it before processes start.
         positions: rows of a learned table of positions. None: it has none.
         sizes: parameters of each block of its stack. Empty: the class has no stack of `layers` blocks.
+        linears: names of the linear layers of its blocks, without experts and routers.
         table: logical name of the token embedding, which may be of the output layer that it is tied to.
         divided: numbers that tensor parallel ranks divide, by name.
         uncut: why the class cannot be cut over such ranks. "": it can.
@@ -60,6 +61,7 @@ class Facts:
     documents: bool | None = None
     positions: int | None = None
     sizes: list[int] = field(default_factory=list)
+    linears: list[str] = field(default_factory=list)
     table: str = ""
     divided: dict[str, int] = field(default_factory=dict)
     uncut: str = ""

@@ -33,7 +33,7 @@ from .build import hf_model, mark
 from .check import CLOSE, Uncut, stages_of, tokens_of, weights_of
 from .cut import Cuts, cut, cuts_of
 from .facts import FactsError
-from .outline import ANY, Stages, Window
+from .outline import ANY, Stages, Window, linears_of
 from .probe import Form, arguments_of, keeps_apart, output_of, positions_of, probe, same
 
 
@@ -108,6 +108,7 @@ class WholeModel(nn.Module):
 
     head: OutputHead
     memory: str | None = None  # see `_memory`. None: not tried
+    shared: frozenset[str] = frozenset()  # whole layers with a part of the gradient on each tensor rank
 
     def __init__(self, plan: ModelPlan, on_host: bool = False, window: Window | None = None) -> None:
         super().__init__()
@@ -122,6 +123,7 @@ class WholeModel(nn.Module):
         wide = (*(inner._keep_in_fp32_modules or ()), *(inner._keep_in_fp32_modules_strict or ()))
         cuts = None if plan.mesh.tensor.size == 1 else cuts_of(inner)
         mark(inner, layer, wide, cuts.shards if cuts else {})
+        self.adaptable = frozenset(linears_of(inner))
         self.blocks_name = stages.name if stages else ""
         replaced = stages.install(window) if stages and window else []
         self.stand_ins = [(module, name, logical_of(parameter).keep_fp32) for module, name, parameter in replaced]
@@ -185,6 +187,7 @@ class WholeModel(nn.Module):
         except FactsError as error:
             raise StartError(f"{error.key}: {error}") from error
         self.taken.weight = self.taken.weight.to(own_type)
+        self.shared = frozenset(uncut.shared)
 
     def _costs(self, x_BSH: Tensor) -> Tensor:
         """A sum of costs of tokens, by our head."""
@@ -367,6 +370,13 @@ class WholeModel(nn.Module):
     def logits(self, tokens_BS: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """fp32 logits [B, S, V]."""
         return self.head.logits(self.stream(tokens_BS, positions))
+
+    def linears(self) -> dict[str, nn.Module]:
+        """The linear layers of this rank's blocks that may have adapters, by name. Recomputed blocks then need an input
+        with a gradient."""
+        if self.plan.config.training.activation_checkpointing.mode == "full":
+            self.inner.enable_input_require_grads()
+        return {name: each for name, each in self.inner.named_modules() if name in self.adaptable}
 
     def as_saved(self, dtype: torch.dtype) -> PreTrainedModel:
         """The class with its output layer in place, for `save_pretrained`. This object cannot compute afterwards."""

@@ -241,9 +241,16 @@ def positions_are_in_the_table(at: KindUse[TransformersOptions]) -> Iterator[Pro
         yield at.problem("training.sequence_length .options", rule=rule, fix=fix)
 
 
-def adapters_need_names(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
-    if at.context.option("adapter.type") not in (None, "none"):
-        rule = f"must be none with layers: {at.kind}: its linear layers are not ours"
+def linears(options: TransformersOptions) -> tuple[str, ...] | None:
+    """Names of the linear layers of its blocks."""
+    facts = _facts(options)
+    return None if facts is None else tuple(facts.linears)
+
+
+def adapters_need_linear_layers(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
+    facts = _facts(at.options)
+    if at.context.option("adapter.type") not in (None, "none") and facts is not None and not facts.linears:
+        rule = f"must be none: {facts.class_name} has no linear layers (torch's nn.Linear) in its blocks"
         yield at.problem("adapter.type model.layers", rule=rule, fix="import the model (`deepy import`), or remove it")
 
 
@@ -263,11 +270,12 @@ KIND = LayerKind(
         router_losses_have_gradients,
         layers_run_on_all_ranks,
         positions_are_in_the_table,
-        adapters_need_names,
+        adapters_need_linear_layers,
         slices_are_whole,
         stages_have_blocks,
     ),
     outline=outline,
+    linears=linears,
     keeps_fp32=False,
     draws=lambda options: True,
     mixes_samples=lambda options: False,

@@ -36,6 +36,20 @@ def stack_of(model: PreTrainedModel) -> tuple[str, list[nn.Module]]:
     return (name, list(found)) if len(found) == layers else ("", [])
 
 
+ROUTERS = ("gate", "router", "shared_expert_gate")
+
+
+def linears_of(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """The linear layers of blocks that may have adapters, by name: without experts and routers."""
+    prefix, _ = stack_of(model)
+    return {
+        name: each
+        for name, each in model.named_modules()
+        if prefix and name.startswith(f"{prefix}.") and isinstance(each, nn.Linear)
+        if ".experts." not in name and name.rpartition(".")[2] not in ROUTERS
+    }
+
+
 @dataclass
 class Window:
     """A run of blocks.

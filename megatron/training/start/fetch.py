@@ -26,7 +26,7 @@ FOLDER = "fetched"  # next to the run's own checkpoints
 LEDGER, RUN_LEDGER = "ledger.jsonl", "run_ledger.jsonl"  # the second: of a run's folder, next to a fetched copy
 
 
-def local_path(where: str, checkpoints: Path, communicator: Communicator) -> str:
+def local_path(where: str, checkpoints: Path, communicator: Communicator, config: Config | None = None) -> str:
     """The checkpoint that `where` names, as a path that all ranks can read.
 
     Rank 0 downloads a URL, or writes the weights of a Hugging Face folder as a checkpoint, into
@@ -35,6 +35,7 @@ def local_path(where: str, checkpoints: Path, communicator: Communicator) -> str
     Args:
         where: path or fsspec URL of a checkpoint, URL of a folder of checkpoints, or path of a folder with a Hugging
             Face model. Of several checkpoints the newest whole one is used.
+        config: of a run that takes the weights. Its model may be a class of transformers, which keeps its own names.
 
     Raises:
         CheckpointError: on every rank, if it is missing, is damaged or cannot be converted.
@@ -42,7 +43,7 @@ def local_path(where: str, checkpoints: Path, communicator: Communicator) -> str
     if "://" not in where and not _is_hugging_face(Path(where)):
         return where
     path, failure = from_rank_0(
-        communicator, lambda: str(fetched(where, checkpoints / FOLDER)), OSError, ValueError, CheckpointError
+        communicator, lambda: str(fetched(where, checkpoints / FOLDER, config)), OSError, ValueError, CheckpointError
     )
     if failure:
         raise CheckpointError(where, failure)
@@ -53,7 +54,7 @@ def _is_hugging_face(path: Path) -> bool:
     return (path / "config.json").is_file() and not (path / META_NAME).is_file()
 
 
-def fetched(where: str, folder: Path) -> Path:
+def fetched(where: str, folder: Path, config: Config | None = None) -> Path:
     """The local copy. Its folder is named by a checksum of its source: names such as `step_00001000` are not unique."""
     for left in folder.glob("*/*.tmp-*"):  # of starts that were killed
         shutil.rmtree(left)
@@ -64,13 +65,17 @@ def fetched(where: str, folder: Path) -> Path:
         for level, name in ((2, RUN_LEDGER), (1, LEDGER)):  # of a run's folder, or of a store
             fetch_file(f"{where.rsplit('/', level)[0]}/{LEDGER}", path.parent / name)
         return path
-    from megatron.checkpoint.hf.importer import import_model  # transformers is slow to import
+    from megatron.checkpoint.hf.importer import import_class, import_model  # transformers is slow to import
 
-    source = Path(where).resolve()
-    target = folder / _state(source) / source.name
+    source, whole = Path(where).resolve(), config is not None and config.model.is_whole
+    target = folder / (_state(source) + ("-class" if whole else "")) / source.name
     if not _intact(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        import_model(source, target)
+        if whole:
+            assert config is not None
+            import_class(config, source, target)
+        else:
+            import_model(source, target)
     return target
 
 

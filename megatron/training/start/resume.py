@@ -154,7 +154,7 @@ def find(
     if found.checkpoint is not None:
         return _continued(found.checkpoint, found.skipped, config, world, log)
     if config.checkpoint.initialize_from:
-        path = local_path(config.checkpoint.initialize_from, store.directory, world.communicator)
+        path = local_path(config.checkpoint.initialize_from, store.directory, world.communicator, config)
         return _initialised(config, store.weights(path), log)
     return StartPoint(None, None, _fact(LeftOut.given(config)), LeftOut.given(config))
 

@@ -257,7 +257,6 @@ WRONG = {
         "MambaForCausalLM reads across the ends of documents",
         "remove",
     ),
-    "adapters": ({}, {"adapter": {"type": "lora", "rank": 2}}, "must be none with layers: transformers", "import"),
     "selective": (
         {},
         {"training": {"activation_checkpointing": {"mode": "selective"}}},
