@@ -53,6 +53,14 @@ def unseal(signer: Signer, message: bytes, **bound: Any) -> tuple[dict[str, Any]
     if len(line) > HEAD_LIMIT:
         raise Refused("damaged: no line of facts")
     payload = memoryview(message)[len(line) + 1 :]
+    facts = checked(signer, line, **bound)
+    if facts.get("bytes") != len(payload) or facts.get("sha256") != digest(payload):
+        raise Refused("damaged: its hash differs")
+    return facts, bytes(payload)
+
+
+def checked(signer: Signer, line: bytes, **bound: Any) -> dict[str, Any]:
+    """Facts of a message's line. Arguments and errors as of `unseal`."""
     try:
         head = json.loads(line, parse_constant=_no_number)
         signature, facts = head["signature"], head["signed"]
@@ -65,9 +73,8 @@ def unseal(signer: Signer, message: bytes, **bound: Any) -> tuple[dict[str, Any]
     for name, value in bound.items():
         if facts.get(name) != value or type(facts.get(name)) is not type(value):
             raise Refused(f"another {name}: {shown(facts.get(name))}, and not {shown(value)}")
-    if facts.get("bytes") != len(payload) or facts.get("sha256") != digest(payload):
-        raise Refused("damaged: its hash differs")
-    return facts, bytes(payload)
+    found: dict[str, Any] = facts
+    return found
 
 
 def tensors_of(payload: bytes, expected: Expected) -> dict[str, Tensor]:

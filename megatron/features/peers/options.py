@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from megatron.config.rule_context import RuleContext
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^/\[\]:@?#]+):[0-9]{1,5}/?")
 HEX = re.compile(r"[0-9a-f]{64}")
 LIBRARIES = ("nacl", "cryptography")  # either signs by Ed25519
+TCP, SERVER = "tcp://", "server"  # a folder over sockets, and the name by which its server signs
 SPARSE, STREAMING, GRADIENTS = "sparseloco", "streaming_diloco", "gradients"
 
 
@@ -52,7 +54,11 @@ class PeersSection(Section):
     members: list[str] = key(
         list, "Names of all peers that may take part. The place of a peer in the list is its share of each batch."
     )
-    folder: str | None = key(None, "Folder that all peers share: a path, or an fsspec URL such as s3://bucket/run.")
+    folder: str | None = key(
+        None,
+        "Folder that all peers share: a path, an fsspec URL such as s3://bucket/run, or tcp://host:port of "
+        "`deepy peers serve`.",
+    )
     signature: Literal["ed25519", "shared_key"] = key(
         "ed25519",
         "ed25519: each peer has a key of its own. shared_key: all peers have one secret key, and trust each other.",
@@ -121,6 +127,12 @@ def names_are_of_members(context: RuleContext) -> Iterator[Problem]:
     if own.folder is None:
         fix = "give a folder that all peers can read and write"
         yield context.problem("peers.folder", rule="must be given: peers meet there", fix=fix)
+    elif own.folder.startswith(TCP) and not ADDRESS.fullmatch(own.folder):
+        yield context.problem("peers.folder", rule="must be tcp://host:port", fix="add the port of deepy peers serve")
+    if SERVER in own.members:
+        yield context.problem(
+            "peers.members", rule=f"must not have the name {SERVER}, by which a server signs", fix="use another name"
+        )
     bad = [each for each in (*own.members, own.run) if not NAME.fullmatch(each)]
     if bad or len(set(own.members)) < len(own.members) or not own.members:
         yield context.problem(
@@ -161,11 +173,13 @@ def keys_are_secret(context: RuleContext) -> Iterator[Problem]:
                 "peers.public_keys", "peers.signature", rule="must be empty with shared_key", fix="remove them"
             )
         return
-    if set(own.public_keys) != set(own.members) or not all(map(HEX.fullmatch, own.public_keys.values())):
+    served = {SERVER} if (own.folder or "").startswith(TCP) else set()
+    if set(own.public_keys) != {*own.members, *served} or not all(map(HEX.fullmatch, own.public_keys.values())):
         yield context.problem(
             "peers.public_keys",
             "peers.members",
-            rule="must have one key of 64 hexadecimal digits for each member",
+            rule="must have one key of 64 hexadecimal digits for each member"
+            + (f", and the key of `deepy peers serve` as {SERVER}" if served else ""),
             fix="each peer prints its own with: deepy peers key FILE",
         )
     elif len(set(own.public_keys.values())) < len(own.public_keys):

@@ -25,7 +25,7 @@ from megatron.config.problems import UserError
 
 from .folder import SharedFolder, Unreadable
 from .messages import HEAD_LIMIT, Expected, Refused, limit, seal, shown, tensors_of, unseal
-from .options import PeersSection
+from .options import TCP, PeersSection
 from .signing import Signer
 
 JUMPS = 1000  # most jumps in a contribution: they are in a line, whose size is limited
@@ -101,9 +101,9 @@ class Rounds:
     @classmethod
     def of(cls, own: PeersSection) -> Self:
         signer = Signer.of(own)
-        given = cls(own, signer, SharedFolder(own.replay)) if own.replay is not None else None
+        given = cls(own, signer, folder_of(own, signer, own.replay)) if own.replay is not None else None
         assert own.folder is not None
-        return cls(own, signer, SharedFolder(own.folder), given)
+        return cls(own, signer, folder_of(own, signer, own.folder), given)
 
     def twin(self) -> Self:
         """The same for another thread."""
@@ -363,6 +363,15 @@ class Rounds:
             except (Refused, Unreadable):
                 continue
         return None
+
+
+def folder_of(own: PeersSection, signer: Signer, url: str) -> SharedFolder:
+    """The folder of a path or URL."""
+    if not url.startswith(TCP):
+        return SharedFolder(url)
+    from .sockets import ServedFolder
+
+    return ServedFolder(url, signer, own.run, own.name or "")
 
 
 def jumps_can_be(jumps: Any) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from typing import Any
 import torch
 
 from megatron.checkpoint import FragmentSpec, open_checkpoint
+from megatron.features.peers.signing import Signer
+from megatron.features.peers.sockets import FolderServer
 from megatron.testing.ranks import RankPool
 from megatron.testing.runs import train_on_this_rank
 from megatron.training.hook import Hook
@@ -48,6 +52,20 @@ class Act(Hook):
 
 def act(**options: Any) -> dict[str, Any]:
     return {"type": f"{__name__}:Act", "options": options}
+
+
+@contextlib.contextmanager
+def serving(folder: Path, run: str, members: Iterable[str], key: bytes, port: int = 0) -> Iterator[str]:
+    """A server of a folder in a thread. Its URL."""
+    server = FolderServer(folder, ("127.0.0.1", port), run, set(members), Signer(key, None))
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield f"tcp://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 def secret(folder: Path, name: str = "key") -> str:

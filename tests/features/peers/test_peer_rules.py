@@ -22,6 +22,14 @@ BAD = {
     "a long delay": ({"algorithm": "streaming_diloco", "delay": 2}, "peers.every", "peers.delay less than"),
     "steps after the last round": ({"every": 3}, "training.steps", "must be a multiple of 3"),
     "no public keys": ({"signature": "ed25519"}, "peers.public_keys", "must have one key of 64 hexadecimal digits"),
+    "gradients of every second step": ({"algorithm": "gradients"}, "peers.every", "must be 1"),
+    "slots of weights": ({"slots": 4}, "peers.slots", "must go with peers.algorithm: gradients"),
+    "a server without a port": ({"folder": "tcp://host"}, "peers.folder", "must be tcp://host:port"),
+    "the name of a server": ({"members": ["a", "server"]}, "peers.members", "must not have the name server"),
+    "no key of the server": (
+        {"signature": "ed25519", "folder": "tcp://h:1", "public_keys": {"a": "ab" * 32, "b": "cd" * 32}},
+        "peers.public_keys", "deepy peers serve",
+    ),
     "equal public keys": (
         {"signature": "ed25519", "public_keys": dict.fromkeys("ab", "ab" * 32)}, "peers.public_keys", "must differ",
     ),

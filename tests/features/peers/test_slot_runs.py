@@ -12,7 +12,7 @@ import torch
 
 from megatron.testing import on_ranks, train_on_ranks
 from megatron.testing.runs import train_on_this_rank
-from tests.features.peers.companies import VALUES, Company, act, tensors
+from tests.features.peers.companies import VALUES, Company, act, serving, tensors
 from tests.features.peers.test_peer_runs import lines, same, wait_for
 
 KEYS = {"every": 1, "algorithm": "gradients"}
@@ -72,13 +72,14 @@ def test_other_stages(tmp_path, layout):
 
 
 def test_a_lost_peer_is_replaced_and_heals_from_a_living_one(tmp_path):
-    """b dies in step 3 without a checkpoint. a computes its slot, and deletes old gradients. b takes a's state while a
-    trains. All ends are the bits of the run without faults, and of the replay."""
+    """Over sockets. b dies in step 3 without a checkpoint. a computes its slot, and deletes old gradients. b takes a's
+    state while a trains. All ends are the bits of the run without faults, and of the replay."""
     shared, steps = tmp_path / "faulty/shared", "training.steps=16"
     with Company(tmp_path, {"a": 1, "b": 1}, **KEYS, state_every=2) as company:
         company.run("plain", steps)
-        hasty = {"timeout": 1.0}
-        with ThreadPoolExecutor(2) as threads:
+        key = bytes.fromhex(Path(company.keys["key_file"]).read_text())
+        with ThreadPoolExecutor(2) as threads, serving(shared, "peers", "ab", key) as url:
+            hasty = {"timeout": 1.0, "folder": url}
             hold = [act(step=9, wait=str(shared / "wanted/b"))]
             a = threads.submit(company.peer, "a", "faulty", steps, hooks=hold, peers=hasty)
             with pytest.raises(RuntimeError, match="rank 0 died"):
