@@ -5,7 +5,7 @@
     deepy generate runs/my --loki my.loki --rank 0.9 --keys 0.25 --prompt "Once"
 
 The last quarter of the text is not calibrated on. With --measure its loss is computed with full attention, with Loki
-and with SiftAttention, which needs no calibration.
+and with SiftAttention, which needs no calibration. --picture draws the same numbers over the share that is read.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if __name__ == "__main__":
 from megatron.config.admitted import add_flag  # noqa: E402
 from megatron.config.file_access import OutputError, keep_inputs, writing  # noqa: E402
 from megatron.config.problems import UserError, aligned  # noqa: E402
+from megatron.extras import require  # noqa: E402
 
 if TYPE_CHECKING:
     from megatron.decoding.read_less import Components
@@ -42,6 +43,7 @@ def options() -> argparse.ArgumentParser:
     add("--output", type=Path, required=True, metavar="FILE", help="the components, as safetensors")
     add("--tokens", type=int, default=1 << 16, help="tokens that are read at most (default: %(default)s)")
     add("--measure", action="store_true", help="also print losses, recall and reads on the last quarter of the text")
+    add("--picture", type=Path, metavar="FILE", help="with --measure: PNG of perplexity and recall over the share read")
     add("--device", help="cpu or cuda (default: a GPU if there is one)")
     add("--json", action="store_true", help="print one JSON document")
     add_flag(parser)
@@ -98,8 +100,40 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     return aligned(lines)
 
 
+def draw(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Perplexity, and the share of the largest keys and of the probability, over the share of numbers read."""
+    from megatron.report.figures import new_figure, write_figure
+
+    figure = new_figure(10, 4, 120)
+    left, right = figure.subplots(1, 2)
+    left.axhline(math.exp(rows[0]["loss"]), color="0.6", linewidth=1, label=rows[0]["way"])
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for each in rows[1:]:
+        name = each["way"].rpartition(",")[0] if "recall" in each else "sift"
+        groups.setdefault(name, []).append(each)
+    for number, (name, own) in enumerate(groups.items()):
+        style = {"marker": "o", "markersize": 4, "linewidth": 1.2, "color": f"C{number}"}
+        xs = [each["read"] for each in own]
+        left.plot(xs, [math.exp(each["loss"]) for each in own], label=name, **style)
+        if "recall" in own[0]:
+            right.plot(xs, [each["recall"] for each in own], label=f"{name}: recall of the largest keys", **style)
+        kept = [1 - each["dropped"] for each in own]
+        right.plot(xs, kept, label=f"{name}: probability", **{**style, "linestyle": "--", "markersize": 3})
+    left.set(ylabel="perplexity", xlabel="numbers read, relative to full attention")
+    right.set(ylabel="share that is read", xlabel="numbers read, relative to full attention", ylim=(0, 1.02))
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    write_figure(figure, path)
+
+
 def main(arguments: list[str] | None = None) -> int:
-    given = options().parse_args(arguments)
+    parser = options()
+    given = parser.parse_args(arguments)
+    if given.picture is not None:
+        if not given.measure:
+            parser.error("--picture needs --measure")
+        require("matplotlib")
     import torch
 
     from megatron.checkpoint import CheckpointError
@@ -111,7 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
     from megatron.training.text import load_model
 
     try:
-        keep_inputs([given.output], given.file)
+        keep_inputs([each for each in (given.output, given.picture) if each is not None], given.file)
         device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         model, config = load_model(find_checkpoint(given.path), device)
         if (reason := cannot_read_less(config)) is not None:
@@ -122,6 +156,9 @@ def main(arguments: list[str] | None = None) -> int:
         with writing(given.output):
             write(given.output, found)
         rows = list(measured(model, found, texts[border:], device)) if given.measure else []
+        if given.picture is not None:
+            with writing(given.picture):
+                draw(given.picture, rows)
     except (CheckpointError, ConfigError, OutputError, UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
