@@ -108,6 +108,7 @@ class LayerKind:
         stack: of such a kind: values of other keys of `model`, from its options as they were given.
         outline: of such a kind: number of its blocks, and logical name of its token embedding, from its options.
         fetches: import path of the class that keeps its experts outside of the device (`decoding/outside.py`), or "".
+        stays: import path of the engine in which decoded tokens stay with its experts, or "".
         head_width: channels over which its query-key products sum, if its option `scale` multiplies those.
     """
 
@@ -133,6 +134,7 @@ class LayerKind:
     repeats: bool = False
     linears: Callable[[Any], tuple[str, ...] | None] = lambda options: None
     fetches: str = ""
+    stays: str = ""
     head_width: Callable[[Any], int] | None = None
     whole: str = ""
     stack: Callable[[dict[str, Any]], dict[str, Any]] | None = None

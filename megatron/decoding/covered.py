@@ -54,6 +54,8 @@ def heads_of(config: Config) -> list[tuple[int, int, int]]:
 def evaluation_problem(config: Config) -> str | None:
     """A sentence about `evaluation.exact` or `evaluation.read_less` that such a run cannot have."""
     own, less = config.evaluation, config.evaluation.read_less
+    if own.placement is not None and (reason := _cannot_stay(config)) is not None:
+        return f"evaluation.placement cannot be used: {reason}"
     if own.exact and (reason := obstacle(config)) is not None:
         return f"evaluation.exact must be false where the decoder does not read the model: {reason}"
     if not less.asked:
@@ -68,3 +70,26 @@ def evaluation_problem(config: Config) -> str | None:
     if wrong:
         return f"evaluation.read_less.{wrong[0]} must be a share below 1 or a whole number"
     return None
+
+
+def _cannot_stay(config: Config) -> str | None:
+    """The reason why decoded tokens cannot stay with their experts."""
+    residual, parallel, kinds = config.model.residual, config.parallel, kinds_of(tuple(config.model.extensions))
+    if (reason := obstacle(config)) is not None:
+        return reason
+    used = [(kinds[each.name], options_of(config.model, each)) for b in config.model.blocks for each in b.kinds]
+    if not any(kind.stays for kind, _ in used):
+        return "the model must have layers with experts"
+    if not any(kind.context == "attends" for kind, _ in used):
+        return "the model must have layers with keys"
+    if any(kind.context not in ("attends", "alone") or kind.neighbours for kind, _ in used):
+        return "layers must be attention and feed-forwards, since states of recurrences would have to move too"
+    if any(len(each.mixers) > 1 or each.side or each.recurrent for each in config.model.blocks):
+        return "a layer must have at most one mixer, without side layers, and be outside of a recurrent core"
+    if residual.form != "sequential" or residual.norm not in ("pre", "both", "sandwich") or residual.streams > 1:
+        return "model.residual must be sequential, with norms before branches and one row"
+    if any(kind.stays and options.router.network != "linear" for kind, options in used):
+        return "routers must be linear: a state of MLP routers would have to move too"
+    if parallel.expert < 2 or max(parallel.tensor, parallel.pipeline, parallel.context) > 1 or parallel.sequence:
+        return "the layout must have expert parallel ranks only (parallel.expert=N on N ranks)"
+    return "evaluation.read_less must be empty" if config.evaluation.read_less.asked else None

@@ -79,7 +79,7 @@ def run(config: Config, options: Options, world: World) -> None:
         initialize(checkpoint, world, engine)
         update = made_in(checkpoint, config)
         engine.start_at(update)
-        scorer = Scorer.of_tasks(config, engine, world.mesh, world.device, texts)
+        scorer = Scorer.of_tasks(config, engine, world.mesh, world.device, texts, moves=True)
         if options.needles:
             _find_needles(config, options, scorer, world, tokenizer, checkpoint, log)
         if not options.requests:
@@ -134,6 +134,7 @@ def facts(config: Config, checkpoint: Checkpoint, options: Options) -> dict[str,
         "max_length": options.max_length,
         **({"given": options.checkpoint} if options.checkpoint is not None else {}),
         **({"truncate": True} if config.evaluation.truncate else {}),
+        **({"placement": config.evaluation.placement} if config.evaluation.placement else {}),
         **({"exact": True} if config.evaluation.exact else {}),
         **({"read_less": less.model_dump()} if (less := config.evaluation.read_less).asked else {}),
     }

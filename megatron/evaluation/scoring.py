@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ import torch.distributed as dist
 from megatron.checkpoint.format.communicator import Communicator
 from megatron.config import Config
 from megatron.config.arithmetic.pipelines import ranks_of_stages
+from megatron.config.registry import load
 from megatron.config.sequences import longest_text
+from megatron.config.variants import used_kinds
 from megatron.data.batch import StepBatch
 from megatron.data.tokenizer import Tokenizer
 from megatron.decoding.covered import obstacle
@@ -61,6 +64,8 @@ class Scorer:
         tokens: number of tokens that this rank has read, padding included.
         cached: whether the decoder continues texts. Otherwise they are read again for each token.
         alive: called after each pass over texts, since many may take longer than a rank is given for one phase.
+        staying: the engine of a decoder that all ranks run with the same requests, whose tokens stay with their
+            experts.
     """
 
     alive: Callable[[], None]
@@ -77,6 +82,7 @@ class Scorer:
         reading: Factory | None = None,
     ):
         self.reading, self.by_decoder = reading, exact or reading is not None
+        self.staying: ReadsOn | None = None
         self.config, self.engine, self.mesh, self.device = config, engine, mesh, device
         self.texts = 1 if depends_on_batch(config) else texts
         self.tokens = 0
@@ -88,14 +94,23 @@ class Scorer:
         self.reports = mesh.at.tensor == mesh.at.context == 0 and mesh.at.pipeline == self.last
 
     @classmethod
-    def of_tasks(cls, config: Config, engine: Engine, mesh: Mesh, device: torch.device, texts: int) -> Scorer:
+    def of_tasks(
+        cls, config: Config, engine: Engine, mesh: Mesh, device: torch.device, texts: int, moves: bool = False
+    ) -> Scorer:
         """A scorer for tasks, which reads as `evaluation` says.
 
+        Args:
+            moves: whether experts may be moved to the ranks of `evaluation.placement`. The engine can then not train.
+
         Raises:
-            UserError: the file of components is not of this model.
+            UserError: a file of components or of places is not of this model.
         """
-        reading = of_evaluation(config, device, mesh)
-        return cls(config, engine, mesh, device, texts=texts, exact=config.evaluation.exact, reading=reading)
+        reading, path = of_evaluation(config, device, mesh), config.evaluation.placement
+        made = cls(config, engine, mesh, device, texts=texts, exact=config.evaluation.exact, reading=reading)
+        if moves and path is not None:
+            (name,) = {kind.stays for _, kind, _ in used_kinds(config.model) if kind.stays}
+            made.staying = load(name).of(engine, Path(path))
+        return made
 
     def score(self, texts: Sequence[Text]) -> list[Score]:
         """The score of each text. Texts that are equal up to their last token are computed once, and so is a context
@@ -164,6 +179,12 @@ class Scorer:
         if not self.cached:
             return self._answer_whole(requests, vocabulary)
         assert isinstance(self.engine, ReadsOn)
+        if self.staying is not None:
+            rows = self.texts * self.mesh.replicas.size
+            decoder = Decoder(self.staying, self.device, rows=rows, vocabulary=vocabulary, alive=lambda: self.alive())
+            together = decoder.run(requests)
+            self.tokens += decoder.schedule.read // self.mesh.replicas.size
+            return together
         made, ranks, stages = [Drawn() for _ in requests], self.mesh.replicas, self.mesh.pipeline
         own = range(len(requests) * ranks.rank // ranks.size, len(requests) * (ranks.rank + 1) // ranks.size)
         cuts = [own.start + len(own) * place // stages.size for place in range(stages.size + 1)]

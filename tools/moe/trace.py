@@ -76,11 +76,12 @@ def summary(found: list[dict], experts: dict[int, int]) -> list[str]:
 
 def placement(fit: list[np.ndarray], test: list[np.ndarray], names: list[int], experts: int, options: Any) -> dict:
     """The document of a placement, from the choices [T, k] of each layer of two batches."""
-    from megatron.kinds.moe.placement import crossings, in_order, placed, transitions, within
+    from megatron.kinds.moe.placement import crossings, in_order, placed_on_hosts, transitions, within
 
     counts, checked = transitions(fit, experts), transitions(test, experts)
-    found, plain = placed(counts, options.ranks, options.seconds), in_order(len(fit), experts, options.ranks)
-    both = {"in order": plain, "placed": found.ranks_LE}
+    found = placed_on_hosts(counts, options.hosts, options.ranks, options.seconds)
+    plain, own = in_order(len(fit), experts, options.ranks), options.ranks // options.hosts
+    both, total = {"in order": plain, "placed": found.ranks_LE}, checked.sum()
     return {
         "ranks": options.ranks,
         "experts": {
@@ -89,7 +90,16 @@ def placement(fit: list[np.ndarray], test: list[np.ndarray], names: list[int], e
         },
         "proven": found.proven,
         "within_a_rank": {
-            name: {"fitted": within(counts, each) / counts.sum(), "next": within(checked, each) / checked.sum()}
+            name: {"fitted": within(counts, each) / counts.sum(), "next": within(checked, each) / total}
+            for name, each in both.items()
+        },
+        "hosts": options.hosts,
+        "within_a_host": {
+            name: {"fitted": within(counts, each // own) / counts.sum(), "next": within(checked, each // own) / total}
+            for name, each in both.items()
+        },
+        "rows_to_other_hosts": {
+            name: dict(zip(("two_exchanges", "one_exchange"), crossings(test, each // own)))
             for name, each in both.items()
         },
         "rows_to_other_ranks": {
@@ -110,6 +120,12 @@ def placement_lines(document: dict) -> list[str]:
             f"batch. Rows to other ranks per token and layer: {rows['two_exchanges']:.3f} with two all-to-alls, "
             f"{rows['one_exchange']:.3f} with one"
         )
+        if document["hosts"] > 1:
+            shares, rows = document["within_a_host"][name], document["rows_to_other_hosts"][name]
+            lines.append(
+                f"{name}: {shares['fitted']:.1%} are within a host, {shares['next']:.1%} in the next batch. Rows to "
+                f"other hosts: {rows['two_exchanges']:.3f} and {rows['one_exchange']:.3f}"
+            )
     return lines
 
 
@@ -121,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, help="write the rows here (default: standard output)")
     parser.add_argument("--placement", type=Path, metavar="FILE", help="write a placement of the experts on ranks")
     parser.add_argument("--ranks", type=int, help="with --placement: expert parallel ranks")
+    parser.add_argument("--hosts", type=int, default=1, help="hosts of these ranks: within a host first (default 1)")
     parser.add_argument("--seconds", type=float, default=60.0, help="of the integer program (default 60)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
@@ -173,7 +190,7 @@ def _run(options: argparse.Namespace) -> int:
     if not layers:
         print(f"{options.path}: the model has no layer of kind moe: {config.model.layers}", file=sys.stderr)
         return 2
-    if options.ranks and (wrong := _not_placed(layers, options.ranks)):
+    if options.ranks and (wrong := _not_placed(layers, options.ranks, options.hosts)):
         print(f"{options.path}: {wrong}", file=sys.stderr)
         return 2
     loader = build_loader(config, data_rank=0, data_ranks=1)
@@ -193,11 +210,13 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _not_placed(layers: dict[int, int], ranks: int) -> str | None:
+def _not_placed(layers: dict[int, int], ranks: int, hosts: int) -> str | None:
     """The reason why experts [layer -> number] have no placement."""
     if len(layers) < 2 or len({*layers.values()}) > 1:
         return "a placement needs two layers with experts or more, and equal numbers of experts in each"
     experts = next(iter(layers.values()))
+    if hosts < 1 or ranks % hosts:
+        return f"--hosts must be at least 1 and divide the {ranks} ranks, not {hosts}"
     return (
         f"--ranks must be above 1 and divide the {experts} experts, not {ranks}"
         if ranks < 2 or experts % ranks

@@ -208,6 +208,11 @@ class EvaluationSection(Section):
         "Cut the beginnings of tasks' contexts that are longer than the model reads, as lm_eval does. Otherwise "
         "such tasks are refused.",
     )
+    placement: str | None = key(
+        None,
+        "File of deepy moe trace. In deepy evaluate experts are on its ranks, and decoded tokens stay with their "
+        "experts: one exchange a layer in place of two (docs/decoding.md).",
+    )
     exact: bool = key(
         False,
         "Score the texts of tasks with the decoder. On CPUs a score then depends on no other text, and is that with "

@@ -112,6 +112,7 @@ class MoE(nn.Module):
             )
         self.experts = Experts(make.scope("experts"), latent or H, options, init)
         self.exchange = AllToAllDispatch(make.mesh) if make.mesh.layout.spreads_experts else LocalDispatch()
+        self.order: Tensor | None = None  # place of each expert on all ranks, if not its number
         self.jitter_key = site_key(make.seed, make.prefix, "jitter")
         self.shared = None
         if options.shared_size:
@@ -125,9 +126,10 @@ class MoE(nn.Module):
         logits_TE, channels = self.router(self._jittered(x_BSH, stream), stream)
         scores_TE = scores_of(logits_TE, self.options.router.score)
         choice = decide_once(lambda: self._choose(logits_TE, scores_TE, stream))
-        rows = sort_by_expert(
-            replace_none(choice, self.options), self.options.experts, len(x_TH), self._capacity(x_TH.shape[0])
-        )
+        placed = replace_none(choice, self.options)
+        if self.order is not None:
+            placed = ExpertChoice(self.order[placed.of_tokens])
+        rows = sort_by_expert(placed, self.options.experts, len(x_TH), self._capacity(x_TH.shape[0]))
         if x_BSH.shape[1] == 1 and not self.training and choice.experts_Tk is not None:
             # The order of a token's sums over tensor parallel ranks must not follow from the tokens decoded with it.
             rows = replace(rows, owner_T=choice.experts_Tk[:, 0].long())
@@ -153,6 +155,11 @@ class MoE(nn.Module):
     def choose(self, logits_TE: Tensor, scores_TE: Tensor) -> ExpertChoice:
         """Each token's experts. Decoding may replace it (`fetched.py`)."""
         return choose_experts(logits_TE, scores_TE, self.balance.correction, self.options, self.training)
+
+    def best(self, x_BSH: Tensor, stream: Stream) -> Tensor:
+        """The best expert of each token [T], which `forward` would choose. The number of experts stands for none."""
+        logits_TE, _ = self.router(x_BSH, stream)
+        return self.choose(logits_TE, scores_of(logits_TE, self.options.router.score)).of_tokens[:, 0]
 
     def _jittered(self, x_BSH: Tensor, stream: Stream) -> Tensor:
         """The router's input, in training times noise that is drawn by key."""

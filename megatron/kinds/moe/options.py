@@ -162,4 +162,5 @@ KIND = LayerKind(
     keeps_buffers=lambda options: options.router.correction != "none",
     context="alone",
     fetches="megatron.kinds.moe.fetched:Fetching",
+    stays="megatron.kinds.moe.staying:Staying",
 )

@@ -14,12 +14,16 @@ Shapes: L layers, E experts, G ranks, T tokens, k experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megatron.config.file_access import read_json
+from megatron.config.problems import UserError
 
 Numbers = NDArray[Any]
 ENOUGH = 50  # sweeps, far more than any that changed something
@@ -100,6 +104,31 @@ def placed(counts: Numbers, ranks: int, seconds: float = 60.0) -> Placement:
     return found
 
 
+def placed_on_hosts(counts: Numbers, hosts: int, ranks: int, seconds: float = 60.0) -> Placement:
+    """As `placed`, with the most transitions within a host first, and of such placements within a rank.
+
+    Args:
+        ranks: of all hosts together, numbered host by host.
+
+    Raises:
+        ValueError: the hosts do not divide the ranks, or the ranks the experts.
+    """
+    layers, experts = len(counts) + 1, counts.shape[1]
+    if ranks % hosts or experts % ranks:
+        raise ValueError(f"{hosts} hosts must divide {ranks} ranks, and these the {experts} experts of a layer")
+    if hosts == 1:
+        return placed(counts, ranks, seconds)
+    outer, own = placed(counts, hosts, seconds / 2), ranks // hosts
+    found, proven = np.empty((layers, experts), dtype=np.int64), outer.proven
+    for host in range(hosts):
+        there = np.stack([np.flatnonzero(places == host) for places in outer.ranks_LE])
+        inside = np.stack([counts[at][np.ix_(there[at], there[at + 1])] for at in range(layers - 1)])
+        inner = placed(inside, own, seconds / 2 / hosts)
+        np.put_along_axis(found, there, host * own + inner.ranks_LE, 1)
+        proven = proven and inner.proven
+    return Placement(found, proven)
+
+
 def _program(counts: Numbers, ranks: int, seconds: float) -> Placement | None:
     """By the integer program. None where the time ends before a placement is found."""
     from scipy.optimize import Bounds, LinearConstraint, milp
@@ -161,3 +190,29 @@ def crossings(experts: Sequence[Numbers], ranks_LE: Numbers) -> tuple[float, flo
         now = best
     rows = len(home) * len(there)
     return two / rows, one / rows
+
+
+def read_places(path: Path, layers: Mapping[int, int], ranks: int) -> dict[int, list[list[int]]]:
+    """The experts of each rank, by layer, of a file of `deepy moe trace --placement`.
+
+    Args:
+        layers: number of a layer with experts -> number of its experts.
+
+    Raises:
+        UserError: the file is damaged, or for other layers, experts or ranks.
+    """
+    try:
+        document = read_json(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    experts = document.get("experts") if isinstance(document, dict) else None
+    if not isinstance(experts, dict) or set(experts) != {str(each) for each in layers}:
+        raise UserError(f"{path} must have the experts of layers {', '.join(map(str, layers))}")
+    for name, count in layers.items():
+        own = experts[str(name)]
+        sound = isinstance(own, list) and all(isinstance(each, list) for each in own)
+        flat = [expert for each in own for expert in each] if sound else []
+        whole = all(type(each) is int for each in flat) and sorted(flat) == list(range(count))
+        if not whole or [len(each) for each in own] != [count // ranks] * ranks:
+            raise UserError(f"{path}: layer {name} must have {count} experts, equally many on each of {ranks} ranks")
+    return {name: experts[str(name)] for name in layers}

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron.kinds.moe.placement import crossings, in_order, placed, swept, transitions, within
+from megatron.config.problems import UserError
+from megatron.kinds.moe.placement import (
+    crossings,
+    in_order,
+    placed,
+    placed_on_hosts,
+    read_places,
+    swept,
+    transitions,
+    within,
+)
 
 pytest.importorskip("scipy")
 
@@ -36,6 +49,33 @@ def test_no_placement_is_better(seed: int) -> None:
         assert found.proven
         assert np.bincount(found.ranks_LE.ravel()).tolist() == [layers * experts // ranks] * ranks
         assert within(counts, found.ranks_LE) == best(counts, ranks) >= within(counts, swept(counts, ranks))
+
+
+@pytest.mark.parametrize(("layers", "hosts", "ranks"), [(3, 2, 4), (2, 2, 4)])
+def test_transitions_are_within_hosts_first(layers: int, hosts: int, ranks: int) -> None:
+    """Against all placements of four experts, by the pair of transitions within a host and within a rank."""
+    counts = np.random.default_rng(layers).random((layers - 1, 4, 4))
+    found, own = placed_on_hosts(counts, hosts, ranks), ranks // hosts
+    assert found.proven and all(sorted(each) == list(range(ranks)) for each in found.ranks_LE.tolist())
+    ways = itertools.product(itertools.permutations(range(ranks)), repeat=layers)
+    wanted = max((within(counts, np.array(each) // own), within(counts, np.array(each))) for each in ways)
+    assert (within(counts, found.ranks_LE // own), within(counts, found.ranks_LE)) == pytest.approx(wanted)
+    assert placed_on_hosts(counts, 1, 2).ranks_LE.tolist() == placed(counts, 2).ranks_LE.tolist()
+    with pytest.raises(ValueError, match="must divide"):
+        placed_on_hosts(counts, 3, 4)
+
+
+WRONG: list[Any] = [None, [1], {"1": [[0, 1], [2, 3]]}]
+LAYER: list[Any] = [[[0, 1], [2, 2]], [[0], [1, 2, 3]], [[0, 1], ["2", 3]], [[0, 1, 2, 3]], "ab", [0]]
+
+
+@pytest.mark.parametrize("experts", WRONG + [{"1": [[0, 1], [2, 3]], "2": each} for each in LAYER])
+def test_other_files_of_places_are_refused(tmp_path: Path, experts: Any) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"experts": experts}))
+    with pytest.raises(UserError, match="a.json"):
+        read_places(tmp_path / "a.json", {1: 4, 2: 4}, 2)
+    (tmp_path / "b.json").write_text(json.dumps({"experts": {"1": [[3, 1], [2, 0]]}}))
+    assert read_places(tmp_path / "b.json", {1: 4}, 2) == {1: [[3, 1], [2, 0]]}
 
 
 def test_blocks_are_within_ranks_and_even_transitions_are_not() -> None:
