@@ -146,7 +146,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [each.ids for each in self.backend.encode_batch(list(texts), add_special_tokens=False)]
+        # the fast one keeps no places of tokens in the text, which takes a quarter of the time
+        return [each.ids for each in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=False)

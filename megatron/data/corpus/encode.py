@@ -6,6 +6,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -285,7 +286,7 @@ def with_tokenizer(tokenizer: Tokenizer) -> Encode:
     def encode(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         ids = tokenizer.encode_batch(texts)
         sizes = np.fromiter(map(len, ids), np.int64, len(ids))
-        tokens = np.fromiter((each for part in ids for each in part), np.int64, int(sizes.sum()))
+        tokens = np.fromiter(chain.from_iterable(ids), np.int64, int(sizes.sum()))
         return tokens, sizes
 
     return encode
