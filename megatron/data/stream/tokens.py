@@ -98,7 +98,9 @@ class Work:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(wait)
             process.kill()
-            return process.communicate()[0]
+            with contextlib.suppress(ValueError):  # at the end of the program the pipes may be closed already
+                return process.communicate()[0]
+        return ""
 
     __del__ = stop
 
