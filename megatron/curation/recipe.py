@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -212,6 +213,9 @@ def _cross(section: RecipeSection, where: Any) -> list[Problem]:
     if section.executor == "slurm" and section.slurm is None:
         rule = "executor: slurm must have the section slurm"
         found.append(Problem("slurm", rule, "add slurm: {partition: NAME}", ABSENT, where(("executor",))))
+    if section.executor == "ray" and importlib.util.find_spec("ray") is None:
+        rule = "executor: ray must have the package ray, which is not installed"
+        found.append(Problem("executor", rule, "pip install ray, or use executor: local", "ray", where(("executor",))))
     return found
 
 

@@ -22,7 +22,7 @@ STATES = ("ETag", "etag", "blob_id", "mtime", "LastModified", "updated")  # what
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class InputFile:
     """One file of a source.
 

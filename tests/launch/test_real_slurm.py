@@ -129,3 +129,28 @@ def test_srun_alone_starts_the_script(cluster, slurm, tmp_path, jobs):
     status, _, error = job.finish()
     assert status == 0, error
     assert [(each["sum"], each["starter"], each["interface"]) for each in job.up(4)] == [(10.0, "slurm", "eth0")] * 4
+
+
+def test_a_recipe_of_curation_on_slurm(slurm, tmp_path):
+    """Each step is an array of jobs after the one before. The output has the bytes of one process."""
+    pytest.importorskip("datatrove")
+    from tests.curation.recipes import curate, recipe, tree
+    from tests.curation.test_runs import sources
+
+    stages = [{"keep": {"signals": {"rps_doc_word_count": [3, 1000]}}}, {"pii": {}}, {"exact": {}}]
+    made = sources(tmp_path)
+    curate(tmp_path, stages, made)
+    (tmp_path / "out").rename(tmp_path / "local")
+    prepare = f"export PATH={Path(sys.executable).parent}:$PATH PYTHONPATH={ROOT} OMP_NUM_THREADS=1"
+    options = {"partition": "main", "time": "00:10:00", "memory": 1, "prepare": prepare}
+    recipe(tmp_path, stages, made, executor="slurm", slurm=options, workers=2)
+    words = [sys.executable, str(ROOT / "tools/data/curate.py"), str(tmp_path / "recipe.yml")]
+    out = slurm.run("login", words, folder=tmp_path, PYTHONPATH=str(ROOT), HOME=str(tmp_path))
+    assert out.returncode == 0 and "submitted to Slurm: shard (2 tasks)" in out.stdout, out.stderr
+
+    def said() -> object:
+        logs = [path.read_text()[-2000:] for path in (tmp_path / "out/states/logs").rglob("*.out")]
+        return slurm.run("login", ["squeue"]).stdout, logs
+
+    wait_for((tmp_path / "out" / "report.json").exists, 300, said)
+    assert tree(tmp_path / "out") == tree(tmp_path / "local")
