@@ -10,12 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.config import Config
 from megatron.data.batch import StepBatch
 from megatron.engine.part import part_of
 from megatron.engine.protocol import StepDropped, StepResult
 from megatron.training.exchange import StepReport, joined, weighted
 from megatron.training.hook import HookContext, Look, RunStep
 from megatron.training.trainer import Trainer
+from megatron.training.world import World
 from megatron.worker.beacon import HOOKS
 
 from .gradients import SlotGradients
@@ -35,6 +37,13 @@ class SlotHook(PeersHook):
     rounds: SlotLedger | None  # type: ignore[assignment]
     ledger = SlotLedger
 
+    def __init__(self, config: Config, part: Any, world: World) -> None:
+        super().__init__(config, part, world)
+        self._offers: dict[int, Offered] = {}  # of the line that is applied next
+        self._sending: threading.Thread | None = None
+        self._serve = self._announced = self._dealt = False
+        self._asked = -1  # number of lines when no living peer was found
+
     @classmethod
     def of(cls, parts: HookContext) -> SlotHook | None:
         if not SLOTS.wanted(parts.config) or parts.world is None:
@@ -45,9 +54,6 @@ class SlotHook(PeersHook):
         part = self.part
         identity = identity_of(self.config, samples_of(trainer.loader.plan)) if self.world.is_main else {}
         self._from_rank_0(lambda: self._open(identity))
-        self._offers: dict[int, Offered] = {}
-        self._sending: threading.Thread | None = None
-        self._serve = False
         if not part.chain:
             part.chain = part.hash_of_weights()
         size = sum(each.numel() * each.element_size() for _, each in trainer.engine.module.named_parameters())
@@ -198,7 +204,9 @@ class SlotHook(PeersHook):
         part, rounds = self.part, self.rounds
 
         def behind() -> bool:
-            return rounds is not None and bool(self._retried(trainer, lambda: rounds.behind(part.round)))
+            if rounds is None or not self._retried(trainer, lambda: rounds.behind(part.round)):
+                return False
+            return self._retried(trainer, lambda: rounds.newest() > self._asked) or False
 
         if not self._from_rank_0(behind):
             return
@@ -219,6 +227,7 @@ class SlotHook(PeersHook):
         if rounds is not None:
             retried(rounds.no_longer_ask, lambda text: self._tell(trainer, text))
         if found is None or found[0] <= part.round:
+            self._asked = first
             return  # no peer is there: the slots are computed again
         before = trainer.completed
         self._install(trainer, state)

@@ -208,9 +208,12 @@ class ServedFolder(SharedFolder):
         return line.ask(operation, name, payload, **facts)
 
     def create(self, name: str, content: bytes) -> bool:
-        made = bool(self._ask("create", name, content)[0].get("made"))
-        # After a lost reply the second attempt finds the file of the first one.
-        return made or self.read_up_to(name, len(content)) == content
+        if self._ask("create", name, content)[0].get("made"):
+            return True
+        try:  # after a lost reply the second attempt finds the file of the first one
+            return self.read_up_to(name, len(content)) == content
+        except Unreadable:
+            return False
 
     def creates_once(self, name: str) -> bool:
         return True  # the server's folder is local

@@ -28,6 +28,7 @@ def test_the_contract_of_a_folder(tmp_path):
     with serving(tmp_path, "run", "ab", KEY) as url:
         a, b = client(url, "a"), client(url, "b")
         assert a.create("rounds/1.json", b"line") and not b.create("rounds/1.json", b"other")
+        assert not b.create("rounds/1.json", b"x")  # less than is there
         assert b.read("rounds/1.json") == b"line" and b.read_up_to("rounds/2.json", 9) is None
         assert a.names("rounds") == ["1.json"] and a.names("nothing") == [] and a.exists("rounds/1.json")
         with pytest.raises(Unreadable):
