@@ -104,8 +104,10 @@ class Addition(Section):
 
 
 class RotaryScaling(Section):
-    type: Literal["none", "linear", "llama3", "yarn", "dynamic"] = key(
-        "none", "How rotary frequencies are stretched for longer contexts."
+    type: Literal["none", "linear", "llama3", "yarn", "dynamic", "proportional"] = key(
+        "none",
+        "How rotary frequencies are stretched for longer contexts. proportional: as linear, and with a fraction the "
+        "first channels of each half of a head turn, by the frequencies of a head that turns whole (Gemma 4).",
     )
     factor: float = key(1.0, "Ratio of the new context length to the original one.", gt=0)
     original_length: Needed[int] = key(

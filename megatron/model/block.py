@@ -100,7 +100,7 @@ class Block(nn.Module):
     Logical names: `layers.<index>.{mixer_norm, ffn_norm, <kind of a mixer>, <kind of ffn>, <kind beside the mixer>}`,
     `{mixer_output_norm, ffn_output_norm}` with norms on both sides, and `{mixer_joint, ffn_joint}` with
     `channel_scales`, `{mixer_rows, ffn_rows}` with several rows, and `rows` in the last block. `injection` in the first
-    block of a recurrent core.
+    block of a recurrent core. `scale` with `block_scale`.
 
     Args:
         shared: modules that blocks of this rank share, by logical name. Blocks add missing modules.
@@ -123,6 +123,7 @@ class Block(nn.Module):
         self.injection: Injection | None = None
         if opens_core(model, init.index):
             self.injection = Injection(make.scope("injection"), model, init)
+        self.scale = make.buffer("scale", (1,), role=Role.NORM).fill_(1.0) if model.residual.block_scale else None
         self.mixer: nn.Module | None = None
         self.ffn: nn.Module | None = None
         self.side_layers: nn.ModuleList | None = None
@@ -191,6 +192,13 @@ class Block(nn.Module):
         return residual.form == "parallel" and residual.shared_norm and both and not pattern.side
 
     def forward(self, stream: Stream, state: BlockState | None = None) -> Stream:
+        stream = self._branched(stream, state)
+        if self.scale is None:
+            return stream
+        return stream.with_hidden(stream.hidden * self.scale.to(stream.hidden.dtype))
+
+    def _branched(self, stream: Stream, state: BlockState | None) -> Stream:
+        """The stream with the branches added."""
         stream = stream if self.injection is None else self.injection(stream)
         x, state = stream.hidden, state or BlockState()
         if self.connections is not None:

@@ -19,8 +19,9 @@ def frequencies(
 ) -> tuple[Tensor, float]:
     """Angles per position, [rotated / 2], and the multiplier of cos and sin.
 
-    linear: Chen et al. 2023. llama3: the rule of Llama 3.1. yarn: Peng et al. 2023, with its attention factor. dynamic:
-    a base that grows with the sequence (bloc97 and emozilla 2023).
+    linear: Chen et al. 2023. proportional: the same, with angles of 0 beyond the fraction of the channels that turn.
+    llama3: the rule of Llama 3.1. yarn: Peng et al. 2023, with its attention factor. dynamic: a base that grows with
+    the sequence (bloc97 and emozilla 2023).
 
     Args:
         length: tokens of the sequence, which dynamic frequencies depend on.
@@ -30,7 +31,9 @@ def frequencies(
     if scaling.type == "dynamic":
         return 1.0 / (_dynamic_base(options, rotated, length) ** exponents), 1.0
     inverse = 1.0 / (options.base**exponents)
-    if scaling.type == "linear":
+    if scaling.type == "proportional":
+        inverse[int(options.fraction * rotated) // 2 :] = 0.0
+    if scaling.type in ("linear", "proportional"):
         return inverse / scaling.factor, 1.0
     if scaling.type == "llama3":
         return _llama3(inverse, scaling), 1.0
@@ -107,8 +110,9 @@ class _Turn(torch.autograd.Function):
 
 
 def rotated_channels(options: RotaryOptions, head_dim: int) -> int:
-    """Channels of a head that positions turn: an even number of its first ones."""
-    return int(options.fraction * head_dim) // 2 * 2
+    """Channels of a head that positions turn: an even number of its first ones. Proportional: all, some by 0."""
+    fraction = options.fraction and 1.0 if options.scaling.type == "proportional" else options.fraction
+    return int(fraction * head_dim) // 2 * 2
 
 
 class Rotary:

@@ -75,6 +75,7 @@ def test_what_goes_in_comes_out(python: str, pairs: dict, tmp_path: Path) -> Non
     new = {
         "qwen3_5_text",
         "qwen3_5_moe_text",
+        "gemma4_text",
         "kimi_linear",
         "deepseek_v32",
         "glm_moe_dsa",

@@ -214,6 +214,21 @@ MODELS |= {
         "attention": {"heads": 4, "kv_heads": 2, "qk_norm": "head", "rotary": {"base": 5000.0}},
         "variants": {"sliding": {"window": 5, "rotary": {"base": 70.0}}},
     },
+    "gemma4_text": {
+        **_GEMMA,
+        "norm": {"type": "rmsnorm"},
+        "residual": {"norm": "both", "block_scale": True},
+        "attention": {
+            **{"heads": 4, "kv_heads": 1, "head_dim": 16, "qk_norm": "head", "value_norm": True, "values": "keys"},
+            **{"scale": 1.0, "rotary": {"base": 5000.0, "fraction": 0.25, "scaling": {"type": "proportional"}}},
+        },
+        "variants": {
+            "sliding": {
+                **{"window": 5, "kv_heads": 2, "head_dim": 12, "values": "projected"},
+                "rotary": {"base": 70.0, "fraction": 1.0, "scaling": {"type": "none"}},
+            }
+        },
+    },
 }
 
 

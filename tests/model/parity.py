@@ -42,6 +42,8 @@ def randomise(module: torch.nn.Module, seed: int, std: float = 0.15) -> None:
         for name, buffer in module.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1.0 + 0.3 * torch.randn(buffer.shape, generator=generator))
             if name.endswith("balancing_biases"):  # of ZAYA1's routers, but the last, which is -1 whatever a file says
                 buffer[:-1] = 0.02 * torch.randn(buffer[:-1].shape, generator=generator)
 

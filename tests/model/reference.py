@@ -16,10 +16,10 @@ from megatron.config.variants import options_of
 
 
 class Reference:
-    """The model of a config with these (float64) weights, by logical name."""
+    """The model of a config with these (float64) weights, and numbers that are not trained, by logical name."""
 
-    def __init__(self, config: Config, weights: dict[str, Tensor]):
-        self.config, self.model, self.weights = config, config.model, weights
+    def __init__(self, config: Config, weights: dict[str, Tensor], fixed: dict[str, Tensor] | None = None):
+        self.config, self.model, self.weights, self.fixed = config, config.model, weights, fixed or {}
 
     def get(self, name: str) -> Tensor | None:
         return self.weights.get(name)
@@ -54,6 +54,7 @@ class Reference:
         x = x if rows == 1 else x.unsqueeze(1).expand(-1, rows, -1)
         for number, block in enumerate(self.model.blocks):
             x = self.block(x, f"layers.{number}", block, places, documents)
+            x = x * self.fixed.get(f"layers.{number}.scale", 1.0)
         if rows > 1:
             x = self.read(x, f"layers.{number}.rows")[0]
         x = self.norm(x, "final_norm")
@@ -142,8 +143,12 @@ class Reference:
 
     def attention(self, x: Tensor, name: str, own, places, documents) -> Tensor:
         D, width = own.head_dim, own.kv_heads * own.head_dim
-        q, both = self.linear(x, f"{name}.query"), self.linear(x, f"{name}.key_value")
-        k, v = both[:, :width], both[:, width:]
+        q = self.linear(x, f"{name}.query")
+        if own.values == "keys":
+            k = v = self.linear(x, f"{name}.key")
+        else:
+            both = self.linear(x, f"{name}.key_value")
+            k, v = both[:, :width], both[:, width:]
         if own.qk_norm == "full":
             q, k = self.norm(q, f"{name}.query_norm", "rmsnorm"), self.norm(k, f"{name}.key_norm", "rmsnorm")
         heads = []
@@ -152,7 +157,11 @@ class Reference:
             q_h, k_h, v_h = q[:, head * D :][:, :D], k[:, of * D :][:, :D], v[:, of * D :][:, :D]
             if own.qk_norm == "head":
                 q_h, k_h = self.norm(q_h, f"{name}.query_norm"), self.norm(k_h, f"{name}.key_norm")
-            if own.position == "rotary":
+            if own.value_norm:
+                v_h = v_h / (v_h.square().mean(-1, keepdim=True) + self.model.norm.epsilon).sqrt()
+            if own.position == "rotary" and own.rotary.scaling.type == "proportional":
+                q_h, k_h = (turned_in_proportion(each, places, own.rotary) for each in (q_h, k_h))
+            elif own.position == "rotary":
                 q_h, k_h = (turned(each, places, own.rotary.base, int(own.rotary.fraction * D)) for each in (q_h, k_h))
             sink = self.weights[f"{name}.sinks"][head] if own.sinks else None
             heads.append(self.one_head(q_h, k_h, v_h, own, head, documents, sink))
@@ -199,6 +208,15 @@ def turned(x: Tensor, places: list[int], base: float, width: int) -> Tensor:
     )
     pairs = pairs * torch.exp(1j * angles)
     return torch.cat([pairs.real, pairs.imag, x[:, width:]], -1)
+
+
+def turned_in_proportion(x: Tensor, places: list[int], rotary) -> Tensor:
+    """A head that turns whole, but for the last of its D/2 pairs of channels, which stay."""
+    D = x.shape[1]
+    kept = int(rotary.fraction * D) // 2
+    whole = turned(x, [place / rotary.scaling.factor for place in places], rotary.base, D)
+    moved = [channel % (D // 2) < kept for channel in range(D)]
+    return torch.where(torch.tensor(moved), whole, x)
 
 
 def loss_of(logits_BSV: Tensor, labels: Tensor, weights: Tensor, z_loss: float = 0.0) -> Tensor:

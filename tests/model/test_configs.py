@@ -53,6 +53,7 @@ PUBLISHED = {
     "glm4/9b": 9_400_279_040,
     "gemma2/2b": 2_614_341_888,
     "gemma3/1b": 999_885_952,
+    "gemma4/31b": 30_697_345_280,
     "olmo2/7b": 7_298_617_344,
     "olmo2/13b": 13_716_198_400,
     "olmo_hybrid/7b": 7_430_870_688,
@@ -193,6 +194,13 @@ THEIRS = {
     "glm4/9b": llama(hf.Glm4Config, 40, 4096, 32, 2, 13696, 151552, head_dim=128),
     "gemma2/2b": llama(hf.Gemma2Config, 26, 2304, 8, 4, 9216, 256000, True, head_dim=256),
     "gemma3/1b": llama(hf.Gemma3TextConfig, 26, 1152, 4, 1, 6912, 262144, True, head_dim=256),
+    "gemma4/31b": llama(
+        hf.Gemma4TextConfig,
+        *(60, 5376, 32, 16, 21504, 262144, True),
+        num_global_key_value_heads=4,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+    ),
     "olmo2/7b": llama(hf.Olmo2Config, 32, 4096, 32, 32, 11008, 100352),
     "olmo2/13b": llama(hf.Olmo2Config, 40, 5120, 40, 40, 13824, 100352),
     "olmo_hybrid/7b": hf.OlmoHybridConfig(),
@@ -307,6 +315,8 @@ def test_published_sizes(name: str):
 def test_published_models_open_in_transformers(name: str):
     """The configuration that export would write is of the right class, with the right options and shapes."""
     architecture, config = hf_config(settings(name).config, THEIRS[name].model_type)
+    for each in (config, THEIRS[name]):
+        each.allow_global_per_layer_attribute_access = True  # heads that differ by layer have a second set of values
     for key in ("hidden_size", "num_hidden_layers", "vocab_size", "tie_word_embeddings"):
         assert getattr(config, key) == getattr(THEIRS[name], key), key
     for key in (

@@ -29,6 +29,8 @@ CASES = [
     "qk norm full, grouped",
     "qk norm by head",
     "gate by channel",
+    "normalised values that are keys",
+    "proportional rotary",
     "three rows",
     "softcap",
     "softcap, window, alibi",

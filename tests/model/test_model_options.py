@@ -7,6 +7,7 @@ import torch
 
 from megatron.config import Config, resolve
 from megatron.model.stack import Model, build_model
+from megatron.parallel.layers.parameters import buffers_of, logical_of
 from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import named, randomise, relative
 from tests.model.reference import Reference, loss_of
@@ -37,6 +38,14 @@ OPTIONS = {
     "qk norm by head": {"attention": {"qk_norm": "head"}},
     "qk rmsnorm by head": {"norm": {"type": "rmsnorm"}, "attention": {"qk_norm": "head"}},
     "qk norm full, grouped": {"attention": {"heads": 4, "kv_heads": 2, "qk_norm": "full"}},
+    "keys are values": {"attention": {"heads": 4, "kv_heads": 2, "values": "keys", "qkv_bias": True}},
+    "normalised values that are keys": {
+        "attention": {"heads": 4, "kv_heads": 2, "values": "keys", "value_norm": True, "qk_norm": "head"}
+    },
+    "normalised values": {"attention": {"value_norm": True}},
+    "proportional rotary": {
+        "attention": {"rotary": {"base": 100.0, "fraction": 0.5, "scaling": {"type": "proportional", "factor": 3.0}}}
+    },
     "softcap": {"attention": {"softcap": 0.4}},
     "softcap, window, alibi": {"attention": {"softcap": 0.4, "window": 4, "position": "alibi"}},
     "scale": {"attention": {"scale": 1.3}},
@@ -68,6 +77,7 @@ OPTIONS = {
     "deepnorm": {"residual": {"norm": "deepnorm", "stream_multiplier": 2.5, "multiplier": 0.8}},
     "deepnorm with bare blocks": {"layers": "attention mlp attention/mlp", "residual": {"norm": "deepnorm"}},
     "branch multiplier": {"residual": {"multiplier": 0.3, "norm": "post"}},
+    "block scale": {"residual": {"block_scale": True}},
     "channel scales": {"residual": {"channel_scales": True}},
     "channel scales, bare blocks, post norm": {
         "layers": "attention mlp attention/mlp",
@@ -111,7 +121,12 @@ def make(config: Config, seed: int = 0) -> tuple[Model, Reference]:
     model = build_model(config, dtype=DOUBLE)
     randomise(model, seed)
     weights = {name: p.detach().double().requires_grad_() for name, p in named(model).items()}
-    return model, Reference(config, weights)
+    buffers = {logical_of(each).name: each.double() for each in buffers_of(model)}
+    for number, each in enumerate(buffers.values(), start=2):  # 1 at the start, to which a comparison is blind
+        each *= number
+    for tensor, value in zip(buffers_of(model), buffers.values()):
+        tensor.copy_(value)
+    return model, Reference(config, weights, buffers)
 
 
 def batch(seed: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -146,7 +161,11 @@ def test_equals_the_formulas(name: str):
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "alibi", "learned positions", "window", "softcap, window, alibi", "grouped, wide heads"]
+    "name",
+    [
+        *("plain", "alibi", "learned positions", "window", "softcap, window, alibi", "grouped, wide heads"),
+        *("normalised values that are keys", "proportional rotary"),
+    ],
 )
 def test_documents_are_apart(name: str):
     """Packed documents compute what each computes alone: no attention across, positions from 0."""

@@ -355,6 +355,29 @@ CASES |= {
     ),
 }
 
+GEMMA4 = {
+    **{
+        **GEMMA,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 0,
+    },
+    **{"sliding_window": 5, "layer_types": [SLIDING, FULL, SLIDING, FULL]},
+}
+CASES |= {
+    "gemma4": hf.Gemma4TextConfig(**GEMMA4, attention_k_eq_v=True, final_logit_softcapping=9.0),
+    "gemma4 values of their own, biases, untied": hf.Gemma4TextConfig(
+        **{**GEMMA4, "layer_types": [FULL, SLIDING, SLIDING, FULL]},
+        attention_bias=True,
+        tie_word_embeddings=False,
+        rope_parameters={
+            FULL: {"rope_type": "proportional", "factor": 2.0, "rope_theta": 300.0, "partial_rotary_factor": 0.5},
+            SLIDING: rope(500.0),
+        },
+    ),
+}
+
 LATENT = {
     **{**TINY, "num_hidden_layers": 3, "num_key_value_heads": 4, "intermediate_size": 40},
     **{"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10},

@@ -66,6 +66,8 @@ def for_both(settings: dict[str, Any], architecture: Architecture | None = None)
 
 
 def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
+    if parameters.get("rope_type") == "proportional":
+        return {}  # version 4 has no name for it
     own = ("rope_theta", "partial_rotary_factor")
     scaling = {name: value for name, value in parameters.items() if name not in own and value is not None}
     found = {"rope_theta": parameters["rope_theta"]}

@@ -22,6 +22,7 @@ _LENGTH = {"factor": "factor", "original_length": "original_max_position_embeddi
 NAMES = {  # ours -> theirs, by type of scaling
     "none": {},
     "linear": {"factor": "factor"},
+    "proportional": {"factor": "factor"},
     "dynamic": {"factor": "factor"},  # the original length is max_position_embeddings
     "llama3": {**_LENGTH, "low_frequency_factor": "low_freq_factor", "high_frequency_factor": "high_freq_factor"},
     "yarn": {**_LENGTH, **{name: name for name in ("beta_fast", "beta_slow", "truncate", "attention_factor")}},
@@ -36,8 +37,10 @@ def rope_parameters(rotary: RotaryOptions, *, partial: bool) -> dict[str, Any]:
         partial: whether the architecture can rotate part of a head's channels.
     """
     found = {"rope_type": _TYPES[rotary.scaling.type], "rope_theta": rotary.base}
-    if partial:
+    if partial or rotary.scaling.type == "proportional":
         found["partial_rotary_factor"] = rotary.fraction
+    if rotary.scaling.type == "proportional" and rotary.scaling.factor == 1.0:
+        return found
     return found | {theirs: getattr(rotary.scaling, ours) for ours, theirs in NAMES[rotary.scaling.type].items()}
 
 
@@ -54,6 +57,7 @@ def rope_values(
     ours = next((ours for ours, theirs in _TYPES.items() if theirs == kind), None)
     if ours is None or (ours == "dynamic" and longest is None):
         return {}, [f"rope_type={kind!r} is not computed here: it must be one of {', '.join(_TYPES.values())}"]
+    partial = partial or ours == "proportional"
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *NAMES[ours].values()}
     given = {name: value for name, value in parameters.items() if value is not None}
     if "attention_factor" in given:

@@ -190,6 +190,11 @@ class ResidualOptions(Section):
         "sequential form: branch y and stream x are scaled and shifted by trained vectors where they are added, x "
         "<- (y + b) * a + (x + d) * c. So is the embedding (ZAYA1). All start at 1 and 0.",
     )
+    block_scale: bool = key(
+        False,
+        "The stream after each block is multiplied by a number of the block's own, as in Gemma 4. It is 1, or what an "
+        "imported model has, and is not trained.",
+    )
     streams: int = key(
         1,
         "Rows of the stream. Above 1: manifold-constrained hyper-connections. Each branch reads a weighted sum of the "

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection, NormOptions
-from megatron.kinds.attention.options import AttentionOptions, gate_width
+from megatron.kinds.attention.options import AttentionOptions, gate_width, key_value_parts
 from megatron.kinds.common.activations import scaled
 from megatron.kinds.common.attention.attend import LONG, prepare
 from megatron.kinds.common.attention.attend_across import attend_in
@@ -85,15 +86,16 @@ class Attention(nn.Module):
             unit=D,
             heads=("query",),
         )
+        parts = ("key", "value")[: key_value_parts(options)]
         self.key_value = ColumnLinear(
-            make.scope("key_value"),
+            make.scope("_".join(parts)),
             inputs,
-            (kv_width, kv_width),
+            (kv_width,) * len(parts),
             init=init.hidden(inputs, kv_width),
             bias=options.qkv_bias,
             unit=D,
             shard=self.shard_kv,
-            heads=("key", "value"),
+            heads=parts,
         )
         self.output = RowLinear(
             make.scope("output"), q_width, H, init=init.output(q_width, H), bias=options.output_bias, unit=D
@@ -121,6 +123,7 @@ class Attention(nn.Module):
     def _build_norms(self, make: ParameterFactory, norm: NormOptions) -> None:
         """Norms of queries and keys: of each head, or of all heads together."""
         options, D = self.options, self.D
+        self.value_epsilon = norm.epsilon if options.value_norm else None
         self.query_norm: Norm | WideRMSNorm | None = None
         self.key_norm: Norm | WideRMSNorm | None = None
         if options.qk_norm == "head":
@@ -183,7 +186,7 @@ class Attention(nn.Module):
         self, q: Tensor, kv: Tensor, x_BSH: Tensor, adapters: tuple[nn.Module, ...] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """[B, S, n, D] queries and [B, S, m, D] keys and values, normalised, from the results of the matrices."""
-        k, v = kv.chunk(2, dim=-1)
+        k, v = kv.chunk(2, dim=-1) if self.options.values == "projected" else (kv, kv)
         if adapters is not None:
             q, k, v = (each + adapter(x_BSH) for each, adapter in zip((q, k, v), adapters))
         query_norm, key_norm = self.query_norm, self.key_norm
@@ -192,6 +195,8 @@ class Attention(nn.Module):
         q, k, v = (each.unflatten(-1, (-1, self.D)) for each in (q, k, v))
         if isinstance(query_norm, Norm) and key_norm is not None:
             q, k = query_norm(q), key_norm(k)
+        if self.value_epsilon is not None:
+            v = F.rms_norm(v, (self.D,), None, self.value_epsilon)
         return q, k, v
 
     def prepare(self, stream: Stream) -> None:
@@ -221,7 +226,8 @@ class Attention(nn.Module):
     ) -> list[Event]:
         inputs = inputs or model.hidden_size
         H, D, shard_kv = model.hidden_size, options.head_dim, options.kv_heads % tensor.ranks == 0
-        keys = [] if shard_kv else whole_events(2 * options.kv_heads * D, inputs, options.qkv_bias)
+        parts = key_value_parts(options)
+        keys = [] if shard_kv else whole_events(parts * options.kv_heads * D, inputs, options.qkv_bias)
         norms: list[Event] = []
         if options.qk_norm == "head":
             norms = 2 * norm(model.norm, D)
@@ -244,11 +250,11 @@ class Attention(nn.Module):
         H, D = model.hidden_size, options.head_dim
         inputs = inputs or H
         q_width, kv_width = options.heads * D, options.kv_heads * D
-        gate = gate_width(options)
-        matrices = (inputs + H) * q_width + inputs * (2 * kv_width + gate)
+        gate, made = gate_width(options), key_value_parts(options) * kv_width
+        matrices = (inputs + H) * q_width + inputs * (made + gate)
         parameters = matrices
         if options.qkv_bias:
-            parameters += q_width + 2 * kv_width + gate
+            parameters += q_width + made + gate
         if options.output_bias:
             parameters += H
         if options.qk_norm == "full":
@@ -258,7 +264,7 @@ class Attention(nn.Module):
         if options.sinks:
             parameters += options.heads
         seen = min(options.window or sequence_length, sequence_length)
-        products = 2 * q_width + 2 * kv_width + options.heads  # queries, keys and values, output, its log-sum-exp
+        products = 2 * q_width + made + options.heads  # queries, keys and values, output, its log-sum-exp
         return Counts(
             parameters=parameters,
             flops=2 * matrices + 2 * 2 * seen * q_width,
@@ -279,6 +285,8 @@ class Attention(nn.Module):
         turned = options.position == "rotary" and Rotary(options.rotary, D).rotated > 0
         if options.qk_norm != "none" or turned:
             saved += kv_width  # new keys
+        if options.value_norm:
+            saved += kv_width + options.kv_heads  # new values, and scales of the old ones
         if gate := gate_width(options):
             saved += gate + q_width  # the gate, and the output times it
         if options.sinks:

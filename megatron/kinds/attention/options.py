@@ -50,6 +50,12 @@ class AttentionOptions(Section):
         "Normalise queries and keys: per head with one shared weight (Qwen3), or over the whole projected "
         "width (OLMo-2).",
     )
+    values: Literal["projected", "keys"] = key(
+        "projected",
+        "keys: a head's values are its projected keys, before their norm and positions. There is no matrix of values "
+        "(Gemma 4).",
+    )
+    value_norm: bool = key(False, "Divide each head's values by their root mean square (Gemma 4).")
     softcap: float | None = key(None, "Cap attention logits c as softcap * tanh(c / softcap).", gt=0)
     scale: Derivable[float] = key(
         None,
@@ -112,6 +118,15 @@ def normalised_logits_are_not_clipped(at: KindUse[AttentionOptions]) -> Iterator
         )
 
 
+def keys_that_are_values_are_not_clipped(at: KindUse[AttentionOptions]) -> Iterator[Problem]:
+    if at.options.qk_clip is not None and at.options.values == "keys":
+        yield at.problem(
+            ".qk_clip .values",
+            rule="must be null where keys are the values too, which would shrink with them",
+            fix="remove it, or use values: projected",
+        )
+
+
 def clipped_logits_are_seen_by_one_rank(at: KindUse[Any]) -> Iterator[Problem]:
     """Of any kind with a `qk_clip`."""
     if at.options.qk_clip is None:
@@ -163,10 +178,21 @@ def gate_width(options: AttentionOptions) -> int:
     return {"none": 0, "head": 1, "channel": options.head_dim}[options.gate] * options.heads
 
 
+def key_value_parts(options: AttentionOptions) -> int:
+    """Equal parts of the projection of keys and values."""
+    return 1 if options.values == "keys" else 2
+
+
 def _weights(options: AttentionOptions, width: int) -> tuple[int, int]:
     if not (options.heads and options.kv_heads and options.head_dim):
         return 0, 0
-    return 2 * width * options.head_dim * (options.heads + options.kv_heads) + width * gate_width(options), 0
+    heads = 2 * options.heads + key_value_parts(options) * options.kv_heads
+    return width * options.head_dim * heads + width * gate_width(options), 0
+
+
+def _linears(options: AttentionOptions) -> tuple[str, ...]:
+    key_value = "key" if options.values == "keys" else "key_value"
+    return ("query", key_value, *(["gate"] if options.gate != "none" else []), "output")
 
 
 KIND = LayerKind(
@@ -174,10 +200,13 @@ KIND = LayerKind(
     options=AttentionOptions,
     about="Options of the attention mixer.",
     layer="megatron.kinds.attention.layer:Attention",
-    rules=(*RULES, heads_fill(twice=False), normalised_logits_are_not_clipped, clipped_logits_are_seen_by_one_rank),
+    rules=(
+        *(*RULES, heads_fill(twice=False), normalised_logits_are_not_clipped, clipped_logits_are_seen_by_one_rank),
+        keys_that_are_values_are_not_clipped,
+    ),
     draws=lambda options: options.dropout > 0.0,
     attends=True,
-    linears=lambda options: ("query", "key_value", *(["gate"] if options.gate != "none" else []), "output"),
+    linears=_linears,
     head_width=lambda options: options.head_dim,
     clips_logits=lambda options: options.qk_clip is not None,
     weights=_weights,

@@ -142,7 +142,7 @@ def rotary_scaling_is_complete(at: KindUse[Any]) -> Iterator[Problem]:
         yield at.problem(
             f"{keys}.factor {keys}.type",
             rule="a factor must come with a type: without one it has no effect",
-            fix="give rotary.scaling.type: linear, llama3, yarn or dynamic",
+            fix="give rotary.scaling.type: linear, llama3, yarn, dynamic or proportional",
         )
 
 

@@ -14,7 +14,7 @@ from megatron.kinds.common.links import Link
 from megatron.kinds.gated_delta import hf as gated_delta
 from megatron.kinds.mlp import hf as mlp
 
-from ..architecture import Architecture, Field, Found, Functions, Layers, Power, numbers_of
+from ..architecture import Architecture, Field, Found, Layers, Power, numbers_of
 from ..layer_types import ByLayer, RotaryPart, WindowPart, near_rotary, rope_parameters, rope_values, windowed
 from . import common
 
@@ -190,75 +190,6 @@ GLM4 = common.dense(
     more=(common.HEAD_DIM, common.QKV_BIAS),
     fixed={"residual.norm": "both", **_QKV_ONLY},
     parts=(RotaryPart(partial=True),),
-)
-
-
-# -- Gemma 1 to 3: from 2 on norms on both sides, attention with a window in some layers -------------------------------
-
-_GEMMA_LINKS = (
-    *(common.EMBEDDING, *common.LLAMA_ATTENTION, *common.LLAMA_MLP, common.HEAD, common.FINAL_NORM),
-    Link(f"{common.OURS}.mixer_norm", f"{common.THEIRS}.input_layernorm"),
-    Link(f"{common.OURS}.mixer_output_norm", f"{common.THEIRS}.post_attention_layernorm"),
-    Link(f"{common.OURS}.ffn_norm", f"{common.THEIRS}.pre_feedforward_layernorm"),
-    Link(f"{common.OURS}.ffn_output_norm", f"{common.THEIRS}.post_feedforward_layernorm"),
-)
-_GEMMA_FIELDS = (
-    *(field for field in common.LLAMA_SIZES if field.theirs != "hidden_act"),
-    *(common.activation("hidden_activation"), common.HEAD_DIM, *common.ATTENTION_BIASES),
-    Power("attention.scale", "query_pre_attn_scalar", power=-0.5),
-    Field("head.softcap", "final_logit_softcapping"),
-)
-_GEMMA_FIXED = {**common.LLAMA_FIXED, "residual.norm": "both", "norm.unit_offset": True, "mlp.bias": False}
-
-
-def _more_gemma(theirs: PreTrainedConfig) -> dict[str, Any]:
-    return {"embedding.multiplier": theirs.hidden_size**0.5}
-
-
-GEMMA = common.dense(
-    "gemma",
-    "GemmaForCausalLM",
-    common.LLAMA_LINKS,
-    more=(common.HEAD_DIM, *common.ATTENTION_BIASES),
-    fixed={"norm.unit_offset": True, "mlp.bias": False},
-    required={"use_bidirectional_attention": None},
-    parts=(RotaryPart(), Functions(lambda theirs: (_more_gemma(theirs), []))),
-)
-
-GEMMA2 = Architecture(
-    "gemma2",
-    "Gemma2ForCausalLM",
-    _GEMMA_LINKS,
-    ByLayer({"attention/mlp": ""}, more=_more_gemma),
-    fields=(*_GEMMA_FIELDS, Field("attention.softcap", "attn_logit_softcapping")),
-    fixed=_GEMMA_FIXED,
-    required={"use_bidirectional_attention": None},
-    parts=(RotaryPart(),),
-)
-
-
-def _newer_gemma3(model: ModelSection) -> str:
-    near = near_rotary(model)
-    scaled = near is not None and near.scaling.type != "none"
-    return "version 4 has no rotary scaling in layers with a window" if scaled else ""
-
-
-def _older_gemma3(settings: dict[str, Any]) -> dict[str, Any]:
-    return {"rope_local_base_freq": settings["rope_parameters"]["sliding_attention"]["rope_theta"]}
-
-
-GEMMA3 = Architecture(
-    "gemma3_text",
-    "Gemma3ForCausalLM",
-    (*_GEMMA_LINKS, *common.QK_NORMS),
-    ByLayer({"attention/mlp": ""}, ropes=True, more=_more_gemma),
-    fields=_GEMMA_FIELDS,
-    fixed={**_GEMMA_FIXED, "attention.qk_norm": "head"},
-    # its attention has the option and does not use it
-    required={"use_bidirectional_attention": False, "attn_logit_softcapping": None},
-    buffers=(r".*rotary_emb\..*",),
-    newer=_newer_gemma3,
-    older=_older_gemma3,
 )
 
 

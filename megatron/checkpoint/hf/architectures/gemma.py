@@ -1,0 +1,150 @@
+"""Gemma 1 to 4: from 2 on norms on both sides, attention with a window in some layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from megatron.config import Config
+from megatron.config.sections.model import ModelSection
+from megatron.kinds.common.links import Link
+
+from ..architecture import Architecture, Field, Found, Functions, Power
+from ..layer_types import FULL, SLIDING, ByLayer, RotaryPart, mixers_of, near_rotary
+from . import common
+
+_GEMMA_LINKS = (
+    *(common.EMBEDDING, *common.LLAMA_ATTENTION, *common.LLAMA_MLP, common.HEAD, common.FINAL_NORM),
+    Link(f"{common.OURS}.mixer_norm", f"{common.THEIRS}.input_layernorm"),
+    Link(f"{common.OURS}.mixer_output_norm", f"{common.THEIRS}.post_attention_layernorm"),
+    Link(f"{common.OURS}.ffn_norm", f"{common.THEIRS}.pre_feedforward_layernorm"),
+    Link(f"{common.OURS}.ffn_output_norm", f"{common.THEIRS}.post_feedforward_layernorm"),
+)
+_GEMMA_FIELDS = (
+    *(field for field in common.LLAMA_SIZES if field.theirs != "hidden_act"),
+    *(common.activation("hidden_activation"), common.HEAD_DIM, *common.ATTENTION_BIASES),
+    Power("attention.scale", "query_pre_attn_scalar", power=-0.5),
+    Field("head.softcap", "final_logit_softcapping"),
+)
+_GEMMA_FIXED = {**common.LLAMA_FIXED, "residual.norm": "both", "norm.unit_offset": True, "mlp.bias": False}
+
+
+def _more_gemma(theirs: PreTrainedConfig) -> dict[str, Any]:
+    return {"embedding.multiplier": theirs.hidden_size**0.5}
+
+
+GEMMA = common.dense(
+    "gemma",
+    "GemmaForCausalLM",
+    common.LLAMA_LINKS,
+    more=(common.HEAD_DIM, *common.ATTENTION_BIASES),
+    fixed={"norm.unit_offset": True, "mlp.bias": False},
+    required={"use_bidirectional_attention": None},
+    parts=(RotaryPart(), Functions(lambda theirs: (_more_gemma(theirs), []))),
+)
+
+GEMMA2 = Architecture(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    _GEMMA_LINKS,
+    ByLayer({"attention/mlp": ""}, more=_more_gemma),
+    fields=(*_GEMMA_FIELDS, Field("attention.softcap", "attn_logit_softcapping")),
+    fixed=_GEMMA_FIXED,
+    required={"use_bidirectional_attention": None},
+    parts=(RotaryPart(),),
+)
+
+
+def _newer_gemma3(model: ModelSection) -> str:
+    near = near_rotary(model)
+    scaled = near is not None and near.scaling.type != "none"
+    return "version 4 has no rotary scaling in layers with a window" if scaled else ""
+
+
+def _older_gemma3(settings: dict[str, Any]) -> dict[str, Any]:
+    return {"rope_local_base_freq": settings["rope_parameters"]["sliding_attention"]["rope_theta"]}
+
+
+GEMMA3 = Architecture(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    (*_GEMMA_LINKS, *common.QK_NORMS),
+    ByLayer({"attention/mlp": ""}, ropes=True, more=_more_gemma),
+    fields=_GEMMA_FIELDS,
+    fixed={**_GEMMA_FIXED, "attention.qk_norm": "head"},
+    # its attention has the option and does not use it
+    required={"use_bidirectional_attention": False, "attn_logit_softcapping": None},
+    buffers=(r".*rotary_emb\..*",),
+    newer=_newer_gemma3,
+    older=_older_gemma3,
+)
+
+
+# -- Gemma 4: heads of layers without a window are wider, and their keys may be their values ---------------------------
+
+
+def _of_kind(theirs: PreTrainedConfig, kind: str) -> list[tuple[int, int]]:
+    """(channels, key/value heads) of the layers of a kind, without repetition."""
+    layers = (theirs.per_layer_config[at] for at, own in enumerate(theirs.layer_types) if own == kind)
+    return list(dict.fromkeys((each.head_dim, each.num_key_value_heads) for each in layers))
+
+
+@dataclass(frozen=True)
+class _TwoWidths(ByLayer):
+    """Layers with a window have heads of another width and number than the others."""
+
+    def read(self, theirs: PreTrainedConfig) -> Found:
+        values, problems = super().read(theirs)
+        near = values.get("variants", {}).get("sliding", {})
+        if near:
+            near["rotary"] = {"fraction": 1.0, **near["rotary"]}
+        for kind, own, start in ((FULL, values, "attention."), (SLIDING, near, "")):
+            shapes = _of_kind(theirs, kind)
+            if len(shapes) > 1:
+                problems.append(f"per_layer_config: heads of {kind} must have one shape to be computed here")
+            for head_dim, kv_heads in shapes:
+                own |= {f"{start}head_dim": head_dim, f"{start}kv_heads": kv_heads}
+        values["attention.values"] = "keys" if theirs.attention_k_eq_v else "projected"
+        near |= {"values": "projected"} if near else {}
+        if theirs.use_bidirectional_attention == "all":
+            problems.append("use_bidirectional_attention='all' is not computed here")
+        return values, problems
+
+    def write(self, config: Config) -> dict[str, Any]:
+        found, mixers = super().write(config), mixers_of(config.model)
+        near = next((each for each in mixers if each.window is not None), mixers[-1])
+        far = {at: each for at, each in enumerate(mixers) if each.window is None}
+        own = {at: {"head_dim": each.head_dim, "num_key_value_heads": each.kv_heads} for at, each in far.items()}
+        return found | {
+            "head_dim": near.head_dim,
+            "num_key_value_heads": near.kv_heads,
+            "attention_k_eq_v": any(each.values == "keys" for each in far.values()),
+            "per_layer_config": own,
+        }
+
+
+_BY_LAYER = ("attention.head_dim", "attention.kv_heads", "attention.scale")
+GEMMA4 = Architecture(
+    "gemma4_text",
+    "Gemma4ForCausalLM",
+    (
+        *(*_GEMMA_LINKS, *common.QK_NORMS),
+        Link(f"{common.OURS}.attention.key", f"{common.THEIRS}.self_attn.k_proj"),
+        Link(f"{common.OURS}.scale", f"{common.THEIRS}.layer_scalar", suffixes=("",)),
+    ),
+    _TwoWidths({"attention/mlp": ""}, ropes=True, more=_more_gemma),
+    fields=tuple(
+        field
+        for field in _GEMMA_FIELDS
+        if field.ours not in ("attention.head_dim", "attention.kv_heads", "attention.scale")
+    ),
+    fixed={
+        **{**_GEMMA_FIXED, "norm.unit_offset": False, "residual.block_scale": True},
+        **common.options("attention", qk_norm="head", value_norm=True, scale=1.0),
+    },
+    required={"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "enable_moe_block": False},
+    buffers=(r".*rotary_emb\..*",),
+    newer=lambda model: "version 4 does not have the class",
+)
