@@ -14,7 +14,7 @@ from megatron.parallel.layers.collectives import all_reduce
 from megatron.parallel.layers.parameters import logical_of
 from megatron.parallel.layout.mesh import Axis
 
-from .cut import part_of, partial_gradient
+from .cut import part_of
 from .cut import refused as not_cut
 from .outline import ANY, Stages, Window, hidden_of, refused, stack_of
 from .probe import SMALL, TOKENS, output_of, read, same
@@ -157,7 +157,7 @@ class Uncut:
     """
 
     def __init__(self, model: PreTrainedModel, run: Callable[[], Tensor], head: Callable[[Tensor], Tensor] | None):
-        self.model, self.run, self.shared = model, run, set[str]()
+        self.model, self.run = model, run
         whole = [each for each in model.parameters() if each.requires_grad and logical_of(each).shard is None]
         compared = set(map(id, [*checked(model), *whole]))
         self.parameters = {name: each for name, each in model.named_parameters() if id(each) in compared}
@@ -205,9 +205,11 @@ class Uncut:
             for hook in hooks:
                 hook.remove()
 
-    def compare(self, head: Callable[[Tensor], Tensor] | None, axis: Axis) -> None:
-        """Check the class, which is now cut and on its device, and give vectors their own values again. Gradients of
-        whole parameters that each rank has a part of are summed from now on.
+    def compare(self, head: Callable[[Tensor], Tensor] | None, axis: Axis) -> list[str]:
+        """Check the class, which is now cut and on its device, and give vectors their own values again.
+
+        Returns:
+            Names of whole parameters whose gradient is a sum over the ranks.
 
         Raises:
             FactsError: it is another function, with the first module that is.
@@ -226,12 +228,10 @@ class Uncut:
         sums = {name: all_reduce(_or_zeros(found[name], parameters[name]), axis) for name in partial}
         wrong = [name for name in partial if self.wholes[name].shard or not self._right(name, sums[name], axis)]
         self._raise(f"has other gradients of {wrong[0]}" if wrong else "", axis)
-        for name in partial:
-            partial_gradient(parameters[name], axis)
-        self.shared = {name.rpartition(".")[0] for name in partial}
         for name, values in self.vectors.items():
             if name in now:
                 now[name].data.copy_(part_of(values, now[name], axis))
+        return partial
 
     def _different(self, outputs: dict[str, Tensor], costs: Tensor) -> str:
         """The first module with another result, if there is one."""

@@ -87,14 +87,18 @@ def cuts_of(model: PreTrainedModel) -> Cuts:
     for pattern, style in plan.items():
         written = re.compile(re.escape(pattern).replace(r"\*", "[0-9]+"))
         for name in filter(written.fullmatch, every):
-            if name not in (found.head, found.table):
-                found.styles[name] = style
+            if name not in (found.head, found.table) and found.styles.setdefault(name, style) != style:
+                raise refused(model, f"has a plan that cuts {name} twice: {found.styles[name]}, and {style}")
     if not {*found.styles.values()} & {*COLUMNS, *ROWS}:
         found.styles = _common(model)
     if not found.styles:
         raise refused(model, "has no plan that cuts it (base_model_tp_plan), nor linear layers of common names")
     for name, style in found.styles.items():
+        before = dict(found.shards)
         _add(model, found, name, every[name], style)
+        for each in before:
+            if before[each] != found.shards[each]:
+                raise refused(model, f"has a plan that cuts {each} twice: as a parameter, and with its layer")
     _add_heads(model, found)
     for layer in (found.head, found.table):
         for name, each in parameters.items():
@@ -282,12 +286,19 @@ def _linear(layer: nn.Module, style: str, make: ParameterFactory) -> Any:
 
 def _local(whole: nn.Parameter, axis: Axis) -> nn.Parameter:
     """This rank's part of a parameter, with its marks."""
-    new = nn.Parameter(part_of(whole.data, whole, axis), whole.requires_grad)
+    without = whole.untyped_storage().nbytes() == whole.element_size()  # of a rank that gets its values from another
+    part = part_of(whole.data.to("meta") if without else whole.data, whole, axis)
+    new = nn.Parameter(one(part.shape, part.dtype) if without else part, whole.requires_grad)
     marks: Any = new
     marks.logical, marks.cut = logical_of(whole), (axis.rank, axis.size)
     # DeepSpeed counts parameters without this mark once per tensor parallel group in the gradient norm.
     marks.model_parallel = marks.tensor_model_parallel = True
     return new
+
+
+def one(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A tensor of this shape with the memory of one element."""
+    return torch.zeros((), dtype=dtype).expand(shape)
 
 
 def part_of(values: Tensor, parameter: Tensor, axis: Axis) -> Tensor:

@@ -31,7 +31,7 @@ from megatron.worker.place import StartError
 
 from .build import hf_model, mark
 from .check import CLOSE, Uncut, stages_of, tokens_of, weights_of
-from .cut import Cuts, cut, cuts_of
+from .cut import Cuts, cut, cuts_of, one, partial_gradient
 from .facts import FactsError
 from .outline import ANY, Stages, Window, linears_of
 from .probe import Form, arguments_of, keeps_apart, output_of, positions_of, probe, same
@@ -139,11 +139,12 @@ class WholeModel(nn.Module):
         # In a tuple, not a list of modules: they are parts of `inner`.
         self.gathered_whole = tuple(_gathered_whole(inner)) if on_host else ()
         self.inner = inner
-        uncut = self._cut(cuts, layer, form) if cuts and torch.device(plan.device).type != "meta" else None
+        sliced = cuts if torch.device(plan.device).type != "meta" else None
+        uncut = self._cut(sliced, layer, form, not same.rank) if sliced else None
         if window is None or window.last:
             self.head = OutputHead(plan, layer, form)
-        if uncut is not None:
-            self._compare(uncut)
+        if sliced:
+            self._compare(uncut, same)
         self._place("cpu" if on_host else plan.device, same)
 
     def _made(self, same: Axis) -> tuple[PreTrainedModel, Form, Stages | None]:
@@ -174,20 +175,31 @@ class WholeModel(nn.Module):
             raise StartError(f"{key}: {problem}") from problem
         return inner, first, stages
 
-    def _compare(self, uncut: Uncut) -> None:
-        """Check that the slices are the class. They are in fp32 for this.
+    def _compare(self, uncut: Uncut | None, same: Axis) -> None:
+        """Check that the slices are the class. They are in fp32 for this. Gradients of whole parameters that each rank
+        has a part of are summed from now on.
+
+        Args:
+            uncut: of the first of these ranks.
 
         Raises:
-            StartError: they are not.
+            StartError: they are not, on all of them.
         """
-        self._place(self.plan.device, ALONE, torch.float32)
-        own_type, self.taken.weight = self.taken.weight.dtype, self.taken.weight.float()
-        try:
-            uncut.compare(self._costs if self.window is None or self.window.last else None, self.plan.mesh.tensor)
-        except FactsError as error:
-            raise StartError(f"{error.key}: {error}") from error
-        self.taken.weight = self.taken.weight.to(own_type)
-        self.shared = frozenset(uncut.shared)
+        axis, found = self.plan.mesh.tensor, list[str]()
+        if uncut is not None:
+            self._place(self.plan.device, ALONE, torch.float32)
+            own_type, self.taken.weight = self.taken.weight.dtype, self.taken.weight.float()
+            try:
+                found = uncut.compare(self._costs if self.window is None or self.window.last else None, axis)
+            except FactsError as error:
+                found = [f"{error.key}: {error}", ""]
+            self.taken.weight = self.taken.weight.to(own_type)
+        found = _of_first(found, same)
+        if found[-1:] == [""]:
+            raise StartError(found[0])
+        for name in found:
+            partial_gradient(self.inner.get_parameter(name), axis)
+        self.shared = frozenset(name.rpartition(".")[0] for name in found)
 
     def _costs(self, x_BSH: Tensor) -> Tensor:
         """A sum of costs of tokens, by our head."""
@@ -203,8 +215,8 @@ class WholeModel(nn.Module):
             options=replace(head.options, z_loss=0.0, compiled=False, cost=None),
         )[0]
 
-    def _cut(self, cuts: Cuts, layer: nn.Module, form: Form) -> Uncut:
-        """Keep this rank's part of the class. Returns the results of the whole."""
+    def _cut(self, cuts: Cuts, layer: nn.Module, form: Form, values: bool) -> Uncut | None:
+        """Keep this rank's part of the class. Returns the results of the whole, if it has values."""
         plan, inner, window = self.plan, self.inner, self.window
         tokens, later = tokens_of(plan.config.model.vocab_size), window is not None and window.start > 0
         given = torch.sin(torch.arange(tokens.numel() * plan.config.model.hidden_size)).view(*tokens.shape, -1)
@@ -224,7 +236,7 @@ class WholeModel(nn.Module):
             own = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none")
             return (weights_of(own) * own).sum()
 
-        uncut = Uncut(inner, run, costs if window is None or window.last else None)
+        uncut = Uncut(inner, run, costs if window is None or window.last else None) if values else None
         cut(inner, layer, cuts, lambda name: replace(plan.factory(name), device="meta"))
         return uncut
 
@@ -238,7 +250,7 @@ class WholeModel(nn.Module):
         plan = self.plan
         for parameter in dict.fromkeys(self.parameters()):
             dtype = torch.float32 if logical_of(parameter).keep_fp32 else own or plan.factory("").dtype
-            parameter.data = parameter.data.to(device, dtype) if not same.rank else _one(parameter.shape, dtype)
+            parameter.data = parameter.data.to(device, dtype) if not same.rank else one(parameter.shape, dtype)
         for module, name, wide in self.stand_ins:
             dtype, shape = torch.float32 if wide else own or plan.factory("").dtype, getattr(module, name).shape
             setattr(module, name, torch.zeros((), dtype=dtype, device=plan.device).expand(shape))
@@ -463,18 +475,13 @@ def _factor_of_routers(model: PreTrainedModel) -> float:
     return next((float(each) for each in found if each is not None), 0.0)
 
 
-def _one(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A tensor of this shape with the memory of one element."""
-    return torch.zeros((), dtype=dtype).expand(shape)
-
-
 def _without_memory(model: nn.Module) -> None:
     """Replace parameters without values by ones on the host, which can later be given values."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                new = nn.Parameter(_one(parameter.shape, parameter.dtype), parameter.requires_grad)
+                new = nn.Parameter(one(parameter.shape, parameter.dtype), parameter.requires_grad)
                 module._parameters[name] = made.setdefault(parameter, new)
 
 

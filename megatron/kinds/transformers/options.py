@@ -177,9 +177,6 @@ def slices_are_whole(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
         largest = next(n for n in range(ranks, 0, -1) if not any(size % n for size in facts.divided.values()))
         rule = "must divide " + ", ".join(f"{name}={size}" for name, size in list(wrong.items())[:3])
         yield at.problem(key, "model.layers", rule=f"{rule} of {facts.class_name}", fix=f"use {largest}")
-    if at.context.option("zero.stage") == 3:
-        rule = "must be at most 2 with tensor parallel ranks of a class of transformers"
-        yield at.problem("zero.stage", key, rule=rule, fix="use 1 or 2, or parallel.tensor: 1")
     if at.config.parallel.sequence:
         rule = "must be false: the class reads sequences whole"
         yield at.problem("parallel.sequence", "model.layers", rule=rule, fix="remove it")
@@ -192,9 +189,6 @@ def stages_have_blocks(at: KindUse[TransformersOptions]) -> Iterator[Problem]:
     if not facts.sizes:
         rule = f"must be 1: {facts.class_name} has no list of its {facts.layers} blocks"
         yield at.problem(key, "model.layers", rule=rule, fix=ONE)
-    if at.context.option("zero.stage") == 3:
-        rule = "must be at most 2 with pipeline stages of a class of transformers"
-        yield at.problem("zero.stage", key, rule=rule, fix="use 1 or 2, or parallel.pipeline: 1")
     if any(name == "output_router_logits" and value for name, value in _settings(facts)):
         rule = f"must be 1: {facts.class_name} computes the loss of routers from all its blocks"
         fix = f"use 1, or set model.{at.kind}.options: {{output_router_logits: false}}"
