@@ -194,6 +194,9 @@ def hosts_beyond_a_power_of_two(told: dict) -> None:
             x, axis = own(37, torch.bfloat16), Axis(rank, n, group, tuple(range(n)))
             hierarchy.all_reduce(x, HostGrid(ALONE, axis, None), DOUBLING, dist.ReduceOp.SUM)
             told["folded", n] = torch.equal(x, tree(list(everyones(37, torch.bfloat16, n))))
+            signed = torch.tensor([-0.0 if rank >> at & 1 else 0.0 for at in range(3)])
+            hierarchy.all_reduce(signed, HostGrid(ALONE, axis, None), DOUBLING, dist.ReduceOp.MAX)
+            told["signs", n] = signed.signbit().tolist()
 
 
 def eight_ranks() -> dict:
@@ -245,6 +248,8 @@ def test_three_levels():
     """Gathers and maxima are the backend's; sums are near, alike on all ranks and alike again. Of 40 numbers an
     all-gather crosses to the other host once, half of all."""
     told = run(EIGHT, eight_ranks)
+    signs = [{at: each.pop(at) for at in list(each) if at[0] == "signs"} for each in told]
+    assert all(each.items() <= signs[0].items() for each in signs), "maxima of 0 and -0 have other bits elsewhere"
     for rank, each in enumerate(told):
         folded = {at: each.pop(at) for at in list(each) if at[0] == "folded"}
         assert folded == {("folded", n): True for n in (3, 5, 6, 7, 8) if rank < n}, "the bits of the fixed tree"

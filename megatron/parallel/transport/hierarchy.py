@@ -262,13 +262,14 @@ def doubling(n: int, rank: int) -> list[tuple[int | None, int | None]]:
 
 
 def _sum_between(part: Tensor, axis: Axis, combine: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """`part` becomes its sum over `between`, in place. Both ends of an exchange add the same two numbers, so all ranks
-    have the same bits."""
+    """`part` becomes its sum over `between`, in place. Both ends of an exchange have the same two numbers in one order, so
+    all ranks have the same bits."""
     got, given = torch.empty_like(part), False
     for to, source in doubling(axis.size, axis.rank):
         _swap(part, got, to, source, axis)
-        if source is not None:
-            part.copy_(got if given else combine(part, got))
+        if source is not None:  # a maximum of 0 and -0 is the first of them
+            first, second = (part, got) if axis.rank < source else (got, part)
+            part.copy_(got if given else combine(first, second))
         given = source is None
 
 
