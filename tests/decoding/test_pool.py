@@ -68,13 +68,16 @@ def test_random_arrivals(recurrent: bool) -> None:
         schedule = Schedule(
             Pool(pages), ROWS, draw.choice([3, 40, 100]), content.copy_page, content.copy_slot, lambda: not recurrent
         )
+        lowest: dict[int, int] = {}  # places from which texts were read
         left, lives, stems = 25, list[Live](), [tuple(draw.choices(range(9), k=70)) for _ in range(2)]
         while left or schedule.busy:
             while left and draw.random() < 0.3:
                 stem = draw.choice(stems)[: draw.choice([1, 31, 32, 33, 64, 70])]
                 prompt = (*stem, *draw.choices(range(9), k=draw.choice([0, 0, 3])))
                 most = pages * PAGE - len(prompt) if draw.random() < 0.1 else 40
-                lives.append(schedule.add(Request(prompt, draw.randint(1, most))))
+                scored = 0 if sum(prompt) % 3 else len(prompt) // 3
+                lives.append(schedule.add(Request(prompt, draw.randint(1, most), scored=scored)))
+                lowest[lives[-1].arrival] = len(prompt)
                 left -= 1
             pieces = schedule.plan()
             check(schedule)
@@ -85,6 +88,7 @@ def test_random_arrivals(recurrent: bool) -> None:
                 assert any(piece.live is first for piece in pieces), "the oldest request waits"
             for piece in pieces:
                 content.read(piece.live, piece.begin, piece.end)
+                lowest[piece.live.arrival] = min(lowest[piece.live.arrival], piece.begin)
             schedule.done(pieces)
             for live in list(schedule.running):
                 if live.leader is None and live.read == len(live.text):
@@ -94,6 +98,10 @@ def test_random_arrivals(recurrent: bool) -> None:
             check(schedule)
         counts["preempted"] += schedule.preempted
         counts["reused"] += schedule.reused
+        for live in lives:  # a text with a leader of the same scored tokens has the leader's
+            request = live.request
+            alike = [lowest[each.arrival] for each in lives if each.request.prompt == request.prompt]
+            assert not request.scored or min(alike) < len(request.prompt) - request.scored
         assert len(schedule.pool.free) == pages and all(live.drawn.tokens for live in lives)
     assert counts["preempted"] > 20 and counts["reused"] > 1000
 
