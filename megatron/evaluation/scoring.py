@@ -62,7 +62,8 @@ class Scorer:
 
     Attributes:
         tokens: number of tokens that this rank has read, padding included.
-        cached: whether the decoder continues texts. Otherwise they are read again for each token.
+        cached: whether the decoder continues texts.
+        continues: whether a class of transformers does.
         alive: called after each pass over texts, since many may take longer than a rank is given for one phase.
         staying: the engine of a decoder that all ranks run with the same requests, whose tokens stay with their
             experts.
@@ -90,6 +91,8 @@ class Scorer:
         if isinstance(engine, ReadsOn) and reads_on(config, engine):
             self.endings = SharedContexts(engine, self.texts, (mesh.data.rank, mesh.data.size), device)
         self.cached, self.alive = obstacle(config) is None and isinstance(engine, ReadsOn), lambda: None
+        alone = mesh.layout.world_size == mesh.replicas.size and config.parallel.context == 1 and config.zero.stage < 3
+        self.continues = alone and any(kind.whole for _, kind, _ in used_kinds(config.model))
         self.last = ranks_of_stages(config.parallel)[-1]
         self.reports = mesh.at.tensor == mesh.at.context == 0 and mesh.at.pipeline == self.last
 
@@ -162,8 +165,8 @@ class Scorer:
         """The continuation of each request, on all ranks. Draws are keyed by the request's number and the position.
 
         Where the model permits it (`obstacle`), the decoder reads the texts. Replicas, context parallel ranks too,
-        share the requests. A pipeline of n ranks has n passes under way. Of other models the whole text is read for
-        each token.
+        share the requests. A pipeline of n ranks has n passes under way. A class of transformers that each rank has
+        whole continues texts by its own cache. Of other models the whole text is read for each token.
 
         Args:
             vocabulary: only ids below it are chosen. The embedding may have more rows than the tokenizer has ids.
@@ -176,6 +179,8 @@ class Scorer:
             each.check(self.config.model, vocabulary)
             if each.scored and not self.cached:
                 raise RequestError("a request must have scored=0 where texts are read again for each token: use score")
+        if self.continues:
+            return self._answer_by_class(requests, vocabulary)
         if not self.cached:
             return self._answer_whole(requests, vocabulary)
         assert isinstance(self.engine, ReadsOn)
@@ -230,6 +235,29 @@ class Scorer:
             ids, each.log_p, each.scores, best_ids, logs = (row[at : at + size] for at, size in zip(begins, sizes))
             each.tokens, first = [int(token) for token in ids], len(request.prompt) - request.scored
             each.likeliest = {first + at: [(int(token), log)] for at, (token, log) in enumerate(zip(best_ids, logs))}
+
+    @torch.no_grad()
+    def _answer_by_class(self, requests: Sequence[Request], vocabulary: int | None) -> list[Drawn]:
+        """`answer` by a class of transformers, whose cache continues one text after the other."""
+        engine: Any = self.engine
+        engine.model.eval()
+        engine.state.for_evaluation()
+        made, ranks = [Drawn() for _ in requests], self.mesh.replicas
+        for index in range(ranks.rank, len(requests), ranks.size):
+            request, drawn = requests[index], made[index]
+            state, new = engine.model.new_state(), list(request.prompt)
+            while len(drawn.tokens) < request.tokens and not drawn.ended:
+                tokens_1S = torch.tensor([new], device=self.device)
+                read = len(request.prompt) + len(drawn.tokens) - len(new)
+                logits_1V = engine.model.decode(tokens_1S, state, read)[:, -1, :vocabulary]
+                new, logs = next_tokens([(request, drawn)], logits_1V)
+                drawn.tokens += new
+                drawn.log_p += logs
+                is_over(request, drawn)
+                self.tokens += tokens_1S.numel()
+            self.alive()
+        self._exchange(made, requests)
+        return made
 
     def _answer_whole(self, requests: Sequence[Request], vocabulary: int | None) -> list[Drawn]:
         """`answer` by reading the whole texts for each token."""

@@ -19,6 +19,8 @@ from megatron.config import ConfigError, resolve
 from megatron.config.tree import thaw
 from megatron.decoding.one_text import complete, generate
 from megatron.decoding.sampling import Sampling
+from megatron.decoding.schedule import Request
+from megatron.evaluation.scoring import Scorer
 from megatron.kinds.transformers import check, facts
 from megatron.kinds.transformers.build import hf_model
 from megatron.kinds.transformers.facts import FactsError
@@ -30,6 +32,7 @@ from megatron.testing import check_layouts, on_ranks, train_on_ranks
 from megatron.worker.place import StartError
 from tests.kinds.transformers.steps import by_engine, by_torch, differences, values_of
 from tests.kinds.transformers.tiny import tiny
+from tests.training.runs import build
 
 SLICED = ("qwen3", "gpt2", "gpt_oss", "gemma2", "cohere", "bart", "qwen3_next")  # with a plan, or by common names
 # Forms of attention, a recurrence, experts, a scale and a cap of logits, a learned table, an encoder's decoder.
@@ -279,6 +282,27 @@ def test_text_is_that_of_transformers(name):
         plain = {"eos_token_id": None, "forced_eos_token_id": None, "pad_token_id": 0}
         wanted = theirs.generate(prompt, max_new_tokens=8, do_sample=False, **plain)
         assert cached.equal(wanted[:, 5:])
+
+
+def answered(values, ranks):
+    engine, config = build(resolve(values, ranks=ranks), ranks), resolve(values, ranks=ranks)
+    scorer = Scorer(config, engine, engine.mesh, engine.device, texts=2)
+    asked = [Request((3, 1, 4, 1, 5)[: 2 + at], 4 + at, at, Sampling(temperature=0), end=7) for at in range(3)]
+    found, read = scorer.answer(asked), scorer.tokens
+    scorer.continues = False
+    return found, scorer.answer(asked), read
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("qwen3", 2), ("mamba", 1), ("xlnet", 1)])
+def test_evaluations_continue_texts_by_the_cache_of_the_class(name, ranks):
+    """As by reading the whole text for each token, and each token is read once."""
+    total = 0
+    for found, whole, read in on_ranks(ranks, answered, values_of(name, tiny(name)), ranks):
+        for one, other in zip(found, whole, strict=True):
+            assert one.tokens == other.tokens and one.ended == other.ended
+            assert one.log_p == pytest.approx(other.log_p, abs=1e-5)
+        total += read
+    assert total == sum(2 + at + len(each.tokens) - 1 for at, each in enumerate(found))
 
 
 def test_text_ends_with_the_learned_positions():
