@@ -262,8 +262,10 @@ def doubling(n: int, rank: int) -> list[tuple[int | None, int | None]]:
 
 
 def _sum_between(part: Tensor, axis: Axis, combine: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """`part` becomes its sum over `between`, in place. Both ends of an exchange have the same two numbers in one order, so
-    all ranks have the same bits."""
+    """`part` becomes its sum over `between`, in place.
+
+    Both ends of an exchange combine the same two numbers in one order, so all ranks have the same bits.
+    """
     got, given = torch.empty_like(part), False
     for to, source in doubling(axis.size, axis.rank):
         _swap(part, got, to, source, axis)
