@@ -106,7 +106,9 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_NH: Tensor) -> tuple[Tensor, None]:
         (place_N,) = ctx.saved_tensors
-        return grad_NH.new_zeros(ctx.rows, grad_NH.shape[1]).index_copy_(0, place_N, grad_NH), None
+        every = ctx.rows == len(place_N)  # has a gradient
+        grad_RH = torch.empty_like(grad_NH) if every else grad_NH.new_zeros(ctx.rows, grad_NH.shape[1])
+        return grad_RH.index_copy_(0, place_N, grad_NH), None
 
 
 class _Put(torch.autograd.Function):
@@ -129,20 +131,6 @@ def take(x_RH: Tensor, place_N: Tensor) -> Tensor:
 def put(y_NH: Tensor, place_N: Tensor, rows: int) -> Tensor:
     """Rows [rows, H] with these at their places, the others 0: the reverse of `take`."""
     return _Put.apply(y_NH, place_N, rows)
-
-
-class _Collect(torch.autograd.Function):
-    """The rows [R, H] in the order of the choices, [T k, H]."""
-
-    @staticmethod
-    def forward(ctx: Any, y_RH: Tensor, place_Tk: Tensor) -> Tensor:
-        ctx.save_for_backward(place_Tk)
-        return y_RH.index_select(0, place_Tk.flatten())
-
-    @staticmethod
-    def backward(ctx: Any, grad_PH: Tensor) -> tuple[Tensor, None]:
-        (place_Tk,) = ctx.saved_tensors
-        return torch.empty_like(grad_PH).index_copy_(0, place_Tk.flatten(), grad_PH), None
 
 
 def permute(x_TH: Tensor, rows: Rows) -> Tensor:
@@ -168,7 +156,7 @@ def combine(y_RH: Tensor, rows: Rows, weights: Tensor, total: Callable[..., Tens
         weighted = recomputed(lambda y, w: (at_least_fp32(y) * w.unsqueeze(-1)).to(y.dtype), y_RH, weights)
         return y_RH.new_zeros(rows.tokens, y_RH.shape[1]).index_add(0, rows.source_R, weighted)
     if rows.kept_Tk is None:
-        y_PH = _Collect.apply(y_RH, rows.place_Tk)
+        y_PH = take(y_RH, rows.place_Tk.flatten())
     else:
         y_PH = y_RH.index_select(0, rows.place_Tk.flatten())
         weights = weights * rows.kept_Tk
