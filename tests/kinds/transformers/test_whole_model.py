@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from megatron.evaluation.scoring import Scorer
 from megatron.kinds.transformers import check, facts
 from megatron.kinds.transformers.build import hf_model
 from megatron.kinds.transformers.facts import FactsError
+from megatron.kinds.transformers.inspection import inspect
 from megatron.kinds.transformers.options import TransformersOptions
 from megatron.model.stack import ModelPlan, build_model, make_model
 from megatron.parallel.layout.layout import Layout
@@ -32,6 +35,7 @@ from megatron.testing import check_layouts, on_ranks, train_on_ranks
 from megatron.worker.place import StartError
 from tests.kinds.transformers.steps import by_engine, by_torch, differences, values_of
 from tests.kinds.transformers.tiny import tiny
+from tests.paths import ROOT
 from tests.training.runs import build
 
 SLICED = ("qwen3", "gpt2", "gpt_oss", "gemma2", "cohere", "bart", "qwen3_next")  # with a plan, or by common names
@@ -57,7 +61,7 @@ def test_gradients_do_not_depend_on_the_layout():
     stages = {"parallel": {"pipeline": 2}}
     check_layouts(values, [{"zero": {"stage": stage}} for stage in (1, 2, 3)])
     check_layouts(values, [{**stages, "zero": {"stage": stage}, "ranks": 4} for stage in (1, 2, 3)])
-    recomputed = {"training": {**values["training"], "activation_checkpointing": {"mode": "full"}}}
+    recomputed = {"training": {**values["training"], "loss_chunk": 5, "activation_checkpointing": {"mode": "full"}}}
     slices = {"parallel": {"tensor": 2}}
     check_layouts({**values, **recomputed}, [{"zero": {"stage": 0}}, {"zero": {"stage": 3}}, stages, slices])
     both = {"parallel": {"tensor": 2, "pipeline": 2}, "ranks": 4}
@@ -89,6 +93,8 @@ def test_a_run_resumes_on_another_layout_and_is_exported(tmp_path):
     both = train_on_ranks(2, {**half, "zero": {"stage": 3}})
     losses, wanted = ([each["loss"] for each in records if "loss" in each] for records in (both, whole))
     assert len(wanted) == 4 and losses == pytest.approx(wanted, rel=BOUND)
+    ends = [next(each["validation"] for each in reversed(records) if "validation" in each) for records in (both, whole)]
+    assert ends[0]["validation"]["loss"] == pytest.approx(ends[1]["validation"]["loss"], rel=BOUND)
     checkpoint = open_checkpoint(find_checkpoint(tmp_path / "half"))
     export(checkpoint, tmp_path / "hf")
     assert prove(checkpoint, tmp_path / "hf", None).holds
@@ -303,6 +309,14 @@ def test_evaluations_continue_texts_by_the_cache_of_the_class(name, ranks):
             assert one.log_p == pytest.approx(other.log_p, abs=1e-5)
         total += read
     assert total == sum(2 + at + len(each.tokens) - 1 for at, each in enumerate(found))
+
+
+def test_a_process_without_torch_finds_the_same_facts():
+    """As the launcher, which does not import torch."""
+    options = TransformersOptions(config="qwen3", options=tiny("qwen3")).model_dump()
+    words = [sys.executable, "-m", "megatron.kinds.transformers.inspection"]
+    done = subprocess.run(words, input=json.dumps(options), capture_output=True, text=True, check=True, cwd=ROOT)
+    assert json.loads(done.stdout.splitlines()[-1]) == inspect(options)
 
 
 def test_text_ends_with_the_learned_positions():
