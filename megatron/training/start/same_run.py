@@ -12,7 +12,6 @@ import torch
 
 from megatron.checkpoint import Checkpoint, CheckpointError, Meta
 from megatron.config import Config
-from megatron.config.arithmetic.batches import batches_of
 from megatron.config.features.feature import features_of
 from megatron.config.sequences import stage_values
 from megatron.config.source.layers import Origin
@@ -65,7 +64,7 @@ def last_sample(
 def data_changes(meta: Meta, config: Config, plan: SampleSet, left_out: LeftOut | None = None) -> list[str]:
     """Warnings where a resumed run does not continue in the checkpoint's data. These are a function of the
     configuration and the step, so another batch size, other files or another length of the run may move them."""
-    before, now = meta.data.get("samples"), batches_of(config).before(meta.step)
+    before, now = meta.data.get("samples"), plan.batches.before(meta.step)  # of all peers, if there are several
     if before is None:
         return []
     length, longest = meta.data.get("sequence_length", config.training.sequence_length), config.training.sequence_length

@@ -105,7 +105,7 @@ class Company:
         self.pools[name] = pool
         try:
             return pool.run(self.train, (whole, list(overrides), self.peers[name]))[0]
-        except RuntimeError:
+        except (RuntimeError, OSError):
             self.pools.pop(name).close()
             raise
 

@@ -42,8 +42,8 @@ class Storm:
                 words = f"training.steps={self.steps}", "checkpoint.every=10", "checkpoint.keep_last=2"
                 self.company.peer(name, "storm", *words, peers={"folder": url})
                 return
-            except RuntimeError as error:
-                if "died" not in str(error):
+            except (RuntimeError, ConnectionError) as error:
+                if isinstance(error, RuntimeError) and "died" not in str(error):
                     raise
 
     def rage(self, kills: int) -> None:
