@@ -19,7 +19,7 @@ from megatron.model.costs.describe import totals
 from .candidate import Candidate, apply
 from .devices import Cluster, Device, describe_cluster, known_devices
 from .memory import TIGHT
-from .search import LONG, STRUCTURE, Answers, Plan, Question
+from .search import LONG, NOT_TRIED, STRUCTURE, Answers, Plan, Question
 
 TRAFFIC = "zero.stage"  # whose warning the plan has figures for
 
@@ -273,6 +273,7 @@ def document(answers: Answers, price: float | None = None, named: dict[str, Any]
         "too_large": answers.large,
         "refused": dict(answers.refused),
         "schedules": [each.to_json() for each in question.compared(best)] if best and best.choice.pipeline > 1 else [],
+        "schedules_not_tried": NOT_TRIED,
         "checkpoints": {"bytes_each": size, "kept": count, "bytes": size * count},
         **({"why_not": why_not(question, answers, named)} if named else {}),
     }
@@ -350,7 +351,9 @@ def _schedules(question: Question, plan: Plan) -> list[str]:
     header = ["schedule", "per rank", "bubble", "micro-batches kept", "GiB of activations", "s of messages", "step s"]
     best = compared[0].choice
     why = f"{best.schedule} with {best.stages_per_rank} per rank has the shortest step that fits"
-    return [f"Its schedule: {why}.", *("    " + row for row in align_lines([header, *rows]))]
+    named = {each.choice.schedule for each in compared}
+    left = [f"Not tried: {name}, since {reason}." for name, reason in NOT_TRIED.items() if name not in named]
+    return [f"Its schedule: {why}.", *("    " + row for row in align_lines([header, *rows])), *left]
 
 
 _HEADER = ["tensor", "pipeline", "depth", "per rank", "schedule", "context", "folded", "expert", "data"]

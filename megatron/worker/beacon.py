@@ -294,6 +294,25 @@ class Beacon:
         _GROUP_CALL.pack_into(self._memory, _CALLS_AT[slot], operation, now, elements, peer, new, number, form)
         self._words[_INSIDE] = slot
 
+    @contextmanager
+    def message(self, operation: bytes, elements: int, peer: int, purpose: str) -> Iterator[None]:
+        """The rank waits for a message between two ranks that was begun earlier.
+
+        Args:
+            operation: send or recv.
+            purpose: the instruction of a pipeline that needs it.
+        """
+        self.enter(PEERS, operation, elements, peer, form=purpose.encode())
+        try:
+            yield
+        finally:
+            self.leave()
+
+    @property
+    def inside(self) -> bool:
+        """Whether the rank is in a call."""
+        return self._words[_INSIDE] >= 0
+
     def wait(self, slot: int) -> None:
         """The rank waits for an operation that was called earlier."""
         self._waiting_since = monotonic()

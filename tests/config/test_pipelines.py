@@ -12,7 +12,8 @@ import torch.distributed.pipelining.schedules as torch_schedules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config import ConfigError, resolve
+from megatron.config import ConfigError, Problem, resolve
+from megatron.config.arithmetic import machine
 from megatron.config.arithmetic.pipeline_costs import (
     Costs,
     bubble,
@@ -36,7 +37,10 @@ from megatron.config.arithmetic.pipelines import (
     rounds,
     table_of,
 )
+from megatron.config.resolution import combine
+from megatron.config.rules import cost
 from megatron.config.sections.layout import ParallelSection
+from megatron.config.source.layers import ConfigSource
 
 SIZES = [(2, 2, 4), (2, 3, 6), (4, 2, 8), (4, 3, 16), (8, 2, 8)]  # ranks, stages per rank, micro-batches
 
@@ -122,7 +126,8 @@ def test_tables_in_a_v_are_torchs(ranks: int, micro_batches: int, schedule: str)
         assert live_micro_batches(parallel, rank, micro_batches) == most_live(own) / 2
 
 
-COSTS = [(1, 1, 1), (1, 1.4, 0.7), (1, 2, 0.5), (1, 2.4, 0.7), (1, 1.2, 1.1), (1, 3, 0), (0.3, 2, 1.4), (2, 1, 1)]
+COSTS = [(1, 1, 1), (1, 1, 0.8), (1, 1.1, 1), (1, 1.4, 0.7), (1, 2, 0.5), (1, 2.4, 0.7), (1, 1.2, 1.1), (1, 3, 0)]
+COSTS += [(0.3, 2, 1.4), (2, 1, 1)]
 
 
 @pytest.mark.parametrize(("schedule", "each"), [("zb_h1", 1), ("zb_h1", 3), ("zbv", 2), ("dualpipe_v", 2)])
@@ -135,7 +140,7 @@ def test_bubbles_of_unequal_parts(schedule: str, each: int):
             slots = timeline(table, each, forward, inputs + weights, weights)
             wanted = bubble(slots) / ((ranks - 1) * sum(costs))
             assert bubble_factor(parallel, count, costs) == pytest.approx(wanted), (ranks, count, costs)
-            if schedule == "dualpipe_v" and costs.weights <= costs.inputs / 2:  # why a plan does not try it
+            if schedule == "dualpipe_v" and costs.weights <= costs.forward:  # why a plan does not try it
                 others = [section(pipeline=ranks, stages_per_rank=2, schedule=name) for name in ("zbv", "zb_h1")]
                 assert wanted >= min(bubble_factor(other, count, costs) for other in others) - 1e-9
 
@@ -239,7 +244,8 @@ BATCHES_OF_4 = {**VALUES["training"], "global_batch_size": 8}
 
 
 def test_a_file_is_checked_before_the_start(tmp_path: Path):
-    good, bad, split = (tmp_path / f"{name}.csv" for name in ("good", "bad", "split"))
+    good, bad, split, stuck = (tmp_path / f"{name}.csv" for name in ("good", "bad", "split", "stuck"))
+    stuck.write_text("\n0F0,0F1,0B0,0B1\n\n1B0,1F0,1F1,1B1\n")
     split.write_text("0F0,0F1,0I0,0W0,0B1\n1F0,1B0,1F1,1B1\n")
     good.write_text("0F0, 0F1, , 0B0, 0B1\n1F0,1B0,1F1,1B1\n")
     bad.write_bytes(b"0F0,\xff\n1F0\n")
@@ -248,7 +254,9 @@ def test_a_file_is_checked_before_the_start(tmp_path: Path):
     assert words(table_of(config.parallel, 2)[0]) == "0F0 0F1 0B0 0B1"
     for parallel, training, says in (
         ({"schedule": str(bad)}, {}, "must be a table for 2 ranks"),
-        ({}, {"global_batch_size": 8}, "0B2 must be there once"),
+        ({}, {"global_batch_size": 8}, "line 1, rank 0: 0B2 must be there once"),
+        ({}, {"global_batch_size": 8}, r"use 2 micro-batches, which the table has \(training.global_batch_size=4\)"),
+        ({"schedule": str(stuck)}, {}, "line 4, rank 1 waits for ever at 1B0, which needs 1F0"),
         ({"stages_per_rank": 2}, {}, "stages_per_rank=2 and 2 micro-batches"),
         ({"schedule": str(split)}, {"compile": "layer"}, "must go without compiled layers"),
     ):
@@ -256,3 +264,34 @@ def test_a_file_is_checked_before_the_start(tmp_path: Path):
         changed["training"] = {**VALUES["training"], **training}
         with pytest.raises(ConfigError, match=says):
             resolve(changed, ranks=2)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_more_kept_passes_than_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: bool):
+    """All forward passes first: 16 on each of two ranks, whose outputs have 2 * 1024 * 32 numbers of 4 bytes. What they
+    take is certain. The inputs of two blocks per stage, weights and states make it a warning."""
+    file, stream = tmp_path / "first.csv", 4 * 2 * 1024 * 32
+    rows = [[f"{rank}{kind}{micro}" for kind in "FB" for micro in range(16)] for rank in range(2)]
+    file.write_text("\n".join(map(",".join, rows)))
+    training = {**VALUES["training"], "sequence_length": 1024, "global_batch_size": 32}
+    values = {**VALUES, "training": training, "launch": {"device": "auto" if gpu else "cpu"}}
+    monkeypatch.setattr(machine, "has_gpu", lambda: gpu)
+
+    def found(room: int, schedule: str = str(file)) -> list[Problem]:
+        monkeypatch.setattr(cost, "LARGEST_GPU", room if gpu else 1)
+        monkeypatch.setattr(machine, "memory_bytes", lambda: 2 * room)
+        source = ConfigSource({**values, "parallel": {"pipeline": 2, "schedule": schedule}})
+        try:
+            problems = combine([source], ranks=2).warnings
+        except ConfigError as error:
+            problems = error.problems
+        return [each for each in problems if each.key == "parallel.schedule"]
+
+    (problem,) = found(16 * stream - 1)
+    assert problem.fatal and "rank 0 keeps 16 forward passes of its stages" in problem.rule
+    assert problem.fix == "keep at most 15 of them: parallel.schedule=1f1b, with one stage per rank, keeps 2"
+    (problem,) = found(16 * stream)
+    assert not problem.fatal and problem.fix.startswith("keep at most 7 of them")
+    assert not found(16 * stream, "1f1b")
+    (problem,) = found(2 * stream - 1 if gpu else 3 * stream // 2 - 1, "1f1b")
+    assert problem.fatal and problem.fix.endswith("that share a sequence (parallel.context)")

@@ -15,7 +15,9 @@ import torch
 from megatron.config.arithmetic.pipeline_costs import bubble, live_micro_batches, most_live, timeline
 from megatron.config.arithmetic.pipelines import (
     BACKWARD,
+    FORWARD,
     Instruction,
+    Message,
     Table,
     interleaved,
     one_forward_one_backward,
@@ -23,6 +25,7 @@ from megatron.config.arithmetic.pipelines import (
 )
 from megatron.config.variants import overlay
 from megatron.engine.deepspeed.table import TableExecutor
+from megatron.worker.beacon import Beacon
 from tests.config.test_pipelines import drawn_table
 from tests.training import runs
 from tests.training.matrix import cases
@@ -197,12 +200,14 @@ def test_memory_of_messages_is_freed_within_a_step():
     for device, left in (("cpu", range(12, 20)), ("cuda", range(20))):
         executor: Any = object.__new__(TableExecutor)
         executor._engine, executor._stages = SimpleNamespace(device=torch.device(device)), 2
-        executor._sent = [(torch.tensor(number), Sent()) for number in range(20)]
+        executor._beacon, executor._axis = Beacon(), SimpleNamespace(ranks=(0, 1))
+        message = Message(Instruction(0, FORWARD, 0), 0, 1)
+        executor._sent = [(torch.tensor(number), Sent(), message) for number in range(20)]
         executor._release_sent()
-        assert [int(tensor) for tensor, _ in executor._sent] == [*left]
+        assert [int(tensor) for tensor, *_ in executor._sent] == [*left]
         executor._sent[-1][1].wait()
         executor._release_sent()
-        assert [int(tensor) for tensor, _ in executor._sent] == [*left[:-1]]
+        assert [int(tensor) for tensor, *_ in executor._sent] == [*left[:-1]]
 
 
 def forward_passes_first(it: Instruction) -> tuple:

@@ -53,7 +53,15 @@ class Message(NamedTuple):
 
 
 class ScheduleError(ValueError):
-    """A table that cannot be executed. The text names the rank and the instruction."""
+    """A table that cannot be executed. The text names the rank and the instruction.
+
+    Attributes:
+        rank: of the pipeline, where one is at fault.
+    """
+
+    def __init__(self, text: str, rank: int | None = None) -> None:
+        super().__init__(text)
+        self.rank = rank
 
 
 class HasSchedule(Protocol):
@@ -329,7 +337,7 @@ def rounds(table: Table, stages: int) -> list[Round]:
             rank = next(rank for rank, own in enumerate(table) if at[rank] < len(own))
             waiting = table[rank][at[rank]]
             missing = ", ".join(map(str, sorted(needs(waiting, stages) - done)))
-            raise ScheduleError(f"rank {rank} waits for ever at {waiting}, which needs {missing}")
+            raise ScheduleError(f"rank {rank} waits for ever at {waiting}, which needs {missing}", rank)
         at = [place + (each is not None) for place, each in zip(at, chosen, strict=True)]
         done |= {each.result for each in chosen if each is not None}
         found.append(Round(tuple(chosen), tuple(_messages(chosen, homes))))
@@ -382,14 +390,14 @@ def check_table(table: Table, homes: list[int], micro_batches: int) -> list[Roun
         for it in sorted(wanted | times.keys()):
             if times[it] != (it in wanted):
                 rule = "must be there once" if it in wanted else "must not be there"
-                raise ScheduleError(f"rank {rank}: {it} {rule}, and is there {times[it]} times")
+                raise ScheduleError(f"rank {rank}: {it} {rule}, and is there {times[it]} times", rank)
         for stage in stages:
             for kinds in ((FORWARD,), (BACKWARD, INPUTS), (BACKWARD, WEIGHTS)):
                 order = [it.micro_batch for it in own if it.stage == stage and it.kind in kinds]
                 if order != sorted(order):
                     passes = "forward" if kinds == (FORWARD,) else "backward"
                     rule = f"{passes} passes of stage {stage} must be in the order 0, 1, 2, ..."
-                    raise ScheduleError(f"rank {rank}: {rule}")
+                    raise ScheduleError(f"rank {rank}: {rule}", rank)
     return rounds(table, len(homes))
 
 

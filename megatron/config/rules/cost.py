@@ -1,4 +1,4 @@
-"""Warnings with figures: a model that no rank can hold, checkpoints that fill the disk.
+"""Problems with figures: a model or a schedule that no rank can hold, checkpoints that fill the disk.
 
 All figures are lower bounds: activations, buffers, and layers without a short formula come on top."""
 
@@ -11,9 +11,12 @@ from os.path import isdir
 from pathlib import Path as File
 
 from ..arithmetic import machine
+from ..arithmetic.pipeline_costs import live_micro_batches, most_live
+from ..arithmetic.pipelines import is_file, table_of
 from ..optimizer_kind import state_bytes
 from ..problems import Problem
 from ..rule_context import RuleContext
+from ..sections.layout import ParallelSection
 
 LARGEST_GPU = 288 * 2**30  # bytes: AMD MI355X and NVIDIA B300
 LOG_SPACED = frozenset([0, *(2**power for power in range(10))])
@@ -63,22 +66,76 @@ def _bytes_on_a_rank(context: RuleContext, weights: WeightCounts, replicas: int)
     return (each * weights.dense / parallel.tensor + fewer * experts) / parallel.pipeline
 
 
-def model_fits_on_a_rank(context: RuleContext) -> Iterator[Problem]:
-    config, weights = context.config, WeightCounts.of(context)
-    need = _bytes_on_a_rank(context, weights, context.replicas or 1)
-    on_cpu = config.launch.device == "cpu" or (context.starts_here and not machine.has_gpu())
+def _room(context: RuleContext) -> tuple[float, str] | None:
+    """Memory that a rank can have at most, with a sentence about it. None if it is not known."""
+    on_cpu = context.config.launch.device == "cpu" or (context.starts_here and not machine.has_gpu())
     if context.data_ranks is None or (on_cpu and not context.starts_here):
+        return None
+    memory, ranks = machine.memory_bytes() if on_cpu else LARGEST_GPU, context.ranks or 1
+    if memory is None:
+        return None
+    room = f"this machine has {gib(memory)} for {ranks} of them" if on_cpu else f"no GPU has over {gib(memory)}"
+    return memory / (ranks if on_cpu else 1), room
+
+
+def model_fits_on_a_rank(context: RuleContext) -> Iterator[Problem]:
+    weights, found = WeightCounts.of(context), _room(context)
+    need = _bytes_on_a_rank(context, weights, context.replicas or 1)
+    if found is None or need <= found[0]:
         return
-    memory = machine.memory_bytes() if on_cpu else LARGEST_GPU
-    together = need * (context.ranks or 1 if on_cpu else 1)
-    if memory is None or together <= memory:
-        return
-    room = f"this machine has {gib(memory)} for {context.ranks} of them" if on_cpu else f"no GPU has over {gib(memory)}"
+    room = found[1]
     yield context.warning(
         "model.layers parallel.tensor parallel.pipeline zero.stage",
         rule=f"weights, gradients and optimizer state of {weights.total:,} parameters take at least {gib(need)} on "
         f"each rank, and {room}",
         fix="share them among more ranks (parallel.tensor, parallel.pipeline, zero.stage), or use a smaller model",
+    )
+
+
+def _kept(parallel: ParallelSection, micro_batches: int) -> list[int]:
+    """The most forward passes of each rank whose backward pass has not come. Empty if there is no table."""
+    try:
+        if is_file(parallel.schedule):
+            return [most_live(own) for own in table_of(parallel, micro_batches)]
+        ranks, each = range(parallel.pipeline), parallel.stages_per_rank
+        return [round(each * live_micro_batches(parallel, rank, micro_batches)) for rank in ranks]
+    except (OSError, ValueError):  # another rule reports it
+        return []
+
+
+def kept_passes_fit_on_a_rank(context: RuleContext) -> Iterator[Problem]:
+    """Certain are the tensors between stages, which the executor keeps from a forward to its backward pass. Inputs of
+    all blocks, weights and states come on top, and are probable where nothing is offloaded."""
+    config, found = context.config, _room(context)
+    parallel, training, count = config.parallel, config.training, config.training.accumulation
+    if parallel.pipeline == 1 or count is None or found is None or not (kept := _kept(parallel, count)):
+        return
+    room, words = found
+    width = config.model.hidden_size * (4 if config.precision.compute == "fp32" else 2)
+    cut = parallel.context * (parallel.tensor if parallel.sequence else 1)
+    stream = training.micro_batch_size * training.sequence_length * width / cut
+    # ranks of one machine share its memory, and one may have more than its part
+    most = max(kept) if room == LARGEST_GPU else sum(kept) / len(kept)
+    again, stages = training.activation_checkpointing, parallel.pipeline * parallel.stages_per_rank
+    blocks = max(len(context.blocks) // stages // ((again.every or 1) if again.mode == "full" else 1), 1)
+    states = _bytes_on_a_rank(context, WeightCounts.of(context), context.replicas or 1)
+    certain, rank, fewest = most * stream > room, kept.index(max(kept)), min(parallel.pipeline, count)
+    need = most * stream if certain else most * stream * blocks + states
+    if need <= room or (states > room and not certain):
+        return
+    legal = int((room if certain else room - states) // (stream if certain else stream * blocks))
+    least = "outputs of these" if certain else "inputs of blocks, weights and optimizer state"
+    fix = f"keep at most {legal} of them: " if legal else ""
+    if fewest <= legal and fewest < max(kept):
+        fix += f"parallel.schedule=1f1b, with one stage per rank, keeps {fewest}"
+    else:
+        fix += "use a smaller training.micro_batch_size, or more ranks that share a sequence (parallel.context)"
+    yield context.problem(
+        "parallel.schedule training.micro_batch_size",
+        rule=f"rank {rank} keeps {kept[rank]} forward passes of its stages at a time, and most of all ranks. The "
+        f"{least} take at least {gib(need)} on a rank, and {words}",
+        fix=fix,
+        fatal=certain,
     )
 
 
@@ -113,4 +170,4 @@ def checkpoints_fit_on_the_disk(context: RuleContext) -> Iterator[Problem]:
         )
 
 
-INPUT_RULES = (model_fits_on_a_rank, checkpoints_fit_on_the_disk)
+INPUT_RULES = (model_fits_on_a_rank, kept_passes_fit_on_a_rank, checkpoints_fit_on_the_disk)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 from ..arithmetic.pipeline_costs import bubble_factor
 from ..arithmetic.pipelines import (
@@ -105,13 +107,14 @@ def schedule_can_be_executed(context: RuleContext) -> Iterator[Problem]:
         fix = f"use {multiples(count, ranks)} micro-batches: change global_batch_size or micro_batch_size"
         yield context.problem(f"{key} training.accumulation", rule=rule, fix=fix)
     elif count is not None and count < least_micro_batches(parallel):
-        rule = f"a step must have at least {least_micro_batches(parallel)} micro-batches, twice the ranks, not {count}"
-        fix = "use a larger global_batch_size, a smaller micro_batch_size, or parallel.schedule=zbv"
+        least = least_micro_batches(parallel)
+        rule = f"a step must have at least {least} micro-batches, twice the ranks, not {count}"
+        fix = f"use {least} (a larger global_batch_size, a smaller micro_batch_size), or parallel.schedule=zbv"
         yield context.problem(f"{key} training.accumulation", rule=rule, fix=fix)
     elif error := _not_a_table(context, count or ranks):
         if count is not None:
             rule = f"must be a table for {ranks} ranks, stages_per_rank={each} and {count} micro-batches: {error}"
-            yield context.problem(key, rule=rule, fix="correct the table, or use interleaved or 1f1b")
+            yield context.problem(key, rule=rule, fix=_other_table(context))
     elif context.config.training.compile == "layer" and is_split(parallel, count or ranks):
         rule = "a backward pass in two parts must go without compiled layers, which compute both parts together"
         yield context.problem(f"{key} training.compile", rule=rule, fix="use training.compile=auto, or interleaved")
@@ -126,15 +129,30 @@ def _not_asynchronous(config: Config) -> str:
     return f"parallel.{axes[0]} of 1" if axes else "zero.stage of 0 or 1" if config.zero.stage > 1 else ""
 
 
-def _not_a_table(context: RuleContext, micro_batches: int) -> ValueError | None:
-    """Why the file of a schedule cannot be executed."""
+def _not_a_table(context: RuleContext, micro_batches: int) -> str:
+    """Why the file of a schedule cannot be executed, with the line of the rank."""
     parallel = context.config.parallel
     try:
         if is_file(parallel.schedule):
             check_table(table_of(parallel, micro_batches), ranks_of_stages(parallel), micro_batches)
     except (ScheduleError, UnicodeDecodeError) as error:
-        return error
-    return None
+        rank = getattr(error, "rank", None)
+        if rank is None:
+            return str(error)
+        lines = enumerate(Path(parallel.schedule).read_text(encoding="utf-8").splitlines(), 1)
+        return f"line {[number for number, line in lines if line.strip()][rank]}, {error}"
+    return ""
+
+
+def _other_table(context: RuleContext) -> str:
+    """The fix of a table: another number of micro-batches, if it is legal for one."""
+    parallel, training = context.config.parallel, context.config.training
+    with suppress(ScheduleError, UnicodeDecodeError):
+        own = max((it.micro_batch for row in table_of(parallel, 1) for it in row), default=0) + 1
+        if own != training.accumulation and not _not_a_table(context, own):
+            size = own * training.global_batch_size // (training.accumulation or 1)
+            return f"use {own} micro-batches, which the table has (training.global_batch_size={size})"
+    return "correct the table, or use interleaved or 1f1b"
 
 
 def pipeline_split_adds_up(context: RuleContext) -> Iterator[Problem]:

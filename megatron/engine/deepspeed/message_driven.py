@@ -36,8 +36,7 @@ class MessageDriven(TableExecutor):
         finally:
             for box in boxes.values():
                 box.posted.put(None)
-        for _, work in self._sent:
-            work.wait()
+        self._wait_for_sent(self._sent)
         self._forget()
 
     def _passes(self, count: int, feed: Feed, sizes: tuple[int, int], boxes: dict[str, _Box]) -> None:
@@ -55,8 +54,16 @@ class MessageDriven(TableExecutor):
                 BACKWARD: kept and (rank == last or (rank, done[BACKWARD]) in self._gradients),
                 FORWARD: done[FORWARD] < count and kept < most and (not rank or (rank, done[FORWARD]) in self._inputs),
             }
-            if not any(ready.values()) or not arrived.empty():
+            if not arrived.empty():
                 self._take(arrived.get())
+                continue
+            if not any(ready.values()):
+                # after a gradient if no more is kept, or no pass is left: otherwise the rank before is late
+                late = BACKWARD if kept and (kept == most or done[FORWARD] == count) else FORWARD
+                name = str(Instruction(rank, late, done[late]))
+                peer = self._axis.ranks[rank + (1 if late == BACKWARD else -1)]
+                with self._beacon.message(b"recv", 0, peer, name):
+                    self._take(arrived.get())
                 continue
             kind = BACKWARD if ready[BACKWARD] else FORWARD
             it = Instruction(rank, kind, done[kind])

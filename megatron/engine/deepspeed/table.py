@@ -43,6 +43,7 @@ from .stages import Pipeline, stream_buffers
 Feed = Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
 Place = tuple[int, int]  # stage, micro-batch
 Arriving = list[tuple[Tensor, Any]]  # tensors, and their messages
+Sent = list[tuple[Tensor, Any, Message]]
 SENT = 4  # tensors on their way per stage, on CPUs
 
 
@@ -74,7 +75,7 @@ class TableExecutor:
         self._kept: dict[Place, tuple[tuple[Tensor, ...], Any]] = {}  # inputs and outputs of forward passes
         self._made: dict[Instruction, tuple[Tensor, ...]] = {}  # what is about to be sent
         self._waiting: dict[Place, Waiting] = {}  # factors of gradients of weights
-        self._sent: Arriving = []
+        self._sent: Sent = []
 
     def train(self, feed: Feed, micro_batches: int, sizes: tuple[int, int], look: Look | None) -> None:
         """A step: all passes, the sums of gradients, and the update.
@@ -138,34 +139,47 @@ class TableExecutor:
                 elif message.to == self._axis.rank:
                     self._receive(message, sizes)
             self._release_sent()
-        _arrived(self._sent)
+        self._wait_for_sent(self._sent)
         self._forget()
 
     def _release_sent(self) -> None:
         """Free the memory of messages that have been received. gloo only reports one that is waited for. Its receive
         was posted in the same round, and waits for nothing of a later one."""
-        self._sent = [(tensor, work) for tensor, work in self._sent if not work.is_completed()]
+        self._sent = [each for each in self._sent if not each[1].is_completed()]
         if self._engine.device.type == "cpu":
             early = max(len(self._sent) - SENT * self._stages, 0)
-            _arrived(self._sent[:early])
+            self._wait_for_sent(self._sent[:early])
             del self._sent[:early]
 
+    def _wait_for_sent(self, sent: Sent) -> None:
+        for tensor, work, message in sent:
+            with self._beacon.message(b"send", tensor.numel(), self._axis.ranks[message.to], str(message.made)):
+                work.wait()
+
     def _execute(self, it: Instruction, feed: Feed, at: tuple[int, int]) -> None:
-        forward, name = it.kind == F, f"stage {it.stage}, micro-batch {it.micro_batch}"
+        forward, name = it.kind == F, f"{it}, stage {it.stage}, micro-batch {it.micro_batch}"
         part, arriving = FORWARD if forward else BACKWARD, self._inputs if forward else self._gradients
         messages = arriving.pop((it.stage, it.micro_batch), [])
         self._pipeline.stage = it.stage
         with phase("forward" if forward else "backward"):
-            if messages:
-                self._beacon.at(part, *at, f"waits for {name}".encode())
-            received = _arrived(messages)
             self._beacon.at(part, *at, name.encode())
+            received = self._arrived(it, messages)
             if forward:
                 self._forward(it, feed, received)
             elif it.kind != WEIGHTS:
                 self._backward(it, received)
             if self._later is not None and it.kind in (B, WEIGHTS):
                 self._add_to_weights((it.stage, it.micro_batch))
+
+    def _arrived(self, it: Instruction, messages: Arriving) -> tuple[Tensor, ...]:
+        """What an instruction needs. A rank that waits for it reports the instruction, and the rank that sends it."""
+        if any(work is not None for _, work in messages):
+            near = ranks_of_stages(self._config.parallel)[it.stage + (-1 if it.kind == F else 1)]
+            elements = sum(tensor.numel() for tensor, _ in messages)
+            with self._beacon.message(b"recv", elements, self._axis.ranks[near], str(it)):
+                for _, work in messages:
+                    work.wait()
+        return tuple(tensor for tensor, _ in messages)
 
     def _forward(self, it: Instruction, feed: Feed, inputs: tuple[Tensor, ...]) -> None:
         training = torch.is_grad_enabled()
@@ -219,7 +233,8 @@ class TableExecutor:
         with phase("forward" if message.made.kind == F else "backward"):
             for tensor in self._made.pop(message.made):
                 whole = tensor.contiguous()
-                self._sent.append((whole, dist.isend(whole, group=self._axis.group, group_dst=message.to)))
+                work = dist.isend(whole, group=self._axis.group, group_dst=message.to)
+                self._sent.append((whole, work, message))
 
     def _receive(self, message: Message, sizes: tuple[int, int]) -> None:
         place, forward = _next_place(message), message.made.kind == F
@@ -235,10 +250,3 @@ class TableExecutor:
 def _next_place(message: Message) -> Place:
     made = message.made
     return made.stage + (1 if made.kind == F else -1), made.micro_batch
-
-
-def _arrived(messages: Arriving) -> tuple[Tensor, ...]:
-    for _, work in messages:
-        if work is not None:
-            work.wait()
-    return tuple(tensor for tensor, _ in messages)

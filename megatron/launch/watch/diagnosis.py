@@ -38,7 +38,8 @@ class Waiting:
     @property
     def text(self) -> str:
         if self.peer >= 0:
-            return f"{self.operation} {'to' if self.operation == 'send' else 'from'} rank {self.peer}"
+            purpose = f" for {self.form}" if self.form else ""
+            return f"{self.operation} {'to' if self.operation == 'send' else 'from'} rank {self.peer}{purpose}"
         return f"{self.operation} {self.number:,} of {self.group}"
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from hashlib import blake2b
+from threading import get_ident
 from typing import Any
 
 import torch.distributed as dist
@@ -51,6 +52,7 @@ class _Watcher:
         self.slots: dict[Any, int] = {}
         self.busy = False
         self.last = -1
+        self.thread = get_ident()
 
     def follow(self, group: Any) -> int:
         """The slot of a process group at its first call. None is the group of all ranks. -1: the group is skipped."""
@@ -141,7 +143,8 @@ class _Watcher:
 
         @wraps(function)
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.busy or self.last < 0 or work.is_completed():
+            elsewhere = self.beacon.inside or get_ident() != self.thread  # which waits for a message of its own
+            if self.busy or self.last < 0 or elsewhere or work.is_completed():
                 return function(work, *args, **kwargs)
             self.busy = True
             self.beacon.wait(self.last)
