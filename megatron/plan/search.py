@@ -36,7 +36,7 @@ MICRO_BATCHES = tuple(2**power for power in range(8))
 # Pipeline schedules with their stages per rank, in addition to 1F1B. More stages only add messages.
 SCHEDULES_TRIED = (("interleaved", 2), ("interleaved", 4), ("zb_h1", 1), ("zb_h1", 2), ("zb_h1", 4), ("zbv", 2))
 NOT_TRIED = {  # in a model of times where W is never longer than F, tests/config/test_pipelines.py shows the first one
-    "dualpipe_v": "its bubble is only shorter than those of zbv and zb_h1 if gradients of weights take longer than a "
+    "dualpipe_v": "its bubble is shorter than the bubbles of zbv and zb_h1 only if gradients of weights take longer than a "
     "forward pass, and it keeps half a micro-batch more",
     "asynchronous": "its table is that of 1f1b, and it needs CPU ranks",
 }
