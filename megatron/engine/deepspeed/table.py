@@ -172,7 +172,7 @@ class TableExecutor:
                 self._add_to_weights((it.stage, it.micro_batch))
 
     def _arrived(self, it: Instruction, messages: Arriving) -> tuple[Tensor, ...]:
-        """Return the tensors that an instruction needs. A rank that waits for it reports the instruction, and the rank that sends it."""
+        """Return the tensors that an instruction needs. A rank that waits reports the instruction and the sender."""
         if any(work is not None for _, work in messages):
             near = ranks_of_stages(self._config.parallel)[it.stage + (-1 if it.kind == F else 1)]
             elements = sum(tensor.numel() for tensor, _ in messages)
