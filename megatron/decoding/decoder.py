@@ -9,6 +9,7 @@ So a text can be cut into any pieces, read in any company, and read again after 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -21,10 +22,12 @@ from megatron.config import Config
 from megatron.kinds.common.attention.fewer_keys import Reading
 from megatron.kinds.common.attention.paged_keys import PADDED, Pass
 from megatron.model.embedding_and_head import LogitsAt, Reader
+from megatron.model.expert_tally import recorded
 from megatron.model.stack import Model
 from megatron.parallel.layout.mesh import ALONE, Axis
 
 from .pool import Pool
+from .routes import note_routes
 from .sampling import choose_tokens, likeliest, log_probabilities
 from .schedule import Drawn, Live, Piece, Request, Schedule, is_over, pages_of
 from .states import States
@@ -91,6 +94,7 @@ class Decoder:
         stages: the ranks of a pipeline, which all plan the same passes.
         alive: called after each pass.
         reading: (number of a layer with keys) -> how it reads them (`read_less.py`). None is full attention.
+        routes: keep the experts of each token. Each text is then read from its first token on.
 
     Attributes:
         schedule: of the last `run`, with its counts.
@@ -112,10 +116,11 @@ class Decoder:
         stages: Axis = ALONE,
         alive: Callable[[], None] = lambda: None,
         reading: Callable[[int], Reading] | None = None,
+        routes: bool = False,
     ) -> None:
         self.engine, self.device, self.rows, self.vocabulary = engine, device, rows, vocabulary
         self.pages, self.budget, self.agree, self.alive = pages, budget, agree, alive
-        self.reading = reading
+        self.reading, self.routes = reading, routes
         self.logits: Callable[[Live, int, Tensor], None] | None = None
         self.stages = stages
         self._continues: bool | None = None  # on any stage
@@ -168,12 +173,19 @@ class Decoder:
         self.states.current.read = now
         engine, given = self.engine, (self._reader(wanted), self.states.of_layers, now.positions_T1)
         found: Any
-        if isinstance(engine, ReadsLater):
-            found = engine.read_later(now.ids_T1, *given)
-        else:
-            found = partial(torch.as_tensor, engine.read_on(now.ids_T1, *given))
+        whole: Any = engine
+        keep: AbstractContextManager[dict[int, list[Tensor]]] = nullcontext({})
+        if self.routes:
+            keep = recorded(whole.model)
+        with keep as layers:
+            if isinstance(engine, ReadsLater):
+                found = engine.read_later(now.ids_T1, *given)
+            else:
+                found = partial(torch.as_tensor, engine.read_on(now.ids_T1, *given))
 
         def finish() -> None:
+            if self.routes and pieces:
+                note_routes(pieces, layers)
             self._use(wanted, found()[: len(wanted), : self.vocabulary], pieces)
             self.alive()
 
@@ -181,6 +193,8 @@ class Decoder:
 
     def _shares(self) -> bool:
         """Whether a text may begin with pages of another one: no layer of any stage has states besides keys."""
+        if self.routes:
+            return False
         if self.stages.size == 1:
             return not self.states.continues
         if not self.schedule.passes:  # a pass shows which states there are
@@ -226,6 +240,7 @@ class Decoder:
         for follower, leader in self.schedule.done(pieces):
             follower.drawn.scores = list(leader.drawn.scores)
             follower.drawn.likeliest = dict(leader.drawn.likeliest)
+            follower.drawn.routes = dict(leader.drawn.routes)
             if leader.arrival in due:
                 due[follower.arrival] = due[leader.arrival]
         running = [each for each in self.schedule.running if each.arrival in due]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.attention.paged_keys import PAGE, Token
@@ -89,6 +90,7 @@ class Drawn:
     Attributes:
         scores: log-probabilities of the prompt's tokens that were asked for.
         likeliest: by the place of a token in the text, the likeliest ids with their log-probabilities.
+        routes: by the place of a token that was read, its experts in all layers, if the decoder keeps them.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -96,6 +98,7 @@ class Drawn:
     ended: bool = False
     scores: list[float] = field(default_factory=list)
     likeliest: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    routes: dict[int, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass

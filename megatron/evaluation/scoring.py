@@ -161,7 +161,7 @@ class Scorer:
                     yield index, logs[begin:end], best[begin:end]
                     begin = end
 
-    def answer(self, requests: Sequence[Request], vocabulary: int | None = None) -> list[Drawn]:
+    def answer(self, requests: Sequence[Request], vocabulary: int | None = None, *, routes: int = 0) -> list[Drawn]:
         """The continuation of each request, on all ranks. Draws are keyed by the request's number and the position.
 
         Where the model permits it (`obstacle`), the decoder reads the texts. Replicas, context parallel ranks too,
@@ -170,6 +170,7 @@ class Scorer:
 
         Args:
             vocabulary: only ids below it are chosen. The embedding may have more rows than the tokenizer has ids.
+            routes: experts of a token in all layers, which are kept. 0 keeps none.
 
         Raises:
             RequestError: on all ranks, before any has begun, if one can never be answered, or asks for scores where the
@@ -201,6 +202,7 @@ class Scorer:
             "stages": stages,
             "alive": lambda: self.alive(),
             "reading": self.reading,
+            "routes": bool(routes),
         }
         rows = -(-self.texts // stages.size)
         decoders = [Decoder(self.engine, self.device, rows=rows, **how) for _ in parts]
@@ -208,7 +210,18 @@ class Scorer:
             made[index] = drawn
         self.tokens += sum(each.schedule.read for each in decoders)
         self._exchange(made, requests)
+        if routes:
+            self._exchange_routes(made, max(each.whole for each in requests), routes)
         return made
+
+    def _exchange_routes(self, made: list[Drawn], longest: int, width: int) -> None:
+        """Send the experts of each rank's tokens to all ranks."""
+        found = torch.zeros(len(made), longest, width, dtype=torch.float64)
+        for row, each in enumerate(made if self.mesh.at.tensor == 0 else ()):
+            for place, experts in each.routes.items():
+                found[row, place] = experts.double()
+        for each, rows in zip(made, self._sum(found).long()):
+            each.routes = dict(enumerate(rows))
 
     def _exchange(self, made: list[Drawn], requests: Sequence[Request]) -> None:
         """Send each rank's texts to all ranks, with one likeliest token of each place."""

@@ -19,6 +19,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from megatron.checkpoint.format.communicator import from_rank_0
 from megatron.checkpoint.format.errors import CheckpointError
@@ -93,6 +95,8 @@ class AlignHook(Hook):
         self.tokenizer = build_tokenizer(config.tokenizer)
         world = parts.world
         self.sampler = Sampler(config, parts.engine, world.mesh, world.device, texts=self.own.texts)
+        if self.own.routes == "sampler" and not self.sampler.cached:
+            raise UserError("align.routes must be trainer where no decoder reads the texts of this model")
         self.server: Server | None = None
         if self.own.server.url is not None:
             from .server import Server
@@ -247,6 +251,9 @@ class AlignHook(Hook):
                 failure=verdict.failure,
                 counts=each.ended or not own.mask_truncated,
                 difficulty=None if level is None else int(prompt.record["difficulty"]),
+                experts=encoded(torch.stack([each.routes[at] for at in range(len(prompt.ids) + len(each.tokens) - 1)]))
+                if own.routes == "sampler"
+                else "",
             )  # fmt: skip
             for prompt, drawn, verdicts in (chosen + spare)[:count]
             for each, verdict in zip(drawn, verdicts)
@@ -275,7 +282,8 @@ class AlignHook(Hook):
         more = {"tokens": self.own.tokens, "finished": self.finished, "vocabulary": self.tokenizer.size}
         if seed is None:
             return Rule(**more)
-        return Rule(sampling=Sampling(seed=seed, purpose=purpose), **more)
+        routes = self.own.routes == "sampler" and purpose == "rollouts"
+        return Rule(sampling=Sampling(seed=seed, purpose=purpose), routes=routes, **more)
 
     def finished(self, ids: list[int]) -> bool:
         stop = self.own.stop
@@ -318,10 +326,10 @@ class AlignHook(Hook):
         # The first update of a round trains on the weights that have drawn it, unless rounds are behind.
         first = 0 if self.own.behind else self.config.training.global_batch_size
         trainer: list[list[float] | None] = [None] * len(found)
-        whole, experts = list[list[float]](), [""] * len(found)
-        if self.config.objective.options.get("replay"):
+        whole, experts = list[list[float]](), [each.experts for each in found]
+        if self.config.objective.options.get("replay") and self.own.routes == "trainer":
             whole, routes = self.sampler.with_routes(texts)
-            experts = [base64.b64encode(each.numpy().astype("<u2").tobytes()).decode() for each in routes]
+            experts = list(map(encoded, routes))
         if exact and first < len(found):
             trainer[first:] = whole[first:] or self.sampler.of_whole_texts(texts[first:])
         trainer[:first] = [[] for _ in found[:first]]
@@ -348,6 +356,11 @@ class AlignHook(Hook):
         trainer.sinks.write({"step": trainer.completed, "held_out": found})
         shown = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
         trainer.log(f"held-out problems after {trainer.completed} steps: {shown}")
+
+
+def encoded(experts: Tensor) -> str:
+    """Experts [tokens, width] as a round's file has them."""
+    return base64.b64encode(experts.numpy().astype("<u2").tobytes()).decode()
 
 
 def numbers_of(rollouts: Sequence[Rollout], group: int) -> dict[str, float]:

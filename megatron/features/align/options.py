@@ -98,6 +98,11 @@ class AlignSection(Section):
     workers: int = key(4, "Processes that compute rewards.", gt=0, le=1024)
     time_limit: float = key(10.0, "For all rewards of one completion. After it the reward is 0.", unit="seconds", gt=0)
     texts: int = key(64, "Completions that a rank draws together.", gt=0)
+    routes: Literal["trainer", "sampler"] = key(
+        "trainer",
+        "Whose experts `objective.options.replay` uses. trainer: of a pass by the weights that drew the round (R2). "
+        "sampler: of the pass that drew each token (R3).",
+    )
     server: ServerSection = key(ServerSection, "A server that draws completions, in place of the trainer's ranks.")
     evaluate: int | None = key(None, "Rounds between evaluations on held-out problems.", unit="rounds", gt=0)
     problems: int = key(128, "Held-out problems of an evaluation, each answered greedily.", gt=0)
@@ -239,7 +244,19 @@ def the_run_fits(context: RuleContext) -> Iterator[Problem]:
         if value != needs:
             shown = str(needs).lower()
             yield context.problem(name, rule=f"must be {shown} with align: {why}", fix=f"use {name}={shown}")
-    server = align_of(config).server
+    own, server = align_of(config), align_of(config).server
+    if own.routes == "sampler":
+        fits = {
+            "objective.options": (bool(config.objective.options.get("replay")), "replay: true"),
+            "align.server.url": (server.url is None, "null"),
+            "align.updates": (own.updates == 1, "1"),
+            "align.behind": (own.behind == 0, "0"),
+        }
+        for name, (fit, needs) in fits.items():
+            if not fit:
+                yield context.problem(
+                    name, "align.routes", rule=f"must be {needs} with routes: sampler", fix="use align.routes=trainer"
+                )
     if server.url is None and server != ServerSection():
         yield context.problem("align.server", rule="must come with align.server.url", fix="give it, or remove the rest")
     if server.url is not None and not re.fullmatch(r"https?://[^\s/@?#]+(/[^\s?#]*)?", server.url):

@@ -33,12 +33,14 @@ class Rule:
         finished: whether a continuation has ended, from its ids.
         vocabulary: only ids below it are chosen, and have probability.
         sampling: by draws of the policy itself, or the likeliest.
+        routes: whether the experts of the tokens that were read are kept.
     """
 
     tokens: int
     finished: Callable[[list[int]], bool]
     vocabulary: int | None
     sampling: Sampling = GREEDY
+    routes: bool = False
 
     @staticmethod
     def of(seed: int, **more: Any) -> Rule:
@@ -54,7 +56,12 @@ class Sampler(Scorer):
             Request(prompt, rule.tokens, number, rule.sampling, rule.finished)
             for prompt, number in zip(prompts, numbers)
         ]
-        return self.answer(requests, rule.vocabulary)
+        return self.answer(requests, rule.vocabulary, routes=self.width if rule.routes else 0)
+
+    @property
+    def width(self) -> int:
+        """Experts of a token in all layers."""
+        return sum(map(len, route_columns(self.config.model).values()))
 
     @property
     def exact(self) -> bool:
@@ -117,8 +124,7 @@ class Sampler(Scorer):
         self.routes = {}
         logs = self.of_whole_texts(texts)
         own, self.routes = self.routes, None
-        widths = [len(names) for names in route_columns(self.config.model).values()]
-        found = torch.zeros(len(texts), max(len(text.inputs) for text in texts), sum(widths), dtype=torch.float64)
+        found = torch.zeros(len(texts), max(len(text.inputs) for text in texts), self.width, dtype=torch.float64)
         for index, text in enumerate(texts):
             # of equal texts one rank has read one
             if text.inputs in own:

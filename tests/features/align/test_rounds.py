@@ -108,6 +108,32 @@ def test_experts_are_replayed_on_every_layout(tmp_path):
         assert found == [pytest.approx(each, rel=5e-5, abs=2e-6) for each in steps], layout
 
 
+def test_experts_of_the_sampler_are_replayed(tmp_path):
+    """In fp32 on one process the decoder's choice is the trainer's, so rounds and steps are those of R2, on every
+    layout. In a file with other experts the step differs: they are what the trainer uses."""
+
+    def run(name: str, ranks: int, routes: str, *overrides: str) -> list[list[float]]:
+        own = values(tmp_path / name, evaluate=None, routes=routes)
+        own["model"] |= {"layers": "attention/mlp attention/moe", "init": {"std": 0.3}}
+        own["model"]["moe"] = {"experts": 8, "top_k": 2, "hidden_size": 16, "losses": {"balance": 0.0}}
+        own["objective"]["options"] |= {"replay": True}
+        records = train_on_ranks(ranks, own, overrides)
+        return [[each[key] for key in ("objective_loss", "grad_norm")] for each in records if "loss" in each]
+
+    steps = run("trainer", 1, "trainer")
+    found = [run("sampler", 1, "sampler"), *(run(f"two{at}", 2, "sampler", each) for at, each in enumerate(TWO_RANKS))]
+    for each in found:
+        assert each == [pytest.approx(step, rel=5e-5, abs=2e-6) for step in steps]
+    experts = [
+        [one.experts for one in read_round(path_of(resolve(values(tmp_path / name)), 0))]
+        for name in ("trainer", "sampler", "two0", "two1")
+    ]
+    assert experts[0][0] and all(each == experts[0] for each in experts)
+
+
+TWO_RANKS = ("zero.stage=1", "parallel.tensor=2")
+
+
 def test_a_round_has_what_its_file_says(tmp_path):
     """Its numbers follow from the file. The step's columns and weights are the file's."""
     own = values(tmp_path)
@@ -441,6 +467,7 @@ def test_prompts_are_functions_of_their_number(tmp_path):
         ({"training": {"weight_average": None}}, "the average of the weights is the reference"),
         ({"data": {"synthetic": "copy"}}, "must be rollouts with align"),
         ({"objective": {"options": {"replay": True}}}, "replay must come with layers of experts"),
+        ({"align": {"routes": "sampler"}}, "must be replay: true with routes: sampler"),
         ({"training": {"batch_schedule": [{"until": 2, "global_batch_size": 4}]}}, "all rounds have one size"),
         ({"evaluation": {"at_end": True}}, "must be off with align"),
         ({"model": {"dropout": 0.1}}, "must be 0.0 with align"),
