@@ -1,6 +1,6 @@
-"""Table and picture of optimizers.yml, from the JSON of `suite.py optimizers.yml compare --json`.
+"""Table and picture of optimizers.yml and optimizers_best.yml, from the JSON of `suite.py ... compare --json`.
 
-    python examples/suites/optimizers.py results.json picture.png
+    python examples/suites/optimizers.py rates.json best.json picture.png
 
 Of each stack and optimizer it shows the best rate: the one with the lowest mean over its runs, of those with the most
 seeds. A dash in the last column is beyond the rates that were tried.
@@ -17,14 +17,17 @@ LOSS = "validation loss"
 Points = dict[float, dict[str, Any]]  # rate -> mean, deviation and number of runs
 
 
-def read(file: str) -> dict[tuple[str, str], Points]:
-    """The losses by (stack, optimizer)."""
+def read(files: list[str]) -> dict[tuple[str, str], Points]:
+    """The losses by (stack, optimizer). Those of later files, with more seeds, take the place of earlier ones."""
     found: dict[tuple[str, str], Points] = defaultdict(dict)
-    with open(file, encoding="utf-8") as text:
-        for each in json.load(text)["results"]:
+    for file in files:
+        with open(file, encoding="utf-8") as text:
+            results = json.load(text)["results"]
+        for each in results:
+            own = each["values"]
+            stack, kind, rate = (own.get("case") or f"{own['stack']}-{own['optimizer']}").split("-")
             if LOSS in each["results"]:
-                kind, _, rate = each["values"]["optimizer"].rpartition("-")
-                found[each["values"]["stack"], kind][float(rate)] = each["results"][LOSS]
+                found[stack, kind][float(rate)] = each["results"][LOSS]
     return found
 
 
@@ -70,6 +73,6 @@ def draw(found: dict[tuple[str, str], Points], file: str) -> None:
 
 
 if __name__ == "__main__":
-    losses = read(sys.argv[1])
+    losses = read(sys.argv[1:-1])
     print(table(losses))
-    draw(losses, sys.argv[2])
+    draw(losses, sys.argv[-1])

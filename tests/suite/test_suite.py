@@ -242,7 +242,13 @@ def test_shipped_suites(path):
     if path.stem == "gemstones":
         for name, config in found.items():
             assert totals(config).parameters == parameters_of_a_gemstone(*map(int, name.split("-")[0].split("x")))
-    counts = {"pythia": (8, 0), "ladder": (12, 2), "gemstones": (22, 9), "optimizers": (162, 0)}
+    counts = {
+        "pythia": (8, 0),
+        "ladder": (12, 2),
+        "gemstones": (22, 9),
+        "optimizers": (54, 0),
+        "optimizers_best": (45, 0),
+    }
     assert (len(trunks), len(branches)) == counts[path.stem]
 
 
