@@ -26,7 +26,7 @@ from megatron.parallel.layout.shard import LogicalTensor, Role, Shard
 
 from .cut import cuts_of, part_of
 from .facts import FactsError, facts_of
-from .outline import parameters_of, stack_of
+from .outline import stack_of
 from .probe import output_of
 
 
@@ -237,7 +237,7 @@ class Trunk(nn.Module):
         mark(whole, head, shards=cuts_of(whole).shards if ranks > 1 else {})
         outside = {id(head.weight), id(getattr(whole.get_input_embeddings(), "weight", None))}
         others = outside.union(*({id(each) for each in block.parameters()} for block in blocks))
-        own = parameters_of(blocks[init.index]) if blocks else []
+        own = list(blocks[init.index].parameters()) if blocks else []
         if init.index == 0:
             own += [each for each in whole.parameters() if id(each) not in others]
         self.parts = nn.ParameterList(own)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from .build import hf_config, hf_model
 from .cut import cuts_of, sizes_of
 from .facts import Facts, FactsError
-from .outline import linears_of, parameters_of, stack_of
+from .outline import linears_of, stack_of
 from .probe import SMALL, keeps_apart, output_of, positions_of, probe
 
 
@@ -101,7 +101,7 @@ def facts_of_model(model: PreTrainedModel) -> Facts:
         matrices=matrices - idle,
         idle=idle,
         positions=positions_of(model),
-        sizes=[sum(each.numel() for each in parameters_of(block)) for block in blocks],
+        sizes=[sum(each.numel() for each in block.parameters()) for block in blocks],
         linears=list(linears_of(model)),
         divided=divided,
         uncut=uncut,

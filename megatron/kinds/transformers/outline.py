@@ -23,10 +23,6 @@ STAGES = "parallel.pipeline"
 FIX = "use parallel.pipeline: 1. ZeRO splits the states of any model"
 
 
-def parameters_of(module: nn.Module) -> list[nn.Parameter]:
-    return list(module.parameters())
-
-
 def stack_of(model: PreTrainedModel) -> tuple[str, list[nn.Module]]:
     """The name and the blocks of the largest list of modules. Empty, unless it has the layers of the settings."""
     own = ((name, each) for name, each in model.named_modules() if not name.startswith(other_parts(model)))
