@@ -30,9 +30,10 @@ def cannot_read_less(config: Config) -> str | None:
     for name, kind, options in used_kinds(config.model):
         if getattr(options, "kv_rank", None) is not None:
             return f"{name} keeps latents, which all heads share, in place of keys"
-        if kind.context != "attends":
+        if not kind.attends and kind.context != "attends":
             continue
-        if getattr(options, "kv_heads", None) is None or getattr(options, "head_dim", None) is None:
+        sizes = (getattr(options, name, None) for name in ("kv_heads", "head_dim"))
+        if kind.context != "attends" or None in sizes:
             return f"{name} has keys of another form"
         if getattr(options, "window", None) is not None:
             return f"{name} has a sliding window, which reads few keys already"

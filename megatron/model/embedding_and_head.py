@@ -30,7 +30,7 @@ from .initialisation import Initialisation
 from .multi_token import FurtherLabels, MultiTokenPrediction, further_labels
 from .norm import Norm, norm_activations, norm_parameters
 from .residual import ChannelScale, Dropout
-from .stream import LOSS, Chunk, Stream
+from .stream import LOSS, TOKENS, Chunk, Stream, token_digits
 
 
 class Positions(nn.Module):
@@ -101,7 +101,9 @@ class Embedding(nn.Module):
         stream = Stream(x, positions, documents, samples, chunk=chunk)
         if self.dropout is not None:
             x = self.dropout(x, stream)
-        return stream.with_hidden(x).with_channels(dict.fromkeys(self.channels, x))
+        return stream.with_hidden(x).with_channels({
+            name: token_digits(tokens_BS, x) if name == TOKENS else x for name in self.channels
+        })
 
 
 # A function of a head and its input [B, S, H] (whole on every tensor and context parallel rank), in place of the loss.

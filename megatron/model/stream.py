@@ -112,12 +112,29 @@ class Channel:
     Attributes:
         width: last dimension.
         whole: [B, S, width], all positions on every tensor parallel rank. Else [B, s, width] like the hidden state.
-        embedded: it is the embedding's output. Otherwise the first layer that declares the channel makes it.
+        embedded: the embedding makes it: its output, or digits of token ids. Otherwise the first layer that declares
+            the channel makes it.
     """
 
     width: int
     whole: bool = False
     embedded: bool = False
+
+
+TOKENS = "tokens"  # a channel of the digits of token ids, for layers that read them
+DIGITS, BASE = 3, 256  # whole numbers up to 256 are exact in every type
+TOKEN_CHANNEL = Channel(DIGITS, whole=True, embedded=True)
+
+
+def token_digits(tokens_BS: Tensor, like: Tensor) -> Tensor:
+    """The digits of token ids, [B, S, DIGITS] of the type of `like`."""
+    return torch.stack([tokens_BS // BASE**place % BASE for place in range(DIGITS)], -1).to(like.dtype)
+
+
+def token_ids(stream: Stream) -> Tensor:
+    """Token ids [B, S] of the channel `TOKENS`."""
+    digits = stream.channels[TOKENS].detach().long()
+    return (digits * torch.tensor([BASE**place for place in range(DIGITS)], device=digits.device)).sum(-1)
 
 
 def live_channels(used: Sequence[Mapping[str, Channel]]) -> list[dict[str, Channel]]:

@@ -78,6 +78,7 @@ def test_what_goes_in_comes_out(python: str, pairs: dict, tmp_path: Path) -> Non
         "gemma4_text",
         "kimi_linear",
         "deepseek_v32",
+        "deepseek_v4",
         "glm_moe_dsa",
         "glm4_moe_lite",
         "minimax_m2",

@@ -171,6 +171,24 @@ MODELS |= {
             "router": {"score": "sigmoid", "normalize": True, "correction": "sign"},
         },
     },
+    "deepseek_v4": {
+        **{key: value for key, value in _LLAMA.items() if key not in ("attention", "mlp")},
+        "layers": "csa@sliding/moe@hash csa/moe csa@heavy/moe",
+        "residual": {"streams": 2},
+        "csa": {
+            **{"heads": 4, "head_dim": 12, "query_rank": 12, "rope_dim": 4, "window": 5, "rate": 4, "groups": 2},
+            **{"output_rank": 6, "index_heads": 16, "index_dim": 8, "index_top_k": 3},
+        },
+        "variants": {
+            "sliding": {"rate": None},
+            "heavy": {"rate": 8, "overlap": False, "index_top_k": None},
+            "hash": {"router": {"select": "hash", "correction": "none"}},
+        },
+        "moe": {
+            **{"experts": 4, "hidden_size": 24, "shared_size": 24, "limit": 3.0, "shared_limit": 3.0},
+            "router": {"score": "sqrt_softplus", "normalize": True, "correction": "sign"},
+        },
+    },
     "qwen3_moe": {
         **_LLAMA,
         "layers": "attention/mlp (attention/moe) x2",

@@ -23,10 +23,10 @@ from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import relative
 
 # Windows and sinks; latents; compressed keys with convolutions; shared blocks and a scan; attention next to a scan; two
-# recurrences of matrices; delta rule; experts by sigmoid and by softmax; latents that an indexer chooses; ALiBi, caps
-# and learned positions.
+# recurrences of matrices; delta rule; experts by sigmoid and by softmax; latents that an indexer chooses; compressed
+# entries; ALiBi, caps and learned positions.
 NAMES = ["gpt_oss", "deepseek_v2", "zaya", "zamba2", "falcon_h1", "rwkv7_hybrid", "gated_delta", "mixtral"]
-NAMES += ["rwkv4", "rwkv5", "rwkv6", "jamba", "deepseek_v32"]
+NAMES += ["rwkv4", "rwkv5", "rwkv6", "jamba", "deepseek_v32", "deepseek_v4"]
 OTHERS: dict[str, dict[str, Any]] = {
     "learned": {
         "embedding": {"position": "learned", "max_positions": 128},

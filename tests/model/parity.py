@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import pytest
 import torch
@@ -44,8 +45,15 @@ def randomise(module: torch.nn.Module, seed: int, std: float = 0.15) -> None:
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
             if name.endswith("layer_scalar"):
                 buffer.copy_(1.0 + 0.3 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith("tid2eid"):  # different experts of each token
+                order = torch.rand(len(buffer), _experts(module, name), generator=generator).argsort(1)
+                buffer.copy_(order[:, : buffer.shape[1]])
             if name.endswith("balancing_biases"):  # of ZAYA1's routers, but the last, which is -1 whatever a file says
                 buffer[:-1] = 0.02 * torch.randn(buffer[:-1].shape, generator=generator)
+
+
+def _experts(module: torch.nn.Module, table: str) -> int:
+    return cast(Any, module.get_submodule(table.rpartition(".")[0])).num_experts
 
 
 def named(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -76,8 +84,8 @@ def stored(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def settings_of(theirs: transformers.PreTrainedConfig, **training) -> Config:
     values = model_values(theirs)
-    if "dsa" in values:
-        values = {**values, "dsa": {**values["dsa"], "index_loss": 0.0}}
+    for kind in {"dsa", "csa"} & set(values):
+        values = {**values, kind: {**values[kind], "index_loss": 0.0}}
     if "moe" in values:
         values = {**values, "moe": {**values["moe"], "losses": {"balance": 0.0}}}  # transformers' loss is not asked for
     return resolve({"model": values, "training": {"steps": 1, "sequence_length": 24, **training}})
@@ -115,7 +123,7 @@ def on_disk(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tens
     """Tensors of a model's memory by the names that it is saved with: there experts are single, and so are
     the convolutions of queries, keys and values."""
     single = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
-    if kind in ("mixtral", "minimax", "minimax_m2", "kimi_linear"):
+    if kind in ("mixtral", "minimax", "minimax_m2", "kimi_linear", "deepseek_v4"):
         single = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
     found = {}
     for name, tensor in tensors.items():
@@ -140,7 +148,7 @@ def _let_routers_differ(theirs: transformers.PreTrainedModel) -> None:
     """ZAYA1's tokens shall differ in what they choose, and some shall use no expert."""
     with torch.no_grad():
         for name, tensor in [*theirs.named_parameters(), *theirs.named_buffers()]:
-            if ".mlp.gate." in name and tensor.dim() == 2:
+            if ".mlp.gate." in name and tensor.dim() == 2 and tensor.is_floating_point():
                 tensor *= 5.0
             if name.endswith("balancing_biases"):
                 tensor[-1] = 0.0

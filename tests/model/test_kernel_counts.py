@@ -25,6 +25,7 @@ KERNELS = {
     "tiny_deepseek_v2": 16,
     "tiny_deepseek_v3": 16,
     "tiny_deepseek_v32": 16,
+    "tiny_deepseek_v4": 3,
     "tiny_falcon_h1": 18,
     "tiny_gated_delta": 51,
     "tiny_gpt2": 38,

@@ -235,6 +235,25 @@ CASES |= {
         rope_parameters={"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.5},
     ),
 }
+V4 = {
+    **TINY,
+    **{"num_attention_heads": 4, "head_dim": 16, "q_lora_rank": 12, "partial_rotary_factor": 0.5, "sliding_window": 6},
+    **{"o_groups": 2, "o_lora_rank": 6, "index_n_heads": 8, "index_head_dim": 10, "index_topk": 3, "hc_mult": 3},
+    **{"moe_intermediate_size": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 4},
+    "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 5},
+    "layer_types": [f"{kind}_attention" for kind in ("sliding", "compressed_sparse", "heavily_compressed")]
+    + ["compressed_sparse_attention"],
+}
+CASES |= {
+    "deepseek_v4": hf.DeepseekV4Config(**V4, mlp_layer_types=["hash_moe", "moe", "moe", "hash_moe"]),
+    "deepseek_v4 every entry, yarn, limits": hf.DeepseekV4Config(
+        **{**V4, "index_topk": 64, "hc_mult": 2, "o_groups": 4},
+        num_hash_layers=1,
+        swiglu_limit=0.1,
+        rope_parameters=YARN,
+        max_position_embeddings=64,
+    ),
+}
 GLM4_MOE = {**EXPERTS, "num_hidden_layers": 3, "moe_intermediate_size": 12, "routed_scaling_factor": 1.5}
 CASES |= {
     "glm4_moe": hf.Glm4MoeConfig(**GLM4_MOE, n_routed_experts=4, n_shared_experts=1),

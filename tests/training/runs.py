@@ -202,7 +202,7 @@ def plainly(values: dict[str, Any], exact: bool = False, shaken: int | None = No
         ce, _, _ = token_losses(config, model.eval(), batch, slice(None))
     total, weight = (ce * batch.loss_mask[0]).double().sum(), batch.loss_mask.double().sum()
     weights = {p.logical.name: m.numpy().reshape(-1) for p, m in zip(parameters, masters)}
-    weights |= {tensor.logical.name: tensor.numpy() for tensor in corrections}
+    weights |= {tensor.logical.name: tensor.flatten().numpy() for tensor in corrections}
     return Outcome(losses, norms, (float(total / weight), float(weight)), weights)
 
 

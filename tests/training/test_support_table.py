@@ -64,7 +64,7 @@ def test_the_summary_says_what_is_tested():
     assert rows["llama"][5] == "2, 4" and rows["moe"][5] == "2, 4"
     assert {"cp·ep", "fold·ep"} < set(rows["moe"][8].split(", "))
     # its kind has no way to share sequences, and a longer llama, for stages only
-    whole = {"sparse attention", "deep"}
+    whole = {"sparse attention", "compressed entries", "deep"}
     assert {name for name in read()["architectures"] if {"–"} == set(rows[name][5:7])} == whole
     assert rows["even vocabulary"][6] == "2, 4" and "pp·fold" in rows["even vocabulary"][8]
 

@@ -175,7 +175,10 @@ def export(
         steps += further_copies(architecture, steps, config.model)
     types = dict.fromkeys(shapes, wanted) if dtype else _types_of(checkpoint)
     for step in steps:  # tensors that are joined have one type: the widest loses nothing
-        types |= dict.fromkeys(step.ours, reduce(torch.promote_types, [types[name] for name in step.ours]))
+        types |= dict.fromkeys(
+            step.ours,
+            torch.float32 if step.form.whole else reduce(torch.promote_types, [types[name] for name in step.ours]),
+        )
     with _draft(out) as draft:
         files = []
         for file in write_tensors(draft, shapes_of(steps, shapes, types), tensor_reader(checkpoint, types), limit):

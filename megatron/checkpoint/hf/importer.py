@@ -38,6 +38,7 @@ from .convert import INDEX, ConversionStep, match, plan
 
 CONFIG = "config.json"
 WEIGHTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+WHOLE = (torch.int64, torch.int32)
 MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # such as a zero, or no list
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
@@ -301,7 +302,10 @@ def write(
     _check_shapes(source.path, steps, logical, source, there)
     # Each tensor keeps its type. The writer takes wide types first, so the tensors of a step stay together.
     items = [
-        (FragmentSpec.whole(logical[name], WEIGHT), source.types[there[step.theirs[0]]])
+        (
+            FragmentSpec.whole(logical[name], WEIGHT),
+            torch.float32 if step.form.whole else source.types[there[step.theirs[0]]],
+        )
         for step in steps
         for name in step.ours
     ]
@@ -350,9 +354,9 @@ def _check_shapes(
             problems.append(f"{' and '.join(names)} are of different types")
         problems += [
             f"{name} has the type {str(source.types[name]).removeprefix('torch.')}. Weights must be float64, float32, "
-            "bfloat16 or float16"
+            f"bfloat16 or float16{', and this tensor int64 or int32' if step.form.whole else ''}"
             for name in names
-            if source.types[name] not in WEIGHTS
+            if source.types[name] not in (WHOLE if step.form.whole else WEIGHTS)
         ]
         wanted = step.shapes({name: logical[name].shape for name in step.ours})
         found = {name: source.shapes[there[name]] for name in step.theirs}

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron.features.multi_token.options import MultiTokenOptions
     from megatron.kinds.attention.options import AttentionOptions
     from megatron.kinds.cca.options import CCAOptions
+    from megatron.kinds.csa.options import CSAOptions
     from megatron.kinds.dsa.options import DSAOptions
     from megatron.kinds.gated_delta.options import GatedDeltaOptions
     from megatron.kinds.lightning.options import LightningOptions
@@ -307,6 +308,7 @@ if TYPE_CHECKING:
 
         attention: AttentionOptions
         mla: MLAOptions
+        csa: CSAOptions
         dsa: DSAOptions
         mamba: MambaOptions
         mamba2: Mamba2Options

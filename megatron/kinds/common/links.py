@@ -26,11 +26,13 @@ class Form:
 
     Attributes:
         any_cut: the rows of theirs are joined, wherever they are cut into tensors.
+        whole: theirs are whole numbers, of an integer type, and ours fp32.
     """
 
     to_hf: Callable[[Tensors], Tensors]
     from_hf: Callable[[Tensors], Tensors]
     any_cut: bool = False
+    whole: bool = False
 
 
 def one(to_hf: Callable[[Tensor], Tensor], from_hf: Callable[[Tensor], Tensor]) -> Form:

@@ -80,12 +80,29 @@ def shared(theirs: str, gate: str) -> tuple[Link, ...]:
     return (*shared_alone(theirs), Link(f"{OURS}.shared.gate", gate))
 
 
-def shared_alone(theirs: str) -> tuple[Link, ...]:
+def shared_alone(
+    theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> tuple[Link, ...]:
     """A shared expert without a gate on its output."""
     return (
-        Link(f"{OURS}.shared.gate_up", (f"{theirs}.gate_proj", f"{theirs}.up_proj"), fused()),
-        Link(f"{OURS}.shared.down", f"{theirs}.down_proj"),
+        Link(f"{OURS}.shared.gate_up", (f"{theirs}.{gate}", f"{theirs}.{up}"), fused()),
+        Link(f"{OURS}.shared.down", f"{theirs}.{down}"),
     )
+
+
+def table(theirs: str) -> Link:
+    """Experts of each token id, whole numbers there."""
+
+    def form(model: ModelSection) -> Form:
+        def from_hf(tensors: list[Tensor]) -> list[Tensor]:
+            low, high = (int(each) for each in tensors[0].aminmax())
+            if not 0 <= low <= high < model.moe.experts:
+                raise ValueError(f"numbers of experts must be from 0 to {model.moe.experts - 1}, not {low} to {high}")
+            return [tensors[0].to(torch.float32)]
+
+        return Form(lambda ours: [ours[0].long()], from_hf, whole=True)
+
+    return Link(f"{OURS}.router.table", theirs, form, suffixes=("",))
 
 
 def network_router(theirs: str) -> tuple[Link, ...]:

@@ -22,7 +22,7 @@ from megatron.model.costs.traffic import Enter, Event, Leave, Shared, TensorAxis
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.recompute import decide_once, repeating
-from megatron.model.stream import COLUMNS, LOSS, Channel, Stream, with_loss
+from megatron.model.stream import COLUMNS, LOSS, TOKEN_CHANNEL, TOKENS, Channel, Stream, token_ids, with_loss
 from megatron.parallel.layers.collectives import enter, leave, sum_gradient
 from megatron.parallel.layers.linear import ColumnLinear, PartialLinear
 from megatron.parallel.layers.parameters import ParameterFactory
@@ -41,6 +41,7 @@ from .router import (
     MLPRouter,
     choose_experts,
     classes,
+    expert_table,
     replace_none,
     router_counts,
     router_tensors,
@@ -70,7 +71,7 @@ class SharedExpert(nn.Module):
     def __init__(self, make: ParameterFactory, hidden_size: int, options: MoEOptions, init: Initialisation):
         super().__init__()
         H, width = hidden_size, options.shared_size
-        self.gated, self.activation = options.gated, ACTIVATIONS[options.activation]
+        self.gated, self.activation, self.limit = options.gated, ACTIVATIONS[options.activation], options.shared_limit
         name, parts = ("gate_up", (width, width)) if options.gated else ("up", (width,))
         self.up = ColumnLinear(make.scope(name), H, parts, init=init.hidden(H, width))
         self.down = PartialLinear(make.scope("down"), width, H, init=init.output(width, H))
@@ -80,6 +81,8 @@ class SharedExpert(nn.Module):
         h = self.up(x_TH)
         if self.gated:
             gate, up = h.chunk(2, dim=-1)
+            if self.limit is not None:
+                gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
             h = self.activation(gate) * up
         else:
             h = self.activation(h)
@@ -99,6 +102,9 @@ class MoE(nn.Module):
         router = MLPRouter if options.router.network == "mlp" else LinearRouter
         self.router = router(make.scope("router"), model, options, init)
         self.balance = Balance(make.scope("router"), options)
+        self.table: Tensor | None = None
+        if options.router.select == "hash":
+            self.table = expert_table(make.scope("router"), model, options)
         self.latent_down = self.latent_up = None
         H, latent = model.hidden_size, options.latent_size
         if latent is not None:
@@ -143,7 +149,10 @@ class MoE(nn.Module):
 
     def _choose(self, logits_TE: Tensor, scores_TE: Tensor, stream: Stream) -> ExpertChoice:
         """The router's choice, or the recorded experts of tokens that have some. Their weights are the present ones."""
-        choice = self.choose(logits_TE, scores_TE)
+        if self.table is not None:
+            choice = ExpertChoice(self.table[token_ids(stream).flatten()].long())
+        else:
+            choice = self.choose(logits_TE, scores_TE)
         columns, names = stream.memo.get(COLUMNS, {}), route_names(self.balance.layer, self.options.top_k)
         if names[0] in columns:
             given_Tk = torch.stack([columns[name] for name in names], -1).flatten(0, 1).long()
@@ -234,7 +243,10 @@ class MoE(nn.Module):
     def channels(model: ModelSection, options: MoEOptions, ranks: int) -> dict[str, Channel]:
         own = options.losses
         loss = {LOSS: Channel(1)} if own.balance or own.sequence or own.z else {}
-        return loss | ({STATE: Channel(options.router.width, whole=True)} if options.router.network == "mlp" else {})
+        ids = {TOKENS: TOKEN_CHANNEL} if options.router.select == "hash" else {}
+        return (
+            loss | ids | ({STATE: Channel(options.router.width, whole=True)} if options.router.network == "mlp" else {})
+        )
 
     def _capacity(self, tokens: int) -> int | None:
         factor = self.options.capacity_factor
@@ -282,6 +294,7 @@ class MoE(nn.Module):
             saved += 2 if options.limit is not None else bool(options.up_offset)  # cut and shifted
         # Of each expert of a token: its row, tensors of its activation, its result, its number, place and weight.
         routing = E + 5 * k + (k + 1 if options.router.normalize else 0)
+        routing += E if options.router.score == "sqrt_softplus" else 0  # before the root
         routing += 2 * k if options.bias else 0  # the number of each row's expert again
         network = options.router.width if options.router.network == "mlp" else 0
         routing += 7 * network + bool(network)
@@ -293,7 +306,7 @@ class MoE(nn.Module):
             flops=2 * (k * expert + shared + products + gate + 2 * H * latent),
             activations=k * (2 * inner + saved * width)
             + latent
-            + in_shared * options.shared_size
+            + (in_shared + (2 if options.shared_limit is not None else 0)) * options.shared_size
             + routing
             + (H + 1 if gate else 0),
             whole=2 * k * inner + latent + routing + (H + 1 if gate else 0),

@@ -33,12 +33,15 @@ class RouterOptions(Section):
     )
     skip: bool = key(False, "One more class, of tokens that use no expert (ZAYA1). Its correction stays at -1.")
     bias: bool = key(False, "linear: whether the router has a trained bias (BlackMamba).")
-    score: Literal["softmax", "sigmoid"] = key("softmax", "Function from logits to scores, in fp32.")
-    select: Literal["top_k", "sinkhorn", "expert_choice"] = key(
+    score: Literal["softmax", "sigmoid", "sqrt_softplus"] = key(
+        "softmax", "Function from logits to scores, in fp32. sqrt_softplus is DeepSeek-V4's."
+    )
+    select: Literal["top_k", "sinkhorn", "expert_choice", "hash"] = key(
         "top_k",
         "top_k: a token takes its best experts. sinkhorn: in training, the best after balancing the loads of the "
         "micro-batch (BlackMamba). expert_choice: an expert takes its best tokens (Zhou et al. 2022), which is not "
-        "causal.",
+        "causal. hash: a fixed table gives the experts of each token id, and the scores only their weights (the first "
+        "layers of DeepSeek-V4).",
     )
     normalize: bool = key(
         False,
@@ -117,6 +120,7 @@ class MoEOptions(Section):
         None, "gated: gate is cut to at most this, and up to between minus this and this (GPT-OSS).", gt=0
     )
     up_offset: float = key(0.0, "gated: added to up (GPT-OSS: 1).")
+    shared_limit: float | None = key(None, "The same limit of the shared expert (DeepSeek-V4).", gt=0)
     shared_size: int = key(
         0,
         "Width of a shared expert that every token uses. Several shared experts are one of their summed width.",
@@ -159,7 +163,7 @@ KIND = LayerKind(
     experts=lambda options: options.experts,
     weights=_weights,
     mixes_samples=lambda options: options.capacity_factor is not None or options.router.select == "expert_choice",
-    keeps_buffers=lambda options: options.router.correction != "none",
+    keeps_buffers=lambda options: options.router.correction != "none" or options.router.select == "hash",
     context="alone",
     fetches="megatron.kinds.moe.fetched:Fetching",
     stays="megatron.kinds.moe.staying:Staying",

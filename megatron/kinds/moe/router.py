@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream
 from megatron.parallel.layers.collectives import sum_gradient
 from megatron.parallel.layers.parameters import ParameterFactory
-from megatron.parallel.layout.initial import ONES, ZEROS
+from megatron.parallel.layout.initial import ONES, ZEROS, generator
 from megatron.parallel.layout.precision import at_least_fp32
 from megatron.parallel.layout.shard import Growth, Role
 
@@ -60,6 +61,8 @@ class ExpertChoice:
 
 
 def scores_of(logits_TE: Tensor, score: str) -> Tensor:
+    if score == "sqrt_softplus":
+        return F.softplus(logits_TE).sqrt()
     return logits_TE.softmax(-1) if score == "softmax" else logits_TE.sigmoid()
 
 
@@ -132,6 +135,21 @@ def sinkhorn(logits_TE: Tensor, router: RouterOptions) -> Tensor:
         row_T = -(logits_TE + column_E).logsumexp(1) - tokens
         column_E = -(logits_TE + row_T.unsqueeze(1)).logsumexp(0) - experts
     return logits_TE + row_T.unsqueeze(1) + column_E
+
+
+def expert_table(make: ParameterFactory, model: ModelSection, options: MoEOptions) -> Tensor:
+    """The experts of each token id, [V, k] whole numbers in fp32 that checkpoints keep: k different ones, each set
+    equally likely (Floyd's method)."""
+    rows, k, E = model.vocab_size, options.top_k, options.experts
+    table = make.buffer("table", (rows, k), role=Role.ROUTER)
+    if make.values and table.device.type != "meta":
+        draw, chosen = generator(make.seed, make.prefix, "table"), np.full((rows, k), -1)
+        for place, last in enumerate(range(E - k, E)):
+            drawn = draw.integers(0, last + 1, rows)
+            taken = (chosen == drawn[:, None]).any(1)
+            chosen[:, place] = np.where(taken, last, drawn)
+        table.copy_(torch.from_numpy(chosen))
+    return table
 
 
 STATE = "router_state"  # the side channel of MLP routers

@@ -29,7 +29,7 @@ def top_k_of_the_experts(at: KindUse[MoEOptions]) -> Iterator[Problem]:
 
 
 def gates_are_there_to_be_cut(at: KindUse[MoEOptions]) -> Iterator[Problem]:
-    for name in ("limit", "up_offset"):
+    for name in ("limit", "up_offset", "shared_limit"):
         if getattr(at.options, name) and not at.options.gated:
             yield at.problem(
                 f".{name} .gated",
@@ -231,6 +231,18 @@ def router_states_are_whole_blocks(context: RuleContext) -> Iterator[Problem]:
         )
 
 
+def token_ids_travel_whole(context: RuleContext) -> Iterator[Problem]:
+    """Their digits go through pipeline stages as floats of the stream's type."""
+    uses = [use for use in context.layers("moe") if use.options.router.select == "hash"]
+    if uses and context.config.parallel.pipeline > 1 and sends_blocks(context.config.parallel):
+        yield uses[0].problem(
+            ".router.select",
+            PIPELINE,
+            rule="token ids must travel exactly, and int8_block rounds them",
+            fix="use compress.pipeline=bf16, or select: top_k",
+        )
+
+
 def further_tokens_have_no_router_state(context: RuleContext) -> Iterator[Problem]:
     """A module that predicts further tokens has only the stream of the layers before it."""
     key, block = "model.multi_token_prediction.block", context.further_block
@@ -242,6 +254,13 @@ def further_tokens_have_no_router_state(context: RuleContext) -> Iterator[Proble
                 "model.moe.router.network",
                 rule="must have a linear router: an MLP router averages its state with the states of layers before it",
                 fix="use a variant of moe with router: {network: linear}, which model.layers has too",
+            )
+        if uses and uses[0].options.router.select == "hash":
+            yield context.problem(
+                key,
+                "model.moe.router.select",
+                rule="must choose experts by their scores: token ids are not handed on to it",
+                fix="use a variant of moe with router: {select: top_k}, which model.layers has too",
             )
 
 
@@ -382,11 +401,11 @@ def tokens_choose_by_themselves(at: KindUse[MoEOptions]) -> Iterator[Problem]:
                 rule=f"must be none with {name}: each {part} would drop tokens by the load of its own part",
                 fix=f"remove capacity_factor, or use {key}=1",
             )
-        if count > 1 and at.options.router.select != "top_k":
+        if count > 1 and at.options.router.select not in ("top_k", "hash"):
             yield at.problem(
                 ".router.select",
                 key,
-                rule=f"must be top_k with {name}: tokens of a whole micro-batch compete, which no {part} has",
+                rule=f"must be top_k or hash with {name}: tokens of a whole micro-batch compete, which no {part} has",
                 fix=f"use router.select: top_k, or {key}=1",
             )
 
@@ -412,6 +431,7 @@ STACK_RULES = (
     options_that_nothing_reads,
     router_states_have_a_first,
     router_states_are_whole_blocks,
+    token_ids_travel_whole,
     further_tokens_have_no_router_state,
     there_are_experts_to_spread,
     experts_are_cut_or_whole,

@@ -147,7 +147,7 @@ LAYOUT = [
     case(
         "experts that choose over context ranks",
         "model: {layers: attention/moe x4, moe: {router: {select: expert_choice}}}\nparallel: {context: 2}",
-        "must be top_k with context parallelism",
+        "must be top_k or hash with context parallelism",
         ranks=2,
     ),
     case(

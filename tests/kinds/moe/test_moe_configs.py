@@ -29,6 +29,7 @@ SIZES = {
     "qwen3_next/80b_a3b": (79_674_391_296, 3_874_929_408),
     "kimi_linear/48b_a3b": (49_122_675_072, 3_484_453_248),
     "deepseek_v32/671b": (671_877_929_216, 38_403_807_488),
+    "deepseek_v4/284b_a13b": (284_332_230_231, 13_799_622_231),
     "glm5/744b_a40b": (743_911_199_232, 41_784_709_632),
     "glm4_moe/4.7_flash": (29_943_390_976, 3_896_763_136),
     "minimax_m2/230b_a10b": (228_689_748_992, 11_030_537_216),
@@ -83,6 +84,10 @@ THEIRS = {
         }
     ),
     "deepseek_v32/671b": hf.DeepseekV32Config(),
+    "deepseek_v4/284b_a13b": hf.DeepseekV4Config(
+        compress_ratios=[0, 0, *[4, 128] * 20, 4],
+        rope_scaling={"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536},
+    ),
     "glm5/744b_a40b": hf.GlmMoeDsaConfig(),
     "glm4_moe/4.7_flash": hf.Glm4MoeLiteConfig(),
     "minimax_m2/230b_a10b": hf.MiniMaxM2Config(),
@@ -129,6 +134,11 @@ def attention(config) -> int:
             seen = min(getattr(own, "window", None) or 2**30, config.training.sequence_length)
             total += 4 * seen * own.heads * width
             total += 2 * seen * own.index_heads * (own.index_dim + 1) if block.mixer.name == "dsa" else 0
+        if block.mixer and block.mixer.name == "csa":
+            own, length = options_of(config.model, block.mixer), config.training.sequence_length
+            entries = length // own.rate if own.rate else 0
+            total += 4 * (own.window + entries) * own.heads * own.head_dim
+            total += 2 * entries * own.index_heads * (own.index_dim + 1) if own.indexed else 0
         if block.mixer and block.mixer.name == "lightning":
             own = options_of(config.model, block.mixer)
             total += 4 * own.heads * own.head_dim * (own.chunk + own.head_dim)

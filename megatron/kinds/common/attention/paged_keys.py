@@ -192,11 +192,13 @@ class PagedKeys:
     Attributes:
         pages: of the pool.
         reading: how keys of tokens after prompts are read. None is full attention.
+        unit: tokens that share a place of a page. It divides `PAGE`.
     """
 
     current: Current
     pages: int
     reading: Reading | None = None
+    unit: int = 1
     keys: Tensor | None = None
     values: Tensor | None = None
 
@@ -240,7 +242,7 @@ class PagedKeys:
         for pool, new in ((self.keys, k_TmD), (self.values, v_TmE)):
             if len(now.fresh):
                 pool[now.fresh] = 0  # a text that has diverged may have left NaNs, which no mask removes
-            pool[now.pages, :, now.offsets] = new
+            pool[now.pages, :, now.offsets // self.unit] = new
         return self.keys, self.values
 
     def _grown(self, pool: Tensor | None, last: int, like_TmD: Tensor) -> Tensor:
@@ -248,7 +250,9 @@ class PagedKeys:
         held = 0 if pool is None else len(pool)
         if pool is not None and last < held:
             return pool
-        new = like_TmD.new_zeros(min(self.pages, max(last + 1, 2 * held)), like_TmD.shape[1], PAGE, like_TmD.shape[2])
+        new = like_TmD.new_zeros(
+            min(self.pages, max(last + 1, 2 * held)), like_TmD.shape[1], PAGE // self.unit, like_TmD.shape[2]
+        )
         if pool is not None:
             new[:held] = pool
         return new
@@ -266,4 +270,5 @@ class PagedKeys:
         self.values = self._grown(self.values, target, self.values[0].transpose(0, 1))
         for pool in (self.keys, self.values):
             pool[target] = 0
-            pool[target, :, :tokens] = pool[source, :, :tokens]
+            kept = -(-tokens // self.unit)
+            pool[target, :, :kept] = pool[source, :, :kept]

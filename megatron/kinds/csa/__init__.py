@@ -1,0 +1,1 @@
+"""Attention to a window and to compressed entries of all earlier tokens (DeepSeek-V4)."""
