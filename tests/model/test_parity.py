@@ -250,7 +250,7 @@ CASES |= {
         **{**V4, "index_topk": 64, "hc_mult": 2, "o_groups": 4},
         num_hash_layers=1,
         swiglu_limit=0.1,
-        rope_parameters=YARN,
+        rope_parameters={**YARN},  # the class adds to it
         max_position_embeddings=64,
     ),
 }
