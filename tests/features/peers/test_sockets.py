@@ -67,6 +67,26 @@ def test_strangers(tmp_path):
                 other.names("rounds")
 
 
+def test_keys_of_each_member_and_of_the_server(tmp_path):
+    pytest.importorskip("nacl", reason="PyNaCl (requirements/peers.txt) is not installed")
+    from megatron.features.peers.signing import ed25519_public
+
+    keys = {name: secrets.token_bytes(32) for name in ("a", "b", "server")}
+    public = {name: ed25519_public(key) for name, key in keys.items()}
+    server = FolderServer(tmp_path, ("127.0.0.1", 0), "run", {"a", "b"}, Signer(keys["server"], public))
+    with server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        url = f"tcp://127.0.0.1:{server.server_address[1]}"
+        a, b = (ServedFolder(url, Signer(keys[name], public), "run", name) for name in "ab")
+        assert a.create("rounds/1.json", b"line") and b.read("rounds/1.json") == b"line"
+        with pytest.raises(OSError):
+            ServedFolder(url, Signer(keys["b"], public), "run", "a").names("rounds")
+        false = {**public, "server": public["b"]}  # a server with another key is not believed
+        with pytest.raises(OSError):
+            ServedFolder(url, Signer(keys["a"], false), "run", "a").names("rounds")
+        server.shutdown()
+
+
 def test_one_folder_has_one_server(tmp_path):
     with serving(tmp_path, "run", "ab", KEY), pytest.raises(OSError, match="served by another process"):
         FolderServer(tmp_path, ("127.0.0.1", 0), "run", {"a"}, Signer(KEY, None))
