@@ -53,6 +53,10 @@ CASES = {
     "llama yarn, not rounded": hf.LlamaConfig(
         **LLAMA_LIKE, max_position_embeddings=64, rope_parameters={**YARN, "truncate": False}
     ),
+    "llama proportional": hf.LlamaConfig(
+        **LLAMA_LIKE,
+        rope_parameters={"rope_type": "proportional", "rope_theta": 1e3, "factor": 2.0, "partial_rotary_factor": 0.5},
+    ),
     "llama dynamic": hf.LlamaConfig(**LLAMA_LIKE, max_position_embeddings=7, rope_parameters=DYNAMIC),
     "neox dynamic, part of the channels": hf.GPTNeoXConfig(
         **TINY,
