@@ -26,6 +26,7 @@ from ..hashing import content_hash
 from ..token_file import TokenFile
 
 BLOCK, CHECKED = 1 << 24, 1 << 30  # bytes
+PIECE = 1 << 18  # bytes of a block that are read at once, in the cache of a core
 VERSION = 1  # of the arrays' meaning, part of the key
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -125,12 +126,13 @@ def _sums(path: Path) -> list[int]:
     blocks are read, which takes under a second. The others count as 0."""
     size = path.stat().st_size
     every = -(-size // CHECKED) or 1
-    sums, words = [0] * -(-size // BLOCK), np.zeros(min(BLOCK, size + -size % 8) // 8, "<u8")
+    sums, words = [0] * -(-size // BLOCK), np.zeros(min(PIECE, size + -size % 8) // 8, "<u8")
     with open(path, "rb") as file:
         for number in range(0, len(sums), every):
             file.seek(number * BLOCK)
-            words.view(np.uint8)[file.readinto(words.data.cast("B")) :] = 0
-            sums[number] = int(words.sum(dtype=np.uint64))
+            for _ in range(0, min(BLOCK, size - number * BLOCK), PIECE):
+                words.view(np.uint8)[file.readinto(words.data.cast("B")) :] = 0
+                sums[number] = (sums[number] + int(words.sum(dtype=np.uint64))) % 2**64
     return sums
 
 

@@ -48,18 +48,29 @@ def build_arrays(sizes: np.ndarray, first: int, last: int, sequence_length: int,
         for epoch in range(epochs):
             documents[epoch * count + begin : epoch * count + end] = np.arange(first + begin, first + end)
     generator.shuffle(documents)
-    documents = documents.astype(np.int32 if last < 2**31 else np.int64, copy=False)
-    starts, tokens = block_starts(np.ascontiguousarray(sizes), documents)
+    documents = narrowed(documents, np.int32 if last < 2**31 else np.int64)
+    # an index of a token file is not aligned, and `take` would copy it whole for each chunk
+    starts, tokens = block_starts(np.require(sizes, requirements=["C", "A"]), documents)
     number = (tokens - 1) // sequence_length
     pieces = np.arange(number, dtype=width_of(number, number))
     generator.shuffle(pieces)
-    pieces = pieces.astype(np.uint32 if number < 2**32 - 2 else np.int64, copy=False)
+    pieces = narrowed(pieces, np.uint32 if number < 2**32 - 2 else np.int64)
     return {"documents": documents, "pieces": pieces, "starts": starts}
 
 
 def width_of(largest: int, count: int) -> type[np.signedinteger]:
     """The type in which to shuffle: numpy swaps entries of 8 bytes a quarter faster, where there is room for them."""
     return np.int64 if count < _WIDE or largest >= 2**31 else np.int32
+
+
+def narrowed(values: np.ndarray, kind: type[np.integer]) -> np.ndarray:
+    """Integers in a type of at most their width, in their own memory: fresh pages cost more than the conversion."""
+    if values.dtype.itemsize == np.dtype(kind).itemsize:
+        return values.astype(kind, copy=False)
+    made = values.view(kind)[: len(values)]
+    for begin in range(0, len(values), _CHUNK):
+        made[begin : begin + _CHUNK] = values[begin : begin + _CHUNK]
+    return made
 
 
 def block_starts(sizes: np.ndarray, documents: np.ndarray) -> tuple[np.ndarray, int]:
