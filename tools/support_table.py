@@ -85,6 +85,7 @@ class CaseSizes:
     """A case's sizes of the axes, and its ZeRO stage."""
 
     tensor: int
+    columns: int
     pipeline: int
     data: int
     context: int
@@ -96,12 +97,13 @@ class CaseSizes:
     @classmethod
     def of(cls, case: Case) -> CaseSizes:
         parallel = case.values.get("parallel", {})
-        axes = ("tensor", "pipeline", "context", "folded")
-        tensor, pipeline, context, folded = (parallel.get(axis, 1) for axis in axes)
+        axes = ("tensor", "columns", "pipeline", "context", "folded")
+        tensor, columns, pipeline, context, folded = (parallel.get(axis, 1) for axis in axes)
         return cls(
             tensor,
+            columns,
             pipeline,
-            case.ranks // (tensor * pipeline * context * folded),
+            case.ranks // (tensor * columns * pipeline * context * folded),
             context,
             folded,
             parallel.get("depth", 1),
@@ -112,7 +114,7 @@ class CaseSizes:
     @property
     def axes(self) -> str:
         """Which axes have more than one rank: "tp·dp"."""
-        sizes = {"tp": self.tensor, "pp": self.pipeline, "cp": self.context, "fold": self.folded}
+        sizes = {"tp": self.tensor, "col": self.columns, "pp": self.pipeline, "cp": self.context, "fold": self.folded}
         sizes |= {"depth": self.depth, "dp": self.data // self.depth, "ep": self.expert}
         return "·".join(name for name, size in sizes.items() if size > 1)
 

@@ -52,6 +52,7 @@ def owned(
         stored: (tensor name, state) -> type, of all that is written.
         tensors: the logical tensors by name, in the model's order.
     """
+    tensors = {name: replace(each, shard=each.shard and each.shard.uncrossed) for name, each in tensors.items()}
     states: dict[str, list[tuple[str, torch.dtype]]] = {}
     for (name, state), dtype in stored.items():
         states.setdefault(name, []).append((state, dtype))

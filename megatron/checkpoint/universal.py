@@ -261,7 +261,7 @@ def _doubled(names: Mapping[str, str]) -> list[str]:
 
 def _cut(tensor: LogicalTensor) -> dict[str, int]:
     """DeepSpeed's description of how our layouts cut the tensor, empty where it has none."""
-    if tensor.shard is None:
+    if tensor.shard is None or tensor.shard.across == tensor.shard.dim:
         return {}
     parts = tensor.shard.parts or (tensor.shape[tensor.shard.dim],)
     if len(set(parts)) > 1:

@@ -39,7 +39,7 @@ class View:
     @property
     def data_ranks(self) -> int | None:
         """The data parallel size, if the number of ranks is known and can be cut."""
-        inner = self["parallel.tensor"] * self["parallel.pipeline"]
+        inner = self["parallel.tensor"] * self["parallel.columns"] * self["parallel.pipeline"]
         inner *= self["parallel.context"] or self["parallel.folded"]
         return self.ranks // inner if self.ranks and self.ranks % inner == 0 else None
 

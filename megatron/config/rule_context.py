@@ -51,7 +51,7 @@ class RuleContext:
     def inner(self) -> int:
         """Ranks of one data parallel replica."""
         parallel = self.config.parallel
-        return parallel.tensor * parallel.pipeline * parallel.context
+        return parallel.tensor * parallel.columns * parallel.pipeline * parallel.context
 
     @property
     def data_ranks(self) -> int | None:

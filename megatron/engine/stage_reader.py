@@ -81,7 +81,7 @@ class StageReader:
         return replace(form, positions=False, documents=False, samples=False)
 
     def _receive(self, stage: int, rows: int, begin: Tensor) -> Stream:
-        form, hidden = self._form(stage), self.plan.config.model.hidden_size
+        form, hidden = self._form(stage), self.plan.width
         shape = [rows, form.sample_width(hidden, 1)] if form.channels else [rows, 1, hidden]
         found = torch.empty(shape, dtype=self.plan.stream_dtype, device=self.plan.device)
         dist.recv(found, group=self.axis.group, group_src=self.homes[stage - 1])

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint.format.fragment import AVERAGE, MASTER, TRAINED, WEIGHT, Fragment
-from megatron.parallel.layers.parameters import is_spread, logical_of, shard_index, shard_start
+from megatron.parallel.layers.parameters import is_copy, is_spread, logical_of, shard_index, shard_start
 from megatron.parallel.layout.mesh import Mesh
 from megatron.parallel.layout.shard import LogicalTensor
 
@@ -308,7 +308,11 @@ class EngineState:
                 for name, values in {**weights, **averages(owned.flat), **states.get(owned.flat, {})}.items():
                     yield Fragment(owned.tensor, name, *owned.cut, owned.start, owned.view(values))
         if isinstance(self.optimizer, MatrixOptimizer):
-            copies = {logical_of(p).name for p in self.parameters if getattr(p, "ds_pipe_replicated", False)}
+            copies = {
+                logical_of(p).name
+                for p in self.parameters
+                if getattr(p, "ds_pipe_replicated", False) and not is_copy(p)
+            }
             for tensor, name, start, values in self.optimizer.owned_states():
                 if replicas or tensor.name.removesuffix(f".{name}") not in copies:
                     yield Fragment(tensor, name, 0, 1, start, values)

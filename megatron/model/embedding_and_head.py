@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron.config.sections.model import ModelSection, NormOptions
 from megatron.config.sections.recipe import TrainingSection
 from megatron.objectives.contract import Objective
-from megatron.parallel.layers.collectives import all_reduce, enter, gather_rows, sum_gradient
+from megatron.parallel.layers.collectives import all_reduce, enter, gather_channels, gather_rows, sum_gradient
 from megatron.parallel.layers.cross_entropy import LossOptions, OwnLoss, linear_cross_entropy, logits_of
 from megatron.parallel.layers.label_costs import LabelsLoss, token_scores
 from megatron.parallel.layers.linear import VocabEmbedding, sequence_slice
@@ -39,7 +39,9 @@ class Positions(nn.Module):
     def __init__(self, make: ParameterFactory, model: ModelSection, init: Initialisation):
         super().__init__()
         self.mesh, rows = make.mesh, model.embedding.max_positions
-        self.weight = make.parameter("weight", (rows, model.hidden_size), role=Role.POSITION, init=init.embedding(rows))
+        self.weight = make.parameter(
+            "weight", (rows, model.hidden_size), role=Role.POSITION, init=init.embedding(rows), stream=1
+        )
 
     def forward(self, tokens_BS: Tensor, positions: Tensor | None, begin: int) -> Tensor:
         """Rows [1 or B, s, H] of the table for this rank's positions."""
@@ -70,9 +72,10 @@ class Embedding(nn.Module):
         self.tokens = token_embedding(make, model, init)
         self.positions = self.norm = self.scale = None
         if model.embedding.position == "learned":
-            self.positions = Positions(make.scope("positions"), model, init)
+            self.positions = Positions(make.of_stream.scope("positions"), model, init)
         if model.embedding.norm:
-            self.norm = Norm(make.scope("norm"), model.hidden_size, model.norm, partial=make.mesh.layout.sequence)
+            own = make.of_stream.scope("norm")
+            self.norm = Norm(own, model.hidden_size, model.norm, partial=make.mesh.layout.sequence)
         if model.residual.channel_scales:
             self.scale = ChannelScale(make, model.hidden_size)
         self.dropout = Dropout(make, model, "embedding") if model.dropout > 0.0 else None
@@ -185,6 +188,10 @@ class Head(nn.Module):
             raise ValueError("a reward model has no logits: it scores answers (deepy reward)")
         return gather_rows(self.weight, self.rows)
 
+    def normed(self, x: Tensor) -> Tensor:
+        """The stream's norm, with all channels on every column of ranks."""
+        return gather_channels(self.norm(x), self.mesh.columns)
+
     def forward(
         self,
         stream: Stream,
@@ -245,7 +252,7 @@ class Head(nn.Module):
         self, objective: LabelsLoss, x_BsH: Tensor, labels_BS: Tensor, weights_BS: Tensor, columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """`_loss`, where weights follow from the labels' log-probabilities."""
-        normed_BsH, matrix = self.norm(x_BsH), self.matrix
+        normed_BsH, matrix = self.normed(x_BsH), self.matrix
         with torch.no_grad():
             _, ce_BS = self._cross_entropy(normed_BsH, labels_BS, weights_BS, matrix)
         signed_BS, loss = objective.weights(ce_BS, weights_BS, columns, self.context.axis)
@@ -265,7 +272,7 @@ class Head(nn.Module):
         """
         if not columns:
             raise ValueError("a reward model has a loss of pairs only: it scores answers (deepy reward)")
-        values_BS, before = self.values_at(enter(self.norm(x_BsH), self.mesh)), objective.sums
+        values_BS, before = self.values_at(enter(self.normed(x_BsH), self.mesh)), objective.sums
         signed_BS, loss = objective.weights(-values_BS.detach(), weights_BS, columns, self.context.axis)
         if not self.training:
             objective.sums = before
@@ -298,7 +305,7 @@ class Head(nn.Module):
     ) -> tuple[Tensor, Tensor, Stream]:
         """(weighted sum of the losses of the next and of further tokens, cross-entropies [B, S] of the next token, the
         stream after the last module). All go through the head together, so that its gradient is computed once."""
-        x = self.norm(stream.hidden)
+        x = self.normed(stream.hidden)
         later, stream = modules(x, stream, labels_BS, further)
         loss, ce = self._cross_entropy(
             torch.cat([x, *later]),
@@ -331,7 +338,7 @@ class Head(nn.Module):
             head, rows = teacher
             how = self.teaching
             soft = SoftLabels(taught_BSH.flatten(0, 1), rows, head.bias, head.options, how.share, how.temperature)
-        return self._cross_entropy(self.norm(x_BsH), labels_BS, weights_BS, matrix, soft)
+        return self._cross_entropy(self.normed(x_BsH), labels_BS, weights_BS, matrix, soft)
 
     def _cross_entropy(
         self,
@@ -365,8 +372,8 @@ class Head(nn.Module):
     def read(self, stream: Stream) -> Tensor:
         """The input of the logits [B, S, H], whole on every tensor parallel rank."""
         if not self.chunks.tokens:
-            return enter(self.norm(stream.hidden), self.mesh)
-        return torch.cat([enter(self.norm(part), self.mesh) for (part,) in self._parts(stream.hidden)], 1)
+            return enter(self.normed(stream.hidden), self.mesh)
+        return torch.cat([enter(self.normed(part), self.mesh) for (part,) in self._parts(stream.hidden)], 1)
 
     def logits(self, stream: Stream) -> Tensor:
         """fp32 logits [B, S, V] of the whole vocabulary, on every rank."""

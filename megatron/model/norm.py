@@ -10,6 +10,7 @@ from megatron.config.sections.model import NormOptions
 from megatron.parallel.layers.collectives import sum_gradient, sum_over
 from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layout.initial import ONES, ZEROS
+from megatron.parallel.layout.mesh import ALONE
 from megatron.parallel.layout.precision import at_least_fp32
 from megatron.parallel.layout.shard import Role, Shard
 
@@ -32,18 +33,20 @@ class Norm(nn.Module):
     Args:
         partial: each rank has only part of the weight's uses (a slice of the sequence, some of the heads). The gradient
             of the replicated weight is then summed over the tensor parallel ranks.
+        stream: of the residual stream, whose channels columns of ranks share. Else each has all of `size`.
     """
 
-    def __init__(self, make: ParameterFactory, size: int, options: NormOptions, *, partial: bool):
+    def __init__(self, make: ParameterFactory, size: int, options: NormOptions, *, partial: bool, stream: bool = True):
         super().__init__()
+        self.columns, along = make.mesh.columns if stream else ALONE, 0 if stream else None
         self.rms, self.epsilon, self.size, self.dtype = options.type == "rmsnorm", options.epsilon, size, make.dtype
         self.axis, self.unit_offset = make.mesh.tensor if partial else None, options.unit_offset
         self.weight = self.bias = None
         if options.type != "nonparametric":
             start = ZEROS if options.unit_offset else ONES
-            self.weight = make.parameter("weight", (size,), role=Role.NORM, init=start)
+            self.weight = make.parameter("weight", (size,), role=Role.NORM, init=start, stream=along)
         if options.type == "layernorm" and options.bias:
-            self.bias = make.parameter("bias", (size,), role=Role.NORM, init=ZEROS)
+            self.bias = make.parameter("bias", (size,), role=Role.NORM, init=ZEROS, stream=along)
 
     def forward(self, x: Tensor) -> Tensor:
         weight: Tensor | None = self.weight
@@ -51,6 +54,8 @@ class Norm(nn.Module):
         if self.axis is not None:
             weight = None if weight is None else sum_gradient(weight, self.axis)
             bias = None if bias is None else sum_gradient(bias, self.axis)
+        if self.columns.size > 1:
+            return self._over_columns(at_least_fp32(x), weight, bias).to(self.dtype)
         if x.dtype != self.dtype:  # an fp32 stream: the layers compute in their own type
             weight, bias = (None if each is None else each.to(x.dtype) for each in (weight, bias))
         if self.unit_offset and weight is not None:
@@ -58,6 +63,16 @@ class Norm(nn.Module):
         if self.rms:
             return F.rms_norm(x, (self.size,), weight, self.epsilon).to(self.dtype)
         return F.layer_norm(x, (self.size,), weight, bias, self.epsilon).to(self.dtype)
+
+    def _over_columns(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """With the statistics of all channels: one sum over the columns, and two where the mean is subtracted."""
+        if not self.rms:
+            x = x - sum_over(x.sum(-1, keepdim=True), self.columns) / self.size
+        squares = sum_over(x.square().sum(-1, keepdim=True), self.columns)
+        x = x * torch.rsqrt(squares / self.size + self.epsilon)
+        if weight is not None:
+            x = x * (at_least_fp32(weight) + (1.0 if self.unit_offset else 0.0))
+        return x if bias is None else x + at_least_fp32(bias)
 
     def _offset(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """With 1 + weight, which is not rounded to 16 bits: near 1 they have far fewer values than near 0."""

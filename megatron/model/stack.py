@@ -109,6 +109,11 @@ class ModelPlan:
         return live_channels([block_channels(model, block, ranks) for block in self.blocks])
 
     @property
+    def width(self) -> int:
+        """Channels of the residual stream on this rank."""
+        return self.config.model.hidden_size // self.mesh.layout.columns
+
+    @property
     def stream_dtype(self) -> torch.dtype:
         """Of the residual stream."""
         return (
@@ -150,7 +155,9 @@ class ModelPlan:
         use_flash_attention(self.config.model.fused_attention.flash, self.device)
         if self.mesh.layout.async_tensor:
             check_async_tensor(self.mesh.tensor, self.device)
-        make = replace(self.factory(f"layers.{index}", self.factors.in_block), products=self.config.precision.products)
+        make = replace(
+            self.factory(f"layers.{index}", self.factors.in_block), products=self.config.precision.products
+        ).of_stream
         block = Block(make, self.config.model, (*self.blocks, *self.further)[index], self.init.at(index), shared)
         compile_forward(block, self.config, self.device)
         if self.chunks.tokens:
@@ -161,7 +168,7 @@ class ModelPlan:
 
     def head_norm(self) -> Norm:
         """The norm before the head."""
-        return self._output_norm(self.factory("").scope("final_norm"))
+        return self._output_norm(self.factory("").of_stream.scope("final_norm"))
 
     def _output_norm(self, make: ParameterFactory) -> Norm:
         model, partial = self.config.model, self.mesh.layout.sequence

@@ -421,7 +421,7 @@ def _values(choice: Candidate) -> dict[str, Any]:
     """All keys that a layout sets. Keys that no candidate varies have their defaults."""
     values = choice.values()
     values["parallel"] |= {"pipeline_split": "parameters", "expert_tensor": None, "context_method": "auto"}
-    values["parallel"] |= {"context_ulysses": None, "context_cut": "auto"}
+    values["parallel"] |= {"context_ulysses": None, "context_cut": "auto", "columns": 1}
     return values
 
 

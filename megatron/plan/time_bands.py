@@ -179,7 +179,8 @@ class _Told:
             for place in range(self.shapes.places)
             for each in self.shapes.layer(place, choice).matrices
         )
-        tokens = (training.global_batch_size or 0) * training.sequence_length / (self.layout.data * choice.context)
+        ranks = self.layout.data * choice.context * self.layout.columns  # each has a part of a row of the grid
+        tokens = (training.global_batch_size or 0) * training.sequence_length / ranks
         return 3.0 * one * tokens / choice.pipeline
 
     def exposed(self) -> float | None:

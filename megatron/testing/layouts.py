@@ -191,7 +191,12 @@ def _own(config: Config, rank: int, ranks: int) -> StepBatch:
 def _smallest(layout: Mapping[str, Any]) -> int:
     """The ranks of one replica, and two of those where only the data axis can be cut."""
     parallel = layout.get("parallel", {})
-    inner = parallel.get("tensor", 1) * parallel.get("pipeline", 1) * parallel.get("context", 1)
+    inner = (
+        parallel.get("tensor", 1)
+        * parallel.get("columns", 1)
+        * parallel.get("pipeline", 1)
+        * parallel.get("context", 1)
+    )
     return max(inner, 2)
 
 

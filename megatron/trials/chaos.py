@@ -323,7 +323,7 @@ HEAD = ("fault", "times", "detected in", "recovered in", "lost steps", "status")
 
 def where(config: Config, ranks: int, hosts: int) -> str:
     parallel, words = config.parallel, [f"ZeRO {config.zero.stage}"]
-    for name in ("tensor", "depth", "pipeline", "context", "expert"):
+    for name in ("tensor", "columns", "depth", "pipeline", "context", "expert"):
         if (size := getattr(parallel, name)) > 1:
             words.append(f"{name} {size}")
     words.append(counted(ranks * hosts, "rank"))

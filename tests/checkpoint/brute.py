@@ -17,6 +17,11 @@ def local_shard(values: np.ndarray, tensor: LogicalTensor, rank: int, ranks: int
     shard = tensor.shard
     if shard is None:
         return values.reshape(-1).copy()
+    if shard.across is not None:  # rank r * columns + c has the c-th of equal runs
+        values = np.split(values, shard.columns, axis=shard.across)[rank % shard.columns]
+        if shard.across == shard.dim:
+            return values.reshape(-1).copy()
+        rank, ranks = rank // shard.columns, ranks // shard.columns
     kept, begin = [], 0
     for part in shard.parts or (tensor.shape[shard.dim],):
         kept += [begin + i for i in range(part) if owner(i // shard.unit, part // shard.unit, ranks) == rank]

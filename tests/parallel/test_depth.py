@@ -101,30 +101,46 @@ def test_runs_of_a_cut_matrix_cover_it():
     assert places == [0, 1, 2, 3, 8, 9, 4, 5, 6, 7, 10, 11]
 
 
-GOLDEN = {  # of a block of H = 1024 and T = 16,384 tokens of all ranks: elements on tensor and on depth
-    (8, 1): (117_440_512, 0),
-    (1, 8): (0, 33_030_144),
-    (4, 2): (50_331_648, 4_718_592),
-    (2, 4): (4 * 4096 * 1024, 3 * 3 * 12 * 1024**2 // 4 // 2),
+GOLDEN = {  # of a block of H = 1024 and T = 16,384 tokens of all ranks: elements on rows, on columns and on depth
+    (8, 1, 1): (117_440_512, 0, 0),
+    (1, 8, 1): (0, 352_321_536, 0),
+    (1, 1, 8): (0, 0, 33_030_144),
+    (2, 4, 1): (16_777_216, 150_994_944, 0),
+    (4, 2, 1): (50_331_648, 50_331_648, 0),
+    (2, 2, 2): (16_777_216, 50_331_648, 4_718_592),
+    (4, 1, 2): (50_331_648, 0, 4_718_592),
+    (1, 4, 2): (0, 150_994_944, 4_718_592),
+    (2, 1, 4): (4 * 4096 * 1024, 0, 3 * 3 * 12 * 1024**2 // 4 // 2),
 }
 
 
-@pytest.mark.parametrize("rows, depth", GOLDEN)
-def test_numbers_on_the_wire_are_those_of_the_paper(rows: int, depth: int):
-    """Per rank: 4 all-reduces of t H numbers on the rows' axis, two gathers and a scatter of 12 H² / rows on that of
-    depth (Singh et al. 2023, with one column). An all-reduce of m over n sends 2 (n - 1) / n m, the others half."""
+@pytest.mark.parametrize("rows, columns, depth", GOLDEN)
+def test_numbers_on_the_wire_are_those_of_the_paper(rows: int, columns: int, depth: int):
+    """Per rank, as AxoNN's own layers send them (Singh et al. 2023): sums over columns of a block's 8 H outputs over
+    the rows, forward, and of the inputs of attention's output and the down projection, backward, sums over rows of the
+    stream, and two gathers and a scatter of 12 H^2 numbers over depth. An all-reduce of m over n sends 2 (n - 1) / n m,
+    the others half. Exact norms send two numbers more per token and norm."""
     config = resolve(
         {
-            "model": {"layers": "attention/mlp", "hidden_size": 1024, "vocab_size": 64, "attention": {"heads": 8}},
-            "parallel": {"tensor": {"rows": rows, "depth": depth}},
+            "model": {
+                "layers": "attention/mlp",
+                "hidden_size": 1024,
+                "vocab_size": 64,
+                "attention": {"heads": 8},
+                "norm": {"type": "rmsnorm"},
+            },
+            "parallel": {"tensor": {"rows": rows, "columns": columns, "depth": depth}},
             "training": {"steps": 1, "sequence_length": 2048, "micro_batch_size": 8 // depth, "global_batch_size": 8},
             "data": {"synthetic": "copy"},
             "zero": {"stage": 0},
         },
         ranks=8,
     )
-    found = {"tensor": 0.0, "data": 0.0}
+    found = {"tensor": 0.0, "rows": 0.0, "columns": 0.0, "data": 0.0}
     for call, _, size in predict(config, 8, 3).step:
         if call.layer.startswith("layers."):
             found[call.group] += wire_bytes(call.operation, call.ranks, size) / SIZES[call.dtype]
-    assert tuple(found.values()) == GOLDEN[rows, depth]
+    found["columns" if columns > 1 else "rows"] += found.pop("tensor")  # a grid with one side
+    norms = 2 * 2 * 2 * (columns - 1) / columns * 16_384 // depth
+    found["columns"] -= norms
+    assert tuple(found.values()) == GOLDEN[rows, columns, depth]

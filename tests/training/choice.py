@@ -24,10 +24,10 @@ _FURTHER = ("sequence", "expert_tensor", "context_cut", "pipeline_split", "stage
 def mechanisms(case: Case) -> list[str]:
     """What a case goes through, beside its architecture."""
     parallel, training, zero = (case.values.get(name, {}) for name in ("parallel", "training", "zero"))
-    names = ("tensor", "pipeline", "context", "folded", "depth", "expert")
+    names = ("tensor", "columns", "pipeline", "context", "folded", "depth", "expert")
     axes = [axis for axis in names if parallel.get(axis, 1) > 1]
     data = case.ranks
-    for axis in ("tensor", "pipeline", "context", "folded"):
+    for axis in ("tensor", "columns", "pipeline", "context", "folded"):
         data //= parallel.get(axis, 1)
     several = training["global_batch_size"] // data > training["micro_batch_size"]
     return [

@@ -17,7 +17,7 @@ from math import prod
 
 import torch
 
-from megatron.parallel.layout.shard import LogicalTensor
+from megatron.parallel.layout.shard import LogicalTensor, Span
 
 WEIGHT = "weight"  # in the type that the forward pass uses
 MASTER = "master"  # the fp32 copy that the optimizer updates
@@ -145,7 +145,7 @@ class Piece:
 
 def natural_width(tensor: LogicalTensor) -> int:
     """Width of the matrix in which the shards are column ranges. All elements, for a tensor that is not cut."""
-    return prod(tensor.shape[tensor.shard.dim :]) if tensor.shard is not None else prod(tensor.shape)
+    return prod(tensor.shape[tensor.shard.last :]) if tensor.shard is not None else prod(tensor.shape)
 
 
 def common_width(*tensors: LogicalTensor) -> int:
@@ -160,7 +160,7 @@ def rectangles(spec: FragmentSpec, width: int | None = None) -> list[FragmentRec
         width: a divisor of the natural width that is a product of trailing dimensions. None: the natural width.
     """
     own_width = natural_width(spec.tensor)
-    runs = _row_runs(spec)
+    runs, rows = _row_runs(spec), _rows(spec)
     local_width = runs[-1][1] + runs[-1][2] if runs else 0
     if not spec.length or not local_width:
         return []
@@ -168,9 +168,12 @@ def rectangles(spec: FragmentSpec, width: int | None = None) -> list[FragmentRec
     for first, count, begin, end in _row_bands(spec.start, spec.stop, local_width):
         for column, local, length in runs:
             low, high = max(begin, local), min(end, local + length)
-            if low < high:
-                position = first * local_width + low - spec.start
-                found.append(FragmentRectangle(first, count, column + low - local, high - low, position, local_width))
+            for span in rows if low < high else ():
+                top, bottom = max(first, span.local), min(first + count, span.local + span.length)
+                if top < bottom:
+                    row, position = span.start + top - span.local, top * local_width + low - spec.start
+                    columns = (column + low - local, high - low)
+                    found.append(FragmentRectangle(row, bottom - top, *columns, position, local_width))
     found.sort(key=lambda rectangle: rectangle.local)
     if width in (None, own_width):
         return found
@@ -208,10 +211,25 @@ def _row_runs(spec: FragmentSpec) -> list[tuple[int, int, int]]:
     tensor = spec.tensor
     if tensor.shard is None:
         return [(0, 0, prod(tensor.shape))]
-    dim = tensor.shard.dim
+    dim = tensor.shard.last
     inner = prod(tensor.shape[dim + 1 :])
-    spans = tensor.shard.spans(tensor.shape[dim], spec.tensor_rank, spec.tensor_ranks)
+    spans = tensor.spans(spec.tensor_rank, spec.tensor_ranks)[dim]
     return [(span.start * inner, span.local * inner, span.length * inner) for span in spans]
+
+
+def _rows(spec: FragmentSpec) -> list[Span]:
+    """The shard's rows of the logical matrix of natural width: some of them only where two dimensions are cut."""
+    tensor = spec.tensor
+    if tensor.shard is None or tensor.shard.across in (None, tensor.shard.dim):
+        return [Span(0, prod(tensor.shape) // max(1, natural_width(tensor)), 0)]
+    *outer, spans = tensor.spans(spec.tensor_rank, spec.tensor_ranks)[: tensor.shard.last]
+    size, held = tensor.shape[tensor.shard.last - 1], sum(span.length for span in spans)
+    stack = prod(each.length for (each,) in outer)  # of matrices, all here
+    return [
+        Span(number * size + span.start, span.length, number * held + span.local)
+        for number in range(stack)
+        for span in spans
+    ]
 
 
 def _row_bands(start: int, stop: int, width: int) -> list[tuple[int, int, int, int]]:

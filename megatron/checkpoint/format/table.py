@@ -33,6 +33,8 @@ ROW = np.dtype([
 def tensor_to_dict(tensor: LogicalTensor) -> dict[str, Any]:
     values = {**asdict(tensor), "role": tensor.role.value}
     del values["scales"]  # belongs to the run, not to the checkpoint
+    if tensor.shard is not None and tensor.shard.across is None:
+        del values["shard"]["across"], values["shard"]["columns"]
     return values
 
 
@@ -46,8 +48,14 @@ def tensor_from_dict(values: dict[str, Any]) -> LogicalTensor:
     if any(type(size) is not int or size < 0 for size in shape):
         raise ValueError(f"{values['name']!r} has the shape {shape}")
     if shard is not None:
-        shard = Shard(shard["dim"], None if shard["parts"] is None else tuple(shard["parts"]), shard["unit"])
+        parts, grid = shard["parts"], (shard.get("across"), shard.get("columns", 1))
+        shard = Shard(shard["dim"], None if parts is None else tuple(parts), shard["unit"], *grid)
         if shard.dim not in range(len(shape)) or shard.unit < 1 or sum(shard.parts or ()) not in (0, shape[shard.dim]):
+            raise ValueError(f"{values['name']!r} of {shape} is cut by {shard}")
+        known = type(shard.columns) is int and shard.columns >= 1
+        if not known or shard.across is None and shard.columns > 1:
+            raise ValueError(f"{values['name']!r} of {shape} is cut by {shard}")
+        if shard.across is not None and (shard.across not in range(len(shape)) or shape[shard.across] % shard.columns):
             raise ValueError(f"{values['name']!r} of {shape} is cut by {shard}")
     return LogicalTensor(
         values["name"],

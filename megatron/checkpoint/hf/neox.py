@@ -48,7 +48,7 @@ OUTSIDE = {
     "norm.": "gpt_neox.final_layer_norm.",
     "final_linear.": "embed_out.",
 }
-AXES = ("tensor", "depth", "pipeline", "context", "folded", "expert", "expert_tensor")
+AXES = ("tensor", "columns", "depth", "pipeline", "context", "folded", "expert", "expert_tensor")
 ONE_RANK = [f"parallel.{axis}=1" for axis in AXES]
 Log = Callable[[str], None]
 

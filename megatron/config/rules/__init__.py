@@ -18,7 +18,7 @@ from ..rule_context import RuleContext
 Rule = Callable[[RuleContext], Iterator[Problem]]
 # The order in which their problems are shown.
 _NAMES = (
-    "model layout sequences communication recipe gpu teacher objectives schedule data streams "
+    "model layout columns sequences communication recipe gpu teacher objectives schedule data streams "
     "output launch deepspeed cost"
 )
 

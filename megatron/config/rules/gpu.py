@@ -33,6 +33,7 @@ NO_GRAPHS: Forbidden = (
     ("training.sequence_schedule", bool, "sequences of one length", "[]"),
     ("parallel.tensor", lambda it: it > 1, "blocks without collectives", "1"),
     ("parallel.depth", lambda it: it > 1, "blocks without collectives", "1"),
+    ("parallel.columns", lambda it: it > 1, "blocks without collectives", "1"),
     ("parallel.context", lambda it: it > 1, "blocks without collectives", "1"),
     ("parallel.pipeline", lambda it: it > 1, "one micro-batch at a time", "1"),
     ("zero.stage", lambda it: it == 3, "weights that stay where they are", "2"),

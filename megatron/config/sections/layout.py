@@ -56,8 +56,15 @@ class CommunicationOptions(Section):
 class ParallelSection(Section):
     tensor: int = key(
         1,
-        "Tensor parallel size: ranks that share each matrix. `tensor: {rows: 4, depth: 2}` is short for tensor: 4 and "
-        "depth: 2.",
+        "Tensor parallel size: ranks that share each matrix. `tensor: {rows: 4, columns: 2, depth: 2}` is short for "
+        "tensor: 4, columns: 2 and depth: 2.",
+        unit="ranks",
+        gt=0,
+    )
+    columns: int = key(
+        1,
+        "Second side of the grid of tensor parallel ranks. A rank has 1 / columns of the residual stream's channels. "
+        "Matrices are cut in both directions, over tensor * columns ranks. For stacks of attention and mlp.",
         unit="ranks",
         gt=0,
     )

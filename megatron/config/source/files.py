@@ -225,30 +225,24 @@ def normalise(source: ConfigSource) -> ConfigSource:
     return source
 
 
-_SIDES = {"rows": "tensor", "depth": "depth"}  # sides of a grid, with their keys
+_SIDES = {"rows": "tensor", "columns": "columns", "depth": "depth"}  # sides of a grid, with their keys
 
 
 def _grid(source: ConfigSource, path: Path) -> None:
-    """Turn the sides of a grid of tensor parallel ranks, {rows, columns, depth}, into the keys tensor and depth."""
+    """Turn the sides of a grid of tensor parallel ranks into keys: {rows, columns, depth} to tensor, columns, depth."""
     sides = get(source.values, path, None)
     if not isinstance(sides, dict):
         return
     places = {side: source.origin((*path, side)) for side in sides}
     drop(source.values, path)
     for side, size in sides.items():
-        key, rule = dotted((*path, side)), ""
         if side in _SIDES:
             inner = (*path[:-1], _SIDES[side])
             put(source.values, inner, size)
             source.places[inner] = places[side]
-        elif side != "columns":
-            rule, fix = "must be one of rows, columns and depth", nearest(side, (*_SIDES, "columns")) or "use rows"
-        elif size != 1:
-            rule = "must be 1: the channels of the residual stream are not cut, so norms see whole tokens"
-            many = isinstance(size, int) and isinstance(sides.get("rows", 1), int)
-            fix = f"use rows={size * sides.get('rows', 1)} columns=1, or depth" if many else "use columns=1"
-        if rule:
-            source.problems.append(Problem(key, rule, fix, size, str(places[side])))
+        else:
+            rule, fix = "must be one of rows, columns and depth", nearest(side, _SIDES) or "use rows"
+            source.problems.append(Problem(dotted((*path, side)), rule, fix, size, str(places[side])))
 
 
 def _comms_logger(source: ConfigSource) -> None:

@@ -22,7 +22,7 @@ from megatron.model.norm import Norm
 from megatron.model.partition import copies, stage_bounds, stages_of_parameters, users
 from megatron.model.stack import ModelPlan
 from megatron.model.stream import StreamForm
-from megatron.parallel.layers.parameters import logical_of
+from megatron.parallel.layers.parameters import is_copy, logical_of
 from megatron.parallel.layout.mesh import new_group
 from megatron.parallel.layout.precision import COMPUTE_TYPES
 from megatron.parallel.transport.compression import pack_rows, unpack_rows
@@ -156,7 +156,7 @@ class Pipeline(PipelineModule):
         """The layers of a stage. Between stages all floats of the stream are one tensor."""
         stage, layout = self.stage, self.plan.mesh.layout
         config, cut = self.plan.config, layout.tensor if layout.sequence else 1
-        wire, hidden = config.parallel.communication.compress.pipeline, config.model.hidden_size
+        wire, hidden = config.parallel.communication.compress.pipeline, self.plan.width
         if stage > 0:
             before = self.plan.form_at(self.parts[stage] - 1)
             if wire != "none":
@@ -189,7 +189,7 @@ class Pipeline(PipelineModule):
                 self.forward_funcs.append(layer)
                 self.add_module(str(place), layer)
         for parameter in self.parameters():
-            parameter.ds_pipe_replicated = False
+            parameter.ds_pipe_replicated = is_copy(parameter)
 
     def layers_of(self, stage: int) -> list[nn.Module]:
         """The layers of one of this rank's stages."""
@@ -266,7 +266,7 @@ def stream_buffers(plan: ModelPlan, border: int, samples: int, positions: int) -
     """
     config, layout, form = plan.config, plan.mesh.layout, plan.form_at(border - 1)
     cut = layout.tensor if layout.sequence else 1
-    hidden, wire = config.model.hidden_size, config.parallel.communication.compress.pipeline
+    hidden, wire = plan.width, config.parallel.communication.compress.pipeline
     compute = "fp32" if config.model.residual.fp32 else config.precision.compute
     elements = positions // cut * form.sample_width(hidden, cut)
     dtype, elements = between_stages(wire, elements, form.common_width(hidden, cut), compute)

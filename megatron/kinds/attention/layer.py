@@ -22,7 +22,17 @@ from megatron.kinds.common.attention.entropy import AttentionEntropy
 from megatron.kinds.common.attention.key_value_cache import Keys, KeyValueCache
 from megatron.kinds.common.attention.pattern import Dropped, Pattern, alibi_slopes
 from megatron.model.costs.exchanges import Around, LayerMessage
-from megatron.model.costs.traffic import Enter, Event, Shared, Summed, TensorAxis, norm, row_events, whole_events
+from megatron.model.costs.traffic import (
+    Enter,
+    Event,
+    Shared,
+    Summed,
+    TensorAxis,
+    column_events,
+    norm,
+    row_events,
+    whole_events,
+)
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.logit_clip import LogitClip, Projection, largest_logits
@@ -127,8 +137,8 @@ class Attention(nn.Module):
         self.query_norm: Norm | WideRMSNorm | None = None
         self.key_norm: Norm | WideRMSNorm | None = None
         if options.qk_norm == "head":
-            self.query_norm = Norm(make.scope("query_norm"), D, norm, partial=True)
-            self.key_norm = Norm(make.scope("key_norm"), D, norm, partial=True)
+            self.query_norm = Norm(make.scope("query_norm"), D, norm, partial=True, stream=False)
+            self.key_norm = Norm(make.scope("key_norm"), D, norm, partial=True, stream=False)
         elif options.qk_norm == "full":
             q_width, kv_width = options.heads * D, options.kv_heads * D
             self.query_norm = WideRMSNorm(make.scope("query_norm"), q_width, D, norm, sharded=True)
@@ -233,7 +243,10 @@ class Attention(nn.Module):
             norms = 2 * norm(model.norm, D)
         elif options.qk_norm == "full":
             norms = [Summed(1, wide=True), Summed(1, wide=True) if shard_kv else Shared(options.kv_heads * D)]
-        return [Enter(inputs), *keys, *norms, *row_events(H, options.output_bias, tensor)]
+        kv_width = parts * options.kv_heads // (tensor.ranks if shard_kv else 1) * D
+        gate = [width // tensor.ranks] if (width := gate_width(options)) else []
+        products = column_events(tensor, options.heads * D // tensor.ranks, kv_width, *gate)
+        return [Enter(inputs), *keys, *products, *norms, *row_events(H, options.output_bias, tensor, options.heads * D)]
 
     @staticmethod
     def exchanges(model: ModelSection, options: AttentionOptions, around: Around) -> list[LayerMessage]:

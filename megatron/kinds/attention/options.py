@@ -206,6 +206,7 @@ KIND = LayerKind(
     ),
     draws=lambda options: options.dropout > 0.0,
     attends=True,
+    columns=True,
     linears=_linears,
     head_width=lambda options: options.head_dim,
     clips_logits=lambda options: options.qk_clip is not None,

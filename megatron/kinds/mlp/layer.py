@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.activations import ACTIVATIONS, SAVED, scaled, xielu
 from megatron.kinds.mlp.options import MLPOptions
-from megatron.model.costs.traffic import Enter, Event, TensorAxis, row_events
+from megatron.model.costs.traffic import Enter, Event, TensorAxis, column_events, row_events
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream
@@ -57,7 +57,9 @@ class MLP(nn.Module):
 
     @staticmethod
     def sends(model: ModelSection, options: MLPOptions, tensor: TensorAxis) -> list[Event]:
-        return [Enter(model.hidden_size), *row_events(model.hidden_size, options.bias, tensor)]
+        width = options.hidden_size
+        products = column_events(tensor, (2 if options.gated else 1) * width // tensor.ranks)
+        return [Enter(model.hidden_size), *products, *row_events(model.hidden_size, options.bias, tensor, width)]
 
     @staticmethod
     def counts(model: ModelSection, options: MLPOptions, sequence_length: int) -> Counts:

@@ -30,6 +30,7 @@ class MLPOptions(Section):
 
 KIND = LayerKind(
     role="ffn",
+    columns=True,
     options=MLPOptions,
     about="Options of the mlp feed-forward.",
     layer="megatron.kinds.mlp.layer:MLP",

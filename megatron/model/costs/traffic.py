@@ -8,13 +8,15 @@ S bytes of an event in one micro-batch of T tokens, with `width` numbers per tok
     Leave   forward: all-reduce of T width (with sequence parallelism: reduce-scatter, backward all-gather)
     Summed  forward and backward: all-reduce of T width
     Shared  backward: all-reduce of the parameter's gradient, which does not depend on T
+    Across  forward, backward or both: all-reduce of T width over the columns of a grid of ranks
+With C columns, Enter and Leave are of the width / C, over the ranks of a column.
 (Shoeybi et al. 2019, section 3, Korthikanti et al. 2022, section 4.2).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.config import Config
 from megatron.config.arithmetic.recurrence import Passes, core_of
@@ -39,12 +41,19 @@ class NotPredicted(ValueError):
 @dataclass(frozen=True)
 class TensorAxis:
     """Number of tensor parallel ranks, whether the stream is cut along the sequence, form of activations in messages
-    (`megatron.config.arithmetic.wire`), and ranks that share rows of matrices (`parallel.depth`)."""
+    (`megatron.config.arithmetic.wire`), and ranks that share rows of matrices (`parallel.depth`). With columns
+    (`parallel.columns`), these are the ranks of one column."""
 
     ranks: int = 1
     sequence: bool = False
     wire: str = "none"
     depth: int = 1
+    columns: int = 1
+
+    @property
+    def grid(self) -> TensorAxis:
+        """All ranks of the grid, among which embedding and head share the vocabulary."""
+        return replace(self, ranks=self.ranks * self.columns, columns=1)
 
 
 @dataclass(frozen=True)
@@ -83,12 +92,38 @@ class Shared:
     rows: int = 0
 
 
-Event = Enter | Leave | Summed | Shared
+@dataclass(frozen=True)
+class Across:
+    """A sum over columns: of partial products (forward), of a gradient (backward), or of what a norm needs (both)."""
+
+    width: int
+    forward: bool = True
+    backward: bool = True
+    wide: bool = False
 
 
-def row_events(width: int, bias: bool, tensor: TensorAxis) -> list[Event]:
-    """A `RowLinear` that closes a region."""
-    return [Leave(width), *([Shared(width)] if bias and tensor.sequence else [])]
+Event = Enter | Leave | Summed | Shared | Across
+
+
+def row_events(width: int, bias: bool, tensor: TensorAxis, inputs: int = 0) -> list[Event]:
+    """A `RowLinear` that closes a region.
+
+    Args:
+        inputs: of the whole matrix, for kinds that go with columns.
+    """
+    across = [Across(inputs // tensor.ranks, forward=False)] if tensor.columns > 1 else []
+    return [*across, Leave(width), *([Shared(width)] if bias and tensor.sequence else [])]
+
+
+def column_events(tensor: TensorAxis, *outputs: int) -> list[Event]:
+    """Each `ColumnLinear` with these outputs on this rank, of a kind that goes with columns."""
+    return [Across(each, backward=False) for each in outputs] if tensor.columns > 1 else []
+
+
+def stream_norm(options: NormOptions, size: int, tensor: TensorAxis) -> list[Event]:
+    """A `Norm` of the residual stream."""
+    sums = 0 if tensor.columns == 1 else 1 if options.type == "rmsnorm" else 2
+    return [*norm(options, size, tensor.sequence), *[Across(1, wide=True)] * sums]
 
 
 def whole_events(rows: int, columns: int, bias: bool = False) -> list[Event]:
@@ -118,6 +153,13 @@ class CallRecorder:
 
     def calls(self, layer: str, events: Iterable[Event], forward: str = "forward") -> Iterator[tuple[Call, int, int]]:
         """Calls of a forward pass, or of its repetition (`forward="recompute"`)."""
+        return (entry for entry in self._forward(layer, events, forward) if entry[0].ranks > 1)
+
+    def gradients(self, layer: str, events: Iterable[Event]) -> Iterator[tuple[Call, int, int]]:
+        """Calls of the backward pass."""
+        return (entry for entry in self._backward(layer, events) if entry[0].ranks > 1)
+
+    def _forward(self, layer: str, events: Iterable[Event], forward: str) -> Iterator[tuple[Call, int, int]]:
         for event in events:
             if isinstance(event, Enter) and self.tensor.sequence:
                 yield from self._door(forward, layer, "all_gather", event.width)
@@ -126,9 +168,10 @@ class CallRecorder:
                 yield from self._door(forward, layer, operation, event.width)
             elif isinstance(event, Summed):
                 yield self._call(forward, layer, "all_reduce", event.width, event.wide)
+            elif isinstance(event, Across) and event.forward:
+                yield self._across(forward, layer, event)
 
-    def gradients(self, layer: str, events: Iterable[Event]) -> Iterator[tuple[Call, int, int]]:
-        """Calls of the backward pass."""
+    def _backward(self, layer: str, events: Iterable[Event]) -> Iterator[tuple[Call, int, int]]:
         for event in events:
             if isinstance(event, Enter):
                 operation = "reduce_scatter" if self.tensor.sequence else "all_reduce"
@@ -138,14 +181,18 @@ class CallRecorder:
             elif isinstance(event, Summed):
                 for _ in range(2 if event.again else 1):
                     yield self._call("backward", layer, "all_reduce", event.width, event.wide)
+            elif isinstance(event, Across) and event.backward:
+                yield self._across("backward", layer, event)
             elif isinstance(event, Shared):
                 dtype = "fp32" if event.wide else self.dtype
-                call = Call("backward", layer, "tensor", self.tensor.ranks, "all_reduce", dtype)
+                call = Call("backward", layer, self._group, self.tensor.ranks, "all_reduce", dtype)
                 runs = self.tensor.depth if event.rows and event.rows % self.tensor.depth == 0 else 1
+                runs *= self.tensor.columns if event.rows else 1
                 yield call, 1, event.elements // runs * SIZES[dtype]
 
     def _door(self, phase: str, layer: str, operation: str, width: int) -> Iterator[tuple[Call, int, int]]:
         """Into or out of a tensor region."""
+        width //= self.tensor.columns
         wire, ranks, elements = self.tensor.wire, self.tensor.ranks, self.tokens * width
         if wire == "none":
             yield self._call(phase, layer, operation, width)
@@ -159,8 +206,22 @@ class CallRecorder:
 
     def _call(self, phase: str, layer: str, operation: str, width: int, wide: bool = False) -> tuple[Call, int, int]:
         dtype = "fp32" if wide else self.dtype
-        call = Call(phase, layer, "tensor", self.tensor.ranks, operation, dtype)
+        call = Call(phase, layer, self._group, self.tensor.ranks, operation, dtype)
         return call, 1, self.tokens * width * SIZES[dtype]
+
+    @property
+    def _group(self) -> str:
+        return "rows" if self.tensor.columns > 1 else "tensor"
+
+    def _across(self, phase: str, layer: str, event: Across, operation: str = "all_reduce") -> tuple[Call, int, int]:
+        dtype, group = "fp32" if event.wide else self.dtype, "columns" if self.tensor.ranks > 1 else "tensor"
+        call = Call(phase, layer, group, self.tensor.columns, operation, dtype)
+        return call, 1, self.tokens * event.width * SIZES[dtype]
+
+    def channels(self, phase: str, layer: str, width: int) -> Iterator[tuple[Call, int, int]]:
+        """All channels of the stream on every column, which the embedding's gradient and the head need."""
+        if self.tensor.columns > 1:
+            yield self._across(phase, layer, Across(width), "all_gather")
 
 
 def tensor_traffic(config: Config, layers: Sequence[int], tensor: TensorAxis, core: Passes = ONCE) -> Messages:
@@ -175,12 +236,14 @@ def tensor_traffic(config: Config, layers: Sequence[int], tensor: TensorAxis, co
         NotPredicted: a kind does not declare its messages.
     """
     tally = Messages()
-    if tensor.ranks == 1:
+    if tensor.grid.ranks == 1:
         return tally
     model, chunks, passes = config.model, config.training.sequence_chunks, _chunk(config, tensor)
     for place in [place for place in layers for _ in range(chunks)]:
         if place == 0:
-            _all(tally, passes, "embedding", _embedding(model, tensor))
+            _all(tally, replace(passes, tensor=tensor.grid), "embedding", [Leave(model.hidden_size)])
+            _all(tally, passes, "embedding", _embedding(model, tensor)[1:])
+            _repeat(tally, passes.channels("backward", "embedding", model.hidden_size), 1)
         elif place == len(model.blocks) + 1:
             _head(tally, passes, config)
         else:
@@ -233,6 +296,10 @@ def _head(tally: Messages, passes: CallRecorder, config: Config) -> None:
     for index in range(len(model.blocks), len(model.blocks) + times - 1):
         _all(tally, passes, "head", joined)
         _block(tally, passes, config, index)
+    if tensor.columns > 1:
+        _all(tally, passes, "head", stream_norm(model.norm, H, tensor))
+        _repeat(tally, passes.channels("forward", "head", H), 1)
+        passes, normed = replace(passes, tensor=tensor.grid), []
     _all(tally, passes, "head", [*normed, Enter(times * H)])
     _loss(tally, passes, config, times)
     if config.training.sequence_chunks > 1:  # recomputed by a function of the head, which no account can name
@@ -247,7 +314,7 @@ def _embedding(model: ModelSection, tensor: TensorAxis) -> list[Event]:
     if model.embedding.position == "learned" and cut:
         events.append(Shared(model.embedding.max_positions * H))
     if model.embedding.norm:
-        events += norm(model.norm, H, cut)
+        events += stream_norm(model.norm, H, tensor)
     return events + ([Shared(2 * H)] if model.residual.channel_scales and cut else [])
 
 
@@ -279,8 +346,8 @@ def block_sends(
     for branch in (pattern.mixers, (pattern.ffn,) if pattern.ffn else ()):
         if not branch:
             continue
-        norms = norm(model.norm, H, cut) if not (shared and branch[0] is pattern.ffn) else []
-        after = norm(model.norm, H, cut) if model.residual.norm in ("both", "sandwich") else []
+        norms = stream_norm(model.norm, H, tensor) if not (shared and branch[0] is pattern.ffn) else []
+        after = stream_norm(model.norm, H, tensor) if model.residual.norm in ("both", "sandwich") else []
         scales = [Shared(4 * H)] if model.residual.channel_scales and cut else []
         if model.residual.streams > 1 and cut:
             scales += [Shared(size, wide=True) for size in sizes(model, joins=True)]
@@ -309,7 +376,8 @@ def _block(tally: Messages, passes: CallRecorder, config: Config, index: int, of
     if left and config.training.sequence_chunks == 1:
         return
     for part, events in _repeated(model, pattern, parts):
-        _repeat(tally, passes.calls(f"{name}.{part}" if part else name, events, "recompute"), often.backward)
+        at = (f"{name}.{part}", "recompute") if part else ("", "backward")  # no account can name a function of a block
+        _repeat(tally, passes.calls(at[0], events, at[1]), often.backward)
 
 
 def stops_early(model: ModelSection, pattern: BlockPattern) -> bool:

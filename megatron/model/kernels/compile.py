@@ -72,7 +72,7 @@ def choose_compilation(config: Config, device: torch.device | str) -> tuple[Exte
 
 def _cut_by(config: Config) -> str | None:
     """The reason why a block is not compiled as a whole."""
-    if config.parallel.tensor > 1:
+    if config.parallel.tensor * config.parallel.columns > 1:
         return "collectives of tensor parallelism cut blocks"
     if config.parallel.depth > 1:
         return "matrices are gathered inside of blocks"

@@ -163,6 +163,11 @@ def sum_gradient(parameter: Tensor, axis: Axis) -> Tensor:
     return parameter if axis.size == 1 else _Moved.apply(parameter, *COPY, axis)
 
 
+def sum_parts(x: Tensor, axis: Axis) -> Tensor:
+    """The sum of the ranks' parts, which all then use alike."""
+    return x if axis.size == 1 else _Moved.apply(x, *REDUCE, axis)
+
+
 def sum_over(x: Tensor, axis: Axis) -> Tensor:
     """The sum over the axis of a value that every rank then uses. The gradient is summed too."""
     return x if axis.size == 1 else _Moved.apply(x, _sum, _sum, axis)

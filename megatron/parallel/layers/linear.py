@@ -11,13 +11,14 @@ from ..layout.initial import ZEROS, Init
 from ..layout.mesh import ALONE, Mesh
 from ..layout.shard import Growth, Role, Shard
 from .async_tensor import gathered_through, scattered_product
-from .collectives import enter, gather_rows, leave, sum_gradient
+from .collectives import enter, gather_rows, leave, split_channels, sum_gradient, sum_parts
 from .folded import embedding_of_rows
 from .parameters import ParameterFactory
 
 
 class ColumnLinear(nn.Module):
-    """[..., inputs] to this rank's slice of [..., outputs]. Lives inside a tensor region.
+    """[..., inputs] to this rank's slice of [..., outputs]. Lives inside a tensor region. With columns, the inputs are
+    this rank's channels of the residual stream.
 
     Args:
         parts: sizes of the fused matrices along the outputs. Each is cut separately.
@@ -44,7 +45,7 @@ class ColumnLinear(nn.Module):
         folds: bool = True,
     ):
         super().__init__()
-        self.axis = make.mesh.tensor
+        self.axis, self.columns = make.mesh.tensor, make.mesh.columns
         self.shard = shard
         cut = Shard(0, parts, unit) if shard else None
         outputs = sum(parts)
@@ -59,12 +60,17 @@ class ColumnLinear(nn.Module):
             growth=growth,
             heads=None if heads is None else tuple((each, unit) for each in heads),
             rows=self.rows,
+            stream=1,
         )
         self.bias = make.parameter("bias", (outputs,), role=Role.BIAS, init=ZEROS, shard=cut) if bias else None
         self.linear = make.linear(inputs, outputs, self.rows)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x, *self.used())
+        weight, bias = self.used()
+        if self.columns.size == 1:
+            return self.linear(x, weight, bias)
+        y = sum_parts(self.linear(x, weight, None), self.columns)
+        return y if bias is None else y + bias
 
     def used(self) -> tuple[Tensor, Tensor | None]:
         """The matrix and the bias that this rank multiplies with and adds."""
@@ -91,7 +97,7 @@ def entered(x: Tensor, columns: Sequence[ColumnLinear], mesh: Mesh) -> tuple[Ten
 class RowLinear(nn.Module):
     """This rank's slice of [..., inputs] to the whole [..., outputs]. Closes a tensor region.
 
-    The bias is added once, after the sum over ranks.
+    The bias is added once, after the sum over ranks. With columns, the outputs are this rank's channels of the stream.
     """
 
     def __init__(
@@ -106,7 +112,7 @@ class RowLinear(nn.Module):
         unit: int = 1,
     ):
         super().__init__()
-        self.mesh, self.rows = make.mesh, make.row_axis(outputs)
+        self.mesh, self.rows = make.mesh, make.row_axis(outputs // make.mesh.columns.size)
         self.weight = make.parameter(
             "weight",
             (outputs, inputs),
@@ -115,11 +121,13 @@ class RowLinear(nn.Module):
             shard=Shard(1, None, unit),
             matrices=(outputs,),
             rows=self.rows,
+            stream=0,
         )
-        self.bias = make.parameter("bias", (outputs,), role=Role.BIAS, init=ZEROS) if bias else None
+        self.bias = make.parameter("bias", (outputs,), role=Role.BIAS, init=ZEROS, stream=0) if bias else None
         self.linear = make.linear(inputs, outputs, self.rows)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = sum_gradient(x, self.mesh.columns)  # all columns have the same, and each makes other channels of it
         if self.mesh.tensor.size == 1:
             return self.linear(x, self.weight, self.bias)
         if self.mesh.layout.async_tensor:
@@ -162,7 +170,8 @@ class WholeLinear(nn.Module):
 
 
 class VocabEmbedding(nn.Module):
-    """Token ids [B, S] to embeddings [B, S, H] (or [B, S/t, H]). The rows of the table are cut over the ranks."""
+    """Token ids [B, S] to embeddings [B, S, H] (or [B, S/t, H], or with c columns [B, S, H/c]). The rows of the table
+    are cut over all tensor parallel ranks."""
 
     def __init__(
         self, make: ParameterFactory, vocab: int, hidden: int, *, init: Init, weight: nn.Parameter | None = None
@@ -183,7 +192,8 @@ class VocabEmbedding(nn.Module):
         local_BS = tokens_BS - self.span.start
         foreign_BS = (local_BS < 0) | (local_BS >= self.span.length)
         x_BSH = F.embedding(local_BS.masked_fill(foreign_BS, 0), self.weight)
-        return leave(x_BSH.masked_fill(foreign_BS.unsqueeze(-1), 0), self.mesh)
+        x = leave(x_BSH.masked_fill(foreign_BS.unsqueeze(-1), 0), self.mesh)
+        return split_channels(x, self.mesh.columns)
 
 
 def sequence_slice(x: Tensor, mesh: Mesh, dim: int = 1) -> Tensor:

@@ -70,6 +70,11 @@ class ParameterFactory:
             return partial(linear_of_rows if self.mesh.layout.shares_rows else linear_of_gathered, axis=rows)
         return linear_for(self.products, inputs, outputs, self.device, self.dtype)
 
+    @property
+    def of_stream(self) -> ParameterFactory:
+        """For layers that read and write the residual stream (`Mesh.of_blocks`)."""
+        return replace(self, mesh=self.mesh.of_blocks)
+
     def scope(self, name: str) -> ParameterFactory:
         return replace(self, prefix=f"{self.prefix}.{name}" if self.prefix else name)
 
@@ -87,6 +92,7 @@ class ParameterFactory:
         growth: Growth | None = None,
         heads: tuple[tuple[str, int], ...] | None = None,
         rows: Axis = ALONE,
+        stream: int | None = None,
     ) -> nn.Parameter:
         """This rank's shard of the logical tensor `<prefix>.<name>` of (whole) `shape`.
 
@@ -96,13 +102,16 @@ class ParameterFactory:
             growth: how its fans grow with the model's width, where that does not follow from its role.
             heads: see `LogicalTensor`.
             rows: ranks that have equal runs of its rows (`row_axis`).
+            stream: the dimension of the residual stream's channels, which columns of ranks cut.
         """
+        at, run, copy = self.mesh.tensor, None, False
+        if self.mesh.grid is not None:
+            shard, at, copy = self._on_grid(shard, stream)
         scales = self.scales(growth or growth_of(role))
         logical = LogicalTensor(
             f"{self.prefix}.{name}" if self.prefix else name, shape, role, shard, keep_fp32, matrices, scales, heads
         )
         dtype = wide_type(self.dtype) if keep_fp32 else self.dtype
-        at, run = self.mesh.tensor, None
         if rows.size > 1:
             run = _run(logical.local_shape(at.rank, at.size)[0], rows)
         if experts:
@@ -116,12 +125,24 @@ class ParameterFactory:
         marks: Any = parameter  # torch's tensors take attributes of any name. The functions below read these
         marks.logical = logical
         marks.cut = (0, 1) if shard is None else (at.rank, at.size)
-        if shard is not None and self.mesh.tensor.size > 1:
+        if shard is not None and (self.mesh.grid or self.mesh.tensor).size > 1:
             # DeepSpeed counts parameters without this mark once per tensor parallel group in the gradient norm.
             marks.model_parallel = marks.tensor_model_parallel = True
+        if copy:
+            marks.ds_pipe_replicated = marks.of_grid = True  # for norms and checkpoints, as tied copies of other stages
         if run is not None:
             marks.run, marks.shares_rows = run, not experts
         return parameter
+
+    def _on_grid(self, shard: Shard | None, stream: int | None) -> tuple[Shard | None, Axis, bool]:
+        """(its cut, the ranks among which it is cut, whether an earlier rank has the same part), with columns."""
+        mesh, columns = self.mesh, self.mesh.columns
+        assert mesh.grid is not None
+        if stream is None:
+            return shard, mesh.tensor, shard is not None and columns.rank > 0
+        if shard is None:
+            return Shard(stream, across=stream, columns=columns.size), columns, mesh.tensor.rank > 0
+        return replace(shard, across=stream, columns=columns.size), mesh.grid, False
 
     def buffer(self, name: str, shape: tuple[int, ...], *, role: Role) -> Tensor:
         """A tensor that checkpoints keep and no optimizer sees: fp32, whole on every rank, 0 at the start."""
@@ -166,6 +187,11 @@ def shares_rows(parameter: Tensor) -> bool:
 def on_every_tensor_rank(parameter: Tensor) -> bool:
     """Whether the tensor parallel ranks have the same elements. Experts are cut, or folded over these ranks."""
     return logical_of(parameter).shard is None and (not is_spread(parameter) or shares_rows(parameter))
+
+
+def is_copy(parameter: Tensor) -> bool:
+    """Whether an earlier rank of the grid has the same part, where there are columns."""
+    return getattr(parameter, "of_grid", False)
 
 
 def shard_start(parameter: Tensor) -> int:

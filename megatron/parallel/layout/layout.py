@@ -39,6 +39,8 @@ class Layout:
     checkpoints such a matrix is a stack of experts, one per row, spread over these ranks. With `depth`, that many
     neighbours among the replicas share rows in the same way, and gather whole matrices. Their ranks are the axis of
     experts, so experts are spread over the same ranks.
+
+    Tensor parallel ranks may be a grid. `columns` neighbours among them have other channels of the residual stream.
     """
 
     tensor: int = 1
@@ -54,6 +56,7 @@ class Layout:
     zigzag: bool = False
     shares_rows: bool = False
     depth: int = 1
+    columns: int = 1
     async_tensor: bool = False  # messages of tensor parallel ranks overlap with products. Goes with `sequence`
     tensor_wire: str = "none"  # form of activations on the tensor axis (`config/arithmetic/wire.py`)
 
@@ -87,6 +90,8 @@ class Layout:
         sizes = {name: getattr(self, name) for name in ("tensor", "data", "pipeline", "zero_stage")}
         if self.context > 1:
             sizes |= {"context": self.context}
+        if self.columns > 1:
+            sizes |= {"columns": self.columns}
         if self.shares_rows:
             sizes |= {"folded": self.context}
         elif self.depth > 1:
@@ -103,14 +108,16 @@ class Layout:
             ValueError: ranks is not a multiple of tensor * pipeline * context, or the experts' ranks not one of expert.
         """
         parallel = config.parallel
-        inner = parallel.tensor * parallel.pipeline * parallel.context
+        tensor = parallel.tensor * parallel.columns
+        inner = tensor * parallel.pipeline * parallel.context
         if ranks % inner:
             raise ValueError(
-                f"{ranks} ranks cannot be cut into tensor {parallel.tensor} x pipeline {parallel.pipeline} x context "
+                f"{ranks} ranks cannot be cut into tensor {tensor} x pipeline {parallel.pipeline} x context "
                 f"{parallel.context}"
             )
         layout = cls(
-            tensor=parallel.tensor,
+            tensor=tensor,
+            columns=parallel.columns,
             data=ranks // inner,
             pipeline=parallel.pipeline,
             sequence=parallel.sequence and parallel.tensor > 1,
@@ -129,6 +136,12 @@ class Layout:
         if layout.expert_line % layout.expert:
             raise ValueError(f"{layout.expert_line} ranks cannot be cut into groups of {layout.expert} for the experts")
         return layout
+
+    def on_grid(self, at: Coordinates) -> tuple[list[Coordinates], list[Coordinates]]:
+        """The ranks with other rows than the one at `at`, and those with other columns, itself included."""
+        row, column = divmod(at.tensor, self.columns)
+        rows = [replace(at, tensor=each * self.columns + column) for each in range(self.tensor // self.columns)]
+        return rows, [replace(at, tensor=row * self.columns + each) for each in range(self.columns)]
 
     def coordinates(self, rank: int) -> Coordinates:
         replica, tensor = divmod(rank, self.tensor)

@@ -39,12 +39,20 @@ class Mesh:
     expert: Axis = ALONE  # ranks that share the experts of a layer: part of the replicas, or of these and tensor
     expert_data: Axis = ALONE  # the rest of it: ranks that hold the same experts
     expert_tensor: Axis = ALONE  # ranks that have slices of the same experts: the tensor axis, or none where folded
+    columns: Axis = ALONE  # tensor parallel ranks with other channels of the residual stream
+    rows: Axis = ALONE  # those with the same channels, where there are columns
+    grid: Axis | None = None  # in the mesh of a block: all tensor parallel ranks, where there are columns
     timeout: timedelta | None = None  # of collectives in every group. None: torch's own
 
     @property
     def depth(self) -> Axis:
         """Ranks that share rows of matrices and gather them (`parallel.depth`)."""
         return self.expert if self.layout.depth > 1 else ALONE
+
+    @property
+    def of_blocks(self) -> Mesh:
+        """The mesh of layers that read and write the residual stream. With columns their tensor axis is the rows."""
+        return self if self.layout.columns == 1 else replace(self, tensor=self.rows, grid=self.tensor)
 
     @classmethod
     def single(cls) -> Mesh:
@@ -57,6 +65,7 @@ class Mesh:
         at = layout.coordinates(rank)
         axes = {name: Axis(getattr(at, name), getattr(layout, name)) for name in AXES}
         group, place = divmod(layout.expert_place(at), layout.expert)
+        row, column = divmod(at.tensor, layout.columns)
         return cls(
             layout,
             rank,
@@ -69,6 +78,8 @@ class Mesh:
             expert=Axis(place, layout.expert),
             expert_data=Axis(group, layout.expert_data),
             expert_tensor=ALONE if layout.folded else axes["tensor"],
+            columns=Axis(column, layout.columns),
+            rows=Axis(row, layout.tensor // layout.columns),
         )
 
     @classmethod
@@ -92,11 +103,16 @@ class Mesh:
         axes["replicas"] = _axis(layout, everyone, rank, timeout, tuple(axes.values()))
         sharing = _axis(layout, layout.all_experts(at), rank, timeout, tuple(axes.values()))
         same = _axis(layout, layout.same_experts(at), rank, timeout, tuple(axes.values()))
+        rows, columns = ALONE, ALONE
+        if layout.columns > 1:
+            rows, columns = (_axis(layout, line, rank, timeout, tuple(axes.values())) for line in layout.on_grid(at))
         return cls(
             layout,
             rank,
             at,
             **axes,
+            columns=columns,
+            rows=rows,
             expert=sharing,
             expert_data=same,
             expert_tensor=ALONE if layout.folded else axes["tensor"],

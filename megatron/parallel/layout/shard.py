@@ -4,6 +4,9 @@ A *logical tensor* has a name, a shape and a role that no layout changes. A `Sha
 parallel ranks cut, and the parts of this dimension: the rows of a fused `gate_up` matrix are two parts (gate, up), and
 each rank owns a slice of each. Initialisation, checkpoints and export read the place of an element here.
 
+Where the residual stream is cut over columns (`parallel.columns`), a matrix is also cut along its channels: in both
+directions, over a grid of ranks.
+
 Dimension 0 of a tensor of experts counts them, and no tensor parallel rank cuts it. An expert parallel rank has a run
 of experts: a run of the flattened shard, and so a fragment, as under ZeRO. A run of a matrix's rows is the same.
 """
@@ -81,11 +84,25 @@ class Shard:
         parts: sizes of the concatenated parts of that dimension. None is one part, the whole.
         unit: cuts fall on multiples of this (head_dim, so that heads stay whole). A part of u units gives
             rank r the units [r*u//n, (r+1)*u//n): sizes may differ by one unit, so a vocabulary needs no padding.
+        across: the dimension that columns of ranks cut, equally. Where it is `dim`, only columns cut the tensor.
+        columns: their number. Rank r * columns + c has the cut r along `dim` and c along `across`.
     """
 
     dim: int
     parts: tuple[int, ...] | None = None
     unit: int = 1
+    across: int | None = None
+    columns: int = 1
+
+    @property
+    def last(self) -> int:
+        """The last dimension that is cut."""
+        return self.dim if self.across is None else max(self.dim, self.across)
+
+    @property
+    def uncrossed(self) -> Shard | None:
+        """The cut of a layout without columns."""
+        return None if self.across == self.dim else Shard(self.dim, self.parts, self.unit)
 
     def spans(self, size: int, rank: int, ranks: int) -> list[Span]:
         """The runs of the logical dimension (of length `size`) that `rank` of `ranks` owns, in local order."""
@@ -134,12 +151,12 @@ class LogicalTensor:
         Args:
             run: of the shard's first dimension (experts, or rows of a matrix). None: all of it.
         """
-        spans = [
-            self.shard.spans(size, rank, ranks)
-            if self.shard is not None and self.shard.dim == dim
-            else [Span(0, size, 0)]
-            for dim, size in enumerate(self.shape)
-        ]
+        cut, spans = self.shard, [[Span(0, size, 0)] for size in self.shape]
+        if cut is not None and cut.dim != cut.across:
+            spans[cut.dim] = cut.spans(self.shape[cut.dim], rank // cut.columns, ranks // cut.columns)
+        if cut is not None and cut.across is not None:
+            each = self.shape[cut.across] // cut.columns
+            spans[cut.across] = [Span(rank % cut.columns * each, each, 0)]
         return spans if run is None else [_within(spans[0], run), *spans[1:]]
 
     def local_shape(self, rank: int, ranks: int, run: Span | None = None) -> tuple[int, ...]:

@@ -69,6 +69,8 @@ def group_name(ranks: Sequence[int], layout: Layout, at: Coordinates) -> str:
     """
     ranks = sorted(ranks)
     lines = {name: [replace(at, **{name: index}) for index in range(getattr(layout, name))] for name in AXES}
+    if layout.columns > 1:
+        lines["rows"], lines["columns"] = layout.on_grid(at)
     lines |= {"expert": layout.all_experts(at), "expert_data": layout.same_experts(at)}
     for name, line in lines.items():
         if sorted(map(layout.rank, line)) == ranks:

@@ -72,7 +72,7 @@ class _Watcher:
     def _name(self, group: Any, ranks: tuple[int, ...]) -> str:
         if len(ranks) == dist.get_world_size():
             return "the group of all ranks"
-        for name in ("tensor", "pipeline", "data", "expert", "expert_data"):
+        for name in ("tensor", "columns", "rows", "pipeline", "data", "expert", "expert_data"):
             if self.mesh is not None and getattr(self.mesh, name).ranks == ranks:
                 return f"the {name.replace('_', ' ')} group"
         return f"the group of ranks {ranks_text(ranks)}"

@@ -203,11 +203,16 @@ LAYOUT = [
     ),
     case(
         "columns of tensor parallel ranks",
-        "parallel: {tensor: {rows: 2, columns: 2}}",
-        "a.yml:2: parallel.tensor.columns = 2",
-        "must be 1: the channels of the residual stream are not cut",
-        "use rows=4 columns=1, or depth",
-        ranks=4,
+        "model: {layers: attention/moe x4, moe: {experts: 8}}\n"
+        "parallel: {tensor: {rows: 2, columns: 3}, context: 2}\nzero: {stage: 3}",
+        "a.yml:3: parallel.columns = 3",
+        "must be 1 with moe: only layers of attention, mlp have a part of the channels",
+        "must divide model.hidden_size",
+        "parallel.context = 2",
+        "must be 1 with parallel.columns: ranks of a row have the same tokens",
+        "must be below 3 with parallel.columns: ZeRO 3 gathers whole parameters",
+        problems=4,
+        ranks=12,
     ),
     case(
         "an unknown side of a grid",
