@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,8 +20,13 @@ from megatron.parallel.layout.mesh import Mesh
 from megatron.rehearsal.rank import _group_of_nobody
 from tests.paths import ROOT
 
-LAYOUTS = {
+LAYOUTS: dict[str, tuple[str, dict[str, Any], int]] = {
     "tp8 pp8 cp2 ep8 dp64": ("moe", {"tensor": 8, "pipeline": 8, "context": 2, "expert": 8}, 8192),
+    "tp2 pp8 dp512, ZB-V, ZeRO 3": (
+        "llama",
+        {"tensor": 2, "pipeline": 8, "schedule": "zbv", "stages_per_rank": 2},
+        8192,
+    ),
     "tp2 pp2 dp2": ("llama", {"tensor": 2, "pipeline": 2}, 8),
     "pp2 dp2": ("llama", {"pipeline": 2}, 4),
 }
@@ -33,6 +39,8 @@ def made(name: str, rank: int) -> list[tuple[int, ...]]:
     if parallel.get("tensor") == 8:
         overrides += ["model.attention.heads=16", "model.hidden_size=128", "model.layers=(attention/moe) x8"]
         overrides += ["model.moe.experts=8", "model.moe.hidden_size=64"]
+    if "schedule" in parallel:
+        overrides += ["model.layers=(attention/mlp) x16", "zero.stage=3"]
     overrides += [f"training.global_batch_size={2 * ranks}", "training.micro_batch_size=1", "precision=bf16"]
     files = [ROOT / f"configs/test/tiny_{model}.yml"]
     config = load(files, overrides, ranks=ranks, check_inputs=False, here=False).config
