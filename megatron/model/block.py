@@ -192,7 +192,10 @@ class Block(nn.Module):
         return residual.form == "parallel" and residual.shared_norm and both and not pattern.side
 
     def forward(self, stream: Stream, state: BlockState | None = None) -> Stream:
-        stream = self._branched(stream, state)
+        return self.scaled(self._branched(stream, state))
+
+    def scaled(self, stream: Stream) -> Stream:
+        """The stream that leaves the block."""
         if self.scale is None:
             return stream
         return stream.with_hidden(stream.hidden * self.scale.to(stream.hidden.dtype))

@@ -31,7 +31,7 @@ from megatron.kinds.common.attention.paged_keys import PagedKeys, Pass
 from megatron.model.block import Block
 from megatron.model.embedding_and_head import Reader
 from megatron.model.stack import Model
-from megatron.model.stream import Stream
+from megatron.model.stream import LOSS, Stream
 from megatron.parallel.layers.collectives import exchange
 
 from .dispatch import AllToAllDispatch, LocalDispatch
@@ -124,6 +124,7 @@ class Staying:
 
     def __init__(self, engine: Any, places: Mapping[int, Sequence[Sequence[int]]] | None = None) -> None:
         self.engine, self.model = engine, cast(Model, engine.model)
+        engine.state.for_evaluation()  # it writes weights, of experts in order
         self.axis, self.moved = self.model.plan.mesh.expert, Moved()
         self.layers = {at: block.ffn for at, block in enumerate(self._blocks()) if isinstance(block.ffn, MoE)}
         for at, each in self.layers.items():
@@ -144,6 +145,8 @@ class Staying:
             raise UserError(f"evaluation.placement: all ranks must share experts, and {ranks}: use parallel.expert")
         if not all(isinstance(each.mixer, KeyValueCache | None) for each in states):
             raise UserError("evaluation.placement must be with mixers that only keep keys and values")
+        if more := sorted({name for each in engine.model.plan.live_channels for name in each} - {LOSS}):
+            raise UserError(f"evaluation.placement must be with layers that send no {more[0]} to later layers")
         layers = {at: each.ffn for at, each in enumerate(engine.model.blocks) if isinstance(each.ffn, MoE)}
         return cls(engine, read_places(path, {at: moe.options.experts for at, moe in layers.items()}, mesh.expert.size))
 
@@ -184,7 +187,7 @@ class Staying:
                 if block.ffn is not None:
                     with self._choosing(at, rows, stay):
                         x, stream = block.fed(x, stream, state)
-                stream = stream.with_hidden(x)
+                stream = block.scaled(stream.with_hidden(x))
         finally:
             current.read = whole
         self.moved.passes += stay

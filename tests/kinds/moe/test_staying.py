@@ -37,11 +37,13 @@ def settings(kind: str, ranks: int) -> dict[str, Any]:
     moe = {"experts": EXPERTS, "hidden_size": 24, **KINDS[kind]}
     return {
         "model": {"layers": layers, "hidden_size": 32, "vocab_size": 61, "attention": {"heads": 4, "kv_heads": 2}}
-        | {"norm": {"type": "rmsnorm"}, "moe": moe},
+        | {"norm": {"type": "rmsnorm"}, "moe": moe, "residual": {"block_scale": True}},
         "training": {"steps": 1, "sequence_length": 96, "global_batch_size": 4, "micro_batch_size": 1},
         "parallel": {"expert": ranks},
         "zero": {"stage": 0},
         "precision": {"compute": "fp32"},
+        "schedule": {"type": "constant"},
+        "optimizer": {"type": "schedule_free_adamw"},  # its weights of an evaluation are written when one begins
         "evaluation": {"at_end": False},
     }
 
@@ -94,8 +96,9 @@ def on_ranks(kind: str, ranks: int, path: str | None) -> dict[str, Any]:
 
     found["two"] = drawn(engine, requests())
     found["two, others"] = drawn(engine, others(), rows=3, budget=24)
-    scorer = Scorer.of_tasks(config, engine, engine.mesh, engine.device, 3, moves=True)
-    staying: Any = scorer.staying or Staying(engine)
+    config, other = runs.start(values, ranks)
+    scorer = Scorer.of_tasks(config, other, other.mesh, other.device, 3, moves=True)
+    staying: Any = scorer.staying or Staying(other)
     counter = Counter()
     dist.all_to_all_single = counter
     try:
@@ -174,6 +177,7 @@ def test_one_exchange_has_the_bits_of_two(tmp_path: Path, kind: str, ranks: int,
         ({"model": {"layers": "attention/moe mamba2"}}, "recurrences"),
         ({"model": {"residual": {"form": "parallel"}}}, "must be sequential"),
         ({"model": {"moe": {"router": {"network": "mlp", "average": False}}}}, "routers must be linear"),
+        ({"model": {"moe": {"router": {"select": "hash"}}}}, "select is hash"),
         ({"parallel": {"expert": 2, "tensor": 2}}, "expert parallel ranks only"),
         ({"parallel": {"expert": 1}}, "expert parallel ranks only"),
         ({"model": {"moe": {"capacity_factor": 1.0}}}, "experts with a capacity"),
