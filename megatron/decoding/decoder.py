@@ -250,7 +250,7 @@ class Decoder:
             live.drawn.log_p.append(log_p)
         for live in list(self.schedule.running):
             request, drawn = live.request, live.drawn
-            if live.read < len(request.prompt) or live.leader is not None:
+            if live.read < min(len(request.prompt), request.whole) or live.leader is not None:
                 continue
             if is_over(request, drawn):
                 self.schedule.leave(live)

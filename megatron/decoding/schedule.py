@@ -56,7 +56,9 @@ class Request:
 
     @property
     def whole(self) -> int:
-        """Tokens that may have to be read."""
+        """Tokens that may have to be read. Nothing follows the last one of a text that is only scored."""
+        if self.scored and not self.tokens:
+            return len(self.prompt) - 1
         return len(self.prompt) + max(self.tokens - 1, 0)
 
     def check(self, model: ModelSection, vocabulary: int | None = None) -> None:
@@ -128,8 +130,8 @@ class Live:
 
     @property
     def length(self) -> int:
-        """Tokens of `text`."""
-        return len(self.request.prompt) + len(self.drawn.tokens)
+        """Tokens of `text` that have to be read."""
+        return min(len(self.request.prompt) + len(self.drawn.tokens), self.request.whole)
 
     def digests(self, tokens: int) -> list[bytes]:
         """Of each whole page among its first tokens, the digest of all tokens up to the page's end."""
@@ -255,7 +257,8 @@ class Schedule:
             found = list[int]()
             if leader is None:
                 if self.shares():
-                    found = self.pool.find(live.digests(live.length - 1 - live.request.scored))
+                    known = len(live.request.prompt) + len(live.drawn.tokens)
+                    found = self.pool.find(live.digests(known - 1 - live.request.scored))
                 idle = sum(not self.pool.uses[page] for page in found)
                 if self.running and pages_of(live.length) - len(found) + idle > len(self.pool.free):
                     return

@@ -93,6 +93,20 @@ def test_logits_are_those_of_whole_texts(name: str) -> None:
     assert not decoder.schedule.running
 
 
+@pytest.mark.parametrize("most", [128, 64])
+def test_a_text_as_long_as_the_model_reads_is_scored(most: int) -> None:
+    """The token after the last position is scored, and not read. Other texts begin with its pages."""
+    model = model_of("learned", DOUBLE)
+    text = tuple(torch.randint(60, (most + 1,), generator=torch.Generator().manual_seed(2)).tolist())
+    asked = [Request(text, 0, scored=most), Request(text, 0, 1, scored=3), Request(text[:-1], 1, 2)]
+    drawn, _, decoder = answers(model, asked, rows=2, budget=50)
+    with torch.no_grad():
+        logs = model.logits(torch.tensor([text[:-1]]))[0].log_softmax(-1)
+    wanted = [float(row[token]) for row, token in zip(logs, text[1:])]
+    assert drawn[0].scores == pytest.approx(wanted, abs=1e-9) and drawn[1].scores == pytest.approx(wanted[-3:], abs=1e-9)
+    assert drawn[2].tokens == [int(logs[-1].argmax())] and decoder.schedule.reused
+
+
 def test_log_probabilities_are_the_trainers() -> None:
     """By the same operations: equal logits have equal log-probabilities, of tokens and of scored prompts."""
     model = model_of("mixtral", torch.float32)

@@ -120,6 +120,7 @@ def test_requests_that_can_never_be_answered() -> None:
     learned = {**shape, "embedding": {"position": "learned", "max_positions": 8}}
     model = resolve({"model": learned, "training": {"steps": 1, "sequence_length": 8}}).model
     Request((0, 9), 7, scored=1).check(model)
+    Request((0,) * 9, 0, scored=8).check(model)  # its last token is not read
     for wrong in (
         Request((), 3),
         Request((1, 2), 0, scored=2),
