@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 from megatron.config.problems import UserError
 from megatron.data.tokenizer import build_tokenizer
 
-from .options import ENVIRONMENTS, align_of, wanted
+from .options import ENVIRONMENTS, align_of, server_key, wanted
 from .problems import Problems
 from .verifier import Verifier
 
@@ -19,9 +18,11 @@ def before_start(words: Sequence[str], config: Any) -> list[str]:
     if not wanted(config):
         return ["deepy align needs align.prompts or align.environment. deepy train works without"]
     own, found = align_of(config), list[str]()
-    name = own.server.key_variable
-    if name is not None and not os.environ.get(name) and config.launch.environment_file is None:
-        found.append(f"align.server.key_variable: {name} must be set in the environment, and is not: export it")
+    if config.launch.environment_file is None:
+        try:
+            server_key(own.server.key_variable)
+        except UserError as error:
+            found.append(str(error))
     verifier = Verifier.of(own)
     others = [] if own.environment is None else [ENVIRONMENTS.get(own.environment, own.environment)]
     if wrong := verifier.fault(others):

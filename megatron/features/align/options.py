@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.config.features.feature import Feature, Keys
 from megatron.config.optimizer_kind import optimizer_kind
-from megatron.config.problems import Problem
+from megatron.config.problems import Problem, UserError
 from megatron.config.registry import PATH
 from megatron.config.section import Section, key
 
@@ -223,6 +224,23 @@ def rounds_are_whole(context: RuleContext) -> Iterator[Problem]:
             rule=f"must leave room for a prompt in training.sequence_length = {training.sequence_length}",
             fix="use a smaller one, or longer samples",
         )
+
+
+def server_key(name: str | None) -> str | None:
+    """The key that the server wants, from this environment variable. No message has it.
+
+    Raises:
+        UserError: the variable is not set, or no header can have its value.
+    """
+    if name is None:
+        return None
+    found = os.environ.get(name, "").strip()
+    if not re.fullmatch(r"[!-~]+", found):
+        raise UserError(
+            f"align.server.key_variable: {name} must have a key of visible ASCII characters on rank 0. Export it "
+            "where the run starts, with launch.forward for other hosts, or use launch.environment_file"
+        )
+    return found
 
 
 def the_run_fits(context: RuleContext) -> Iterator[Problem]:

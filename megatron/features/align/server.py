@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
-import re
 import shutil
 import urllib.error
 import urllib.request
@@ -30,7 +28,7 @@ from megatron.config.problems import UserError
 from megatron.data.hashing import key_of
 from megatron.training.world import World
 
-from .options import ServerSection
+from .options import ServerSection, server_key
 from .sampler import Drawn, Rule
 
 LONGEST = 64 << 20  # bytes of an answer
@@ -110,7 +108,11 @@ class Server:
         pool = ThreadPoolExecutor(min(self.together, MOST), thread_name_prefix="server")
         try:
             for prompt, answer in zip(prompts, pool.map(partial(self.ask, "/v1/completions"), bodies)):
-                yield read_answer(answer, prompt, rule)
+                try:
+                    drawn = read_answer(answer, prompt, rule)
+                except UserError as error:
+                    raise UserError(hidden(str(error), server_key(self.section.key_variable))) from None
+                yield drawn
                 alive()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -184,7 +186,7 @@ class Server:
         Raises:
             UserError, ValueError: it answers with another status, too much, or no JSON.
         """
-        key = self.key()
+        key = server_key(self.section.key_variable)
         headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
         request = urllib.request.Request(
             f"{str(self.section.url).rstrip('/')}{place}", json.dumps(body).encode(), headers
@@ -193,8 +195,10 @@ class Server:
             with self.opener.open(request, timeout=self.section.timeout) as answer:
                 content = answer.read(LONGEST + 1)
         except urllib.error.HTTPError as error:
-            said = hidden(repr(error.read(500)), key)
-            raise UserError(f"{place} has answered with status {error.code}: {said}") from error
+            said = error.read(500 + len(key or ""))  # a key that begins within 500 bytes is whole
+            if key is not None:
+                said = said.replace(key.encode(), b"***")
+            raise UserError(f"{place} has answered with status {error.code}: {said[:500]!r}") from error
         except (OSError, http.client.HTTPException) as error:
             raise UserError(f"{place} cannot be asked: {error}") from error
         if len(content) > LONGEST:
@@ -204,23 +208,6 @@ class Server:
         found = parse_json(content.decode("utf-8"))
         if isinstance(found, dict) and found.get("success") is False:
             raise UserError(f"{place} has failed: {hidden(str(found), key)[:500]}")
-        return found
-
-    def key(self) -> str | None:
-        """The key that the server wants. No message has it.
-
-        Raises:
-            UserError: the variable is not set, or no header can have its value.
-        """
-        name = self.section.key_variable
-        if name is None:
-            return None
-        found = os.environ.get(name, "").strip()
-        if not re.fullmatch(r"[!-~]+", found):
-            raise UserError(
-                f"align.server.key_variable: {name} must have a key of visible ASCII characters on rank 0. Export it "
-                "where the run starts, with launch.forward for other hosts, or use launch.environment_file"
-            )
         return found
 
 

@@ -239,6 +239,8 @@ def test_the_key_of_an_environment_variable_is_sent_and_never_shown(tmp_path, mo
         for wrong, rule in (
             ("tok-77", r"status 401: b'Bearer \*\*\*'"),
             ("two words", "must have a key"),
+            ("one\x1b[2Jword", "must have a key"),
+            ("it's\\5a", r"status 401: b'Bearer \*\*\*'"),
             ("", "must"),
         ):
             monkeypatch.setenv("TEST_SERVER_KEY", wrong)
@@ -246,7 +248,7 @@ def test_the_key_of_an_environment_variable_is_sent_and_never_shown(tmp_path, mo
                 server.ask("/v1/completions", {})
             assert not wrong or wrong not in str(found.value)
     align = config.align.model_copy(update={"server": section})
-    assert "TEST_SERVER_KEY must be set" in before_start([], config.model_copy(update={"align": align}))[0]
+    assert "TEST_SERVER_KEY must have a key" in before_start([], config.model_copy(update={"align": align}))[0]
     with pytest.raises(ConfigError, match="not the key itself") as found:
         resolve(values(tmp_path, server={"url": "http://127.0.0.1:9", "key_variable": "tok-5a"}))
     assert "tok-5a" not in str(found.value)
