@@ -41,6 +41,7 @@ from megatron.checkpoint.format.fragment import MASTER, WEIGHT
 from megatron.checkpoint.read.logical import TensorStream
 from megatron.checkpoint.read.reader import ADAPTERS, config_of
 from megatron.checkpoint.save.store import Store
+from megatron.config.registry import load
 from megatron.engine.part import EnginePart
 from megatron.model.block import Block
 from megatron.model.stack import ModelPlan
@@ -210,10 +211,11 @@ def delta_of(a_PrK: Tensor, b_Nr: Tensor, sizes: Sequence[int], scale: float) ->
 def adapt(module: nn.Module, plan: ModelPlan) -> dict[str, nn.Module]:
     """Give the linear layers that the run names an adapter, and freeze all else. Layers by logical name."""
     options, reading = adapter_of(plan.config), Reading()
+    whole_model: Any = load(plan.whole) if plan.whole else ()
     module.requires_grad_(False)
     found: dict[str, nn.Module] = {}
     for each in [*module.modules()]:
-        if plan.whole and hasattr(each, "linears"):
+        if isinstance(each, whole_model):
             found |= _adapt_whole(each, plan)
         for _, layer in each.turning() if isinstance(each, Block) else ():
             if options.dropout > 0.0:
@@ -238,7 +240,8 @@ def _adapt_whole(model: Any, plan: ModelPlan) -> dict[str, nn.Module]:
             found[name] = linear
             linear.adapter = _adapter(plan, name, linear, None, name in model.shared)
             if not getattr(linear, "adapts", False):
-                linear.register_forward_hook(_adapted)
+                # Before the hooks of a cut, which add up the gradients of some outputs.
+                linear.register_forward_hook(_adapted, prepend=True)
     return found
 
 

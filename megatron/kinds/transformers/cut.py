@@ -33,8 +33,9 @@ COLUMNS = ("colwise", "packed_colwise", "colwise_gather_output", "colwise_rep", 
 ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise")
 GATHERED = ("colwise_gather_output", "colwise_rep")
 SPLIT = ("rowwise_split_input", "rowwise_rep")
+WHOLE_WITH_SUM = "replicated_with_grad_allreduce"
 OTHERS = (
-    *("replicated_with_grad_allreduce", "moe_tp_experts", "moe_identity_expert", "all_reduce", "mla_kv_a_proj"),
+    *(WHOLE_WITH_SUM, "moe_tp_experts", "moe_identity_expert", "all_reduce", "mla_kv_a_proj"),
     *("local_params", "replicate", "embedding_rowwise", "embedding_colwise"),
 )
 # Linear layers of blocks by common names, for a class without a plan. The comparison with the whole class decides.
@@ -258,7 +259,7 @@ def cut(model: PreTrainedModel, layer: nn.Module, cuts: Cuts, make: Callable[[st
     for name, style in cuts.styles.items():
         each = modules.get(name)
         if each is None:  # a parameter, or of another stage
-            if style == "replicated_with_grad_allreduce":
+            if style == WHOLE_WITH_SUM:
                 for parameter in (p for n, p in model.named_parameters() if n == name):
                     partial_gradient(parameter, mesh.tensor)
         elif style in (*COLUMNS, *ROWS) and _is_linear(each):
@@ -359,7 +360,7 @@ def _connect(module: nn.Module, style: str, mesh: Mesh, rope: int) -> None:
         module.register_forward_hook(summed)
     if style == "moe_identity_expert":
         module.register_forward_pre_hook(lambda _, args: (args[0] / mesh.tensor.size, *args[1:]))
-    if style == "replicated_with_grad_allreduce":
+    if style == WHOLE_WITH_SUM:
         for parameter in module.parameters():
             partial_gradient(parameter, mesh.tensor)
     if style == "mla_kv_a_proj":

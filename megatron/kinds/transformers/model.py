@@ -31,7 +31,7 @@ from megatron.worker.place import StartError
 
 from .build import hf_model, mark
 from .check import CLOSE, Uncut, stages_of, tokens_of, weights_of
-from .cut import Cuts, cut, cuts_of, one, partial_gradient
+from .cut import WHOLE_WITH_SUM, Cuts, cut, cuts_of, one, partial_gradient
 from .facts import FactsError
 from .outline import ANY, Stages, Window, linears_of
 from .probe import Form, arguments_of, keeps_apart, output_of, positions_of, probe, same
@@ -199,7 +199,7 @@ class WholeModel(nn.Module):
             raise StartError(found[0])
         for name in found:
             partial_gradient(self.inner.get_parameter(name), axis)
-        self.shared = frozenset(name.rpartition(".")[0] for name in found)
+        self.shared |= {name.rpartition(".")[0] for name in found}
 
     def _costs(self, x_BSH: Tensor) -> Tensor:
         """A sum of costs of tokens, by our head."""
@@ -238,6 +238,7 @@ class WholeModel(nn.Module):
 
         uncut = Uncut(inner, run, costs if window is None or window.last else None) if values else None
         cut(inner, layer, cuts, lambda name: replace(plan.factory(name), device="meta"))
+        self.shared = frozenset(name for name, style in cuts.styles.items() if style == WHOLE_WITH_SUM)
         return uncut
 
     def _place(self, device: torch.device | str, same: Axis, own: torch.dtype | None = None) -> None:

@@ -7,6 +7,7 @@ stand-ins without memory where another stage has them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,13 +37,15 @@ ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
 def linears_of(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """The linear layers of blocks that may have adapters, by name: without experts and routers."""
+    """The linear layers of blocks that may have adapters, by name: without experts, routers, and layers that share
+    their weights, which would be several sums in one matrix."""
     prefix, _ = stack_of(model)
+    users = Counter(id(each.weight) for each in model.modules() if isinstance(each, nn.Linear))
     return {
         name: each
         for name, each in model.named_modules()
         if prefix and name.startswith(f"{prefix}.") and isinstance(each, nn.Linear)
-        if ".experts." not in name and name.rpartition(".")[2] not in ROUTERS
+        if ".experts." not in name and name.rpartition(".")[2] not in ROUTERS and users[id(each.weight)] == 1
     }
 
 

@@ -18,6 +18,7 @@ from megatron.checkpoint.save.saver import Copies, Copy
 from megatron.checkpoint.save.store import Resume, Store
 from megatron.checkpoint.save.transfer import download, fetch_file, manifest_at, newest, put_file, remote_manifest
 from megatron.config import Config
+from megatron.config.tree import thaw
 from megatron.report.ledger import Ledger, read_ledger
 
 from ..world import World
@@ -68,7 +69,7 @@ def fetched(where: str, folder: Path, config: Config | None = None) -> Path:
     from megatron.checkpoint.hf.importer import import_class, import_model  # transformers is slow to import
 
     source, whole = Path(where).resolve(), config is not None and config.model.is_whole
-    target = folder / (_state(source) + ("-class" if whole else "")) / source.name
+    target = folder / (_state(source) + _settings(config)) / source.name
     if not _intact(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         if whole:
@@ -77,6 +78,14 @@ def fetched(where: str, folder: Path, config: Config | None = None) -> Path:
         else:
             import_model(source, target)
     return target
+
+
+def _settings(config: Config | None) -> str:
+    """Changes with the settings of a class of transformers, which say what is read from a folder."""
+    if config is None or not config.model.is_whole:
+        return ""
+    own = getattr(config.model, config.model.layers).model_dump()
+    return f"-class-{checksum(json.dumps(thaw(own), sort_keys=True).encode())[:16]}"
 
 
 def ledger_of(path: Path) -> Path | None:

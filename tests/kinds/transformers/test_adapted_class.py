@@ -17,9 +17,14 @@ from megatron.checkpoint.hf.export import export
 from megatron.checkpoint.save.store import find_checkpoint
 from megatron.config import ConfigError, resolve
 from megatron.features.adapters.merging import base_of, merge, prove
+from megatron.features.adapters.part import whole
 from megatron.features.adapters.peft import to_peft
+from megatron.kinds.transformers.build import hf_model
+from megatron.kinds.transformers.options import TransformersOptions
+from megatron.kinds.transformers.outline import linears_of
 from megatron.model.stack import build_model
 from megatron.testing import train_on_ranks
+from megatron.training.start.fetch import fetched
 from tests.features.adapters.test_adapter_runs import OPENS, PEFT, factors_make, losses
 from tests.kinds.transformers.steps import values_of
 from tests.kinds.transformers.tiny import tiny
@@ -80,6 +85,35 @@ def test_runs_on_layouts_are_that_of_one_process(
     assert len(found) == 4 and found == pytest.approx(records(trained), rel=1e-5)
     one, other = (open_checkpoint(find_checkpoint(run)) for run in (tmp_path, trained))
     assert set(one.tensors) == set(other.tensors)
+
+
+def test_adapters_of_a_whole_layer_have_the_gradients_of_all_slices(tmp_path: Path) -> None:
+    """Latent attention: the last outputs of its first projection are keys of the heads of all slices."""
+    base, found = tmp_path / "base", []
+    build_model(resolve(values_of("deepseek_v2", tiny("deepseek_v2")))).as_saved(torch.float32).save_pretrained(base)
+    for ranks in (1, 2):
+        values = adapted(base, tmp_path / str(ranks), targets=["kv_a_proj_with_mqa"])
+        train_on_ranks(ranks, {**values, "parallel": {"tensor": ranks}})
+        adapters = open_checkpoint(find_checkpoint(tmp_path / str(ranks)))
+        found.append({name: whole(adapters, each) for name, each in adapters.tensors.items()})
+    for name, each in found[0].items():
+        torch.testing.assert_close(found[1][name], each, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_layers_that_share_weights_have_no_adapters() -> None:
+    """A sum of several adapters would have to be merged into one matrix."""
+    with torch.device("meta"):
+        model = hf_model(TransformersOptions(config="zamba", options=tiny("zamba")).model_dump())
+    names = linears_of(model)
+    assert names and not any("shared_transf." in name for name in names)
+
+
+def test_a_folder_is_read_again_for_other_settings(base: Path, tmp_path: Path) -> None:
+    """A folder's copy for a class of fewer blocks lacks the others."""
+    short = resolve(values_of(str(base), {"num_hidden_layers": 1}))
+    copies = {fetched(str(base), tmp_path, each) for each in (short, resolve(values_of(str(base), {})), short)}
+    assert sorted(len(open_checkpoint(each).tensors) for each in copies)[0] < len(load_file(base / "model.safetensors"))
+    assert len(copies) == 2
 
 
 def test_the_merged_model_and_the_files_for_peft_are_the_adapted_class(
