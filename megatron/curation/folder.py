@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -57,11 +58,16 @@ class Folder:
             system.pipe_file(target, content)
             return
         draft = f"{target}.{uuid.uuid4().hex[:8]}.tmp"
-        with open(draft, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, target)
+        try:
+            with open(draft, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, target)
+        except OSError:  # a full disk must not be kept full by drafts
+            with contextlib.suppress(OSError):
+                os.unlink(draft)
+            raise
 
     def lines(self, name: str) -> Lines:
         """A new file of JSON lines, compressed if its name ends in .zst."""

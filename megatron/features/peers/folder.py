@@ -11,6 +11,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from megatron.curation.folder import Folder
 
+DRAFTS = (".draft", ".tmp")
+
 
 class Unreadable(ValueError):
     """A file is too large, or no plain file."""
@@ -37,10 +39,11 @@ class SharedFolder(Folder):
         self.write(draft, content)
         try:
             os.link(f"{root}/{draft}", target)  # fails where the target exists, also over NFS
+            _keep(target.rpartition("/")[0])  # a power cut must not take a line back that peers have applied
         except FileExistsError:
             return False
         finally:
-            os.unlink(f"{root}/{draft}")
+            self.delete(draft)
         return True
 
     def creates_once(self, name: str) -> bool:
@@ -77,7 +80,7 @@ class SharedFolder(Folder):
             found = system.ls(f"{root}/{folder}", detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(name for path in found if not (name := path.rpartition("/")[2]).endswith((".draft", ".tmp")))
+        return sorted(name for path in found if not (name := path.rpartition("/")[2]).endswith(DRAFTS))
 
     def delete(self, name: str) -> None:
         system, root = self._place
@@ -85,11 +88,25 @@ class SharedFolder(Folder):
             system.rm_file(f"{root}/{name}")
 
     def delete_empty(self, folder: str) -> None:
-        """Remove a folder of a file system if it is empty. A store has none."""
+        """Remove a folder of a file system if it has nothing but drafts, which killed writers have left. A store has no
+        folders."""
         system, root = self._place
+        path = f"{root}/{folder}"
         if isinstance(system, LocalFileSystem):
             with contextlib.suppress(OSError):
-                os.rmdir(f"{root}/{folder}")
+                left = os.listdir(path)
+                if all(each.endswith(DRAFTS) for each in left):
+                    for each in left:
+                        self.delete(f"{folder}/{each}")
+                    os.rmdir(path)
+
+
+def _keep(folder: str) -> None:
+    """Have the disk keep the names in a folder."""
+    opened = os.open(folder, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # some network file systems have no such call
+        os.fsync(opened)
+    os.close(opened)
 
 
 def _plain_file(path: str, name: str, limit: int) -> bytes:

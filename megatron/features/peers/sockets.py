@@ -5,7 +5,8 @@ written again. A client may write and delete files of its own name only.
 
 A frame is the number of bytes of a line of JSON (4 bytes, big-endian), the line, and a payload. The line is signed, and
 has the payload's length and hash. It is bound to the connection by a nonce of the server, and to its place in it by a
-number, so it cannot be used again. The line is checked before a byte of the payload is read. Nothing is executed.
+number, so it cannot be used again. A reply repeats a random word of its request. The line is checked before a byte of
+the payload is read. Nothing is executed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import socket
 import socketserver
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -33,7 +35,9 @@ LINE = 64 << 10  # most bytes of a line of JSON
 PAYLOAD = 8 << 30  # most bytes of a payload
 NONCE = 16
 STRANGERS = 256  # connections that have not sent a signed request yet
-PATIENCE = 30.0  # seconds for the next bytes of a frame
+PATIENCE = 30.0  # seconds for a line, and for each next part of a payload
+CHUNK = 1 << 20  # bytes of a payload's part
+SLOWEST = 50e6  # bytes per second that a server hashes and keeps, at least
 IDLE = 3600.0  # seconds for the next request of a member
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _OWNED = {"contributions", "announced", "wanted"}
@@ -41,44 +45,51 @@ _COMMON = {"states", "probes"}
 
 
 def send(to: socket.socket, signer: Signer, payload: bytes, **facts: Any) -> None:
-    message = seal(signer, facts, payload)
-    to.sendall(struct.pack(">I", message.index(b"\n")))
-    to.sendall(message)
+    message = memoryview(seal(signer, facts, payload))
+    to.settimeout(PATIENCE)  # of each call: a whole payload may take longer over a slow link
+    to.sendall(struct.pack(">I", len(message) - len(payload) - 1))
+    for at in range(0, len(message), CHUNK):
+        to.sendall(message[at : at + CHUNK])
 
 
 def receive(
-    source: socket.socket, signer: Signer, most: int, wait: float, **bound: Any
+    source: socket.socket, signer: Signer, most: int, wait: float, hasty: bool = False, **bound: Any
 ) -> tuple[dict[str, Any], bytes]:
     """Facts and payload of the next frame.
 
     Args:
         most: bytes of its payload.
         wait: seconds until it begins.
+        hasty: the payload has the time of a line. Else each of its parts has that.
 
     Raises:
         Refused: it is damaged, larger, not signed by the peer that it names, or has other facts.
         OSError: the connection has ended, or is too slow.
     """
     source.settimeout(wait)
-    head = _read(source, 4)
-    source.settimeout(PATIENCE)
-    (size,) = struct.unpack(">I", head)
+    head = _read(source, 1)
+    end = time.monotonic() + PATIENCE
+    (size,) = struct.unpack(">I", head + _read(source, 3, end))
     if size > LINE:
         raise Refused(f"a line of {size} bytes")
-    facts = checked(signer, _read(source, size + 1)[:-1], **bound)
+    facts = checked(signer, _read(source, size + 1, end)[:-1], **bound)
     size = facts.get("bytes")
     if type(size) is not int or not 0 <= size <= most:
         raise Refused(f"a payload of {shown(size)} bytes")
-    payload = _read(source, size)
+    source.settimeout(PATIENCE)
+    payload = _read(source, size, end if hasty else None)
     if facts.get("sha256") != digest(payload):
         raise Refused("damaged: its hash differs")
     return facts, payload
 
 
-def _read(source: socket.socket, size: int) -> bytes:
+def _read(source: socket.socket, size: int, end: float | None = None) -> bytes:
+    """The next bytes. `end`: of the clock of `time.monotonic`. Without it each part has the socket's own time."""
     found = bytearray()
     while len(found) < size:
-        part = source.recv(min(size - len(found), 1 << 20))
+        if end is not None:  # a stranger that sends a byte now and then must not keep its place
+            source.settimeout(max(end - time.monotonic(), 1e-3))
+        part = source.recv(min(size - len(found), CHUNK))
         if not part:
             raise ConnectionError("the connection has ended")
         found += part
@@ -150,7 +161,7 @@ def may_change(peer: str, operation: str, name: str) -> bool:
     if first == "rounds" or name == "run.json":
         return operation == "create"
     if operation == "delete_empty":
-        return first in _OWNED
+        return first in _OWNED | {"states"}
     return first in _COMMON or (first in _OWNED and (last == peer or last.endswith(f".{peer}")))
 
 
@@ -171,7 +182,7 @@ class _Connection(socketserver.BaseRequestHandler):
                 bound = {"kind": "request", "run": server.run, "nonce": nonce.hex(), "number": number}
                 most = PAYLOAD if known else LINE  # the first request is small, and shows who it is
                 wait = IDLE if known else PATIENCE
-                facts, payload = receive(self.request, server.signer, most, wait, **bound)
+                facts, payload = receive(self.request, server.signer, most, wait, not known, **bound)
                 if facts["peer"] not in server.members:
                     return
                 if not known:
@@ -192,7 +203,7 @@ class _Connection(socketserver.BaseRequestHandler):
         except (Refused, Unreadable, OSError) as error:
             kind = "unreadable" if isinstance(error, Unreadable) else "error"
             reply, content = {kind: f"{type(error).__name__}: {error}"}, b""
-        bound = {key: facts[key] for key in ("run", "nonce", "number")}
+        bound = {key: facts.get(key) for key in ("run", "nonce", "number", "word")}
         send(self.request, server.signer, content, kind="reply", peer=SERVER, **bound, **reply)
 
 
@@ -281,12 +292,12 @@ class _Client:
 
     def _exchange(self, operation: str, name: str, payload: bytes, **facts: Any) -> tuple[dict[str, Any], bytes]:
         assert self._socket is not None
-        bound = {"run": self._run, "nonce": self._nonce, "number": self._number}
+        bound = {"run": self._run, "nonce": self._nonce, "number": self._number, "word": secrets.token_hex(NONCE)}
         self._number += 1
-        self._socket.settimeout(PATIENCE)
         asked = {"kind": "request", "peer": self._peer, "operation": operation, "name": name}
         send(self._socket, self._signer, payload, **asked, **bound, **facts)
-        return receive(self._socket, self._signer, PAYLOAD, PATIENCE, kind="reply", peer=SERVER, **bound)
+        wait = PATIENCE + (len(payload) + min(facts.get("limit", 0), PAYLOAD)) / SLOWEST
+        return receive(self._socket, self._signer, PAYLOAD, wait, kind="reply", peer=SERVER, **bound)
 
     def close(self) -> None:
         if self._socket is not None:

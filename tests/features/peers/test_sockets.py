@@ -8,9 +8,11 @@ import secrets
 import socket
 import struct
 import threading
+import time
 
 import pytest
 
+from megatron.features.peers import sockets
 from megatron.features.peers.folder import Unreadable
 from megatron.features.peers.messages import seal
 from megatron.features.peers.signing import Signer
@@ -132,6 +134,74 @@ def test_garbage_never_stops_a_server(tmp_path):
             if number % 20 == 0:
                 assert a.create(f"rounds/{number}.json", b"line") and a.names("states") == []
         assert a.names("states") == []
+
+
+def test_a_slow_link_may_take_longer_than_one_part_of_a_payload(monkeypatch):
+    monkeypatch.setattr(sockets, "PATIENCE", 0.5)
+    monkeypatch.setattr(sockets, "CHUNK", 1 << 16)
+    here, there = socket.socketpair()
+    for end, kind in ((here, socket.SO_SNDBUF), (there, socket.SO_RCVBUF)):
+        end.setsockopt(socket.SOL_SOCKET, kind, 1 << 14)
+    found = bytearray()
+
+    def read() -> None:
+        while part := there.recv(1 << 15):
+            found.extend(part)
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    with here:
+        sockets.send(here, Signer(KEY, None), bytes(2 << 20), peer="a")  # more than a second
+    thread.join()
+    there.close()
+    assert len(found) > 2 << 20
+
+
+def test_a_stranger_that_sends_a_byte_now_and_then_is_cut_off(tmp_path, monkeypatch):
+    monkeypatch.setattr(sockets, "PATIENCE", 0.3)
+    with serving(tmp_path, "run", "ab", KEY) as url:
+        place = ("127.0.0.1", int(url.rpartition(":")[2]))
+        with socket.create_connection(place, 5) as stranger, pytest.raises(OSError):
+            stranger.recv(NONCE)
+            stranger.sendall(struct.pack(">I", LINE))
+            for _ in range(40):
+                stranger.sendall(b"{")
+                time.sleep(0.05)
+
+
+def test_replies_of_an_old_connection_are_not_believed():
+    """A false server that repeats all that it has recorded, with the nonce of that time."""
+    signer, nonce = Signer(KEY, None), bytes(NONCE)
+    facts = {"kind": "reply", "peer": "server", "run": "run", "nonce": nonce.hex(), "made": True, "word": "00" * NONCE}
+    old = [seal(signer, {**facts, "number": number}) for number in range(2)]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            for _ in range(2):
+                with contextlib.suppress(OSError), server.accept()[0] as connection:
+                    connection.sendall(nonce)
+                    for each in old:
+                        connection.sendall(struct.pack(">I", len(each) - 1) + each)
+                    connection.recv(1 << 16)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        with pytest.raises(OSError, match="another word"):
+            client(f"tcp://127.0.0.1:{server.getsockname()[1]}", "a").create("rounds/1.json", b"line")
+        thread.join(20)
+
+
+def test_drafts_of_killed_writers_are_deleted_with_their_folder(tmp_path):
+    with serving(tmp_path, "run", "ab", KEY) as url:
+        a = client(url, "a")
+        a.create("contributions/1/0.a", b"x")
+        (tmp_path / "contributions/1/0.a.12345678.draft.12345678.tmp").write_bytes(b"x")
+        a.delete_empty("contributions/1")
+        assert a.names("contributions/1") == ["0.a"]
+        a.delete("contributions/1/0.a")
+        a.delete_empty("contributions/1")
+        assert not (tmp_path / "contributions/1").exists()
 
 
 def test_garbage_of_a_server_is_an_error_of_the_transport():
