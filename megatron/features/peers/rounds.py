@@ -107,7 +107,8 @@ class Rounds:
 
     def twin(self) -> Self:
         """The same for another thread."""
-        return self.of(self.own)
+        assert self.own.folder is not None
+        return type(self)(self.own, self.signer, folder_of(self.own, self.signer, self.own.folder))
 
     def seal(self, kind: str, round: int, payload: bytes = b"", **facts: Any) -> bytes:
         bound = {"kind": kind, "run": self.own.run, "round": round, "peer": self.name}
@@ -149,9 +150,9 @@ class Rounds:
                 f"the same. It differs in\n{lines}\nUse the same values, or another folder"
             )
 
-    def announce(self, round: int) -> None:
+    def announce(self, round: int, **facts: Any) -> None:
         """This peer trains for a round: others wait for its contribution."""
-        self.folder.write(f"announced/{number(round)}/{self.name}", self.seal("announced", round))
+        self.folder.write(f"announced/{number(round)}/{self.name}", self.seal("announced", round, **facts))
 
     def contribute(self, round: int, tensors: Mapping[str, Tensor], **facts: Any) -> bool:
         """Offer a contribution. Returns False if another one of this peer is there already."""

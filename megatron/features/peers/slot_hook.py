@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.config import Config
+from megatron.config.problems import UserError
 from megatron.data.batch import StepBatch
 from megatron.engine.part import part_of
 from megatron.engine.protocol import StepDropped, StepResult
@@ -41,7 +42,7 @@ class SlotHook(PeersHook):
         super().__init__(config, part, world)
         self._offers: dict[int, Offered] = {}  # of the line that is applied next
         self._sending: threading.Thread | None = None
-        self._serve = self._announced = self._dealt = False
+        self._serve = self._promised = self._announced = self._dealt = False
         self._asked = -1  # number of lines when no living peer was found
 
     @classmethod
@@ -52,6 +53,11 @@ class SlotHook(PeersHook):
 
     def on_start(self, trainer: Trainer) -> None:
         part = self.part
+        if part.round != trainer.completed:
+            raise UserError(
+                f"peers.algorithm = gradients: the checkpoint after {trainer.completed} steps must be of a run whose "
+                f"peers have shared all of them, and not {part.round}. Start a new run from its weights"
+            )
         identity = identity_of(self.config, samples_of(trainer.loader.plan)) if self.world.is_main else {}
         self._from_rank_0(lambda: self._open(identity))
         if not part.chain:
@@ -75,7 +81,7 @@ class SlotHook(PeersHook):
 
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
         part, rounds = self.part, self.rounds
-        if self._serve and (self._sending is None or not self._sending.is_alive()):
+        if self._serve:
             self._serve_state(trainer)
         if rounds is not None:
             retried(lambda: rounds.done(step), lambda text: self._tell(trainer, text))
@@ -95,11 +101,12 @@ class SlotHook(PeersHook):
             line = rounds.line(part.round)
             if line is None:
                 if not self._dealt:
+                    slots = rounds.assigned(part.round)
                     self._dealt = True
-                    if slots := rounds.assigned(part.round):
+                    if slots:
                         return [COMPUTE, slots]
                 if not self._announced:
-                    rounds.announce(part.round)
+                    rounds.announce(part.round, base=part.chain)
                     self._announced = True
                 found = rounds.step_of(part.round, part.chain, part.form)
                 if found is None or isinstance(found, list):
@@ -152,7 +159,7 @@ class SlotHook(PeersHook):
             loss, hashed = (sum(each[0][key] for each in self._offers.values()) for key in ("loss", "hash"))
             facts = {
                 "norm": norm, "weight": weight, "loss": loss / weight if weight else 0.0, "hash": hashed % 2**64,
-                "chain": chained(part.chain, line), "serve": line.serve and line.peer == rounds.name,
+                "chain": chained(part.chain, line), "serve": self._may_serve(line),
             }  # fmt: skip
             self._record_line(trainer, line)
             self._offers = {}
@@ -182,6 +189,15 @@ class SlotHook(PeersHook):
                 "peers_round", step=line.round, round=line.round, members=line.names, absent=line.absent,
                 decided_by=line.peer, next=members,
             )  # fmt: skip
+
+    def _may_serve(self, line: StepLine) -> bool:
+        """On rank 0: whether a state that this peer's lines have promised is copied now. It waits for the last one."""
+        assert self.rounds is not None
+        self._promised = self._promised or (line.serve and line.peer == self.rounds.name)
+        if not self._promised or (self._sending is not None and self._sending.is_alive()):
+            return False
+        self._promised = False
+        return True
 
     def _serve_state(self, trainer: Trainer) -> None:
         """Send the state to a peer that asks for it. The ranks wait for the copy in memory only."""
@@ -215,13 +231,18 @@ class SlotHook(PeersHook):
             return
         trainer.log(f"the others are at step {first}, and gradients of step {part.round} are gone: asking for a state")
         state: dict[str, Any] = {}
+        pieces, came = 0, 0.0  # of a state on its way, and when the last one came
 
         def look() -> list[int] | None:
             found = self._retried(trainer, lambda: rounds.take_state(first) if rounds is not None else None)
             if found is not None:
                 state["tensors"], state["numbers"] = found[1:]
                 return [found[0]]
-            return [0] if self._waited > self.own.timeout else None
+            nonlocal pieces, came
+            there = self._retried(trainer, lambda: rounds.sent(first) if rounds is not None else 0) or 0
+            if there > pieces:
+                pieces, came = there, self._waited
+            return [0] if self._waited - came > self.own.timeout else None
 
         found = self._wait(trainer, look)
         if rounds is not None:

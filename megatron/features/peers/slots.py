@@ -24,13 +24,15 @@ from torch import Tensor
 from megatron.config.problems import UserError
 
 from .folder import Unreadable
-from .messages import HEAD_LIMIT, Expected, Refused, digest, limit, tensors_of
+from .messages import HEAD_LIMIT, Expected, Refused, digest, limit, tensors_of, unseal
 from .options import slots_of
 from .rounds import Rounds, TooFew, number
 
 PIECE = 16 << 20  # bytes of a piece of a state
 PIECES = 1 << 20
 KEPT = 1000  # lines that are kept in memory
+ASKS = 10  # times peers.state_every: gradients are kept so long for a peer that asks for a state
+ALIKE = 0.1  # share of a gradient by which another computation of it may differ
 Offered = tuple[dict[str, Any], dict[str, Tensor]]  # facts and tensors of a gradient
 
 
@@ -89,7 +91,7 @@ class SlotLedger(Rounds):
         self.count = slots_of(self.own)
         self._open: dict[int, Open] = {}
         self._steps: dict[int, StepLine] = {}
-        self._deleted = 0  # this peer's files of steps below it are gone
+        self._deleted: int | None = None  # this peer's files of steps below it are gone
 
     def jumps(self) -> dict[int, int]:
         return {}  # a replay has no jumps: it repeats each line
@@ -149,19 +151,24 @@ class SlotLedger(Rounds):
         return [slot for slot, peer in enumerate(peers) if peer == self.name]
 
     def offer(self, round: int, slot: int, tensors: Mapping[str, Tensor], **facts: Any) -> None:
-        """Keep a gradient of this peer, and send it."""
+        """Send a gradient of this peer, and keep it. One that it has sent before is kept instead: others may have read
+        that."""
         message = self.seal("slot", round, save(dict(tensors)), slot=slot, **facts)
         kept, _ = self.unseal(message, "slot", round)
-        state = self.state_of(round)
-        state.good.setdefault(slot, {})[self.name] = {**kept, "norm": _norm(tensors)}, dict(tensors)
-        line = self.line(round)
-        if line is None:
-            self.folder.create(f"contributions/{number(round)}/{slot}.{self.name}", message)
-        elif (there := line.used.get(slot)) is not None and there["sha256"] != kept["sha256"]:
+        offered: Offered = {**kept, "norm": _norm(tensors)}, dict(tensors)
+        line, name = self.line(round), f"contributions/{number(round)}/{slot}.{self.name}"
+        if line is None and not self.folder.create(name, message):
+            form = {name: (tuple(each.shape), each.dtype) for name, each in tensors.items()}
+            try:
+                offered = self.gradient(round, slot, self.name, form, base=facts["base"]) or offered
+            except (Refused, Unreadable):  # nobody can use it
+                self.folder.write(name, message)
+        if line is not None and (there := line.used.get(slot)) is not None and not _is(offered, there):
             raise UserError(
                 f"step {round}: slot {slot} of the ledger has other bits than this peer computes. Peers that repeat "
                 "each other's slots need equal layouts and machines"
             )
+        self.state_of(round).good.setdefault(slot, {})[self.name] = offered
 
     def read(self, round: int, form: Expected, base: str) -> Open:
         """Read the gradients of a step that were not read yet."""
@@ -209,17 +216,33 @@ class SlotLedger(Rounds):
     def chosen(self, state: Open, alone: bool = False) -> dict[int, Offered]:
         """The gradient of each slot that is used. One whose norm is far above the median must have been computed by two
         peers, where there are two."""
-        offers = {
-            slot: [peers[name] for name in self.own.members if name in peers] for slot, peers in state.good.items()
-        }
-        norms = sorted(each[0][0]["norm"] for each in offers.values() if each)
-        most = (norms[(len(norms) - 1) // 2] if norms else 0.0) * self.own.norm_limit or float("inf")
-        found = {}
-        for slot, several in sorted(offers.items()):
-            hashes = [facts["sha256"] for facts, _ in several]
-            good = [each for each in several if each[0]["norm"] <= most or hashes.count(each[0]["sha256"]) > 1]
+        found, most = {}, self._most(state)
+        for slot, several in self._in_order(state).items():
+            good = [each for each in several if each[0]["norm"] <= most or any(_alike(each, o) for o in several)]
             if good or (alone and several):
                 found[slot] = (good or several)[0]
+        return found
+
+    def _in_order(self, state: Open) -> dict[int, list[Offered]]:
+        """By slot, in the order of the members."""
+        return {
+            slot: [peers[name] for name in self.own.members if name in peers]
+            for slot, peers in sorted(state.good.items())
+        }
+
+    def _most(self, state: Open) -> float:
+        """Largest norm of a gradient that one peer may give."""
+        norms = sorted(each[0][0]["norm"] for each in self._in_order(state).values() if each)
+        return (norms[(len(norms) - 1) // 2] if norms else 0.0) * self.own.norm_limit or float("inf")
+
+    def _poison(self, state: Open, used: Mapping[int, Offered]) -> dict[tuple[int, str], str]:
+        """Reasons of gradients with a large norm, in whose place the one of another peer is used."""
+        found, most = {}, self._most(state)
+        for slot, taken in used.items():
+            for name, each in state.good[slot].items():
+                norm = each[0]["norm"]
+                if norm > most and each is not taken and not _alike(each, taken):
+                    found[slot, name] = f"norm {norm:.3g} above {most:.3g}"
         return found
 
     def step_of(self, round: int, base: str, form: Expected) -> StepLine | list[int] | None:
@@ -233,32 +256,33 @@ class SlotLedger(Rounds):
         state = self.read(round, form, base)
         if self.given is not None:
             return self._repeat_step(round, base, self.chosen(state, alone=True))
-        alive, waited = self._alive(round, state), time.monotonic() - state.since
+        alive, waited = self._alive(round, base, state), time.monotonic() - state.since
         used = self.chosen(state, alone=len(alive) == 1)
         missing = [slot for slot in range(self.count) if slot not in used]
         late = waited > self.own.timeout
-        if len(alive) >= self.own.quorum:
+        if len(alive) >= self.own.quorum and self.name in alive:  # else it was excluded
             if not missing or (late and used and self.own.lost_slots == "skip"):
                 return self._write_step(round, base, state, used, alive)
-            if late and waited > self.own.timeout * (1 + state.deals) and self.name in alive:
+            if late and waited > self.own.timeout * (1 + state.deals):
                 place, state.deals = alive.index(self.name) + state.deals, state.deals + 1
                 mine = [slot for at, slot in enumerate(missing) if at % len(alive) == place % len(alive)]
                 return [slot for slot in mine if self.name not in state.good.get(slot, {})] or None
         if waited > self.own.patience + self.own.timeout:
-            raise TooFew(f"{len(alive)} of {self.own.quorum} peers (peers.quorum) in step {round} in time")
+            few = f"{len(alive)} of {self.own.quorum} peers (peers.quorum)"
+            raise TooFew(f"{few if len(alive) < self.own.quorum else 'not all slots'} in step {round} in time")
         return None
 
-    def _alive(self, round: int, state: Open) -> list[str]:
-        """Peers that have contributed to a step, or announced that they are at it, in order."""
+    def _alive(self, round: int, base: str, state: Open) -> list[str]:
+        """Peers that have contributed to a step, or announced that they are at it with these weights, in order."""
         for name in self.folder.names(f"announced/{number(round)}"):
             if name in self.own.members and name not in state.announced:
                 try:
                     message = self.folder.read_up_to(f"announced/{number(round)}/{name}", HEAD_LIMIT)
-                    self.unseal(message or b"", "announced", round, peer=name)
+                    self.unseal(message or b"", "announced", round, peer=name, base=base)
                 except (Refused, Unreadable):
                     continue
                 state.announced.add(name)
-        there = state.announced.union(*state.good.values())
+        there = state.announced.union({self.name}, *state.good.values())
         before = self.line(round - 1)
         return [name for name in self.own.members if name in there and self._allowed(name, before)]
 
@@ -268,7 +292,7 @@ class SlotLedger(Rounds):
         before = self.line(round - 1)
         strikes = dict(before.strikes) if before is not None else {}
         absent = dict[str, str]()
-        for (slot, name), reason in sorted(state.bad.items()):
+        for (slot, name), reason in sorted({**state.bad, **self._poison(state, used)}.items()):
             if name not in absent:
                 strikes[name] = strikes.get(name, 0) + 1
             absent[name] = f"slot {slot}: {reason}"
@@ -297,7 +321,7 @@ class SlotLedger(Rounds):
         for slot, each in line.used.items():
             if slot not in used:
                 return None
-            if used[slot][0]["sha256"] != each["sha256"]:
+            if not _is(used[slot], each):
                 raise UserError(f"the replay of step {round} differs: slot {slot} of {each['peer']} has other bits")
         return self._create(StepLine(round, line.slots, line.next, line.absent, line.strikes, base, False, self.name))
 
@@ -306,13 +330,13 @@ class SlotLedger(Rounds):
         state, found, gone = self.state_of(line.round), dict[int, Offered](), []
         for slot, each in line.used.items():
             offers = state.good.setdefault(slot, {})
-            offer = next((o for o in offers.values() if o[0]["sha256"] == each["sha256"]), None)
+            offer = next((o for o in offers.values() if _is(o, each)), None)
             if offer is None:
                 try:
                     offer = self.gradient(line.round, slot, each["peer"], form, base=line.base)
                 except (Refused, Unreadable, OSError):
                     offer = None
-            if offer is not None and offer[0]["sha256"] == each["sha256"]:
+            if offer is not None and _is(offer, each):
                 offers[each["peer"]] = found[slot] = offer
             else:
                 gone.append(slot)
@@ -320,11 +344,12 @@ class SlotLedger(Rounds):
 
     def done(self, round: int) -> None:
         """A line was applied: forget its gradients, and delete this peer's old files."""
-        self._open.pop(round, None)
-        old = round - self.own.state_every
-        if self.given is None and self.folder.names("wanted"):  # a peer that takes a state applies all later lines
-            old = min(old, max([round - 100 * self.own.state_every, *(each - 1 for each in self._states())]))
-        for each in range(max(self._deleted, old - 2 * self.own.state_every, 0), old + 1):
+        for each in [each for each in self._open if each <= round]:
+            del self._open[each]
+        old, longest = round - self.own.state_every, round - ASKS * self.own.state_every
+        if self.given is None and self._asks(round):  # a peer that takes a state applies all later lines
+            old = min(old, max([longest, *(each - 1 for each in self._states())]))
+        for each in self._from_before(old) if self._deleted is None else range(self._deleted, old + 1):
             place = f"contributions/{number(each)}"
             for name in self.folder.names(place):
                 if name.partition(".")[2] == self.name:
@@ -332,7 +357,12 @@ class SlotLedger(Rounds):
             self.folder.delete(f"announced/{number(each)}/{self.name}")
             self.folder.delete_empty(place)
             self.folder.delete_empty(f"announced/{number(each)}")
-        self._deleted = max(self._deleted, old + 1)
+        self._deleted = max(self._deleted or 0, old + 1)
+
+    def _from_before(self, last: int) -> list[int]:
+        """Steps up to `last` with files, also of an earlier start of this peer."""
+        names = {*self.folder.names("contributions"), *self.folder.names("announced")}
+        return sorted(int(each) for each in names if each.isdecimal() and int(each) <= last)
 
     def behind(self, round: int) -> bool:
         """Whether gradients of the next line are gone, so that a state of another peer is needed."""
@@ -353,23 +383,29 @@ class SlotLedger(Rounds):
 
     def _is_asked(self, round: int) -> bool:
         """Whether a peer asks for a state, and no line since then has promised one."""
+        for first in self._asks(round):
+            lines = (self.line(each) for each in range(first, round))
+            if first <= round and not any(line is not None and line.serve for line in lines):
+                return True
+        return False
+
+    def _asks(self, round: int) -> list[int]:
+        """Steps at which other peers have asked for a state. One that does not ask again is gone."""
+        found = []
         for name in self.folder.names("wanted"):
             if name == self.name or name not in self.own.members:
                 continue
             try:
                 message = self.folder.read_up_to(f"wanted/{name}", HEAD_LIMIT) or b""
-                facts = json.loads(message.partition(b"\n")[0])["signed"]
-                first = facts["round"]
-                self.unseal(message, "wanted", first, peer=name)
-                lines = (self.line(each) for each in range(max(first, round - KEPT), round))
-                if first <= round and not any(line is not None and line.serve for line in lines):
-                    return True
-            except (Refused, Unreadable, ValueError, KeyError, TypeError):
+                first = unseal(self.signer, message, kind="wanted", run=self.own.run, peer=name)[0].get("round")
+            except (Refused, Unreadable):
                 continue
-        return False
+            if type(first) is int and first >= round - ASKS * self.own.state_every:
+                found.append(max(first, 0))
+        return found
 
     def send_state(self, round: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Write the state after `round` steps in pieces, and its head last. Deletes earlier states of this peer."""
+        """Write the state after `round` steps in pieces, and its head last. Deletes earlier states."""
         content = memoryview(save(dict(tensors)))
         place, hashes = f"states/{number(round)}", list[str]()
         for at in range(0, len(content), PIECE):
@@ -381,6 +417,11 @@ class SlotLedger(Rounds):
         for old in (each for each in self._states() if each < round):
             for name in self.folder.names(f"states/{number(old)}"):
                 self.folder.delete(f"states/{number(old)}/{name}")
+            self.folder.delete_empty(f"states/{number(old)}")
+
+    def sent(self, least: int) -> int:
+        """Number of pieces of states of at least this number of steps that are there."""
+        return sum(len(self.folder.names(f"states/{number(each)}")) for each in self._states() if each >= least)
 
     def take_state(self, least: int) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
         """The newest whole state of at least this number of steps, checked. None if there is none."""
@@ -390,7 +431,7 @@ class SlotLedger(Rounds):
                     continue
                 try:
                     return round, *self._state(round, name[5:])
-                except (Refused, Unreadable, ValueError, TypeError, OSError):
+                except Exception:  # of a transport, JSON or safetensors: it must not hide an older state
                     continue
         return None
 
@@ -410,6 +451,20 @@ class SlotLedger(Rounds):
         if not isinstance(found, dict):
             raise Refused("facts that cannot be")
         return load(bytes(whole)), found
+
+
+def _is(offer: Offered, slot: Mapping[str, Any]) -> bool:
+    """Whether a gradient is the one that a line names. Its hash is that of the tensors, which the weight is no part
+    of."""
+    return bool(offer[0]["sha256"] == slot["sha256"] and offer[0]["weight"] == slot["weight"])
+
+
+def _alike(one: Offered, other: Offered) -> bool:
+    """Whether two peers have computed about the same. Other layouts round differently."""
+    if one[0]["peer"] == other[0]["peer"]:
+        return False
+    gap = _norm({name: each.double() - other[1][name].double() for name, each in one[1].items()})
+    return gap <= ALIKE * float(one[0]["norm"])
 
 
 def _norm(tensors: Mapping[str, Tensor]) -> float:
