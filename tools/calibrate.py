@@ -23,7 +23,7 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
 from megatron.config.admitted import add_flag  # noqa: E402
-from megatron.config.file_access import OutputError, keep_inputs, writing  # noqa: E402
+from megatron.config.file_access import OutputError, keep_inputs, same_file, writing  # noqa: E402
 from megatron.config.problems import UserError, aligned  # noqa: E402
 from megatron.extras import require  # noqa: E402
 
@@ -133,6 +133,8 @@ def main(arguments: list[str] | None = None) -> int:
     if given.picture is not None:
         if not given.measure:
             parser.error("--picture needs --measure")
+        if same_file(given.picture, given.output):
+            parser.error("--picture must be another file than --output")
         require("matplotlib")
     import torch
 
@@ -157,7 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
             write(given.output, found)
         rows = list(measured(model, found, texts[border:], device)) if given.measure else []
         if given.picture is not None:
-            with writing(given.picture):
+            with writing(given.picture, "--picture"):
                 draw(given.picture, rows)
     except (CheckpointError, ConfigError, OutputError, UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

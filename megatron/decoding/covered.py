@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.config import Config
 from megatron.config.arithmetic.recurrence import core_of
 from megatron.config.kind import kinds_of
+from megatron.config.sections.output import ReadLessOptions
 from megatron.config.variants import options_of, used_kinds
 
 
@@ -59,10 +60,14 @@ def evaluation_problem(config: Config) -> str | None:
         return f"evaluation.placement cannot be used: {reason}"
     if own.exact and (reason := obstacle(config)) is not None:
         return f"evaluation.exact must be false where the decoder does not read the model: {reason}"
-    if not less.asked:
-        return None
     if less.loki is not None and less.sift is not None:
         return "evaluation.read_less must have loki or sift, not both: one reads fewer keys, the other all"
+    unused = {"rank": less.loki, "keys": less.loki, "warmup": less.sift}
+    for name, way in unused.items():
+        if way is None and getattr(less, name) != getattr(ReadLessOptions(), name):
+            return f"evaluation.read_less.{name} must come with {'sift' if name == 'warmup' else 'loki'}, or be removed"
+    if not less.asked:
+        return None
     if (reason := cannot_read_less(config)) is not None:
         return f"evaluation.read_less must be empty with this model, which cannot read less: {reason}"
     if less.loki is not None and config.parallel.pipeline > 1:
@@ -70,6 +75,8 @@ def evaluation_problem(config: Config) -> str | None:
     wrong = [name for name in ("rank", "keys") if getattr(less, name) > 1 and getattr(less, name) % 1]
     if wrong:
         return f"evaluation.read_less.{wrong[0]} must be a share below 1 or a whole number"
+    if less.rank == 1:
+        return "evaluation.read_less.rank must be a share below 1 or a number above 1. Without loki all are used"
     return None
 
 

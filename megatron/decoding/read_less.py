@@ -116,6 +116,8 @@ def read(path: Path, heads: Sequence[tuple[int, int, int]], ranks: tuple[int, in
             raise UserError(f"{path} must have components of {m} heads with {D} channels, not {list(basis.shape)}")
         if not (basis.transpose(1, 2) @ basis - torch.eye(D, dtype=basis.dtype)).abs().max() < 1e-6:
             raise UserError(f"{path} must have orthogonal components: make it again with deepy calibrate")
+        if not (variances.isfinite() & (variances >= 0)).all():
+            raise UserError(f"{path} must have variances of at least 0: make it again with deepy calibrate")
     used = [_used_heads(n, m, *ranks) for n, m, _ in heads]
     return Components([basis[own] for own, basis in zip(used, found[::2])], found[1::2])
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import yaml
 
 from megatron.config import Config
-from megatron.config.file_access import read_json
+from megatron.config.file_access import read_json, unreadable
 from megatron.config.sections.data import TokenizerSection
 from megatron.config.sections.output import TaskOptions
 from megatron.config.sequences import longest_text, stage_of
@@ -283,8 +283,12 @@ def _too_long(options: Options, config: Config) -> list[str]:
 
 
 def _way_of_reading(config: Config) -> list[str]:
-    wrong = evaluation_problem(config)
-    return [] if wrong is None else [wrong]
+    """Mistakes of `evaluation.exact`, `read_less` and `placement`, and files of theirs that cannot be read."""
+    wrong, own = evaluation_problem(config), config.evaluation
+    files = {"evaluation.placement": own.placement, "evaluation.read_less.loki": own.read_less.loki}
+    reasons = {name: (path, unreadable(path)) for name, path in files.items() if path is not None}
+    missing = [f"{name}: {path}: {reason}" for name, (path, reason) in reasons.items() if reason is not None]
+    return missing if wrong is None else [wrong, *missing]
 
 
 def _place(named: str | None, config: Config) -> Path | None:

@@ -22,6 +22,7 @@ from megatron.parallel.layout.mesh import Mesh
 from tests.decoding.test_company import answers, model_of, requests
 from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import relative
+from tools.calibrate import main
 
 PLAIN = "mixtral"  # grouped heads and rotary positions, without windows
 
@@ -195,9 +196,17 @@ def test_the_file_of_components(tmp_path) -> None:
             chosen(given.parse_args(words), model.plan.config, "cpu")
     with pytest.raises(UserError, match="components of 3 layers"):
         read(path, [*heads, heads[0]][:3])
-    path.write_bytes(path.read_bytes()[:-8])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-8])
     with pytest.raises(UserError, match="cannot be read"):
         read(path, heads)
+    kept = Components(found.bases, [each.clone() for each in found.variances])
+    kept.variances[-1][0, 1] = float("nan")
+    write(path, kept)
+    with pytest.raises(UserError, match="must have variances"):
+        read(path, heads)
+    with pytest.raises(SystemExit):  # before anything is read
+        main(["runs/none", "--file", "a", "--output", str(path), "--measure", "--picture", str(path)])
 
 
 @pytest.mark.parametrize(
@@ -235,6 +244,9 @@ def test_ways_of_evaluation_are_checked_before_a_start(tmp_path: Any) -> None:
     assert "not both" in problem({"read_less": {"sift": 0.5, "loki": "a"}})
     assert "cannot read less" in problem({"read_less": {"sift": 0.5}}, **experts)
     assert "whole number" in problem({"read_less": {"loki": "a", "rank": 2.5}})
+    assert "below 1 or a number above 1" in problem({"read_less": {"loki": "a", "rank": 1}})
+    for unused in ({"sift": 0.5, "keys": 3}, {"loki": "a", "warmup": 3}, {"rank": 4}):
+        assert "must come with" in problem({"read_less": unused})
     stages: Any = {"parallel": {"pipeline": 2}, "zero": {"stage": 0}}
     assert "without pipeline stages" in problem({"read_less": {"loki": "a"}}, 2, **stages)
     assert problem({"read_less": {"sift": 0.5}}, 2, **stages) == "None"

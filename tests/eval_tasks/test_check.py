@@ -113,6 +113,9 @@ def test_all_at_once_and_for_a_run(folder):
     (line,) = before_training([], config(folder, evaluation=evaluation))
     assert line.startswith("evaluation.tasks: the data of lost")
     assert len(before_start([], config(folder, evaluation=evaluation))) == 2  # also what only evaluate.py runs
+    lost = {"read_less": {"loki": str(folder / "none.loki")}}
+    (line,) = said(folder, "fits", evaluation=lost)
+    assert line.startswith("evaluation.read_less.loki: ") and "none.loki" in line
 
 
 @pytest.mark.parametrize(

@@ -204,15 +204,16 @@ def read_places(path: Path, layers: Mapping[int, int], ranks: int) -> dict[int, 
     try:
         document = read_json(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+        raise UserError(f"evaluation.placement: {path} cannot be read: {error}") from error
     experts = document.get("experts") if isinstance(document, dict) else None
     if not isinstance(experts, dict) or set(experts) != {str(each) for each in layers}:
-        raise UserError(f"{path} must have the experts of layers {', '.join(map(str, layers))}")
+        raise UserError(f"evaluation.placement: {path} must have the experts of layers {', '.join(map(str, layers))}")
     for name, count in layers.items():
         own = experts[str(name)]
         sound = isinstance(own, list) and all(isinstance(each, list) for each in own)
         flat = [expert for each in own for expert in each] if sound else []
         whole = all(type(each) is int for each in flat) and sorted(flat) == list(range(count))
         if not whole or [len(each) for each in own] != [count // ranks] * ranks:
-            raise UserError(f"{path}: layer {name} must have {count} experts, equally many on each of {ranks} ranks")
+            rule = f"layer {name} must have {count} experts, equally many on each of {ranks} ranks"
+            raise UserError(f"evaluation.placement: {path}: {rule}")
     return {name: experts[str(name)] for name in layers}
