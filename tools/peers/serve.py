@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
+from megatron.config.features.feature import load_of  # noqa: E402
+
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -30,8 +32,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--public", type=Path, help="peers.public_keys as a JSON file")
     parser.add_argument("--run", default="peers", help="peers.run")
     options = parser.parse_args(arguments)
-    from megatron.config.features.feature import load_of
-
     if wrong := load_of("peers", "options:wrong_key")(options.key):
         print(f"error: --key {options.key} {wrong}. Make one with: deepy peers key FILE", file=sys.stderr)
         return 2
@@ -41,6 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
         secret = bytes.fromhex(Path(options.key).expanduser().read_text().strip())
         signer = load_of("peers", "signing:Signer")(secret, public)
         members = {each.strip() for each in options.members.split(",")}
+        if wrong := _wrong(members, public, secret):
+            raise ValueError(wrong)
         address = host.strip("[]"), int(port)
         server = load_of("peers", "sockets:FolderServer")(options.folder, address, options.run, members, signer)
     except (OSError, ValueError, TypeError) as error:
@@ -55,6 +57,20 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _wrong(members: set[str], public: dict[str, str] | None, secret: bytes) -> str | None:
+    """A mistake in names or keys, which would refuse every peer later."""
+    server, name = load_of("peers", "options:SERVER"), load_of("peers", "options:NAME")
+    if server in members or not all(map(name.fullmatch, members)):
+        return f"--members must be names of letters, digits, - and _, and not {server}: use those of peers.members"
+    if public is None:
+        return None
+    if set(public) != {*members, server}:
+        return f"--public must have one key for each of {', '.join(sorted(members))} and {server}: add or remove keys"
+    if public[server] != load_of("peers", "signing:ed25519_public")(secret):
+        return f"--key must be the secret key of {server} in --public: print its public key with deepy peers key --show"
+    return None
 
 
 if __name__ == "__main__":

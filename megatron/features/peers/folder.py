@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import sys
 import uuid
 
 from fsspec.implementations.local import LocalFileSystem
@@ -23,7 +24,12 @@ class SharedFolder(Folder):
 
     `create` is what makes one ledger out of many writers. It is atomic on local and network file systems, and in stores
     whose fsspec class has conditional writes (S3, GCS).
+
+    Attributes:
+        largest: bytes of a file, at most.
     """
+
+    largest = sys.maxsize
 
     def create(self, name: str, content: bytes) -> bool:
         """Write a file that does not exist yet. Returns whether this call has made it."""

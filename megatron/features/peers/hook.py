@@ -23,7 +23,7 @@ from megatron.training.world import World
 from megatron.worker.beacon import HOOKS
 
 from .folder import Unreadable
-from .messages import Refused
+from .messages import Expected, Refused
 from .options import FEATURE, peers_of
 from .part import OuterState
 from .rounds import Line, Rounds, TooFew, retried
@@ -133,6 +133,7 @@ class PeersHook(Hook):
     def _open(self, identity: Mapping[str, Any]) -> list[list[int]]:
         try:
             self.rounds = self.ledger.of(self.own)
+            self.rounds.check_size(self._largest())
             self.rounds.join(identity)
             return [[step, to] for step, to in self.rounds.jumps().items()]
         except UserError:
@@ -142,6 +143,10 @@ class PeersHook(Hook):
                 f"peers.folder = {self.own.folder} must be a folder that can be read and written: "
                 f"{type(error).__name__}: {error}. Check the path, its permissions and the package of its protocol"
             ) from error
+
+    def _largest(self) -> Expected:
+        """Tensors of the largest message, on rank 0."""
+        return self.part.whole_state()
 
     def _from_rank_0(self, work: Callable[[], Any]) -> Any:
         """Rank 0's result, which is JSON. Its error is one of all ranks."""

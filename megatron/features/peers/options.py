@@ -261,6 +261,22 @@ def run_can_be_shared(context: RuleContext) -> Iterator[Problem]:
         yield context.problem("peers.every", rule="must not be given with align", fix=fix)
 
 
+def options_have_an_effect(context: RuleContext) -> Iterator[Problem]:
+    own = peers_of(context.config)
+    if own.every is None:
+        return
+    unused = {} if own.algorithm == SPARSE else {"top": 64, "decay": 0.95}
+    unused |= {"outer_lr": 0.7, "outer_momentum": 0.9} if own.algorithm == GRADIENTS else {}
+    for name, default in unused.items():
+        if getattr(own, name) != default:
+            yield context.problem(
+                f"peers.{name}",
+                "peers.algorithm",
+                rule=f"must not be given with {own.algorithm}, which has no such step",
+                fix="remove it",
+            )
+
+
 def _gradients_can_be_shared(context: RuleContext) -> Iterator[Problem]:
     config, own = context.config, peers_of(context.config)
     if own.every != 1:
@@ -301,7 +317,7 @@ FEATURE = Feature(
     about="Runs that meet over slow links.",
     wanted=lambda config: peers_of(config).every is not None and not exchanges_gradients(config),
     keys=(TOP,),
-    rules=(names_are_of_members, keys_are_secret, rounds_fit, run_can_be_shared),
+    rules=(names_are_of_members, keys_are_secret, rounds_fit, run_can_be_shared, options_have_an_effect),
     engine="megatron.features.peers.part:OuterState",
     hook="megatron.features.peers.hook:PeersHook",
     share=share,

@@ -150,6 +150,17 @@ class Rounds:
                 f"the same. It differs in\n{lines}\nUse the same values, or another folder"
             )
 
+    def check_size(self, form: Expected) -> None:
+        """
+        Raises:
+            UserError: the folder holds no message with these tensors.
+        """
+        if limit(form) > self.folder.largest:
+            raise UserError(
+                f"peers.folder = {self.own.folder} must take files of {limit(form):,} bytes, and sockets take at most "
+                f"{self.folder.largest:,}. Use a shared folder or an object store"
+            )
+
     def announce(self, round: int, **facts: Any) -> None:
         """This peer trains for a round: others wait for its contribution."""
         self.folder.write(f"announced/{number(round)}/{self.name}", self.seal("announced", round, **facts))
@@ -340,9 +351,15 @@ class Rounds:
         for old in states[:-2]:
             self.folder.delete(f"states/{number(old)}")
         last = (states[-2] if len(states) > 1 else -1) - self.own.state_every
-        for round in range(max(0, last + 1 - 2 * self.own.state_every), last + 1):
+        for round in self.with_files(last):
             for kind in ("contributions", "announced"):
                 self.folder.delete(f"{kind}/{number(round)}/{self.name}")
+                self.folder.delete_empty(f"{kind}/{number(round)}")
+
+    def with_files(self, last: int) -> list[int]:
+        """Rounds up to `last` that still have files, also of an earlier start of this peer."""
+        names = {*self.folder.names("contributions"), *self.folder.names("announced")}
+        return sorted(int(each) for each in names if each.isdecimal() and int(each) <= last)
 
     def has_all(self, line: Line) -> bool:
         """Whether the contributions of a line are there."""

@@ -23,7 +23,7 @@ from megatron.worker.beacon import HOOKS
 
 from .gradients import SlotGradients
 from .hook import PeersHook, identity_of, retried, samples_of
-from .messages import digest
+from .messages import Expected, digest
 from .options import SLOTS
 from .slots import Offered, SlotLedger, StepLine, chained
 
@@ -65,6 +65,9 @@ class SlotHook(PeersHook):
         size = sum(each.numel() * each.element_size() for _, each in trainer.engine.module.named_parameters())
         trainer.log(f"peer {self.own.name} of {', '.join(self.own.members)}, at step {part.round}: {size:,} bytes")
         self._heal(trainer)
+
+    def _largest(self) -> Expected:
+        return self.part.form  # a state is sent in pieces
 
     def run_step(self, trainer: Trainer, run: RunStep, batch: StepBatch, lr: float, look: Look) -> StepResult:
         self._announced = self._dealt = False

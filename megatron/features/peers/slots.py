@@ -349,7 +349,7 @@ class SlotLedger(Rounds):
         old, longest = round - self.own.state_every, round - ASKS * self.own.state_every
         if self.given is None and self._asks(round):  # a peer that takes a state applies all later lines
             old = min(old, max([longest, *(each - 1 for each in self._states())]))
-        for each in self._from_before(old) if self._deleted is None else range(self._deleted, old + 1):
+        for each in self.with_files(old) if self._deleted is None else range(self._deleted, old + 1):
             place = f"contributions/{number(each)}"
             for name in self.folder.names(place):
                 if name.partition(".")[2] == self.name:
@@ -358,11 +358,6 @@ class SlotLedger(Rounds):
             self.folder.delete_empty(place)
             self.folder.delete_empty(f"announced/{number(each)}")
         self._deleted = max(self._deleted or 0, old + 1)
-
-    def _from_before(self, last: int) -> list[int]:
-        """Steps up to `last` with files, also of an earlier start of this peer."""
-        names = {*self.folder.names("contributions"), *self.folder.names("announced")}
-        return sorted(int(each) for each in names if each.isdecimal() and int(each) <= last)
 
     def behind(self, round: int) -> bool:
         """Whether gradients of the next line are gone, so that a state of another peer is needed."""

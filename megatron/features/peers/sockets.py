@@ -210,6 +210,8 @@ class _Connection(socketserver.BaseRequestHandler):
 class ServedFolder(SharedFolder):
     """A folder that a `FolderServer` keeps. One thread uses it."""
 
+    largest = PAYLOAD
+
     def __init__(self, url: str, signer: Signer, run: str, peer: str) -> None:
         super().__init__(url)
         object.__setattr__(self, "_line", _Client(url, signer, run, peer))

@@ -24,6 +24,10 @@ BAD = {
     "no public keys": ({"signature": "ed25519"}, "peers.public_keys", "must have one key of 64 hexadecimal digits"),
     "gradients of every second step": ({"algorithm": "gradients"}, "peers.every", "must be 1"),
     "slots of weights": ({"slots": 4}, "peers.slots", "must go with peers.algorithm: gradients"),
+    "the top of dense differences": ({"top": 32}, "peers.top", "must not be given with diloco"),
+    "an outer step of gradients": (
+        {"algorithm": "gradients", "every": 1, "outer_lr": 0.5}, "peers.outer_lr", "must not be given with gradients",
+    ),
     "a server without a port": ({"folder": "tcp://host"}, "peers.folder", "must be tcp://host:port"),
     "the name of a server": ({"members": ["a", "server"]}, "peers.members", "must not have the name server"),
     "no key of the server": (

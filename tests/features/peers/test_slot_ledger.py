@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,7 +12,9 @@ from megatron.config.problems import UserError
 from megatron.features.peers.folder import SharedFolder
 from megatron.features.peers.options import PeersSection
 from megatron.features.peers.signing import Signer
+from megatron.features.peers.slot_hook import SlotHook
 from megatron.features.peers.slots import ASKS, SlotLedger, StepLine, TooFew
+from megatron.features.peers.sockets import ServedFolder
 
 FORM = {"w": ((4,), torch.float32)}
 FACTS = {"base": "x", "weight": 8.0, "loss": 1.0, "hash": 3}
@@ -125,3 +130,24 @@ def test_a_damaged_state_does_not_hide_an_older_one(tmp_path):
     assert found is not None and found[0] == 4 and found[2] == {"round": 4} and b.sent(5) == 1
     a.send_state(8, gradient(1.0), {})
     assert a.folder.names("states") == ["00000008"]
+
+
+def test_a_promised_state_waits_for_the_one_on_its_way(tmp_path):
+    """All ranks copy their parts of a state, or none. So rank 0 decides, and no promise is lost."""
+    hook = object.__new__(SlotHook)
+    hook.rounds, hook._promised = ledger(tmp_path, "a"), False
+    hook._sending = SimpleNamespace(is_alive=lambda: True)  # type: ignore[assignment]
+    line = StepLine(0, [], [], {}, {}, "x", True, "a")
+    assert not hook._may_serve(line)
+    hook._sending = None
+    quiet = dataclasses.replace(line, serve=False)
+    assert hook._may_serve(quiet) and not hook._may_serve(quiet)
+    assert not hook._may_serve(dataclasses.replace(line, peer="b"))
+
+
+def test_a_server_that_cannot_take_a_gradient_is_refused(tmp_path):
+    a = ledger(tmp_path, "a")
+    a.check_size(FORM)
+    a.folder = ServedFolder("tcp://127.0.0.1:1", a.signer, "peers", "a")
+    with pytest.raises(UserError, match="sockets take at most"):
+        a.check_size({"w": ((1 << 31,), torch.float32)})

@@ -17,7 +17,8 @@ from megatron.features.peers.folder import Unreadable
 from megatron.features.peers.messages import seal
 from megatron.features.peers.signing import Signer
 from megatron.features.peers.sockets import LINE, NONCE, FolderServer, ServedFolder
-from tests.features.peers.companies import serving
+from tests.features.peers.companies import secret, serving
+from tools.peers import serve
 
 KEY = secrets.token_bytes(32)
 
@@ -92,6 +93,14 @@ def test_keys_of_each_member_and_of_the_server(tmp_path):
 def test_one_folder_has_one_server(tmp_path):
     with serving(tmp_path, "run", "ab", KEY), pytest.raises(OSError, match="served by another process"):
         FolderServer(tmp_path, ("127.0.0.1", 0), "run", {"a"}, Signer(KEY, None))
+
+
+@pytest.mark.parametrize("members", ["a,b,", "a,server", "a,x.a", "a,../b"])
+def test_a_server_refuses_names_that_no_peer_can_have(tmp_path, capsys, members):
+    key = secret(tmp_path)
+    words = [str(tmp_path / "served"), "--bind", "127.0.0.1:0", "--members", members, "--key", key]
+    assert serve.main(words) == 2
+    assert "--members must be names" in capsys.readouterr().err
 
 
 def test_a_server_that_starts_again_continues(tmp_path):
