@@ -14,12 +14,12 @@ import gzip
 import json
 import math
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron.checkpoint.format.table import tensor_to_dict
 from megatron.config import ConfigError, load
 from megatron.config.resolution import combine
 from megatron.config.schema import Path as KeyPath
@@ -58,7 +58,7 @@ def tensors(values: dict[str, Any]) -> list[list[Any]]:
     for tensor in stored_tensors(model):
         logical, flat = tensor.logical, tensor.detach().double().flatten()
         waves = torch.cos(torch.arange(flat.numel(), dtype=torch.float64) * math.e)
-        shard = None if logical.shard is None else asdict(logical.shard)
+        shard = tensor_to_dict(logical)["shard"]
         sums = [(flat * waves).sum().item(), flat.square().sum().sqrt().item()]
         form = [list(logical.shape), logical.role.value, shard, logical.keep_fp32, logical.matrices]
         found.append([logical.name, *form, str(tensor.dtype), sums])

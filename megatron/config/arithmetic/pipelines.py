@@ -334,10 +334,12 @@ def rounds(table: Table, stages: int) -> list[Round]:
             for place, own in zip(at, table, strict=True)
         ]
         if not any(chosen):
-            rank = next(rank for rank, own in enumerate(table) if at[rank] < len(own))
-            waiting = table[rank][at[rank]]
-            missing = ", ".join(map(str, sorted(needs(waiting, stages) - done)))
-            raise ScheduleError(f"rank {rank} waits for ever at {waiting}, which needs {missing}", rank)
+            stuck = {rank: needs(own[at[rank]], stages) - done for rank, own in enumerate(table) if at[rank] < len(own)}
+            # a rank that waits for its own later instruction is the cause, and the others wait for it
+            causes = (rank for rank, missing in stuck.items() if missing & {it.result for it in table[rank]})
+            rank = next(causes, min(stuck))
+            missing = ", ".join(map(str, sorted(stuck[rank])))
+            raise ScheduleError(f"rank {rank} waits for ever at {table[rank][at[rank]]}, which needs {missing}", rank)
         at = [place + (each is not None) for place, each in zip(at, chosen, strict=True)]
         done |= {each.result for each in chosen if each is not None}
         found.append(Round(tuple(chosen), tuple(_messages(chosen, homes))))

@@ -239,7 +239,7 @@ def token_ids_travel_whole(context: RuleContext) -> Iterator[Problem]:
             ".router.select",
             PIPELINE,
             rule="token ids must travel exactly, and int8_block rounds them",
-            fix="use compress.pipeline=bf16, or select: top_k",
+            fix="use parallel.communication.compress.pipeline=bf16, or select: top_k",
         )
 
 

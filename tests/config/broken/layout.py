@@ -12,6 +12,13 @@ LAYOUT = [
         ranks=6,
     ),
     case(
+        "stages that keep more than the memory",
+        "training: {sequence_length: 65536, micro_batch_size: 9999, global_batch_size: 39996}\nparallel: {pipeline: 2}",
+        "training.micro_batch_size = 9999 (a.yml:2)",
+        "rank 0 keeps 2 forward passes of its stages at a time, and most of all ranks",
+        "use a smaller training.micro_batch_size",
+    ),
+    case(
         "recurrent group over more stages than it leaves",
         "model: {layers: attention recurrent(attention x4) attention}\nparallel: {pipeline: 4}",
         "a.yml:3: parallel.pipeline = 4",

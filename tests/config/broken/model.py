@@ -381,6 +381,23 @@ MODEL = [
         problems=2,
     ),
     case(
+        "compressed entries whose channels and groups do not fit",
+        "model: {layers: csa/mlp x4, csa: {heads: 4, head_dim: 63, rope_dim: 63, index_dim: 32, groups: 3}}",
+        "a.yml:2: model.csa.rope_dim = 63",
+        "rotary positions turn pairs of channels: rope_dim must be even",
+        "index_dim must have the 63 channels that positions turn",
+        "a.yml:2: model.csa.groups = 3",
+        "groups must divide the 4 heads",
+        problems=3,
+    ),
+    case(
+        "a limit of logits where keys are the values",
+        "model: {attention: {values: keys, qk_clip: 100.0}}\noptimizer: {type: muon}",
+        "a.yml:2: model.attention.qk_clip = 100.0",
+        "must be null where keys are the values too",
+        problems=1,
+    ),
+    case(
         "rows of a stream, parallel, scaled by channel",
         "model: {residual: {streams: 4, form: parallel, channel_scales: true}}",
         "a.yml:2: model.residual.streams = 4",

@@ -33,6 +33,12 @@ MOE = [
         "the 2 experts of the groups",
     ),
     case(
+        "token ids in rounded messages",
+        _MOE + "router: {select: hash}}}\nparallel: {pipeline: 2, communication: {compress: {pipeline: int8_block}}}",
+        "a.yml:2: model.moe.router.select = 'hash'",
+        "token ids must travel exactly, and int8_block rounds them",
+    ),
+    case(
         "experts of odd width",
         _MOE + "hidden_size: 46}}",
         "a.yml:2: model.moe.hidden_size = 46",
