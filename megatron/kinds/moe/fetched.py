@@ -156,7 +156,7 @@ class _Layer:
         self.held = HeldExperts(self.moe.experts, held, device)
         cast(Any, self.moe).experts = self.held
         self.seen = not block.post_norm and block.connections is None and self.norm is not None
-        self.predictable = self.seen and isinstance(self.moe.router, LinearRouter)
+        self.predictable = self.seen and isinstance(self.moe.router, LinearRouter) and self.moe.table is None
         self.x_T1H: Tensor | None = None
         self.guess_Tk: Tensor | None = None
         self.mean_H: Tensor | float = 0.0

@@ -114,6 +114,15 @@ def balancers_fit_the_choice(at: KindUse[MoEOptions]) -> Iterator[Problem]:
             "capacity_factor must be null: experts choose the tokens that top_k gives each of them on average",
             "remove capacity_factor, and give top_k the tokens that an expert takes over an even share",
         ),
+        *(
+            (
+                f".losses.{name}",
+                router.select == "hash" and bool(getattr(moe.losses, name)),
+                f"losses.{name} must be 0: a table chooses, and the loss would only change the experts' weights",
+                f"use losses.{name}: 0 in this variant, or select: top_k",
+            )
+            for name in ("balance", "sequence")
+        ),
     ):
         if wrong:
             yield at.problem(key, select, rule=rule, fix=fix)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from megatron.model.expert_tally import recorded
+
 from .layer import MoE
 from .router import scores_of, weights_of
 
@@ -30,23 +32,25 @@ def traced(
     Raises:
         ValueError: experts choose in this model, so tokens have no list of theirs.
     """
-    layers, found, hooks = moe_layers(model), {}, []
+    layers, scores, hooks = moe_layers(model), dict[int, Tensor](), []
     for number, moe in layers.items():
         if moe.options.router.select == "expert_choice":
             raise ValueError(f"layer {number}: experts choose their tokens (select: expert_choice)")
 
         def keep(_router: nn.Module, _inputs: Any, output: Any, number: int = number, moe: MoE = moe) -> None:
-            logits_TE = output[0]
-            scores_TE = scores_of(logits_TE, moe.options.router.score)
-            experts_Tk = moe.choose(logits_TE, scores_TE).of_tokens
-            weights_Tk = weights_of(scores_TE, experts_Tk, moe.options)
-            found[number] = experts_Tk.unflatten(0, tokens_BS.shape), weights_Tk.unflatten(0, tokens_BS.shape)
+            scores[number] = scores_of(output[0], moe.options.router.score)
 
         hooks.append(moe.router.register_forward_hook(keep))
     model.eval()
     try:
-        model.logits(tokens_BS, positions, documents)
+        with recorded(model) as experts:
+            model.logits(tokens_BS, positions, documents)
     finally:
         for hook in hooks:
             hook.remove()
+    found = {}
+    for number, moe in layers.items():
+        experts_Tk = experts[number][-1]
+        weights_Tk = weights_of(scores[number], experts_Tk, moe.options)
+        found[number] = experts_Tk.unflatten(0, tokens_BS.shape), weights_Tk.unflatten(0, tokens_BS.shape)
     return found

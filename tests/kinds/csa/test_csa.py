@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from megatron.config import ConfigError, resolve
+from megatron.decoding.covered import evaluation_problem
 from megatron.kinds.csa import reading
+from megatron.kinds.moe.trace import traced
 from megatron.model.costs.describe import layers_table
 from megatron.model.stack import build_model
 from megatron.model.stream import Stream, token_digits, token_ids
@@ -211,6 +213,51 @@ def test_what_it_cannot_do_is_refused(wrong, rule: str, ranks: int):
     with pytest.raises(ConfigError) as error:
         resolve(values, ranks=ranks)
     assert rule in str(error.value)
+
+
+def test_traces_have_the_experts_of_the_table():
+    model, tokens = model_of(config_of()), tokens_of()
+    found = traced(model, tokens)
+    for number in (0, 3):
+        experts, weights = found[number]
+        assert torch.equal(experts, model.blocks[number].ffn.table[tokens].long())
+        assert relative(weights.sum(-1), torch.ones_like(weights[..., 0])) < 1e-6
+
+
+def test_a_table_has_nothing_to_balance():
+    for losses, rule in (({"balance": 0.01}, "losses.balance must be 0"), ({"sequence": 0.01}, "losses.sequence must")):
+        with pytest.raises(ConfigError) as error:
+            resolve({
+                "model": {
+                    **{"layers": "attention/moe", "hidden_size": H, "vocab_size": 40, "attention": {"heads": 4}},
+                    "moe": {**MOE, **VARIANTS["hash"], "losses": losses},
+                },
+                "training": {"steps": 1, "sequence_length": 16},
+            })
+        assert rule in str(error.value)
+
+
+def test_tokens_with_a_table_do_not_stay_with_their_experts():
+    """Their ids are not sent along."""
+    config = resolve({
+        "model": {
+            **{"layers": "attention/moe@hash", "hidden_size": H, "vocab_size": 40, "attention": {"heads": 4}},
+            **{"moe": MOE, "variants": {"hash": VARIANTS["hash"]}},
+        },
+        "training": {"steps": 1, "sequence_length": 16},
+    })
+    placed = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"placement": "a.json"})})
+    assert "ids of tokens would have to move too" in str(evaluation_problem(placed))
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "length"), [(64, 128, 65536), (64, 1152, 131072), (64, 32896, 131072), (8, 1, 7)]
+)
+def test_logits_at_once_are_bounded(heads: int, keys: int, length: int):
+    """Also where queries read many more keys together than each of them does, as with a window only."""
+    rows = reading.rows_at_once(1, heads, keys, length)
+    assert 1 <= rows <= length and heads * rows * (keys + rows) <= max(reading.ELEMENTS, heads * (keys + 1))
+    assert rows >= min(length, 31)
 
 
 def test_further_tokens_have_no_token_ids():
