@@ -4,7 +4,8 @@ One vector of each token is key and value of all heads. Entries are such vectors
 may choose the entries that a token reads. Since keys are turned by positions, outputs are turned back.
 
 Attention is masked: of an indexer's entries it computes all, and reads the chosen ones. Queries are computed in runs.
-So memory does not grow with pairs of tokens, except for one bool per token and entry.
+So memory does not grow with pairs of tokens, except for one bool per token and entry, and for an indexer that learns
+one fp32 number.
 
 Shapes: B samples, S positions, n heads of this rank, D head_dim, E entries, h heads of the indexer.
 """

@@ -5,12 +5,15 @@ Shapes: B samples, n query heads of this rank, R queries, K keys, D channels.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from megatron.parallel.layout.precision import at_least_fp32
 
 ELEMENTS = 2**26  # of the logits of all heads at one time
+FEW = 128  # queries, which a GPU computes about as fast as one
 
 
 def logits(q_BnRD: Tensor, keys_BKD: Tensor, sinks_n: Tensor, read_BRK: Tensor) -> Tensor:
@@ -41,5 +44,11 @@ def probabilities_of(q_BnRD: Tensor, keys_BKD: Tensor, sinks_n: Tensor, read_BRK
 
 
 def rows_at_once(samples: int, heads: int, keys: int, length: int) -> int:
-    """Queries whose logits are computed at one time."""
-    return min(length, max(1, ELEMENTS // (samples * heads * max(keys, 1))))
+    """Queries whose logits are computed at one time.
+
+    R of them see R more keys than one does, so R (keys + R) logits of each head are at most `ELEMENTS`. More than
+    `FEW` are never more than `keys`: most products would be masked.
+    """
+    pairs = ELEMENTS // (samples * heads)
+    most = (math.isqrt(keys * keys + 4 * pairs) - keys) // 2
+    return min(length, max(1, min(most, max(keys, FEW))))
