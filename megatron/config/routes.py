@@ -23,7 +23,9 @@ def route_columns(model: Any) -> Mapping[int, tuple[str, ...]]:
     return found
 
 
-def experts_of(model: Any, layer: int) -> int:
-    """The number of a layer's experts."""
+def choices_of(model: Any, layer: int) -> int:
+    """The number of a layer's experts, and of none where tokens may use no expert."""
     ffn = model.blocks[layer].ffn
-    return kinds_of(tuple(model.extensions))[ffn.name].experts(options_of(model, ffn))
+    own = options_of(model, ffn)
+    skips = getattr(getattr(own, "router", None), "skip", False)
+    return kinds_of(tuple(model.extensions))[ffn.name].experts(own) + bool(skips)

@@ -216,10 +216,10 @@ class Scorer:
 
     def _exchange_routes(self, made: list[Drawn], longest: int, width: int) -> None:
         """Send the experts of each rank's tokens to all ranks."""
-        found = torch.zeros(len(made), longest, width, dtype=torch.float64)
+        found = torch.zeros(len(made), longest, width, dtype=torch.int32)
         for row, each in enumerate(made if self.mesh.at.tensor == 0 else ()):
             for place, experts in each.routes.items():
-                found[row, place] = experts.double()
+                found[row, place] = experts.int()
         for each, rows in zip(made, self._sum(found).long()):
             each.routes = dict(enumerate(rows))
 

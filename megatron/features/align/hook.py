@@ -63,7 +63,8 @@ OTHER = (
     *("workers", "texts", "time_limit", "evaluate", "problems", "held_out", "held_out_labels"),
     *("server", "votes", "vote_on", "aggregate"),
 )
-LATER = ("prompt_labels", "behind", "curriculum")  # earlier versions' files lack them. They count where they are given
+# Earlier versions' files lack these. They count where they are given.
+LATER = ("prompt_labels", "behind", "curriculum", "routes")
 
 
 class Rounds:

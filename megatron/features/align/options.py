@@ -243,6 +243,33 @@ def server_key(name: str | None) -> str | None:
     return found
 
 
+def routes_are_the_decoders(context: RuleContext) -> Iterator[Problem]:
+    """Routes of the sampler are of the weights that an update changes, as the decoder's passes had them."""
+    from megatron.decoding.covered import obstacle
+
+    config, own = context.config, align_of(context.config)
+    if own.routes != "sampler":
+        return
+    fits = {
+        "objective.options": (bool(config.objective.options.get("replay")), "replay: true"),
+        "align.server.url": (own.server.url is None, "null"),
+        "align.updates": (own.updates == 1, "1"),
+        "align.behind": (own.behind == 0, "0"),
+    }
+    for name, (fit, needs) in fits.items():
+        if not fit:
+            yield context.problem(
+                name, "align.routes", rule=f"must be {needs} with routes: sampler", fix="use align.routes=trainer"
+            )
+    if (reason := obstacle(config)) is not None:
+        yield context.problem(
+            "align.routes",
+            "model.layers",
+            rule=f"must be trainer where the decoder does not read texts: {reason}",
+            fix="use align.routes=trainer",
+        )
+
+
 def the_run_fits(context: RuleContext) -> Iterator[Problem]:
     """Keys that must have one value, and that a run without rollouts may have otherwise."""
     config = context.config
@@ -262,19 +289,7 @@ def the_run_fits(context: RuleContext) -> Iterator[Problem]:
         if value != needs:
             shown = str(needs).lower()
             yield context.problem(name, rule=f"must be {shown} with align: {why}", fix=f"use {name}={shown}")
-    own, server = align_of(config), align_of(config).server
-    if own.routes == "sampler":
-        fits = {
-            "objective.options": (bool(config.objective.options.get("replay")), "replay: true"),
-            "align.server.url": (server.url is None, "null"),
-            "align.updates": (own.updates == 1, "1"),
-            "align.behind": (own.behind == 0, "0"),
-        }
-        for name, (fit, needs) in fits.items():
-            if not fit:
-                yield context.problem(
-                    name, "align.routes", rule=f"must be {needs} with routes: sampler", fix="use align.routes=trainer"
-                )
+    server = align_of(config).server
     if server.url is None and server != ServerSection():
         yield context.problem("align.server", rule="must come with align.server.url", fix="give it, or remove the rest")
     if server.url is not None and not re.fullmatch(r"https?://[^\s/@?#]+(/[^\s?#]*)?", server.url):
@@ -356,7 +371,10 @@ FEATURE = Feature(
     about="Reinforcement learning: draws texts, rewards them, and trains on them.",
     wanted=wanted,
     keys=(TOP,),
-    rules=(*map(_only, (there_are_problems_and_rewards, rounds_are_whole, the_run_fits)), keys_have_a_use),
+    rules=(
+        *map(_only, (there_are_problems_and_rewards, rounds_are_whole, the_run_fits, routes_are_the_decoders)),
+        keys_have_a_use,
+    ),
     hook="megatron.features.align.hook:AlignHook",
     hook_before=("log",),
 )

@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron.config import Config
 from megatron.config.file_access import read_plain, replace_file
-from megatron.config.routes import experts_of, route_columns
+from megatron.config.routes import choices_of, route_columns
 from megatron.data.errors import DataError, NotMadeYet
 from megatron.data.sample import Sample
 
@@ -147,7 +147,7 @@ class Rollouts:
         replays = config.objective.type == POLICY and config.objective.options.get("replay")
         layers = route_columns(config.model) if replays else {}
         self.names = [name for names in layers.values() for name in names]
-        counts = [experts_of(config.model, layer) for layer, names in layers.items() for _ in names]
+        counts = [choices_of(config.model, layer) for layer, names in layers.items() for _ in names]
         self.experts = np.array(counts, np.int64)
 
     @classmethod

@@ -124,11 +124,11 @@ class Sampler(Scorer):
         self.routes = {}
         logs = self.of_whole_texts(texts)
         own, self.routes = self.routes, None
-        found = torch.zeros(len(texts), max(len(text.inputs) for text in texts), self.width, dtype=torch.float64)
+        found = torch.zeros(len(texts), max(len(text.inputs) for text in texts), self.width, dtype=torch.int32)
         for index, text in enumerate(texts):
             # of equal texts one rank has read one
             if text.inputs in own:
-                found[index, : len(text.inputs)] = torch.cat(own[text.inputs], 1).double()
+                found[index, : len(text.inputs)] = torch.cat(own[text.inputs], 1).int()
         return logs, [row[: len(text.inputs)].long() for row, text in zip(self._sum(found), texts)]
 
     def of_whole_texts(self, texts: Sequence[Text]) -> list[list[float]]:

@@ -87,13 +87,13 @@ def routes_can_be_replayed(context: RuleContext) -> Iterator[Problem]:
     for name, size in alone.items():
         if size > 1:
             yield context.problem(name, "objective.options", rule="must be 1 with replay", fix=f"use {name}=1")
-    router = config.model.moe.router
-    if router.select != "top_k" or core_of(config.model.blocks):
+    choices = {use.options.router.select for use in context.layers("moe")}
+    if choices - {"top_k", "hash"} or core_of(config.model.blocks):
         yield context.problem(
             "model.moe.router.select",
             "model.layers",
             "objective.options",
-            rule="must be top_k with replay, and the stack have no recurrent group",
+            rule="must be top_k or hash with replay, and the stack have no recurrent group",
             fix="use select: top_k, or remove replay",
         )
 

@@ -468,6 +468,13 @@ def test_prompts_are_functions_of_their_number(tmp_path):
         ({"data": {"synthetic": "copy"}}, "must be rollouts with align"),
         ({"objective": {"options": {"replay": True}}}, "replay must come with layers of experts"),
         ({"align": {"routes": "sampler"}}, "must be replay: true with routes: sampler"),
+        (
+            {
+                "model": {"layers": "(attention/moe) x2", "moe": {"experts": 4, "capacity_factor": 1.0}},
+                "align": {"routes": "sampler"},
+            },
+            "must be trainer where the decoder does not read texts: a token's result depends on the other texts",
+        ),
         ({"training": {"batch_schedule": [{"until": 2, "global_batch_size": 4}]}}, "all rounds have one size"),
         ({"evaluation": {"at_end": True}}, "must be off with align"),
         ({"model": {"dropout": 0.1}}, "must be 0.0 with align"),

@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.config import resolve
-from megatron.config.routes import route_columns
+from megatron.config import load, resolve
+from megatron.config.routes import choices_of, route_columns
 from megatron.model.expert_tally import recorded
 from megatron.model.stack import build_model
 from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import named, randomise, relative
+from tests.paths import ROOT
 
 B, S, V = 2, 12, 37
 
@@ -83,3 +84,23 @@ def test_recorded_experts_have_the_weights_and_gradients_of_the_present_router(m
     for name, parameter in named(model).items():
         assert relative(found[name], parameter.grad) < EXACT, name
     assert found["layers.1.moe.router.weight"].any()
+
+
+def test_a_record_may_have_tokens_without_an_expert():
+    """They have the number of experts, which a round's file may have too."""
+    config = load([str(ROOT / "configs/test/tiny_zaya.yml")], ["model.moe.losses.balance=0"], check_inputs=False).config
+    columns = route_columns(config.model)
+    assert all(choices_of(config.model, layer) == config.model.moe.experts + 1 for layer in columns)
+    model = build_model(config, dtype=DOUBLE)
+    randomise(model, 1, std=0.5)
+    tokens, labels = torch.randint(V, (2, B, S), generator=torch.Generator().manual_seed(2))
+    weights = torch.ones(B, S, dtype=DOUBLE)
+    with recorded(model) as layers:
+        loss, _ = model(tokens, labels, weights)
+    given = {
+        name: experts_Tk[:, place].unflatten(0, (B, S)).float()
+        for layer, (experts_Tk,) in layers.items()
+        for place, name in enumerate(columns[layer])
+    }
+    assert any((each == config.model.moe.experts).any() for each in given.values())
+    assert relative(model(tokens, labels, weights, columns=given)[0], loss) < EXACT
