@@ -184,13 +184,14 @@ def test_native_files_there_and_back_are_bitwise(tmp_path: Path, stage: int, cap
         on_ranks(2, written, f"{tmp_path}/run", config, 2, f"zero.stage={stage}")
     with pytest.raises(RuntimeError, match="do not say how tensors are cut"):
         on_ranks(2, written, f"{tmp_path}/run", config, 2, "parallel.tensor=2")
-    for experts, overrides, message in (
+    for model, overrides, message in (
         ("mixtral", ["parallel.expert=2"], "experts that are spread"),
         ("moe", [], "corrections"),
+        ("llama", ["model.residual.block_scale=true"], "the blocks' scales"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            on_ranks(2, written, f"{tmp_path}/{experts}", str(ROOT / f"configs/test/tiny_{experts}.yml"), 2, *overrides)
-        assert not (tmp_path / experts).exists()
+            on_ranks(2, written, f"{tmp_path}/{model}", str(ROOT / f"configs/test/tiny_{model}.yml"), 2, *overrides)
+        assert not (tmp_path / model).exists()
 
 
 def test_corrections_go_there_and_back_for_a_run_with_spread_experts(tmp_path: Path, capsys) -> None:

@@ -147,8 +147,9 @@ def adapters_alone_are_trained(context: RuleContext) -> Iterator[Problem]:
         if kind.keeps_buffers(use.options) or kind.clips_logits(use.options):
             yield context.problem(
                 f"adapter.type model.{use.kind}",
-                rule=f"must be none: {use.kind} changes its weights or its router after each step",
-                fix="turn off the correction of routers or the clipping of logits",
+                rule=f"must be none: {use.kind} changes its weights or its router after each step, or has a table of "
+                "experts",
+                fix="turn off the correction of routers or the clipping of logits, or use router.select: top_k",
             )
 
 

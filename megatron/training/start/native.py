@@ -45,9 +45,10 @@ def _limits(config: Config, layout: Layout) -> Iterator[tuple[bool, str]]:
     experts = "have experts that are spread in modules of its own. Use parallel.expert=1, or to_deepspeed.py"
     yield layout.spreads_experts, experts
     yield (
-        any(kind.keeps_buffers(options) for _, kind, options in used_kinds(config.model)),
-        "only have tensors of its optimizer and module, without the routers' corrections. Use to_deepspeed.py, which "
-        "keeps them",
+        config.model.residual.block_scale
+        or any(kind.keeps_buffers(options) for _, kind, options in used_kinds(config.model)),
+        "only have tensors of its optimizer and module, without the routers' corrections and tables and the blocks' "
+        "scales. Use to_deepspeed.py, which keeps them",
     )
 
 
