@@ -39,8 +39,8 @@ def run(recipe: Recipe, quiet: bool = False) -> dict[str, Any]:
         The report, as in `report.json`. For Slurm, which works after this has returned, the names of the steps.
 
     Raises:
-        DataError: the output folder has another recipe's result, inputs have changed, or there are none.
-        RuntimeError: a task failed.
+        DataError: the output folder has another recipe's result, inputs have changed, there are none, or a task failed
+            on Ray. An error of a local task is raised as it is.
     """
     folder, shards = Folder(recipe.section.output), shards_of(recipe.section)
     _claim(folder, recipe, shards)
@@ -57,6 +57,7 @@ def run(recipe: Recipe, quiet: bool = False) -> dict[str, Any]:
         return {"started": [f"{step.name} ({tasks} tasks)" for step, tasks in steps]}
     for executor in executors:
         executor.run()
+        _finished(folder, executor)
     report: dict[str, Any] = json.loads(folder.read("report.json"))
     return report
 
@@ -67,6 +68,20 @@ def _steps(recipe: Recipe, shards: list[list[InputFile]], quiet: bool) -> Iterat
         if phase.compare:
             yield DecideTask(recipe, shards, quiet, phase), 1
     yield PageTask(recipe, shards, quiet), 1
+
+
+def _finished(folder: Folder, executor: Any) -> None:
+    """Check that all tasks of a step are complete: Ray's executor logs their errors and returns.
+
+    Raises:
+        DataError: some are not.
+    """
+    executor.logging_dir.fs.invalidate_cache()
+    if failed := executor.get_incomplete_ranks(skip_completed=True):
+        step = executor.pipeline[0].name
+        rule = f"{len(failed)} of the {executor.tasks} tasks of the step {step} failed (the first: {failed[0]})"
+        fix = f"see {executor.logging_dir.path}/logs. Another start runs only these again"
+        raise DataError(folder.url, rule, fix)
 
 
 def _claim(folder: Folder, recipe: Recipe, shards: list[list[InputFile]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import pytest
 pytest.importorskip("datatrove")
 
 from megatron.config.problems import ConfigError  # noqa: E402
+from megatron.curation import run as module  # noqa: E402
+from megatron.curation.tasks import ShardTask  # noqa: E402
+from megatron.data.errors import DataError  # noqa: E402
 from tests.curation.recipes import curate, recipe, tree  # noqa: E402
 from tests.curation.test_runs import sources  # noqa: E402
 from tests.paths import ROOT  # noqa: E402
@@ -36,3 +40,30 @@ def test_a_recipe_on_ray_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="executor: ray must have the package ray"):
         recipe(tmp_path, STAGES, sources(tmp_path), executor="ray")
+
+
+def test_a_task_that_fails_on_ray_ends_the_run_at_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's executor logs the errors of tasks and returns."""
+
+    class Silent(module.LocalExecutor):
+        def run(self) -> None:
+            for rank in self.get_incomplete_ranks():
+                with contextlib.suppress(OSError):
+                    self._run_for_rank(rank)
+
+    def fail(task: ShardTask, data: object, rank: int = 0, world_size: int = 1) -> object:
+        if rank == 1:
+            raise OSError("the store does not answer")
+        return original(task, data, rank, world_size)
+
+    made, original = sources(tmp_path), ShardTask.run
+    curate(tmp_path, STAGES, made)
+    os.rename(tmp_path / "out", tmp_path / "local")
+    monkeypatch.setattr(module, "LocalExecutor", Silent)
+    monkeypatch.setattr(ShardTask, "run", fail)
+    with pytest.raises(DataError, match=r"1 of the 2 tasks of the step shard failed \(the first: 1\)"):
+        curate(tmp_path, STAGES, made)
+    assert not (tmp_path / "out" / "report.json").exists()
+    monkeypatch.setattr(ShardTask, "run", original)
+    curate(tmp_path, STAGES, made)
+    assert tree(tmp_path / "out") == tree(tmp_path / "local")
