@@ -146,7 +146,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        # the fast one keeps no places of tokens in the text, which takes a quarter of the time
+        # the fast one does not compute the place of each token in the text, and has the same ids
         return [each.ids for each in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:

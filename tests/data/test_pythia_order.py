@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron.data.errors import DataError
 from megatron.data.order.order import split_bounds
-from megatron.data.order.pythia import PythiaOrder, build_arrays, epochs_for
+from megatron.data.order.pythia import PythiaOrder, build_arrays, epochs_for, narrowed
 from megatron.data.token_file import TokenFile
 from tests.data.make import write_documents, write_sizes
 from tests.data.reference import flat_samples, sample_index
@@ -185,6 +185,32 @@ def test_blocks_longer_than_a_chunk(tmp_path, monkeypatch):
     np.testing.assert_array_equal(whole["starts"], parts["starts"])
     cumulated = np.concatenate([[0], np.cumsum(sizes[whole["documents"]])[:-1]])
     np.testing.assert_array_equal(whole["starts"], cumulated[:: pythia.STRIDE])
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.uint32, np.int64])
+@pytest.mark.parametrize("wide", [np.int32, np.int64])
+def test_integers_are_narrowed_in_their_own_memory(wide, kind):
+    """Over several chunks, whose places overlap, up to the largest value of both types."""
+    from megatron.data.order import pythia
+
+    if np.dtype(kind).itemsize > np.dtype(wide).itemsize:
+        return
+    largest = min(np.iinfo(wide).max, np.iinfo(kind).max)
+    values = np.random.default_rng(5).integers(0, largest, 3 * pythia._CHUNK + 5, wide, endpoint=True)
+    values[-1] = largest
+    expected = values.astype(kind)
+    made = narrowed(values, kind)
+    assert made.dtype == kind and np.shares_memory(made, values)
+    np.testing.assert_array_equal(made, expected)
+
+
+def test_an_index_that_is_not_aligned_has_the_same_order():
+    sizes = np.random.default_rng(4).integers(0, 90, 70_001).astype(np.int32)
+    shifted = np.ndarray(len(sizes), np.int32, b"xx" + sizes.tobytes(), 2)
+    assert not shifted.flags.aligned
+    found, expected = (build_arrays(each, 3, 70_000, 64, 7, 2) for each in (shifted, sizes))
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array)
 
 
 def test_too_small(tmp_path):

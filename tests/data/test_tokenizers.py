@@ -14,7 +14,7 @@ from megatron.data.corpus.job import TokenizeJob, run
 from megatron.data.corpus.vocabulary import texts, train
 from megatron.data.errors import DataError
 from megatron.data.plan_builder import build_plan
-from megatron.data.tokenizer import TiktokenTokenizer, build_tokenizer
+from megatron.data.tokenizer import HuggingFaceTokenizer, TiktokenTokenizer, build_tokenizer
 from tests.data.make import configuration
 from tests.paths import shared
 
@@ -60,6 +60,27 @@ def test_the_gpt_neox_tokenizer():
         assert tokenizer.encode(text) == library.encode(text).ids
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode_batch(SAMPLES) == [tokenizer.encode(text) for text in SAMPLES]
+
+
+@pytest.mark.parametrize("normaliser", ["NFC", "NFKC", "Lowercase", "Strip", "BertNormalizer"])
+@pytest.mark.parametrize("words", ["ByteLevel", "Metaspace", "BertPreTokenizer", "Whitespace"])
+def test_texts_of_a_batch_have_the_ids_of_single_texts(words, normaliser):
+    """With added tokens, and truncation, padding and a template in the file, which do not apply."""
+    from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    backend.normalizer, backend.pre_tokenizer = getattr(normalizers, normaliser)(), getattr(pre_tokenizers, words)()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", "<s>"], show_progress=False)
+    backend.train_from_iterator(CORPUS[:100] + SAMPLES, trainer)
+    backend.add_tokens([AddedToken("fox", single_word=True), AddedToken("Über", normalized=True, lstrip=True)])
+    backend.add_special_tokens([AddedToken("<mask>", lstrip=True, rstrip=True)])
+    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    backend.enable_truncation(3)
+    backend.enable_padding(length=9)
+    tokenizer = HuggingFaceTokenizer(backend, "", "made", "<unk>")
+    odd = ["fox foxes  Über über", "a <mask> b<mask>", "<s>e\u0301 \ufb01 \u0130 \0", "\u0301", "👩🏽\u200d🚀"]
+    batch = tokenizer.encode_batch(SAMPLES + odd + CORPUS[-3:])
+    assert batch == [tokenizer.encode(text) for text in SAMPLES + odd + CORPUS[-3:]] and max(map(len, batch)) > 9
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])

@@ -64,9 +64,10 @@ def width_of(largest: int, count: int) -> type[np.signedinteger]:
 
 
 def narrowed(values: np.ndarray, kind: type[np.integer]) -> np.ndarray:
-    """Integers in a type of at most their width, in their own memory: fresh pages cost more than the conversion."""
+    """Integers that fit into a type of at most their width, in their own memory: fresh pages cost more than the
+    conversion."""
     if values.dtype.itemsize == np.dtype(kind).itemsize:
-        return values.astype(kind, copy=False)
+        return values.view(kind)
     made = values.view(kind)[: len(values)]
     for begin in range(0, len(values), _CHUNK):
         made[begin : begin + _CHUNK] = values[begin : begin + _CHUNK]
