@@ -10,6 +10,7 @@ import hashlib
 import http.client
 import http.server
 import json
+import os
 import threading
 import time
 import urllib.request
@@ -137,20 +138,28 @@ def s3(environment: Any) -> Iterator[RealStore]:
     moto.start()
     faults = Faults(moto.get_host_and_port()[1])
     keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
-    for name, value in keys.items():
+    for name in [each for each in os.environ if each.startswith("AWS_")]:
+        environment.delenv(name)
+    for name, value in (keys | {"AWS_CONFIG_FILE": os.devnull, "AWS_SHARED_CREDENTIALS_FILE": os.devnull}).items():
         environment.setenv(name, value)
     # the client's own attempts would hide the faults, and its patience is a minute
     own = {"read_timeout": STALL / 2, "retries": {"max_attempts": 0}}
     environment.setitem(fsspec.config.conf, "s3", {"config_kwargs": own})
-    with serving(proxy(faults)) as port:
-        environment.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-        system = fsspec.filesystem("s3")
-        environment.setattr(type(system), "retries", 1)
-        system.mkdir("bucket")
-        yield RealStore("s3://bucket/texts", lambda name, data: system.pipe_file(f"bucket/texts/{name}", data), faults)
-    moto_of_this_process = urllib.request.Request(f"http://127.0.0.1:{faults.port}/moto-api/reset", method="POST")
-    urllib.request.urlopen(moto_of_this_process).close()
-    moto.stop()
+    try:
+        with serving(proxy(faults)) as port:
+            environment.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+            system = fsspec.filesystem("s3")
+            environment.setattr(type(system), "retries", 1)
+            system.mkdir("bucket")
+            yield RealStore("s3://bucket/texts", _put(system, "bucket/texts"), faults)
+    finally:
+        moto_of_this_process = urllib.request.Request(f"http://127.0.0.1:{faults.port}/moto-api/reset", method="POST")
+        urllib.request.urlopen(moto_of_this_process).close()
+        moto.stop()
+
+
+def _put(system: Any, folder: str) -> Callable[[str, bytes], None]:
+    return lambda name, data: system.pipe_file(f"{folder}/{name}", data)
 
 
 @contextmanager
@@ -162,11 +171,13 @@ def google(environment: Any) -> Iterator[RealStore]:
     while emulator._api._httpd is None:
         time.sleep(0.01)
     faults = Faults(emulator._api._httpd.server_address[1])
-    with serving(proxy(faults)) as port:
-        environment.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
-        system = fsspec.filesystem("gs")
-        yield RealStore("gs://bucket/texts", lambda name, data: system.pipe_file(f"bucket/texts/{name}", data), faults)
-    emulator.stop()
+    try:
+        with serving(proxy(faults)) as port:
+            environment.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
+            system = fsspec.filesystem("gs")
+            yield RealStore("gs://bucket/texts", _put(system, "bucket/texts"), faults)
+    finally:
+        emulator.stop()
 
 
 class Hub(Handler):
@@ -212,6 +223,8 @@ def hub(environment: Any) -> Iterator[RealStore]:
     with serving(type("Files", (Hub,), {"files": files})) as inner:
         faults = Faults(inner)
         with serving(proxy(faults)) as port:
+            environment.setattr(constants, "HF_HUB_OFFLINE", False)
+            environment.delenv("HF_HUB_OFFLINE", raising=False)
             environment.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
             template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", constants.ENDPOINT)
             environment.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -229,6 +242,11 @@ STORES = {"s3": s3, "gs": google, "hf": hub}
 @contextmanager
 def opened(name: str, environment: pytest.MonkeyPatch) -> Iterator[RealStore]:
     """A store by the name of its protocol, without what other tests have made its client remember."""
+    for variable in ("NO_PROXY", "no_proxy"):  # every server is on this machine
+        environment.setenv(variable, "127.0.0.1,localhost")
     with STORES[name](environment) as store:
-        yield store
-    fsspec.get_filesystem_class(name).clear_instance_cache()
+        fresh = fsspec.get_filesystem_class(name).clear_instance_cache
+        try:
+            yield store
+        finally:
+            fresh()
