@@ -63,6 +63,8 @@ def steps(given: argparse.Namespace, folder: Path) -> Result:
 
     if not given.source or not given.output:
         raise UserError("--source and --output must be given, or --stages")
+    if wrong := [each for each in given.source if not all(each.partition("=")[::2])]:
+        raise UserError(f"--source must be NAME=FOLDER, not {wrong[0]!r}")
     seconds: list[tuple[str, float, float]] = []
 
     class Measured(module.LocalExecutor):
@@ -159,10 +161,6 @@ def compared(given: argparse.Namespace, folder: Path) -> Result:
             raise RuntimeError(f"{name}: the programs keep different numbers of documents: {counts}")
         made += compare(f"{name}: {given.megabytes:g} MB of JSON lines, 1 worker", "MB/s", seconds, size / 1e6)
     return comparison(made)
-
-
-def _kept(report: dict[str, Any]) -> int:
-    return sum(report["kept"].values())
 
 
 def _timed(folder: Path, work: Callable[[str], int], counts: dict[str, int], name: str) -> float:
