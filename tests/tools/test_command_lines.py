@@ -56,7 +56,11 @@ CASES = {
         (["--input", "flat.yml", "--output", "t.json", "--limit", "nan"], "nan is no number of bytes"),
         (["--input", "flat.yml", "--output", "t.json", "--limit", "0"], "0 is no number of bytes"),
     ],
-    "moe/trace.py": [(["run", "--samples", "0"], "--samples at least 1"), (["run", "--step", "-1"], "--step must be")],
+    "moe/trace.py": [
+        (["run", "--samples", "0"], "--samples at least 1"),
+        (["run", "--step", "-1"], "--step must be"),
+        (["run", "--hosts", "2"], "--hosts needs"),
+    ],
     "canaries.py": [
         (["out", "--texts", "0"], "--texts must be from 1 to"),
         (["out", "--texts", "10" + "0" * 9], "--texts must be from 1 to"),

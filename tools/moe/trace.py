@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
+from megatron.config.file_access import OutputError, keep_inputs, writing  # noqa: E402
 from megatron.extras import require  # noqa: E402
 
 
@@ -162,18 +163,23 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if (options.placement is None) != (options.ranks is None):
         parser.error("--placement and --ranks need each other")
+    if options.ranks is None and options.hosts != 1:
+        parser.error("--hosts needs --placement and --ranks")
     if options.ranks is not None:
         require("scipy")
     if options.step < 0 or (options.samples is not None and options.samples < 1):
         parser.error("--step must be at least 0, and --samples at least 1")
-    return _run(options)
+    try:
+        return _run(options)
+    except OutputError as error:
+        print(error, file=sys.stderr)
+        return 2
 
 
 def _run(options: argparse.Namespace) -> int:
     import torch
 
     from megatron.checkpoint.format.errors import CheckpointError
-    from megatron.config.file_access import OutputError, keep_inputs
     from megatron.data.loader import build_loader
     from megatron.kinds.moe.trace import moe_layers
     from megatron.training.text import find_checkpoint, load_model
@@ -183,7 +189,7 @@ def _run(options: argparse.Namespace) -> int:
         read = [Path(f"{each.path}{ending}") for each in config.data.train for ending in (".bin", ".idx")]
         read += [each for each in options.path.rglob("*") if each.is_file()]
         keep_inputs([each for each in (options.output, options.placement) if each is not None], read)
-    except (CheckpointError, OutputError) as error:
+    except CheckpointError as error:
         print(error, file=sys.stderr)
         return 2
     layers = {layer: moe.options.experts for layer, moe in moe_layers(model).items()}
@@ -202,7 +208,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.ranks:
         own = [_choices(model, batch, count) for batch in batches]
         document = placement(own[0], own[1], list(layers), next(iter(layers.values())), options)
-        options.placement.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        with writing(options.placement, "--placement"):
+            options.placement.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         print(json.dumps(document) if options.json else "\n".join(placement_lines(document)))
         return 0
     tokens, extras = _inputs(model, batches[0], count)
@@ -234,7 +241,8 @@ def _show(found: list[dict], layers: dict[int, int], options: argparse.Namespace
     if options.output is None:
         sys.stdout.write(text)
     else:
-        options.output.write_text(text, encoding="utf-8")
+        with writing(options.output):
+            options.output.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
