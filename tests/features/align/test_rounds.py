@@ -316,7 +316,7 @@ def test_a_curriculum_counts_groups_that_were_replaced():
         found = [(Prompt((5,), "", {"difficulty": level - n % 2}), rewards[n]) for n in numbers]
         return [(prompt, [drawn] * 2, [Verdict(each) for each in given]) for prompt, given in found]
 
-    own = SimpleNamespace(group=2, dynamic_sampling=1, mask_truncated=False)
+    own = SimpleNamespace(group=2, dynamic_sampling=1, mask_truncated=False, routes="trainer")
     program: Any = SimpleNamespace(own=own, size=4, groups=groups, text=lambda _: "", scored=lambda found: found)
     texts, hardest = AlignHook.draw_round(program, 0, 2)
     assert [each.reward for each in texts] == [0.0, 1.0, 1.0, 0.0] and hardest == 1.0
