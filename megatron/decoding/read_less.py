@@ -178,4 +178,5 @@ def of_evaluation(config: Config, device: torch.device | str, mesh: Mesh) -> Fac
     own = config.evaluation.read_less
     rank, keys = (int(each) if each > 1 else each for each in (own.rank, own.keys))
     given = argparse.Namespace(loki=own.loki, sift=own.sift, warmup=own.warmup, keys=keys, rank=rank)
-    return chosen(given, config, device, (mesh.tensor.rank, mesh.tensor.size))
+    heads = mesh.of_blocks.tensor  # ranks that share the heads
+    return chosen(given, config, device, (heads.rank, heads.size))

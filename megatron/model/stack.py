@@ -105,7 +105,7 @@ class ModelPlan:
     @cached_property
     def live_channels(self) -> list[dict[str, Channel]]:
         """The float side channels of the stream before each block and before the head."""
-        model, ranks = self.config.model, self.mesh.tensor.size
+        model, ranks = self.config.model, self.mesh.of_blocks.tensor.size
         return live_channels([block_channels(model, block, ranks) for block in self.blocks])
 
     @property

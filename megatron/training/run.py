@@ -162,10 +162,11 @@ def _describe_model(config: Config, world: World, log: Callable[[str], Any]) -> 
     layout = world.mesh.layout
     context = f"{'folded' if layout.shares_rows else 'context'} {layout.context}, " if layout.context > 1 else ""
     context += f"depth {layout.depth}, " if layout.depth > 1 else ""
+    grid = f" ({layout.columns} columns)" if layout.columns > 1 else ""
     log(
-        f"{totals(config).parameters:,} parameters on {counted(layout.world_size, 'rank')}: tensor {layout.tensor}, "
-        f"pipeline {layout.pipeline}, {context}data {layout.data}, ZeRO {layout.zero_stage}, "
-        f"{config.precision.compute}, {world.device.type}"
+        f"{totals(config).parameters:,} parameters on {counted(layout.world_size, 'rank')}: "
+        f"tensor {layout.tensor}{grid}, pipeline {layout.pipeline}, {context}data {layout.data}, "
+        f"ZeRO {layout.zero_stage}, {config.precision.compute}, {world.device.type}"
     )
     if config.parallel.communication.compress.data != "none" and world.mesh.replicas.size > 1:
         log(describe_wire(config.parallel.communication.compress.data))

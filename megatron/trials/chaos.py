@@ -88,7 +88,7 @@ class Arena:
     def possible(self, disk: bool) -> list[Fault]:
         zero, layout = self.config.zero.stage, self.config.parallel
         ranks = self.ranks * (len(self.hosts.names) - SPARES if self.hosts else 1)
-        replicas = zero == 0 and ranks > layout.tensor * layout.pipeline * layout.context
+        replicas = zero == 0 and ranks > layout.tensor * layout.columns * layout.pipeline * layout.context
         network = self.hosts is not None or own_network()
         has = {"ranks": ranks > 1, "replicas": replicas, "masters": zero > 0, "disk": disk, "network": network}
         has["hosts"] = self.hosts is not None

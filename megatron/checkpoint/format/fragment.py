@@ -218,18 +218,12 @@ def _row_runs(spec: FragmentSpec) -> list[tuple[int, int, int]]:
 
 
 def _rows(spec: FragmentSpec) -> list[Span]:
-    """The shard's rows of the logical matrix of natural width: some of them only where two dimensions are cut."""
+    """The shard's rows of the logical matrix of natural width: some of them only where two dimensions are cut, which
+    are the first two."""
     tensor = spec.tensor
     if tensor.shard is None or tensor.shard.across in (None, tensor.shard.dim):
         return [Span(0, prod(tensor.shape) // max(1, natural_width(tensor)), 0)]
-    *outer, spans = tensor.spans(spec.tensor_rank, spec.tensor_ranks)[: tensor.shard.last]
-    size, held = tensor.shape[tensor.shard.last - 1], sum(span.length for span in spans)
-    stack = prod(each.length for (each,) in outer)  # of matrices, all here
-    return [
-        Span(number * size + span.start, span.length, number * held + span.local)
-        for number in range(stack)
-        for span in spans
-    ]
+    return tensor.spans(spec.tensor_rank, spec.tensor_ranks)[0]
 
 
 def _row_bands(start: int, stop: int, width: int) -> list[tuple[int, int, int, int]]:

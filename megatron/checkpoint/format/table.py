@@ -53,9 +53,9 @@ def tensor_from_dict(values: dict[str, Any]) -> LogicalTensor:
         if shard.dim not in range(len(shape)) or shard.unit < 1 or sum(shard.parts or ()) not in (0, shape[shard.dim]):
             raise ValueError(f"{values['name']!r} of {shape} is cut by {shard}")
         known = type(shard.columns) is int and shard.columns >= 1
-        if not known or shard.across is None and shard.columns > 1:
+        if not known or (shard.columns > 1 if shard.across is None else shard.across not in range(len(shape))):
             raise ValueError(f"{values['name']!r} of {shape} is cut by {shard}")
-        if shard.across is not None and (shard.across not in range(len(shape)) or shape[shard.across] % shard.columns):
+        if shard.across is not None and (shard.last > 1 or shape[shard.across] % shard.columns):
             raise ValueError(f"{values['name']!r} of {shape} is cut by {shard}")
     return LogicalTensor(
         values["name"],

@@ -63,7 +63,7 @@ def _bytes_on_a_rank(context: RuleContext, weights: WeightCounts, replicas: int)
     spread = parallel.expert if not shared["weights"] else 1  # ranks that share experts are replicas too
     experts = weights.experts / (spread * (parallel.expert_tensor or 1))
     fewer = sum(size / (max(replicas // spread, 1) if shared[name] else 1) for name, size in sizes.items())
-    return (each * weights.dense / parallel.tensor + fewer * experts) / parallel.pipeline
+    return (each * weights.dense / (parallel.tensor * parallel.columns) + fewer * experts) / parallel.pipeline
 
 
 def _room(context: RuleContext) -> tuple[float, str] | None:
@@ -112,7 +112,7 @@ def kept_passes_fit_on_a_rank(context: RuleContext) -> Iterator[Problem]:
         return
     room, words = found
     width = config.model.hidden_size * (4 if config.precision.compute == "fp32" else 2)
-    cut = parallel.context * (parallel.tensor if parallel.sequence else 1)
+    cut = parallel.context * parallel.columns * (parallel.tensor if parallel.sequence else 1)
     stream = training.micro_batch_size * training.sequence_length * width / cut
     # ranks of one machine share its memory, and one may have more than its part
     most = max(kept) if room == LARGEST_GPU else sum(kept) / len(kept)

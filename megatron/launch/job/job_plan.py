@@ -160,19 +160,21 @@ def _hang(resolved: Resolved) -> str:
 
 def _over_hosts(resolved: Resolved, choice: RunnerChoice) -> list[Problem]:
     """A warning where tensor parallel ranks, which are neighbours, are not all on one host."""
-    tensor, slots = resolved.config.parallel.tensor, [len(host.slots) for host in choice.hosts]
+    parallel, slots = resolved.config.parallel, [len(host.slots) for host in choice.hosts]
+    tensor = parallel.tensor * parallel.columns
     if len(slots) == 1 or all(number % tensor == 0 for number in slots):
         return []
     least, most = min(slots), max(slots)
     each = str(least) if least == most else f"{least} to {most}"
     key, blocks = "parallel.tensor", len(resolved.config.model.blocks)
+    sizes = key if parallel.columns == 1 else f"{key} * parallel.columns"
     return [
         Problem(
             key,
             f"tensor parallel ranks should share a host: {tensor} do not divide the {each} ranks of a host. The "
             f"sums over them, several in each of {blocks} blocks and each micro-batch, cross the network",
-            f"use parallel.tensor={gcd(*slots)}, and parallel.pipeline for the rest",
-            tensor,
+            f"use {sizes}={gcd(*slots)}, and parallel.pipeline for the rest",
+            parallel.tensor,
             str(resolved.origins[key]),
             fatal=False,
         )

@@ -444,10 +444,10 @@ class _Predictor:
         cut = self.layout.tensor if self.layout.sequence else 1
         own = training.sequence_length // self.layout.context
         length = own // cut
-        width = form.sample_width(model.hidden_size, cut)
+        width = form.sample_width(self.plan.width, cut)
         stream = "fp32" if model.residual.fp32 else self.config.precision.compute
         wire = self.config.parallel.communication.compress.pipeline
-        common = form.common_width(model.hidden_size, cut)
+        common = form.common_width(self.plan.width, cut)
         dtype, elements = between_stages(wire, length * width, common, stream)
         yield dtype, samples * elements, True
         sizes = {"positions": own, "documents": own, "samples": 1}
