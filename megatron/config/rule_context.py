@@ -17,6 +17,13 @@ from .sequences import choose_cut
 from .source.layers import Origin
 from .variants import options_of
 
+# Variables of programs that start ranks: the number of all ranks, and of the ranks on this host.
+SIZES = (
+    ("WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_SIZE", "MPI_LOCALNRANKS"),
+)
+
 
 @dataclass(frozen=True)
 class RuleContext:
@@ -45,7 +52,9 @@ class RuleContext:
         """Whether the ranks surely run on this machine."""
         launch = self.config.launch
         local = launch.hostfile is None and launch.runner in ("auto", "local") and "SLURM_JOB_ID" not in os.environ
-        return local and self.here
+        # ranks that another program started, such as torchrun on each host
+        one_host = all(os.environ.get(world) == os.environ.get(host) for world, host in SIZES)
+        return local and one_host and self.here
 
     @property
     def inner(self) -> int:

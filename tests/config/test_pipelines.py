@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
@@ -295,3 +296,27 @@ def test_more_kept_passes_than_memory_are_refused(tmp_path: Path, monkeypatch: p
     assert not found(16 * stream, "1f1b")
     (problem,) = found(2 * stream - 1 if gpu else 3 * stream // 2 - 1, "1f1b")
     assert problem.fatal and problem.fix.endswith("that share a sequence (parallel.context)")
+
+
+def test_memory_is_only_certain_where_the_device_is_known(monkeypatch: pytest.MonkeyPatch):
+    """Two ranks keep 2 and 1 outputs of 256 KiB. With columns, four ranks keep halves of them."""
+    monkeypatch.setattr(machine, "has_gpu", lambda: False)
+    monkeypatch.setattr(machine, "memory_bytes", lambda: 2**18)
+    training = {**VALUES["training"], "sequence_length": 1024, "global_batch_size": 8}
+
+    def found(device: str, **more: Any) -> list[bool]:
+        changes = {"training": training, "launch": {"device": device}, "parallel": {"pipeline": 2, **more}}
+        try:
+            problems = combine([ConfigSource({**VALUES, **changes})], ranks=2 * more.get("columns", 1)).warnings
+        except ConfigError as error:
+            problems = error.problems
+        return [each.fatal for each in problems if each.key == "parallel.schedule"]
+
+    assert found("cpu") == [True] and found("auto") == [False]
+    monkeypatch.setattr(machine, "memory_bytes", lambda: 3 * 2**18)
+    assert found("cpu", columns=2) != [True]
+    monkeypatch.setattr(machine, "memory_bytes", lambda: 3 * 2**18 - 1)
+    assert found("cpu", columns=2) == [True]
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert not found("cpu")  # ranks of two machines

@@ -15,11 +15,16 @@ from tests.training import runs
 from tests.workers import run
 
 VALUES: dict[str, Any] = {
-    "model": {"layers": "(attention/mlp mamba2/mlp) x2", "hidden_size": 32, "vocab_size": 61, "attention": {"heads": 4}},
+    "model": {
+        "layers": "(attention/mlp mamba2/mlp) x2",
+        "hidden_size": 32,
+        "vocab_size": 61,
+        "attention": {"heads": 4},
+        "mamba2": {"head_dim": 16, "state_size": 16},
+    },
     "training": {"steps": 1, "sequence_length": 64, "micro_batch_size": 1, "global_batch_size": 4},
     "precision": {"compute": "fp32"},
 }
-VALUES["model"]["mamba2"] = {"head_dim": 16, "state_size": 16}
 
 
 def continued(values: dict[str, Any], ranks: int) -> tuple[list[tuple[int, ...]], dict[tuple[int, int], torch.Tensor]]:

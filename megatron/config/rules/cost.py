@@ -135,7 +135,7 @@ def kept_passes_fit_on_a_rank(context: RuleContext) -> Iterator[Problem]:
         rule=f"rank {rank} keeps {kept[rank]} forward passes of its stages at a time, and most of all ranks. The "
         f"{least} take at least {gib(need)} on a rank, and {words}",
         fix=fix,
-        fatal=certain,
+        fatal=certain and (config.launch.device != "auto" or machine.has_gpu()),  # else the device is a guess
     )
 
 
