@@ -7,6 +7,9 @@ import torch
 
 from megatron.config import ConfigError, resolve
 from megatron.decoding.covered import evaluation_problem
+from megatron.decoding.decoder import Decoder, WholeModel
+from megatron.decoding.sampling import Sampling
+from megatron.decoding.schedule import Request
 from megatron.kinds.csa import reading
 from megatron.kinds.moe.trace import traced
 from megatron.model.costs.describe import layers_table
@@ -25,6 +28,8 @@ VARIANTS = {
     "sliding": {"rate": None},
     "heavy": HEAVY,
     "long": {"rate": 32, "overlap": False, "index_top_k": None, "window": 40},
+    "two": {"rate": 64, "overlap": False, "index_top_k": None},
+    "odd": {"rate": 5},
     "hash": {"router": {"select": "hash"}},
 }
 EVERY = "csa@sliding/moe@hash csa/moe csa@heavy/moe csa/moe@hash"
@@ -79,6 +84,25 @@ def test_pieces_equal_the_whole(pieces: list[int]):
             held += sum(each[0, :, : own.entries.length].numel() for each in (own.entries.keys, own.entries.values))
         assert row["state_bytes"] == 4 * held
         assert row["parameters"] == sum(p.numel() for p in model.blocks[number].parameters())
+
+
+def test_pages_have_entries_of_any_rate():
+    """Entries of two pages and of 5 tokens, where texts have one prompt, and some are read again."""
+    model = model_of(config_of("csa@two/mlp csa@odd/mlp", length=96)).eval()
+    draw, sampling = torch.Generator().manual_seed(4), Sampling(seed=5)
+    prompts = [tuple(torch.randint(37, (length,), generator=draw).tolist()) for length in (66, 31)]
+    asked = [Request(prompt, 3, number, sampling) for number, prompt in enumerate([*prompts, prompts[1]])]
+    decoder, found = Decoder(WholeModel(model), "cpu", rows=3, budget=70, pages=4), {}
+    decoder.logits = lambda live, place, row: found.__setitem__((live.request.number, place), row.clone())
+    drawn = decoder.run(asked)
+    assert decoder.schedule.preempted and decoder.schedule.reused
+    with torch.no_grad():
+        for request, one in zip(asked, drawn):
+            whole = model.logits(torch.tensor([[*request.prompt, *one.tokens]]))[0]
+            places = [place for number, place in found if number == request.number]
+            assert places
+            for place in places:
+                assert relative(found[request.number, place], whole[place]) < EXACT, (request.number, place)
 
 
 def test_documents_are_read_by_themselves():
