@@ -176,8 +176,11 @@ class Scorer:
             RequestError: on all ranks, before any has begun, if one can never be answered, or asks for scores where the
                 decoder does not read the texts.
         """
+        longest = getattr(getattr(self.engine, "model", None), "longest", None)
         for each in requests:
             each.check(self.config.model, vocabulary)
+            if longest is not None and each.whole > longest:
+                raise RequestError(f"a request has {each.whole} tokens to read, and the model {longest} positions")
             if each.scored and not self.cached:
                 raise RequestError("a request must have scored=0 where texts are read again for each token: use score")
         if self.continues:
@@ -262,13 +265,13 @@ class Scorer:
             while len(drawn.tokens) < request.tokens and not drawn.ended:
                 tokens_1S = torch.tensor([new], device=self.device)
                 read = len(request.prompt) + len(drawn.tokens) - len(new)
-                logits_1V = engine.model.decode(tokens_1S, state, read)[:, -1, :vocabulary]
+                logits_1V = engine.model.decode(tokens_1S, state, read, last=True)[:, -1, :vocabulary]
                 new, logs = next_tokens([(request, drawn)], logits_1V)
                 drawn.tokens += new
                 drawn.log_p += logs
                 is_over(request, drawn)
                 self.tokens += tokens_1S.numel()
-            self.alive()
+                self.alive()
         self._exchange(made, requests)
         return made
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.logging import disable_progress_bar
 
 from megatron.config.file_access import read_json
+from megatron.config.pattern import MAX_BLOCKS
 from megatron.config.sections.model import ModelSection
 from megatron.config.tree import thaw
 from megatron.kinds.transformers.options import TransformersOptions
@@ -85,6 +86,13 @@ def _refuse_code(key: str, values: Any) -> None:
         _refuse_code(key, value)
 
 
+def _refuse_sizes(key: str, values: Any) -> None:
+    for name, value in values.items() if isinstance(values, dict) else ():
+        if str(name).endswith(("layer", "layers")) and isinstance(value, int) and value > MAX_BLOCKS:
+            raise FactsError(key, f"{name} must be at most {MAX_BLOCKS}, and is {value}", "use fewer layers")
+        _refuse_sizes(key, value)
+
+
 def _read(folder: Path, trust: bool) -> PreTrainedConfig:
     try:
         values = read_json(folder / "config.json")
@@ -99,6 +107,7 @@ def _read(folder: Path, trust: bool) -> PreTrainedConfig:
         )
     if not trust:
         _refuse_code(".config", values)
+    _refuse_sizes(".config", values)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust, local_files_only=True)
     except Exception as error:
@@ -124,6 +133,7 @@ def _of_type(name: str, values: dict[str, Any]) -> PreTrainedConfig:
         near = difflib.get_close_matches(name, list(CONFIG_MAPPING.keys()), 1)
         fix = f"did you mean {near[0]}?" if near else "give a model type of the installed transformers, or a path"
         raise FactsError(".config", f"{name!r} must be a folder, a file or a model type of transformers", fix)
+    _refuse_sizes(".options", values)
     try:
         return CONFIG_MAPPING[name](**values)
     except Exception as error:
@@ -165,22 +175,40 @@ def hf_model(options: Mapping[str, Any], seed: int = 0, values: bool = True) -> 
 
 def _with_weights(folder: str, config: PreTrainedConfig, more: dict[str, Any]) -> PreTrainedModel:
     """Load the model with all weights of a folder. transformers only warns about missing ones."""
+    if (Path(folder) / "adapter_config.json").exists():
+        rule = "must have no adapter_config.json: its adapters would be added only where peft is installed"
+        raise FactsError(".config", rule, "merge them into the weights (peft's merge_and_unload), or remove it")
     model, info = AutoModelForCausalLM.from_pretrained(
         folder, config=config, local_files_only=True, output_loading_info=True, **more
     )
-    missing = sorted(info["missing_keys"])
+    if getattr(model, "is_quantized", False):
+        rule = "must have weights of 16 bits or more, and has quantized ones (quantization_config)"
+        raise FactsError(".config", rule, "give the folder of the model before it was quantized")
+    missing, further = sorted(info["missing_keys"]), sorted(filter(_is_of(model), info["unexpected_keys"]))
     if missing:
         rule = f"must have all weights of {type(model).__name__}, and lacks {len(missing)}, such as {missing[0]}"
         raise FactsError(".config", rule, "give a folder with all of them, or set weights: false")
+    if further:
+        rule = f"must use all weights of its layers: the folder has {len(further)} more, such as {further[0]}"
+        raise FactsError(".options", rule, "use the settings of the folder's config.json")
     if set(model.get_expanded_tied_weights_keys(all_submodels=True)) - set(model.all_tied_weights_keys):
         rule = "tie_word_embeddings must be false: the folder has several values of tied weights"
         raise FactsError(".options", rule, "set options: {tie_word_embeddings: false}")
     return model
 
 
+def _is_of(model: nn.Module) -> Callable[[str], bool]:
+    """Whether a tensor, which the class lacks, is of a layer that it has, such as a bias that the settings leave out.
+    A folder may have other models, such as one of pictures, and blocks that the settings leave out."""
+    layers = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    return lambda name: name.rpartition(".")[0] in layers
+
+
 def _fixed(model: PreTrainedModel) -> PreTrainedModel:
     """Make buffers of parameters that the class never trains, such as sinusoids: checkpoints and all pipeline stages
-    have buffers."""
+    have buffers. Its weights are not quantized, whatever its settings say of those of a folder."""
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
     for module in model.modules():
         for name, each in list(module._parameters.items()):
             if each is not None and not each.requires_grad:

@@ -58,6 +58,7 @@ def stages_of(model: PreTrainedModel, bounds: list[tuple[int, int]]) -> Stages:
     stages, was_training = Stages(model, name, blocks), model.training
     _own_parameters(stages, bounds)
     model.eval()
+    plain = with_noise(model)
     try:
         with torch.enable_grad():
             _check(stages, bounds)
@@ -68,6 +69,8 @@ def stages_of(model: PreTrainedModel, bounds: list[tuple[int, int]]) -> Stages:
         raise refused(model, f"cannot run a part of {name}: {type(error).__name__}: {str(error)[:200]}") from error
     finally:
         model.train(was_training)
+        for name, values in plain.items():
+            model.get_parameter(name).data = values
     return stages
 
 
@@ -145,11 +148,27 @@ def _find_users(stages: Stages, tokens: Tensor) -> None:
 
 
 NOTHING = 1e-3  # of the largest gradient: smaller ones are rounding, as of biases of keys, which have no effect
-NOISE = 0.1  # added to vectors for the comparison: initial ones are all 0 or all 1
+NOISE = 0.1  # added to plain parameters for the comparison
+
+
+def with_noise(model: nn.Module) -> dict[str, Tensor]:
+    """Add noise to vectors, and to tensors whose elements are all equal: a bias of 0 could be added twice, and behind a
+    gate of 0 anything could be wrong. Returns their own values."""
+    own = {name: each.data.clone() for name, each in model.named_parameters() if each.ndim < 2 or _is_constant(each)}
+    for number, (name, values) in enumerate(own.items()):
+        noise = torch.sin(torch.arange(values.numel(), dtype=values.dtype) * 1.7 + number)
+        model.get_parameter(name).data = values + NOISE * noise.view_as(values)
+    return own
+
+
+def _is_constant(values: Tensor) -> bool:
+    least, largest = torch.aminmax(values.detach())
+    return bool(least == largest)
 
 
 class Uncut:
-    """The class before it is cut over tensor parallel ranks: its results, and the values of its vectors.
+    """The class before it is cut over tensor parallel ranks: its results with noise in plain parameters, and their own
+    values.
 
     Args:
         run: the output [B, S, H] of the class, or of a pipeline stage's blocks.
@@ -161,10 +180,7 @@ class Uncut:
         whole = [each for each in model.parameters() if each.requires_grad and logical_of(each).shard is None]
         compared = set(map(id, [*checked(model), *whole]))
         self.parameters = {name: each for name, each in model.named_parameters() if id(each) in compared}
-        self.vectors = {name: each.data.clone() for name, each in model.named_parameters() if each.ndim == 1}
-        for number, (name, values) in enumerate(self.vectors.items()):
-            noise = torch.sin(torch.arange(values.numel(), dtype=values.dtype) * 1.7 + number)
-            model.get_parameter(name).data = values + NOISE * noise
+        self.plain = with_noise(model)
         self.outputs, self.costs, found = self.computed(head, self.parameters)
         self.gradients = {name: each for name, each in found.items() if each is not None}
         self.largest = max(each.abs().max().item() for each in self.gradients.values())
@@ -206,7 +222,7 @@ class Uncut:
                 hook.remove()
 
     def compare(self, head: Callable[[Tensor], Tensor] | None, axis: Axis) -> list[str]:
-        """Check the class, which is now cut and on its device, and give vectors their own values again.
+        """Check the class, which is now cut and on its device, and give its parameters their own values again.
 
         Returns:
             Names of whole parameters whose gradient is a sum over the ranks.
@@ -228,7 +244,7 @@ class Uncut:
         sums = {name: all_reduce(_or_zeros(found[name], parameters[name]), axis) for name in partial}
         wrong = [name for name in partial if self.wholes[name].shard or not self._right(name, sums[name], axis)]
         self._raise(f"has other gradients of {wrong[0]}" if wrong else "", axis)
-        for name, values in self.vectors.items():
+        for name, values in self.plain.items():
             if name in now:
                 now[name].data.copy_(part_of(values, now[name], axis))
         return partial

@@ -33,8 +33,8 @@ from .build import hf_model, mark
 from .check import CLOSE, Uncut, stages_of, tokens_of, weights_of
 from .cut import WHOLE_WITH_SUM, Cuts, cut, cuts_of, one, partial_gradient
 from .facts import FactsError
-from .outline import ANY, Stages, Window, linears_of
-from .probe import Form, arguments_of, keeps_apart, output_of, positions_of, probe, same
+from .outline import ANY, Stages, Window, gathered_whole, linears_of
+from .probe import Form, angles_of, arguments_of, keeps_apart, output_of, positions_of, probe, same
 
 
 class Taken(nn.Module):
@@ -118,7 +118,7 @@ class WholeModel(nn.Module):
         layer = output_of(inner)
         if same.rank:
             _without_memory(inner)
-        self.longest = positions_of(inner)
+        self.longest, self.angles = positions_of(inner), angles_of(inner)
         self.arguments, self.balance = arguments_of(inner), _factor_of_routers(inner)
         wide = (*(inner._keep_in_fp32_modules or ()), *(inner._keep_in_fp32_modules_strict or ()))
         cuts = None if plan.mesh.tensor.size == 1 else cuts_of(inner)
@@ -137,7 +137,7 @@ class WholeModel(nn.Module):
         if plan.config.training.activation_checkpointing.mode == "full":
             recompute(inner, stages)
         # In a tuple, not a list of modules: they are parts of `inner`.
-        self.gathered_whole = tuple(_gathered_whole(inner)) if on_host else ()
+        self.gathered_whole = tuple(gathered_whole(inner)) if on_host else ()
         self.inner = inner
         sliced = cuts if torch.device(plan.device).type != "meta" else None
         uncut = self._cut(sliced, layer, form, not same.rank) if sliced else None
@@ -348,17 +348,23 @@ class WholeModel(nn.Module):
 
     def _continued(self, tokens_BS: Tensor, text: Text) -> Stream:
         """The stream of tokens that follow those in `text`, which grows by them."""
+        before = 0 if text.rows is None else text.rows.shape[1]
         text.rows = tokens_BS if text.rows is None else torch.cat([text.rows, tokens_BS], 1)
+        once, each_token = self.angles
         if not self.memory:
             stream = self.stream(text.rows)
             return stream.with_hidden(stream.hidden[:, -tokens_BS.shape[1] :])
-        found = []
-        for each in tokens_BS.split(1, 1) if text.memory is not None else [tokens_BS]:  # all recurrences take one token
+        found, pieces = [], tokens_BS.split(1, 1)  # all recurrences take one token
+        if before <= once < text.rows.shape[1] or text.rows.shape[1] > each_token:
+            text.memory = None  # its keys have the angles of a shorter text
+        if text.memory is None:
+            pieces = (text.rows,)
+        for each in pieces:
             more = {} if text.memory is None else {self.memory: text.memory}
             output = self.inner(input_ids=each, **{**self.arguments, "use_cache": True, **more})
             text.memory = getattr(output, self.memory)
             found.append(self.taken.take())
-        return Stream(torch.cat(found, 1))
+        return Stream(torch.cat(found, 1)[:, -tokens_BS.shape[1] :])
 
     @torch.no_grad()
     def _memory(self) -> str:
@@ -406,9 +412,14 @@ class WholeModel(nn.Module):
         self.memory = self._memory() if self.memory is None else self.memory
         return [Text()]
 
-    def decode(self, tokens_BS: Tensor, state: list[Any], begin: int) -> Tensor:
-        """Logits [B, S, V] of tokens that follow the `begin` tokens in `state`, which grows by them."""
-        return self.head.logits(self._continued(tokens_BS, *state))
+    def decode(self, tokens_BS: Tensor, state: list[Any], begin: int, last: bool = False) -> Tensor:
+        """Logits [B, S, V] of tokens that follow the `begin` tokens in `state`, which grows by them.
+
+        Args:
+            last: only those of the last one, [B, 1, V].
+        """
+        stream = self._continued(tokens_BS, *state)
+        return self.head.logits(stream.with_hidden(stream.hidden[:, -1:]) if last else stream)
 
 
 class StageOfWhole(nn.Module):
@@ -449,24 +460,6 @@ def recompute(model: PreTrainedModel, stages: Stages | None) -> None:
     if stages and not all(isinstance(each, GradientCheckpointingLayer) for each in stages.blocks):
         raise StartError(f"{key} must be none: {type(model).__name__} cannot recompute in pipeline stages")
     model.gradient_checkpointing_enable({"use_reentrant": True})  # ZeRO 3 changes the sizes of saved weights
-
-
-def _gathered_whole(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Modules in which tokens choose what runs. ZeRO 3 gathers each as one, on all ranks alike.
-
-    Raises:
-        StartError: the class runs parts of one outside of a pass through it.
-    """
-    for at, parent in model.named_modules():
-        for name, child in parent.named_children():
-            if name == "experts":
-                if "NotImplementedError" in type(child).forward.__code__.co_names and not isinstance(
-                    child, nn.ModuleList
-                ):
-                    raise StartError(
-                        f"zero.stage must be at most 2: {type(model).__name__} calls parts of {at}.experts"
-                    )
-                yield parent if isinstance(child, nn.ModuleList) else child
 
 
 def _factor_of_routers(model: PreTrainedModel) -> float:

@@ -16,6 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from megatron.worker.place import StartError
+
 from .facts import FactsError
 from .probe import other_parts
 
@@ -169,3 +171,21 @@ def _places(model: nn.Module, parameter: nn.Parameter) -> Iterator[tuple[nn.Modu
 
 def refused(model: PreTrainedModel, what: str) -> FactsError:
     return FactsError(STAGES, f"must be 1: {type(model).__name__} {what}", FIX)
+
+
+def gathered_whole(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """Modules in which tokens choose what runs. ZeRO 3 gathers each as one, on all ranks alike.
+
+    Raises:
+        StartError: the class runs parts of one outside of a pass through it.
+    """
+    for at, parent in model.named_modules():
+        for name, child in parent.named_children():
+            if name == "experts":
+                if "NotImplementedError" in type(child).forward.__code__.co_names and not isinstance(
+                    child, nn.ModuleList
+                ):
+                    raise StartError(
+                        f"zero.stage must be at most 2: {type(model).__name__} calls parts of {at}.experts"
+                    )
+                yield parent if isinstance(child, nn.ModuleList) else child

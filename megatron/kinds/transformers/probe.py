@@ -162,6 +162,21 @@ def _numbers(settings: Any) -> dict[str, float]:
     }
 
 
+def angles_of(model: PreTrainedModel) -> tuple[float, float]:
+    """Tokens of a text beyond which all its tokens have other rotary angles: once, and with each token."""
+    settings, once, each_token = model.config.get_text_config(), math.inf, math.inf
+    longest, rest = getattr(settings, "max_position_embeddings", 0), [getattr(settings, "rope_parameters", None)]
+    while rest:
+        if isinstance(own := rest.pop(), dict):
+            rest += own.values()
+            kind = str(own.get("rope_type"))
+            if kind == "longrope":
+                once = min(once, own.get("original_max_position_embeddings") or longest)
+            elif "dynamic" in kind:
+                each_token = min(each_token, longest)
+    return once, each_token
+
+
 def arguments_of(model: PreTrainedModel) -> dict[str, Any]:
     """Arguments of a pass that keeps no cache, as far as the class knows them."""
     import inspect
