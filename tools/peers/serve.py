@@ -63,7 +63,7 @@ def _wrong(members: set[str], public: dict[str, str] | None, secret: bytes) -> s
     """A mistake in names or keys, which would refuse every peer later."""
     server, name = load_of("peers", "options:SERVER"), load_of("peers", "options:NAME")
     if server in members or not all(map(name.fullmatch, members)):
-        return f"--members must be names of letters, digits, - and _, and not {server}: use those of peers.members"
+        return f"--members must be names of letters, digits, - and _, and not {server}: use the names in peers.members"
     if public is None:
         return None
     if set(public) != {*members, server}:

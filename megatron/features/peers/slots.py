@@ -161,7 +161,7 @@ class SlotLedger(Rounds):
             form = {name: (tuple(each.shape), each.dtype) for name, each in tensors.items()}
             try:
                 offered = self.gradient(round, slot, self.name, form, base=facts["base"]) or offered
-            except (Refused, Unreadable):  # nobody can use it
+            except (Refused, Unreadable):  # no peer can use it
                 self.folder.write(name, message)
         if line is not None and (there := line.used.get(slot)) is not None and not _is(offered, there):
             raise UserError(
