@@ -116,6 +116,7 @@ INSIDE: dict[str, dict[str, str]] = {
     },
     FEATURE: {  # see megatron.config.features.feature
         "adapters": "megatron.features.adapters.options:FEATURE",
+        "pruning": "megatron.features.pruning.options:FEATURE",
         "align": "megatron.features.align.options:FEATURE",
         "multi_token": "megatron.features.multi_token.options:FEATURE",
         "statistics": "megatron.features.statistics.options:FEATURE",

@@ -47,6 +47,15 @@ class Owned:
         return values.detach().view(-1)[self.place : self.place + self.length]
 
 
+def fragment_of(owned: Owned, name: str, values: Tensor, target: bool) -> Fragment:
+    """The fragment of a checkpoint with these values of a range. A part may give another, whose data are a copy.
+
+    Args:
+        target: whether it may be filled. `EngineState.filled` then takes the new values.
+    """
+    return Fragment(owned.tensor, name, *owned.cut, owned.start, values)
+
+
 class EngineState:
     """Masters and optimizer states of one engine.
 
@@ -81,6 +90,8 @@ class EngineState:
         self._frozen = list(dict.fromkeys(frozen))
         self.others: list[Callable[[], Iterator[Fragment]]] = []  # further fragments that this rank keeps
         self.before_change: Callable[[], None] = lambda: None  # called before masters are changed from outside
+        self.fragment_of = fragment_of
+        self.filled: Callable[[], None] = lambda: None  # called after `targets` were filled
         self._first_scaler = self.loss_scaler()
 
     def fragments(self) -> Iterator[Fragment]:
@@ -143,6 +154,7 @@ class EngineState:
     def refresh(self) -> None:
         """Update the weights of the forward pass from the masters. Call it after filling or changing masters."""
         self.before_change()
+        self.filled()
         self._refresh()
 
     def _refresh(self) -> None:
@@ -306,7 +318,7 @@ class EngineState:
                     yield Fragment(owned.tensor, MASTER, *owned.cut, owned.start, values)
                 weights = {TRAINED if other else MASTER: owned.flat}
                 for name, values in {**weights, **averages(owned.flat), **states.get(owned.flat, {})}.items():
-                    yield Fragment(owned.tensor, name, *owned.cut, owned.start, owned.view(values))
+                    yield self.fragment_of(owned, name, owned.view(values), replicas)
         if isinstance(self.optimizer, MatrixOptimizer):
             copies = {
                 logical_of(p).name

@@ -27,6 +27,7 @@ REMOVED = {
     "noise_scale": ("logging: {noise_scale: 1}", "logging.noise_scale"),
     "peer_gradients": ("peers: {every: 1, algorithm: gradients}", "peers"),
     "peers": ("peers: {every: 2}", "peers"),
+    "pruning": ("pruning: {keep: 0.1}", "pruning"),
     "spikes": ("spikes: {action: skip}", "spikes"),
     "statistics": ("logging: {statistics: 1}", "logging.statistics"),
 }

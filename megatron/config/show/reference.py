@@ -169,7 +169,7 @@ PAGES = {
     "model": ("Model", ("run", "model")),
     "kinds": ("Kinds of layers", ("kinds",)),
     "parallel": ("Layout and precision", ("parallel", "zero", "precision", "deepspeed")),
-    "training": ("Training", ("optimizer", "schedule", "training", "objective", "adapter")),
+    "training": ("Training", ("optimizer", "schedule", "training", "objective", "adapter", "pruning")),
     "data": ("Data", ("data", "tokenizer")),
     "checkpoint": ("Checkpoints, evaluation and logs", ("checkpoint", "evaluation", "logging")),
     "launch": ("Launch and faults", ("launch", "watch", "spikes", "hooks")),

@@ -123,7 +123,7 @@ class ParameterFactory:
             local = initial_values(logical, init, self.seed, at.rank, at.size, run).to(device=self.device, dtype=dtype)
         parameter = nn.Parameter(local)
         marks: Any = parameter  # torch's tensors take attributes of any name. The functions below read these
-        marks.logical = logical
+        marks.logical, marks.init = logical, init
         marks.cut = (0, 1) if shard is None else (at.rank, at.size)
         if shard is not None and (self.mesh.grid or self.mesh.tensor).size > 1:
             # DeepSpeed counts parameters without this mark once per tensor parallel group in the gradient norm.
