@@ -64,7 +64,7 @@ def _pruned(kind: Any) -> Any:
 
 
 def linear_layers(module: nn.Module) -> Iterator[Any]:
-    """The linear layers of blocks, in the order of their logical names. Layers with the same matrix follow each other."""
+    """The linear layers of blocks, in the order of their logical names. Layers with one matrix follow each other."""
     found = [
         part
         for block in module.modules()
