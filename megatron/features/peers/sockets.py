@@ -294,7 +294,12 @@ class _Client:
 
     def _exchange(self, operation: str, name: str, payload: bytes, **facts: Any) -> tuple[dict[str, Any], bytes]:
         assert self._socket is not None
-        bound = {"run": self._run, "nonce": self._nonce, "number": self._number, "word": secrets.token_hex(NONCE)}
+        bound: dict[str, Any] = {
+            "run": self._run,
+            "nonce": self._nonce,
+            "number": self._number,
+            "word": secrets.token_hex(NONCE),
+        }
         self._number += 1
         asked = {"kind": "request", "peer": self._peer, "operation": operation, "name": name}
         send(self._socket, self._signer, payload, **asked, **bound, **facts)

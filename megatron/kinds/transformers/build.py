@@ -198,15 +198,15 @@ def _with_weights(folder: str, config: PreTrainedConfig, more: dict[str, Any]) -
 
 
 def _is_of(model: nn.Module) -> Callable[[str], bool]:
-    """Whether a tensor, which the class lacks, is of a layer that it has, such as a bias that the settings leave out.
-    A folder may have other models, such as one of pictures, and blocks that the settings leave out."""
+    """Whether a tensor, which the class lacks, is of a layer that it has, such as a bias that the settings exclude.
+    A folder may have other models, such as one of pictures, and blocks that the settings exclude."""
     layers = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
     return lambda name: name.rpartition(".")[0] in layers
 
 
 def _fixed(model: PreTrainedModel) -> PreTrainedModel:
     """Make buffers of parameters that the class never trains, such as sinusoids: checkpoints and all pipeline stages
-    have buffers. Its weights are not quantized, whatever its settings say of those of a folder."""
+    have buffers. Its weights are not quantized, whatever its settings say of a folder."""
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     for module in model.modules():

@@ -416,7 +416,7 @@ class WholeModel(nn.Module):
         """Logits [B, S, V] of tokens that follow the `begin` tokens in `state`, which grows by them.
 
         Args:
-            last: only those of the last one, [B, 1, V].
+            last: only the logits of the last token, [B, 1, V].
         """
         stream = self._continued(tokens_BS, *state)
         return self.head.logits(stream.with_hidden(stream.hidden[:, -1:]) if last else stream)

@@ -87,7 +87,8 @@ def routes_can_be_replayed(context: RuleContext) -> Iterator[Problem]:
     for name, size in alone.items():
         if size > 1:
             yield context.problem(name, "objective.options", rule="must be 1 with replay", fix=f"use {name}=1")
-    choices = {use.options.router.select for use in context.layers("moe")}
+    routers = [use.options.router for use in context.used if hasattr(use.options, "router")]
+    choices = {router.select for router in routers}
     if choices - {"top_k", "hash"} or core_of(config.model.blocks):
         yield context.problem(
             "model.moe.router.select",
