@@ -13,7 +13,8 @@ LAYOUT = [
     ),
     case(
         "stages that keep more than the memory",
-        "training: {sequence_length: 65536, micro_batch_size: 9999, global_batch_size: 39996}\nparallel: {pipeline: 2}",
+        "training: {sequence_length: 65536, micro_batch_size: 9999, global_batch_size: 39996}\n"
+        "parallel: {pipeline: 2}\nlaunch: {device: cpu}",
         "training.micro_batch_size = 9999 (a.yml:2)",
         "rank 0 keeps 2 forward passes of its stages at a time, and most of all ranks",
         "use a smaller training.micro_batch_size",
