@@ -54,9 +54,9 @@ def once(values: dict[str, Any], seen: Path, rank: int) -> tuple[dict, bool]:
     def look() -> None:
         while rank and not seen.exists() and time.monotonic() < after:
             time.sleep(0.01)
-            told = sight.tell(os.getpid(), True, LIMITS)
-            if hangs.exists() and any(call["inside"] and call["age"] > 0.3 for call in told["calls"]):
-                found.append(told)
+            report = sight.tell(os.getpid(), True, LIMITS)
+            if hangs.exists() and any(call["inside"] and call["age"] > 0.3 for call in report["calls"]):
+                found.append(report)
                 seen.touch()
 
     watcher = threading.Thread(target=look)
@@ -74,7 +74,7 @@ def once(values: dict[str, Any], seen: Path, rank: int) -> tuple[dict, bool]:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[dict, bool]]]:
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[dict, bool]]]:
     values = [
         overlay(values_of("fp32: gpt2 on pp2", schedule=name, stages_per_rank=each), {"zero": {"stage": zero}})
         for name, each, zero in CASES
@@ -83,9 +83,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[dict, bool
 
 
 @pytest.mark.parametrize("case", CASES, ids=[name for name, *_ in CASES])
-def test_the_instruction_and_the_waiting_rank_are_named(told, case: tuple[str, int, int]):
+def test_the_instruction_and_the_waiting_rank_are_named(reports, case: tuple[str, int, int]):
     """DeepSpeed's own schedule, whose messages are blocking calls, is in test_hangs.py."""
-    ranks = [own[CASES.index(case)] for own in told]
+    ranks = [own[CASES.index(case)] for own in reports]
     assert not any(inside for _, inside in ranks)
     found = diagnose([rank_of(each, "here") for each, _ in ranks])
     assert found.culprits == (0,) and found.late, found.sentence

@@ -83,7 +83,7 @@ def off_by(found: torch.Tensor, terms: torch.Tensor) -> float:
 
 
 def four_ranks() -> dict:
-    mesh, told = Mesh.build(Layout(data=RANKS), None), {}
+    mesh, counted = Mesh.build(Layout(data=RANKS), None), {}
     rank, length = mesh.rank, 24
     before = {name: vars(ProcessGroup).get(name) for name in METHODS}
     for name, hosts in HOSTS.items():
@@ -99,7 +99,7 @@ def four_ranks() -> dict:
                     found, again = results(dtype, length), results(dtype, length)
                 case, terms = (name, algorithm, str(dtype)), everyones(length, dtype)
                 block = slice(rank * length // RANKS, (rank + 1) * length // RANKS)
-                told[case] = {
+                counted[case] = {
                     "bitwise": all(
                         torch.equal(found[each], plain[each])
                         for each in ("largest", "gathered", "exchanged", "smallest")
@@ -116,16 +116,16 @@ def four_ranks() -> dict:
                 }
             recorder.remove()
     assert before == {name: vars(ProcessGroup).get(name) for name in METHODS}
-    return told
+    return counted
 
 
 @pytest.fixture(scope="module")
-def told() -> list[dict]:
+def counted() -> list[dict]:
     return run(RANKS, four_ranks)
 
 
-def test_gathers_are_the_backends_and_sums_as_good(told):
-    for ranks in zip(*(each.items() for each in told)):
+def test_gathers_are_the_backends_and_sums_as_good(counted):
+    for ranks in zip(*(each.items() for each in counted)):
         (case, first), *_ = ranks
         for _, each in ranks:
             assert each["bitwise"], case
@@ -134,29 +134,29 @@ def test_gathers_are_the_backends_and_sums_as_good(told):
             assert each["sums"] == first["sums"], f"{case}: all ranks have the same sum"
 
 
-def test_what_is_sent_goes_through_the_levels(told):
+def test_what_is_sent_goes_through_the_levels(counted):
     """Two hosts of two: an all-gather of S = 4 * 24 numbers is one of S / 2 between hosts, and one of S inside."""
-    sent = told[0]["2x2", TWO_LEVEL, "torch.float32"]["sent"]
+    sent = counted[0]["2x2", TWO_LEVEL, "torch.float32"]["sent"]
     assert sent["data/between", 2, "all_gather"] == (2, 2 * 2 * 24 * 4)  # twice: `results` were asked for twice
     inside = {kind: count for (group, _, kind), count in sent.items() if group == "data/inside"}
     # four sums in a round: of 24, and of 37 three times (padded to 38); two more reduce-scatters
     assert inside["all_gather"][1] == 2 * 4 * (4 * 24 + 24 + 2 * 38)
     assert inside["reduce_scatter"][1] == 2 * 4 * (24 + 2 * 38 + 2 * 24)
-    ring = told[0]["4x1", RING, "torch.float32"]["sent"]
+    ring = counted[0]["4x1", RING, "torch.float32"]["sent"]
     # an all-gather of four in three messages of a block; a sum in three of a quarter and three more
     blocks = 24 + 2 * (24 // 4) + 2 * (24 // 4 + 2 * 40 // 4)
     assert ring["data/between", 2, "send"] == ring["data/between", 2, "recv"] == (2 * 3 * 9, 2 * 3 * 4 * blocks)
-    short = told[0]["4x1", RECURSIVE, "torch.float32"]["sent"]
+    short = counted[0]["4x1", RECURSIVE, "torch.float32"]["sent"]
     assert short["data/between", 2, "send"] == (2 * 2 * 9, 2 * 3 * 4 * blocks), (
         "as many bytes in two messages for three"
     )
 
 
-def test_bytes_to_other_hosts(told):
+def test_bytes_to_other_hosts(counted):
     """Of all ranks: a block of b crosses n - 1 times in a gather or scatter over n hosts, and twice that in a sum."""
     for hosts, count in (("2x2", 2), ("2x2 in turns", 2), ("4x1", 4)):
         for algorithm in (TWO_LEVEL, RING, RECURSIVE):
-            found = sum(each[hosts, algorithm, "torch.float32"]["crossing"] for each in told)
+            found = sum(each[hosts, algorithm, "torch.float32"]["crossing"] for each in counted)
             padded = 37 if algorithm == TWO_LEVEL and count == 4 else 38 if algorithm == TWO_LEVEL else 40
             gather, scatters, sums = RANKS * 24, 2 * 24, 24 + 2 * padded
             elements = (count - 1) * (gather + scatters + 2 * sums)
@@ -165,11 +165,11 @@ def test_bytes_to_other_hosts(told):
             assert found == pytest.approx(2 * 4 * (elements + exchange), abs=2 * 2 * RANKS), (hosts, algorithm)
 
 
-def test_doubling_sends_whole_parts_to_log_n_hosts(told):
+def test_doubling_sends_whole_parts_to_log_n_hosts(counted):
     """M bytes on n hosts of l ranks: M / l in each of log n sends of a rank, and nothing else between hosts."""
     whole = 2 * 4 * (24 + 2 * 37)  # `results` twice; three sums
     for hosts, n, size in (("4x1", 4, whole), ("2x2", 2, 2 * 4 * (24 + 2 * 38) // 2)):
-        for each in told:
+        for each in counted:
             found = each[hosts, DOUBLING, "torch.float32"]["sent"]
             sends = 2 * 3 * (n.bit_length() - 1)
             assert sum(at[0] for (name, *_, kind), at in found.items() if kind == "send") == sends, hosts
@@ -186,22 +186,22 @@ def tree(terms: list[torch.Tensor]) -> torch.Tensor:
     return folded[0]
 
 
-def hosts_beyond_a_power_of_two(told: dict) -> None:
+def hosts_beyond_a_power_of_two(counted: dict) -> None:
     """Sums over 3, 5, 6, 7 and 8 hosts of one rank."""
     for n in (3, 5, 6, 7, 8):
         group = dist.new_group(list(range(n)))
         if (rank := dist.get_rank()) < n:
             x, axis = own(37, torch.bfloat16), Axis(rank, n, group, tuple(range(n)))
             hierarchy.all_reduce(x, HostGrid(ALONE, axis, None), DOUBLING, dist.ReduceOp.SUM)
-            told["folded", n] = torch.equal(x, tree(list(everyones(37, torch.bfloat16, n))))
+            counted["folded", n] = torch.equal(x, tree(list(everyones(37, torch.bfloat16, n))))
             signed = torch.tensor([-0.0 if rank >> at & 1 else 0.0 for at in range(3)])
             hierarchy.all_reduce(signed, HostGrid(ALONE, axis, None), DOUBLING, dist.ReduceOp.MAX)
-            told["signs", n] = signed.signbit().tolist()
+            counted["signs", n] = signed.signbit().tolist()
 
 
 def eight_ranks() -> dict:
     """Two hosts of two pairs, in order and in turns: what the backend gives, and what three levels do."""
-    mesh, told = Mesh.build(Layout(data=EIGHT), None), {}
+    mesh, counted = Mesh.build(Layout(data=EIGHT), None), {}
     for hosts, pairs in (("aaaabbbb", "aabbccdd"), ("abababab", "acacbdbd")):
         for algorithm in THREE:
             known = [each for each in OPERATIONS if algorithm in candidates(each, 2)]
@@ -219,7 +219,7 @@ def eight_ranks() -> dict:
                     again = eight_results(dtype)
                 terms = everyones(40, dtype, EIGHT)
                 block = slice(5 * mesh.rank, 5 * mesh.rank + 5)
-                told[hosts, algorithm, str(dtype)] = {
+                counted[hosts, algorithm, str(dtype)] = {
                     "bitwise": all(torch.equal(found[at], plain[at]) for at in (0, 1, 4)),
                     "again": all(map(torch.equal, found, again)),
                     "off": max(off_by(found[2], terms), off_by(found[3], terms[:, block])),
@@ -228,8 +228,8 @@ def eight_ranks() -> dict:
                     "crossing": crossing,
                 }
             recorder.remove()
-    hosts_beyond_a_power_of_two(told)
-    return told
+    hosts_beyond_a_power_of_two(counted)
+    return counted
 
 
 def eight_results(dtype: torch.dtype) -> list[torch.Tensor]:
@@ -247,14 +247,14 @@ def eight_results(dtype: torch.dtype) -> list[torch.Tensor]:
 def test_three_levels():
     """Gathers and maxima are the backend's; sums are near, alike on all ranks and alike again. Of 40 numbers an
     all-gather crosses to the other host once, half of all."""
-    told = run(EIGHT, eight_ranks)
-    signs = [{at: each.pop(at) for at in list(each) if at[0] == "signs"} for each in told]
+    counted = run(EIGHT, eight_ranks)
+    signs = [{at: each.pop(at) for at in list(each) if at[0] == "signs"} for each in counted]
     assert all(each.items() <= signs[0].items() for each in signs), "maxima of 0 and -0 have other bits elsewhere"
-    for rank, each in enumerate(told):
+    for rank, each in enumerate(counted):
         folded = {at: each.pop(at) for at in list(each) if at[0] == "folded"}
         assert folded == {("folded", n): True for n in (3, 5, 6, 7, 8) if rank < n}, "the bits of the fixed tree"
-    for case, first in told[0].items():
-        for each in told:
+    for case, first in counted[0].items():
+        for each in counted:
             assert each[case]["bitwise"] and each[case]["again"] and each[case]["off"] <= 1, case
             assert each[case]["sum"] == first["sum"], case
         groups = {group for group, _ in first["sent"]}
@@ -263,10 +263,10 @@ def test_three_levels():
         size, padded = (4 if "32" in case[2] else 8), 40
         gather, scatter, sums = EIGHT * 40, 40, 2 * (padded + 40)
         exchange = EIGHT * 40 // 2  # half of what each rank has is for the other host
-        crossing = sum(each[case]["crossing"] for each in told)
+        crossing = sum(each[case]["crossing"] for each in counted)
         if case[1] == "three_level":
             assert crossing == size * (gather + scatter + sums + exchange), case
-    two = told[0]["aaaabbbb", "three_level", "torch.float32"]["sent"]
+    two = counted[0]["aaaabbbb", "three_level", "torch.float32"]["sent"]
     # 80 with the other host, 160 with the other pair, 320 in the end; the two sums have 40 and 37, padded to 38
     assert two["data/between", "all_gather"][1] == 4 * 2 * 40
     assert two["data/inside", "all_gather"][1] == 4 * (4 * 40 + 2 * 20)
@@ -281,7 +281,7 @@ def others() -> dict:
     router = Router(Routes(table(TWO_LEVEL, 2, least=1024), "aabb"), groups, mesh.rank)
     again = Router(Routes(table("backend:gloo", 2), "aabb"), groups, mesh.rank)
     recorder.install()
-    told = {}
+    counted = {}
     with router.installed():
         with pytest.raises(RuntimeError, match="installed already"), again.installed():
             pass
@@ -293,37 +293,37 @@ def others() -> dict:
         dist.all_to_all_single(torch.empty(sum(received)), torch.ones(1000), received, uneven)
         dist.all_gather([torch.empty(256) for _ in range(RANKS)], torch.ones(256))
         dist.all_reduce(torch.empty(0))
-        told["let through"] = recorder.tally.take().by("group", "ranks")
+        counted["let through"] = recorder.tally.take().by("group", "ranks")
         dist.all_reduce(torch.ones(256))
         world = dist.new_group(list(range(RANKS)))  # such as DeepSpeed makes for itself
         dist.all_reduce(torch.ones(256), group=world)
-        told["taken"] = recorder.tally.take().by("group", "operation")
+        counted["taken"] = recorder.tally.take().by("group", "operation")
     with again.installed():
         x = own(256, torch.float32)
         dist.all_reduce(x)
         gathered = torch.empty(RANKS * 8)
         dist.all_gather_into_tensor(gathered, own(8, torch.float32))
-        told["other backend"] = recorder.tally.take().by("group", "operation")
-        told["sum"] = off_by(x, everyones(256, torch.float32))
+        counted["other backend"] = recorder.tally.take().by("group", "operation")
+        counted["sum"] = off_by(x, everyones(256, torch.float32))
     recorder.remove()
-    return told
+    return counted
 
 
 def test_what_has_no_other_way_is_the_backends():
-    for told in run(RANKS, others):
-        assert set(told["let through"]) == {("world", 4), ("tensor", 2)}
-        assert told["taken"] == {
+    for counted in run(RANKS, others):
+        assert set(counted["let through"]) == {("world", 4), ("tensor", 2)}
+        assert counted["taken"] == {
             ("data/between", "all_reduce"): (2, 2 * 512),
             ("tensor/inside", "all_gather"): (2, 2 * 1024),
             ("tensor/inside", "reduce_scatter"): (2, 2 * 1024),
         }
-        assert told["other backend"] == {("world", "all_gather"): (1, 128), ("world", "all_reduce"): (1, 1024)}
-        assert told["sum"] <= 1
+        assert counted["other backend"] == {("world", "all_gather"): (1, 128), ("world", "all_reduce"): (1, 1024)}
+        assert counted["sum"] <= 1
 
 
 def joined() -> dict:
     """Gathers of three types and sizes, all asked for before anybody waits; twice, the second time in levels."""
-    mesh, told = Mesh.build(Layout(data=RANKS), None), {}
+    mesh, counted = Mesh.build(Layout(data=RANKS), None), {}
     recorder = Recorder(mesh)
     recorder.install()
     sizes = {torch.float32: (3, 40, 5, 1), torch.bfloat16: (8, 2)}
@@ -338,34 +338,34 @@ def joined() -> dict:
         return results
 
     plain = ask()
-    told["plain"] = recorder.tally.take().by("operation", "dtype")
+    counted["plain"] = recorder.tally.take().by("operation", "dtype")
     key = ("all_gather", 2, RANKS)
     for name, steps in (("backend", ((0, BACKEND),)), ("levels", ((0, BACKEND), (100, TWO_LEVEL)))):
         router = Router(Routes(AlgorithmTable({}, {key: steps}, {key: 40 * 16}), "aabb"), [(0, 1, 2, 3)], mesh.rank)
         with router.installed():
             found = ask()
-            told[name] = recorder.tally.take().by("group", "dtype")
+            counted[name] = recorder.tally.take().by("group", "dtype")
             alone = plain[0].new_empty(RANKS * 3)
             dist.all_gather_into_tensor(alone, own(3, torch.float32))
-            told[name, "waited for"] = recorder.tally.take().by("operation")["all_gather",]
-        told[name, "bitwise"] = all(map(torch.equal, found, plain)) and torch.equal(alone, plain[0])
+            counted[name, "waited for"] = recorder.tally.take().by("operation")["all_gather",]
+        counted[name, "bitwise"] = all(map(torch.equal, found, plain)) and torch.equal(alone, plain[0])
     recorder.remove()
-    return told
+    return counted
 
 
 def test_small_gathers_are_joined():
     """Below 640 bytes (4 ranks of less than 40 fp32 each): one message of each type, and the larger one by itself."""
-    for told in run(RANKS, joined):
-        assert told["plain"] == {("all_gather", "bf16"): (2, 4 * 2 * 10), ("all_gather", "fp32"): (4, 4 * 4 * 49)}
-        assert told["backend"] == {("data", "bf16"): (1, 80), ("data", "fp32"): (2, 4 * 4 * 49)}
-        assert told["backend", "waited for"] == (1, 4 * 4 * 3)
+    for counted in run(RANKS, joined):
+        assert counted["plain"] == {("all_gather", "bf16"): (2, 4 * 2 * 10), ("all_gather", "fp32"): (4, 4 * 4 * 49)}
+        assert counted["backend"] == {("data", "bf16"): (1, 80), ("data", "fp32"): (2, 4 * 4 * 49)}
+        assert counted["backend", "waited for"] == (1, 4 * 4 * 3)
         # 144 and 640 bytes go in levels, half of them between hosts; 80 do not
-        assert told["levels"] == {
+        assert counted["levels"] == {
             ("data", "bf16"): (1, 80),
             ("data/between", "fp32"): (2, 2 * 4 * 49),
             ("data/inside", "fp32"): (2, 4 * 4 * 49),
         }
-        assert told["backend", "bitwise"] and told["levels", "bitwise"]
+        assert counted["backend", "bitwise"] and counted["levels", "bitwise"]
 
 
 def test_hosts_of_unequal_ranks_have_no_levels():

@@ -172,9 +172,8 @@ class _Predictor:
     def __init__(self, config: Config, mesh: Mesh, held: list[int], micro_batches: int) -> None:
         self.config, self.mesh, self.layout, self.held = config, mesh, mesh.layout, held
         self.micro_batches = micro_batches
-        columns = self.layout.columns
-        forms = (self.layout.sequence, self.layout.tensor_wire, self.layout.depth)
-        self.axis = TensorAxis(self.layout.tensor // columns, *forms, columns)
+        own = self.layout
+        self.axis = TensorAxis(own.tensor // own.columns, own.sequence, own.tensor_wire, own.depth, own.columns)
         self.step, self.first = Messages(), Messages()
         self.plan = ModelPlan(config, mesh, "meta", values=False)
         self.modules = _layers(self.plan, held)
