@@ -42,7 +42,7 @@ def types_and_values(engine) -> tuple[dict[str, torch.dtype], dict[str, torch.Te
     """Types of all parameters by name, and the whole local values of those that should be fp32."""
     import deepspeed
 
-    parameters = list(engine.deepspeed.module.parameters())
+    parameters = list(engine.module.parameters())
     gathered = [p for p in parameters if hasattr(p, "ds_id")]
     with deepspeed.zero.GatheredParameters(gathered, enabled=bool(gathered)):
         types = {p.logical.name: p.dtype for p in parameters}
@@ -57,7 +57,7 @@ def train(values: dict, ranks: int):
     losses, norms = runs.steps(config, engine, 0, config.training.steps)
     after, used = types_and_values(engine)
     at = engine.mesh.tensor
-    places = {p.logical.name: (p.logical, at.rank, at.size) for p in engine.deepspeed.module.parameters()}
+    places = {p.logical.name: (p.logical, at.rank, at.size) for p in engine.module.parameters()}
     masters = runs.portable(f for f in engine.state.fragments() if f.state == "master")
     return before, after, losses, norms, {name: (value.numpy(), *places[name]) for name, value in used.items()}, masters
 

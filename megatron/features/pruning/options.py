@@ -133,16 +133,16 @@ def mask_is_there(context: RuleContext) -> Iterator[Problem]:
 
 
 def scope_has_a_use(context: RuleContext) -> Iterator[Problem]:
-    if pruning_of(context.config).keep is None and context.given("pruning.scope"):
+    own = pruning_of(context.config)
+    if own.keep is None and own.scope != "global":  # a resolved file gives the default
         yield context.problem(
             "pruning.scope",
-            rule="must not be given without pruning.keep, since no magnitudes are compared",
+            rule="must be global without pruning.keep, since no magnitudes are compared",
             fix="set pruning.keep, or remove it",
         )
 
 
 def _only(rule: Any) -> Any:
-
     def checked(context: RuleContext) -> Iterator[Problem]:
         if wanted(context.config):
             yield from rule(context)

@@ -221,7 +221,7 @@ class Nan(Hook):
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         if step == BAD:
-            parameter = next(trainer.engine.deepspeed.module.parameters())
+            parameter = next(trainer.engine.module.parameters())
             self._handle = parameter.register_hook(lambda gradient: gradient * float("nan"))
 
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
