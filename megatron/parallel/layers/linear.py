@@ -18,7 +18,7 @@ from .parameters import ParameterFactory
 
 class ColumnLinear(nn.Module):
     """[..., inputs] to this rank's slice of [..., outputs]. Lives inside a tensor region. With columns, the inputs are
-    this rank's channels of the residual stream.
+    this rank's channels of the residual stream, and the products are summed.
 
     Args:
         parts: sizes of the fused matrices along the outputs. Each is cut separately.
@@ -27,6 +27,8 @@ class ColumnLinear(nn.Module):
         shard: False keeps the whole matrix on every rank. Then each rank may use only part of the result, and
             the gradient is summed over the ranks (key/value heads fewer than ranks).
         folds: whether ranks may share the rows of the matrix (`ParameterFactory.row_axis`).
+        stream: False where the inputs are no channels of the stream, but numbers that all columns have, such as those
+            of a low rank. Each column then has the whole rows: a cut would only add a sum of the outputs.
     """
 
     def __init__(
@@ -43,9 +45,10 @@ class ColumnLinear(nn.Module):
         growth: Growth | None = None,
         heads: tuple[str, ...] | None = None,
         folds: bool = True,
+        stream: bool = True,
     ):
         super().__init__()
-        self.axis, self.columns = make.mesh.tensor, make.mesh.columns
+        self.axis, self.columns = make.mesh.tensor, make.mesh.columns if stream else ALONE
         self.shard = shard
         cut = Shard(0, parts, unit) if shard else None
         outputs = sum(parts)
@@ -60,7 +63,7 @@ class ColumnLinear(nn.Module):
             growth=growth,
             heads=None if heads is None else tuple((each, unit) for each in heads),
             rows=self.rows,
-            stream=1,
+            stream=1 if stream else None,
         )
         self.bias = make.parameter("bias", (outputs,), role=Role.BIAS, init=ZEROS, shard=cut) if bias else None
         self.linear = make.linear(inputs, outputs, self.rows)
