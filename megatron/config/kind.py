@@ -109,6 +109,8 @@ class LayerKind:
         whole: import path of a class with the interface of `model.stack.Model`, for a kind that is a whole model.
         stack: of such a kind: values of other keys of `model`, from its options as they were given.
         outline: of such a kind: number of its blocks, and logical name of its token embedding, from its options.
+        scales_input: whether, with these options, its layers multiply their normalised input by vectors of their own.
+            The norm before them has none.
         fetches: import path of the class that keeps its experts outside of the device (`decoding/outside.py`), or "".
         stays: import path of the engine in which decoded tokens stay with its experts, or "".
         head_width: channels over which its query-key products sum, if its option `scale` multiplies those.
@@ -136,6 +138,7 @@ class LayerKind:
     draws: Callable[[Any], bool] = lambda options: False
     repeats: bool = False
     linears: Callable[[Any], tuple[str, ...] | None] = lambda options: None
+    scales_input: Callable[[Any], bool] = lambda options: False
     fetches: str = ""
     stays: str = ""
     head_width: Callable[[Any], int] | None = None

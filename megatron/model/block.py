@@ -134,8 +134,8 @@ class Block(nn.Module):
         self.mixer_joint: ChannelScale | None = None
         self.ffn_joint: ChannelScale | None = None
 
-        def norm(name: str) -> Norm:
-            return Norm(make.scope(name), model.hidden_size, model.norm, partial=partial)
+        def norm(name: str, weighted: bool = True) -> Norm:
+            return Norm(make.scope(name), model.hidden_size, model.norm, partial=partial, weighted=weighted)
 
         if pattern.mixer:
             self.mixer_norm, self.mixer = norm("mixer_norm"), _mixer(make, model, pattern, init)
@@ -149,7 +149,9 @@ class Block(nn.Module):
                 for kind, number in zip(pattern.side, call_numbers(model.blocks)[init.index])
             )
         if pattern.ffn:
-            self.ffn_norm = None if self.shares_norm(model, pattern) else norm("ffn_norm")
+            self.ffn_norm = (
+                None if self.shares_norm(model, pattern) else norm("ffn_norm", not scales_input(model, pattern))
+            )
             self.ffn = _layer(make, model, pattern.ffn, init)
             self.ffn_output_norm = norm("ffn_output_norm") if normed_after else None
         if model.residual.channel_scales:
@@ -286,6 +288,11 @@ class Block(nn.Module):
         return (y if self.multiplier == 1.0 else y * self.multiplier), stream
 
 
+def scales_input(model: ModelSection, pattern: BlockPattern) -> bool:
+    """Whether the feed-forward has the weights of the norm before it."""
+    return pattern.ffn is not None and kind_of(model, pattern.ffn).scales_input(options_of(model, pattern.ffn))
+
+
 def opens_core(model: ModelSection, index: int) -> bool:
     """Whether the block of this index is the first of a recurrent core."""
     core = core_of(model.blocks)
@@ -377,6 +384,8 @@ def block_counts(model: ModelSection, pattern: BlockPattern, sequence_length: in
         norms = 1
         total += Counts(activations=-H)  # both layers read the same
     total += Counts(norms * norm_parameters(model.norm, H), activations=norms * norm_activations(model.norm, H))
+    if scales_input(model, pattern):
+        total += Counts(-norm_parameters(model.norm, H))
     if model.residual.form == "parallel" and norms == 2:
         total += Counts(activations=-H)  # both norms (post norm: both layers) read the same
     return total

@@ -34,18 +34,28 @@ class Norm(nn.Module):
         partial: each rank has only part of the weight's uses (a slice of the sequence, some of the heads). The gradient
             of the replicated weight is then summed over the tensor parallel ranks.
         stream: of the residual stream, whose channels columns of ranks share. Else each has all of `size`.
+        weighted: whether it has parameters, if its type has some.
     """
 
-    def __init__(self, make: ParameterFactory, size: int, options: NormOptions, *, partial: bool, stream: bool = True):
+    def __init__(
+        self,
+        make: ParameterFactory,
+        size: int,
+        options: NormOptions,
+        *,
+        partial: bool,
+        stream: bool = True,
+        weighted: bool = True,
+    ):
         super().__init__()
         self.columns, along = make.mesh.columns if stream else ALONE, 0 if stream else None
         self.rms, self.epsilon, self.size, self.dtype = options.type == "rmsnorm", options.epsilon, size, make.dtype
         self.axis, self.unit_offset = make.mesh.tensor if partial else None, options.unit_offset
         self.weight = self.bias = None
-        if options.type != "nonparametric":
+        if weighted and options.type != "nonparametric":
             start = ZEROS if options.unit_offset else ONES
             self.weight = make.parameter("weight", (size,), role=Role.NORM, init=start, stream=along)
-        if options.type == "layernorm" and options.bias:
+        if weighted and options.type == "layernorm" and options.bias:
             self.bias = make.parameter("bias", (size,), role=Role.NORM, init=ZEROS, stream=along)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -274,7 +274,6 @@ def test_their_own_refusal_is_passed_on():
         ),
         (hf.Gemma4TextConfig(), "hidden_size_per_layer_input"),
         (hf.Gemma4TextConfig(num_kv_shared_layers=2), "num_kv_shared_layers"),
-        (hf.Gemma4TextConfig(enable_moe_block=True), "enable_moe_block"),
         (hf.DeepseekV3Config(rope_interleave=False), "rope_interleave"),
         (hf.DeepseekV2Config(norm_topk_prob=True), "norm_topk_prob"),
         (hf.GptOssConfig(swiglu_alpha=1.0), "swiglu_alpha"),

@@ -135,7 +135,7 @@ def on_disk(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tens
             parts = tensor.split([len(tensors[f"{mixer}.{each}_proj.weight"]) for each in "qkv"])
             found |= {f"{mixer}.{each}_conv1d.weight": part for each, part in zip("qkv", parts)}
             continue
-        if last not in single or tensor.dim() != 3 or kind in ("zaya", "gpt_oss"):
+        if last not in single or tensor.dim() != 3 or kind in ("zaya", "gpt_oss", "gemma4_text"):
             found[name] = tensor
             continue
         for number, expert in enumerate(tensor):

@@ -390,6 +390,11 @@ GEMMA4 = {
 }
 CASES |= {
     "gemma4": hf.Gemma4TextConfig(**GEMMA4, attention_k_eq_v=True, final_logit_softcapping=9.0),
+    "gemma4 experts": hf.Gemma4TextConfig(
+        **{**GEMMA4, "layer_types": [SLIDING, FULL], "num_hidden_layers": 2},
+        **{"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 12},
+        attention_k_eq_v=True,
+    ),
     "gemma4 values of their own, biases, untied": hf.Gemma4TextConfig(
         **{**GEMMA4, "layer_types": [FULL, SLIDING, SLIDING, FULL]},
         attention_bias=True,

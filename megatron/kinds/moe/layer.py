@@ -18,14 +18,16 @@ from megatron.kinds.common.activations import ACTIVATIONS, SAVED
 from megatron.kinds.moe.losses import Balance
 from megatron.kinds.moe.options import MoEOptions
 from megatron.model.costs.exchanges import BEHIND, LAST, Around, LayerMessage
-from megatron.model.costs.traffic import Enter, Event, Leave, Shared, TensorAxis, whole_events
+from megatron.model.costs.traffic import Enter, Event, Leave, Shared, TensorAxis, stream_norm, whole_events
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
+from megatron.model.norm import Norm, norm_activations, norm_parameters
 from megatron.model.recompute import decide_once, repeating
 from megatron.model.stream import COLUMNS, LOSS, TOKEN_CHANNEL, TOKENS, Channel, Stream, token_ids, with_loss
 from megatron.parallel.layers.collectives import enter, leave, sum_gradient
 from megatron.parallel.layers.linear import ColumnLinear, PartialLinear
 from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.parallel.layout.initial import ONES
 from megatron.parallel.layout.precision import at_least_fp32
 from megatron.parallel.layout.random import sequence_counters, site_key, uniform
 from megatron.parallel.layout.shard import Role
@@ -90,6 +92,21 @@ class SharedExpert(nn.Module):
         return y_TH if self.gate is None else (at_least_fp32(y_TH) * self.gate(x_TH)).to(y_TH.dtype)
 
 
+class OwnNorms(nn.Module):
+    """[B, S, H] parts of the experts' and of the shared expert's output to the sum [B, s, H] of both, normalised."""
+
+    def __init__(self, make: ParameterFactory, model: ModelSection):
+        super().__init__()
+        self.mesh, H = make.mesh, model.hidden_size
+        self.routed_norm, self.shared_norm = (
+            Norm(make.scope(f"{name}_norm"), H, model.norm, partial=make.mesh.layout.sequence)
+            for name in ("routed", "shared")
+        )
+
+    def forward(self, routed_BSH: Tensor, shared_BSH: Tensor) -> Tensor:
+        return self.routed_norm(leave(routed_BSH, self.mesh)) + self.shared_norm(leave(shared_BSH, self.mesh))
+
+
 class MoE(nn.Module):
     """x [B, s, H] to the weighted sum of each token's experts (and the shared one), [B, s, H]."""
 
@@ -123,6 +140,15 @@ class MoE(nn.Module):
         self.shared = None
         if options.shared_size:
             self.shared = SharedExpert(make.scope("shared"), model.hidden_size, options, init)
+        self.expert_scale = self.routed_scale = self.shared_scale = self.own = None
+        if options.router.expert_scale:
+            self.expert_scale = make.parameter(
+                "router.expert_scale", (options.experts,), role=Role.NORM, init=ONES, keep_fp32=True
+            )
+        if options.own_norms:
+            self.routed_scale = make.parameter("routed_scale", (H,), role=Role.NORM, init=ONES)
+            self.shared_scale = make.parameter("shared_scale", (H,), role=Role.NORM, init=ONES)
+            self.own = OwnNorms(make, model)
 
     def forward(
         self, x: Tensor, stream: Stream, cache: Routed | None = None
@@ -139,13 +165,20 @@ class MoE(nn.Module):
         if x_BSH.shape[1] == 1 and not self.training and choice.experts_Tk is not None:
             # The order of a token's sums over tensor parallel ranks must not follow from the tokens decoded with it.
             rows = replace(rows, owner_T=choice.experts_Tk[:, 0].long())
-        y_TH = self._routed(x_TH, scores_TE, choice, rows)
-        if self.shared is not None:
-            y_TH = y_TH + self.shared(x_TH)
-        y = leave(y_TH.view_as(x_BSH), self.mesh)
+        y_TH = self._routed(self._scaled(x_TH, self.routed_scale), scores_TE, choice, rows)
+        shared_TH = self._scaled(x_TH, self.shared_scale)
+        if self.own is not None and self.shared is not None:
+            y = self.own(y_TH.view_as(x_BSH), self.shared(shared_TH).view_as(x_BSH))
+        else:
+            y_TH = y_TH if self.shared is None else y_TH + self.shared(shared_TH)
+            y = leave(y_TH.view_as(x_BSH), self.mesh)
         losses = self._account(logits_TE, scores_TE, choice, rows, len(x_BSH), stream, cache)
         channels = {**channels, **self._loss(y, losses, stream)}
         return (y, channels) if channels else y
+
+    def _scaled(self, x: Tensor, vector: Tensor | None) -> Tensor:
+        """x, of this rank's use, times a trained vector, if there is one."""
+        return x if vector is None else x * sum_gradient(vector, self.mesh.tensor)
 
     def _choose(self, logits_TE: Tensor, scores_TE: Tensor, stream: Stream) -> ExpertChoice:
         """The router's choice, or the recorded experts of tokens that have some. Their weights are the present ones."""
@@ -188,6 +221,8 @@ class MoE(nn.Module):
             weights = weights_of(scores_TE, choice.experts_Tk, self.options)
         else:
             weights = scores_TE.T.gather(1, choice.of_experts).flatten() * router.scale
+        if self.expert_scale is not None:
+            weights = weights * sum_gradient(self.expert_scale, self.mesh.tensor)[choice.of_tokens]
         x_TH = x_TH if self.latent_down is None else self.latent_down(x_TH)
         sent_RH, ends_E, sent = self.exchange.send(permute(x_TH, rows), rows)
         y_RH = self.exchange.back(self.experts(sent_RH, ends_E), sent)
@@ -260,7 +295,20 @@ class MoE(nn.Module):
         H = model.hidden_size
         gate = [Shared(H, wide=True)] if options.shared_size and options.shared_gate else []
         latent = 2 * whole_events(options.latent_size, H) if options.latent_size else []
-        return [Enter(H), *latent, *(Shared(size, wide=True) for size in router_tensors(H, options)), *gate, Leave(H)]
+        router = [Shared(size, wide=True) for size in router_tensors(H, options)]
+        if not options.own_norms:
+            return [Enter(H), *latent, *router, *gate, Leave(H)]
+        return [
+            Enter(H),
+            Shared(H),
+            Shared(H),
+            *latent,
+            *router,
+            *gate,
+            Leave(H),
+            Leave(H),
+            *2 * stream_norm(model.norm, H, tensor),
+        ]
 
     @staticmethod
     def exchanges(model: ModelSection, options: MoEOptions, around: Around) -> list[LayerMessage]:
@@ -276,8 +324,8 @@ class MoE(nn.Module):
 
     @staticmethod
     def needs_output(model: ModelSection, options: MoEOptions) -> bool:
-        """Whether the backward pass needs tensors after the sum over the ranks: the auxiliary losses."""
-        return bool(options.losses.balance or options.losses.sequence or options.losses.z)
+        """Whether the backward pass needs tensors after the sum over the ranks: of norms and of auxiliary losses."""
+        return bool(options.own_norms or options.losses.balance or options.losses.sequence or options.losses.z)
 
     @staticmethod
     def counts(model: ModelSection, options: MoEOptions, sequence_length: int) -> Counts:
@@ -295,12 +343,17 @@ class MoE(nn.Module):
         # Of each expert of a token: its row, tensors of its activation, its result, its number, place and weight.
         routing = E + 5 * k + (k + 1 if options.router.normalize else 0)
         routing += E if options.router.score == "sqrt_softplus" else 0  # before the root
+        routing += 2 * k if options.router.expert_scale else 0  # before it, and the numbers of the experts
         routing += 2 * k if options.bias else 0  # the number of each row's expert again
         network = options.router.width if options.router.network == "mlp" else 0
         routing += 7 * network + bool(network)
         linear = k * (inner + made * width) + (latent + H if latent else 0)  # results of matrices, but for the shared
         routing += bool(options.losses.balance or options.losses.sequence)  # the sum of a token's scores
-        return Counts(
+        own = Counts()
+        if options.own_norms:  # its norms, the shared expert's input and the router's in fp32, before and after scales
+            norms = 2 * norm_activations(model.norm, H)
+            own = Counts(2 * H + 2 * norm_parameters(model.norm, H), activations=2 * H + norms, whole=H, copies=H)
+        return own + Counts(
             parameters=E * (expert + bias) + shared + router + gate + 2 * H * latent,
             idle=(E - k) * (expert + bias),
             flops=2 * (k * expert + shared + products + gate + 2 * H * latent),

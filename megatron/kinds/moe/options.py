@@ -33,6 +33,7 @@ class RouterOptions(Section):
     )
     skip: bool = key(False, "One more class, of tokens that use no expert (ZAYA1). Its correction stays at -1.")
     bias: bool = key(False, "linear: whether the router has a trained bias (BlackMamba).")
+    expert_scale: bool = key(False, "The weights are multiplied by a trained number of each expert (Gemma 4).")
     score: Literal["softmax", "sigmoid", "sqrt_softplus"] = key(
         "softmax", "Function from logits to scores, in fp32. sqrt_softplus is DeepSeek-V4's."
     )
@@ -130,6 +131,12 @@ class MoEOptions(Section):
     shared_gate: bool = key(
         False, "Multiply the shared expert's output by the sigmoid of a trained number (Qwen2-MoE)."
     )
+    own_norms: bool = key(
+        False,
+        "The router, the experts and the shared expert multiply the normalised stream by vectors of their own, the "
+        "router's over the root of its channels. The outputs of the experts and of the shared expert have a norm each "
+        "before their sum (Gemma 4).",
+    )
     capacity_factor: float | None = key(
         None,
         "Tokens that an expert takes, over an even share. The rest are dropped. None drops no token and computes no "
@@ -159,6 +166,7 @@ KIND = LayerKind(
         ("shared.gate_up" if options.gated else "shared.up", "shared.down") if options.shared_size else ()
     ),
     keeps_fp32=True,
+    scales_input=lambda options: options.own_norms,
     draws=lambda options: options.router.jitter > 0.0,
     experts=lambda options: options.experts,
     weights=_weights,

@@ -162,13 +162,18 @@ class LinearRouter(nn.Module):
         super().__init__()
         self.axis, H, E = make.mesh.tensor, model.hidden_size, classes(options)
         self.weight = make.parameter("weight", (E, H), role=Role.ROUTER, init=init.reads(H, E), keep_fp32=True)
-        self.bias = None
+        self.bias = self.scale = None
+        if options.own_norms:
+            self.scale = make.parameter("scale", (H,), role=Role.NORM, init=ONES, keep_fp32=True)
         if options.router.bias:
             self.bias = make.parameter("bias", (E,), role=Role.BIAS, init=ZEROS, keep_fp32=True)
 
     def forward(self, x_BSH: Tensor, stream: Stream) -> tuple[Tensor, dict[str, Tensor]]:
         bias = None if self.bias is None else sum_gradient(self.bias, self.axis)
-        return F.linear(at_least_fp32(x_BSH.flatten(0, 1)), sum_gradient(self.weight, self.axis), bias), {}
+        x_TH = at_least_fp32(x_BSH.flatten(0, 1))
+        if self.scale is not None:
+            x_TH = x_TH * (sum_gradient(self.scale, self.axis) * x_TH.shape[-1] ** -0.5)
+        return F.linear(x_TH, sum_gradient(self.weight, self.axis), bias), {}
 
 
 class MLPRouter(nn.Module):
@@ -219,7 +224,7 @@ def router_counts(hidden_size: int, options: MoEOptions) -> tuple[int, int]:
     """(parameters, multiply-adds per token) of a router."""
     router, E = options.router, classes(options)
     if router.network == "linear":
-        return hidden_size * E + (E if router.bias else 0), hidden_size * E
+        return sum(router_tensors(hidden_size, options)), hidden_size * E
     R = router.width
     products = hidden_size * R + 2 * R * R + R * E
     return products + 3 * R + R + (R if router.average else 0), products
@@ -229,6 +234,7 @@ def router_tensors(hidden_size: int, options: MoEOptions) -> list[int]:
     """The elements of each of a router's parameters, which every tensor parallel rank has whole."""
     router, E = options.router, classes(options)
     if router.network == "linear":
-        return [hidden_size * E, *([E] if router.bias else [])]
+        vectors = [E] * (router.bias + router.expert_scale) + [hidden_size] * options.own_norms
+        return [hidden_size * E, *vectors]
     R = router.width
     return [R * hidden_size, R, *([R] if router.average else []), R, R * R, R, R * R, R, E * R]

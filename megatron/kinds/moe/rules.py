@@ -172,6 +172,37 @@ def routers_learn(at: KindUse[MoEOptions]) -> Iterator[Problem]:
         )
 
 
+def own_norms_follow_a_norm(at: KindUse[MoEOptions]) -> Iterator[Problem]:
+    moe, model = at.options, at.config.model
+    before = model.residual.form == "sequential" and model.residual.norm in ("pre", "both", "sandwich")
+    if moe.own_norms and not (before and model.norm.type == "rmsnorm"):
+        yield at.problem(
+            ".own_norms",
+            *("model.residual.norm", "model.residual.form", "model.norm.type"),
+            rule="own_norms must go with an RMSNorm before each layer of a sequential stream, whose vectors they have",
+            fix="use model.norm.type=rmsnorm, model.residual.form=sequential and model.residual.norm=both",
+        )
+    if moe.own_norms and not moe.shared_size:
+        yield at.problem(
+            ".own_norms .shared_size",
+            rule="own_norms must go with a shared expert, whose output has one of the norms",
+            fix="give shared_size, or use own_norms: false",
+        )
+    for name, given in (("own_norms", moe.own_norms), ("router.expert_scale", moe.router.expert_scale)):
+        if given and moe.router.network != "linear":
+            yield at.problem(
+                f".{name} .router.network",
+                rule=f"{name} must go with a linear router: an MLP router has its own norm",
+                fix=f"use router: {{network: linear}}, or remove {name}",
+            )
+    if moe.router.expert_scale and moe.router.select == "expert_choice":
+        yield at.problem(
+            ".router.expert_scale .router.select",
+            rule="expert_scale must go with tokens that choose their experts",
+            fix="use select: top_k, or remove expert_scale",
+        )
+
+
 def experts_divide_over_expert_ranks(at: KindUse[MoEOptions]) -> Iterator[Problem]:
     experts, ranks = at.options.experts, at.config.parallel.expert
     if experts % ranks:
@@ -429,6 +460,7 @@ RULES = (
     idle_moe_options,
     routers_learn,
     skipping_is_a_choice_of_one,
+    own_norms_follow_a_norm,
     experts_divide_over_expert_ranks,
     divides_over_tensor_ranks("shared_size", "channels of the shared expert"),
     tokens_choose_by_themselves,

@@ -27,7 +27,7 @@ from megatron.objectives.named import objective_of
 from megatron.parallel.messages.traffic import SIZES, Call, Messages
 from megatron.parallel.transport.compression import part_message, sum_messages
 
-from ..block import Block, opens_core, reads_stream
+from ..block import Block, opens_core, reads_stream, scales_input
 from ..hyper_connections import sizes
 from ..options import layer_class
 
@@ -347,6 +347,8 @@ def block_sends(
         if not branch:
             continue
         norms = stream_norm(model.norm, H, tensor) if not (shared and branch[0] is pattern.ffn) else []
+        if branch[0] is pattern.ffn and scales_input(model, pattern):
+            norms = [each for each in norms if not isinstance(each, Shared)]
         after = stream_norm(model.norm, H, tensor) if model.residual.norm in ("both", "sandwich") else []
         scales = [Shared(4 * H)] if model.residual.channel_scales and cut else []
         if model.residual.streams > 1 and cut:

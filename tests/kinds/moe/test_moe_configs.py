@@ -30,6 +30,7 @@ SIZES = {
     "kimi_linear/48b_a3b": (49_122_675_072, 3_484_453_248),
     "deepseek_v32/671b": (671_877_929_216, 38_403_807_488),
     "deepseek_v4/284b_a13b": (284_332_230_231, 13_799_622_231),
+    "gemma4/26b_a4b": (25_233_141_760, 3_822_530_560),
     "glm5/744b_a40b": (743_911_199_232, 41_784_709_632),
     "glm4_moe/4.7_flash": (29_943_390_976, 3_896_763_136),
     "minimax_m2/230b_a10b": (228_689_748_992, 11_030_537_216),
@@ -87,6 +88,12 @@ THEIRS = {
     "deepseek_v4/284b_a13b": hf.DeepseekV4Config(
         compress_ratios=[0, 0, *[4, 128] * 20, 4],
         rope_scaling={"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536},
+    ),
+    "gemma4/26b_a4b": hf.Gemma4TextConfig(
+        **{"hidden_size": 2816, "num_hidden_layers": 30, "num_attention_heads": 16, "num_key_value_heads": 8},
+        **{"num_global_key_value_heads": 2, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
+        **{"intermediate_size": 2112, "sliding_window": 1024, "final_logit_softcapping": 30.0},
+        **{"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
     ),
     "glm5/744b_a40b": hf.GlmMoeDsaConfig(),
     "glm4_moe/4.7_flash": hf.Glm4MoeLiteConfig(),
@@ -161,6 +168,8 @@ def test_transformers_agrees(name: str):
     assert sum(p.numel() for p in theirs.parameters()) == SIZES[name][0]
     # by name, where two architectures compute the same (GLM's and DeepSeek's)
     _, written = hf_config(settings(name).config, THEIRS[name].model_type)
+    for each in (written, THEIRS[name]):
+        each.allow_global_per_layer_attribute_access = True  # heads that differ by layer have a second set of values
     for key in (
         "hidden_size",
         "num_hidden_layers",
@@ -172,6 +181,7 @@ def test_transformers_agrees(name: str):
         "num_experts",
         "num_local_experts",
         "num_experts_per_tok",
+        "top_k_experts",
         "norm_topk_prob",
         "head_dim",
         "router_hidden_size",

@@ -10,8 +10,9 @@ from transformers import PreTrainedConfig
 from megatron.config import Config
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.links import Link
+from megatron.kinds.moe import hf as moe
 
-from ..architecture import Architecture, Field, Found, Functions, Power
+from ..architecture import Architecture, Field, Found, Functions, Power, runs_of, without_variants
 from ..layer_types import FULL, SLIDING, ByLayer, RotaryPart, mixers_of, near_rotary
 from . import common
 
@@ -93,7 +94,11 @@ def _of_kind(theirs: PreTrainedConfig, kind: str) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class _TwoWidths(ByLayer):
-    """Layers with a window have heads of another width and number than the others."""
+    """Layers with a window have heads of another width and number than the others. All have experts, or none."""
+
+    def pattern(self, theirs: PreTrainedConfig) -> str:
+        ffn = "moe" if theirs.enable_moe_block else "mlp"
+        return runs_of([f"attention@{name}/{ffn}" if name else f"attention/{ffn}" for name in self._variants(theirs)])
 
     def read(self, theirs: PreTrainedConfig) -> Found:
         values, problems = super().read(theirs)
@@ -122,29 +127,49 @@ class _TwoWidths(ByLayer):
             "num_key_value_heads": near.kv_heads,
             "attention_k_eq_v": any(each.values == "keys" for each in far.values()),
             "per_layer_config": own,
+            "enable_moe_block": "attention/moe" in map(without_variants, config.model.blocks),
         }
 
 
+_THEIR_EXPERTS = f"{common.THEIRS}.experts"
+_GEMMA4_EXPERTS = (
+    *(*moe.experts_as_one(_THEIR_EXPERTS), *moe.shared_alone(f"{common.THEIRS}.mlp")),
+    Link(f"{moe.OURS}.router", f"{common.THEIRS}.router.proj"),
+    *(
+        Link(f"{moe.OURS}.{ours}", f"{common.THEIRS}.{theirs}", suffixes=("",))
+        for ours, theirs in {
+            "router.scale": "router.scale",
+            "router.expert_scale": "router.per_expert_scale",
+            "shared_scale": "pre_feedforward_layernorm.weight",
+            "routed_scale": "pre_feedforward_layernorm_2.weight",
+            "shared_norm.weight": "post_feedforward_layernorm_1.weight",
+            "routed_norm.weight": "post_feedforward_layernorm_2.weight",
+        }.items()
+    ),
+)
+_BLOCKS = ("attention/mlp", "attention/moe")
 _BY_LAYER = ("attention.head_dim", "attention.kv_heads", "attention.scale")
 GEMMA4 = Architecture(
     "gemma4_text",
     "Gemma4ForCausalLM",
     (
-        *(*_GEMMA_LINKS, *common.QK_NORMS),
+        *(*_GEMMA_LINKS, *common.QK_NORMS, *_GEMMA4_EXPERTS),
         Link(f"{common.OURS}.attention.key", f"{common.THEIRS}.self_attn.k_proj"),
         Link(f"{common.OURS}.scale", f"{common.THEIRS}.layer_scalar", suffixes=("",)),
     ),
-    _TwoWidths({"attention/mlp": ""}, ropes=True, more=_more_gemma),
-    fields=tuple(
-        field
-        for field in _GEMMA_FIELDS
-        if field.ours not in ("attention.head_dim", "attention.kv_heads", "attention.scale")
+    _TwoWidths({block: "" for block in _BLOCKS}, ropes=True, more=_more_gemma, needed=_BLOCKS),
+    fields=(
+        *(field for field in _GEMMA_FIELDS if field.ours not in _BY_LAYER),
+        *(Field("moe.shared_size", "intermediate_size"), common.activation("hidden_activation", "moe")),
+        *common.fields("moe", hidden_size="moe_intermediate_size", experts="num_experts", top_k="top_k_experts"),
     ),
     fixed={
         **{**_GEMMA_FIXED, "norm.unit_offset": False, "residual.block_scale": True},
         **common.options("attention", qk_norm="head", value_norm=True, scale=1.0),
+        **{**common.EXPERTS_FIXED, "moe.own_norms": True},
+        **common.options("moe.router", normalize=True, expert_scale=True, scale=1.0, groups=1),
     },
-    required={"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "enable_moe_block": False},
+    required={"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
     buffers=(r".*rotary_emb\..*",),
     newer=lambda model: "version 4 does not have the class",
 )
