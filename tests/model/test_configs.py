@@ -408,9 +408,12 @@ def test_tiny_models_learn_in_seconds(name: str):
     assert sum(p.numel() for p in model.parameters()) == totals(config).parameters < 40_000
     if name not in OURS_ALONE:
         own = name.split("tiny_")[1]
-        assert hf_config(config)[0].name == {"neox": "gpt_neox", "rwkv4": "rwkv", "gated_delta": "olmo_hybrid"}.get(
-            own, own
-        )
+        assert hf_config(config)[0].name == {
+            "neox": "gpt_neox",
+            "rwkv4": "rwkv",
+            "gated_delta": "olmo_hybrid",
+            "gemma4": "gemma4_text",
+        }.get(own, own)
     tokens = torch.randint(
         config.model.vocab_size, (4, config.training.sequence_length + 1), generator=torch.Generator().manual_seed(0)
     )

@@ -68,6 +68,30 @@ MOE = [
         "use 64 or 68 channels",
     ),
     case(
+        "own norms without vectors before them",
+        "model: {layers: (attention/moe) x4, residual: {norm: post}, moe: {own_norms: true, shared_size: 64}}",
+        "a.yml:2: model.moe.own_norms = true",
+        "own_norms must go with an RMSNorm before each layer of a sequential stream",
+        "model.residual.norm=both",
+    ),
+    case(
+        "own norms without a shared expert",
+        "model: {layers: (attention/moe) x4, norm: {type: rmsnorm}, moe: {own_norms: true}}",
+        "a.yml:2: model.moe.own_norms = true",
+        "own_norms must go with a shared expert",
+    ),
+    case(
+        "numbers of experts behind a router with a norm",
+        _MOE + "router: {network: mlp, average: false, expert_scale: true}}}",
+        "a.yml:2: model.moe.router.expert_scale = true",
+        "router.expert_scale must go with a linear router",
+    ),
+    case(
+        "numbers of experts that choose",
+        _MOE + "router: {select: expert_choice, expert_scale: true}}}",
+        "expert_scale must go with tokens that choose their experts",
+    ),
+    case(
         "correction beside Sinkhorn",
         _MOE + "router: {select: sinkhorn, correction: sign}}}",
         "model.moe.router.correction = 'sign'",

@@ -30,7 +30,7 @@ SIZES = {
     "kimi_linear/48b_a3b": (49_122_675_072, 3_484_453_248),
     "deepseek_v32/671b": (671_877_929_216, 38_403_807_488),
     "deepseek_v4/284b_a13b": (284_332_230_231, 13_799_622_231),
-    "gemma4/26b_a4b": (25_233_141_760, 3_822_530_560),
+    "gemma4_moe/26b_a4b": (25_233_141_760, 3_822_530_560),
     "glm5/744b_a40b": (743_911_199_232, 41_784_709_632),
     "glm4_moe/4.7_flash": (29_943_390_976, 3_896_763_136),
     "minimax_m2/230b_a10b": (228_689_748_992, 11_030_537_216),
@@ -89,7 +89,7 @@ THEIRS = {
         compress_ratios=[0, 0, *[4, 128] * 20, 4],
         rope_scaling={"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536},
     ),
-    "gemma4/26b_a4b": hf.Gemma4TextConfig(
+    "gemma4_moe/26b_a4b": hf.Gemma4TextConfig(
         **{"hidden_size": 2816, "num_hidden_layers": 30, "num_attention_heads": 16, "num_key_value_heads": 8},
         **{"num_global_key_value_heads": 2, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
         **{"intermediate_size": 2112, "sliding_window": 1024, "final_logit_softcapping": 30.0},
