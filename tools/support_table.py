@@ -76,7 +76,7 @@ def _summary(found: list[Case]) -> list[str]:
         _several(place.expert for place in places if place.expert > 1),
         ", ".join(together) or NONE,
         ", ".join(sorted(modes)) or NONE,
-        "yes" if any(case.recipe == "bf16" for case in found) else NONE,
+        "yes" if any("bf16" in case.recipe for case in found) else NONE,
     ]
 
 
