@@ -48,6 +48,8 @@ OFTEN = {
     "fp32: mqa on tp2 · depth2, ZeRO 0",
     "fp32: olmo2 on tp2 · col2, ZeRO 0, recomputation",
     "fp32: mqa on col2 · pp2, ZeRO 0",
+    "fp32: state space on tp2 · col2, ZeRO 0, recomputation",
+    "fp32: rwkv7 on col2 · pp2, ZeRO 1",
     "fp32: moe on depth2 · pp2 · ep2, ZeRO 1",
     "fp32: llama on depth2, ZeRO 1, selective recomputation",
     "fp32: documents on pp2 · cp2 by gathering, ZeRO 1, recomputation",

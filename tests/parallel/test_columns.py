@@ -12,17 +12,21 @@ from torch import Tensor
 
 from megatron.checkpoint.format.fragment import FragmentSpec, rectangles
 from megatron.checkpoint.format.table import tensor_from_dict, tensor_to_dict
+from megatron.config import resolve
 from megatron.config.sections.model import NormOptions
 from megatron.model.norm import Norm
-from megatron.parallel.layers.parameters import ParameterFactory
+from megatron.model.stack import build_model
+from megatron.parallel.layers.parameters import ParameterFactory, logical_of, shard_index, shard_start
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.layout.mesh import Mesh
 from megatron.parallel.layout.shard import LogicalTensor, Role, Shard
+from megatron.parallel.messages.traffic import SIZES, wire_bytes
+from megatron.plan.messages.predict import predict
 from megatron.testing import check_layouts
 from megatron.testing.checks import part_of
 from tests.checkpoint.brute import local_shard
 from tests.float64 import EXACT
-from tests.model.parity import relative
+from tests.model.parity import named, relative
 from tests.workers import run
 
 LLAMA: dict[str, Any] = {
@@ -40,6 +44,31 @@ LLAMA: dict[str, Any] = {
 }
 
 
+# Recurrences that go with columns, where something is whole over rows or columns: one group of B and C, fewer heads of
+# keys than rows, a head of Mamba on two rows, matrices of low rank, norms inside.
+MIXERS: dict[str, Any] = {
+    **LLAMA,
+    "model": {
+        **LLAMA["model"],
+        "layers": "mamba2/mlp mamba rwkv7/rwkv7_ffn rwkv7 gated_delta gated_delta@low lightning cca",
+        "mamba2": {"head_dim": 4, "state_size": 4, "chunk": 5, "bias": True},
+        "mamba": {"state_size": 4, "inner_norms": True, "chunk": 5, "bias": True},
+        "rwkv7": {
+            "head_dim": 4,
+            "chunk": 5,
+            "init": "model",
+            **dict.fromkeys(("decay_rank", "rate_rank", "value_rank", "gate_rank"), 3),
+        },
+        "rwkv7_ffn": {"init": "model", "hidden_size": 24},
+        "gated_delta": {"heads": 4, "key_heads": 1, "key_dim": 4, "value_dim": 4, "chunk": 5, "norm_epsilon": 0.01},
+        "variants": {"low": {"decay": "channel", "rank": 3, "householders": 2, "gate": "sigmoid"}},
+        "lightning": {"heads": 4, "chunk": 5},
+        "cca": {"heads": 4, "kv_heads": 2, "qkv_bias": True, "output_bias": True},
+    },
+    "data": {"reset_attention_at_eod": True},
+}
+
+
 def grid(rows: int, columns: int, depth: int = 1, **others: Any) -> dict[str, Any]:
     parallel = {"tensor": rows, "columns": columns, "depth": depth, **others}
     return {"parallel": parallel, "ranks": rows * columns * depth * others.get("pipeline", 1)}
@@ -47,6 +76,58 @@ def grid(rows: int, columns: int, depth: int = 1, **others: Any) -> dict[str, An
 
 def test_losses_and_gradients_are_those_of_one_process():
     check_layouts(LLAMA, [grid(2, 2), grid(1, 2, 2), grid(1, 4), {**grid(1, 2, pipeline=2), "zero": {"stage": 1}}])
+
+
+def test_recurrences_are_those_of_one_process():
+    check_layouts(MIXERS, [grid(2, 2), {**grid(1, 4), "zero": {"stage": 1}}, grid(1, 2, pipeline=2)])
+
+
+def test_initial_values_do_not_depend_on_the_grid():
+    """Every rank's part of every tensor, runs of rows by depth too, bit for bit."""
+    config = resolve(MIXERS)
+    whole = {name: each.detach().numpy() for name, each in named(build_model(config)).items()}
+    for layout in (Layout(tensor=4, columns=2, data=2, depth=2, expert=2), Layout(tensor=4, columns=4)):
+        for rank in range(layout.world_size):
+            for name, each in named(build_model(config, Mesh.describe(layout, rank))).items():
+                mine = part_of(whole[name], logical_of(each), *shard_index(each))
+                first = shard_start(each)
+                assert np.array_equal(mine[first : first + each.numel()], each.detach().numpy().reshape(-1)), name
+
+
+@pytest.mark.parametrize("rows, columns", [(2, 2), (4, 2), (2, 4), (1, 8)])
+def test_numbers_on_the_wire_of_recurrences(rows: int, columns: int):
+    """By hand, per token of a rank. A mixer sums what its matrices make of the stream over columns, and in the backward
+    pass the inputs of its output matrix. Rows sum the stream twice. Norms are as in dense stacks."""
+    H, heads, state, rank, width, tokens = 512, 16, 64, 32, 2048, 4 * 256
+    config = resolve(
+        {
+            "model": {
+                "layers": "mamba2 rwkv7/rwkv7_ffn",
+                "hidden_size": H,
+                "vocab_size": 64,
+                "norm": {"type": "rmsnorm"},
+                "mamba2": {"head_dim": 2 * H // heads, "state_size": state, "groups": 4},
+                "rwkv7": dict.fromkeys(("decay_rank", "rate_rank", "value_rank", "gate_rank"), rank),
+                "rwkv7_ffn": {"hidden_size": width},
+            },
+            "parallel": {"tensor": {"rows": rows, "columns": columns}},
+            "training": {"steps": 1, "sequence_length": 256, "micro_batch_size": 4, "global_batch_size": 4},
+            "data": {"synthetic": "copy"},
+            "zero": {"stage": 0},
+        },
+        ranks=rows * columns,
+    )
+    mamba2 = (4 * H + 2 * 4 * state + heads) / rows + 2 * H / rows
+    rwkv7 = 3 * H / rows + 3 * rank + H / rows  # the first layer has no blend
+    channel_mix = 2 * width / rows
+    ring = [2 * (ranks - 1) / ranks for ranks in (rows, columns)]
+    shared = (6 + 3 * rank + 1) * H // columns  # gradients of the mixes and of the low ranks' first matrices
+    wanted = ring[0] * (3 * 2 * tokens * H / columns + shared), ring[1] * tokens * (mamba2 + rwkv7 + channel_mix + 6)
+    found = {"rows": 0.0, "columns": 0.0, "tensor": 0.0}
+    for call, _, size in predict(config, rows * columns, 0).step:
+        if call.layer.startswith("layers."):
+            found[call.group] += wire_bytes(call.operation, call.ranks, size) / SIZES[call.dtype]
+    assert (found["rows"], found["columns"] + found["tensor"]) == wanted
 
 
 def normed_on_a_rank(layout: Layout, form: str, x: Tensor, of_y: Tensor) -> tuple[int, list[Tensor]]:

@@ -138,6 +138,9 @@ PAIRS = [
     ("mqa", MUON, "tp2 col2", "depth2 pp2", 1e-5),
     ("mqa", MUON, "col2 depth2 ZeRO 0", "tp2 col2", 1e-5),
     ("neox", ADAMW, "tp2 pp2", "tp2 col2", 1e-5),
+    ("state space", merged(ADAMW, MAMBA), "tp2 col2", "col2 depth2 ZeRO 0", 1e-5),
+    ("rwkv7", merged(ADAMW, RWKV7), "col2 depth2 ZeRO 0", "tp2 col2", 1e-5),
+    ("rwkv7", merged(ADAMW, RWKV7), "tp2 col2", "tp2 pp2", 1e-5),
     ("moe", merged(ADAMW, MOE), "depth4 ep4", "tp2 pp2", 1e-5),
     *[("moe", merged(ADAMW, MOE), "cp2 ep2 by ring", to, 1e-5) for to in ("dp4 ep4 ZeRO 2", "cp2 ZeRO 1")],
 ]
@@ -315,6 +318,8 @@ OFTEN = {
     "even vocabulary, tied adamw fp32, tp2 dp2 ZeRO 3 to fold2 pp2",
     "mqa muon fp32, tp2 depth2 ZeRO 0 to depth2 pp2",
     "mqa muon fp32, col2 depth2 ZeRO 0 to tp2 col2",
+    "state space adamw fp32, tp2 col2 to col2 depth2 ZeRO 0",
+    "rwkv7 adamw fp32, col2 depth2 ZeRO 0 to tp2 col2",
     "moe adamw fp32, dp4 ep4 ZeRO 2 to dp2 ZeRO 3",
     "moe, even vocabulary adamw fp32, tp2 ep4 folded to tp2 ep2 folded ZeRO 2",
     "moe, even vocabulary adamw bf16, dp2 ep2 ZeRO 1 to tp2 ep4 folded",

@@ -64,7 +64,7 @@ class ParallelSection(Section):
     columns: int = key(
         1,
         "Second side of the grid of tensor parallel ranks. A rank has 1 / columns of the residual stream's channels. "
-        "Matrices are cut in both directions, over tensor * columns ranks. For stacks of attention and mlp.",
+        "Matrices are cut in both directions, over tensor * columns ranks. docs/layouts.md says for which layers.",
         unit="ranks",
         gt=0,
     )

@@ -26,7 +26,7 @@ from megatron.kinds.common.recurrence.pieces import piece_starts, shared_starts
 from megatron.kinds.common.recurrence.recomputed import recomputed
 from megatron.kinds.common.recurrence.sequence_scan import taps_after, taps_before, token_before
 from megatron.model.costs.exchanges import Around, LayerMessage
-from megatron.model.costs.traffic import Enter, Event, TensorAxis, row_events
+from megatron.model.costs.traffic import Enter, Event, TensorAxis, column_events, row_events
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.rotary import Rotary, stream_angles
@@ -237,7 +237,10 @@ class CCA(nn.Module):
 
     @staticmethod
     def sends(model: ModelSection, options: CCAOptions, tensor: TensorAxis) -> list[Event]:
-        return [Enter(model.hidden_size), *row_events(model.hidden_size, options.output_bias, tensor)]
+        H, D, ranks = model.hidden_size, options.head_dim, tensor.ranks
+        q_width, kv_width = options.heads * D // ranks, options.kv_heads * D // ranks
+        products = column_events(tensor, q_width + kv_width, kv_width)
+        return [Enter(H), *products, *row_events(H, options.output_bias, tensor, options.heads * D)]
 
     @staticmethod
     def exchanges(model: ModelSection, options: CCAOptions, around: Around) -> list[LayerMessage]:

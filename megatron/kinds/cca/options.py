@@ -78,6 +78,7 @@ KIND = LayerKind(
         divides_over_tensor_ranks("kv_heads", "key/value heads"),
         parts_of_sequences_have_the_taps(lambda own: own.depthwise + own.grouped - 2, ".depthwise", ".grouped"),
     ),
+    columns=True,
     context="attends",
     repeats=True,
     neighbours=True,

@@ -31,7 +31,7 @@ from megatron.kinds.common.recurrence.sequence_scan import (
 )
 from megatron.kinds.gated_delta.options import KIND, GatedDeltaOptions
 from megatron.model.costs.exchanges import Around, LayerMessage
-from megatron.model.costs.traffic import Enter, Event, Leave, Shared, TensorAxis, whole_events
+from megatron.model.costs.traffic import Enter, Event, Shared, TensorAxis, column_events, row_events, whole_events
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.kernels.choice import choose_kernels
@@ -117,10 +117,11 @@ class GatedDelta(nn.Module):
         options = self.options
         heads, values, updates = options.heads, options.heads * options.value_dim, options.householders
 
-        def matrix(name: str, inputs: int, parts: tuple[int, ...], unit: int = 1, shard: bool = True) -> ColumnLinear:
-            return ColumnLinear(
-                make.scope(name), inputs, parts, init=init.hidden(inputs, parts[0]), unit=unit, shard=shard
-            )
+        def matrix(
+            name: str, inputs: int, parts: tuple[int, ...], unit: int = 1, shard: bool = True, stream: bool = True
+        ) -> ColumnLinear:
+            start = init.hidden(inputs, parts[0])
+            return ColumnLinear(make.scope(name), inputs, parts, init=start, unit=unit, shard=shard, stream=stream)
 
         if not self.by_channel:
             self.value_gate = matrix("value_gate", H, (updates + 1) * (values,), options.value_dim)
@@ -129,8 +130,8 @@ class GatedDelta(nn.Module):
         self.value = matrix("value", H, updates * (values,), options.value_dim)
         self.beta = matrix("beta", H, updates * (heads,))
         self.down = matrix("down", H, (options.rank, options.rank), shard=False)
-        self.decay = matrix("decay", options.rank, (heads * options.key_dim,), options.key_dim)
-        self.gate = matrix("gate", options.rank, (values,), options.value_dim)
+        self.decay = matrix("decay", options.rank, (heads * options.key_dim,), options.key_dim, stream=False)
+        self.gate = matrix("gate", options.rank, (values,), options.value_dim, stream=False)
 
     def _projected(self, x_BSH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Values of all updates, the gate, and decays and betas side by side."""
@@ -205,7 +206,12 @@ class GatedDelta(nn.Module):
             uncut = [*whole_events(keys, H), Shared(keys * options.convolution)]
             uncut += [Shared(keys)] if options.convolution_bias else []
         uncut += whole_events(2 * options.rank, H) if options.decay == "channel" else []
-        return [Enter(H), *uncut, Shared(options.value_dim), Leave(H)]
+        values, updates, ranks = options.heads * options.value_dim, options.householders, tensor.ranks
+        low = options.decay == "channel"  # its gate and decays read the low rank, not the stream
+        widths = (updates + (not low)) * values // ranks, (updates + (not low)) * options.heads // ranks
+        keys //= 1 if options.key_heads % ranks else ranks
+        products = column_events(tensor, keys, *widths, *([2 * options.rank] if low else []))
+        return [Enter(H), *uncut, *products, Shared(options.value_dim), *row_events(H, False, tensor, values)]
 
     @staticmethod
     def exchanges(model: ModelSection, options: GatedDeltaOptions, around: Around) -> list[LayerMessage]:

@@ -131,6 +131,7 @@ KIND = LayerKind(
     ),
     packages={"fla": "pip install flash-linear-attention"},
     linears=_linears,
+    columns=True,
     keeps_fp32=True,
     context="scans",
     repeats=True,

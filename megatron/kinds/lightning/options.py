@@ -33,6 +33,7 @@ KIND = LayerKind(
         divides_over_tensor_ranks("heads", "heads"),
     ),
     linears=lambda options: ("query_key_value", "gate", "output"),
+    columns=True,
     context="scans",
     repeats=True,
 )

@@ -29,7 +29,7 @@ from megatron.kinds.common.recurrence.sequence_scan import (
 )
 from megatron.kinds.mamba.options import MAMBA, MambaOptions
 from megatron.model.costs.exchanges import Around, LayerMessage
-from megatron.model.costs.traffic import Enter, Event, Summed, TensorAxis, norm, row_events
+from megatron.model.costs.traffic import Enter, Event, Summed, TensorAxis, column_events, norm, row_events
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.kernels.choice import choose_kernels
@@ -69,7 +69,10 @@ class TimeSteps(ColumnLinear):
 
 
 class Mamba(nn.Module):
-    """x [B, s, H] to its output [B, s, H]: output(scan(silu(conv(u))) * silu(z))."""
+    """x [B, s, H] to its output [B, s, H]: output(scan(silu(conv(u))) * silu(z)).
+
+    With columns all but `zx` and `output` is whole over them, as in Mamba-2.
+    """
 
     # See `finished` in engine/deepspeed/buckets.py.
     uses = ("zx", "x_conv.bias", "x_conv.weight", "dt_bc", "norms", "dt", "dt_bias", "A_log", "D", "output")
@@ -92,11 +95,13 @@ class Mamba(nn.Module):
             shard=Shard(1),
             matrices=(R, N, N),
         )
-        self.dt = TimeSteps(make.scope("dt"), R, (inner,), init=Init("uniform", R**-0.5), folds=False)
+        self.dt = TimeSteps(make.scope("dt"), R, (inner,), init=Init("uniform", R**-0.5), folds=False, stream=False)
         self.norms = None
         if options.inner_norms:  # every rank uses them for its own channels
             kind, sizes = inner_norm(model), {"dt_norm": R, "B_norm": N, "C_norm": N}
-            self.norms = nn.ModuleList(Norm(make.scope(each), size, kind, partial=True) for each, size in sizes.items())
+            self.norms = nn.ModuleList(
+                Norm(make.scope(each), size, kind, partial=True, stream=False) for each, size in sizes.items()
+            )
 
         def per_channel(name: str, init: Init, *further: int) -> nn.Parameter:
             return make.parameter(name, (inner, *further), role=Role.STATE, init=init, shard=Shard(0), keep_fp32=True)
@@ -188,10 +193,12 @@ class Mamba(nn.Module):
     @staticmethod
     def sends(model: ModelSection, options: MambaOptions, tensor: TensorAxis) -> list[Event]:
         H, made = model.hidden_size, options.rank + 2 * options.state_size
+        inner = options.expand * H
+        products = column_events(tensor, 2 * inner // tensor.ranks)
         sums: list[Event] = [Summed(options.heads * made)] if options.heads % tensor.ranks else []
         sizes = (options.rank, options.state_size, options.state_size) if options.inner_norms else ()
         norms = [event for size in sizes for event in norm(inner_norm(model), size)]
-        return [Enter(H), *sums, *norms, *row_events(H, options.bias, tensor)]
+        return [Enter(H), *products, *sums, *norms, *row_events(H, options.bias, tensor, inner)]
 
     @staticmethod
     def exchanges(model: ModelSection, options: MambaOptions, around: Around) -> list[LayerMessage]:

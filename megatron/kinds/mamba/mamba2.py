@@ -30,7 +30,16 @@ from megatron.kinds.common.recurrence.sequence_scan import (
 )
 from megatron.kinds.mamba.options import MAMBA2, Mamba2Options, inner_channels
 from megatron.model.costs.exchanges import Around, LayerMessage
-from megatron.model.costs.traffic import Enter, Event, Shared, Summed, TensorAxis, row_events, whole_events
+from megatron.model.costs.traffic import (
+    Enter,
+    Event,
+    Shared,
+    Summed,
+    TensorAxis,
+    column_events,
+    row_events,
+    whole_events,
+)
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.kernels.choice import choose_kernels
@@ -66,6 +75,10 @@ class Mamba2(nn.Module):
 
     Groups are cut over the ranks if their number allows. Otherwise every rank computes B and C of all groups and uses
     the groups of its heads.
+
+    Columns cut only the matrices that read or write the stream. Projected channels are summed over columns, so each
+    has all heads of its row and scans them again. Convolutions, `A_log`, `D`, `dt_bias` and the gated norm are whole
+    over columns. To cut the heads over columns would send as much, and the grid would have to divide them.
     """
 
     compiled_parts: tuple[str, ...] = ("_gated",)
@@ -185,14 +198,17 @@ class Mamba2(nn.Module):
 
     @staticmethod
     def sends(model: ModelSection, options: Mamba2Options, tensor: TensorAxis) -> list[Event]:
-        H, read = model.hidden_size, 2 * options.groups * options.state_size
-        if options.groups % tensor.ranks == 0:
-            return [Enter(H), *row_events(H, options.bias, tensor)]
+        H, read, ranks = model.hidden_size, 2 * options.groups * options.state_size, tensor.ranks
+        inner, cut = inner_channels(options, H), options.groups % ranks == 0
+        widths = 2 * inner // ranks, read // (ranks if cut else 1), inner // options.head_dim // ranks
+        doors = [Enter(H), *column_events(tensor, *widths), *row_events(H, options.bias, tensor, inner)]
+        if cut:
+            return doors
         taps: list[Event] = [Shared(read * options.convolution)]
         taps += [Shared(read)] if options.convolution_bias else []
         # of the norm, which keeps only its inputs
         sums = [] if options.norm == "none" else [Summed(options.groups, wide=True, again=True)]
-        return [Enter(H), *whole_events(read, H, options.bias), *taps, *sums, *row_events(H, options.bias, tensor)]
+        return [*whole_events(read, H, options.bias), *taps, *sums, *doors]
 
     @staticmethod
     def exchanges(model: ModelSection, options: Mamba2Options, around: Around) -> list[LayerMessage]:

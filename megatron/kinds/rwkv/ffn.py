@@ -15,7 +15,7 @@ from megatron.kinds.common.recurrence.sequence_scan import document_begins, toke
 from megatron.kinds.rwkv.options import RWKV4FFNOptions, RWKV5FFNOptions
 from megatron.kinds.rwkv.parts import ShiftState, Start, blended, mixed
 from megatron.model.costs.exchanges import Around, LayerMessage
-from megatron.model.costs.traffic import Enter, Event, Leave, Shared, TensorAxis
+from megatron.model.costs.traffic import Enter, Event, Leave, Shared, TensorAxis, column_events, row_events
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream
@@ -47,12 +47,13 @@ class ChannelMix(nn.Module):
         super().__init__()
         self.mesh, self.context, H, width = make.mesh, make.context, model.hidden_size, options.hidden_size
         start = Start(options.init, init, H)
-        self.mix = make.parameter("mix", (2 if self.gated else 1, H), role=Role.STATE, init=self.mixes(start))
+        self.mix = make.parameter("mix", (2 if self.gated else 1, H), role=Role.STATE, init=self.mixes(start), stream=1)
         self.key = ColumnLinear(make.scope("key"), H, (width,), init=start.reads(H, width, self.key_gain, 0.5))
         self.value = RowLinear(make.scope("value"), width, H, init=start.writes(width, H))
         self.receptance = None
         if self.gated:
-            # Cut by inputs, so that its sums over the ranks have the stream's own form.
+            # Cut by inputs, so that its sums over the ranks have the stream's own form. Columns would have to cut the
+            # inputs a second time, so these kinds do not go with them.
             self.receptance = RowLinear(make.scope("receptance"), H, H, init=start.writes(H, H), role=Role.HIDDEN)
 
     def forward(self, x: Tensor, stream: Stream, state: ShiftState | None = None) -> Tensor:
@@ -75,7 +76,9 @@ class ChannelMix(nn.Module):
     @classmethod
     def sends(cls, model: ModelSection, options: Options, tensor: TensorAxis) -> list[Event]:
         H = model.hidden_size
-        return [Enter(H), Shared((2 if cls.gated else 1) * H), *[Leave(H)] * (2 if cls.gated else 1)]
+        products = column_events(tensor, options.hidden_size // tensor.ranks)
+        own = [*products, *row_events(H, False, tensor, options.hidden_size)]
+        return [Enter(H), Shared((2 if cls.gated else 1) * H // tensor.columns), *own, *[Leave(H)] * cls.gated]
 
     @classmethod
     def needs_output(cls, model: ModelSection, options: Options) -> bool:

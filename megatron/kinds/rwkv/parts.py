@@ -20,7 +20,7 @@ from megatron.kinds.common.recurrence.recomputed import recomputed
 from megatron.kinds.common.recurrence.sequence_scan import last_document
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream
-from megatron.parallel.layers.collectives import sum_gradient
+from megatron.parallel.layers.collectives import sum_gradient, sum_parts
 from megatron.parallel.layers.context import ContextGroup
 from megatron.parallel.layers.linear import ColumnLinear
 from megatron.parallel.layers.parameters import ParameterFactory
@@ -82,6 +82,9 @@ class LowRank(nn.Module):
     """up(activation(down x)): [B, S, H] to this rank's channels of [B, S, outputs]. The rank is computed by all.
 
     `down` starts at 0, so that at first the matrix does nothing. Both have the role `state`: no weight decay.
+
+    With columns `down` reads the stream and is cut, and its few results are summed. `up` is whole over columns: cut by
+    the rank it would need a sum of all its outputs.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class LowRank(nn.Module):
         super().__init__()
         self.activation = activation
         self.down = Whole(make.scope("down"), inputs, rank)
-        self.up = ColumnLinear(make.scope("up"), rank, (outputs,), init=init, role=Role.STATE)
+        self.up = ColumnLinear(make.scope("up"), rank, (outputs,), init=init, role=Role.STATE, stream=False)
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self.down(x)
@@ -104,15 +107,18 @@ class LowRank(nn.Module):
 
 
 class Whole(nn.Module):
-    """A matrix that every tensor parallel rank has whole, and each uses for its part."""
+    """A matrix on the stream that every tensor parallel rank has whole, and each uses for its part. Columns cut its
+    inputs."""
 
     def __init__(self, make: ParameterFactory, inputs: int, outputs: int):
         super().__init__()
-        self.axis = make.mesh.tensor
-        self.weight = make.parameter("weight", (outputs, inputs), role=Role.STATE, init=ZEROS, growth=Growth.INPUTS)
+        self.axis, self.columns = make.mesh.tensor, make.mesh.columns
+        self.weight = make.parameter(
+            "weight", (outputs, inputs), role=Role.STATE, init=ZEROS, growth=Growth.INPUTS, stream=1
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, sum_gradient(self.weight, self.axis))
+        return sum_parts(nn.functional.linear(x, sum_gradient(self.weight, self.axis)), self.columns)
 
 
 @dataclass

@@ -23,7 +23,7 @@ from megatron.kinds.rwkv.options import RWKV7 as KIND
 from megatron.kinds.rwkv.options import RWKV7Options
 from megatron.kinds.rwkv.parts import LowRank, ShiftState, Start, blended, mixed
 from megatron.model.costs.exchanges import Around, LayerMessage
-from megatron.model.costs.traffic import Enter, Event, Leave, Shared, TensorAxis
+from megatron.model.costs.traffic import Enter, Event, Shared, TensorAxis, column_events, row_events
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.kernels.choice import choose_kernels
@@ -52,6 +52,10 @@ class RWKV7(nn.Module):
     """x [B, s, H] to its output [B, s, H]: output((norm(wkv) + bonus) * gate).
 
     The values of the first RWKV-7 layer of the stack travel to the others, which blend them with their own.
+
+    Columns cut what is a channel of the stream: mixes and token shift, and the inputs of the matrices that read it.
+    Vectors of the heads' channels, their norm and the first values are whole over columns, which all scan their row's
+    heads.
     """
 
     indexed = True  # the first layer of the kind has no blend
@@ -69,7 +73,11 @@ class RWKV7(nn.Module):
         self.first = is_first(model, init.index)
         start = Start(options.init, init, H)
         self.mix = make.parameter(
-            "mix", (6, H), role=Role.STATE, init=start.mixes(*(p * start.rest for p in (0.2, 0.9, 0.7, 0.7, 0.9, 0.2)))
+            "mix",
+            (6, H),
+            role=Role.STATE,
+            init=start.mixes(*(p * start.rest for p in (0.2, 0.9, 0.7, 0.7, 0.9, 0.2))),
+            stream=1,
         )
 
         def column(name: str, gain: float, spread: float) -> ColumnLinear:
@@ -154,7 +162,9 @@ class RWKV7(nn.Module):
         H = model.hidden_size
         ranks = [options.decay_rank, options.rate_rank, options.gate_rank]
         ranks += [] if is_first(model, index) else [options.value_rank]
-        return [Enter(H), Shared(6 * H), *(Shared(rank * H) for rank in ranks), Leave(H)]
+        products = column_events(tensor, *[H // tensor.ranks] * 3, *ranks)
+        shared = [Shared(each * H // tensor.columns) for each in (6, *ranks)]
+        return [Enter(H), *shared, *products, *row_events(H, False, tensor, H)]
 
     @staticmethod
     def exchanges(model: ModelSection, options: RWKV7Options, around: Around) -> list[LayerMessage]:

@@ -27,8 +27,8 @@ class ColumnLinear(nn.Module):
         shard: False keeps the whole matrix on every rank. Then each rank may use only part of the result, and
             the gradient is summed over the ranks (key/value heads fewer than ranks).
         folds: whether ranks may share the rows of the matrix (`ParameterFactory.row_axis`).
-        stream: False where the inputs are no channels of the stream, but numbers that all columns have, such as those
-            of a low rank. Each column then has the whole rows: a cut would only add a sum of the outputs.
+        stream: False where the inputs are no channels of the stream, but numbers that all columns have (a low rank).
+            Each column then has whole rows, since a cut would only add a sum of the outputs.
     """
 
     def __init__(

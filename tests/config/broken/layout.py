@@ -211,10 +211,10 @@ LAYOUT = [
     ),
     case(
         "columns of tensor parallel ranks",
-        "model: {layers: attention/moe x4, moe: {experts: 8}}\n"
+        "model: {layers: attention/rwkv6_ffn x4}\n"
         "parallel: {tensor: {rows: 2, columns: 3}, context: 2}\nzero: {stage: 3}",
         "a.yml:3: parallel.columns = 3",
-        "must be 1 with moe: only layers of attention, mlp have a part of the channels",
+        "must be 1 with rwkv6_ffn: only layers of attention,",
         "must divide model.hidden_size",
         "parallel.context = 2",
         "must be 1 with parallel.columns: ranks of a row have the same tokens",
