@@ -24,7 +24,8 @@ from megatron.engine.part import EnginePart, Update
 from megatron.parallel.layout.precision import TYPES, type_name
 
 from .messages import digest
-from .slots import Offered, tree_sum
+from .outer import tree_sum
+from .slots import Offered
 from .whole import WholeTensors
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +13,7 @@ import megatron
 from megatron.checkpoint.format.communicator import from_rank_0
 from megatron.config import Config
 from megatron.config.problems import UserError
+from megatron.config.registry import load
 from megatron.config.tree import thaw
 from megatron.data.hashing import sample_hash
 from megatron.engine.part import part_of
@@ -24,7 +25,7 @@ from megatron.worker.beacon import HOOKS
 
 from .folder import Unreadable
 from .messages import Expected, Refused
-from .options import FEATURE, peers_of
+from .options import DECOUPLED, FEATURE, peers_of
 from .part import OuterState
 from .rounds import Line, Rounds, TooFew, retried
 
@@ -90,9 +91,25 @@ class PeersHook(Hook):
     def of(cls, parts: HookContext) -> PeersHook | None:
         if not FEATURE.wanted(parts.config) or parts.world is None:
             return None
-        return cls(parts.config, part_of(parts.engine, PEERS), parts.world)
+        decoupled = peers_of(parts.config).algorithm == DECOUPLED
+        made: type[PeersHook] = load(f"{__package__}.decoupled:DecoupledHook") if decoupled else cls
+        return made(parts.config, part_of(parts.engine, PEERS), parts.world)
 
     def on_start(self, trainer: Trainer) -> None:
+        part = self.part
+        self._begin(trainer)
+        before = part.round
+        if trainer.completed >= (part.round + 1) * part.interval:  # it stopped while it waited for this round
+            if self.own.delay == 0:
+                self._send(trainer)
+            self._meet(trainer)
+        else:
+            self._jump(trainer)
+        trainer.moved = trainer.completed >= trainer.steps and part.round > before
+        self._announce(trainer)
+
+    def _begin(self, trainer: Trainer) -> None:
+        """Meet the run, and take the common weights from the engine's in a new one."""
         part = self.part
         identity = identity_of(self.config, samples_of(trainer.loader.plan)) if self.world.is_main else {}
         self.jumps = {step: to for step, to in self._from_rank_0(lambda: self._open(identity))}
@@ -105,15 +122,6 @@ class PeersHook(Hook):
             f"peer {self.own.name} of {', '.join(self.own.members)}: {part.bytes_of_round(part.round):,} bytes in a "
             f"round of {part.interval} steps, at round {part.round}"
         )
-        before = part.round
-        if trainer.completed >= (part.round + 1) * part.interval:  # it stopped while it waited for this round
-            if self.own.delay == 0:
-                self._send(trainer)
-            self._meet(trainer)
-        else:
-            self._jump(trainer)
-        trainer.moved = trainer.completed >= trainer.steps and part.round > before
-        self._announce(trainer)
 
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
         interval, completed = self.part.interval, trainer.completed
@@ -250,7 +258,7 @@ class PeersHook(Hook):
         line = self._retried(trainer, lambda: rounds.decide(part.round, part.base(part.round), part))
         if line is None:
             return None
-        if not self._apply(trainer, line):
+        if not self._apply_line(trainer, line):
             passed = self.own.replay is None and self._retried(trainer, lambda: rounds.passed(line))
             return PASSED if passed else None
         return [] if line.has(rounds.name) else part.jumps
@@ -258,20 +266,24 @@ class PeersHook(Hook):
     def _retried(self, trainer: Trainer, work: Callable[[], Any]) -> Any:
         return retried(work, lambda text: self._tell(trainer, text))
 
-    def _apply(self, trainer: Trainer, line: Line) -> bool:
+    def _apply_line(self, trainer: Trainer, line: Line) -> bool:
         """Apply a line to the common weights, once. Returns False while a contribution cannot be read."""
-        rounds, part = self.rounds, self.part
-        assert rounds is not None
-        if line.base != part.base(line.round):
-            raise self._other_weights(line.round, line.peer)
         contributions = self._retried(trainer, lambda: self._read(line))
-        if contributions is None:
-            return False
+        if contributions is not None:
+            self._use(trainer, line, contributions)
+        return contributions is not None
+
+    def _use(self, trainer: Trainer, line: Line, contributions: Sequence[Mapping[str, Tensor]]) -> None:
+        if line.base != self.part.base(line.round):
+            raise self._other_weights(line.round, line.peer)
         # No second attempt after an error: a part of the weights may have changed.
-        mine = line.names.index(rounds.name) if line.has(rounds.name) else None
-        part.apply(line.round, contributions, mine)
+        mine = line.names.index(self.own.name) if self.own.name in line.names else None
+        self.part.apply(line.round, contributions, mine, self._weights(trainer, line))
         self._record(trainer, line)
-        return True
+
+    def _weights(self, trainer: Trainer, line: Line) -> list[float] | None:
+        """Weights of the contributions of a line. None: they count alike."""
+        return None
 
     def _other_weights(self, round: int, peer: str) -> UserError:
         return UserError(
@@ -355,7 +367,7 @@ class PeersHook(Hook):
             line = self._retried(trainer, lambda: rounds.line(part.round))
             if line is None:
                 return False
-            if self._apply(trainer, line):
+            if self._apply_line(trainer, line):
                 part.round += 1
                 continue
             found = self._retried(trainer, lambda: rounds.newest_state(to, part.whole_state()))

@@ -23,7 +23,7 @@ ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^/\[\]:@?#]+):[0-9]{1,5}/?")
 HEX = re.compile(r"[0-9a-f]{64}")
 LIBRARIES = ("nacl", "cryptography")  # either signs by Ed25519
 TCP, SERVER = "tcp://", "server"  # a folder over sockets, and the name by which its server signs
-SPARSE, STREAMING, GRADIENTS = "sparseloco", "streaming_diloco", "gradients"
+SPARSE, STREAMING, DECOUPLED, GRADIENTS = "sparseloco", "streaming_diloco", "decoupled", "gradients"
 
 
 def _by_algorithm(sparse: float, dense: float) -> Derived:
@@ -38,10 +38,11 @@ class PeersSection(Section):
     every: int | None = key(
         None, "Steps between two exchanges of each weight with the other peers.", unit="steps", gt=0
     )
-    algorithm: Literal["diloco", "streaming_diloco", "sparseloco", "gradients"] = key(
+    algorithm: Literal["diloco", "streaming_diloco", "sparseloco", "decoupled", "gradients"] = key(
         "diloco",
         "diloco sends all differences, streaming_diloco some layers at a time, sparseloco the largest in two "
-        "bits each. With gradients each step is data parallel (docs/peers.md).",
+        "bits each. decoupled peers do not wait for each other. With gradients each step is data parallel "
+        "(docs/peers.md).",
     )
     slots: int | None = key(
         None, "gradients: number of equal parts of a step's batch. By default one for each member.", gt=0, le=4096
@@ -76,9 +77,19 @@ class PeersSection(Section):
     outer_momentum: Derivable[float] = key(
         None, "Nesterov momentum of the outer step.", derived=_by_algorithm(0.0, 0.9), ge=0, lt=1
     )
-    fragments: int = key(1, "streaming_diloco: number of fragments. Layer l belongs to fragment l mod n.", gt=0)
-    delay: int = key(0, "streaming_diloco: a fragment is applied this long after it was sent.", unit="steps", ge=0)
-    alpha: float = key(0.0, "streaming_diloco: share of the local weights in a fragment that is applied.", ge=0, le=1)
+    fragments: int = key(
+        1, "streaming_diloco, decoupled: number of fragments. Layer l belongs to fragment l mod n.", gt=0
+    )
+    delay: int = key(
+        0,
+        "streaming_diloco: a fragment is applied this long after it was sent. decoupled: with peers.quorum "
+        "contributions, a round is open for others until a contributor has trained for this long after its own.",
+        unit="steps",
+        ge=0,
+    )
+    alpha: float = key(
+        0.0, "streaming_diloco, decoupled: share of the local weights in a fragment that is applied.", ge=0, le=1
+    )
     top: int = key(64, "sparseloco: values that are sent of each chunk of 4,096.", ge=1, le=4096)
     decay: float = key(0.95, "sparseloco: factor of what was not sent, in the next round.", ge=0, le=1)
     norm_limit: float = key(
@@ -212,10 +223,10 @@ def rounds_fit(context: RuleContext) -> Iterator[Problem]:
     own, training = peers_of(context.config), context.config.training
     if own.every is None:
         return
-    if own.algorithm != STREAMING and (own.fragments, own.delay, own.alpha) != (1, 0, 0.0):
+    if own.algorithm not in (STREAMING, DECOUPLED) and (own.fragments, own.delay, own.alpha) != (1, 0, 0.0):
         yield context.problem(
             "peers.algorithm peers.fragments peers.delay peers.alpha",
-            rule="must be streaming_diloco with fragments, delay or alpha",
+            rule="must be streaming_diloco or decoupled with fragments, delay or alpha",
             fix="change peers.algorithm, or remove them",
         )
         return

@@ -21,8 +21,8 @@ from megatron.engine.part import EnginePart
 from megatron.parallel.layers.parameters import logical_of
 from megatron.parallel.layout.shard import LogicalTensor, Role
 
-from .options import SPARSE, interval, peers_of
-from .outer import fragments_of, mixed, outer_step, tree_mean
+from .options import DECOUPLED, SPARSE, interval, peers_of
+from .outer import fragments_of, merged, mixed, outer_step, tree_mean
 from .sparse import Sparse, accumulate, bytes_of, clipped_to_median, compress, decompress, kept, norm_of
 from .whole import WholeTensors
 
@@ -40,7 +40,10 @@ class OuterState(EnginePart):
     Attributes:
         round: rounds that were applied. Equal on all ranks.
         fresh: whether the common weights were not taken from the engine yet.
-        jumps: (completed steps, next round) of rounds that were skipped since the last own contribution.
+        jumps: (completed steps, next round) of rounds that were skipped since the last own contribution. With
+            decoupled peers, of all rounds that were applied.
+        received: completed steps when each fragment was last applied (decoupled).
+        sent: completed steps at the last contribution (decoupled).
         states: by name of the state, then of the tensor. Empty on ranks above 0.
     """
 
@@ -73,11 +76,14 @@ class OuterState(EnginePart):
                 yield Fragment(own, kind, 0, 1, 0, values.view(-1))
 
     def state(self) -> dict[str, Any]:
-        return {"round": self.round, "fresh": self.fresh, "jumps": self.jumps}
+        own = {"received": self.received, "sent": self.sent} if self.own.algorithm == DECOUPLED else {}
+        return {"round": self.round, "fresh": self.fresh, "jumps": self.jumps, **own}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.round, self.fresh = state.get("round", 0), state.get("fresh", True)
         self.jumps: list[list[int]] = [list(each) for each in state.get("jumps", ())]
+        self.received: list[int] = [*state.get("received", [0] * len(self.fragments))]
+        self.sent: int = state.get("sent", 0)
         self.pending.clear()
 
     def names(self, round: int) -> list[str]:
@@ -148,12 +154,19 @@ class OuterState(EnginePart):
             return True
         return all(_sparse(tensors, name).fits(self.shapes[name], self.own.top) for name in self.names(round))
 
-    def apply(self, round: int, contributions: Sequence[Mapping[str, Tensor]], mine: int | None) -> None:
+    def apply(
+        self,
+        round: int,
+        contributions: Sequence[Mapping[str, Tensor]],
+        mine: int | None,
+        weights: Sequence[float] | None = None,
+    ) -> None:
         """The outer step of a round, on rank 0.
 
         Args:
             contributions: of all members, in the order of the line.
             mine: number of this peer's own among them.
+            weights: of the contributions, in a merge of decoupled peers.
         """
         for name in self.names(round):
             deltas = [self.delta(each, name) for each in contributions]
@@ -164,7 +177,7 @@ class OuterState(EnginePart):
                 norms = [norm_of(_sparse(each, name), self.shapes[name], self.own.top) for each in contributions]
                 deltas = clipped_to_median(deltas, norms)
             velocity = self.states[VELOCITY][name] if VELOCITY in self.states else None
-            gradient = tree_mean(deltas)
+            gradient = tree_mean(deltas) if weights is None else merged(name, deltas, weights)
             outer_step(self.states[THETA][name], velocity, gradient, self.own.outer_lr, self.own.outer_momentum)
         self.pending.clear()
 

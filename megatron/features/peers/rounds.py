@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from safetensors.torch import save
@@ -54,7 +54,8 @@ class Line:
     """A line of the ledger.
 
     Attributes:
-        members: peer, hash of its contribution, and its jumps since its last one, in the order of the sum.
+        members: peer, hash of its contribution, and its jumps since its last one, in the order of the sum. With
+            decoupled peers also its completed steps, and those since it has received the fragment.
         absent: reason of each other peer that was expected.
         strikes: refused contributions so far, by peer.
     """
@@ -90,7 +91,12 @@ class Rounds:
     Args:
         own: the section `peers`.
         given: the lines to repeat, in a replay.
+
+    Attributes:
+        noted: facts of a contribution that its line repeats.
     """
+
+    noted: ClassVar[tuple[str, ...]] = ("sha256", "jumps")
 
     def __init__(self, own: PeersSection, signer: Signer, folder: SharedFolder, given: Rounds | None = None) -> None:
         assert own.name is not None
@@ -204,7 +210,7 @@ class Rounds:
             each["peer"] for each in line.members if isinstance(each["sha256"], str) and jumps_can_be(each["jumps"])
         ]
         order = [each for each in self.own.members if each in good]
-        if good != order or len(good) != len(line.members) or len(good) < self.own.quorum:
+        if good != order or len(good) != len(line.members) or len(good) < self._least():
             raise Refused("members that cannot be")
         reasons = line.absent.values()
         if not {*line.absent, *line.strikes} <= {*self.own.members} or not isinstance(line.base, str):
@@ -235,9 +241,9 @@ class Rounds:
             return self._repeat(round, waiting)
         waited = (time.monotonic() if now is None else now) - waiting.since
         good, refused = self._within_norm(waiting)
-        awaited = [each for each in allowed if before is None or before.has(each) or self._announced(round, each)]
+        awaited = [each for each in allowed if self._awaits(round, each, before)]
         missing = [each for each in awaited if each not in good and each not in refused]
-        if len(good) >= self.own.quorum and (not missing or waited > self.own.timeout):
+        if len(good) >= self._quorum() and (not missing or self._late(waited)):
             for name in refused:
                 strikes[name] = strikes.get(name, 0) + 1
             absent = {**refused, **dict.fromkeys(missing, "silent")}  # no strike: anything may keep a peer away
@@ -246,9 +252,24 @@ class Rounds:
             raise TooFew(f"{len(good)} of {self.own.quorum} contributions (peers.quorum) to round {round} in time")
         return None
 
+    def _least(self) -> int:
+        """Least number of members of a line."""
+        return self.own.quorum
+
+    def _quorum(self) -> int:
+        """Least number of contributions to a round that this peer decides."""
+        return self.own.quorum
+
+    def _late(self, waited: float) -> bool:
+        """Whether missing contributions are no longer waited for."""
+        return waited > self.own.timeout
+
+    def _awaits(self, round: int, name: str, before: Line | None) -> bool:
+        return before is None or before.has(name) or self._announced(round, name)
+
     def _announced(self, round: int, name: str) -> bool:
         """Whether a member has announced that it trains for a round. Others cannot do that in its name."""
-        announced = self._waiting[round].announced
+        announced = self._waiting.setdefault(round, Waiting()).announced
         if name not in announced:
             try:
                 message = self.folder.read_up_to(f"announced/{number(round)}/{name}", HEAD_LIMIT)
@@ -271,9 +292,7 @@ class Rounds:
         self, round: int, good: Mapping[str, Any], absent: Mapping[str, str], strikes: Mapping[str, int], base: str
     ) -> Line | None:
         members = [
-            {"peer": name, "sha256": good[name]["sha256"], "jumps": good[name]["jumps"]}
-            for name in self.own.members
-            if name in good
+            {"peer": name, **{key: good[name][key] for key in self.noted}} for name in self.own.members if name in good
         ]
         message = self.seal("line", round, members=members, absent=dict(absent), strikes=dict(strikes), base=base)
         self.folder.create(f"rounds/{number(round)}.json", message)
@@ -334,11 +353,13 @@ class Rounds:
 
     def jumps(self) -> dict[int, int]:
         """In a replay, the rounds that this peer skipped: (steps that it had completed) -> next round."""
-        if self.given is None:
-            return {}
-        lines: Iterable[Line | None] = map(self.given.line, range(self.given.decided_up_to(0)))
-        mine = (each for line in lines if line for each in line.members if each["peer"] == self.name)
-        return {step: to for each in mine for step, to in each["jumps"]}
+        mine = self.given.mine(0) if self.given is not None else []
+        return {step: to for _, each in mine for step, to in each["jumps"]}
+
+    def mine(self, first: int) -> list[tuple[int, dict[str, Any]]]:
+        """Rounds from `first` on to which this peer has contributed, each with the line's entry of it."""
+        lines: Iterable[Line | None] = map(self.line, range(first, self.decided_up_to(first)))
+        return [(line.round, each) for line in lines if line for each in line.members if each["peer"] == self.name]
 
     def publish(self, round: int, tensors: Mapping[str, Tensor]) -> None:
         """Offer the state after a round."""

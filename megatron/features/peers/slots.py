@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -470,12 +470,3 @@ def chained(base: str, line: StepLine) -> str:
     """The base of the step after a line: a hash of all that its weights follow from."""
     slots = json.dumps(line.slots, sort_keys=True)
     return hashlib.sha256(f"{base} {slots}".encode()).hexdigest()
-
-
-def tree_sum(terms: Iterable[Tensor | None]) -> Tensor | None:
-    """Sum in a binary tree over the places of the terms. None is no term, so its place does not move the others."""
-    sums = list(terms)
-    while len(sums) > 1:
-        pairs = [(sums[at], sums[at + 1] if at + 1 < len(sums) else None) for at in range(0, len(sums), 2)]
-        sums = [b if a is None else a if b is None else a + b for a, b in pairs]
-    return sums[0]

@@ -71,6 +71,20 @@ def test_a_resumed_company_continues_bitwise(tmp_path, keys):
     ]
 
 
+def test_decoupled_peers_on_other_layouts_and_their_replay(tmp_path):
+    """One peer has pipeline stages. The replay has the bits of the common weights."""
+    keys = {"every": 4, "fragments": 2, "delay": 1, "alpha": 0.5, "quorum": 1, "algorithm": "decoupled"}
+    layouts = {"b": ["parallel.pipeline=2"]}
+    with Company(tmp_path, {"a": 1, "b": 2}, **keys) as company:
+        company.run("run", own=layouts)
+        company.run("replay", own=layouts, peers={"replay": str(tmp_path / "run/shared")})
+        found = [company.tensors(run, name, 8) for run in ("run", "replay") for name in company.peers]
+    common = [key for key in found[0] if key[1] in ("master", "outer_weights", "outer_velocity")]
+    assert len(common) > 20 and {each["peer"] for line in lines(tmp_path / "run/shared") for each in line["members"]}
+    for key in common:
+        assert all(torch.equal(each[key], found[0][key]) for each in found), key
+
+
 def test_a_killed_peer_returns_and_the_ledger_repeats_the_run(tmp_path):
     """b dies in round 2. a continues without it. b returns from its checkpoint of step 3 (in round 1), repeats the rest
     of that round, skips to round 4, and contributes again. The replay has the same ledger without a fault."""

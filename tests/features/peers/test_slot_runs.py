@@ -57,7 +57,9 @@ def test_slots_are_data_parallelism_in_float64(tmp_path):
             assert row["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-6)
 
 
-@pytest.mark.parametrize("layout", [["zero.stage=3"], ["zero.stage=1", "precision.compute=bf16"]], ids=str)
+@pytest.mark.parametrize(
+    "layout", [["zero.stage=3"], ["zero.stage=1", "precision.compute=bf16"], ["parallel.pipeline=2"]], ids=str
+)
 def test_other_stages(tmp_path, layout):
     with Company(tmp_path, {"a": 2, "b": 2}, **KEYS) as company:
         company.run("peers", "training.steps=4", *layout)
