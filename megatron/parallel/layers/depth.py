@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..layout.mesh import Axis
 from ..layout.precision import at_least_fp32, plain
-from ..messages.account import here
+from ..messages.account import here, saved_of
 
 
 def _whole(own_RM: Tensor, axis: Axis) -> Tensor:
@@ -41,7 +41,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (x, own_RM), (grad,) = ctx.saved_tensors, gradients
+        (x, own_RM), (grad,) = saved_of(ctx), gradients
         of_x, of_own = None, None
         if ctx.needs_input_grad[0]:
             of_x = grad @ _whole(own_RM, ctx.axis)

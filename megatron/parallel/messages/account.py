@@ -217,6 +217,15 @@ def here() -> str:
     return "" if _installed is None else _installed.layer
 
 
+def saved_of(ctx: Any) -> tuple[Any, ...]:
+    """The saved tensors of an autograd function in its backward pass. Where recomputation makes them again, messages
+    of other layers do not count for its layer."""
+    layer, ctx.layer = ctx.layer, ""
+    saved = ctx.saved_tensors
+    ctx.layer = layer
+    return saved
+
+
 def note(group: ProcessGroup, operation: str, shape: Sequence[int], dtype: torch.dtype) -> None:
     """Count a message that goes through no method of its group.
 

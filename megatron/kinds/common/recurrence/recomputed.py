@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megatron.parallel.messages.account import here
+from megatron.parallel.messages.account import here, saved_of
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        return None, *call(_gradients, ctx.function, ctx.needed, ctx.saved_tensors, gradients)
+        return None, *call(_gradients, ctx.function, ctx.needed, saved_of(ctx), gradients)
 
 
 def _gradients(
