@@ -99,8 +99,7 @@ class LayerKind:
             before (`kinds/common/recurrence/sequence_scan.py`). "states": ranks wait for the state of the rank before
             (`model/relay.py`), which its `new_state` makes. "": not at all.
         neighbours: whether, where it attends, it also needs the token before a rank's first one.
-        columns: whether its layers can read and write a part of the stream's channels (`parallel.columns`): through
-            `ColumnLinear` and `RowLinear` only.
+        columns: whether its layers can read and write a part of the stream's channels (`parallel.columns`).
         draws: whether, with these options, a forward pass in training draws random numbers.
         repeats: whether its layers can be in a recurrent group, which runs them several times with the same weights:
             they hand nothing to later layers and count nothing by layer.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.format.fragment import FragmentSpec, rectangles
+from megatron.checkpoint.format.fragment import FragmentSpec, natural_width, rectangles
 from megatron.checkpoint.format.table import tensor_from_dict, tensor_to_dict
 from megatron.config import resolve
 from megatron.config.sections.model import NormOptions
@@ -68,6 +69,30 @@ MIXERS: dict[str, Any] = {
     "data": {"reset_attention_at_eod": True},
 }
 
+MOE: dict[str, Any] = {
+    **LLAMA,
+    "model": {
+        **LLAMA["model"],
+        "layers": "mla/moe attention/moe@states mla@plain/moe@latent attention/moe@own",
+        "mla": {"heads": 4, "query_rank": 12, "kv_rank": 8, "nope_dim": 6, "rope_dim": 4, "value_dim": 8, "bias": True},
+        "moe": {
+            "experts": 4,
+            "hidden_size": 16,
+            "bias": True,
+            "shared_size": 12,
+            "shared_gate": True,
+            "router": {"score": "sigmoid", "normalize": True, "bias": True},
+            "losses": {"balance": 0.0},
+        },
+        "variants": {
+            "states": {"router": {"network": "mlp", "width": 12, "average": False}, "gated": False},
+            "latent": {"latent_size": 16, "bias": False, "shared_size": 0, "shared_gate": False},
+            "plain": {"query_rank": None, "position": "none"},
+            "own": {"own_norms": True, "router": {"expert_scale": True}},
+        },
+    },
+}
+
 
 def grid(rows: int, columns: int, depth: int = 1, **others: Any) -> dict[str, Any]:
     parallel = {"tensor": rows, "columns": columns, "depth": depth, **others}
@@ -82,9 +107,10 @@ def test_recurrences_are_those_of_one_process():
     check_layouts(MIXERS, [grid(2, 2), {**grid(1, 4), "zero": {"stage": 1}}, grid(1, 2, pipeline=2)])
 
 
-def test_initial_values_do_not_depend_on_the_grid():
-    """Every rank's part of every tensor, runs of rows by depth too, bit for bit."""
-    config = resolve(MIXERS)
+@pytest.mark.parametrize("values", [MIXERS, MOE], ids=["mixers", "moe"])
+def test_initial_values_do_not_depend_on_the_grid(values: dict[str, Any]):
+    """Every rank's part of every tensor, runs of rows and of experts too, bit for bit."""
+    config = resolve(values)
     whole = {name: each.detach().numpy() for name, each in named(build_model(config)).items()}
     for layout in (Layout(tensor=4, columns=2, data=2, depth=2, expert=2), Layout(tensor=4, columns=4)):
         for rank in range(layout.world_size):
@@ -130,6 +156,21 @@ def test_numbers_on_the_wire_of_recurrences(rows: int, columns: int):
     assert (found["rows"], found["columns"] + found["tensor"]) == wanted
 
 
+def test_experts_of_every_form():
+    """Routers with and without states, biases, a shared expert with a gate, latent experts, norms of their own. And
+    latent attention with and without compressed queries."""
+    check_layouts(
+        MOE,
+        [
+            grid(2, 2),
+            grid(1, 2, 2, expert=2),
+            {**grid(1, 2, pipeline=2), "zero": {"stage": 1}},
+            {"parallel": {"columns": 2, "expert": 2}, "ranks": 4},
+            grid(1, 4),
+        ],
+    )
+
+
 def normed_on_a_rank(layout: Layout, form: str, x: Tensor, of_y: Tensor) -> tuple[int, list[Tensor]]:
     """(column, [result, gradients of the input and of the weight])."""
     mesh = Mesh.build(layout).of_blocks
@@ -155,25 +196,59 @@ def test_a_norm_sees_all_channels(form: str):
             assert relative(mine, whole.chunk(2, -1)[column]) < EXACT
 
 
-def test_a_cut_in_two_directions_covers_the_tensor():
+@pytest.mark.parametrize(
+    "shape, cut",
+    [
+        ((12, 6), Shard(0, (8, 4), 2, across=1, columns=3)),
+        ((3, 12, 6), Shard(1, (8, 4), 2, across=2, columns=3)),  # experts that read the stream
+        ((3, 6, 12), Shard(2, None, 2, across=1, columns=3)),  # and that write it
+    ],
+)
+def test_a_cut_in_two_directions_covers_the_tensor(shape: tuple[int, ...], cut: Shard):
     """Every element once, by spans and by the rectangles that checkpoints read, in whole and in pieces."""
-    shape, cut = (12, 6), Shard(0, (8, 4), 2, across=1, columns=3)
     tensor = LogicalTensor("a", shape, Role.HIDDEN, cut)
-    values, seen = np.arange(72).reshape(shape), np.zeros(72, int)
+    size = math.prod(shape)
+    values, seen, each_rank = np.arange(size).reshape(shape), np.zeros(size, int), size // 6
     for rank in range(6):
         mine = local_shard(values, tensor, rank, 6)
-        assert (part_of(values, tensor, rank, 6) == mine).all() and mine.size == 12
-        for first in range(0, 12, 5):
-            spec = FragmentSpec.whole(tensor, "weight", rank, 6).part(first, min(5, 12 - first))
+        assert (part_of(values, tensor, rank, 6) == mine).all() and mine.size == each_rank
+        for first in range(0, each_rank, 5):
+            spec = FragmentSpec.whole(tensor, "weight", rank, 6).part(first, min(5, each_rank - first))
             for each in rectangles(spec):
                 for row in range(each.rows):
                     begin = each.local + row * each.stride
-                    there = values[each.row + row, each.column : each.column + each.columns]
+                    matrix = values.reshape(-1, natural_width(tensor))
+                    there = matrix[each.row + row, each.column : each.column + each.columns]
                     assert (mine[first + begin : first + begin + each.columns] == there).all()
                     seen[there] += 1
     assert (seen == 1).all()
     assert tensor_from_dict(json.loads(json.dumps(tensor_to_dict(tensor)))) == tensor
-    for wrong in ({"columns": 4}, {"across": 2}, {"across": None}, {"columns": 0}):
+    for wrong in ({"columns": 4}, {"across": len(shape)}, {"across": None}, {"columns": 0}):
         values_of = tensor_to_dict(tensor)
         with pytest.raises(ValueError, match="is cut by"):
             tensor_from_dict({**values_of, "shard": {**values_of["shard"], **wrong}})
+
+
+@pytest.mark.parametrize("rows, columns", [(1, 2), (2, 2), (2, 4), (1, 8)])
+def test_numbers_on_the_wire_are_those_of_the_formulas(rows: int, columns: int):
+    """Of a block of latent attention and experts, per token: the formulas of docs/layouts.md for the columns, and two
+    sums of the stream for each of the layers on the rows. tests/engine/test_traffic.py counts such messages."""
+    H, n, N, P, V, R, Q, E, k, f, s = 64, 4, 6, 4, 8, 24, 16, 8, 3, 32, 40
+    mla = {"heads": n, "nope_dim": N, "rope_dim": P, "value_dim": V, "kv_rank": R, "query_rank": Q}
+    moe = {"experts": E, "top_k": k, "hidden_size": f, "shared_size": s, "losses": {"balance": 0.0}}
+    own = {"layers": "mla/moe", "hidden_size": H, "vocab_size": 64, "norm": {"type": "rmsnorm"}, "mla": mla, "moe": moe}
+    parallel = {"tensor": rows, "columns": columns}
+    training = {"steps": 1, "sequence_length": 32, "micro_batch_size": 2, "global_batch_size": 2}
+    values = {"model": own, "parallel": parallel, "training": training, "data": {"synthetic": "copy"}}
+    config, found = resolve(values, ranks=rows * columns), {"rows": 0.0, "columns": 0.0}
+    tokens = training["micro_batch_size"] * training["sequence_length"]
+    for call, _, size in predict(config, rows * columns, 0).step:
+        if call.layer.startswith("layers."):
+            group = "columns" if call.group == "tensor" else call.group  # one row
+            found[group] += wire_bytes(call.operation, call.ranks, size) / SIZES[call.dtype] / tokens
+    sums, norms = 3 * (k * f + s) / rows + E + k + n * (2 * N + P + 2 * V) / rows + R + P + Q, 2 * 2
+    share = (columns - 1) / columns
+    assert found["columns"] == pytest.approx(2 * share * (sums + norms) + share * (R + Q))
+    replicated = [H * (R + P) // columns, H * Q // columns, R, Q, H * E // columns]  # gradients of what all rows have
+    of_gradients = 2 * (rows - 1) / rows * sum(replicated) / tokens
+    assert found["rows"] == pytest.approx(4 * 2 * (rows - 1) / rows * H / columns + of_gradients)

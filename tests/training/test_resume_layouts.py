@@ -63,6 +63,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "depth2 pp2": {"ranks": 4, "parallel": {"depth": 2, "pipeline": 2}},
     "tp2 col2": {"ranks": 4, "parallel": {"tensor": 2, "columns": 2}},
     "col2 depth2 ZeRO 0": {"ranks": 4, "parallel": {"columns": 2, "depth": 2}, "zero": {"stage": 0}},
+    "col2 dp2 ep2 ZeRO 1": {"ranks": 4, "parallel": {"columns": 2, "expert": 2}},
     "depth4 ep4": {"ranks": 4, "parallel": {"depth": 4, "expert": 4}},
     "fold2 ep2": {"ranks": 4, "parallel": {"folded": 2, "expert": 2}},
     "cp2 ep2 by ring": {"ranks": 2, "parallel": {"context": 2, "context_method": "ring", "expert": 2}},
@@ -82,6 +83,7 @@ MAMBA = {"model": {"layers": "mamba2 mamba attention/mlp mamba2/mlp mamba"}}
 ZAMBA = {"model": {"layers": "mamba2 mamba2+shared_attention x3 mamba2+shared_attention/mlp"}}
 RWKV7 = {"model": {"layers": "(rwkv7/rwkv7_ffn) x3 (rwkv7/mlp) x2"}}
 MOE = {"model": {"layers": "attention/mlp (attention/moe) x4"}}
+MLA = {"model": {"layers": "mla/mlp mla@plain/moe (mla/moe) x3"}}
 CORE = {"model": {"layers": "(attention/mlp) x2 recurrent(attention/mlp x2) attention/mlp"}}
 
 # (architecture, recipe, saved on, resumed on, largest relative error of losses)
@@ -141,6 +143,9 @@ PAIRS = [
     ("state space", merged(ADAMW, MAMBA), "tp2 col2", "col2 depth2 ZeRO 0", 1e-5),
     ("rwkv7", merged(ADAMW, RWKV7), "col2 depth2 ZeRO 0", "tp2 col2", 1e-5),
     ("rwkv7", merged(ADAMW, RWKV7), "tp2 col2", "tp2 pp2", 1e-5),
+    ("moe", merged(MUON, MOE), "tp2 col2", "col2 dp2 ep2 ZeRO 1", 1e-5),
+    ("moe", merged(ADAMW, MOE), "col2 dp2 ep2 ZeRO 1", "tp2 pp2", 1e-5),
+    ("deepseek", merged(ADAMW, MLA), "dp4 ep2 ZeRO 1", "tp2 col2", 1e-5),
     ("moe", merged(ADAMW, MOE), "depth4 ep4", "tp2 pp2", 1e-5),
     *[("moe", merged(ADAMW, MOE), "cp2 ep2 by ring", to, 1e-5) for to in ("dp4 ep4 ZeRO 2", "cp2 ZeRO 1")],
 ]

@@ -160,11 +160,11 @@ def rectangles(spec: FragmentSpec, width: int | None = None) -> list[FragmentRec
         width: a divisor of the natural width that is a product of trailing dimensions. None: the natural width.
     """
     own_width = natural_width(spec.tensor)
-    runs, rows = _row_runs(spec), _rows(spec)
+    runs = _row_runs(spec)
     local_width = runs[-1][1] + runs[-1][2] if runs else 0
     if not spec.length or not local_width:
         return []
-    found = []
+    found, rows = [], _rows(spec, local_width)
     for first, count, begin, end in _row_bands(spec.start, spec.stop, local_width):
         for column, local, length in runs:
             low, high = max(begin, local), min(end, local + length)
@@ -217,13 +217,20 @@ def _row_runs(spec: FragmentSpec) -> list[tuple[int, int, int]]:
     return [(span.start * inner, span.local * inner, span.length * inner) for span in spans]
 
 
-def _rows(spec: FragmentSpec) -> list[Span]:
-    """The shard's rows of the logical matrix of natural width: some of them only where two dimensions are cut, which
-    are the first two."""
-    tensor = spec.tensor
-    if tensor.shard is None or tensor.shard.across in (None, tensor.shard.dim):
+def _rows(spec: FragmentSpec, width: int) -> list[Span]:
+    """The fragment's rows of the logical matrix of natural width, and where they are in the shard, whose rows have this
+    `width`. The shard has some rows only where two dimensions are cut, which are neighbours. Those before are whole."""
+    tensor, shard = spec.tensor, spec.tensor.shard
+    if shard is None or shard.across in (None, shard.dim):
         return [Span(0, prod(tensor.shape) // max(1, natural_width(tensor)), 0)]
-    return tensor.spans(spec.tensor_rank, spec.tensor_ranks)[0]
+    spans, size = tensor.spans(spec.tensor_rank, spec.tensor_ranks)[shard.last - 1], tensor.shape[shard.last - 1]
+    held = sum(span.length for span in spans)
+    first, end = spec.start // (held * width), -(-spec.stop // (held * width))  # matrices of a stack
+    return [
+        Span(matrix * size + span.start, span.length, matrix * held + span.local)
+        for matrix in range(first, end)
+        for span in spans
+    ]
 
 
 def _row_bands(start: int, stop: int, width: int) -> list[tuple[int, int, int, int]]:

@@ -55,7 +55,7 @@ def tensor_from_dict(values: dict[str, Any]) -> LogicalTensor:
         known = type(shard.columns) is int and shard.columns >= 1
         if not known or (shard.columns > 1 if shard.across is None else shard.across not in range(len(shape))):
             raise ValueError(f"{values['name']!r} of {shape} is cut by {shard}")
-        if shard.across is not None and (shard.last > 1 or shape[shard.across] % shard.columns):
+        if shard.across is not None and (abs(shard.dim - shard.across) > 1 or shape[shard.across] % shard.columns):
             raise ValueError(f"{values['name']!r} of {shape} is cut by {shard}")
     return LogicalTensor(
         values["name"],

@@ -15,7 +15,6 @@ COLUMNS = "parallel.columns"
 OTHERS: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("parallel.sequence", lambda it: not it, "false", "ranks of a row have the same tokens"),
     ("parallel.context", lambda it: it == 1, "1", "ranks of a row have the same tokens"),
-    ("parallel.expert", lambda it: it in (None, 1), "1", "experts are not cut in two directions"),
     ("parallel.stages_per_rank", lambda it: it == 1, "1", "a rank has one stage of a part of the channels"),
     ("parallel.schedule", lambda it: it == "1f1b", "1f1b", "a rank has one stage of a part of the channels"),
     ("parallel.communication.compress.tensor", lambda it: it == "none", "none", "sums over columns are not compressed"),

@@ -26,14 +26,23 @@ from megatron.kinds.common.attention.pattern import Dropped, Pattern
 from megatron.kinds.common.attention.spread_keys import SpreadKeys
 from megatron.kinds.mla.options import MLAOptions
 from megatron.model.costs.exchanges import Around, LayerMessage
-from megatron.model.costs.traffic import Enter, Event, Shared, TensorAxis, row_events, whole_events
+from megatron.model.costs.traffic import (
+    Enter,
+    Event,
+    Shared,
+    TensorAxis,
+    column_events,
+    gathered_gradients,
+    row_events,
+    whole_events,
+)
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.logit_clip import LogitClip, Projection, largest_logits
 from megatron.model.norm import Norm
 from megatron.model.rotary import Rotary, stream_angles
 from megatron.model.stream import Stream
-from megatron.parallel.layers.collectives import enter
+from megatron.parallel.layers.collectives import enter, split_channels
 from megatron.parallel.layers.linear import ColumnLinear, RowLinear
 from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layout.random import site_key
@@ -43,7 +52,7 @@ class MLA(nn.Module):
     """x [B, s, H] to its attention output [B, s, H].
 
     Every tensor parallel rank computes the compressed vectors of all tokens, and from them the queries, keys and values
-    of its heads.
+    of its heads. With columns, a rank multiplies its channels of the compressed vectors, as it does with the stream's.
     """
 
     def __init__(self, make: ParameterFactory, model: ModelSection, options: MLAOptions, init: Initialisation):
@@ -67,10 +76,10 @@ class MLA(nn.Module):
         self.query_down = self.query_norm = None
         if options.query_rank is not None:
             self.query_down = down("query_down", options.query_rank)
-            self.query_norm = Norm(make.scope("query_norm"), options.query_rank, norm, partial=True)
+            self.query_norm = Norm(make.scope("query_norm"), options.query_rank, norm, partial=True, stream=False)
         self.query = up("query", options.query_rank or H, key_width)
         self.kv_down = down("kv_down", options.kv_rank + options.rope_dim)
-        self.kv_norm = Norm(make.scope("kv_norm"), options.kv_rank, norm, partial=True)
+        self.kv_norm = Norm(make.scope("kv_norm"), options.kv_rank, norm, partial=True, stream=False)
         self.key_value = up("key_value", options.kv_rank, both)
         width = options.heads * options.value_dim
         self.output = RowLinear(
@@ -108,7 +117,8 @@ class MLA(nn.Module):
         inputs, angles = x_BSH, None
         if self.query_down is not None and self.query_norm is not None:
             inputs = self.query_norm(self.query_down(x_BSH))
-        q = self.query(inputs).unflatten(-1, (self.heads, -1))
+        own = inputs if self.query_down is None else split_channels(inputs, self.mesh.columns)
+        q = self.query(own).unflatten(-1, (self.heads, -1))
         latent, turned = self.kv_down(x_BSH).split([self.options.kv_rank, self.options.rope_dim], -1)
         latent, turned = self.kv_norm(latent).unsqueeze(1), turned.unsqueeze(2)  # [B, 1, S, R], [B, S, 1, P]
         if self.rotary is not None:
@@ -130,7 +140,8 @@ class MLA(nn.Module):
 
     def _expanded(self, latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
         """Keys [B, n, S, P + N] and values [B, n, S, V] of every head."""
-        both = self.key_value(latent.squeeze(1)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        own = split_channels(latent.squeeze(1), self.mesh.columns)
+        both = self.key_value(own).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         k, v = both.split([self.options.nope_dim, self.options.value_dim], -1)
         return torch.cat([turned.expand(-1, self.heads, -1, -1), k], -1), v
 
@@ -157,10 +168,14 @@ class MLA(nn.Module):
 
     @staticmethod
     def sends(model: ModelSection, options: MLAOptions, tensor: TensorAxis) -> list[Event]:
-        H, R, rank = model.hidden_size, options.kv_rank, options.query_rank
+        H, R, rank, heads = model.hidden_size, options.kv_rank, options.query_rank, options.heads // tensor.ranks
+        turned, value = options.rope_dim, options.value_dim
         queries = [*whole_events(rank, H, options.bias), Shared(rank)] if rank else []
-        latents = [*whole_events(R + options.rope_dim, H, options.bias), Shared(R)]
-        return [Enter(H), *queries, *latents, *row_events(H, options.bias, tensor)]
+        latents = [*whole_events(R + turned, H, options.bias), Shared(R)]
+        latents += column_events(tensor, R + turned, heads * (options.nope_dim + turned))
+        latents += [*column_events(tensor, heads * (options.nope_dim + value)), *gathered_gradients(tensor, R)]
+        latents += [*column_events(tensor, rank), *gathered_gradients(tensor, rank)] if rank else []
+        return [Enter(H), *queries, *latents, *row_events(H, options.bias, tensor, options.heads * value)]
 
     @staticmethod
     def exchanges(model: ModelSection, options: MLAOptions, around: Around) -> list[LayerMessage]:

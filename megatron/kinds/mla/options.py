@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.config.kind import KindUse, LayerKind
+from megatron.config.problems import divisors, multiples, near
 from megatron.config.section import Derivable, Needed, RotaryOptions, Section, key
 from megatron.kinds.attention.options import clipped_logits_are_seen_by_one_rank, heads_divide_over_tensor_ranks
 from megatron.kinds.common.options import derived_key, heads_are_given, rotary_scaling_is_complete
@@ -94,6 +95,17 @@ def all_of_rope_dim_is_turned(at: KindUse[MLAOptions]) -> Iterator[Problem]:
         )
 
 
+def columns_share_compressed_vectors(at: KindUse[MLAOptions]) -> Iterator[Problem]:
+    columns = at.config.parallel.columns
+    for name, rank in (("query_rank", at.options.query_rank), ("kv_rank", at.options.kv_rank)):
+        if rank and rank % columns:
+            yield at.problem(
+                f".{name} parallel.columns",
+                rule=f"{name} must be a multiple of parallel.columns = {columns}, which share its channels equally",
+                fix=f"use {multiples(rank, columns)}, or parallel.columns = {near(columns, divisors(rank))}",
+            )
+
+
 def _weights(options: MLAOptions, width: int) -> tuple[int, int]:
     if not options.heads:
         return 0, 0
@@ -116,11 +128,13 @@ KIND = LayerKind(
         rotary_scaling_is_complete,
         heads_divide_over_tensor_ranks,
         clipped_logits_are_seen_by_one_rank,
+        columns_share_compressed_vectors,
     ),
     clips_logits=lambda options: options.qk_clip is not None,
     draws=lambda options: options.dropout > 0.0,
     attends=True,
     context="attends",
+    columns=True,
     repeats=True,
     head_width=lambda options: options.nope_dim + options.rope_dim,
     linears=lambda options: (

@@ -12,7 +12,7 @@ ranks, t ranks that have slices of the same experts, n = E / x experts of a rank
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -168,7 +168,7 @@ def dispatch_messages(hidden_size: int, options: MoEOptions, around: Around) -> 
     shares = [sum(token * around.tensor // tokens == rank for token in range(tokens)) for rank in range(around.tensor)]
     found, x, slices = list[LayerMessage](), mesh.expert.size, mesh.expert_tensor.size
     if x > 1:
-        rows = shares[mesh.at.tensor] * options.top_k * hidden_size
+        rows = shares[mesh.tensor.rank] * options.top_k * hidden_size
         found = [LayerMessage("expert", "all_to_all", rows, backward=back, by_data=balanced, split=True)
                  for back in (False, True) for balanced in ("", MEAN)]  # fmt: skip
         found.append(LayerMessage("expert", "all_to_all", options.experts, "int64", again=NEVER))
@@ -178,3 +178,21 @@ def dispatch_messages(hidden_size: int, options: MoEOptions, around: Around) -> 
         found += [LayerMessage("tensor", operation, slices * room * hidden_size, backward=back, by_data=MOST)
                   for operation in ("all_gather", "reduce_scatter") for back in (False, True)]  # fmt: skip
     return found
+
+
+def row_messages(options: MoEOptions, around: Around) -> list[LayerMessage]:
+    """Sums over columns of the experts' rows: after their first matrices, and of the gradient before their second.
+
+    Raises:
+        NotPredicted: how many rows there are depends on the data, also without spread experts.
+    """
+    mesh = around.mesh
+    if mesh.columns.size == 1:
+        return []
+    if options.capacity_factor is not None or options.router.select == "expert_choice":
+        raise NotPredicted("there is no formula for experts with a capacity and columns (the tokens decide the rows)")
+    rows, spread = around.samples * around.length * options.top_k, mesh.layout.spreads_experts
+    width = (options.hidden_size or 0) // mesh.expert_tensor.size
+    found = [LayerMessage("columns", "all_reduce", rows * (2 if options.gated else 1) * width)]
+    found.append(LayerMessage("columns", "all_reduce", rows * width, backward=True))
+    return [replace(each, by_data=MEAN) for each in found] if spread else found

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron.kinds.common.activations import ACTIVATIONS
 from megatron.kinds.moe.options import MoEOptions
 from megatron.model.initialisation import Initialisation
+from megatron.parallel.layers.collectives import sum_gradient, sum_parts
 from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layout.initial import ZEROS
 from megatron.parallel.layout.shard import Role, Shard
@@ -57,6 +58,7 @@ class StackedExperts(nn.Module):
     """The matrices of all experts as one logical tensor [E, outputs, inputs], and their biases as one [E, outputs].
 
     Matrices that are cut by their inputs give partial sums. Each rank has the biases of some outputs and adds those.
+    With columns, a rank's inputs of the first matrices and its outputs of the second are its channels of the stream.
     """
 
     def __init__(
@@ -69,19 +71,37 @@ class StackedExperts(nn.Module):
         **description: Any,
     ):
         super().__init__()
-        self.weight = make.parameter("weight", shape, shard=shard, experts=True, **description)
+        self.first, self.columns, self.mine = shard.dim == 1, make.mesh.columns, True
+        stream = 2 if self.first else 1
+        self.weight = make.parameter("weight", shape, shard=shard, experts=True, stream=stream, **description)
         self.bias, self.beside, self.multiply = None, (0, 0), multiply
         if bias:
-            axis, cut = make.mesh.expert_tensor, shard if shard.dim == 1 else Shard(1)
-            self.bias = make.parameter("bias", shape[:2], role=Role.BIAS, init=ZEROS, shard=cut, experts=True)
-            if shard.dim == 2:
+            axis, cut = make.mesh.expert_tensor, shard if self.first else Shard(1)
+            grid = make.mesh.grid is not None and not self.first
+            self.bias = make.parameter(
+                "bias",
+                shape[:2],
+                role=Role.BIAS,
+                init=ZEROS,
+                shard=None if grid else cut,
+                experts=True,
+                stream=1 if grid else None,
+            )
+            if grid:
+                self.mine = axis.rank == 0  # all ranks of a column have them, and the first adds them
+            elif not self.first:
                 (span,) = cut.spans(shape[1], axis.rank, axis.size)
                 self.beside = (span.start, shape[1] - span.start - span.length)  # outputs whose biases others add
 
     def forward(self, x_RK: Tensor, ends_E: Tensor, experts_R: Tensor | None) -> Tensor:
         """`experts_R`: the number of each row's expert, where there are biases."""
+        x_RK = x_RK if self.first else sum_gradient(x_RK, self.columns)
         y_RN = self.multiply(x_RK, self.weight, Grouped(ends_E))
-        return y_RN if self.bias is None else y_RN + F.pad(self.bias, self.beside)[experts_R]
+        y_RN = sum_parts(y_RN, self.columns) if self.first else y_RN
+        if self.bias is None:
+            return y_RN
+        bias = self.bias if self.mine else self.bias - self.bias.detach()  # 0, with the same gradient
+        return y_RN + F.pad(bias, self.beside)[experts_R]
 
 
 class Experts(nn.Module):

@@ -18,13 +18,24 @@ from megatron.kinds.common.activations import ACTIVATIONS, SAVED
 from megatron.kinds.moe.losses import Balance
 from megatron.kinds.moe.options import MoEOptions
 from megatron.model.costs.exchanges import BEHIND, LAST, Around, LayerMessage
-from megatron.model.costs.traffic import Enter, Event, Leave, Shared, TensorAxis, stream_norm, whole_events
+from megatron.model.costs.traffic import (
+    Across,
+    Enter,
+    Event,
+    Leave,
+    Shared,
+    TensorAxis,
+    column_events,
+    gathered_gradients,
+    stream_norm,
+    whole_events,
+)
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.norm import Norm, norm_activations, norm_parameters
 from megatron.model.recompute import decide_once, repeating
 from megatron.model.stream import COLUMNS, LOSS, TOKEN_CHANNEL, TOKENS, Channel, Stream, token_ids, with_loss
-from megatron.parallel.layers.collectives import enter, leave, sum_gradient
+from megatron.parallel.layers.collectives import enter, leave, split_channels, sum_gradient, sum_over
 from megatron.parallel.layers.linear import ColumnLinear, PartialLinear
 from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layout.initial import ONES
@@ -32,7 +43,7 @@ from megatron.parallel.layout.precision import at_least_fp32
 from megatron.parallel.layout.random import sequence_counters, site_key, uniform
 from megatron.parallel.layout.shard import Role
 
-from .dispatch import AllToAllDispatch, LocalDispatch, dispatch_messages
+from .dispatch import AllToAllDispatch, LocalDispatch, dispatch_messages, row_messages
 from .experts import Experts
 from .losses import Routed, auxiliary_losses, count
 from .permute import Rows, combine, permute, sort_by_expert, weighted_sum
@@ -47,6 +58,7 @@ from .router import (
     replace_none,
     router_counts,
     router_tensors,
+    router_width,
     scores_of,
     weights_of,
 )
@@ -57,13 +69,13 @@ class Gate(nn.Module):
 
     def __init__(self, make: ParameterFactory, hidden_size: int, init: Initialisation):
         super().__init__()
-        self.axis = make.mesh.tensor
-        self.weight = make.parameter(
-            "weight", (1, hidden_size), role=Role.ROUTER, init=init.reads(hidden_size, 1), keep_fp32=True
-        )
+        self.axis, self.columns = make.mesh.tensor, make.mesh.columns
+        start = init.reads(hidden_size, 1)
+        self.weight = make.parameter("weight", (1, hidden_size), role=Role.ROUTER, init=start, keep_fp32=True, stream=1)
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        return F.linear(at_least_fp32(x_TH), sum_gradient(self.weight, self.axis)).sigmoid()
+        part_T1 = F.linear(at_least_fp32(x_TH), sum_gradient(self.weight, self.axis))
+        return sum_over(part_T1, self.columns).sigmoid()
 
 
 class SharedExpert(nn.Module):
@@ -146,8 +158,8 @@ class MoE(nn.Module):
                 "router.expert_scale", (options.experts,), role=Role.NORM, init=ONES, keep_fp32=True
             )
         if options.own_norms:
-            self.routed_scale = make.parameter("routed_scale", (H,), role=Role.NORM, init=ONES)
-            self.shared_scale = make.parameter("shared_scale", (H,), role=Role.NORM, init=ONES)
+            self.routed_scale = make.parameter("routed_scale", (H,), role=Role.NORM, init=ONES, stream=0)
+            self.shared_scale = make.parameter("shared_scale", (H,), role=Role.NORM, init=ONES, stream=0)
             self.own = OwnNorms(make, model)
 
     def forward(
@@ -208,8 +220,8 @@ class MoE(nn.Module):
         width = self.options.router.jitter
         if not width or not self.training:
             return x_BSH
-        places = self.context.places(x_BSH.shape[1], x_BSH.device) + stream.first
-        counters = sequence_counters(places, x_BSH.shape[2])
+        places, columns = self.context.places(x_BSH.shape[1], x_BSH.device) + stream.first, self.mesh.columns
+        counters = split_channels(sequence_counters(places, x_BSH.shape[2] * columns.size), columns)
         return at_least_fp32(x_BSH) * (
             1.0 - width + 2.0 * width * uniform(self.jitter_key, stream.sample_numbers, counters)
         )
@@ -223,11 +235,12 @@ class MoE(nn.Module):
             weights = scores_TE.T.gather(1, choice.of_experts).flatten() * router.scale
         if self.expert_scale is not None:
             weights = weights * sum_gradient(self.expert_scale, self.mesh.tensor)[choice.of_tokens]
-        x_TH = x_TH if self.latent_down is None else self.latent_down(x_TH)
+        weights = sum_gradient(weights, self.mesh.columns)  # each column has other channels of the outputs
+        x_TH = x_TH if self.latent_down is None else split_channels(self.latent_down(x_TH), self.mesh.columns)
         sent_RH, ends_E, sent = self.exchange.send(permute(x_TH, rows), rows)
         y_RH = self.exchange.back(self.experts(sent_RH, ends_E), sent)
         y_TH = combine(y_RH, rows, weights, self.total)
-        return y_TH if self.latent_up is None else self.latent_up(y_TH)
+        return y_TH if self.latent_up is None else split_channels(self.latent_up(y_TH), self.mesh.columns)
 
     def new_state(self) -> Routed:
         """Sums over earlier chunks of the same samples for the losses. Decoding does not read them."""
@@ -269,7 +282,8 @@ class MoE(nn.Module):
             return {}
         if not losses:  # in an evaluation
             return {LOSS: stream.channels.get(LOSS, y.new_zeros((*y.shape[:2], 1)))}
-        total = sum(getattr(options, name) * loss for name, loss in losses.items()) / self.mesh.tensor.size
+        total = sum(getattr(options, name) * loss for name, loss in losses.items())
+        total = total / self.mesh.tensor.size
         if stream.chunk is not None:  # the head averages over all tokens, and only the last chunk's have the loss
             total = total * (stream.chunk.whole / stream.chunk.tokens)
         return with_loss(stream, y, total)
@@ -291,24 +305,24 @@ class MoE(nn.Module):
 
     @staticmethod
     def sends(model: ModelSection, options: MoEOptions, tensor: TensorAxis) -> list[Event]:
-        """Messages on the tensor axis, except for spread experts."""
-        H = model.hidden_size
-        gate = [Shared(H, wide=True)] if options.shared_size and options.shared_gate else []
-        latent = 2 * whole_events(options.latent_size, H) if options.latent_size else []
-        router = [Shared(size, wide=True) for size in router_tensors(H, options)]
-        if not options.own_norms:
-            return [Enter(H), *latent, *router, *gate, Leave(H)]
-        return [
-            Enter(H),
-            Shared(H),
-            Shared(H),
-            *latent,
-            *router,
-            *gate,
-            Leave(H),
-            Leave(H),
-            *2 * stream_norm(model.norm, H, tensor),
-        ]
+        """Messages on the tensor axis, except for spread experts and for rows of experts."""
+        H, columns, made = model.hidden_size, tensor.columns, 2 if options.gated else 1
+        latent, shared = options.latent_size, options.shared_size // tensor.ranks
+        found: list[Event] = [Shared(size, wide=True) for size in router_tensors(H // columns, options)]
+        found += 2 * whole_events(latent, H) if latent else []
+        found += 2 * [Shared(H // columns)] if options.own_norms else []
+        if shared and options.shared_gate:
+            found.append(Shared(H // columns, wide=True))
+        after: list[Event] = 2 * stream_norm(model.norm, H, tensor) if options.own_norms else []
+        if columns > 1:
+            found += [Across(router_width(options), backward=False, wide=True)]
+            found += [Across(options.top_k, forward=False, wide=True)]
+            found += [*column_events(tensor, latent), *gathered_gradients(tensor, latent, H)] if latent else []
+            # The last product of a layer without a shared expert is that of latent_up.
+            (found if shared else after).extend(column_events(tensor, H) if latent else [])
+            found += [*column_events(tensor, made * shared), Across(shared, forward=False)] if shared else []
+            found += [Across(1, wide=True)] if shared and options.shared_gate else []
+        return [Enter(H), *found, *[Leave(H)] * (2 if options.own_norms else 1), *after]
 
     @staticmethod
     def exchanges(model: ModelSection, options: MoEOptions, around: Around) -> list[LayerMessage]:
@@ -320,7 +334,8 @@ class MoE(nn.Module):
         found = [load]
         if options.losses.balance and options.losses.over == "ranks":
             found.append(replace(load, axis="data", elements=options.experts))
-        return [*found, *dispatch_messages(options.latent_size or model.hidden_size, options, around)]
+        own = (options.latent_size or model.hidden_size) // around.mesh.columns.size
+        return [*found, *dispatch_messages(own, options, around), *row_messages(options, around)]
 
     @staticmethod
     def needs_output(model: ModelSection, options: MoEOptions) -> bool:

@@ -173,6 +173,7 @@ KIND = LayerKind(
     mixes_samples=lambda options: options.capacity_factor is not None or options.router.select == "expert_choice",
     keeps_buffers=lambda options: options.router.correction != "none" or options.router.select == "hash",
     context="alone",
+    columns=True,
     fetches="megatron.kinds.moe.fetched:Fetching",
     stays="megatron.kinds.moe.staying:Staying",
 )

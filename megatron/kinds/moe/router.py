@@ -1,7 +1,8 @@
 """Routers: each token's logits of the experts, in fp32 for every type of the stream.
 
 A router is inside of the tensor region: every tensor parallel rank routes all tokens alike, and the gradient from its
-slice of the experts is partial.
+slice of the experts is partial. With columns, the products with a rank's channels are summed before anything reads
+them. The gradients of the experts' weights are summed too, since each column's outputs are other channels.
 
 Shapes: B samples, S positions, T = B S tokens, H hidden, E classes (the experts, and perhaps none), R router channels.
 
@@ -25,6 +26,7 @@ from megatron.kinds.moe.options import MoEOptions, RouterOptions
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream
 from megatron.parallel.layers.collectives import sum_gradient
+from megatron.parallel.layers.linear import over_columns
 from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layout.initial import ONES, ZEROS, generator
 from megatron.parallel.layout.precision import at_least_fp32
@@ -160,20 +162,22 @@ class LinearRouter(nn.Module):
 
     def __init__(self, make: ParameterFactory, model: ModelSection, options: MoEOptions, init: Initialisation):
         super().__init__()
-        self.axis, H, E = make.mesh.tensor, model.hidden_size, classes(options)
-        self.weight = make.parameter("weight", (E, H), role=Role.ROUTER, init=init.reads(H, E), keep_fp32=True)
-        self.bias = self.scale = None
+        self.axis, self.columns, H, E = make.mesh.tensor, make.mesh.columns, model.hidden_size, classes(options)
+        self.weight = make.parameter(
+            "weight", (E, H), role=Role.ROUTER, init=init.reads(H, E), keep_fp32=True, stream=1
+        )
+        self.bias, self.scale, self.root = None, None, H**-0.5
         if options.own_norms:
-            self.scale = make.parameter("scale", (H,), role=Role.NORM, init=ONES, keep_fp32=True)
+            self.scale = make.parameter("scale", (H,), role=Role.NORM, init=ONES, keep_fp32=True, stream=0)
         if options.router.bias:
             self.bias = make.parameter("bias", (E,), role=Role.BIAS, init=ZEROS, keep_fp32=True)
 
     def forward(self, x_BSH: Tensor, stream: Stream) -> tuple[Tensor, dict[str, Tensor]]:
         bias = None if self.bias is None else sum_gradient(self.bias, self.axis)
-        x_TH = at_least_fp32(x_BSH.flatten(0, 1))
+        x_TH, weight = at_least_fp32(x_BSH.flatten(0, 1)), sum_gradient(self.weight, self.axis)
         if self.scale is not None:
-            x_TH = x_TH * (sum_gradient(self.scale, self.axis) * x_TH.shape[-1] ** -0.5)
-        return F.linear(x_TH, sum_gradient(self.weight, self.axis), bias), {}
+            x_TH = x_TH * (sum_gradient(self.scale, self.axis) * self.root)
+        return over_columns(F.linear, x_TH, weight, bias, self.columns), {}
 
 
 class MLPRouter(nn.Module):
@@ -185,15 +189,22 @@ class MLPRouter(nn.Module):
 
     def __init__(self, make: ParameterFactory, model: ModelSection, options: MoEOptions, init: Initialisation):
         super().__init__()
-        self.axis, self.epsilon, H = make.mesh.tensor, model.norm.epsilon, model.hidden_size
+        self.axis, self.columns = make.mesh.tensor, make.mesh.columns
+        self.epsilon, H = model.norm.epsilon, model.hidden_size
         R, E = options.router.width, classes(options)
 
         def matrix(name: str, rows: int, columns: int) -> nn.Parameter:
-            start, growth = init.inside(columns, rows), Growth.OUTPUTS
+            start, growth, stream = init.inside(columns, rows), Growth.OUTPUTS, None
             if name == "down":
-                start, growth = init.reads(columns, rows), Growth.INPUTS
+                start, growth, stream = init.reads(columns, rows), Growth.INPUTS, 1
             return make.parameter(
-                f"{name}.weight", (rows, columns), role=Role.ROUTER, init=start, keep_fp32=True, growth=growth
+                f"{name}.weight",
+                (rows, columns),
+                role=Role.ROUTER,
+                init=start,
+                keep_fp32=True,
+                growth=growth,
+                stream=stream,
             )
 
         def bias(name: str) -> nn.Parameter:
@@ -210,7 +221,7 @@ class MLPRouter(nn.Module):
 
     def forward(self, x_BSH: Tensor, stream: Stream) -> tuple[Tensor, dict[str, Tensor]]:
         shared = {name: sum_gradient(p, self.axis) for name, p in self.named_parameters(recurse=False)}
-        state = F.linear(at_least_fp32(x_BSH), shared["down"], shared["down_bias"])
+        state = over_columns(F.linear, at_least_fp32(x_BSH), shared["down"], shared["down_bias"], self.columns)
         if self.scale is not None:
             state = state + shared["scale"] * at_least_fp32(stream.channels[STATE])
         state = state.to(stream.hidden.dtype)
@@ -228,6 +239,11 @@ def router_counts(hidden_size: int, options: MoEOptions) -> tuple[int, int]:
     R = router.width
     products = hidden_size * R + 2 * R * R + R * E
     return products + 3 * R + R + (R if router.average else 0), products
+
+
+def router_width(options: MoEOptions) -> int:
+    """The outputs of the matrix that reads the stream."""
+    return classes(options) if options.router.network == "linear" else options.router.width
 
 
 def router_tensors(hidden_size: int, options: MoEOptions) -> list[int]:

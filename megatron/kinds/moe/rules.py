@@ -66,7 +66,17 @@ def groups_are_equal(at: KindUse[MoEOptions]) -> Iterator[Problem]:
 
 def widths_are_cut_and_aligned(at: KindUse[MoEOptions]) -> Iterator[Problem]:
     moe, compute, ranks = at.options, at.config.precision.compute, at.config.parallel.expert_tensor
-    unit = 16 // SIZES[compute]
+    unit, columns = 16 // SIZES[compute], at.config.parallel.columns
+    if moe.latent_size and moe.latent_size % (unit * columns):
+        parts = f" on each of {columns} columns" * (columns > 1)
+        yield at.problem(
+            ".latent_size",
+            "precision.compute",
+            *("parallel.columns",) * (columns > 1),
+            rule="latent_size must be a multiple of 16 bytes for grouped products, "
+            f"{unit} channels in {compute}{parts}",
+            fix=f"use {multiples(moe.latent_size, unit * columns)} channels",
+        )
     cut = "parallel.expert_tensor" if at.given("parallel.expert_tensor") else "parallel.tensor"
     if moe.hidden_size % (ranks * unit):
         yield at.problem(
@@ -216,23 +226,16 @@ def experts_divide_over_expert_ranks(at: KindUse[MoEOptions]) -> Iterator[Proble
 def rows_are_aligned(context: RuleContext) -> Iterator[Problem]:
     """Rows of torch's grouped matrix products must start at multiples of 16 bytes."""
     compute, width = context.config.precision.compute, context.config.model.hidden_size
-    unit = 16 // SIZES[compute]
-    if context.uses("moe") and width % unit:
+    unit, columns = 16 // SIZES[compute], context.config.parallel.columns
+    own, parts = ("parallel.columns",) * (columns > 1), f" on each of {columns} columns" * (columns > 1)
+    if context.uses("moe") and width % (unit * columns):
         yield context.problem(
             "model.hidden_size precision.compute",
+            *own,
             rule="model.hidden_size must be a multiple of 16 bytes for the grouped products of a moe layer, "
-            f"{unit} channels in {compute}",
-            fix=f"use {multiples(width, unit)} channels",
+            f"{unit} channels in {compute}{parts}",
+            fix=f"use {multiples(width, unit * columns)} channels",
         )
-    for use in context.layers("moe"):
-        latent = use.options.latent_size
-        if latent and latent % unit:
-            yield use.problem(
-                ".latent_size",
-                "precision.compute",
-                rule=f"latent_size must be a multiple of 16 bytes for grouped products, {unit} channels in {compute}",
-                fix=f"use {multiples(latent, unit)} channels",
-            )
 
 
 def router_states_have_a_first(context: RuleContext) -> Iterator[Problem]:
@@ -361,6 +364,12 @@ def experts_are_cut_or_whole(context: RuleContext) -> Iterator[Problem]:
             "parallel.expert_tensor parallel.tensor",
             rule="an expert must be cut over all tensor parallel ranks, or be whole on each of them",
             fix=f"use parallel.expert_tensor = {either}",
+        )
+    elif _folds(context) and parallel.columns > 1:
+        yield context.problem(
+            "parallel.expert_tensor parallel.columns",
+            rule=f"must be parallel.tensor = {parallel.tensor} with columns, over which experts are cut as well",
+            fix="remove expert_tensor, or use parallel.columns=1",
         )
 
 

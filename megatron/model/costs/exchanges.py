@@ -80,7 +80,7 @@ class Around:
     """Facts for a layer's messages, in addition to its options.
 
     Attributes:
-        mesh: this rank's place.
+        mesh: this rank's place, as the layers see it (`Mesh.of_blocks`).
         context: the ranks that share its sequences.
         samples: of a micro-batch.
         length: positions of this rank in each sample, or in a chunk of it.
@@ -101,8 +101,8 @@ class Around:
 
     @property
     def tensor(self) -> int:
-        """Tensor parallel ranks."""
-        return self.mesh.layout.tensor
+        """Tensor parallel ranks, of one column."""
+        return self.mesh.tensor.size
 
     def remember(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """The value made once under this key."""
@@ -178,7 +178,7 @@ def layer_traffic(
     Raises:
         NotPredicted: a kind does not declare its messages.
     """
-    found, model = ExchangeTraffic(), config.model
+    found, model, mesh = ExchangeTraffic(), config.model, mesh.of_blocks
     held = [place - 1 for place in layers if 0 < place <= len(model.blocks)]
     held += range(len(model.blocks), _count(model)) if len(model.blocks) + 1 in layers else ()
     for index, layer, message in _asked(config, mesh, held, documents):
@@ -191,7 +191,7 @@ def layer_traffic(
 
 def reading_exchanges(config: Config, mesh: Mesh, documents: Tensor | None = None) -> ExchangeTraffic:
     """As `layer_traffic`, of a teacher, which gives only the input of its head and whose layers no account names."""
-    found, model = ExchangeTraffic(), config.model
+    found, model, mesh = ExchangeTraffic(), config.model, mesh.of_blocks
     for index, _, message in _asked(config, mesh, range(len(model.blocks)), documents):
         if message.backward or message.training:
             continue
@@ -246,8 +246,11 @@ def _calls(config: Config, mesh: Mesh, layer: str, message: LayerMessage, index:
     axis, recompute = getattr(mesh, message.axis), config.training.activation_checkpointing
     if axis.size == 1:
         return
-    layout = mesh.layout
-    line = layout.all_experts(mesh.at) if message.axis == "expert" else None
+    layout, line = mesh.layout, None
+    if message.axis == "expert":
+        line = layout.all_experts(mesh.at)
+    elif layout.columns > 1 and message.axis in ("tensor", "columns"):
+        line = layout.on_grid(mesh.at)[message.axis == "columns"]
     name = group_name(list(map(layout.rank, line)), layout, mesh.at) if line else message.axis
     ranks = 2 if message.operation in ("send", "recv") else axis.size
     dtype = message.dtype or config.precision.compute

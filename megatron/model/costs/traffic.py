@@ -94,12 +94,17 @@ class Shared:
 
 @dataclass(frozen=True)
 class Across:
-    """A sum over columns: of partial products (forward), of a gradient (backward), or of what a norm needs (both)."""
+    """A sum over columns: of partial products (forward), of a gradient (backward), or of what a norm needs (both).
+
+    Attributes:
+        operation: all_gather where the columns collect their parts of the width.
+    """
 
     width: int
     forward: bool = True
     backward: bool = True
     wide: bool = False
+    operation: str = "all_reduce"
 
 
 Event = Enter | Leave | Summed | Shared | Across
@@ -118,6 +123,11 @@ def row_events(width: int, bias: bool, tensor: TensorAxis, inputs: int = 0) -> l
 def column_events(tensor: TensorAxis, *outputs: int) -> list[Event]:
     """Each `ColumnLinear` with these outputs on this rank, of a kind that goes with columns."""
     return [Across(each, backward=False) for each in outputs] if tensor.columns > 1 else []
+
+
+def gathered_gradients(tensor: TensorAxis, *widths: int) -> list[Event]:
+    """Values of these widths on all ranks. The columns then take parts of them."""
+    return [Across(each, forward=False, operation="all_gather") for each in widths] if tensor.columns > 1 else []
 
 
 def stream_norm(options: NormOptions, size: int, tensor: TensorAxis) -> list[Event]:
@@ -213,15 +223,15 @@ class CallRecorder:
     def _group(self) -> str:
         return "rows" if self.tensor.columns > 1 else "tensor"
 
-    def _across(self, phase: str, layer: str, event: Across, operation: str = "all_reduce") -> tuple[Call, int, int]:
+    def _across(self, phase: str, layer: str, event: Across) -> tuple[Call, int, int]:
         dtype, group = "fp32" if event.wide else self.dtype, "columns" if self.tensor.ranks > 1 else "tensor"
-        call = Call(phase, layer, group, self.tensor.columns, operation, dtype)
+        call = Call(phase, layer, group, self.tensor.columns, event.operation, dtype)
         return call, 1, self.tokens * event.width * SIZES[dtype]
 
     def channels(self, phase: str, layer: str, width: int) -> Iterator[tuple[Call, int, int]]:
         """All channels of the stream on every column, which the embedding's gradient and the head need."""
         if self.tensor.columns > 1:
-            yield self._across(phase, layer, Across(width), "all_gather")
+            yield self._across(phase, layer, Across(width, operation="all_gather"))
 
 
 def tensor_traffic(config: Config, layers: Sequence[int], tensor: TensorAxis, core: Passes = ONCE) -> Messages:
@@ -403,4 +413,5 @@ def _repeated(
     last = max(place for place, (part, _) in enumerate(parts) if part)
     kept = parts[last][1]
     place = max(at for at, event in enumerate(kept) if isinstance(event, Leave))
-    return [*parts[:last], (parts[last][0], [*kept[:place], *kept[place + 1 :]])]
+    after = [event for event in kept[place + 1 :] if not isinstance(event, Across)]
+    return [*parts[:last], (parts[last][0], [*kept[:place], *after])]

@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layout.initial import ZEROS, Init
-from ..layout.mesh import ALONE, Mesh
+from ..layout.mesh import ALONE, Axis, Mesh
 from ..layout.shard import Growth, Role, Shard
 from .async_tensor import gathered_through, scattered_product
-from .collectives import enter, gather_rows, leave, split_channels, sum_gradient, sum_parts
+from .collectives import enter, gather_channels, gather_rows, leave, split_channels, sum_gradient, sum_parts
+from .eight_bits import Linear
 from .folded import embedding_of_rows
 from .parameters import ParameterFactory
 
@@ -69,11 +70,7 @@ class ColumnLinear(nn.Module):
         self.linear = make.linear(inputs, outputs, self.rows)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.used()
-        if self.columns.size == 1:
-            return self.linear(x, weight, bias)
-        y = sum_parts(self.linear(x, weight, None), self.columns)
-        return y if bias is None else y + bias
+        return over_columns(self.linear, x, *self.used(), self.columns)
 
     def used(self) -> tuple[Tensor, Tensor | None]:
         """The matrix and the bias that this rank multiplies with and adds."""
@@ -83,8 +80,17 @@ class ColumnLinear(nn.Module):
         return sum_gradient(self.weight, self.axis), bias
 
     def matrix(self) -> Tensor:
-        """This tensor parallel rank's part of the matrix, for layers that multiply with it themselves."""
-        return gather_rows(self.weight, self.rows)
+        """This tensor parallel rank's part of the matrix, for layers that multiply with it themselves. With columns,
+        all of its inputs."""
+        return gather_channels(gather_rows(self.weight, self.rows), self.columns)
+
+
+def over_columns(product: Linear, x: Tensor, weight: Tensor, bias: Tensor | None, columns: Axis) -> Tensor:
+    """The product with all inputs, where each of the columns has some of them, and the bias."""
+    if columns.size == 1:
+        return product(x, weight, bias)
+    y = sum_parts(product(x, weight, None), columns)
+    return y if bias is None else y + bias
 
 
 def entered(x: Tensor, columns: Sequence[ColumnLinear], mesh: Mesh) -> tuple[Tensor, list[Tensor]]:
@@ -144,15 +150,18 @@ class RowLinear(nn.Module):
 
 
 class PartialLinear(nn.Module):
-    """This rank's slice of [..., inputs] to its part of the sum [..., outputs]. The tensor region stays open."""
+    """This rank's slice of [..., inputs] to its part of the sum [..., outputs]. The tensor region stays open. With
+    columns, the outputs are this rank's channels of the stream."""
 
     def __init__(self, make: ParameterFactory, inputs: int, outputs: int, *, init: Init):
         super().__init__()
-        shape, cut = (outputs, inputs), Shard(1)
-        self.weight = make.parameter("weight", shape, role=Role.OUTPUT, init=init, shard=cut, matrices=(outputs,))
+        shape, cut, self.columns = (outputs, inputs), Shard(1), make.mesh.columns
+        self.weight = make.parameter(
+            "weight", shape, role=Role.OUTPUT, init=init, shard=cut, matrices=(outputs,), stream=0
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        return F.linear(sum_gradient(x, self.columns), self.weight)
 
 
 class WholeLinear(nn.Module):

@@ -115,8 +115,8 @@ class ParameterFactory:
         if rows.size > 1:
             run = _run(logical.local_shape(at.rank, at.size)[0], rows)
         if experts:
-            at, run = self.mesh.expert_tensor, _run(shape[0], self.mesh.expert)
-            run = run if self.mesh.layout.spreads_experts else None
+            at = self.mesh.expert_tensor if self.mesh.grid is None else at
+            run = _run(shape[0], self.mesh.expert) if self.mesh.layout.spreads_experts else None
         if not self.values or torch.device(self.device).type == "meta":
             local = torch.empty(logical.local_shape(at.rank, at.size, run), dtype=dtype, device=self.device)
         else:

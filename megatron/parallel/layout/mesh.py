@@ -52,7 +52,9 @@ class Mesh:
     @property
     def of_blocks(self) -> Mesh:
         """The mesh of layers that read and write the residual stream. With columns their tensor axis is the rows."""
-        return self if self.layout.columns == 1 else replace(self, tensor=self.rows, grid=self.tensor)
+        if self.layout.columns == 1:
+            return self
+        return replace(self, tensor=self.rows, expert_tensor=self.rows, grid=self.tensor)
 
     @classmethod
     def single(cls) -> Mesh:

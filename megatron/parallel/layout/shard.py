@@ -84,8 +84,7 @@ class Shard:
         parts: sizes of the concatenated parts of that dimension. None is one part, the whole.
         unit: cuts fall on multiples of this (head_dim, so that heads stay whole). A part of u units gives
             rank r the units [r*u//n, (r+1)*u//n): sizes may differ by one unit, so a vocabulary needs no padding.
-        across: the dimension that columns of ranks cut, equally, one of the first two. Where it is `dim`, only columns
-            cut the tensor.
+        across: the dimension that columns of ranks cut, equally. Where it is `dim`, only columns cut the tensor.
         columns: their number. Rank r * columns + c has the cut r along `dim` and c along `across`.
     """
 

@@ -223,6 +223,26 @@ LAYOUT = [
         ranks=12,
     ),
     case(
+        "columns, and experts that are whole",
+        "model: {layers: (attention/moe) x4, moe: {experts: 8, latent_size: 12}}\n"
+        "parallel: {tensor: {rows: 2, columns: 2}, expert_tensor: 1}",
+        "a.yml:3: parallel.expert_tensor = 1",
+        "must be parallel.tensor = 2 with columns, over which experts are cut as well",
+        "model.moe.latent_size = 12",
+        "4 channels in fp32 on each of 2 columns",
+        "use 8 or 16 channels",
+        problems=2,
+        ranks=4,
+    ),
+    case(
+        "columns that do not divide compressed vectors",
+        "model: {layers: mla/mlp x4, mla: {heads: 4, kv_rank: 10}}\nparallel: {columns: 4}",
+        "a.yml:2: model.mla.kv_rank = 10",
+        "kv_rank must be a multiple of parallel.columns = 4",
+        "use 8 or 12, or parallel.columns = 2 or 5",
+        ranks=4,
+    ),
+    case(
         "an unknown side of a grid",
         "parallel: {tensor: {row: 2}}",
         "a.yml:2: parallel.tensor.row = 2",
