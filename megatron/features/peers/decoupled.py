@@ -214,8 +214,8 @@ class DecoupledHook(PeersHook):
         if self._watch is not None:
             self._watch.end(self.own.timeout)
 
-    def _open(self, identity: Mapping[str, Any]) -> list[list[int]]:
-        super()._open(identity)
+    def _open(self, trainer: Trainer, identity: Mapping[str, Any]) -> list[list[int]]:
+        super()._open(trainer, identity)
         assert self.rounds is not None
         self.rounds.total = self.config.training.steps
         self.rounds.last = self.rounds.total // self.part.interval

@@ -25,7 +25,7 @@ from megatron.worker.beacon import HOOKS
 
 from .folder import Unreadable
 from .messages import Expected, Refused
-from .options import DECOUPLED, FEATURE, peers_of
+from .options import DECOUPLED, FEATURE, TCP, peers_of
 from .part import OuterState
 from .rounds import Line, Rounds, TooFew, retried
 
@@ -112,7 +112,7 @@ class PeersHook(Hook):
         """Meet the run, and take the common weights from the engine's in a new one."""
         part = self.part
         identity = identity_of(self.config, samples_of(trainer.loader.plan)) if self.world.is_main else {}
-        self.jumps = {step: to for step, to in self._from_rank_0(lambda: self._open(identity))}
+        self.jumps = {step: to for step, to in self._from_rank_0(lambda: self._open(trainer, identity))}
         if part.fresh:
             weights = part.gathered(list(part.shapes))
             for name, values in weights.items():
@@ -138,19 +138,26 @@ class PeersHook(Hook):
         elif completed in self.jumps:
             self._jump(trainer)
 
-    def _open(self, identity: Mapping[str, Any]) -> list[list[int]]:
-        try:
-            self.rounds = self.ledger.of(self.own)
-            self.rounds.check_size(self._largest())
-            self.rounds.join(identity)
-            return [[step, to] for step, to in self.rounds.jumps().items()]
-        except UserError:
-            raise
-        except Exception as error:  # fsspec passes on the errors of any library. Other ranks wait for an answer
-            raise UserError(
-                f"peers.folder = {self.own.folder} must be a folder that can be read and written: "
-                f"{type(error).__name__}: {error}. Check the path, its permissions and the package of its protocol"
-            ) from error
+    def _open(self, trainer: Trainer, identity: Mapping[str, Any]) -> list[list[int]]:
+        """Join the run. A server may come later than its peers, or be cut off from a peer that returns."""
+        end = time.monotonic() + (min(self.own.timeout, 60.0) if (self.own.folder or "").startswith(TCP) else 0.0)
+        while True:
+            try:
+                self.rounds = self.ledger.of(self.own)
+                self.rounds.check_size(self._largest())
+                self.rounds.join(identity)
+                return [[step, to] for step, to in self.rounds.jumps().items()]
+            except UserError:
+                raise
+            except Exception as error:  # fsspec passes on the errors of any library. Other ranks wait for an answer
+                text = f"{type(error).__name__}: {error}"
+                if not isinstance(error, OSError) or time.monotonic() > end:
+                    raise UserError(
+                        f"peers.folder = {self.own.folder} must be a folder that can be read and written: {text}. "
+                        "Check the path, its permissions and the package of its protocol"
+                    ) from error
+                self._tell(trainer, text)
+                time.sleep(PAUSE)
 
     def _largest(self) -> Expected:
         """Tensors of the largest message, on rank 0."""

@@ -59,7 +59,7 @@ class SlotHook(PeersHook):
                 f"peers have shared all of them, and not {part.round}. Start a new run from its weights"
             )
         identity = identity_of(self.config, samples_of(trainer.loader.plan)) if self.world.is_main else {}
-        self._from_rank_0(lambda: self._open(identity))
+        self._from_rank_0(lambda: self._open(trainer, identity))
         if not part.chain:
             part.chain = part.hash_of_weights()
         size = sum(each.numel() * each.element_size() for _, each in trainer.engine.module.named_parameters())

@@ -267,10 +267,17 @@ class SlotLedger(Rounds):
                 place, state.deals = alive.index(self.name) + state.deals, state.deals + 1
                 mine = [slot for at, slot in enumerate(missing) if at % len(alive) == place % len(alive)]
                 return [slot for slot in mine if self.name not in state.good.get(slot, {})] or None
+            if all(state.good.get(slot) for slot in missing):  # only a second opinion is missing, and no peer is late
+                return [slot for slot in missing if self._judges(slot, alive, state)] or None
         if waited > self.own.patience + self.own.timeout:
             few = f"{len(alive)} of {self.own.quorum} peers (peers.quorum)"
             raise TooFew(f"{few if len(alive) < self.own.quorum else 'not all slots'} in step {round} in time")
         return None
+
+    def _judges(self, slot: int, alive: Sequence[str], state: Open) -> bool:
+        """Whether this peer computes a slot again whose gradient has a large norm."""
+        others = [name for name in alive if name not in state.good[slot]]
+        return bool(others) and others[slot % len(others)] == self.name
 
     def _alive(self, round: int, base: str, state: Open) -> list[str]:
         """Peers that have contributed to a step, or announced that they are at it with these weights, in order."""

@@ -93,6 +93,21 @@ def test_a_large_gradient_needs_a_second_peer(tmp_path, second, used):
     assert line.strikes == ({"a": 1} if used == "b" else {}) and ("norm" in line.absent.get("a", "")) == (used == "b")
 
 
+def test_the_second_peer_of_a_large_gradient_computes_it_at_once(tmp_path):
+    """Large gradients are common in data. All slots are there, so no peer waits for `peers.timeout`."""
+    peers = [ledger(tmp_path, name, timeout=90.0) for name in "abc"]
+    for slot, (peer, norm) in enumerate(zip(peers, (1.0, 100.0, 1.0), strict=True)):
+        peer.announce(0, base="x")
+        if slot == 2:
+            assert all(each.step_of(0, "x", FORM) is None for each in peers)
+        peer.offer(0, slot, gradient(norm), **FACTS)
+    asked = [each.step_of(0, "x", FORM) for each in peers]
+    assert asked == [None, None, [1]]
+    peers[2].offer(0, 1, gradient(100.0), **FACTS)
+    line = decided(peers[0])
+    assert line.slots[1] is not None and line.slots[1]["peer"] == "b" and not line.absent
+
+
 def test_an_excluded_peer_writes_no_line(tmp_path):
     a, b = ledger(tmp_path, "a", strikes=1), ledger(tmp_path, "b", strikes=1)
     for slot in range(3):
