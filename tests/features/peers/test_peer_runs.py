@@ -167,3 +167,15 @@ def test_the_noise_scale_of_a_later_share(tmp_path):
         company.peer("b", "run", "training.steps=2", "logging.noise_scale=1", peers={"timeout": 0.5})
     rows = [json.loads(each) for each in (tmp_path / "run/b/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "noise_scale" in row] == [0, 1]
+
+
+def test_evaluations_are_of_the_common_weights(tmp_path):
+    """Those that the checkpoint of the same step has, and not the weights of one peer before the round."""
+    evaluated = {"evaluation": {"every": 2, "batches": 2}, "training": {**VALUES["training"], "steps": 4}}
+    with Company(tmp_path, {"a": 1, "b": 1}, every=2) as company:
+        company.run("run", **evaluated)
+    losses = [
+        [row["validation"] for row in map(json.loads, text.splitlines()) if "validation" in row]
+        for text in ((tmp_path / f"run/{name}/metrics.jsonl").read_text() for name in "ab")
+    ]
+    assert len(losses[0]) == 2 and losses[0] == losses[1]
