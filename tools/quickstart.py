@@ -4,6 +4,7 @@
     python tools/quickstart.py
     python tools/quickstart.py --model rwkv7
     python tools/quickstart.py training.steps=2000 optimizer.lr=2e-3
+    python tools/quickstart.py launch.peers=4
 
 `make quickstart` runs this. Each step is a printed command that can be typed. A finished step is not repeated unless
 its inputs have changed.
@@ -227,8 +228,9 @@ def train(settings: Settings) -> TrainingRun:
         print(f"done before: {_name(run.checkpoint)}")
         return run
     _make_room(run)
-    print(f"on {machine.about}", flush=True)
-    call(["./deepy.py", "--ranks", str(machine.ranks), "train.py", *files, *overrides])
+    peers = config.launch.peers or 1
+    print(f"on {machine.about}" if peers == 1 else f"{peers} peers on this machine (docs/peers.md)", flush=True)
+    call(["./deepy.py", "--ranks", str(max(machine.ranks // peers, 1)), "train.py", *files, *overrides])
     if not run.checkpoint.is_dir():
         raise Failed(f"training stopped before step {run.steps}: the same command resumes from its newest checkpoint")
     Record.load(run.folder / "quickstart.json").put("training", run.key, [], finished=True)

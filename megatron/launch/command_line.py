@@ -150,6 +150,8 @@ def _serve(options: argparse.Namespace) -> int:
     if options.template or options.sbatch:
         from .job.templates import job_script, submit
 
+        if plan.launch.peers is not None:
+            raise ArgumentError("launch.peers starts peers on this machine: write a job script for each peer instead")
         if options.template:
             sys.stdout.write(job_script(options.template, plan))
             return 0
@@ -157,6 +159,10 @@ def _serve(options: argparse.Namespace) -> int:
     if options.dry_run:
         sys.stdout.write(describe(plan))
         return 0
+    if plan.launch.peers is not None and Path(plan.script).name == "train.py":
+        from .together import together
+
+        return together(plan, os.environ)
     from .supervisor import supervise
 
     return supervise(plan)

@@ -286,6 +286,13 @@ class LaunchSection(Section):
         unit="hosts",
         ge=0,
     )
+    peers: int | None = key(
+        None,
+        "Start this number of peers on this machine, and make their names, folder and key (docs/peers.md). They share "
+        "its devices.",
+        gt=1,
+        le=64,
+    )
     compare: bool = key(
         False,
         "Before each start, restarts included, measure all hosts and spares as `deepy doctor --compare` does, and "

@@ -116,6 +116,11 @@ def peers_of(config: Any) -> PeersSection:
     return TOP.of(config).peers
 
 
+def joins(config: Any) -> bool:
+    """Whether a run takes part itself. With `launch.peers` it is the command that starts the peers."""
+    return peers_of(config).every is not None and config.launch.peers is None
+
+
 def slots_of(own: PeersSection) -> int:
     """Equal parts of a step's batch of all peers."""
     return own.slots or len(own.members) if own.algorithm == GRADIENTS else len(own.members)
@@ -129,11 +134,13 @@ def interval(own: PeersSection) -> int:
 
 def names_are_of_members(context: RuleContext) -> Iterator[Problem]:
     own = peers_of(context.config)
-    if own.every is None:
+    if not joins(context.config):
+        rule, fix = "must go with peers.every", "add peers.every=30, or remove the section"
+        if context.config.launch.peers is not None:
+            rule, fix = "must not be given with launch.peers, which makes it for each peer", "remove it"
         for name in ("name", "folder", "members"):
             if getattr(own, name):
-                fix = "add peers.every=30, or remove the section"
-                yield context.problem(f"peers.{name}", rule="must go with peers.every", fix=fix)
+                yield context.problem(f"peers.{name}", rule=rule, fix=fix)
         return
     if own.folder is None:
         fix = "give a folder that all peers can read and write"
@@ -171,7 +178,7 @@ def names_are_of_members(context: RuleContext) -> Iterator[Problem]:
 
 def keys_are_secret(context: RuleContext) -> Iterator[Problem]:
     own = peers_of(context.config)
-    if own.every is None:
+    if not joins(context.config):
         return
     if own.key_file is None:
         fix = "make one with: deepy peers key FILE"
@@ -221,7 +228,7 @@ def wrong_key(path: str) -> str | None:
 
 def rounds_fit(context: RuleContext) -> Iterator[Problem]:
     own, training = peers_of(context.config), context.config.training
-    if own.every is None:
+    if own.every is None or not joins(context.config):
         return
     if own.algorithm not in (STREAMING, DECOUPLED) and (own.fragments, own.delay, own.alpha) != (1, 0, 0.0):
         yield context.problem(
@@ -247,7 +254,7 @@ def rounds_fit(context: RuleContext) -> Iterator[Problem]:
 
 def run_can_be_shared(context: RuleContext) -> Iterator[Problem]:
     config, own = context.config, peers_of(context.config)
-    if own.every is None:
+    if not joins(context.config):
         return
     if own.algorithm == GRADIENTS:
         yield from _gradients_can_be_shared(context)
@@ -274,7 +281,7 @@ def run_can_be_shared(context: RuleContext) -> Iterator[Problem]:
 
 def options_have_an_effect(context: RuleContext) -> Iterator[Problem]:
     own = peers_of(context.config)
-    if own.every is None:
+    if not joins(context.config):
         return
     unused = {} if own.algorithm == SPARSE else {"top": 64, "decay": 0.95}
     unused |= {"outer_lr": 0.7, "outer_momentum": 0.9} if own.algorithm == GRADIENTS else {}
@@ -316,21 +323,22 @@ def _gradients_can_be_shared(context: RuleContext) -> Iterator[Problem]:
 def share(config: Any) -> tuple[int, int]:
     """This peer's share of each global batch, and the number of shares."""
     own, members = peers_of(config), peers_of(config).members
-    return (members.index(own.name or "") % slots_of(own), slots_of(own)) if own.every is not None else (0, 1)
+    return (members.index(own.name or "") % slots_of(own), slots_of(own)) if joins(config) else (0, 1)
 
 
 def exchanges_gradients(config: Any) -> bool:
     own = peers_of(config)
-    return own.every is not None and own.algorithm == GRADIENTS
+    return joins(config) and own.algorithm == GRADIENTS
 
 
 FEATURE = Feature(
     about="Runs that meet over slow links.",
-    wanted=lambda config: peers_of(config).every is not None and not exchanges_gradients(config),
+    wanted=lambda config: joins(config) and not exchanges_gradients(config),
     keys=(TOP,),
     rules=(names_are_of_members, keys_are_secret, rounds_fit, run_can_be_shared, options_have_an_effect),
     engine="megatron.features.peers.part:OuterState",
     hook="megatron.features.peers.hook:PeersHook",
+    hook_before=("average",),  # which reads the weights, as evaluations do: they are the common ones after a round
     share=share,
     # Shares of the data and rounds follow from these.
     identity=("peers.members", "peers.name", "peers.every", "peers.fragments", "peers.delay"),
