@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from megatron.config import ConfigError, resolve
-from megatron.config.problems import UserError
 from megatron.features.peers.here import overrides
 from megatron.launch import together
+from megatron.launch.job.hosts import HostError
 from megatron.launch.job.job_plan import make_plan
 from tests.features.peers.companies import VALUES, tensors
 from tests.features.peers.test_peer_runs import lines, wait_for
@@ -58,18 +58,21 @@ def test_mistakes_before_a_process_starts(tmp_path):
     with pytest.raises(ConfigError, match="must be a multiple of 30"):  # steps is 8
         together.together(plan_of(tmp_path), {})
     (tmp_path / "hosts").write_text("node1 slots=1\n")
-    with pytest.raises(UserError, match="must go with the runner local, not ssh"):
+    with pytest.raises(HostError, match="must go with the runner local, not ssh"):
         together.together(plan_of(tmp_path, f"launch.hostfile={tmp_path}/hosts"), {})
 
 
 def test_peers_divide_the_devices(tmp_path, monkeypatch):
     monkeypatch.setattr(together.devices, "vendor", lambda: "nvidia")
+    monkeypatch.setattr(together.devices, "_installed", lambda maker: 9)
     seen = {"CUDA_VISIBLE_DEVICES": "1,2,4,5,6,7,8"}
     plan = plan_of(tmp_path, "launch.device=auto", "launch.ranks=2")
     found = [each["CUDA_VISIBLE_DEVICES"] for each in together._devices(plan, seen)]
     assert found == ["1,2", "4,5", "6,7"]
-    with pytest.raises(UserError, match="at most the 7 devices of this machine: 3 \\* 3"):
-        together._devices(plan_of(tmp_path, "launch.device=auto", "launch.ranks=3"), seen)
+    with pytest.raises(HostError, match="at most the 7 devices of this machine: 3 \\* 3"):
+        together._devices(
+            plan_of(tmp_path, "launch.device=auto", "launch.ranks=3", "training.global_batch_size=6"), seen
+        )
 
 
 @pytest.mark.tour
