@@ -12,12 +12,12 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from megatron.data.batch import StepBatch
 from megatron.model.multi_token import FurtherLabels, further_labels
 from megatron.model.stream import StreamForm
 from megatron.parallel.layers.context import ContextGroup
+from megatron.parallel.layout.precision import to_device
 
 
 @dataclass
@@ -79,13 +79,6 @@ class MicroBatch:
 def inputs_of(micro: MicroBatch, form: StreamForm) -> dict[str, Tensor]:
     """Inputs of a micro-batch that the form has."""
     return {name: micro.extras[name] for name in form.optional}
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device, through pinned memory to a GPU: from other memory the host would wait for the copy."""
-    if device.type == "cuda" and tensor.device.type == "cpu" and not is_fake(tensor):
-        tensor = tensor.contiguous().pin_memory()  # which refuses an expanded tensor
-    return tensor.to(device, non_blocking=True)
 
 
 def micro_batches(

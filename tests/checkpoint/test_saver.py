@@ -13,6 +13,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 from megatron.checkpoint import CheckpointError, Fragment, FragmentSpec, Meta, open_checkpoint, save
+from megatron.checkpoint.format import rankfile
 from megatron.checkpoint.save import saver as saver_module
 from megatron.checkpoint.save.saver import Copies, Saver
 from megatron.checkpoint.save.store import Store
@@ -309,3 +310,41 @@ def test_memory_urls_are_really_elsewhere(tmp_path):
     saver.save(1, [fragment(1.0)], Meta(1))
     saver.close()
     assert fsspec.filesystem("memory").exists(f"/elsewhere{tmp_path.name}/step_00000001/manifest.json")
+
+
+def test_values_pass_through_two_windows_in_the_order_of_the_file(monkeypatch):
+    """Of a device they do, where the host waits once per window. The windows are small here, and copies are done late:
+    not before the host waits for them."""
+    late, waits = list[tuple[torch.Tensor, torch.Tensor]](), list[int]()
+
+    class Arrived:
+        def record(self):
+            self.count = len(late)
+
+        def synchronize(self):
+            waits.append(self.count)
+            for place, piece in late[: self.count]:
+                place.copy_(piece)
+            del late[: self.count]
+
+    class Device(torch.Tensor):
+        is_cuda = True
+
+    class Host(torch.Tensor):
+        def copy_(self, piece, non_blocking):
+            late.append((self.as_subclass(torch.Tensor), piece.as_subclass(torch.Tensor)))
+            return self
+
+    empty = torch.empty
+    monkeypatch.setattr(rankfile, "CHUNK", 40)
+    monkeypatch.setattr(rankfile, "WINDOW", 96)
+    monkeypatch.setattr(torch.cuda, "Event", Arrived)
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **rest: empty(*size, **rest).as_subclass(Host))
+    narrow, wide = torch.bfloat16, torch.float32
+    sizes = [(9, narrow), (0, wide), (31, wide), (5, torch.float64), (24, narrow)]
+    tensors = [torch.arange(length, dtype=dtype) for length, dtype in sizes]
+    values = rankfile.host_values([each.as_subclass(Device) for each in tensors])
+    for number in (3, 2, 0, 4):
+        pieces = [piece.as_subclass(torch.Tensor).clone() for piece in values(number)]
+        assert torch.equal(torch.cat(pieces), tensors[number])
+    assert waits == [2, 2, 3, 1]  # copies of 48, 48, 48, 48, 16, 32, 48 and 16 bytes in windows of 96

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,8 @@ from .table import DTYPE_ORDER, ROW, Vocabulary
 TABLE_NAME = "__table__"
 READERS = 32  # threads that read the tables: thousands of small reads, mostly waiting
 AHEAD = 2 * READERS  # tables in memory at once
+WINDOW = 128 << 20  # bytes of pinned memory that are filled at a time, twice
+ALIGNED = 16  # bytes, a multiple of every element's size
 FILES_PER_FOLDER = 256  # keeps folders small at any number of ranks
 
 
@@ -95,9 +98,9 @@ def write_rank_file(
         OSError: the disk is full, the folder is gone, ...
         ValueError: one name stands for two tensors, or values have another type or size than announced.
     """
-    # Wide types first, so that every fragment starts at a multiple of its element size.
-    numbered = [(number, _canonical(spec), dtype) for number, (spec, dtype) in enumerate(items) if spec.length]
-    numbered.sort(key=lambda item: -item[2].itemsize)
+    given = list(items)
+    order = _order([(spec.length, dtype.itemsize) for spec, dtype in given])
+    numbered = [(number, _canonical(given[number][0]), given[number][1]) for number in order]
     if not numbered:
         return None
     vocabulary, rows = Vocabulary(), np.zeros(len(numbered), ROW)
@@ -165,11 +168,63 @@ def tables_of(root: Path, records: Sequence[FileRecord]) -> Iterator[tuple[str, 
             yield from pool.map(partial(read_table, root), records[begin : begin + AHEAD])
 
 
-def host_chunks(data: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A 1-D tensor in host pieces of at most `CHUNK` bytes, so that the device needs no copy of the whole."""
+def host_values(tensors: Sequence[torch.Tensor]) -> Callable[[int], Iterator[torch.Tensor]]:
+    """The `values` of `write_rank_file` for 1-D tensors: the elements of each in host pieces of at most `CHUNK` bytes.
+
+    A GPU fills one window of pinned memory while the other is written: the host waits once per window.
+    """
+    if not any(tensor.is_cuda for tensor in tensors):
+        return lambda number: _pieces(tensors[number])
+    order = _order([(each.numel(), each.element_size()) for each in tensors])
+    arriving = _through_windows([piece for number in order for piece in _pieces(tensors[number])])
+
+    def values(number: int) -> Iterator[torch.Tensor]:
+        yield from islice(arriving, sum(1 for _ in _pieces(tensors[number])))
+
+    return values
+
+
+def _pieces(data: torch.Tensor) -> Iterator[torch.Tensor]:
     step = max(1, CHUNK // data.element_size())
     for start in range(0, data.numel(), step):
-        yield data[start : start + step].detach().cpu()
+        yield data[start : start + step].detach()
+
+
+def _order(sizes: Sequence[tuple[int, int]]) -> list[int]:
+    """The order in which a file has its items, given by length and element size, without empty ones. The widest
+    come first, so every fragment starts at a multiple of its element size."""
+    return sorted((number for number, size in enumerate(sizes) if size[0]), key=lambda number: -sizes[number][1])
+
+
+def _through_windows(pieces: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Copies of the pieces on the host, in turn. A copy is valid until the next one is asked for."""
+    windows: list[list[tuple[torch.Tensor, int]]] = [[]]
+    filled = largest = 0
+    for piece in pieces:
+        size = -(-piece.nbytes // ALIGNED) * ALIGNED
+        if filled + size > WINDOW:
+            windows.append([])
+            filled = 0
+        windows[-1].append((piece, filled))
+        filled += size
+        largest = max(largest, filled)
+    memory = [torch.empty(largest, dtype=torch.uint8, pin_memory=True) for _ in windows[:2]]
+
+    def fill(number: int) -> tuple[list[torch.Tensor], torch.cuda.Event]:
+        copies, arrived = list[torch.Tensor](), torch.cuda.Event()
+        for piece, begin in windows[number]:
+            place = memory[number % 2][begin : begin + piece.nbytes].view(piece.dtype)
+            copies.append(place.copy_(piece, non_blocking=True))
+        arrived.record()
+        return copies, arrived
+
+    ahead = fill(0)
+    for number in range(len(windows)):
+        copies, arrived = ahead
+        arrived.synchronize()
+        if number + 1 < len(windows):
+            ahead = fill(number + 1)  # where the copies before these were, which are written
+        yield from copies
 
 
 def _write_values(

@@ -28,7 +28,7 @@ from ..format.durable import (
 from ..format.errors import CheckpointError, StoreRefuses, describe_error, disk_refuses, understanding
 from ..format.fragment import Fragment
 from ..format.manifest import Meta, manifest_of, open_index, part_of, read_manifest, write_merged
-from ..format.rankfile import FileRecord, file_name, host_chunks, tables_of, write_rank_file
+from ..format.rankfile import FileRecord, file_name, host_values, tables_of, write_rank_file
 from ..save.store import Store
 from .hosts import Courier, Hosts, Parcel, private
 
@@ -229,7 +229,7 @@ def _write(draft: Path, rank: int, fragments: list[Fragment]) -> int:
     """Returns the bytes of the rank's file, 0 without one."""
     draft.mkdir(parents=True, exist_ok=True)
     items = [(fragment.spec, fragment.data.dtype) for fragment in fragments]
-    record = write_rank_file(draft, rank, items, lambda number: host_chunks(fragments[number].data), wait=False)
+    record = write_rank_file(draft, rank, items, host_values([fragment.data for fragment in fragments]), wait=False)
     if record is None:
         return 0
     (draft / NOTES).mkdir(exist_ok=True)

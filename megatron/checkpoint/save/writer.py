@@ -32,7 +32,7 @@ from ..format.durable import (
 from ..format.errors import CheckpointError, StoreRefuses, describe_error, disk_refuses
 from ..format.fragment import MASTER, Fragment, FragmentSpec
 from ..format.manifest import Meta, manifest_of, write_merged
-from ..format.rankfile import FileRecord, host_chunks, tables_of, write_rank_file
+from ..format.rankfile import FileRecord, host_values, tables_of, write_rank_file
 
 
 def save(
@@ -64,7 +64,7 @@ def save(
             draft.root,
             communicator.rank,
             [(fragment.spec, fragment.data.dtype) for fragment in owned],
-            lambda number: host_chunks(owned[number].data),
+            host_values([fragment.data for fragment in owned]),
         )
         records = [record] if record else []
     except Exception as error:  # the other ranks wait for the report. `finish` raises it

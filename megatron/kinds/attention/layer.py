@@ -42,6 +42,7 @@ from megatron.model.stream import Stream
 from megatron.parallel.layers.linear import ColumnLinear, RowLinear, entered
 from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layout.initial import ZEROS
+from megatron.parallel.layout.precision import to_device
 from megatron.parallel.layout.random import site_key
 from megatron.parallel.layout.shard import Role, Shard
 
@@ -228,7 +229,11 @@ class Attention(nn.Module):
 
     def _used_heads(self, x_BmSD: Tensor) -> Tensor:
         """The key/value heads that this rank's query heads read, one for each where they do not group."""
-        return x_BmSD[:, used_heads(self.options, self.heads, self.first_head)]
+        used = used_heads(self.options, self.heads, self.first_head)
+        first, end = used[0], used[0] + len(used)
+        if used == list(range(first, end)):
+            return x_BmSD[:, first:end]
+        return x_BmSD[:, to_device(torch.tensor(used), x_BmSD.device)]
 
     @staticmethod
     def sends(

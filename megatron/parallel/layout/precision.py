@@ -1,4 +1,4 @@
-"""The rule for computing in a wider type than the stream's."""
+"""The rule for computing in a wider type than the stream's, and copies to a device."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 COMPUTE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TYPES = {**COMPUTE_TYPES, "fp64": torch.float64}
@@ -30,6 +31,13 @@ def at_least_fp32(x: Tensor) -> Tensor:
 def wide_type(dtype: torch.dtype) -> torch.dtype:
     """fp32, or the given type where that is wider."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, through pinned memory to a GPU: from other memory the host would wait for the copy."""
+    if device.type == "cuda" and tensor.device.type == "cpu" and not is_fake(tensor):
+        tensor = tensor.contiguous().pin_memory()  # which refuses an expanded tensor
+    return tensor.to(device, non_blocking=True)
 
 
 def exp_(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from megatron.config.arithmetic.machine import WIDEST
 from megatron.parallel.fallback import Fallback, lower_backward_at_once
-from megatron.parallel.layout.precision import at_least_fp32, wide_type
+from megatron.parallel.layout.precision import at_least_fp32, to_device, wide_type
 from megatron.parallel.layout.random import uniform
 
 from .pattern import Dropped, Pattern
@@ -315,7 +315,7 @@ def _additions(hidden: Tensor, distance: Tensor, pattern: Pattern, dtype: torch.
     """
     if pattern.slopes is None:
         return torch.zeros(hidden.shape, device=hidden.device, dtype=dtype).masked_fill_(hidden, float("-inf"))
-    slopes = torch.tensor(pattern.slopes, device=hidden.device, dtype=wide_type(dtype)).view(1, -1, 1, 1)
+    slopes = to_device(torch.tensor(pattern.slopes, dtype=wide_type(dtype)), hidden.device).view(1, -1, 1, 1)
     return (slopes * distance).masked_fill(hidden, float("-inf")).to(dtype)
 
 
