@@ -76,8 +76,8 @@ durations: dev
 
 # Where $(VENV) has torch's CUDA build, and the machine no GPU: what a step asks of one (tests/stand_ins/gpu).
 gpu-host: dev
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 0 tests/training/test_gpu_host.py
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(RUN) -m pytest -n 0 tests/kinds/test_kernels_in_values.py
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 0 tests/training/test_gpu_host.py tests/engine/test_one_pass.py
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(RUN) -m pytest -n 0 tests/kinds/test_kernels_in_values.py tests/engine/test_one_pass.py
 
 # Another version of torch, in an environment of its own. requirements/base.txt has the range that the wheel asks for.
 OTHER := build/torch-$(TORCH)

@@ -36,7 +36,7 @@ GAP = 1.5e-6  # seconds between two kernels of a stream, a guess
 LAUNCH = 26.7e-6  # seconds of the host for a kernel: mamba2-370m was bound by it, 603.4 ms for 22,600 kernels
 TRAFFIC = 4  # times that a kept byte of activations is moved: written, read, and its gradient written and read
 FIRST, LATER = 6, 10  # bytes of a parameter when its 16-bit gradient is copied or added to the fp32 sum
-UPDATE = {"norm": 4, "AdamW": 28, "16-bit weights": 6}  # bytes of a parameter in a step
+UPDATE, NORM = 30, 4  # bytes of a parameter in AdamW with its 16-bit weights, and where ranks have summed gradients
 SLOWEST = 0.02  # of a step, that ranks wait for the slowest of them, a guess
 PAGE_BEGIN, PAGE_END = "<!-- gpu-prediction -->", "<!-- end -->"
 MOE = [
@@ -118,7 +118,7 @@ def seconds(
     found = {name: each * passes for name, each in found.items()}
     weights = sum(layer.own.total for layer in layers)
     sums = weights * (FIRST + LATER * (passes - 1))
-    found["optimizer"] = (sums + weights / ranks * (more + sum(UPDATE.values()))) / memory
+    found["optimizer"] = (sums + weights / ranks * (more + UPDATE + NORM * (ranks > 1))) / memory
     kernels = passes * shape.kernels * (shapes.places - 2) + 277
     found["gaps"] = kernels * GAP
     found |= _messages(config, ranks, weights, sum(found.values()) / passes, at)

@@ -27,12 +27,13 @@ from megatron.model.block import hands_on_states
 from megatron.model.stack import ModelPlan
 from megatron.parallel.layers.parameters import buffers_of, logical_of
 from megatron.parallel.layout.mesh import Mesh, stage_axis
-from megatron.parallel.layout.precision import COMPUTE_TYPES
+from megatron.parallel.layout.precision import COMPUTE_TYPES, to_device
 from megatron.worker.beacon import Beacon
 
 from .deepspeed.buckets import finished
 from .deepspeed.clipping import GlobalClipping, global_limit
 from .deepspeed.expert_groups import count_each_element_once, spread_experts
+from .deepspeed.one_pass import SumsWithSquares, passes_of_adamw, write_weights_with_adamw
 from .deepspeed.options import accumulation_steps, deepspeed_options, reduces_once, zero_stage
 from .deepspeed.process import ModelParallelUnit, keeping_fp32
 from .deepspeed.reduction import (
@@ -135,14 +136,24 @@ class BaseEngine:
         each = stage > 1 and not reduces_once(self.config, self.mesh.layout)
         count_each_element_once(self.deepspeed.optimizer, self.mesh)
         tell_of_reductions(self.deepspeed, self.beacon, each)
+        kernels = passes_of_adamw(self.deepspeed.optimizer, self.optimizer)
         if not self.scatters:
             sum_large_gradients_in_place(self.deepspeed)
-            begin_sums_with_copies(self.deepspeed.optimizer)
+            begin_sums_with_copies(self.deepspeed.optimizer, self._squares(kernels))
+        if kernels is not None:
+            write_weights_with_adamw(self.deepspeed.optimizer, self.optimizer, kernels)
         decide_on_device(self.deepspeed.optimizer, self.optimizer)
         norms_without_copies(self.deepspeed.optimizer)
         update_in_place(self.deepspeed.optimizer)
         if self.scatters:
             self.scattered = self._scattered(each)
+
+    def _squares(self, kernels: Any | None) -> SumsWithSquares | None:
+        """Of gradients whose sums nothing changes after the backward pass: no other rank or stage adds to them."""
+        mesh = self.mesh
+        if kernels is None or max(mesh.replicas.size, mesh.expert_data.size, mesh.pipeline.size) > 1:
+            return None
+        return SumsWithSquares(self.deepspeed.optimizer.fp32_groups_gradients, kernels)
 
     def _scattered(self, each: bool) -> ScatteredGradients:
         precision, module = self.config.precision, self.deepspeed.module
@@ -245,15 +256,16 @@ class BaseEngine:
     def _scale(self, batch: StepBatch) -> float | Tensor | None:
         """Replicas times accumulation over the weight of all labels of the global batch. None if that weight is 0.
 
-        The host waits for the sum, but only in runs whose labels have weights.
+        In runs whose labels have weights, the host waits for the sum over several data ranks.
         """
         factor = self.mesh.replicas.size * batch.tokens.shape[0]
         if batch.loss_mask is None:
             return factor / (self.mesh.data.size * batch.tokens[..., 1:].numel())
-        weight = batch.loss_mask.sum(dtype=torch.float64).to(self.device)
+        weight = batch.loss_mask.sum(dtype=torch.float64)
         if self.mesh.data.size > 1:
+            weight = to_device(weight, self.device)
             dist.all_reduce(weight, group=self.mesh.data.group)
-        return (factor / weight).float() if float(weight) else None
+        return to_device((factor / weight).float(), self.device) if float(weight) else None
 
     def _result(self) -> StepResult:
         norm = self.clipping.norm if self.clipping else self.deepspeed.get_global_grad_norm()

@@ -53,6 +53,81 @@ def test_pinned_memory_is_not_rounded_up_to_a_power_of_two(environment):
     assert done.stdout.split() == [str((5 << 20) + 1)], done.stderr
 
 
+BYTES = """
+import os, sys
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from megatron.config import resolve
+from megatron.data.batch import StepBatch
+from megatron.engine import base
+from megatron.engine.deepspeed.process import prepare_deepspeed
+from megatron.engine.engine import build_engine
+from megatron.parallel.layout.mesh import Mesh
+
+class Traffic(TorchDispatchMode):
+    kept, bytes = set(), 0
+
+    def count(self, written, read):  # once for each time that a tensor is written or read
+        tensors = [[each for each in tree_leaves(some) if isinstance(each, torch.Tensor)] for some in (written, read)]
+        if any(each.untyped_storage().data_ptr() in self.kept for some in tensors for each in some):
+            self.bytes += sum(each.nbytes for some in tensors for each in some)
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **(options or {}))
+        schema, given = function._schema, [*arguments, *(options or {}).values()]
+        changes = [each.alias_info is not None and each.alias_info.is_write for each in schema.arguments]
+        if any(changes) or not any(each.alias_info for each in schema.returns):
+            written = [each for each, changed in zip(given, changes) if changed]
+            only = function.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten.zero_, torch.ops.aten.fill_)
+            self.count([written, [] if any(changes) else result], given[1:] if only else given)
+        return result
+
+os.environ["LOCAL_RANK"] = "0"
+device = torch.device("cuda", 0)
+prepare_deepspeed(device)
+torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+torch.backends.cuda.enable_cudnn_sdp(False)
+if sys.argv[1] == "apart":
+    base.passes_of_adamw = lambda *_: None
+config = resolve({
+    "model": {"layers": "(attention/mlp) x2", "hidden_size": 64, "vocab_size": 512, "attention": {"heads": 2}},
+    "training": {"steps": 9, "sequence_length": 8, "micro_batch_size": 1, "global_batch_size": 1, "compile": "off"},
+    "precision": {"compute": "bf16"},
+})
+engine, traffic = build_engine(config, Mesh.single(), device), Traffic()
+zero = engine.deepspeed.optimizer
+def step():
+    engine.step(StepBatch(0, torch.zeros((1, 1, 9), dtype=torch.int64), torch.zeros((1, 1), dtype=torch.int64), 0), 0.1)
+step()
+kernels, flats = engine.optimizer.kernels, [*zero.fp32_groups_flat_partition, *zero.fp32_groups_gradients_flat]
+if kernels is not None:
+    add, update = kernels.add, kernels.update
+    def adds(total, gradient, squares, first):
+        traffic.count([total, squares], [gradient] if first else [gradient, total])
+        add(total, gradient, squares, first)
+    def updates(group, master, narrow, states, bad, scale):
+        both = [master, states["exp_avg"], states["exp_avg_sq"]]
+        traffic.count([both, narrow], [both, master.grad])
+        update(group, master, narrow, states, bad, scale)
+    kernels.add, kernels.update = adds, updates
+states = [part for each in engine.optimizer.state.values() for part in each.values() if part.dim()]
+traffic.kept = {each.untyped_storage().data_ptr() for each in (*flats, *states)}
+with traffic:
+    step()
+print(traffic.bytes / sum(each.numel() for each in engine.module.parameters()))
+"""
+
+
+@pytest.mark.parametrize(("way", "most"), [("kernels", 36), ("apart", 48)])
+def test_bytes_of_an_update(environment, way, most):
+    """Of each parameter, by all operations on fp32 masters, sums and moments: 6 for the copy, 30 for AdamW and the
+    16-bit weights. In kernels of torch the norm and the 16-bit weights read 8 more, and clipping writes 4."""
+    command = [sys.executable, "-c", BYTES, way]
+    done = subprocess.run(command, env={**os.environ, **environment}, cwd=ROOT, capture_output=True, text=True)
+    assert most <= float(done.stdout.split()[-1]) < 1.01 * most, done.stderr[-2000:]
+
+
 @pytest.fixture(scope="module")
 def of_layouts(environment):
     return layouts.count(layouts.recorded(), environment)

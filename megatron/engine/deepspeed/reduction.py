@@ -14,6 +14,7 @@ from megatron.parallel.messages.account import phase
 from megatron.parallel.transport.compression import CompressedSum
 from megatron.worker.beacon import REDUCE, Beacon
 
+from .one_pass import SumsWithSquares
 from .sum_of_squares import norm
 
 
@@ -129,12 +130,15 @@ def reduce_nothing(engine: Any, stage: int) -> None:
         engine.enable_backward_allreduce = engine.pipeline_enable_backward_allreduce = False
 
 
-def begin_sums_with_copies(optimizer: Any) -> None:
+def begin_sums_with_copies(optimizer: Any, squares: SumsWithSquares | None = None) -> None:
     """Add gradients in 16 bits directly to their fp32 sums: the first of a step is copied, later ones are added.
 
     DeepSpeed's bf16 optimizer makes an fp32 copy of each gradient, adds that, and fills the sums with zeros twice after
     each update. That moves 26 bytes per parameter and step, a copy only 6. It clips parameter by parameter, each with a
     kernel too short for a GPU. Here all sums of a group are one tensor, which is clipped at once. Its padding is 0.
+
+    Args:
+        squares: adds, and takes the norm from the same pass.
     """
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
@@ -148,8 +152,11 @@ def begin_sums_with_copies(optimizer: Any) -> None:
             return
         total, seen = optimizer.fp32_groups_gradients[group][index], optimizer.fp32_groups_has_gradients[group]
         with torch.no_grad():
-            place = total.view(parameter.grad.shape)
-            place.add_(parameter.grad) if seen[index] else place.copy_(parameter.grad)
+            if squares is not None:
+                squares.add(total, parameter.grad, first=not seen[index])
+            else:
+                place = total.view(parameter.grad.shape)
+                place.add_(parameter.grad) if seen[index] else place.copy_(parameter.grad)
             if clear_lp_grads:
                 parameter.grad.zero_()
         parameter._hp_grad, seen[index] = total, True
@@ -176,10 +183,11 @@ def begin_sums_with_copies(optimizer: Any) -> None:
         if for_clipping:
             return optimizer.fp32_groups_gradients_flat
         ordinary, experts = to_norm()
+        if squares is not None:
+            return squares.norms(ordinary), {name: squares.norms(own) for name, own in experts.items()}
         if optimizer.fp32_groups_gradients_flat[0].device.type != "cpu":
             return ordinary, experts
         # DeepSpeed then takes norms of these norms: torch's norms of large tensors are wrong on CPUs
-
         return [norm(each) for each in ordinary], {name: [norm(each) for each in own] for name, own in experts.items()}
 
     def update(*arguments: Any, **options: Any) -> Any:

@@ -142,6 +142,13 @@ def _order_on_device(optimizer: Any) -> None:
     )
 
 
+def is_bf16_on_gpu(optimizer: Any) -> bool:
+    """Whether this is DeepSpeed's bf16 optimizer, on a GPU."""
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+    return isinstance(optimizer, BF16_Optimizer) and _on_gpu(optimizer)
+
+
 def _on_gpu(optimizer: Any) -> bool:
     """Whether masters and gradients are on a GPU, and no loss scale depends on overflows."""
     masters = [getattr(optimizer, name, ()) for name in _MASTERS]

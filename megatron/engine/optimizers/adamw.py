@@ -6,18 +6,27 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron.config import Config
 
 from .base import EagerAdamW, decay_cautiously
+from .contract import initialize_state
 from .facts import ADAMW
 from .groups import use_fused
 
 
 class AdamW(EagerAdamW):
-    """State: `step`, `exp_avg`, `exp_avg_sq`."""
+    """State: `step`, `exp_avg`, `exp_avg_sq`.
+
+    Attributes:
+        narrow: for each parameter, the weights that it is copied to, if `kernels` write them in the same pass.
+        kernels: the module `adamw_kernels`, on a GPU where one group has one flat parameter.
+    """
 
     cautious = False
+    kernels: Any = None
+    narrow: Mapping[Tensor, Tensor]
 
     @classmethod
     def build(cls, config: Config, groups: list[dict[str, Any]]) -> AdamW:
@@ -34,6 +43,8 @@ class AdamW(EagerAdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
+        if self.kernels is not None:
+            return self._in_one_pass()
         if not self.cautious:
             return super().step(closure)
         decays = [group["weight_decay"] for group in self.param_groups]
@@ -50,3 +61,16 @@ class AdamW(EagerAdamW):
         finally:
             for group, decay in zip(self.param_groups, decays):
                 group["weight_decay"] = decay
+
+    def _in_one_pass(self) -> None:
+        """`found_inf` prevents the update, and `grad_scale` divides gradients, as in torch's fused kernels."""
+        due = [(group, each) for group in self.param_groups for each in group["params"] if each.grad is not None]
+        for group, parameter in due:
+            initialize_state(self, group, [parameter])
+        one = torch.ones((), device=due[0][1].device)
+        bad, scale = (getattr(self, name, None) for name in ("found_inf", "grad_scale"))
+        bad, scale = one - one if bad is None else bad, one if scale is None else scale
+        # a list, since the host would read one tensor for all
+        torch._foreach_add_([self.state[parameter]["step"] for _, parameter in due], [one - bad] * len(due))
+        for group, parameter in due:
+            self.kernels.update(group, parameter, self.narrow[parameter], self.state[parameter], bad, scale)

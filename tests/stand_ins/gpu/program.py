@@ -79,6 +79,7 @@ def pretend_ranks(ranks: int) -> None:
     """The environment and the answers of a job of so many ranks, of which this is the first."""
     import torch.distributed as dist
 
+    import megatron.engine.base as base
     import megatron.kinds.moe.dispatch as dispatch
     import megatron.training.world as world
     from megatron.checkpoint.format.communicator import GroupCommunicator, StoreCommunicator
@@ -88,6 +89,7 @@ def pretend_ranks(ranks: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29999", STAND_IN_GPUS=str(here))
     # The host waits for sizes of messages. What it reads is zero, so they are then as in a rehearsal.
     dispatch.hasattr = lambda counts, _: len(counts.tolist()) > 0
+    base.float = lambda weight: float(weight) or 1.0  # and for the weight of all labels
     world.open_store = lambda *_, **__: dist.HashStore()
     prepare = world.prepare_deepspeed
 

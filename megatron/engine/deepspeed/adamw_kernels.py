@@ -1,0 +1,103 @@
+"""AdamW's passes over large flat tensors on a GPU, as kernels that Triton compiles at their first call."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096  # elements of a program
+ALIGNED = 16  # elements
+
+
+@triton.jit
+def _add(total, gradient, squares, size, FIRST: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < size
+    sums = tl.load(gradient + places, inside, 0.0).to(tl.float32)
+    if not FIRST:
+        sums += tl.load(total + places, inside, 0.0)
+    tl.store(total + places, sums, inside)
+    tl.store(squares + tl.program_id(0), tl.sum(sums * sums, 0))
+
+
+@triton.jit
+def _update(  # type: ignore[no-untyped-def]
+    master, average, square, gradient, narrow, step, bad, scale, lr, decay, size,
+    BETA1: tl.constexpr, BETA2: tl.constexpr, LOG1: tl.constexpr, LOG2: tl.constexpr, EPSILON: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    if tl.load(bad) == 0.0:
+        places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = places < size
+        updates = tl.load(step).to(tl.float64)  # in fp64, since 1 - 0.999 ** 1 has few digits in fp32
+        first = (1.0 - tl.exp(updates * LOG1)).to(tl.float32)
+        second = tl.sqrt(1.0 - tl.exp(updates * LOG2)).to(tl.float32)
+        g = tl.load(gradient + places, inside, 0.0) / tl.load(scale)
+        m = BETA1 * tl.load(average + places, inside, 0.0) + (1.0 - BETA1) * g
+        v = BETA2 * tl.load(square + places, inside, 0.0) + (1.0 - BETA2) * g * g
+        w = tl.load(master + places, inside, 0.0) * (1.0 - lr * decay)
+        w -= lr / first * m / (tl.sqrt(v) / second + EPSILON)
+        tl.store(average + places, m, inside)
+        tl.store(square + places, v, inside)
+        tl.store(master + places, w, inside)
+        tl.store(narrow + places, w.to(narrow.dtype.element_ty), inside)
+
+
+def programs(size: int) -> int:
+    """Programs of a kernel for `size` elements, and sums of squares that `add` gives."""
+    return -(-size // BLOCK)
+
+
+def add(total: Tensor, gradient: Tensor, squares: Tensor, first: bool) -> None:
+    """Add a gradient to its sum, or begin the sum with it. Each is contiguous.
+
+    Args:
+        total: [n] fp32.
+        gradient: n elements of any type.
+        squares: [programs(n)] fp32, gets the sums of the squares of the new sums.
+        first: whether the sum begins.
+    """
+    size = gradient.numel()
+    _add[(programs(size),)](total, gradient, squares, size, FIRST=first, BLOCK=BLOCK, num_warps=8)
+
+
+def update(
+    group: dict[str, Any], master: Tensor, narrow: Tensor, states: dict[str, Tensor], bad: Tensor, scale: Tensor
+) -> None:
+    """One update of torch's AdamW, which also writes the weights in the type of the forward pass.
+
+    Args:
+        group: settings as torch has them.
+        master: [n] fp32, with its gradient.
+        narrow: [n] the weights that it is copied to.
+        states: as torch's, on the device. `step` counts this update already.
+        bad: fp32 0-d, 0 if the update is to be done.
+        scale: fp32 0-d, divides the gradient.
+    """
+    betas, gradient, size = group["betas"], master.grad, master.numel()
+    assert gradient is not None
+    flats = (master, states["exp_avg"], states["exp_avg_sq"], gradient, narrow)
+    whole = size // ALIGNED * ALIGNED  # a kernel for multiples of 16 loads several elements at once
+    for begin, end in ((0, whole), (whole, size)):
+        if begin < end:
+            _update[(programs(end - begin),)](
+                *(each[begin:end] for each in flats), states["step"], bad, scale, group["lr"], group["weight_decay"],
+                end - begin, BETA1=betas[0], BETA2=betas[1], LOG1=math.log(betas[0]), LOG2=math.log(betas[1]),
+                EPSILON=group["eps"], BLOCK=BLOCK, num_warps=8,
+            )  # fmt: skip
+
+
+def try_them(device: torch.device, dtype: torch.dtype) -> None:
+    """Compile and run the kernels, on numbers that nothing reads. Raises what Triton raises."""
+    many = {name: torch.zeros(1, device=device) for name in ("exp_avg", "exp_avg_sq")}
+    one, master = torch.ones((), device=device), torch.zeros(1, device=device)
+    master.grad, narrow = torch.zeros(1, device=device), torch.zeros(1, dtype=dtype, device=device)
+    group = {"betas": (0.9, 0.999), "eps": 1e-8, "lr": 0.0, "weight_decay": 0.0}
+    for first in (True, False):
+        add(master.grad, narrow, torch.zeros(1, device=device), first)
+    update(group, master, narrow, {**many, "step": one}, 1 - one, one)
