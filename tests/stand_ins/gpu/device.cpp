@@ -265,3 +265,18 @@ API int cuLinkAddData_v2() { return 0; }
 API int cuLinkComplete() { return 0; }
 API int cuPointerGetAttribute(uint64_t *value, int, uint64_t address) { *value = address; return 0; }
 API int cuGetProcAddress_v2(const char *name, void **function, int, uint64_t, int *found) { return entry(name, function, found); }
+
+// NVRTC, by which torch compiles some of its kernels (erfinv) when they are first used.
+API int nvrtcVersion(int *major, int *minor) { *major = 13, *minor = 0; return 0; }
+API int nvrtcCreateProgram(void **made) { return fresh(made); }
+API int nvrtcDestroyProgram(void **) { return 0; }
+API int nvrtcCompileProgram(void *) { return 0; }
+API int nvrtcAddNameExpression(void *, const char *) { return 0; }
+API int nvrtcGetLoweredName(void *, const char *name, const char **lowered) { *lowered = name; return 0; }
+API int nvrtcGetPTXSize(void *, size_t *size) { *size = 1; return 0; }
+API int nvrtcGetCUBINSize(void *, size_t *size) { *size = 1; return 0; }
+API int nvrtcGetProgramLogSize(void *, size_t *size) { *size = 1; return 0; }
+API int nvrtcGetPTX(void *, char *text) { *text = 0; return 0; }
+API int nvrtcGetCUBIN(void *, char *text) { *text = 0; return 0; }
+API int nvrtcGetProgramLog(void *, char *text) { *text = 0; return 0; }
+API const char *nvrtcGetErrorString(int) { return "stand-in"; }
