@@ -24,6 +24,7 @@ from .tree import get, leaves, put, thaw
 from .variants import check_variants, complete_variants
 
 FEW = 2  # overridden values that a start prints in full
+OPEN = frozenset(tuple[str | int, ...](name.split(".")) for name in (*AT_START, *NEED_RANKS, *NEED_TOKENIZER))
 
 
 @dataclass(frozen=True)
@@ -203,13 +204,7 @@ def _origins(merged: ConfigSource, derived: dict[Path, Origin], values: dict[str
     def origin(path: Path) -> Origin:
         if path in derived:
             return derived[path]
-        key = lookup(path)
-        if (
-            key
-            and key.derived
-            and get(values, path, None) is None
-            and key.name in (*AT_START, *NEED_RANKS, *NEED_TOKENIZER)
-        ):
+        if path in OPEN and get(values, path, None) is None and (key := lookup(path)) and key.derived:
             return Origin("start", text=key.derived)
         return merged.origin(path) if get(merged.values, path) is not ABSENT else DEFAULT
 

@@ -43,14 +43,15 @@ def drop(tree: Any, path: Path) -> None:
 
 def leaves(tree: Any, above: Path = ()) -> Iterator[tuple[Path, Any]]:
     """All (path, value) pairs where the value is no mapping and no list of mappings. Empty ones count."""
-    if isinstance(tree, dict) and tree:
-        for name, item in tree.items():
-            yield from leaves(item, (*above, name))
-    elif isinstance(tree, list) and any(isinstance(item, (dict, list)) for item in tree):
-        for index, item in enumerate(tree):
-            yield from leaves(item, (*above, index))
-    else:
-        yield above, tree
+    waiting = [(above, tree)]
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, dict) and value:
+            waiting += [((*path, name), item) for name, item in reversed(value.items())]
+        elif isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
+            waiting += reversed([((*path, index), item) for index, item in enumerate(value)])
+        else:
+            yield path, value
 
 
 def expand(tree: Any, pattern: tuple[str, ...]) -> list[Path]:

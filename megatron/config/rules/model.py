@@ -14,10 +14,10 @@ from ..pattern import PatternError
 from ..problems import Problem
 from ..registry import ADDED, OPTIMIZER, Registry, RegistryError, registry_of
 from ..rule_context import Check, RuleContext
-from ..schema import Config, lookup
+from ..schema import Config, catalog
 from ..sections.model import RecurrenceOptions
 from ..source.structure import nearest
-from ..tree import leaves, thaw
+from ..tree import expand, get, leaves, thaw
 
 RESIDUAL = "model.residual"
 LARGEST = 2**31 - 1  # token files and kernels number tokens and channels with 32 bits
@@ -316,9 +316,11 @@ def rates_are_derived_for_the_optimizer(context: RuleContext) -> Iterator[Proble
 
 
 def names_stand_for_something(context: RuleContext) -> Iterator[Problem]:
-    for path, value in leaves(context.config.model_dump()):
-        key = lookup(path)
-        if key is None or "role" not in key.limits or not isinstance(value, str) or value in key.limits["words"]:
+    values = context.config.model_dump()
+    roles = [each for each in catalog().values() if "role" in each.limits]
+    for key, path in ((role, path) for role in roles for path in expand(values, role.path)):
+        value = get(values, path, None)
+        if not isinstance(value, str) or value in key.limits["words"]:
             continue
         role, registry = key.limits["role"], _registry(context)
         inside = registry_of().names(role)
