@@ -12,7 +12,6 @@ Stage i of p holds min(p - i, m) micro-batches at a time (1F1B).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,16 +63,6 @@ class Memory:
             "total": round(self.total),
             **{name: round(size) for name, size in self.parts.items()},
         }
-
-
-def stage_weights(shapes: Shapes, choice: Candidate, places: Sequence[int]) -> RankWeights:
-    """Parameters of the layers of a stage on one rank. Shared ones count once."""
-    total, shared = RankWeights(), dict[str, RankWeights]()
-    for place in places:
-        layer = shapes.layer(place, choice)
-        total += layer.own
-        shared |= layer.shared
-    return sum(shared.values(), total)
 
 
 def states(config: Config, layout: Layout, weights: RankWeights) -> dict[str, float]:
@@ -140,7 +129,7 @@ def buckets(config: Config, layout: Layout, weights: RankWeights, largest: int) 
 
 def teacher_bytes(shapes: Shapes, choice: Candidate) -> float:
     """Bytes of the weights of a teacher, which replicas do not share."""
-    weights = stage_weights(shapes, choice, range(shapes.places))
+    weights = shapes.weights(choice, range(shapes.places))
     return float(SIZES[shapes.config.precision.compute] * (weights.low + weights.expert) + 4 * weights.wide)
 
 
@@ -149,7 +138,7 @@ def rank_memory(config: Config, shapes: Shapes, choice: Candidate, rank: int) ->
     layout, places = layout_of(choice, shapes.ranks), shapes.held(config)[rank]
     training, size = config.training, SIZES[config.precision.compute]
     tokens = choice.micro_batch * training.sequence_length / choice.context
-    weights = stage_weights(shapes, choice, places)
+    weights = shapes.weights(choice, places)
     parts = states(config, layout, weights)
     kinds = [shapes.layer(place, choice) for place in places]
     flying = live_micro_batches(config.parallel, rank, training.accumulation or 1)

@@ -6,7 +6,7 @@ Equal layers are built once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -124,6 +124,8 @@ class Shapes:
         self._held: dict[tuple, list[list[int]]] = {}
         self._sends: dict[tuple, tuple[tuple[Call, int, int], ...]] = {}
         self._classes = [self._class(place) for place in range(self.places)]
+        self._recurs = [False, *(block.recurrent for block in config.model.blocks), False]
+        self._weights: dict[tuple, RankWeights] = {}
         self._saved = {mode: _saved(config, mode) for mode in ("none", "selective", "full")}
 
     @cached_property
@@ -166,7 +168,7 @@ class Shapes:
 
     def recurs(self, place: int) -> bool:
         """Whether it is a block of a recurrent core."""
-        return 0 < place < self.places - 1 and self.config.model.blocks[place - 1].recurrent
+        return self._recurs[place]
 
     def recomputes(self, config: Config, choice: Candidate, place: int) -> str:
         """Recomputation mode of a layer: full recomputation may skip blocks (`activation_checkpointing.every`)."""
@@ -177,6 +179,19 @@ class Shapes:
     def class_of(self, place: int) -> str:
         """A word for what is alike."""
         return self._classes[place]
+
+    def weights(self, choice: Candidate, places: Sequence[int]) -> RankWeights:
+        """Parameters of the layers of a stage on one rank. Shared ones count once."""
+        cuts = (choice.tensor, choice.expert, choice.sequence, choice.folded, choice.depth)
+        key = (tuple(places), *cuts, choice.pipeline > 1)
+        if key not in self._weights:
+            total, shared = RankWeights(), dict[str, RankWeights]()
+            for place in places:
+                layer = self.layer(place, choice)
+                total += layer.own
+                shared |= layer.shared
+            self._weights[key] = sum(shared.values(), total)
+        return self._weights[key]
 
     def layer(self, place: int, choice: Candidate) -> RankLayer:
         """The layer at a place of [embedding, blocks..., head], as a rank of the candidate's layout has it."""

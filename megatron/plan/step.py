@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, log2
+from operator import add
 from typing import Any, NamedTuple
 
 from megatron.config import Config
@@ -25,7 +26,6 @@ from megatron.parallel.transport.compression import sum_messages
 
 from .candidate import Candidate, layout_of
 from .devices import Cluster, Device, known_devices
-from .memory import stage_weights
 from .sequence import exchanges, rows_around
 from .shapes import Matrix, RankLayer, RankWeights, Shapes
 
@@ -157,7 +157,7 @@ class MicroBatchTime:
     context: float = 0.0
 
     def __add__(self, other: MicroBatchTime) -> MicroBatchTime:
-        return MicroBatchTime(*(a + b for a, b in zip(vars(self).values(), vars(other).values())))
+        return MicroBatchTime(*map(add, vars(self).values(), vars(other).values()))
 
     def times(self, factor: float) -> MicroBatchTime:
         return self if factor == 1 else MicroBatchTime(*(factor * each for each in vars(self).values()))
@@ -227,9 +227,8 @@ class StepEstimator:
         """The time of one step of a candidate. `config` has its values (`candidate.apply`)."""
         layout, held = layout_of(choice, self.shapes.ranks), self.shapes.held(config)
         at, count = groups(layout, self.at.per_host), config.training.accumulation or 1
-        alike = replace(choice, stages_per_rank=1, schedule="1f1b")  # as far as layers are concerned
-        works = [self._stage(config, alike, places, at) for places in held]
-        works[-1] += self._teacher(config, alike, at)
+        works = [self._stage(config, choice, places, at) for places in held]
+        works[-1] += self._teacher(config, choice, at)
         if choice.pipeline > 1 and self.device.name != "cpu" and is_split(config.parallel, count):
             works = [replace(each, memory=SINGLY * each.memory) for each in works]
         send = choice.stages_per_rank * self._send(config, choice, at)
@@ -238,10 +237,10 @@ class StepEstimator:
         running, bubble = count * totals[slowest], 0.0
         if choice.pipeline > 1:
             blocks = [place for place in held[slowest] if 0 < place < self.shapes.places - 1]
-            later = self._stage(config, alike, blocks, at).matrix / 3
+            later = self._stage(config, choice, blocks, at).matrix / 3
             factor = bubble_factor(config.parallel, count, _costs(works[slowest], send, later))
             bubble = (sum(totals) - totals[slowest]) * factor
-        weights = stage_weights(self.shapes, choice, held[slowest])
+        weights = self.shapes.weights(choice, held[slowest])
         data = self._data(config, layout, weights, works[slowest], at, count)
         update = self._update(config, layout, weights)
         parts = {name: count * seconds for name, seconds in vars(works[slowest]).items()}
@@ -254,13 +253,19 @@ class StepEstimator:
         return StepTime(seconds, parts, tuple(totals))
 
     def _stage(self, config: Config, choice: Candidate, places: Sequence[int], at: dict[str, Group]) -> MicroBatchTime:
+        cuts = (choice.tensor, choice.context, choice.expert, choice.sequence, choice.folded, choice.depth)
+        alike = (*cuts, choice.micro_batch, choice.pipeline > 1)  # as far as layers are concerned
+        stage = (tuple(places), choice.recompute, alike)
+        if stage in self._work:
+            return self._work[stage]
         total = MicroBatchTime()
         for place in places:
-            key = (self.shapes.class_of(place), self.shapes.recomputes(config, choice, place), choice)
+            key = (self.shapes.class_of(place), self.shapes.recomputes(config, choice, place), alike)
             if key not in self._work:
                 self._work[key] = self._layer(config, choice, place, at)
             passes = self.shapes.passes(place)  # the forward pass is a third of a layer's work
             total += self._work[key].times(passes.backward + passes.without / 3)
+        self._work[stage] = total
         return total
 
     def _teacher(self, config: Config, choice: Candidate, at: dict[str, Group]) -> MicroBatchTime:

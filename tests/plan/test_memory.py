@@ -9,7 +9,7 @@ import pytest
 from megatron.config import resolve
 from megatron.plan.candidate import layout_of
 from megatron.plan.devices import Cluster, known_devices
-from megatron.plan.memory import memory, stage_weights, states
+from megatron.plan.memory import memory, states
 from megatron.plan.prediction import choice_of
 from megatron.plan.shapes import Shapes
 from megatron.rehearsal.command import in_own_process
@@ -152,7 +152,7 @@ def test_rows_of_matrices_that_ranks_share(parallel, ranks):
         values = merged(DENSE, {"model": layers, "training": few, "parallel": parallel})
         config = resolve(values, ranks=ranks)
         shapes, choice = Shapes(config, ranks), choice_of(config)
-        weights = stage_weights(shapes, choice, range(shapes.places))
+        weights = shapes.weights(choice, range(shapes.places))
         parts = states(config, layout_of(choice, ranks), weights)
         expected.append(parts["weights"] + 4 * weights.total + parts["states"])
         found.append(rehearsed(values, ranks)[1])

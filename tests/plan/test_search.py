@@ -17,7 +17,7 @@ from megatron.model.stack import build_model
 from megatron.plan.advice import _schedules, document, remarks, text, why_not, why_nothing_fits
 from megatron.plan.candidate import RECOMPUTE, Candidate, apply, layout_of, parse
 from megatron.plan.devices import cluster, known_devices
-from megatron.plan.memory import stage_weights, states
+from megatron.plan.memory import states
 from megatron.plan.messages.predict import predict
 from megatron.plan.search import Answers, Question
 from megatron.plan.step import product_rate
@@ -153,9 +153,9 @@ def test_ranks_hold_the_whole_model(name):
     )
     whole = totals(asked.base).parameters
     places = range(asked.shapes.places)
-    assert stage_weights(asked.shapes, Candidate(), places).total == whole
+    assert asked.shapes.weights(Candidate(), places).total == whole
     cut = Candidate(pipeline=2)
-    parts = [stage_weights(asked.shapes, cut, each).total for each in asked.shapes.held(apply(asked.base, cut, 2))]
+    parts = [asked.shapes.weights(cut, each).total for each in asked.shapes.held(apply(asked.base, cut, 2))]
     assert len(parts) == 2 and sum(parts) >= whole
     if not asked.base.model.embedding.tied and name != "tiny_zamba2":
         assert sum(parts) == whole
@@ -168,7 +168,7 @@ def test_bytes_of_the_data_axis_are_those_that_are_counted(llama):
         resolved = asked.resolved(choice).config
         config = apply(asked.base, choice, 8)
         places = asked.shapes.held(config)[0]
-        weights = stage_weights(asked.shapes, choice, places)
+        weights = asked.shapes.weights(choice, places)
         sizes = predict(resolved, 8, 0).step.by("phase", "group", "operation")
         unit = 2 * resolved.parallel.tensor * 8 * 2 * 2
         assert 0 <= sizes["backward", "data", "reduce_scatter"][1] - 4 * weights.total < 4 * unit
@@ -188,7 +188,7 @@ def test_states_have_the_published_sizes():
     for zero, expected in ((1, 2 + 4 + 12 / 8), (2, 2 + 4 / 8 + 12 / 8), (3, (2 + 4 + 12) / 8)):
         choice = Candidate(zero=zero)
         config = apply(asked.base, choice, 8)
-        weights = stage_weights(asked.shapes, choice, range(asked.shapes.places))
+        weights = asked.shapes.weights(choice, range(asked.shapes.places))
         layout = layout_of(choice, 8)
         assert sum(states(config, layout, weights).values()) == pytest.approx(expected * weights.total)
 
