@@ -10,6 +10,7 @@ import sys
 
 import transformers
 
+KNOWN = {}  # ids by the class and all rules of a tokenizer: folders share rules, and a thousand texts take a while
 CHAT = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": " 4"}]
 
 
@@ -35,7 +36,12 @@ def of_model(folder: str) -> dict:
 def of_tokenizer(folder: str, texts: list) -> dict:
     found = {}
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    ids = [tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"] for special in (False, True)]
+    rules = (type(tokenizer).__name__, tokenizer.backend_tokenizer.to_str())
+    if rules not in KNOWN:
+        KNOWN[rules] = [
+            tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"] for special in (False, True)
+        ]
+    ids = KNOWN[rules]
     found["plain ids"], found["ids"] = (hashlib.sha256(json.dumps(each).encode()).hexdigest() for each in ids)
     found["decoded"] = [tokenizer.decode(each) for each in ids[1][:20]]
     found["skipped"] = [tokenizer.decode(each, skip_special_tokens=True) for each in ids[1][:20]]
