@@ -196,7 +196,7 @@ class Shapes:
     def layer(self, place: int, choice: Candidate) -> RankLayer:
         """The layer at a place of [embedding, blocks..., head], as a rank of the candidate's layout has it."""
         cuts = (choice.tensor, choice.expert, choice.sequence, choice.folded, choice.depth)
-        key = (self._classes[place], *cuts, place == 0 and choice.pipeline > 1)
+        key = (self._classes[place], *cuts, place in (0, self.places - 1) and choice.pipeline > 1)
         if key not in self._layers:
             self._layers[key] = self._build(place, choice)
         return self._layers[key]

@@ -156,9 +156,10 @@ def test_ranks_hold_the_whole_model(name):
     assert asked.shapes.weights(Candidate(), places).total == whole
     cut = Candidate(pipeline=2)
     parts = [asked.shapes.weights(cut, each).total for each in asked.shapes.held(apply(asked.base, cut, 2))]
-    assert len(parts) == 2 and sum(parts) >= whole
-    if not asked.base.model.embedding.tied and name != "tiny_zamba2":
-        assert sum(parts) == whole
+    assert len(parts) == 2
+    if name != "tiny_zamba2":  # both stages have its shared block
+        model = asked.base.model
+        assert sum(parts) == whole + (model.vocab_size * model.hidden_size if model.embedding.tied else 0)
 
 
 def test_bytes_of_the_data_axis_are_those_that_are_counted(llama):
