@@ -27,7 +27,9 @@ def build(folder: Path) -> dict[str, str]:
         subprocess.run([*compiler, f"-I{include}", "-c", HERE / "device.cpp", "-o", own], check=True)
         generated.write_text(_generated(_symbols("--defined-only", own)))
         linked = folder / "linked.so"
-        subprocess.run([*compiler, "-shared", own, generated, "-o", linked, "-ldl"], check=True)
+        # torch asks for the functions of NVRTC's library by its name
+        name = "-Wl,-soname,libnvrtc.so.13"
+        subprocess.run([*compiler, "-shared", name, own, generated, "-o", linked, "-ldl"], check=True)
         (folder / "libcuda.so").symlink_to(library.name)
         linked.rename(library)
     return {

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.parallel.layout.precision import at_least_fp32, wide_type
+from megatron.parallel.layout.precision import at_least_fp32, to_device, wide_type
 from megatron.parallel.layout.random import uniform
 
 from .pattern import Dropped, Pattern
@@ -124,7 +124,7 @@ def _logits(q: Tensor, k: Tensor, at: AttentionTile) -> tuple[Tensor, Tensor | N
         logits = pattern.softcap * bent
     if pattern.slopes is not None:
         place_q, place_k = at.places(q.shape[2], k.shape[2], q.device)
-        slopes = torch.tensor(pattern.slopes, device=q.device, dtype=logits.dtype).view(-1, 1, 1)
+        slopes = to_device(torch.tensor(pattern.slopes, dtype=logits.dtype), q.device).view(-1, 1, 1)
         logits = logits + slopes * (place_k - place_q)
     hidden = at.hidden(q.shape[2], k.shape[2], q.device)
     return (logits if hidden is None else logits.masked_fill(hidden, float("-inf"))), bent

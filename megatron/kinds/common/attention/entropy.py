@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.model.logit_clip import ROWS
 from megatron.model.stream import Stream
 from megatron.parallel.layers.context import ContextGroup
-from megatron.parallel.layout.precision import at_least_fp32
+from megatron.parallel.layout.precision import at_least_fp32, to_device
 
 from .pattern import Pattern
 
@@ -97,7 +97,7 @@ def _logits(q: Tensor, k: Tensor, pattern: Pattern, places: Tensor) -> Tensor:
         logits = pattern.softcap * torch.tanh(logits / pattern.softcap)
     before = places[:, None] - torch.arange(k.shape[2], device=k.device)
     if pattern.slopes is not None:
-        slopes = torch.tensor(pattern.slopes, device=k.device, dtype=logits.dtype).view(1, -1, 1, 1)
+        slopes = to_device(torch.tensor(pattern.slopes, dtype=logits.dtype), k.device).view(1, -1, 1, 1)
         logits = logits - slopes * before
     hidden = before < 0
     if pattern.window is not None:
