@@ -132,10 +132,11 @@ def check(options: argparse.Namespace) -> None:
     _remarks(resolved)
     config, ranks = resolved.config, resolved.ranks
     parallel, training = config.parallel, config.training
-    inner = parallel.tensor * parallel.pipeline * parallel.context
+    inner = parallel.tensor * parallel.columns * parallel.pipeline * parallel.context
     layout = {
         "ranks": ranks,
         "tensor": parallel.tensor,
+        "columns": parallel.columns,
         "pipeline": parallel.pipeline,
         "context": parallel.context,
         "data": ranks // inner if ranks else None,
@@ -151,13 +152,15 @@ def check(options: argparse.Namespace) -> None:
     text = f"{config.run.name}: no problems"
     if ranks:
         folded = parallel.expert_tensor < parallel.tensor
+        columns = f" x columns {parallel.columns}" if parallel.columns > 1 else ""
         shared = f"context {parallel.context} x " if parallel.context > 1 else ""
         same = "data and context" if parallel.context > 1 else "data"
         over = f"tensor and {same} ranks, whole on each" if folded else f"{same} ranks"
         shared += f"depth {parallel.depth} of " if parallel.depth > 1 else ""
         spread = f", experts over {parallel.expert} {over}" if parallel.expert > 1 or folded else ""
         text += (
-            f" on {counted(ranks, 'rank')} (tensor {parallel.tensor} x pipeline {parallel.pipeline} x {shared}data "
+            f" on {counted(ranks, 'rank')} (tensor {parallel.tensor}{columns} x pipeline {parallel.pipeline} x "
+            f"{shared}data "
             f"{layout['data']}{spread}, "
             f"ZeRO {config.zero.stage}): {batch['global_batch_size']} samples per step = micro-batch "
             f"{batch['micro_batch_size']} x accumulation {batch['accumulation']} x data {layout['data']}"

@@ -115,6 +115,8 @@ def test_check(tool):
         "10 steps = 320 tokens (give --gpu NAME for days and GPU-hours)\n"
     )
     assert tool("check", "a.yml", "--ranks", "1")[1].startswith("a: no problems on 1 rank (")
+    out = tool("check", "a.yml", "--ranks", "4", "parallel.tensor={rows: 2, columns: 2}")[1]
+    assert "(tensor 2 x columns 2 x pipeline 1 x data 1, ZeRO 1)" in out
     status, out, _ = tool("check", "a.yml")
     assert status == 0 and "not checked (give --ranks)" in out
     found = json.loads(tool("check", "a.yml", "--ranks", "4", "--json")[1])
