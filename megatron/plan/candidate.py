@@ -133,5 +133,6 @@ def layout_of(choice: Candidate, ranks: int) -> Layout:
         expert=max(choice.expert, choice.folded, choice.depth),
         context=choice.context,
         depth=choice.depth,
+        gathers_experts=choice.expert == 1 < choice.depth,
         shares_rows=choice.folded > 1,
     )

@@ -218,7 +218,9 @@ class Question:
                                 if zero != 3 and context == 1:
                                     depths = divisors(gcd(replicas, max(1, self.at.per_host // tensor)))[1:]
                                     yield from (
-                                        replace(once, depth=each) for each in depths if expert == each or not experts
+                                        replace(once, depth=each)
+                                        for each in depths
+                                        if not experts or expert in (1, each) and experts % each == 0
                                     )
                             if tensor == 1 < context and zero != 3 and (expert == context or not experts):
                                 yield Candidate(1, pipeline, context, expert, zero, folded=context)

@@ -232,7 +232,8 @@ class Shapes:
             counts, module = block_counts(model, model.blocks[place - 1], length, place - 1), plan.block(place - 1)
         top_k, experts = self.experts(place)
         own, shared, matrices, used = self._parameters(place, module, choice, top_k, experts)
-        shared_rows = [each.numel() for each in module.parameters() if shares_rows(each)]
+        spread = [each for each in module.parameters() if is_spread(each)]
+        shared_rows = [each.numel() for each in spread if choice.expert == 1 or shares_rows(each)]
         parts, cut = self._cut(place, counts), choice.tensor
         passes = model.recurrence.backward if self.recurs(place) else 1
         saved = {
@@ -287,7 +288,8 @@ class Shapes:
                 continue
             if logical.stacked and experts:
                 spread = choice.expert if is_spread(each) else 1
-                matrices.append(Matrix(each.shape[1], each.shape[2], each.shape[0], top_k * spread / experts))
+                runs = choice.depth if is_spread(each) and spread == 1 else 1  # which a rank gathers
+                matrices.append(Matrix(each.shape[1], each.shape[2], runs * each.shape[0], top_k * spread / experts))
                 used += prod(logical.shape) * top_k / experts
             else:
                 runs = max(choice.folded, choice.depth) if shares_rows(each) else 1

@@ -301,7 +301,9 @@ class StepEstimator:
             gathers = 2 if mode == "none" else 3
             tensor += gathers * collective(self.at, at["expert"], "all_gather", whole * self.size, number)
             tensor += collective(self.at, at["expert"], "reduce_scatter", whole * max(4, self.size), number)
-        expert = passes * collective(self.at, at["expert"], "all_to_all", tokens * layer.expert_rows)
+        expert = 0.0
+        if choice.expert > 1:
+            expert = passes * collective(self.at, at["expert"], "all_to_all", tokens * layer.expert_rows)
         context = self._context(config, choice, place, at["context"], layer.state, attention)
         context += self._rows(config, choice, place, at["context"], layer.rows, forward + backward)
         return MicroBatchTime(

@@ -52,6 +52,7 @@ OFTEN = {
     "fp32: rwkv7 on col2 · pp2, ZeRO 1",
     "fp32: moe on depth2 · pp2 · ep2, ZeRO 1",
     "fp32: moe on col2 · dp2 · ep2, ZeRO 1",
+    "fp32: gpt_oss on col2 · depth2, ZeRO 0",
     "fp32: deepseek on tp2 · col2, ZeRO 0, recomputation",
     "fp32: llama on depth2, ZeRO 1, selective recomputation",
     "fp32: documents on pp2 · cp2 by gathering, ZeRO 1, recomputation",

@@ -71,8 +71,8 @@ class ParallelSection(Section):
     depth: int = key(
         1,
         "Neighbours among the data and context parallel ranks that share the rows of each matrix of a block, and "
-        "gather the whole for each product. It goes with tensor, pipeline and ZeRO 0 to 2. In stacks with experts, "
-        "parallel.expert must be equal.",
+        "gather the whole for each product. It goes with tensor, pipeline and ZeRO 0 to 2. Experts are gathered too, "
+        "unless parallel.expert is equal: then tokens travel to them.",
         unit="ranks",
         gt=0,
     )

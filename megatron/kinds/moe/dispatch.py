@@ -160,7 +160,7 @@ def dispatch_messages(hidden_size: int, options: MoEOptions, around: Around) -> 
         NotPredicted: how many rows go out depends on the data.
     """
     mesh = around.mesh
-    if not mesh.layout.spreads_experts:
+    if not mesh.layout.sends_tokens:
         return []
     if options.capacity_factor is not None or options.router.select == "expert_choice":
         raise NotPredicted("there is no formula for spread experts with a capacity (the tokens decide what is dropped)")
@@ -191,7 +191,7 @@ def row_messages(options: MoEOptions, around: Around) -> list[LayerMessage]:
         return []
     if options.capacity_factor is not None or options.router.select == "expert_choice":
         raise NotPredicted("there is no formula for experts with a capacity and columns (the tokens decide the rows)")
-    rows, spread = around.samples * around.length * options.top_k, mesh.layout.spreads_experts
+    rows, spread = around.samples * around.length * options.top_k, mesh.layout.sends_tokens
     width = (options.hidden_size or 0) // mesh.expert_tensor.size
     found = [LayerMessage("columns", "all_reduce", rows * (2 if options.gated else 1) * width)]
     found.append(LayerMessage("columns", "all_reduce", rows * width, backward=True))

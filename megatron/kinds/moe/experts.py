@@ -16,6 +16,7 @@ from megatron.kinds.common.activations import ACTIVATIONS
 from megatron.kinds.moe.options import MoEOptions
 from megatron.model.initialisation import Initialisation
 from megatron.parallel.layers.collectives import sum_gradient, sum_parts
+from megatron.parallel.layers.depth import gathered, gathered_product
 from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layout.initial import ZEROS
 from megatron.parallel.layout.shard import Role, Shard
@@ -59,6 +60,7 @@ class StackedExperts(nn.Module):
 
     Matrices that are cut by their inputs give partial sums. Each rank has the biases of some outputs and adds those.
     With columns, a rank's inputs of the first matrices and its outputs of the second are its channels of the stream.
+    With depth, a rank may have some of the experts and gather the others for its own tokens.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class StackedExperts(nn.Module):
         **description: Any,
     ):
         super().__init__()
+        self.rows = make.mesh.gathered_experts
         self.first, self.columns, self.mine = shard.dim == 1, make.mesh.columns, True
         stream = 2 if self.first else 1
         self.weight = make.parameter("weight", shape, shard=shard, experts=True, stream=stream, **description)
@@ -96,12 +99,16 @@ class StackedExperts(nn.Module):
     def forward(self, x_RK: Tensor, ends_E: Tensor, experts_R: Tensor | None) -> Tensor:
         """`experts_R`: the number of each row's expert, where there are biases."""
         x_RK = x_RK if self.first else sum_gradient(x_RK, self.columns)
-        y_RN = self.multiply(x_RK, self.weight, Grouped(ends_E))
+        rule = Grouped(ends_E)
+        if self.rows.size > 1:
+            y_RN = gathered_product(x_RK, self.weight, self.rows, rule)
+        else:
+            y_RN = self.multiply(x_RK, self.weight, rule)
         y_RN = sum_parts(y_RN, self.columns) if self.first else y_RN
         if self.bias is None:
             return y_RN
         bias = self.bias if self.mine else self.bias - self.bias.detach()  # 0, with the same gradient
-        return y_RN + F.pad(bias, self.beside)[experts_R]
+        return y_RN + F.pad(gathered(bias, self.rows), self.beside)[experts_R]
 
 
 class Experts(nn.Module):

@@ -146,7 +146,7 @@ class MoE(nn.Module):
                 make.scope("latent_up"), latent, (H,), init=init.output(latent, H), shard=False
             )
         self.experts = Experts(make.scope("experts"), latent or H, options, init)
-        self.exchange = AllToAllDispatch(make.mesh) if make.mesh.layout.spreads_experts else LocalDispatch()
+        self.exchange = AllToAllDispatch(make.mesh) if make.mesh.layout.sends_tokens else LocalDispatch()
         self.order: Tensor | None = None  # place of each expert on all ranks, if not its number
         self.jitter_key = site_key(make.seed, make.prefix, "jitter")
         self.shared = None

@@ -214,12 +214,15 @@ def own_norms_follow_a_norm(at: KindUse[MoEOptions]) -> Iterator[Problem]:
 
 
 def experts_divide_over_expert_ranks(at: KindUse[MoEOptions]) -> Iterator[Problem]:
-    experts, ranks = at.options.experts, at.config.parallel.expert
+    experts, parallel = at.options.experts, at.config.parallel
+    name = "depth" if parallel.expert == 1 else "expert"
+    ranks = getattr(parallel, name)
     if experts % ranks:
+        each = "expert parallel rank" if name == "expert" else "rank of parallel.depth"
         yield at.problem(
-            ".experts parallel.expert",
-            rule="each expert parallel rank must have the same number of experts",
-            fix=f"use {multiples(experts, ranks)} experts, or parallel.expert = {near(ranks, divisors(experts))}",
+            f".experts parallel.{name}",
+            rule=f"each {each} must have the same number of experts",
+            fix=f"use {multiples(experts, ranks)} experts, or parallel.{name} = {near(ranks, divisors(experts))}",
         )
 
 
@@ -397,13 +400,19 @@ def expert_ranks_divide_their_line(context: RuleContext) -> Iterator[Problem]:
 def experts_are_where_rows_are(context: RuleContext) -> Iterator[Problem]:
     """To gradients and states, matrices whose rows ranks share are experts that are spread."""
     parallel = context.config.parallel
-    for name, size in (("folded", parallel.folded), ("depth", parallel.depth)):
-        if context.uses("moe") and 1 < size != parallel.expert:
-            yield context.problem(
-                f"parallel.expert parallel.{name}",
-                rule=f"must be parallel.{name} = {size} in stacks with experts, which the same ranks share",
-                fix=f"use parallel.expert={size}",
-            )
+    folded, depth = parallel.folded, parallel.depth
+    if context.uses("moe") and 1 < folded != parallel.expert:
+        yield context.problem(
+            "parallel.expert parallel.folded",
+            rule=f"must be parallel.folded = {folded} in stacks with experts, which the same ranks share",
+            fix=f"use parallel.expert={folded}",
+        )
+    if context.uses("moe") and depth > 1 and parallel.expert not in (1, depth):
+        yield context.problem(
+            "parallel.expert parallel.depth",
+            rule=f"must be 1 or parallel.depth = {depth} in stacks with experts, which the same ranks share",
+            fix=f"use parallel.expert={depth}, so that tokens travel, or 1, so that experts do",
+        )
 
 
 def spread_experts_fit_the_stage(context: RuleContext) -> Iterator[Problem]:

@@ -140,7 +140,8 @@ class Staying:
             UserError: the file has no placement of this model on these ranks, or the ranks share more than experts.
         """
         mesh, states = engine.model.plan.mesh, engine.new_state()
-        if mesh.expert.size != mesh.replicas.size or mesh.layout.world_size != mesh.expert.size:
+        alone = mesh.expert.size != mesh.replicas.size or mesh.layout.world_size != mesh.expert.size
+        if alone or mesh.layout.gathers_experts:
             ranks = f"{mesh.expert.size} of {mesh.layout.world_size} ranks share experts"
             raise UserError(f"evaluation.placement: all ranks must share experts, and {ranks}: use parallel.expert")
         if not all(isinstance(each.mixer, KeyValueCache | None) for each in states):

@@ -4,6 +4,7 @@ Neighbours among the replicas store one run each of a matrix's rows, and gather 
 backward pass gathers again, and sums the gradient over these ranks, in fp32 at least, so that each gets its own run
 (Singh et al. 2023, arXiv:2305.13525, where ranks and samples form a grid and this is its third side). The ranks have
 other tokens, and no activation travels. The optimizer's states and the sums over further replicas are as for experts.
+Experts are gathered in the same way, unless tokens travel to them.
 
 With n ranks, each sends (n - 1) / n of a matrix's N M numbers per pass: twice in the compute type, once in fp32.
 
@@ -19,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..layout.mesh import Axis
-from ..layout.precision import at_least_fp32, plain
+from ..layout.precision import at_least_fp32
 from ..messages.account import here, saved_of
+from .later import Linear, Rule
 
 
 def _whole(own_RM: Tensor, axis: Axis) -> Tensor:
@@ -30,27 +32,57 @@ def _whole(own_RM: Tensor, axis: Axis) -> Tensor:
     return whole_NM
 
 
+def _summed_run(of_whole_NM: Tensor, axis: Axis, dtype: torch.dtype) -> Tensor:
+    """This rank's run of the sum of the ranks' gradients, summed in fp32."""
+    of_whole_NM = at_least_fp32(of_whole_NM).contiguous()
+    of_own = of_whole_NM.new_empty((of_whole_NM.shape[0] // axis.size, *of_whole_NM.shape[1:]))
+    dist.reduce_scatter_tensor(of_own, of_whole_NM, group=axis.group)
+    return of_own.to(dtype)
+
+
 class _Product(torch.autograd.Function):
-    """x Wᵀ. Saves this rank's run of W."""
+    """A rule's product of x and W. Saves this rank's run of W."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, own_RM: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, x: Tensor, own_RM: Tensor, axis: Axis, rule: Rule) -> Tensor:
         ctx.save_for_backward(x, own_RM)
-        ctx.axis, ctx.layer = axis, here()
-        return plain(x, _whole(own_RM, axis), None)
+        ctx.axis, ctx.rule, ctx.layer = axis, rule, here()
+        return rule.product(x, _whole(own_RM, axis))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x, own_RM), (grad,) = saved_of(ctx), gradients
         of_x, of_own = None, None
         if ctx.needs_input_grad[0]:
-            of_x = grad @ _whole(own_RM, ctx.axis)
+            of_x = ctx.rule.of_input(grad, _whole(own_RM, ctx.axis))
         if ctx.needs_input_grad[1]:
-            of_whole_NM = at_least_fp32(grad.flatten(0, -2).t() @ x.flatten(0, -2))
-            of_own = of_whole_NM.new_empty(own_RM.shape)
-            dist.reduce_scatter_tensor(of_own, of_whole_NM.contiguous(), group=ctx.axis.group)
-            of_own = of_own.to(own_RM.dtype)
-        return of_x, of_own, None
+            of_own = _summed_run(ctx.rule.of_weight(grad, x), ctx.axis, own_RM.dtype)
+        return of_x, of_own, None, None
+
+
+class _Gathered(torch.autograd.Function):
+    """The rows of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, own_RM: Tensor, axis: Axis) -> Tensor:
+        ctx.axis, ctx.dtype, ctx.layer = axis, own_RM.dtype, here()
+        return _whole(own_RM, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _summed_run(gradients[0], ctx.axis, ctx.dtype), None
+
+
+def gathered(own_RM: Tensor, axis: Axis) -> Tensor:
+    """The rows of all ranks, which each uses for its own tokens."""
+    return own_RM if axis.size == 1 else _Gathered.apply(own_RM, axis)
+
+
+def gathered_product(x: Tensor, own_RM: Tensor, axis: Axis, rule: Rule) -> Tensor:
+    """A rule's product with a weight whose first dimension the ranks of the axis store in equal runs. All ranks call it
+    together. The gradient of `own_RM`, this rank's run, is the sum over the tokens of all ranks."""
+    y: Tensor = _Product.apply(x, own_RM, axis, rule)
+    return y
 
 
 def linear_of_gathered(x: Tensor, own_RM: Tensor, bias_N: Tensor | None, axis: Axis) -> Tensor:
@@ -62,5 +94,5 @@ def linear_of_gathered(x: Tensor, own_RM: Tensor, bias_N: Tensor | None, axis: A
         own_RM: this rank's run. Its gradient is the sum over the tokens of all ranks.
         bias_N: whole on every rank. Its gradient is only of this rank's tokens.
     """
-    y: Tensor = _Product.apply(x, own_RM, axis)
+    y = gathered_product(x, own_RM, axis, Linear)
     return y if bias_N is None else y + bias_N

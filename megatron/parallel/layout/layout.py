@@ -38,7 +38,8 @@ class Layout:
     Ranks that share sequences may share the rows of matrices, too (`shares_rows`). For gradients, states and
     checkpoints such a matrix is a stack of experts, one per row, spread over these ranks. With `depth`, that many
     neighbours among the replicas share rows in the same way, and gather whole matrices. Their ranks are the axis of
-    experts, so experts are spread over the same ranks.
+    experts, so experts are spread over the same ranks. Tokens travel to them, or each rank gathers whole experts too
+    (`gathers_experts`).
 
     Tensor parallel ranks may be a grid. `columns` neighbours among them have other channels of the residual stream.
     """
@@ -57,6 +58,7 @@ class Layout:
     shares_rows: bool = False
     depth: int = 1
     columns: int = 1
+    gathers_experts: bool = False
     async_tensor: bool = False  # messages of tensor parallel ranks overlap with products. Goes with `sequence`
     tensor_wire: str = "none"  # form of activations on the tensor axis (`config/arithmetic/wire.py`)
 
@@ -83,6 +85,11 @@ class Layout:
     def spreads_experts(self) -> bool:
         """Whether the experts' gradients are summed over other ranks than the replicas."""
         return self.expert > 1 or self.folded
+
+    @property
+    def sends_tokens(self) -> bool:
+        """Whether tokens travel to the ranks of their experts."""
+        return self.spreads_experts and not self.gathers_experts
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -124,6 +131,7 @@ class Layout:
             zero_stage=config.zero.stage,
             expert=max(parallel.expert, parallel.folded, parallel.depth),
             depth=parallel.depth,
+            gathers_experts=parallel.expert == 1 < parallel.depth,
             folded=parallel.expert_tensor < parallel.tensor,
             context=parallel.context,
             context_method=parallel.context_method,

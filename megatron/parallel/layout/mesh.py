@@ -50,6 +50,11 @@ class Mesh:
         return self.expert if self.layout.depth > 1 else ALONE
 
     @property
+    def gathered_experts(self) -> Axis:
+        """Ranks that share experts and gather them."""
+        return self.expert if self.layout.gathers_experts else ALONE
+
+    @property
     def of_blocks(self) -> Mesh:
         """The mesh of layers that read and write the residual stream. With columns their tensor axis is the rows."""
         if self.layout.columns == 1:

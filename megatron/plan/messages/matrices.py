@@ -208,6 +208,7 @@ def _matrices(module: nn.Module) -> Iterator[RowMatrix]:
             yield from (RowMatrix(f"{name}.injection", size, index) for size in _sizes(module.injection))
         for kind, layer in module.layers():
             yield from (RowMatrix(f"{name}.{kind.name}", size, index) for size in _sizes(layer))
+            yield from (RowMatrix(f"{name}.{kind.name}", size, index, again=False) for size in _biases(layer))
         for layer in module.side_layers or ():
             yield from (RowMatrix(name, size, index) for size in _sizes(layer, *getattr(layer, "borrowed", ())))
     elif isinstance(module, Head) and module.further is not None:
@@ -219,6 +220,15 @@ def _matrices(module: nn.Module) -> Iterator[RowMatrix]:
 
 def _sizes(*modules: nn.Module) -> list[int]:
     """Elements of this rank's rows of each matrix of the modules. Each module counts once."""
+    return [cast(Tensor, each.weight).numel() for each in _sharing(*modules)]
+
+
+def _biases(module: nn.Module) -> list[int]:
+    """Elements of this rank's biases of experts that ranks gather."""
+    biases = (getattr(each, "bias", None) for each in _sharing(module))
+    return [each.numel() for each in biases if each is not None and is_spread(each)]
+
+
+def _sharing(*modules: nn.Module) -> list[nn.Module]:
     every = dict.fromkeys(each for module in modules for each in module.modules())
-    shared = [each for each in every if getattr(each, "rows", ALONE).size > 1]
-    return [cast(Tensor, each.weight).numel() for each in shared]
+    return [each for each in every if getattr(each, "rows", ALONE).size > 1]

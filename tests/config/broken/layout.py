@@ -185,8 +185,8 @@ LAYOUT = [
         "depth and experts elsewhere",
         "model: {layers: attention/moe x4, moe: {experts: 8}}\nparallel: {depth: 2, expert: 4}",
         "a.yml:3: parallel.expert = 4",
-        "must be parallel.depth = 2 in stacks with experts",
-        "use parallel.expert=2",
+        "must be 1 or parallel.depth = 2 in stacks with experts",
+        "use parallel.expert=2, so that tokens travel, or 1",
         ranks=4,
     ),
     case(
