@@ -15,8 +15,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,9 +38,28 @@ def function_of(nodeid: str) -> str:
     return nodeid.partition("[")[0]
 
 
+def covering(*axes: Iterable[Any], every: int | None = None) -> list[Any]:
+    """All combinations of axes that do not depend on each other, most of them slow. A plain run has one in `every`,
+    among them each value of each axis.
+
+    Args:
+        every: at most the length of the shortest axis, which is the default.
+    """
+    known = [list(axis) for axis in axes]
+    every = every or min(map(len, known))
+    assert every <= min(map(len, known))
+    return [
+        pytest.param(
+            *(axis[at] for axis, at in zip(known, places)), marks=[pytest.mark.slow] if sum(places) % every else []
+        )
+        for places in product(*(range(len(axis)) for axis in known))
+    ]
+
+
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("selection")
     group.addoption("--fast", action="store_true", help="only the first case of every test that takes under a second")
+    group.addoption("--sample", type=int, default=1, metavar="N", help="only every Nth case of every test")
     group.addoption(
         "--store-durations", action="store_true", help="measure the files of this run for tests/durations.json"
     )
@@ -54,6 +76,15 @@ def configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     known = read()
     items.sort(key=lambda item: -known["files"].get(item.nodeid.partition("::")[0], UNKNOWN))  # stable within a file
+    if (every := config.getoption("--sample")) > 1:
+        before: Counter[str] = Counter()
+        chosen, others = [], []
+        for item in items:
+            name = function_of(item.nodeid)
+            (others if before[name] % every else chosen).append(item)
+            before[name] += 1
+        items[:] = chosen
+        config.hook.pytest_deselected(items=others)
     if config.getoption("--fast"):
         seen: set[str] = set(known["long"])
         kept, left = [], []
@@ -85,14 +116,15 @@ class Meter:
 
     def __init__(self) -> None:
         self.before = 0.0
+        self.process = os.getpid()  # a test may replace `os.getpid`
 
     def pytest_runtest_logstart(self) -> None:
-        self.before = cpu_seconds(os.getpid())
+        self.before = cpu_seconds(self.process)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item):
         report = yield
-        now = cpu_seconds(os.getpid())
+        now = cpu_seconds(self.process)
         report.cpu, self.before = max(0.0, now - self.before), now  # what a dead host has used is lost
         report.shared = shared_fixtures(item)
         return report

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.selection import merged
+from itertools import product
+
+from tests.selection import covering, merged
 
 
 def test_what_ran_is_replaced_and_what_is_gone_is_forgotten() -> None:
@@ -15,3 +17,13 @@ def test_what_ran_is_replaced_and_what_is_gone_is_forgotten() -> None:
         "files": {there: 4.0, here: 1.3},
         "long": {f"{there}::b": 2.5, f"{here}::d": 1.0},
     }
+
+
+def test_a_covering_set_has_each_value_of_each_axis_and_the_rest_is_slow() -> None:
+    axes = ("abcde", (1, 2, 3), (True, False))
+    for every in (1, 2):
+        cases = covering(*axes, every=every)
+        assert [case.values for case in cases] == list(product(*axes))
+        plain = [case.values for case in cases if not case.marks]
+        assert len(plain) == 30 // every and [set(column) for column in zip(*plain)] == [set(axis) for axis in axes]
+        assert len({(letter, number) for letter, number, _ in plain}) == 15, "and each pair of the longer axes"
