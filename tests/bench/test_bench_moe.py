@@ -16,6 +16,7 @@ from megatron.model.costs.describe import totals
 from tests.paths import ROOT
 
 
+@pytest.mark.tour
 def test_a_row():
     done = subprocess.run(
         [

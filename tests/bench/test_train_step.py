@@ -51,7 +51,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.slow  # the row in bf16 goes the same way
+@pytest.mark.slow  # the row in bf16 takes the same path
 @pytest.mark.parametrize("shape", ["tiny", "mamba2-tiny"])
 def test_a_row(shape: str):
     done = bench("--json", "--shapes", shape)
@@ -65,6 +65,7 @@ def test_a_row(shape: str):
         assert flops == pytest.approx(6 * (layers * 12 * hidden**2 + words * hidden + layers * 2 * 32 * hidden))
 
 
+@pytest.mark.tour
 def test_a_row_in_bf16():
     """Beside transformers' weights in bf16 and its autocast, whose first losses and norms are compared."""
     done = bench("--json", "--precision", "bf16", "--rounds", "1", "--contenders", "ours", "eager", "autocast")

@@ -68,6 +68,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     return {"with": folder / "run", "without": other / "run"}
 
 
+@pytest.mark.tour
 def test_training_is_bitwise_the_same_with_tasks(runs):
     numbers = [lines(run, "step", "loss", "grad_norm", "batch_hash") for run in runs.values()]
     assert len(numbers[0]) == 12 and numbers[0] == numbers[1]
@@ -76,6 +77,7 @@ def test_training_is_bitwise_the_same_with_tasks(runs):
     assert differences and all(each.equal for each in differences)
 
 
+@pytest.mark.tour
 def test_results_are_in_metrics_and_ledger(runs):
     found = lines(runs["with"], "step", "tasks")
     assert [record["step"] for record in found] == [6, 12]
@@ -87,6 +89,7 @@ def test_results_are_in_metrics_and_ledger(runs):
     assert [entry["batch_hash"] for entry in entries] == [hashes[6], hashes[12]]
 
 
+@pytest.mark.tour
 def test_every_checkpoint_on_another_layout_scores_what_the_run_did(runs):
     run = runs["with"]
     words = (ROOT / "evaluate.py", run.parent / "run.yml", "parallel.pipeline=2", "zero.stage=0")
