@@ -1,4 +1,7 @@
-"""More hosts than connections are made at once: a real launcher, real agents and ranks, and a stand-in for ssh."""
+"""More hosts than connections are made at once: a real launcher, real agents and ranks, and a stand-in for ssh.
+
+A launcher makes fewer connections at once here, so that few hosts are more than that.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,13 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from megatron.launch.launcher.launcher import AT_ONCE
 from tests.paths import ROOT
 
 from .running import CONFIG
 
-NUMBER = AT_ONCE + 6
 SSH = """#!/bin/sh
 for last; do :; done
 exec sh -c "$last"
@@ -27,21 +31,33 @@ if rank == sys.argv[1]:  # fails when all others have come
 """
 
 
-def test_more_hosts_than_connections_at_once(tmp_path):
+LAUNCHER = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from megatron.launch.command_line import main
+from megatron.launch.launcher import launcher
+launcher.AT_ONCE = int(sys.argv[1])
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("at_once", [4, pytest.param(AT_ONCE, marks=pytest.mark.slow)])
+def test_more_hosts_than_connections_at_once(tmp_path, at_once: int):
     """All ranks start with one configuration, and the one that fails is named."""
+    number = at_once + 6
     for name, text in {"bin/ssh": SSH, "script.py": SCRIPT, "a.yml": CONFIG}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "bin" / "ssh").chmod(0o755)
     (tmp_path / "seen").mkdir()
-    (tmp_path / "hosts").write_text("".join(f"node{index:04d} slots=1\n" for index in range(NUMBER)))
-    last = str(NUMBER - 1)
+    (tmp_path / "hosts").write_text("".join(f"node{index:04d} slots=1\n" for index in range(number)))
+    last = str(number - 1)
     # All are this machine: no network but loopback is the same on all of them.
     keys = ["launch.master_address=127.0.0.1", "launch.interface=lo", "launch.device=cpu"]
-    words = ["--hostfile", "hosts", "script.py", "a.yml", *keys, f"training.global_batch_size={2 * NUMBER}", "--", last]
+    words = ["--hostfile", "hosts", "script.py", "a.yml", *keys, f"training.global_batch_size={2 * number}", "--", last]
     environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(
-        [sys.executable, ROOT / "deepy.py", *words],
+        [sys.executable, "-c", LAUNCHER, str(at_once), *words],
         cwd=tmp_path,
         env=environment,
         text=True,
@@ -49,7 +65,7 @@ def test_more_hosts_than_connections_at_once(tmp_path):
         timeout=400,
     )
     assert done.returncode == 3, done.stderr
-    assert f"first failure: rank {last} on node{NUMBER - 1:04d}, status 3" in done.stderr
+    assert f"first failure: rank {last} on node{number - 1:04d}, status 3" in done.stderr
     seen = {path.name: path.read_text().split() for path in (tmp_path / "seen").iterdir()}
-    assert sorted(seen, key=int) == [str(rank) for rank in range(NUMBER)]
-    assert len({tuple(each) for each in seen.values()}) == 1 and seen["0"][0] == str(NUMBER)
+    assert sorted(seen, key=int) == [str(rank) for rank in range(number)]
+    assert len({tuple(each) for each in seen.values()}) == 1 and seen["0"][0] == str(number)

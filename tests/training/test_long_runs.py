@@ -42,9 +42,15 @@ def lowest(folder: Path, steps: int, window: int) -> list[list[int]]:
     """By rank, KiB in each window of a run of two ranks."""
     hook = f"[{{type: tests.training.test_long_runs:Lowest, options: {{folder: {folder}, window: {window}}}}}]"
     settings = ["launch.device=cpu", f"run.dir={folder}/run", f"training.steps={steps}", f"hooks={hook}"]
+    small = ["training.sequence_length=8", "training.global_batch_size=2", "training.micro_batch_size=1"]
     off = ["checkpoint.every=null", "evaluation.every=null", "evaluation.at_end=false", "logging.curve=false"]
     done = subprocess.run(
-        [*(sys.executable, "deepy.py", "--ranks", "2", "train.py", "configs/test/tiny_llama.yml"), *settings, *off],
+        [
+            *(sys.executable, "deepy.py", "--ranks", "2", "train.py", "configs/test/tiny_llama.yml"),
+            *settings,
+            *small,
+            *off,
+        ],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
         capture_output=True,
