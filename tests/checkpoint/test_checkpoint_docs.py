@@ -15,6 +15,7 @@ from megatron.checkpoint.format.fragment import FragmentSpec
 from megatron.checkpoint.hf.config import names
 from megatron.checkpoint.reshape import parse_layout, reshape
 from tests.checkpoint.test_hf_tools import MODELS, checkpoint_of
+from tests.selection import covering
 from tools.support_table import summary
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
@@ -32,8 +33,12 @@ def test_the_example_runs(tmp_path, monkeypatch):
     assert (tmp_path / "checkpoints" / "step_00000010" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mixtral", "zamba2", "olmo_hybrid"])
-@pytest.mark.parametrize("layout", ["tensor=1", "tensor=2,pipeline=2", "tensor=2,data=3,zero=3"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    covering(
+        ["qwen3", "mixtral", "zamba2", "olmo_hybrid"], ["tensor=1", "tensor=2,pipeline=2", "tensor=2,data=3,zero=3"]
+    ),
+)
 def test_the_page_is_enough_to_read_a_checkpoint(name: str, layout: str, tmp_path) -> None:
     """In a process that has numpy, the page and nothing of ours; bf16 weights and fp32 masters."""
     source, _ = checkpoint_of(tmp_path, MODELS[name], bf16=True)

@@ -29,6 +29,7 @@ from tests.float64 import FP32
 from tests.model.parity import randomise, relative, stored
 from tests.model.test_parity import CASES
 from tests.paths import ROOT
+from tests.selection import covering
 
 V, S = 61, 24
 MODELS = {
@@ -278,8 +279,9 @@ def checkpoint_of(folder, change: dict, *, bf16: bool = False, tokenizer: dict |
     return open_checkpoint(path), model
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("layout", ["tensor=1", "tensor=2,pipeline=2", "tensor=2,data=3,zero=3"])
+@pytest.mark.parametrize(
+    ("name", "layout"), covering(MODELS, ["tensor=1", "tensor=2,pipeline=2", "tensor=2,data=3,zero=3"])
+)
 def test_any_layout_opens_in_transformers(name: str, layout: str, tmp_path):
     source, model = checkpoint_of(tmp_path, MODELS[name])
     reshape(source, tmp_path / "cut" / "step_00000007", parse_layout(layout))

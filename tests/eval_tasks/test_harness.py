@@ -44,8 +44,8 @@ LAYOUTS = {
 # Layouts differ in who answers and kinds in what they keep between tokens: not every kind needs every layout.
 OFTEN = {
     **{kind: ("tp2 · pp2",) for kind in KINDS},
-    "gpt_neox": ("one", "dp2, ZeRO 1", "dp2, exact", "tp2, sequence parallel"),
-    "mixtral": ("dp2 · ep2", "dp2, ZeRO 3"),
+    "gpt_neox": ("one", "dp2, exact", "tp2, sequence parallel"),
+    "mixtral": ("dp2 · ep2",),
 }
 PAIRS = [
     pytest.param(kind, layout, marks=[] if layout in OFTEN[kind] else [pytest.mark.slow])

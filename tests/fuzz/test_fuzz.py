@@ -26,7 +26,7 @@ from tests.training.matrix import merged
 from tests.training.test_resume_layouts import identical, together
 from tests.workers import run
 
-QUICK, ALL = 20, 200
+QUICK, ALL = 8, 200
 FOLDED = 40  # pairs that begin or end on ranks that share the rows of matrices
 SHARED = 40  # pairs on ranks that share sequences
 COMPILED = 40  # whose layers, or parts of them, are compiled

@@ -8,6 +8,7 @@ import torch
 from megatron.config import resolve
 from megatron.model.kernels.compile import choose_compilation, describe_compile
 from megatron.model.stack import Model, build_model
+from tests.selection import covering
 
 V, S = 61, 24
 
@@ -66,8 +67,7 @@ PARTLY = {
 }
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("name", PARTLY)
+@pytest.mark.parametrize(("recompute", "name"), covering(["none", "full"], PARTLY))
 def test_blocks_of_other_layers_are_compiled_in_part(monkeypatch, name: str, recompute: str):
     """Traced as for a compiler, run as torch's operations: no breaks, and each part once for all blocks."""
     torch._dynamo.reset()

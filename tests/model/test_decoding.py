@@ -16,6 +16,7 @@ from tests.kinds.mamba.test_state_space import MODELS as WITH_STATES
 from tests.kinds.rwkv.test_rwkv import MODELS as RWKV
 from tests.model.parity import randomise, relative
 from tests.model.test_model_options import OPTIONS, config_of
+from tests.selection import covering
 
 CASES = [
     "plain",
@@ -48,8 +49,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("pieces", [[12], [1] * 12, [5, 1, 1, 1, 4], [7, 5]])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("pieces", "name"), covering([[12], [1] * 12, [5, 1, 1, 1, 4], [7, 5]], CASES))
 def test_pieces_equal_the_whole(name: str, pieces: list[int]):
     model = build_model(config_of(OPTIONS[name]), dtype=DOUBLE).eval()
     randomise(model, 2)
@@ -74,8 +74,7 @@ def held(state) -> int:
 KEPT = {**WITH_STATES, **{f"rwkv, {name}": values for name, values in RWKV.items()}}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize(("precision", "name"), covering(["fp32", "bf16"], KEPT))
 def test_bytes_of_decoding_states(name: str, precision: str):
     """What recurrences carry is fp32 in every precision, and is counted so."""
     model = {"hidden_size": 24, "vocab_size": 37, "norm": {"type": "rmsnorm"}, **KEPT[name]}

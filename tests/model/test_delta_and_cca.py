@@ -27,6 +27,7 @@ from tests.float64 import DOUBLE, EXACT, wider
 from tests.kinds.common.test_scans import Bs, S, check, draw, places, stacked, starts_of
 from tests.model.parity import named, randomise, relative
 from tests.model.recurrences import delta_head
+from tests.selection import covering
 
 H = 24
 
@@ -87,9 +88,7 @@ def test_delta_rule(chunk: int, by: str, documents: str | None, decay: float, mo
 
 
 # Chunks that begin between two updates of a token, and one for all.
-@pytest.mark.parametrize("chunk", [4, 64])
-@pytest.mark.parametrize("documents", [None, "one"])
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(("chunk", "documents", "count"), covering([4, 64], [None, "one"], [2, 3]))
 def test_delta_product(count: int, documents: str | None, chunk: int):
     """Siems et al. 2025, section 3: a token's transition is exp(d) times the product of (I - b_j k_j k_j^T), and each
     b_j v_j k_j^T passes through the later ones."""

@@ -12,6 +12,7 @@ from megatron.model.costs.describe import layers, layers_table, totals
 from megatron.model.stack import Model, build_model
 from tests.model.test_model_options import BASE, OPTIONS, merged
 from tests.model.test_recomputation import Allocations
+from tests.selection import covering
 
 B, S = 2, 64
 MORE = {
@@ -159,10 +160,12 @@ def test_kept_activations_of_the_ends(name: str):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["plain", "biases", "parallel", "llama", "olmo2", "qk norm by head", "silu gated", "dropout", "channel scales"],
+    ("name", "mode"),
+    covering(
+        ["plain", "biases", "parallel", "llama", "olmo2", "qk norm by head", "silu gated", "dropout", "channel scales"],
+        [{"mode": "selective"}, {"mode": "full"}, {"mode": "full", "every": 2}],
+    ),
 )
-@pytest.mark.parametrize("mode", [{"mode": "selective"}, {"mode": "full"}, {"mode": "full", "every": 2}])
 def test_kept_activations_with_recomputation(name: str, mode: dict):
     config = config_of(name, activation_checkpointing=mode)
     wanted = sum(layer.saved for layer in layers(config)) + decomposed_norms(config)

@@ -11,6 +11,7 @@ from megatron.model.costs.describe import layers
 from megatron.model.stack import build_model
 from tests.model.parity import relative
 from tests.model.test_recomputation import Allocations
+from tests.selection import covering
 
 V, S, B, H = 61, 24, 2, 32
 MODEL = {
@@ -123,8 +124,9 @@ def test_decoding():
     assert relative(torch.cat(pieces, 1), whole) < 3e-2
 
 
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
-@pytest.mark.parametrize("name", ["parallel", "parallel, one norm", "post norm", "scaled"])
+@pytest.mark.parametrize(
+    ("mode", "name"), covering(["none", "full", "selective"], ["parallel", "parallel, one norm", "post norm", "scaled"])
+)
 def test_what_it_keeps_is_counted(name, mode):
     """Bytes between forward and backward that it adds, and the count of them."""
 

@@ -16,6 +16,7 @@ from megatron.parallel.layers.eight_bits import E4M3, E5M2, linear_for, linear_o
 from megatron.testing.layouts import _assembled, on_this_rank, one_process
 from megatron.testing.ranks import on_ranks
 from tests.float64 import DOUBLE
+from tests.selection import covering
 
 FORMATS = {E4M3: (3, -6, 7), E5M2: (2, -14, 14)}  # bits of mantissa, least normal exponent, where the largest goes
 
@@ -37,9 +38,9 @@ def drawn(*shape: int, seed: int = 0, size: float = 1.0, dtype: torch.dtype = to
     return values.to(dtype)
 
 
-@pytest.mark.parametrize("size", [1e-20, 1.0, 3e12])
-@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize(
+    ("size", "given", "dtype"), covering([1e-20, 1.0, 3e12], [torch.float32, torch.bfloat16], FORMATS)
+)
 def test_rounding(dtype: torch.dtype, given: torch.dtype, size: float):
     x = drawn(64, 48, size=size, dtype=given)
     found, scale = rounded(x, dtype)

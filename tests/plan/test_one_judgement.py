@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 
@@ -21,6 +20,7 @@ from megatron.rehearsal.command import in_own_process, main
 from tests.paths import ROOT
 from tests.plan.test_search import LLAMA
 from tests.plan.test_search import question as asked
+from tests.selection import covering
 from tests.training.matrix import merged
 
 READY = ("pythia/70m", "llama/llama3_8b", "mixtral/8x7b", "mamba2/130m", "zamba2/1.2b", "qwen3/0.6b")
@@ -41,7 +41,11 @@ def _checked(tmp_path, name: str, question: Question, plan: Plan):
 
 
 @pytest.mark.parametrize(
-    ("name", "devices"), [*itertools.product(READY, (8, 64)), ("llama/llama3_8b", 256), ("pythia/70m", 256)]
+    ("name", "devices"),
+    [
+        *covering(READY, (8, 64)),
+        *(pytest.param(name, 256, marks=pytest.mark.slow) for name in ("llama/llama3_8b", "pythia/70m")),
+    ],
 )
 def test_each_proposed_layout_is_the_one_that_check_sees(tmp_path, name, devices):
     """Its lines of YAML make that layout, and each warning of `config check` stands in the plan."""

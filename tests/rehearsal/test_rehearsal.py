@@ -33,7 +33,6 @@ BUCKETS = {"zero": {"bucket_size": 2000}}
 
 OFTEN = {
     "fp32: llama on one, ZeRO 0",
-    "fp32: neox on dp2, ZeRO 1, four micro-batches",
     "bf16: llama on dp2, ZeRO 1, four micro-batches",
     "fp32: state space on tp2, sequence parallel, selective recomputation",
     "fp32: gpt2 on tp2 · pp2, sequence parallel, recomputation",

@@ -15,6 +15,7 @@ from megatron.model.stack import build_model
 from megatron.parallel.layout.shard import LogicalTensor, Role, Shard
 from megatron.training.start.upcycle import fill, of_layer, origin_of
 from tests.model.parity import named, randomise
+from tests.selection import covering
 from tests.training import runs
 from tests.workers import run
 
@@ -82,8 +83,7 @@ def losses_are_of(model, found: list[float]) -> None:
     assert all(loss == pytest.approx(wanted, rel=1e-5) for loss in found)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize(("layout", "kind"), covering(LAYOUTS, EXPERTS))
 def test_computes_what_the_dense_model_does(kind: str, layout: str, tmp_path):
     model, path = dense(tmp_path / kind)
     ranks, cut = LAYOUTS[layout]

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron.checkpoint import open_checkpoint
 from megatron.checkpoint.format.fragment import MASTER, FragmentSpec
+from tests.selection import covering
 from tests.training.test_run import job
 from tests.workers import run as on_ranks
 
@@ -53,8 +54,10 @@ def train(folder: Path, ranks: int, tokens: dict[str, str], *overrides: str) -> 
     return masters(folder, 0)
 
 
-@pytest.mark.parametrize("layout", [(1,), (2, "parallel.tensor=2"), (2, "zero.stage=3"), (2, "parallel.pipeline=2")])
-@pytest.mark.parametrize("how", ["mean", "initial"])
+@pytest.mark.parametrize(
+    ("layout", "how"),
+    covering([(1,), (2, "parallel.tensor=2"), (2, "zero.stage=3"), (2, "parallel.pipeline=2")], ["mean", "initial"]),
+)
 def test_known_rows_are_kept_and_new_ones_start_as_said(tmp_path: Path, layout, how: str) -> None:
     """New are the rows of new tokens and those that only filled the old table up."""
     old, new = tokenizer(tmp_path / "old.json", OLD), tokenizer(tmp_path / "new.json", NEW)

@@ -28,6 +28,8 @@ LAYOUTS = {  # ranks, overrides
     "pipeline": (2, ("parallel.pipeline=2", "zero.stage=0")),
     "pipeline, bf16": (2, ("parallel.pipeline=2", "zero.stage=1", "precision=bf16")),
 }
+# One process, each way in which ZeRO keeps states, and each way of cutting a model. The rest differ little from these.
+OFTEN = ("one", "zero 1", "zero 3", "tensor", "pipeline, bf16")
 LAST = 6
 STATES = ("master", "exp_avg", "exp_avg_sq", "weight")
 EVERY = ("training.hashes=3", "checkpoint.every=4", "evaluation.every=null", f"training.steps={LAST}")
@@ -104,7 +106,9 @@ def saved(folder: Path) -> list[str]:
     return sorted(each.name for each in (folder / "run" / "checkpoints").iterdir() if each.name.startswith("step_"))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.slow]) for name in LAYOUTS]
+)
 def test_a_bit_that_flips_in_any_state_is_found_and_its_rank_named(layout: str, tmp_path: Path) -> None:
     ranks, options = LAYOUTS[layout]
     options = (*options, *EVERY, "training.hashes_at_rest=always")
@@ -158,7 +162,10 @@ def test_nothing_that_a_run_does_itself_is_taken_for_a_fault(run: str, tmp_path:
         assert on_ranks(ranks, attempt, str(tmp_path), str(ranks), *always, *end) == ["finished"] * ranks
 
 
-@pytest.mark.parametrize("layout", ["zero 0", "zero 1", "zero 2", "zero 3", "tensor", "pipeline"])
+@pytest.mark.parametrize(
+    "layout",
+    ["zero 1", "zero 3", "tensor", "pipeline", *(pytest.param(f"zero {n}", marks=pytest.mark.slow) for n in (0, 2))],
+)
 def test_a_bit_that_flips_in_a_gradient_is_found_and_its_rank_named(layout: str, tmp_path: Path) -> None:
     """In a step that is computed twice; clipping, by a norm that all ranks share, hides nobody."""
     ranks, options = LAYOUTS[layout]

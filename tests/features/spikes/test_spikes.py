@@ -72,10 +72,19 @@ def losses(lines: list[dict]) -> list[float]:
     return [line["loss"] for line in lines]
 
 
+# One process, the pipeline and ZeRO 3 reach the optimizer by other code; the rest differ little from these.
+OFTEN = ("one", "pipeline, zero 1", "zero 3", "zero 1, bf16")
+
+
+def rarely(layouts: dict) -> list:
+    """All layouts, most of them for `-m slow`."""
+    return [each if each in OFTEN else pytest.param(each, marks=pytest.mark.slow) for each in layouts]
+
+
 ROLLBACKS = {"one": (1, ()), "pipeline": (2, ("parallel.pipeline=2", "zero.stage=1")), "zero 3": (2, ("zero.stage=3",))}
 
 
-@pytest.mark.parametrize("layout", ROLLBACKS)
+@pytest.mark.parametrize("layout", rarely(ROLLBACKS))
 def test_a_rollback_equals_data_without_these_batches(layout: str, tmp_path: Path) -> None:
     ranks, options = ROLLBACKS[layout]
     poisoned, clean = list(range(30)), [each for each in range(30) if not BAD - 1 <= each < BAD + 2]
@@ -112,15 +121,6 @@ SKIPS = {
     "zero 2": (2, ("zero.stage=2",)),
     "zero 3": (2, ("zero.stage=3",)),
 }
-
-
-# One process, the pipeline and ZeRO 3 reach the optimizer by other code; the rest differ little from these.
-OFTEN = ("one", "pipeline, zero 1", "zero 3", "zero 1, bf16")
-
-
-def rarely(layouts: dict) -> list:
-    """All layouts, most of them for `-m slow`."""
-    return [each if each in OFTEN else pytest.param(each, marks=pytest.mark.slow) for each in layouts]
 
 
 @pytest.mark.parametrize("layout", rarely(SKIPS))

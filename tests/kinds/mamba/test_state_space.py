@@ -20,6 +20,7 @@ from tests.float64 import DOUBLE, EXACT
 from tests.model.documents import check_documents
 from tests.model.parity import check_part, named, own_part, randomise, relative
 from tests.model.test_recomputation import Allocations
+from tests.selection import covering
 from tests.workers import run
 
 S, V = 24, 37
@@ -141,8 +142,7 @@ def test_decoding_in_pieces_equals_the_whole(name: str):
             assert relative(torch.cat(found, 1), wanted) < EXACT, pieces
 
 
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.parametrize(("documents", "name"), covering([False, True], SINGLE))
 def test_a_state_hands_over_with_its_gradients(name: str, documents: bool):
     """A mixer over pieces of a sequence gives the outputs and the gradients of the whole."""
     block = build_model(config_of(name), dtype=DOUBLE).blocks[0]
@@ -220,8 +220,9 @@ def test_parameters_and_flops(name: str):
     assert counter.get_total_flops() == totals(config).forward_flops * 2 * S
 
 
-@pytest.mark.parametrize("name", [name for name in SINGLE if name != "mamba, biases"])
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize(
+    ("name", "mode"), covering([name for name in SINGLE if name != "mamba, biases"], ["none", "full", "selective"])
+)
 def test_kept_activations(name: str, mode: str):
     """Bytes that exist between forward and backward: what the second block adds. A mamba layer's scan also keeps one
     fp32 state per chunk, and CPU's RMSNorm the normalised vector."""

@@ -11,6 +11,7 @@ from megatron.config import resolve
 from megatron.model.costs.describe import layers, totals
 from megatron.model.stack import build_model
 from tests.model.test_describe import B, S, inputs, kept_bytes
+from tests.selection import covering
 
 CASES = {
     "gated": {"experts": 8, "top_k": 2, "hidden_size": 24},
@@ -76,8 +77,7 @@ def test_parameters_and_flops(name: str):
     assert both.get_total_flops() == total.training_flops * B * S
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("mode", "name"), covering(["none", "selective", "full"], CASES))
 def test_kept_activations(name: str, mode: str):
     training = {"activation_checkpointing": {"mode": mode}}
     two, one = config_of(name, "moe attention moe", **training), config_of(name, "attention moe", **training)

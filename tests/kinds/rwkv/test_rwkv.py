@@ -17,6 +17,7 @@ from tests.kinds.rwkv.test_rwkv_parity import randomised
 from tests.model.documents import check_documents
 from tests.model.parity import check_part, named, own_part, relative
 from tests.model.test_recomputation import Allocations
+from tests.selection import covering
 from tests.workers import run
 
 S, V, H = 24, 37, 24
@@ -52,8 +53,7 @@ def tokens_of(samples: int = 2, length: int = S, seed: int = 1) -> torch.Tensor:
     return torch.randint(V, (samples, length), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("pieces", [[24], [1] * 24, [5, 1, 1, 1, 16]])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("pieces", "name"), covering([[24], [1] * 24, [5, 1, 1, 1, 16]], MODELS))
 def test_decoding_in_pieces_equals_the_whole(name: str, pieces: list[int]):
     model = build_model(config_of(name), dtype=DOUBLE).eval()
     randomised(model, 2)
@@ -66,9 +66,10 @@ def test_decoding_in_pieces_equals_the_whole(name: str, pieces: list[int]):
     assert relative(torch.cat(found, 1), wanted) < EXACT
 
 
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("cuts", [(1, 2, 17), (8, 16)])
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "mixed"])
+@pytest.mark.parametrize(
+    ("documents", "cuts", "name"),
+    covering([False, True], [(1, 2, 17), (8, 16)], [name for name in MODELS if name != "mixed"]),
+)
 def test_states_hand_over_with_their_gradients(name: str, cuts: tuple[int, ...], documents: bool):
     """The blocks over pieces of a sequence, each going on from the state of the last, give the outputs and the
     gradients of the whole."""
@@ -106,8 +107,7 @@ def test_documents_do_not_see_each_other(name: str):
     check_documents(model, tokens_of(), tokens_of(seed=7))
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("mode", "name"), covering(["selective", "full"], MODELS))
 def test_recomputing_a_block_changes_no_bit(name: str, mode: str):
     def gradients(mode: str):
         model = build_model(config_of(name, activation_checkpointing={"mode": mode}))
@@ -137,8 +137,9 @@ def test_counts_of_parameters_and_flops(name: str):
     assert counter.get_total_flops() == totals(config).forward_flops * 2 * S
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "mixed"])
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize(
+    ("name", "mode"), covering([name for name in MODELS if name != "mixed"], ["none", "full", "selective"])
+)
 def test_activations_kept_by_a_block(name: str, mode: str):
     """Bytes that exist between forward and backward: what one more block adds. Scans by pieces also keep one fp32
     state per piece."""

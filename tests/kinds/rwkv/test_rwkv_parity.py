@@ -15,6 +15,7 @@ from megatron.model.stack import Model, build_model
 from tests.float64 import DOUBLE, EXACT
 from tests.kinds.rwkv import rwkv_reference as reference
 from tests.model.parity import named, relative
+from tests.selection import covering
 
 V, H, S = 29, 24, 13
 MODELS = {
@@ -57,9 +58,7 @@ def published(model: Model, config) -> tuple[list[ConversionStep], dict[str, tor
     return steps, {key: value.double().requires_grad_() for key, value in made.items()}
 
 
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("seed", [0, 5])
+@pytest.mark.parametrize(("documents", "name", "seed"), covering([False, True], MODELS, [0, 5]))
 def test_equals_the_recurrence(name: str, documents: bool, seed: int):
     config = config_of(name, documents)
     model = build_model(config, dtype=DOUBLE).eval()

@@ -13,6 +13,7 @@ from megatron.kinds.rwkv.rwkv4 import wkv4
 from megatron.kinds.rwkv.wkv6 import wkv6
 from megatron.kinds.rwkv.wkv7 import wkv7
 from tests.kinds.common.test_scans import CONTINUED, DOCUMENTS, Bs, S, check, draw
+from tests.selection import covering
 
 h, N = 2, 4
 
@@ -68,8 +69,7 @@ def inputs7() -> list[torch.Tensor]:
     return [*inputs, draw(Bs, h, N, N, seed=6)]
 
 
-@pytest.mark.parametrize("documents", [None, "none", "all", "one"])
-@pytest.mark.parametrize("chunk", [1, 5, 64])
+@pytest.mark.parametrize(("documents", "chunk"), covering([None, "none", "all", "one"], [1, 5, 64]))
 def test_wkv7(chunk: int, documents: str | None):
     starts = starts_of(documents)
 
@@ -114,9 +114,9 @@ def test_wkv7_keeps_its_digits_where_keys_repeat_and_decays_are_fastest(fast: bo
 
 
 # 4: a token keeps e^-50 of what was; -5: hardly anything is lost
-@pytest.mark.parametrize("shift", [0.0, 4.0, -5.0])
-@pytest.mark.parametrize("documents", [None, "none", "all", "one"])
-@pytest.mark.parametrize("chunk", [1, 5, 9, 64])  # 9: in runs of 3, inside of which documents begin
+@pytest.mark.parametrize(
+    ("shift", "documents", "chunk"), covering([0.0, 4.0, -5.0], [None, "none", "all", "one"], [1, 5, 9, 64])
+)
 def test_wkv6(chunk: int, documents: str | None, shift: float):
     inputs = [draw(Bs, S, h, N, seed=seed) for seed in range(4)]
     inputs += [draw(h, N, seed=4) + shift, draw(h, N, seed=5), draw(Bs, h, N, N, seed=6)]
@@ -158,9 +158,9 @@ def test_wkv6_of_decays_that_all_tokens_share(chunk: int):
     check(scan, recurrence, inputs, ["r", "k", "v", "decay", "bonus", "initial"])
 
 
-@pytest.mark.parametrize("shift", [0.0, 4.0, -5.0])
-@pytest.mark.parametrize("documents", [None, "none", "all", "one"])
-@pytest.mark.parametrize("chunk", [1, 5, 9, 64])  # 9: in runs of 3, inside of which documents begin
+@pytest.mark.parametrize(
+    ("shift", "documents", "chunk"), covering([0.0, 4.0, -5.0], [None, "none", "all", "one"], [1, 5, 9, 64])
+)
 def test_wkv4(chunk: int, documents: str | None, shift: float):
     inputs = [3 * draw(Bs, S, N, seed=0), draw(Bs, S, N, seed=1), draw(N, seed=2) + shift, draw(N, seed=3)]
     inputs += [draw(Bs, N, seed=4), draw(Bs, N, seed=5).abs() + 0.5, draw(Bs, N, seed=6)]
