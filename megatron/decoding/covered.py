@@ -96,6 +96,10 @@ def _cannot_stay(config: Config) -> str | None:
         return "a layer must have at most one mixer, without side layers, and be outside of a recurrent core"
     if residual.form != "sequential" or residual.norm not in ("pre", "both", "sandwich") or residual.streams > 1:
         return "model.residual must be sequential, with norms before branches and one row"
+    if any(getattr(options, "keys", "own") != "own" for _, options in used):
+        return "layers must have keys of their own: keys of earlier layers would have to move too"
+    if residual.token_inputs:
+        return "model.residual.token_inputs must be 0: ids of tokens would have to move too"
     if any(kind.stays and options.router.network != "linear" for kind, options in used):
         return "routers must be linear: a state of MLP routers would have to move too"
     if any(kind.stays and options.router.select == "hash" for kind, options in used):

@@ -26,6 +26,7 @@ from .options import kind_of, layer_class
 from .relay import Relay, new_state, relays_of
 from .residual import ChannelScale, Dropout, residual_merge
 from .stream import INJECTED, Channel, Stream, apply_layer
+from .token_inputs import TokenInputs, input_channels, input_counts
 
 
 class SideBySide(nn.ModuleDict):
@@ -100,7 +101,7 @@ class Block(nn.Module):
     Logical names: `layers.<index>.{mixer_norm, ffn_norm, <kind of a mixer>, <kind of ffn>, <kind beside the mixer>}`,
     `{mixer_output_norm, ffn_output_norm}` with norms on both sides, and `{mixer_joint, ffn_joint}` with
     `channel_scales`, `{mixer_rows, ffn_rows}` with several rows, and `rows` in the last block. `injection` in the first
-    block of a recurrent core. `scale` with `block_scale`.
+    block of a recurrent core. `scale` with `block_scale`. `inputs` with `token_inputs`.
 
     Args:
         shared: modules that blocks of this rank share, by logical name. Blocks add missing modules.
@@ -140,8 +141,8 @@ class Block(nn.Module):
         if pattern.mixer:
             self.mixer_norm, self.mixer = norm("mixer_norm"), _mixer(make, model, pattern, init)
             self.mixer_output_norm = norm("mixer_output_norm") if normed_after else None
+        shared = {} if shared is None else shared
         if pattern.side:
-            shared = {} if shared is None else shared
             self.side_layers = nn.ModuleList(
                 layer_class(model, kind)(
                     make.scope(str(kind).replace("@", ".")), model, kind, options_of(model, kind), init, number, shared
@@ -154,6 +155,9 @@ class Block(nn.Module):
             )
             self.ffn = _layer(make, model, pattern.ffn, init)
             self.ffn_output_norm = norm("ffn_output_norm") if normed_after else None
+        self.inputs: TokenInputs | None = None
+        if model.residual.token_inputs:
+            self.inputs = TokenInputs(make.scope("inputs"), model, init, shared)
         if model.residual.channel_scales:
             self.mixer_joint = residual_merge(make.scope("mixer_joint"), model.hidden_size) if pattern.mixer else None
             self.ffn_joint = residual_merge(make.scope("ffn_joint"), model.hidden_size) if pattern.ffn else None
@@ -197,7 +201,9 @@ class Block(nn.Module):
         return self.scaled(self._branched(stream, state))
 
     def scaled(self, stream: Stream) -> Stream:
-        """The stream that leaves the block."""
+        """The stream that leaves the block, from the one with its branches."""
+        if self.inputs is not None:
+            stream = stream.with_hidden(stream.hidden + self.inputs(stream.hidden, stream) * self.multiplier)
         if self.scale is None:
             return stream
         return stream.with_hidden(stream.hidden * self.scale.to(stream.hidden.dtype))
@@ -326,17 +332,19 @@ def _mixer(make: ParameterFactory, model: ModelSection, pattern: BlockPattern, i
     return SideBySide(layers, relays_of(make, model, {kind.name: kind for kind in pattern.mixers}))
 
 
-def block_channels(model: ModelSection, pattern: BlockPattern, ranks: int) -> dict[str, Channel]:
-    """The side channels that a block reads or makes, on one of `ranks` tensor parallel ranks.
+def block_channels(model: ModelSection, pattern: BlockPattern, ranks: int, index: int) -> dict[str, Channel]:
+    """The side channels that the block of this index reads or makes, on one of `ranks` tensor parallel ranks.
 
-    A kind with channels has a static method `channels(model, options, ranks)`. A layer that makes one returns `(output,
-    {name: value})`.
+    A kind with channels has a static method `channels(model, options, ranks)`, or `channels_at(model, ranks, index)`
+    where they differ by block. A layer that makes one returns `(output, {name: value})`.
     """
-    found: dict[str, Channel] = {}
+    found = input_channels(model) if model.residual.token_inputs else {}
     for kind in pattern.kinds:
         layer = layer_class(model, kind)
         if hasattr(layer, "channels"):
             found |= layer.channels(model, options_of(model, kind), ranks)
+        if hasattr(layer, "channels_at"):
+            found |= layer.channels_at(model, ranks, index)
     rows = model.residual.streams - 1
     return found | ({ROWS: Channel(rows * model.hidden_size)} if rows else {})
 
@@ -378,6 +386,8 @@ def block_counts(model: ModelSection, pattern: BlockPattern, sequence_length: in
         total += Counts(norms * 4 * H, activations=norms * H)  # the branch's output. A norm keeps the stream
     if opens_core(model, index):
         total += injection_counts(model)
+    if model.residual.token_inputs:
+        total += input_counts(model, index)
     if model.residual.norm in ("both", "sandwich"):  # each branch's output, or the sum, with its own scale
         total += Counts(norms * norm_parameters(model.norm, H), activations=norms * norm_activations(model.norm, H))
     if Block.shares_norm(model, pattern):

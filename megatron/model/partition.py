@@ -16,6 +16,7 @@ from megatron.parallel.layers.parameters import logical_of
 from .block import block_counts
 from .embedding_and_head import embedding_counts, head_counts, multi_token_counts
 from .options import layer_class
+from .token_inputs import SHARED
 
 
 def stage_bounds(config: Config) -> list[int]:
@@ -66,6 +67,8 @@ def users(config: Config) -> dict[str, tuple[int, ...]]:
         for kind, number in zip(block.side, numbers):
             name = layer_class(model, kind).shared_name(kind, options_of(model, kind), number)
             found.setdefault(name, set()).add(stage)
+    if model.residual.token_inputs:
+        found[SHARED] = set(stages[1:-1])
     core = core_of(model.blocks)
     if core and model.recurrence.norm == "head":
         found["final_norm"] = {stages[core.start + 1], stages[-1]}

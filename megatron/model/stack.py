@@ -106,7 +106,7 @@ class ModelPlan:
     def live_channels(self) -> list[dict[str, Channel]]:
         """The float side channels of the stream before each block and before the head."""
         model, ranks = self.config.model, self.mesh.of_blocks.tensor.size
-        return live_channels([block_channels(model, block, ranks) for block in self.blocks])
+        return live_channels([block_channels(model, block, ranks, index) for index, block in enumerate(self.blocks)])
 
     @property
     def width(self) -> int:

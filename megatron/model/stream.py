@@ -121,6 +121,7 @@ class Channel:
     embedded: bool = False
 
 
+EMBEDDING = "embedding"  # a channel of the embedding itself
 TOKENS = "tokens"  # a channel of the digits of token ids, for layers that read them
 DIGITS, BASE = 3, 256  # whole numbers up to 256 are exact in every type
 TOKEN_CHANNEL = Channel(DIGITS, whole=True, embedded=True)

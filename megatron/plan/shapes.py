@@ -281,7 +281,7 @@ class Shapes:
                 mine = RankWeights(wide=count) if logical.keep_fp32 else RankWeights(low=count)
             if 0 < place < self.places - 1 and not logical.name.startswith(prefix):
                 shared[logical.name] = mine
-            elif not (tied and logical.role is Role.EMBEDDING and place):  # one stage has the tied matrix once
+            elif not (tied and logical.role is Role.EMBEDDING and place == self.places - 1):  # one stage has it once
                 own += mine
             product = logical.role in PRODUCTS or (place == self.places - 1 and logical.role is Role.EMBEDDING)
             if not product or each.ndim < 2:

@@ -221,7 +221,12 @@ def reasons(rows: dict[str, Any]) -> list[str]:
                 told.append(fill(text, 120, subsequent_indent="  "))
     open_rows = [f"`{name}`" for name, row in rows.items() if not whole(row)]
     if open_rows:
-        told += ["", fill(f"Not rehearsed so far (`?` in the table): {', '.join(open_rows)}.", 120)]
+        told += [
+            "",
+            "Not rehearsed so far (`?` in the table):",
+            "",
+            fill(f"- {', '.join(open_rows)}", 120, subsequent_indent="  "),
+        ]
     cost = [row[str(devices)] for row in rows.values() for devices in SIZES if "rehearsed" in row[str(devices)]]
     if cost:
         seconds, largest = (max(each[key] for each in cost) for key in ("processor_seconds", "process"))

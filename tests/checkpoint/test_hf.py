@@ -46,6 +46,24 @@ def test_there_and_back(name: str, tmp_path):
         assert set(back) == set(ours) and all(back[key].equal(ours[key]) for key in ours)
 
 
+def test_keys_that_no_layer_reads_are_left_out():
+    """Published files of Gemma 4 have keys and values of layers that read earlier ones."""
+    theirs = hf.AutoModelForCausalLM.from_config(CASES["gemma4 inputs of each layer, shared keys"])
+    model, steps, state = twin(theirs)
+    architecture, attention = architecture_of(theirs.config), "model.layers.4.self_attn"
+    idle = {f"{attention}.{name}.weight": torch.zeros(2) for name in ("k_proj", "v_proj", "k_norm")}
+
+    def read(tensors: dict[str, torch.Tensor]) -> set[str]:
+        return {name for name, _ in convert.from_hf(architecture, steps, tensors, tensors.__getitem__)}
+
+    assert read({**state, **idle}) == set(stored(model))
+    with pytest.raises(CheckpointError, match=f"left over: {attention}.v_norm.weight"):
+        read({**state, f"{attention}.v_norm.weight": torch.zeros(2)})
+    needed = "model.layers.1.self_attn.k_proj.weight"
+    with pytest.raises(CheckpointError, match=f"missing: {needed}"):
+        read({name: each for name, each in state.items() if name != needed})
+
+
 def with_own_widths(disk: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """transformers saves the convolution of queries, keys and values in three equal parts, published files each in its
     width. Both are read; the latter is what we write."""
@@ -272,8 +290,8 @@ def test_their_own_refusal_is_passed_on():
             ),
             "longrope",
         ),
-        (hf.Gemma4TextConfig(), "hidden_size_per_layer_input"),
-        (hf.Gemma4TextConfig(num_kv_shared_layers=2), "num_kv_shared_layers"),
+        (hf.Gemma4TextConfig(vocab_size_per_layer_input=5), "vocab_size_per_layer_input"),
+        (hf.Gemma4TextConfig(hidden_activation="silu"), "hidden_activation"),
         (hf.DeepseekV3Config(rope_interleave=False), "rope_interleave"),
         (hf.DeepseekV2Config(norm_topk_prob=True), "norm_topk_prob"),
         (hf.GptOssConfig(swiglu_alpha=1.0), "swiglu_alpha"),

@@ -35,6 +35,10 @@ from tests.paths import ROOT
 PYTHON = "DEEPY_TRANSFORMERS_4"  # names a Python with transformers 4.57 and torch
 OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1"}
 FAMILIES = {config.model_type: name for name, config in reversed(CASES.items())}
+MORE = {
+    "gemma4_text with experts": "gemma4 experts",
+    "gemma4_text with inputs": "gemma4 inputs of each layer, shared keys",
+}
 PYTHONS = [
     pytest.param(sys.executable, id="5"),
     pytest.param(
@@ -59,7 +63,7 @@ def opened(python: str, place: Path, folders: list[Path]) -> dict[Path, dict]:
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path, list[str]]]:
     """Of every family that is imported: a folder, the export of its import, and what the export said."""
     place, found = tmp_path_factory.mktemp("pairs"), {}
-    for family, case in {**FAMILIES, "gemma4_text with experts": "gemma4 experts"}.items():
+    for family, case in {**FAMILIES, **MORE}.items():
         before, after = place / family / "before", place / family / "after"
         publish(before, CASES[case])
         import_model(before, place / family / "checkpoint", sequence_length=24)
@@ -76,7 +80,7 @@ def test_what_goes_in_comes_out(python: str, pairs: dict, tmp_path: Path) -> Non
         "qwen3_5_text",
         "qwen3_5_moe_text",
         "gemma4_text",
-        "gemma4_text with experts",
+        *MORE,
         "kimi_linear",
         "deepseek_v32",
         "deepseek_v4",

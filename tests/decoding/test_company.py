@@ -24,7 +24,7 @@ from tests.model.parity import relative
 
 # Windows and sinks; latents; compressed keys with convolutions; shared blocks and a scan; attention next to a scan; two
 # recurrences of matrices; delta rule; experts by sigmoid and by softmax; latents that an indexer chooses; compressed
-# entries; ALiBi, caps and learned positions.
+# entries; ALiBi, caps and learned positions; keys of earlier layers and inputs of tokens.
 NAMES = ["gpt_oss", "deepseek_v2", "zaya", "zamba2", "falcon_h1", "rwkv7_hybrid", "gated_delta", "mixtral"]
 NAMES += ["rwkv4", "rwkv5", "rwkv6", "jamba", "deepseek_v32", "deepseek_v4"]
 OTHERS: dict[str, dict[str, Any]] = {
@@ -40,6 +40,16 @@ OTHERS: dict[str, dict[str, Any]] = {
         "recurrence": {"evaluation": 2},
     },
     "rows": {"attention": {"heads": 4, "gate": "channel"}, "residual": {"streams": 3}},
+    "earlier keys": {
+        "layers": "attention/mlp attention@near/mlp attention@near_last/mlp attention@last/mlp",
+        "attention": {"heads": 4, "kv_heads": 2},
+        "residual": {"token_inputs": 8},
+        "variants": {
+            "near": {"window": 20},
+            "near_last": {"window": 20, "keys": "earlier"},
+            "last": {"keys": "earlier"},
+        },
+    },
 }
 WAYS: list[dict[str, Any]] = [{"rows": 3, "budget": 17}, {"pages": 5}]
 

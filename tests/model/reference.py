@@ -52,8 +52,12 @@ class Reference:
             x = (x + self.weights["embedding.shift"]) * self.weights["embedding.scale"]
         rows = self.model.residual.streams
         x = x if rows == 1 else x.unsqueeze(1).expand(-1, rows, -1)
+        self.made: list = []
+        embedded = x
         for number, block in enumerate(self.model.blocks):
             x = self.block(x, f"layers.{number}", block, places, documents)
+            if self.model.residual.token_inputs:
+                x = x + self.model.residual.multiplier * self.inputs(x, embedded, tokens, f"layers.{number}.inputs")
             x = x * self.fixed.get(f"layers.{number}.scale", 1.0)
         if rows > 1:
             x = self.read(x, f"layers.{number}.rows")[0]
@@ -103,6 +107,15 @@ class Reference:
                 x = x + each(x)
         return x
 
+    def inputs(self, x: Tensor, embedded: Tensor, tokens: Tensor, name: str) -> Tensor:
+        """Of Gemma 4's embeddings per layer, what is added to the stream x."""
+        width = self.model.residual.token_inputs
+        seen = self.norm(self.linear(embedded, f"{name}.projection") / math.sqrt(x.shape[-1]), "inputs_norm")
+        known = self.weights[f"{name}.table.weight"][tokens] * math.sqrt(width)
+        z = self.linear(x, f"{name}.gate")
+        gate = 0.5 * z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
+        return self.norm(self.linear(gate * (seen + known) / math.sqrt(2), f"{name}.output"), f"{name}.output_norm")
+
     def read(self, x: Tensor, name: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Xie et al. 2025, equations 5 to 9: of rows [S, n, H] what a branch reads, and weights of output and mix."""
         n, flat = x.shape[1], x.flatten(1)
@@ -143,28 +156,37 @@ class Reference:
 
     def attention(self, x: Tensor, name: str, own, places, documents) -> Tensor:
         D, width = own.head_dim, own.kv_heads * own.head_dim
-        q = self.linear(x, f"{name}.query")
-        if own.values == "keys":
+        q, earlier = self.linear(x, f"{name}.query"), own.keys == "earlier"
+        if earlier:
+            same = own.model_copy(update={"keys": "own"})
+            made = next(keys for options, keys in reversed(self.made) if options == same)
+            k = v = q.new_zeros(len(q), width)
+        elif own.values == "keys":
             k = v = self.linear(x, f"{name}.key")
         else:
             both = self.linear(x, f"{name}.key_value")
             k, v = both[:, :width], both[:, width:]
         if own.qk_norm == "full":
-            q, k = self.norm(q, f"{name}.query_norm", "rmsnorm"), self.norm(k, f"{name}.key_norm", "rmsnorm")
-        heads = []
+            q = self.norm(q, f"{name}.query_norm", "rmsnorm")
+            k = k if earlier else self.norm(k, f"{name}.key_norm", "rmsnorm")
+        heads, keys = [], []
         for head in range(own.heads):
             of = head * own.kv_heads // own.heads
             q_h, k_h, v_h = q[:, head * D :][:, :D], k[:, of * D :][:, :D], v[:, of * D :][:, :D]
             if own.qk_norm == "head":
-                q_h, k_h = self.norm(q_h, f"{name}.query_norm"), self.norm(k_h, f"{name}.key_norm")
+                q_h = self.norm(q_h, f"{name}.query_norm")
+                k_h = k_h if earlier else self.norm(k_h, f"{name}.key_norm")
             if own.value_norm:
                 v_h = v_h / (v_h.square().mean(-1, keepdim=True) + self.model.norm.epsilon).sqrt()
             if own.position == "rotary" and own.rotary.scaling.type == "proportional":
                 q_h, k_h = (turned_in_proportion(each, places, own.rotary) for each in (q_h, k_h))
             elif own.position == "rotary":
                 q_h, k_h = (turned(each, places, own.rotary.base, int(own.rotary.fraction * D)) for each in (q_h, k_h))
+            keys.append(made[head] if earlier else (k_h, v_h))
+            k_h, v_h = keys[head]
             sink = self.weights[f"{name}.sinks"][head] if own.sinks else None
             heads.append(self.one_head(q_h, k_h, v_h, own, head, documents, sink))
+        self.made.append((own, keys))
         if own.gate != "none":
             gates = 1 / (1 + torch.exp(-self.linear(x, f"{name}.gate")))
             width = gates.shape[1] // own.heads

@@ -58,6 +58,16 @@ PARTLY = {
         "layers": "(attention/moe) x2",
         "moe": {"experts": 4, "top_k": 1, "hidden_size": 16, "limit": 0.5, "up_offset": 1.0, "bias": True},
     },
+    "earlier keys, inputs of tokens": {
+        "layers": "attention/mlp attention@last/mlp",
+        "residual": {"token_inputs": 8},
+        "variants": {"last": {"keys": "earlier"}},
+    },
+    "earlier keys beside experts": {
+        "layers": "attention/moe attention@last/moe",
+        "moe": {"experts": 4, "top_k": 2, "hidden_size": 16},
+        "variants": {"last": {"keys": "earlier"}},
+    },
     "mamba2 and mlp": {"layers": "mamba2/mlp attention/mlp mamba2", "mamba2": {"head_dim": 16, "state_size": 8}},
     "gated delta": {
         "layers": "gated_delta/mlp x2",

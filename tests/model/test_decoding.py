@@ -33,6 +33,8 @@ CASES = [
     "normalised values that are keys",
     "proportional rotary",
     "three rows",
+    "inputs of tokens",
+    "variants that read earlier keys",
     "softcap",
     "softcap, window, alibi",
     "window",

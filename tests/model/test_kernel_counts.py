@@ -28,7 +28,7 @@ KERNELS = {
     "tiny_deepseek_v4": 3,
     "tiny_falcon_h1": 18,
     "tiny_gated_delta": 51,
-    "tiny_gemma4": 61,
+    "tiny_gemma4": 81,
     "tiny_gpt2": 38,
     "tiny_gpt_oss": 81,
     "tiny_jamba": 31,

@@ -78,6 +78,22 @@ OPTIONS = {
     "deepnorm with bare blocks": {"layers": "attention mlp attention/mlp", "residual": {"norm": "deepnorm"}},
     "branch multiplier": {"residual": {"multiplier": 0.3, "norm": "post"}},
     "block scale": {"residual": {"block_scale": True}},
+    "inputs of tokens": {"residual": {"token_inputs": 5, "multiplier": 0.7}, "embedding": {"multiplier": 3.0}},
+    "variants that read earlier keys": {
+        "layers": "attention@near/mlp attention attention@last/mlp attention@near_last/mlp attention@last",
+        "norm": {"type": "rmsnorm"},
+        "attention": {"heads": 4, "kv_heads": 2, "head_dim": 10, "qk_norm": "head", "value_norm": True, "gate": "head"},
+        "variants": {
+            "last": {"keys": "earlier"},
+            "near": {"window": 5, "kv_heads": 1, "rotary": {"base": 100.0}},
+            "near_last": {"window": 5, "kv_heads": 1, "rotary": {"base": 100.0}, "keys": "earlier"},
+        },
+    },
+    "variants that read earlier keys, norms of all heads": {
+        "layers": "attention attention@last/mlp",
+        "attention": {"heads": 4, "kv_heads": 2, "qk_norm": "full", "qkv_bias": True},
+        "variants": {"last": {"keys": "earlier"}},
+    },
     "channel scales": {"residual": {"channel_scales": True}},
     "channel scales, bare blocks, post norm": {
         "layers": "attention mlp attention/mlp",

@@ -388,12 +388,20 @@ GEMMA4 = {
     },
     **{"sliding_window": 5, "layer_types": [SLIDING, FULL, SLIDING, FULL]},
 }
+GEMMA4_INPUTS = {
+    **{"layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL], "num_hidden_layers": 5},
+    "hidden_size_per_layer_input": 6,
+}
 CASES |= {
     "gemma4": hf.Gemma4TextConfig(**GEMMA4, attention_k_eq_v=True, final_logit_softcapping=9.0),
     "gemma4 experts": hf.Gemma4TextConfig(
         **{**GEMMA4, "layer_types": [SLIDING, FULL], "num_hidden_layers": 2},
         **{"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 12},
         attention_k_eq_v=True,
+    ),
+    "gemma4 inputs of each layer, shared keys": hf.Gemma4TextConfig(
+        **{**GEMMA4, **GEMMA4_INPUTS},
+        **{"vocab_size_per_layer_input": 61, "num_kv_shared_layers": 3, "use_double_wide_mlp": True},
     ),
     "gemma4 values of their own, biases, untied": hf.Gemma4TextConfig(
         **{**GEMMA4, "layer_types": [FULL, SLIDING, SLIDING, FULL]},

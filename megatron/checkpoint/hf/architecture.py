@@ -62,6 +62,7 @@ class Layers:
         settings: further settings of theirs, from our section and their names of our layers.
         links: further tensors, from the names of all of ours.
         source: the saved tensor that a name is a second name of, or None.
+        unused: whether a model with tensors of these names has no use for a tensor of this name, which files may have.
         needed: patterns. A model of this architecture has at least one. Default: the first.
     """
 
@@ -70,6 +71,7 @@ class Layers:
     settings: Callable[[ModelSection, list[str]], dict[str, Any]] = lambda model, names: {}
     links: Callable[[Collection[str]], tuple[Link, ...]] = lambda ours: ()
     source: Callable[[str, Collection[str]], str | None] = lambda name, saved: None
+    unused: Callable[[str, Collection[str]], bool] = lambda name, needed: False
     needed: tuple[str, ...] = ()
 
     def read(self, theirs: PreTrainedConfig) -> Found:

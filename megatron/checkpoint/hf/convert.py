@@ -120,8 +120,8 @@ def match(
 ) -> dict[str, str]:
     """Find the steps' tensors in a Hugging Face checkpoint: canonical name -> name there.
 
-    Buffers of older checkpoints (masks, rotary frequencies) are ignored. A head that is tied to the embedding, and a
-    second name of a shared tensor, must equal the original.
+    Buffers of older checkpoints (masks, rotary frequencies) and tensors that no layer uses are ignored. A head that is
+    tied to the embedding, and a second name of a shared tensor, must equal the original.
 
     Args:
         present: names of all tensors of the checkpoint, as on disk or as in a module's state dict.
@@ -135,7 +135,7 @@ def match(
         if not architecture.is_buffer(name) and (first := there.setdefault(architecture.canonical(name), name)) != name:
             problems.append(f"{first} and {name} are two names of one tensor: keep one of them")
     needed = [name for step in steps for name in step.theirs]
-    left = set(there) - set(needed)
+    left = {name for name in set(there) - set(needed) if not architecture.layers.unused(name, needed)}
     for name in sorted(left):  # of the names of a shared tensor, transformers 4 keeps only the last one
         source = architecture.source(name, needed)
         if source in needed:

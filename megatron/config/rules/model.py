@@ -8,6 +8,7 @@ from megatron.config.problems import uniform_counts
 
 from ..arithmetic.recurrence import core_of
 from ..arithmetic.tokenizer_size import SizeUnknown, tokenizer_size
+from ..arithmetic.wire import sends_blocks
 from ..optimizer_kind import NOT_BUILT, kinds_inside, optimizer_kind
 from ..parts import check_importable
 from ..pattern import PatternError
@@ -211,6 +212,42 @@ def rounds_have_rows(context: RuleContext) -> Iterator[Problem]:
             rule="must go with several streams, and has no effect here",
             fix="use streams: 4, or remove sinkhorn_iterations",
         )
+
+
+def token_inputs_suit_the_rest(context: RuleContext) -> Iterator[Problem]:
+    config, key = context.config, f"{RESIDUAL}.token_inputs"
+    if not config.model.residual.token_inputs:
+        return
+    parallel = config.parallel
+    for other, wrong, reason, fix in (
+        (f"{RESIDUAL}.streams", config.model.residual.streams > 1, "with several rows", "streams: 1"),
+        ("model.layers", bool(core_of(context.blocks)), "with a recurrent group", "a plain pattern"),
+        ("model.multi_token_prediction.depth", bool(context.further_block), "with further blocks", "depth: 0"),
+        ("model.dropout", config.model.dropout > 0.0, "with dropout, which it does not draw", "model.dropout=0"),
+        (
+            "model.parametrization.type",
+            config.model.parametrization.type != "standard",
+            "under a parametrization, which has no rates for its matrices",
+            "type: standard",
+        ),
+        ("parallel.columns", parallel.columns > 1, "with columns: it reads all channels", "parallel.columns=1"),
+        ("parallel.folded", parallel.folded > 1, "where ranks share rows of matrices", "parallel.folded=1"),
+        ("parallel.depth", parallel.depth > 1, "where ranks share rows of matrices", "parallel.depth=1"),
+        (
+            "training.sequence_chunks",
+            config.training.sequence_chunks > 1,
+            "with chunks of sequences",
+            "training.sequence_chunks=1",
+        ),
+        (
+            "parallel.communication.compress.pipeline",
+            sends_blocks(parallel),
+            "with int8_block, which rounds token ids",
+            "parallel.communication.compress.pipeline=bf16",
+        ),
+    ):
+        if wrong:
+            yield context.problem(f"{key} {other}", rule=f"must be 0 {reason}", fix=f"use token_inputs: 0, or {fix}")
 
 
 def layers_can_be_repeated(context: RuleContext) -> Iterator[Problem]:

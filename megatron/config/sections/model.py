@@ -196,6 +196,14 @@ class ResidualOptions(Section):
         "The stream after each block is multiplied by a number of the block's own, as in Gemma 4. It is 1, or what an "
         "imported model has, and is not trained.",
     )
+    token_inputs: int = key(
+        0,
+        "Channels of a further input of each block (Gemma 4 E2B and E4B): the token's vector in a table of the block's "
+        "own, plus the projected embedding. Gated by the stream, it is projected, normalised and added after the "
+        "block's branches. 0: none.",
+        unit="channels",
+        ge=0,
+    )
     streams: int = key(
         1,
         "Rows of the stream. Above 1: manifold-constrained hyper-connections. Each branch reads a weighted sum of the "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.config.kind import KindUse, LayerKind
@@ -54,6 +54,11 @@ class AttentionOptions(Section):
         "projected",
         "keys: a head's values are its projected keys, before their norm and positions. There is no matrix of values "
         "(Gemma 4).",
+    )
+    keys: Literal["own", "earlier"] = key(
+        "own",
+        "earlier: the layer makes no keys and values. It reads the keys and values of the last layer before it with "
+        "keys: own and the same other options (Gemma 4 E2B and E4B).",
     )
     value_norm: bool = key(False, "Divide each head's values by their root mean square (Gemma 4).")
     softcap: float | None = key(None, "Cap attention logits c as softcap * tanh(c / softcap).", gt=0)
@@ -127,6 +132,61 @@ def keys_that_are_values_are_not_clipped(at: KindUse[AttentionOptions]) -> Itera
         )
 
 
+def lenders(layers: Sequence[AttentionOptions | None]) -> dict[int, int | None]:
+    """The places of layers that read earlier keys, with the place of the layer that has them. None: no layer has.
+
+    Args:
+        layers: options in the order of the pattern, None for places without such a layer.
+    """
+    found: dict[int, int | None] = {}
+    owners: list[tuple[AttentionOptions, int]] = []
+    for place, own in enumerate(layers):
+        if own is not None and own.keys == "own":
+            owners.append((own, place))
+        elif own is not None:
+            wanted = own.model_copy(update={"keys": "own"})
+            found[place] = next((at for options, at in reversed(owners) if options == wanted), None)
+    return found
+
+
+def earlier_keys_are_there(at: KindUse[AttentionOptions]) -> Iterator[Problem]:
+    if at.options.keys == "own":
+        return
+    uses, further = at.context.layers("attention"), at.context.further_block
+    alone = [uses[place].variant for place, lender in lenders([use.options for use in uses]).items() if lender is None]
+    read_again = further is not None and any(
+        (each.name, each.variant) == (at.kind, at.variant) for each in further.kinds
+    )
+    for others, wrong, rule, fix in (
+        (
+            "model.layers",
+            at.variant in alone,
+            "a layer before each of these must have keys of its own and the same other options",
+            "put a layer with keys: own before them, or use keys: own",
+        ),
+        (
+            "model.layers",
+            any(block.recurrent for block in at.context.blocks),
+            "must be own with a recurrent group, which hands no keys to later layers",
+            "use keys: own",
+        ),
+        (
+            "model.multi_token_prediction.block",
+            read_again,
+            "must be own in modules that predict further tokens, which have no layer before them",
+            "use keys: own there, by a variant",
+        ),
+        (
+            ".qk_clip",
+            at.options.qk_clip is not None,
+            "must be own where logits are clipped by their keys",
+            "use keys: own",
+        ),
+    ):
+        if wrong:
+            yield at.problem(".keys", others, rule=rule, fix=fix)
+
+
 def clipped_logits_are_seen_by_one_rank(at: KindUse[Any]) -> Iterator[Problem]:
     """Of any kind with a `qk_clip`."""
     if at.options.qk_clip is None:
@@ -179,8 +239,8 @@ def gate_width(options: AttentionOptions) -> int:
 
 
 def key_value_parts(options: AttentionOptions) -> int:
-    """Equal parts of the projection of keys and values."""
-    return 1 if options.values == "keys" else 2
+    """Equal parts of the projection of keys and values. 0 where there is none."""
+    return 0 if options.keys == "earlier" else 1 if options.values == "keys" else 2
 
 
 def _weights(options: AttentionOptions, width: int) -> tuple[int, int]:
@@ -191,8 +251,8 @@ def _weights(options: AttentionOptions, width: int) -> tuple[int, int]:
 
 
 def _linears(options: AttentionOptions) -> tuple[str, ...]:
-    key_value = "key" if options.values == "keys" else "key_value"
-    return ("query", key_value, *(["gate"] if options.gate != "none" else []), "output")
+    key_value = ("", "key", "key_value")[key_value_parts(options)]
+    return ("query", *filter(None, [key_value]), *(["gate"] if options.gate != "none" else []), "output")
 
 
 KIND = LayerKind(
@@ -202,7 +262,7 @@ KIND = LayerKind(
     layer="megatron.kinds.attention.layer:Attention",
     rules=(
         *(*RULES, heads_fill(twice=False), normalised_logits_are_not_clipped, clipped_logits_are_seen_by_one_rank),
-        keys_that_are_values_are_not_clipped,
+        *(keys_that_are_values_are_not_clipped, earlier_keys_are_there),
     ),
     draws=lambda options: options.dropout > 0.0,
     attends=True,

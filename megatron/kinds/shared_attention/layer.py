@@ -28,12 +28,10 @@ from megatron.model.costs.traffic import Event, Shared, TensorAxis, norm
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.norm import Norm, norm_activations, norm_parameters
-from megatron.model.stream import Channel, Stream
+from megatron.model.stream import EMBEDDING, Channel, Stream
 from megatron.parallel.layers.linear import ColumnLinear, WholeLinear
 from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layout.random import site_key
-
-EMBEDDING = "embedding"  # the side channel of x0
 
 
 class Adapter(nn.Module):

@@ -76,6 +76,13 @@ def attention_adapters_have_a_rank(at: KindUse[SharedAttentionOptions]) -> Itera
         )
 
 
+def shared_blocks_have_keys(at: KindUse[SharedAttentionOptions]) -> Iterator[Problem]:
+    if at.options.keys != "own":
+        yield at.problem(
+            ".keys", rule="must be own: each layer makes keys with the weights that it shares", fix="remove it"
+        )
+
+
 def shared_logits_are_not_clipped(at: KindUse[SharedAttentionOptions]) -> Iterator[Problem]:
     if at.options.qk_clip is not None:
         yield at.problem(
@@ -96,7 +103,7 @@ KIND = LayerKind(
         shared_blocks_are_used,
         attention_adapters_have_a_rank,
         divides_over_tensor_ranks(lambda at: at.options.mlp.hidden_size, "channels", ".mlp.hidden_size"),
-        shared_logits_are_not_clipped,
+        *(shared_logits_are_not_clipped, shared_blocks_have_keys),
     ),
     draws=lambda options: options.dropout > 0.0,
     context="attends",

@@ -365,6 +365,9 @@ def block_sends(
             scales += [Shared(size, wide=True) for size in sizes(model, joins=True)]
         own = [(kind.name, _layer(model, kind, tensor, index)) for kind in branch]
         found += [("", norms), *own, ("", [*after, *scales])]
+    if P := model.residual.token_inputs:
+        weights = 3 * [Shared(H * P)] if cut else []
+        found.append(("inputs", [Leave(P), *norm(model.norm, P, cut), *norm(model.norm, H, cut), *weights]))
     if model.residual.streams > 1 and cut and index == len(model.blocks) - 1:
         found.append(("", [Shared(size, wide=True) for size in sizes(model, joins=False)]))
     return found
@@ -401,7 +404,8 @@ def stops_early(model: ModelSection, pattern: BlockPattern) -> bool:
     layer, residual = layer_class(model, kind), model.residual
     normed = residual.norm in ("both", "sandwich") or reads_stream(model, pattern)
     needed = getattr(layer, "needs_output", lambda model, options: False)(model, options_of(model, kind))
-    return not (normed or residual.channel_scales or residual.streams > 1 or model.dropout > 0.0 or needed)
+    several = residual.streams > 1 or residual.token_inputs > 0
+    return not (normed or residual.channel_scales or several or model.dropout > 0.0 or needed)
 
 
 def _repeated(

@@ -176,16 +176,23 @@ def _compile_whole(block: Block, compiled: Callable) -> None:
 
 
 def _compile_half(block: Block, name: str, compiled: Callable) -> None:
-    """Compile one half, of kinds without channels."""
+    """Compile one half. Channels that it makes have new names."""
     plain: Callable[[Tensor, Stream, BlockState], tuple[Tensor, Stream]] = getattr(block, name)
-    fast, mixes = compiled(lambda x, stream: plain(x, stream, BlockState())[0]), name == "mixed"
+    mixes = name == "mixed"
+
+    def written(x: Tensor, stream: Stream) -> tuple[Tensor, dict[str, Tensor]]:
+        x, after = plain(x, stream, BlockState())
+        return x, {key: each for key, each in after.channels.items() if key not in stream.channels}
+
+    fast = compiled(written)
 
     def half(x: Tensor, stream: Stream, state: BlockState) -> tuple[Tensor, Stream]:
         if (state.mixer if mixes else state.ffn) is not None:
             return plain(x, stream, state)
         if mixes:
             cast(Compilable, block.mixer).prepare(stream)
-        return fast(x, stream), stream
+        x, made = fast(x, stream)
+        return x, stream.with_channels(made) if made else stream
 
     setattr(block, name, half)
 

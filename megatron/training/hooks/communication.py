@@ -169,6 +169,8 @@ def label_layers(recorder: Recorder, module: nn.Module, *, inside: bool = True) 
             recorder.label(each, place)
             if each.injection is not None:
                 recorder.label(each.injection, f"{place}.injection")
+            if each.inputs is not None:
+                recorder.label(each.inputs, f"{place}.inputs")
             for part in each.side_layers or ():  # a recomputation calls the parts, not the block
                 recorder.label(part, place)
             for kind, layer in each.layers():

@@ -28,6 +28,24 @@ MODEL = [
         "must be null: several layers share these queries and keys",
     ),
     case(
+        "keys of earlier layers in the first one",
+        "model: {attention: {keys: earlier}}",
+        "a.yml:2: model.attention.keys = 'earlier'",
+        "a layer before each of these must have keys of its own and the same other options",
+    ),
+    case(
+        "keys of earlier layers in shared attention",
+        "model: {layers: mamba2+shared_attention x2, shared_attention: {heads: 4, keys: earlier}}",
+        "a.yml:2: model.shared_attention.keys = 'earlier'",
+        "must be own: each layer makes keys",
+    ),
+    case(
+        "inputs of tokens with dropout",
+        "model: {residual: {token_inputs: 8}, dropout: 0.1}",
+        "a.yml:2: model.residual.token_inputs = 8",
+        "must be 0 with dropout",
+    ),
+    case(
         "CompleteP without a base depth",
         "model: {parametrization: {type: completep, base_width: 32}}",
         "model.parametrization.base_depth",

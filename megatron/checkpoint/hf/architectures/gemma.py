@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from megatron.config import Config
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.links import Link
+from megatron.kinds.common.links import Form, Link, stacked
 from megatron.kinds.moe import hf as moe
 
-from ..architecture import Architecture, Field, Found, Functions, Power, runs_of, without_variants
+from ..architecture import Architecture, Field, Found, Functions, Power, numbers_of, runs_of, without_variants
 from ..layer_types import FULL, SLIDING, ByLayer, RotaryPart, mixers_of, near_rotary
 from . import common
 
@@ -94,11 +97,17 @@ def _of_kind(theirs: PreTrainedConfig, kind: str) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class _TwoWidths(ByLayer):
-    """Layers with a window have heads of another width and number than the others. All have experts, or none."""
+    """Layers with a window have heads of another width and number than the others. All have experts, or none.
+
+    The last ones may read the keys of the last layer of their type before them, with MLPs of twice the width.
+    """
 
     def pattern(self, theirs: PreTrainedConfig) -> str:
         ffn = "moe" if theirs.enable_moe_block else "mlp"
-        return runs_of([f"attention@{name}/{ffn}" if name else f"attention/{ffn}" for name in self._variants(theirs)])
+        variants, own = self._variants(theirs), theirs.num_hidden_layers - theirs.num_kv_shared_layers
+        names = [*variants[:own], *(_READER[each] for each in variants[own:])]
+        ffns = [ffn] * own + [f"{ffn}@wide" if theirs.use_double_wide_mlp else ffn] * theirs.num_kv_shared_layers
+        return runs_of([f"attention@{name}/{ffn}" if name else f"attention/{ffn}" for name, ffn in zip(names, ffns)])
 
     def read(self, theirs: PreTrainedConfig) -> Found:
         values, problems = super().read(theirs)
@@ -113,6 +122,7 @@ class _TwoWidths(ByLayer):
                 own |= {f"{start}head_dim": head_dim, f"{start}kv_heads": kv_heads}
         values["attention.values"] = "keys" if theirs.attention_k_eq_v else "projected"
         near |= {"values": "projected"} if near else {}
+        problems += _read_earlier(theirs, values, near)
         if theirs.use_bidirectional_attention == "all":
             problems.append("use_bidirectional_attention='all' is not computed here")
         return values, problems
@@ -128,7 +138,62 @@ class _TwoWidths(ByLayer):
             "attention_k_eq_v": any(each.values == "keys" for each in far.values()),
             "per_layer_config": own,
             "enable_moe_block": "attention/moe" in map(without_variants, config.model.blocks),
+            "num_kv_shared_layers": sum(each.keys == "earlier" for each in mixers),
+            "use_double_wide_mlp": any(block.ffn and block.ffn.variant for block in config.model.blocks),
+            "vocab_size_per_layer_input": config.model.vocab_size,
         }
+
+
+_READER = {"": "reader", "sliding": "sliding_reader"}  # our variants of layers that read earlier keys
+
+
+def _read_earlier(theirs: PreTrainedConfig, values: dict[str, Any], near: dict[str, Any]) -> list[str]:
+    """Add the variants of layers that read earlier keys and of their MLPs. Gives problems."""
+    types = theirs.layer_types[theirs.num_hidden_layers - theirs.num_kv_shared_layers :]
+    own = {FULL: {"keys": "earlier"}, SLIDING: {**near, "keys": "earlier"}}
+    if types:
+        found = values.setdefault("variants", {})
+        found |= {_READER["" if kind == FULL else "sliding"]: own[kind] for kind in set(types)}
+        if theirs.use_double_wide_mlp and not theirs.enable_moe_block:
+            found["wide"] = {"hidden_size": 2 * theirs.intermediate_size}
+    problems = []
+    if theirs.enable_moe_block and types and theirs.use_double_wide_mlp:
+        problems.append("use_double_wide_mlp=True is not computed here with experts")
+    if theirs.hidden_size_per_layer_input:
+        if theirs.vocab_size_per_layer_input != theirs.vocab_size:
+            problems.append("vocab_size_per_layer_input must be vocab_size to be computed here")
+        if theirs.hidden_activation != "gelu_pytorch_tanh":
+            problems.append(
+                f"hidden_activation={theirs.hidden_activation!r} is not computed here with inputs per layer"
+            )
+    return problems
+
+
+def _input_links(ours: Collection[str]) -> tuple[Link, ...]:
+    """Tables and projections of all layers are one tensor each."""
+    layers = [number for number in numbers_of(ours) if f"layers.{number}.inputs.table.weight" in ours]
+    if not layers:
+        return ()
+
+    def each(name: str) -> tuple[str, ...]:
+        return tuple(f"layers.{number}.inputs.{name}" for number in layers)
+
+    tables = Form(lambda ours: [torch.cat(ours, 1)], lambda theirs: list(theirs[0].chunk(len(layers), 1)))
+    return (
+        Link(each("table"), "model.embed_tokens_per_layer", tables),
+        Link(
+            each("projection"),
+            "model.per_layer_model_projection",
+            lambda model: stacked(*[model.residual.token_inputs] * len(layers)),
+        ),
+        Link("inputs_norm", "model.per_layer_projection_norm"),
+    )
+
+
+def _unused(name: str, needed: Collection[str]) -> bool:
+    """Files have keys and values of layers that read earlier ones."""
+    found = re.fullmatch(r"(model\.layers\.\d+\.self_attn)\.(k_proj|v_proj|k_norm)\.(weight|bias)", name)
+    return found is not None and f"{found[1]}.k_proj.weight" not in needed
 
 
 _THEIR_EXPERTS = f"{common.THEIRS}.experts"
@@ -156,10 +221,21 @@ GEMMA4 = Architecture(
         *(*_GEMMA_LINKS, *common.QK_NORMS, *_GEMMA4_EXPERTS),
         Link(f"{common.OURS}.attention.key", f"{common.THEIRS}.self_attn.k_proj"),
         Link(f"{common.OURS}.scale", f"{common.THEIRS}.layer_scalar", suffixes=("",)),
+        Link(f"{common.OURS}.inputs.gate", f"{common.THEIRS}.per_layer_input_gate"),
+        Link(f"{common.OURS}.inputs.output", f"{common.THEIRS}.per_layer_projection"),
+        Link(f"{common.OURS}.inputs.output_norm", f"{common.THEIRS}.post_per_layer_input_norm"),
     ),
-    _TwoWidths({block: "" for block in _BLOCKS}, ropes=True, more=_more_gemma, needed=_BLOCKS),
+    _TwoWidths(
+        {block: "" for block in _BLOCKS},
+        links=_input_links,
+        unused=_unused,
+        needed=_BLOCKS,
+        ropes=True,
+        more=_more_gemma,
+    ),
     fields=(
         *(field for field in _GEMMA_FIELDS if field.ours not in _BY_LAYER),
+        Field("residual.token_inputs", "hidden_size_per_layer_input"),
         *(Field("moe.shared_size", "intermediate_size"), common.activation("hidden_activation", "moe")),
         *common.fields("moe", hidden_size="moe_intermediate_size", experts="num_experts", top_k="top_k_experts"),
     ),
@@ -169,7 +245,6 @@ GEMMA4 = Architecture(
         **{**common.EXPERTS_FIXED, "moe.own_norms": True},
         **common.options("moe.router", normalize=True, expert_scale=True, scale=1.0, groups=1),
     },
-    required={"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
     buffers=(r".*rotary_emb\..*",),
     newer=lambda model: "version 4 does not have the class",
 )

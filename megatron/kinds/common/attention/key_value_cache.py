@@ -41,6 +41,16 @@ class KeyValueCache:
         self.length = end
         return keys[:, :, :end], values[:, :, :end]
 
+    def all(self) -> tuple[Tensor, Tensor]:
+        """The keys and values of all tokens so far.
+
+        Raises:
+            ValueError: there are none.
+        """
+        if self.keys is None or self.values is None:
+            raise ValueError("keys are read of a layer that has seen no token")
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
     def in_chunks(self) -> ChunkedKeys:
         """State between the chunks of a sequence."""
         return ChunkedKeys()
