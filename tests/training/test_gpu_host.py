@@ -14,6 +14,7 @@ import sys
 import pytest
 import torch
 
+from megatron.config.arithmetic.machine import installed
 from tests.paths import ROOT
 from tests.stand_ins.gpu import layouts
 from tests.stand_ins.gpu.cases import CASES, TABLE, count, row
@@ -126,6 +127,16 @@ def test_bytes_of_an_update(environment, way, most):
     command = [sys.executable, "-c", BYTES, way]
     done = subprocess.run(command, env={**os.environ, **environment}, cwd=ROOT, capture_output=True, text=True)
     assert most <= float(done.stdout.split()[-1]) < 1.01 * most, done.stderr[-2000:]
+
+
+@pytest.mark.skipif(not installed("fla"), reason="needs fla")
+def test_kept_kernels_compile_for_gpus_of_both_makes(environment):
+    command = [sys.executable, "-m", "tests.stand_ins.gpu.compiled"]
+    done = subprocess.run(command, env={**os.environ, **environment}, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) > 20
+    assert not {name: each for name, each in found.items() if set(each.values()) != {"compiled"}}
 
 
 @pytest.fixture(scope="module")
