@@ -34,7 +34,7 @@ GROUPS = {
     "checkpoint": "inspect, compare, convert and export them",
     "data": "from texts to token files, and what a run reads from them",
     "moe": "inspect mixtures of experts",
-    "peers": "keys and servers of runs that train together",
+    "peers": "keys and servers of runs that train together (deepy status RUN shows who is there)",
 }
 # Tools that work on the repository itself: they are no verbs of an installed package.
 REPOSITORY = ("quickstart", "continual", "canaries", "support-table", "bench")

@@ -28,6 +28,7 @@ from .problems import UserError
 
 KIND, OPTIMIZER, SCHEDULE, HOOK, METRIC, RUNNER = "kind", "optimizer", "schedule", "hook", "metric", "runner"
 ARCHITECTURE, OBJECTIVE, SOURCE, FEATURE = "architecture", "objective", "source", "feature"
+SCORER = "scorer"
 
 # By role, then by name. A new part of this package is one line here.
 INSIDE: dict[str, dict[str, str]] = {
@@ -203,6 +204,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "slurm": "megatron.launch.runners.slurm:RUNNER",
         "torchrun": "megatron.launch.runners.torchrun:RUNNER",
     },
+    SCORER: {},  # of contributions (docs/peers.md)
     # Checks of a script's own options before any rank starts: (words, config) -> a sentence for each mistake.
     "check": {
         "align": "megatron.features.align.check:before_start",

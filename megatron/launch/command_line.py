@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron.config.file_access import open_plain
-from megatron.config.problems import counted, list_problems
+from megatron.config.problems import ConfigError, counted, list_problems
 from megatron.config.source.arguments import ArgumentError
 from megatron.pipes import visible
 from megatron.worker import devices
@@ -112,6 +112,20 @@ def _refuse_unread(options: argparse.Namespace) -> None:
         raise ArgumentError(f"{asked[0]} names a run, and reads nothing else: remove {' '.join(options.words)}")
 
 
+def of_features(run: Path) -> str:
+    """Lines of the status of a run that its features add."""
+    from megatron.config.features.feature import wanted_features
+    from megatron.config.registry import load
+    from megatron.config.source.resolved_file import read_resolved
+
+    try:
+        config = read_resolved(run / "config.yml")
+    except ConfigError:  # of a run that has just begun, or whose modules only its user may import
+        return ""
+    found = (load(each.status)(config, run) for each in wanted_features(config).values() if each.status)
+    return "".join(f"{line}\n" for lines in found for line in lines)
+
+
 def _serve(options: argparse.Namespace) -> int:
     from megatron.config.source.arguments import ArgumentError
     from megatron.worker.job import show_own_help
@@ -124,7 +138,8 @@ def _serve(options: argparse.Namespace) -> int:
         if run := getattr(options, question):
             from .watch.watch import ask
 
-            sys.stdout.write(visible(ask(Path(run), question)))
+            text = ask(Path(run), question)
+            sys.stdout.write(visible(text + (of_features(Path(run)) if question == "status" else "")))
             return 0
     if not options.words:
         raise ArgumentError(f"no script given, usage: {USAGE}")

@@ -118,6 +118,7 @@ NAMED = {  # role -> a configuration that has a name of it
     "hook": {"hooks": ["guests"]},
     "metric": {"logging": {"sinks": [{"type": "guests"}]}},
     "runner": {"launch": {"runner": "guests"}},
+    "scorer": {"peers": {"scorer": "guests"}},
 }
 
 

@@ -80,6 +80,7 @@ class Feature:
         identity: keys that must have the values of the checkpoint in a run that resumes.
         draws: whether its part draws random numbers in a forward pass, by the numbers of samples.
         traffic: the messages of its part in a step of a `Config`, or the reason that no formula exists.
+        status: import path of a function (config, folder of a run) -> lines, which `deepy status` adds.
         share: (number of this run's share of each batch of training data, number of shares), if runs share them.
     """
 
@@ -100,6 +101,7 @@ class Feature:
     identity: tuple[str, ...] = ()
     draws: Callable[[Any], bool] = lambda config: False
     traffic: Callable[[Any], Iterable[Message] | str] = lambda config: ()
+    status: str = ""
     share: Callable[[Any], tuple[int, int]] | None = None
 
 

@@ -17,6 +17,7 @@ from ..registry import (
     PATH,
     RUNNER,
     SCHEDULE,
+    SCORER,
     SOURCE,
     RegistryError,
     is_offered,
@@ -37,6 +38,7 @@ PLACES: tuple[tuple[str, Path], ...] = (  # where a configuration has names of t
     (RUNNER, ("launch", "runner")),
     (HOOK, ("hooks",)),
     (METRIC, ("logging", "sinks")),
+    (SCORER, ("peers", "scorer")),
 )
 # A kind in a layer pattern: a variant stands after a '@', and x12 is how often.
 _NAME = re.compile(r"(?<![@\w])(?!x\s*\d+(?!\w))[A-Za-z_]\w*")

@@ -213,6 +213,7 @@ class DecoupledHook(PeersHook):
     def on_end(self, trainer: Trainer) -> None:
         if self._watch is not None:
             self._watch.end(self.own.timeout)
+        super().on_end(trainer)
 
     def _open(self, trainer: Trainer, identity: Mapping[str, Any]) -> list[list[int]]:
         super()._open(trainer, identity)

@@ -7,10 +7,15 @@ import os
 import stat
 import sys
 import uuid
+from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 
+from megatron.config.registry import load
 from megatron.curation.folder import Folder
+
+from .options import TCP, PeersSection
+from .signing import Signer
 
 DRAFTS = (".draft", ".tmp")
 
@@ -123,3 +128,13 @@ def _plain_file(path: str, name: str, limit: int) -> bytes:
         raise Unreadable(f"{name} has {found.st_size} bytes, more than {limit}")
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         return file.read(limit)
+
+
+def folder_of(own: PeersSection, signer: Signer, url: str, files: Any = None) -> SharedFolder:
+    """The folder of a path or URL. `files`: large files are with the peers."""
+    found: SharedFolder = SharedFolder(url)
+    if url.startswith(TCP):
+        found = load(f"{__package__}.sockets:ServedFolder")(url, signer, own.run, own.name or "")
+    if files is not None:
+        found = load(f"{__package__}.direct:DirectFolder")(found, own, signer, files)
+    return found

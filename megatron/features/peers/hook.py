@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -12,8 +13,9 @@ from torch import Tensor
 import megatron
 from megatron.checkpoint.format.communicator import from_rank_0
 from megatron.config import Config
+from megatron.config.parts import resolve_import
 from megatron.config.problems import UserError
-from megatron.config.registry import load
+from megatron.config.registry import SCORER, load
 from megatron.config.tree import thaw
 from megatron.data.hashing import sample_hash
 from megatron.engine.part import part_of
@@ -39,7 +41,7 @@ _OWN = {
     "model": ("kernels", "fused_attention"),
     "data": ("cache", "workers", "prefetch", "train", "validation", "test", "phases"),
     "peers": (
-        "name", "folder", "key_file", "public_keys", "timeout", "patience", "replay", "run", "signature",
+        "name", "folder", "listen", "key_file", "public_keys", "timeout", "patience", "replay", "run", "signature",
     ),
 }  # fmt: skip
 # Sections of a machine, a layout or an output. All other sections, also of features, must be equal.
@@ -62,6 +64,7 @@ def identity_of(config: Config, samples: str) -> dict[str, Any]:
     for section, keys in _OWN.items():
         for key in keys:
             found.pop(f"{section}.{key}", None)
+    found["peers.listen"] = peers_of(config).listen is not None
     return {**found, "samples": samples, "version": megatron.__version__}
 
 
@@ -138,12 +141,19 @@ class PeersHook(Hook):
         elif completed in self.jumps:
             self._jump(trainer)
 
+    def on_end(self, trainer: Trainer) -> None:
+        if self.rounds is not None:
+            self.rounds.end(self.own.timeout if trainer.finished and trainer.error is None else 0.0)
+
     def _open(self, trainer: Trainer, identity: Mapping[str, Any]) -> list[list[int]]:
         """Join the run. A server may come later than its peers, or be cut off from a peer that returns."""
         end = time.monotonic() + (min(self.own.timeout, 60.0) if (self.own.folder or "").startswith(TCP) else 0.0)
         while True:
             try:
-                self.rounds = self.ledger.of(self.own)
+                if self.rounds is None:
+                    self.rounds = self.ledger.of(self.own, Path(self.config.run.dir) / "peers")
+                if self.own.scorer is not None:
+                    self.rounds.scorer = resolve_import(self.config, "peers.scorer", SCORER, self.own.scorer)
                 self.rounds.check_size(self._largest())
                 self.rounds.join(identity)
                 return [[step, to] for step, to in self.rounds.jumps().items()]
@@ -320,7 +330,7 @@ class PeersHook(Hook):
             trainer.log(f"warning: {self.own.name} is excluded for good (peers.strikes). Its steps are not used")
         trainer.record(
             "peers_round", step=trainer.completed, round=line.round, members=line.names, absent=line.absent,
-            decided_by=line.peer,
+            decided_by=line.peer, **({"strikes": line.strikes} if line.strikes else {}),
         )  # fmt: skip
 
     def _after_round(self, trainer: Trainer) -> None:

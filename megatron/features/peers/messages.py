@@ -17,6 +17,7 @@ from torch import Tensor
 from .signing import Signer
 
 HEAD_LIMIT = 1 << 20  # bytes of the line of JSON
+JUMPS = 1000  # most jumps in a contribution: they are in a line, whose size is limited
 OVERHEAD = 512  # bytes of a tensor's entry in a payload, at most
 
 
@@ -103,6 +104,13 @@ def limit(expected: Expected) -> int:
     """Most bytes of a message with these tensors."""
     sizes = (torch.Size(shape).numel() * dtype.itemsize for shape, dtype in expected.values())
     return HEAD_LIMIT + sum(sizes) + OVERHEAD * (len(expected) + 1)
+
+
+def jumps_can_be(jumps: Any) -> bool:
+    """Whether a value has the form of `Line.members`' jumps."""
+    if not isinstance(jumps, list) or len(jumps) > JUMPS or not all(isinstance(each, list) for each in jumps):
+        return False
+    return all(len(each) == 2 and all(type(n) is int and 0 <= n < 1 << 53 for n in each) for each in jumps)
 
 
 def digest(content: bytes | memoryview) -> str:

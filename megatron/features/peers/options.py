@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megatron.config.arithmetic.wire import FEEDS_BACK
 from megatron.config.features.feature import Feature, Keys, wanted_features
 from megatron.config.optimizer_kind import optimizer_kind
+from megatron.config.registry import SCORER
 from megatron.config.section import Derivable, Derived, Section, key
 from megatron.extras import missing
 
@@ -60,6 +61,11 @@ class PeersSection(Section):
         "Folder that all peers share: a path, an fsspec URL such as s3://bucket/run, or tcp://host:port of "
         "`deepy peers serve`.",
     )
+    listen: str | None = key(
+        None,
+        "HOST:PORT at which the other peers reach this one. Contributions and states then go from peer to peer, and "
+        "peers.folder has small files only.",
+    )
     signature: Literal["ed25519", "shared_key"] = key(
         "ed25519",
         "ed25519: each peer has a key of its own. shared_key: all peers have one secret key, and trust each other.",
@@ -94,6 +100,9 @@ class PeersSection(Section):
     decay: float = key(0.95, "sparseloco: factor of what was not sent, in the next round.", ge=0, le=1)
     norm_limit: float = key(
         10.0, "A contribution is refused whose norm is above this multiple of the median norm.", gt=1
+    )
+    scorer: str | None = key(
+        None, "Function of a package that refuses contributions of a round (docs/peers.md).", role=SCORER
     )
     strikes: int = key(3, "A peer is excluded for good after this number of refused contributions.", gt=0)
     state_every: int = key(
@@ -138,7 +147,7 @@ def names_are_of_members(context: RuleContext) -> Iterator[Problem]:
         rule, fix = "must go with peers.every", "add peers.every=30, or remove the section"
         if context.config.launch.peers is not None:
             rule, fix = "must not be given with launch.peers, which makes it for each peer", "remove it"
-        for name in ("name", "folder", "members"):
+        for name in ("name", "folder", "listen", "members"):
             if getattr(own, name):
                 yield context.problem(f"peers.{name}", rule=rule, fix=fix)
         return
@@ -147,6 +156,8 @@ def names_are_of_members(context: RuleContext) -> Iterator[Problem]:
         yield context.problem("peers.folder", rule="must be given: peers meet there", fix=fix)
     elif own.folder.startswith(TCP) and not ADDRESS.fullmatch(own.folder):
         yield context.problem("peers.folder", rule="must be tcp://host:port", fix="add the port of deepy peers serve")
+    if own.listen is not None and not ADDRESS.fullmatch(f"{TCP}{own.listen}"):
+        yield context.problem("peers.listen", rule="must be HOST:PORT", fix="give an address of this machine")
     if SERVER in own.members:
         yield context.problem(
             "peers.members", rule=f"must not have the name {SERVER}, by which a server signs", fix="use another name"
@@ -283,8 +294,8 @@ def options_have_an_effect(context: RuleContext) -> Iterator[Problem]:
     own = peers_of(context.config)
     if not joins(context.config):
         return
-    unused = {} if own.algorithm == SPARSE else {"top": 64, "decay": 0.95}
-    unused |= {"outer_lr": 0.7, "outer_momentum": 0.9} if own.algorithm == GRADIENTS else {}
+    unused: dict[str, Any] = {} if own.algorithm == SPARSE else {"top": 64, "decay": 0.95}
+    unused |= {"outer_lr": 0.7, "outer_momentum": 0.9, "scorer": None} if own.algorithm == GRADIENTS else {}
     for name, default in unused.items():
         if getattr(own, name) != default:
             yield context.problem(
@@ -331,6 +342,7 @@ def exchanges_gradients(config: Any) -> bool:
     return joins(config) and own.algorithm == GRADIENTS
 
 
+STATUS = "megatron.features.peers.status:status"
 FEATURE = Feature(
     about="Runs that meet over slow links.",
     wanted=lambda config: joins(config) and not exchanges_gradients(config),
@@ -339,6 +351,7 @@ FEATURE = Feature(
     engine="megatron.features.peers.part:OuterState",
     hook="megatron.features.peers.hook:PeersHook",
     hook_before=("average",),  # which reads the weights, as evaluations do: they are the common ones after a round
+    status=STATUS,
     share=share,
     # Shares of the data and rounds follow from these.
     identity=("peers.members", "peers.name", "peers.every", "peers.fragments", "peers.delay"),
@@ -349,6 +362,7 @@ SLOTS = Feature(
     engine="megatron.features.peers.gradients:SlotGradients",
     before=("experts",),  # whose corrections must not move in a step that has no update yet
     hook="megatron.features.peers.slot_hook:SlotHook",
+    status=STATUS,
     share=share,
     identity=("peers.members", "peers.name", "peers.slots"),
 )

@@ -148,6 +148,14 @@ class OuterState(EnginePart):
             return tensors[name]
         return decompress(_sparse(tensors, name), self.shapes[name], self.own.top, self.types[name])
 
+    def deltas(self, tensors: Mapping[str, Tensor], round: int) -> dict[str, Tensor]:
+        """The differences that a contribution has."""
+        return {name: self.delta(tensors, name) for name in self.names(round)}
+
+    def common(self, round: int) -> dict[str, Tensor]:
+        """The common weights that a round changes."""
+        return {name: self.states[THETA][name] for name in self.names(round)}
+
     def fits(self, tensors: Mapping[str, Tensor], round: int) -> bool:
         """Whether a contribution of the expected types can be decompressed."""
         if self.own.algorithm != SPARSE:

@@ -1,6 +1,7 @@
 """The ledger of rounds in the shared folder: who contributes, and who took part. Rank 0 of each peer uses it.
 
 - `run.json`: values that all peers share.
+- `lives/<peer>`: the process that has started last with this name.
 - `announced/<round>/<peer>`: this peer trains for the round.
 - `contributions/<round>/<peer>`: its tensors.
 - `rounds/<round>.json`: the line of the ledger, with the contributions of the round in order.
@@ -12,9 +13,11 @@ what it names. So the result of a run is a function of its configuration and its
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -22,13 +25,14 @@ from safetensors.torch import save
 from torch import Tensor
 
 from megatron.config.problems import UserError
+from megatron.config.registry import load
 
-from .folder import SharedFolder, Unreadable
-from .messages import HEAD_LIMIT, Expected, Refused, limit, seal, shown, tensors_of, unseal
-from .options import TCP, PeersSection
+from .folder import SharedFolder, Unreadable, folder_of
+from .messages import HEAD_LIMIT, Expected, Refused, jumps_can_be, limit, seal, shown, tensors_of, unseal
+from .options import PeersSection
 from .signing import Signer
 
-JUMPS = 1000  # most jumps in a contribution: they are in a line, whose size is limited
+ENDED = 99_999_999  # announced by peers that have applied the last line
 
 
 class TooFew(RuntimeError):
@@ -43,6 +47,17 @@ class Form(Protocol):
 
     def fits(self, tensors: Mapping[str, Tensor], round: int) -> bool:
         """Whether tensors of these shapes and types can be used."""
+
+    def deltas(self, tensors: Mapping[str, Tensor], round: int) -> dict[str, Tensor]:
+        """The differences that a contribution has."""
+
+    def common(self, round: int) -> dict[str, Tensor]:
+        """The common weights that a round changes."""
+
+
+Deltas = Mapping[str, Tensor]
+# (round, common weights, differences of each peer) -> the reason for each peer whose contribution is refused.
+Scorer = Callable[[int, Mapping[str, Tensor], Mapping[str, Deltas]], Mapping[str, str]]
 
 
 def number(round: int) -> str:
@@ -82,6 +97,7 @@ class Waiting:
     since: float = field(default_factory=time.monotonic)
     good: dict[str, dict[str, Any]] = field(default_factory=dict)
     bad: dict[str, str] = field(default_factory=dict)
+    scored: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
     announced: set[str] = field(default_factory=set)
 
 
@@ -94,6 +110,8 @@ class Rounds:
 
     Attributes:
         noted: facts of a contribution that its line repeats.
+        scorer: `peers.scorer`.
+        life: distinguishes this process from another one with its name, once it has joined.
     """
 
     noted: ClassVar[tuple[str, ...]] = ("sha256", "jumps")
@@ -101,20 +119,46 @@ class Rounds:
     def __init__(self, own: PeersSection, signer: Signer, folder: SharedFolder, given: Rounds | None = None) -> None:
         assert own.name is not None
         self.own, self.name, self.signer, self.folder, self.given = own, own.name, signer, folder, given
+        self.scorer: Scorer | None = None
+        self.life = ""
+        self.files: Any = None  # `direct.OwnFiles`, with `peers.listen`
         self._lines: dict[int, Line] = {}
         self._waiting: dict[int, Waiting] = {}
 
     @classmethod
-    def of(cls, own: PeersSection) -> Self:
+    def of(cls, own: PeersSection, place: Path) -> Self:
+        """
+        Args:
+            place: local folder of the files that this peer serves (`peers.listen`).
+        """
         signer = Signer.of(own)
         given = cls(own, signer, folder_of(own, signer, own.replay)) if own.replay is not None else None
+        files = load(f"{__package__}.direct:OwnFiles")(own, signer, place) if own.listen is not None else None
         assert own.folder is not None
-        return cls(own, signer, folder_of(own, signer, own.folder), given)
+        made = cls(own, signer, folder_of(own, signer, own.folder, files), given)
+        made.files = files
+        return made
 
     def twin(self) -> Self:
         """The same for another thread."""
         assert self.own.folder is not None
-        return type(self)(self.own, self.signer, folder_of(self.own, self.signer, self.own.folder))
+        return type(self)(self.own, self.signer, folder_of(self.own, self.signer, self.own.folder, self.files))
+
+    def end(self, wait: float) -> None:
+        """End serving files, once all peers have ended or after `wait` seconds."""
+        if self.files is None:
+            return
+        until = time.monotonic() + wait
+        while time.monotonic() < until:
+            if retried(self._all_ended, lambda text: None):
+                break
+            time.sleep(0.2)
+        self.files.close()
+
+    def _all_ended(self) -> bool:
+        if not self._announced(ENDED, self.name):
+            self.announce(ENDED)
+        return all(self._announced(ENDED, name) for name in self.folder.names("lives") if name in self.own.members)
 
     def seal(self, kind: str, round: int, payload: bytes = b"", **facts: Any) -> bytes:
         bound = {"kind": kind, "run": self.own.run, "round": round, "peer": self.name}
@@ -137,6 +181,9 @@ class Rounds:
                 f"peers.folder = {self.own.folder} must refuse to create a file twice: peers would read different "
                 "lines. Use a file system, or a store whose fsspec class has conditional writes (S3, GCS)"
             )
+        self.life = secrets.token_hex(8)
+        life = self.seal("life", 0, life=self.life, address=self.own.listen)
+        self.folder.write(f"lives/{self.name}", life)
         if self.folder.create("run.json", self.seal("run", 0, identity=identity)):
             return
         try:
@@ -168,8 +215,24 @@ class Rounds:
             )
 
     def announce(self, round: int, **facts: Any) -> None:
-        """This peer trains for a round: others wait for its contribution."""
+        """This peer trains for a round: others wait for its contribution.
+
+        Raises:
+            UserError: another process has started with the name of this peer.
+        """
+        if self.life and self._newest_life() not in (None, self.life):
+            raise UserError(
+                f"peers.name = {self.name} must be the name of one process: another one has started with it since, and "
+                "both would read one share of the data. Give each peer a name of its own"
+            )
         self.folder.write(f"announced/{number(round)}/{self.name}", self.seal("announced", round, **facts))
+
+    def _newest_life(self) -> str | None:
+        try:
+            message = self.folder.read_up_to(f"lives/{self.name}", HEAD_LIMIT)
+            return None if message is None else self.unseal(message, "life", 0, peer=self.name)[0].get("life")
+        except (Refused, Unreadable):
+            return None
 
     def contribute(self, round: int, tensors: Mapping[str, Tensor], **facts: Any) -> bool:
         """Offer a contribution. Returns False if another one of this peer is there already."""
@@ -243,7 +306,11 @@ class Rounds:
         good, refused = self._within_norm(waiting)
         awaited = [each for each in allowed if self._awaits(round, each, before)]
         missing = [each for each in awaited if each not in good and each not in refused]
-        if len(good) >= self._quorum() and (not missing or self._late(waited)):
+        ready = len(good) >= self._quorum() and (not missing or self._late(waited))
+        if ready and self.scorer is not None:
+            refused |= self._scored(round, good, form, waiting)
+            good = {name: each for name, each in good.items() if name not in refused}
+        if ready and len(good) >= self._quorum():
             for name in refused:
                 strikes[name] = strikes.get(name, 0) + 1
             absent = {**refused, **dict.fromkeys(missing, "silent")}  # no strike: anything may keep a peer away
@@ -251,6 +318,21 @@ class Rounds:
         if waited > self.own.patience:
             raise TooFew(f"{len(good)} of {self.own.quorum} contributions (peers.quorum) to round {round} in time")
         return None
+
+    def _scored(self, round: int, good: Iterable[str], form: Form, waiting: Waiting) -> dict[str, str]:
+        """Reasons of contributions that the scorer refuses. The line has them, so other peers do not score."""
+        assert self.scorer is not None
+        names = tuple(good)
+        if names not in waiting.scored:
+            deltas = {name: form.deltas(self.contribution(round, name, form)[1], round) for name in names}
+            try:
+                found = self.scorer(round, form.common(round), deltas)
+                waiting.scored[names] = {name: shown(str(found[name])) for name in names if name in found}
+            except Exception as error:  # of a user's package
+                raise UserError(
+                    f"peers.scorer = {self.own.scorer} fails with {type(error).__name__}: {error}"
+                ) from error
+        return waiting.scored[names]
 
     def _least(self) -> int:
         """Least number of members of a line."""
@@ -402,22 +484,6 @@ class Rounds:
             except (Refused, Unreadable):
                 continue
         return None
-
-
-def folder_of(own: PeersSection, signer: Signer, url: str) -> SharedFolder:
-    """The folder of a path or URL."""
-    if not url.startswith(TCP):
-        return SharedFolder(url)
-    from .sockets import ServedFolder
-
-    return ServedFolder(url, signer, own.run, own.name or "")
-
-
-def jumps_can_be(jumps: Any) -> bool:
-    """Whether a value has the form of `Line.members`' jumps."""
-    if not isinstance(jumps, list) or len(jumps) > JUMPS or not all(isinstance(each, list) for each in jumps):
-        return False
-    return all(len(each) == 2 and all(type(n) is int and 0 <= n < 1 << 53 for n in each) for each in jumps)
 
 
 def retried(work: Callable[[], Any], problem: Callable[[str], None]) -> Any:

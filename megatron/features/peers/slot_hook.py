@@ -94,6 +94,7 @@ class SlotHook(PeersHook):
     def on_end(self, trainer: Trainer) -> None:
         if self._sending is not None:
             self._sending.join(self.own.timeout)
+        super().on_end(trainer)
 
     def _looked_at(self, trainer: Trainer) -> list[Any] | None:
         """On rank 0: the next thing to do in a step. None: wait."""
@@ -190,7 +191,7 @@ class SlotHook(PeersHook):
             members = sorted({*line.next})
             trainer.record(
                 "peers_round", step=line.round, round=line.round, members=line.names, absent=line.absent,
-                decided_by=line.peer, next=members,
+                decided_by=line.peer, next=members, **({"strikes": line.strikes} if line.strikes else {}),
             )  # fmt: skip
 
     def _may_serve(self, line: StepLine) -> bool:

@@ -40,7 +40,7 @@ CHUNK = 1 << 20  # bytes of a payload's part
 SLOWEST = 50e6  # bytes per second that a server hashes and keeps, at least
 IDLE = 3600.0  # seconds for the next request of a member
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_OWNED = {"contributions", "announced", "wanted"}
+_OWNED = {"contributions", "announced", "wanted", "lives"}
 _COMMON = {"states", "probes"}
 
 
@@ -100,7 +100,8 @@ class FolderServer(socketserver.ThreadingTCPServer):
     """Serves a local folder to the members of a run.
 
     Args:
-        public: public keys of members, and of SERVER. None: all share the key.
+        name: signs the replies.
+        read_only: no member may change a file.
 
     Raises:
         OSError: the address cannot be used, or another server has the folder's lease.
@@ -109,8 +110,17 @@ class FolderServer(socketserver.ThreadingTCPServer):
     daemon_threads = allow_reuse_address = True
     request_queue_size = 128
 
-    def __init__(self, folder: Path, address: tuple[str, int], run: str, members: set[str], signer: Signer) -> None:
-        self.run, self.members, self.signer = run, members, signer
+    def __init__(
+        self,
+        folder: Path,
+        address: tuple[str, int],
+        run: str,
+        members: set[str],
+        signer: Signer,
+        name: str = SERVER,
+        read_only: bool = False,
+    ) -> None:
+        self.run, self.members, self.signer, self.name, self.read_only = run, members, signer, name, read_only
         self.folder, self.strangers = SharedFolder(str(folder)), threading.BoundedSemaphore(STRANGERS)
         folder.mkdir(parents=True, exist_ok=True)
         self._lease: IO[str] = open(folder / "lease", "w")
@@ -134,7 +144,8 @@ class FolderServer(socketserver.ThreadingTCPServer):
         operation, name = facts.get("operation"), facts.get("name")
         if not isinstance(name, str) or not all(map(_PART.fullmatch, name.split("/"))) or name.count("/") > 3:
             raise Refused(f"the name {shown(name)}")
-        if operation not in ("read", "names") and not may_change(peer, str(operation), name):
+        may = not self.read_only and may_change(peer, str(operation), name)
+        if operation not in ("read", "names") and not may:
             raise Refused(f"{shown(operation)} of {shown(name)} by {peer}")
         if operation == "read":
             most = facts.get("limit")
@@ -204,17 +215,21 @@ class _Connection(socketserver.BaseRequestHandler):
             kind = "unreadable" if isinstance(error, Unreadable) else "error"
             reply, content = {kind: f"{type(error).__name__}: {error}"}, b""
         bound = {key: facts.get(key) for key in ("run", "nonce", "number", "word")}
-        send(self.request, server.signer, content, kind="reply", peer=SERVER, **bound, **reply)
+        send(self.request, server.signer, content, kind="reply", peer=server.name, **bound, **reply)
 
 
 class ServedFolder(SharedFolder):
-    """A folder that a `FolderServer` keeps. One thread uses it."""
+    """A folder that a `FolderServer` keeps. One thread uses it.
+
+    Args:
+        server: the name by which the server signs.
+    """
 
     largest = PAYLOAD
 
-    def __init__(self, url: str, signer: Signer, run: str, peer: str) -> None:
+    def __init__(self, url: str, signer: Signer, run: str, peer: str, server: str = SERVER) -> None:
         super().__init__(url)
-        object.__setattr__(self, "_line", _Client(url, signer, run, peer))
+        object.__setattr__(self, "_line", _Client(url, signer, run, peer, server))
 
     def _ask(self, operation: str, name: str, payload: bytes = b"", **facts: Any) -> tuple[dict[str, Any], bytes]:
         line: _Client = self._line  # type: ignore[attr-defined]
@@ -260,8 +275,9 @@ class ServedFolder(SharedFolder):
 class _Client:
     """A connection that is made again after an error."""
 
-    def __init__(self, url: str, signer: Signer, run: str, peer: str) -> None:
+    def __init__(self, url: str, signer: Signer, run: str, peer: str, server: str) -> None:
         place = urlsplit(url)
+        self._server = server
         self._address = place.hostname or "", place.port or 0
         self._signer, self._run, self._peer = signer, run, peer
         self._socket: socket.socket | None = None
@@ -304,7 +320,7 @@ class _Client:
         asked = {"kind": "request", "peer": self._peer, "operation": operation, "name": name}
         send(self._socket, self._signer, payload, **asked, **bound, **facts)
         wait = PATIENCE + (len(payload) + min(facts.get("limit", 0), PAYLOAD)) / SLOWEST
-        return receive(self._socket, self._signer, PAYLOAD, wait, kind="reply", peer=SERVER, **bound)
+        return receive(self._socket, self._signer, PAYLOAD, wait, kind="reply", peer=self._server, **bound)
 
     def close(self) -> None:
         if self._socket is not None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -66,6 +67,13 @@ def serving(folder: Path, run: str, members: Iterable[str], key: bytes, port: in
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def free() -> str:
+    """An address that nothing listens at."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{found.getsockname()[1]}"
 
 
 def secret(folder: Path, name: str = "key") -> str:

@@ -45,10 +45,13 @@ class SmallPeer:
     ) -> None:
         self.own = PeersSection(**keys)
         self.weights = {name: each.clone() for name, each in weights.items()}
-        self.config = SimpleNamespace(peers=self.own, training=SimpleNamespace(steps=steps))
+        model = SimpleNamespace(extensions=[])
+        run = SimpleNamespace(dir=f"{self.own.folder}/../{self.own.name}")
+        self.config = SimpleNamespace(peers=self.own, training=SimpleNamespace(steps=steps), model=model, run=run)
         self.steps, self.inner, self.pace = steps, inner, pace
         self.completed, self.stop_reason, self.back = 0, None, None
         self.moved = self.open = False
+        self.error: BaseException | None = None
         self.requests: set[str] = set()
         self.loader, self.beacon = SimpleNamespace(plan=None), SimpleNamespace(at=lambda *_, **__: None)
         self.logs: list[str] = []
@@ -123,6 +126,10 @@ class SmallPeer:
             hook.on_end(trainer)
 
     # what the hooks use of a trainer
+
+    @property
+    def finished(self) -> bool:
+        return self.completed >= self.steps and not self.open
 
     def tokens(self, updates: int) -> int:
         return TOKENS * updates

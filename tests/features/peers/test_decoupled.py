@@ -221,7 +221,7 @@ def test_steps_that_cannot_be(tmp_path, facts):
     """They are the weights of a merge, so a false one is refused, and a strike."""
     a, b = company(tmp_path / "run", {"a": 0.0, "b": 0.0}).values()
     form: Any = SimpleNamespace(expected=lambda round: {"w": ((4,), torch.float32)}, fits=lambda *_: True)
-    ledgers = [DecoupledRounds.of(each.own) for each in (a, b)]
+    ledgers = [DecoupledRounds.of(each.own, tmp_path) for each in (a, b)]
     for each, (steps, completed) in zip(ledgers, ((4, 4), facts)):
         each.total, each.last = STEPS, 12
         each.contribute(0, {"w": torch.ones(4)}, base="x", jumps=[], steps=steps, completed=completed)

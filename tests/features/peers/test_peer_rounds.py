@@ -203,6 +203,29 @@ def test_too_few_wait_and_stop(tmp_path):
         a.decide(0, BASE, FORM, now + 11)
 
 
+def test_a_clock_that_jumps_changes_nothing(tmp_path, monkeypatch):
+    """Only the clock that never jumps is read, and only for timeouts."""
+    a = peer(str(tmp_path), "a", timeout=1.0, patience=10.0)
+    offer(a), offer(peer(str(tmp_path), "b"))
+    monkeypatch.setattr(time, "time", iter([1e9, 0.0, 2e9]).__next__)
+    now = time.monotonic()
+    assert a.decide(0, BASE, FORM, now) is None
+    monkeypatch.setattr(time, "time", lambda: 1e18)
+    assert a.decide(0, BASE, FORM, now) is None and a.decide(0, BASE, FORM, now + 2) is not None
+
+
+def test_a_second_process_with_the_name_of_a_peer_ends_the_first(url):
+    """It would read the same share of the data. A peer that is started again is the newer one."""
+    first, other = peer(url, "a"), peer(url, "b")
+    first.join({}), other.join({})
+    first.announce(0)
+    again = peer(url, "a")
+    again.join({})
+    again.announce(0), other.announce(0)
+    with pytest.raises(UserError, match="peers.name = a must be the name of one process"):
+        first.announce(1)
+
+
 def test_a_false_line_ends_the_run_with_its_name(tmp_path):
     a = peer(str(tmp_path), "a")
     line = {"members": [], "absent": {}, "strikes": {}, "base": BASE}

@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 
 from megatron.config import ConfigError, resolve
+from megatron.config.resolution import combine
+from megatron.config.source.layers import ConfigSource
+from megatron.config.source.yaml_source import read_override
 from megatron.data.loader import build_loader
+from megatron.features.peers.hook import identity_of
 from tests.features.peers.companies import VALUES, secret
 
 BAD = {
@@ -29,11 +33,17 @@ BAD = {
         {"algorithm": "gradients", "every": 1, "outer_lr": 0.5}, "peers.outer_lr", "must not be given with gradients",
     ),
     "a server without a port": ({"folder": "tcp://host"}, "peers.folder", "must be tcp://host:port"),
+    "an address without a port": ({"listen": "host"}, "peers.listen", "must be HOST:PORT"),
     "the name of a server": ({"members": ["a", "server"]}, "peers.members", "must not have the name server"),
     "no key of the server": (
         {"signature": "ed25519", "folder": "tcp://h:1", "public_keys": {"a": "ab" * 32, "b": "cd" * 32}},
         "peers.public_keys", "deepy peers serve",
     ),
+    "a scorer that is no path": ({"scorer": "mine"}, "peers.scorer", "must be an import path"),
+    "a scorer of gradients": (
+        {"algorithm": "gradients", "every": 1, "scorer": "a.b:c"}, "peers.scorer", "must not be given with gradients",
+    ),
+    "a delay without fragments' algorithms": ({"algorithm": "sparseloco", "delay": 1}, "peers.delay", "or decoupled"),
     "equal public keys": (
         {"signature": "ed25519", "public_keys": dict.fromkeys("ab", "ab" * 32)}, "peers.public_keys", "must differ",
     ),
@@ -72,6 +82,25 @@ def test_keys_that_are_known_to_all(tmp_path, text, mode, rule):
     file.chmod(mode)
     with pytest.raises(ConfigError, match=rule):
         resolve(given, ranks=1)
+
+
+def test_values_that_all_peers_must_share(tmp_path):
+    """Model, tokenizer, seed, batch, H, data and version. Names, layouts and timeouts are a peer's own."""
+
+    def identity(*words: str) -> dict:
+        sources = [ConfigSource(values(tmp_path)), *map(read_override, words)]
+        return identity_of(combine(sources, ranks=1).config, "samples")
+
+    plain = identity()
+    shared = {
+        "model.hidden_size": "32", "tokenizer.type": "bytes", "training.seed": "7", "training.global_batch_size": "4",
+        "training.steps": "10", "optimizer.lr": "0.5", "peers.every": "4", "peers.algorithm": "sparseloco",
+    }  # fmt: skip
+    for key, value in shared.items():
+        other = identity(f"{key}={value}")
+        assert plain[key] != other[key], key
+    assert identity("peers.name=b", "peers.timeout=7", "run.dir=x", "training.micro_batch_size=2") == plain
+    assert {"samples", "version"} <= plain.keys()
 
 
 def test_a_section_without_rounds_is_a_mistake(tmp_path):

@@ -12,7 +12,7 @@ import torch
 
 from megatron.testing import on_ranks, train_on_ranks
 from megatron.testing.runs import train_on_this_rank
-from tests.features.peers.companies import VALUES, Company, act, serving, tensors
+from tests.features.peers.companies import VALUES, Company, act, free, serving, tensors
 from tests.features.peers.test_peer_runs import lines, same, wait_for
 
 KEYS = {"every": 1, "algorithm": "gradients"}
@@ -112,11 +112,13 @@ def test_a_skipped_slot_is_replayed(tmp_path):
 
 
 def test_too_few_peers_save_and_stop_and_the_next_start_continues(tmp_path):
+    """Gradients go from peer to peer, and have the bits of those in a folder."""
+    direct = {name: [f"peers.listen={free()}"] for name in "ab"}
     with Company(tmp_path, {"a": 1, "b": 1}, **KEYS, quorum=2) as company:
         company.run("plain", "training.steps=4")
-        company.run("run", "training.steps=4", "training.stop_at_step=2")
-        company.peer("a", "run", "training.steps=4", peers={"timeout": 0.3, "patience": 0.6})
+        company.run("run", "training.steps=4", "training.stop_at_step=2", own=direct)
+        company.peer("a", "run", "training.steps=4", *direct["a"], peers={"timeout": 0.3, "patience": 0.6})
         assert "1 of 2 peers (peers.quorum) in step 2" in (Path(tmp_path) / "run/a/ledger.jsonl").read_text()
-        company.run("run", "training.steps=4")
+        company.run("run", "training.steps=4", own=direct)
         assert same(company.tensors("plain", "a", 4), company.tensors("run", "b", 4))
     assert len(json.loads((tmp_path / "run/shared/rounds/00000003.json").read_text())["signed"]["slots"]) == 2

@@ -1,0 +1,50 @@
+"""Lines of `deepy status` about a peer: who takes part, by the rounds in the ledger of its run. Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from megatron.config import Config
+from megatron.report.console import duration
+from megatron.report.ledger import read_ledger
+
+from .options import GRADIENTS, peers_of
+
+
+def status(config: Config, folder: Path) -> list[str]:
+    """Lines about the peers of the run in a folder."""
+    own, path = peers_of(config), folder / "ledger.jsonl"
+    rounds = [each for each in read_ledger(path) if each["event"] == "peers_round"] if path.exists() else []
+    head = f"peer {own.name} of the run {own.run} in {own.folder}"
+    if not rounds:
+        return [f"{head}: no round yet" if own.algorithm != GRADIENTS else f"{head}: all have slots since the start"]
+    newest = rounds[-1]
+    change = "the last change was in step" if own.algorithm == GRADIENTS else "round"
+    lines = [f"{head}: {change} {newest['round']}, {_ago(newest)}"]
+    width = max(map(len, own.members))
+    return lines + [f"  {name:<{width}}  {_state(name, rounds, own.strikes)}" for name in own.members]
+
+
+def _state(name: str, rounds: list[dict[str, Any]], most: int) -> str:
+    newest = rounds[-1]
+    strikes = newest.get("strikes", {}).get(name, 0)
+    reason = next((each["absent"][name] for each in reversed(rounds) if name in each["absent"]), "")
+    told = f", {strikes} of {most} strikes ({reason})" if strikes else ""
+    if strikes >= most:
+        return f"excluded for good{told}"
+    if name in newest.get("next", newest["members"]):
+        return f"here{told}"
+    last = next((each for each in reversed(rounds) if name in each["members"]), None)
+    if last is None:
+        return f"not seen{told}"
+    lag = newest["round"] - last["round"]
+    silent = f", {newest['absent'][name]}" if name in newest["absent"] and not strikes else ""
+    return f"{lag} behind, last seen in {last['round']}, {_ago(last)}{silent}{told}"
+
+
+def _ago(entry: Mapping[str, Any]) -> str:
+    seconds = (datetime.now(UTC) - datetime.fromisoformat(entry["time"])).total_seconds()
+    return f"{duration(max(seconds, 0.0))} ago"

@@ -1,0 +1,143 @@
+"""Contributions from peer to peer: the folder has small notes, and files come from any peer that has read them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import secrets
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config.problems import UserError
+from megatron.features.peers.direct import DirectFolder, OwnFiles
+from megatron.features.peers.folder import SharedFolder, Unreadable
+from megatron.features.peers.options import PeersSection
+from megatron.features.peers.rounds import Rounds
+from megatron.features.peers.signing import Signer
+from megatron.features.peers.sockets import NONCE
+from tests.features.peers.companies import free, secret, serving
+from tests.features.peers.small import SmallPeer, together
+from tests.features.peers.test_sockets import frames
+
+KEY = secrets.token_bytes(32)
+NAME = "contributions/00000000/a"
+
+
+class Company:
+    """Folders of three peers that have joined."""
+
+    def __init__(self, tmp_path: Path, url: str) -> None:
+        self.files, self.folders = dict[str, OwnFiles](), dict[str, DirectFolder]()
+        signer = Signer(KEY, None)
+        for name in "abc":
+            values: Any = {"every": 2, "name": name, "members": ["a", "b", "c"], "folder": url, "listen": free()}
+            own = PeersSection(**values)
+            self.files[name] = OwnFiles(own, signer, tmp_path / name)
+            rounds = Rounds(own, signer, DirectFolder(SharedFolder(url), own, signer, self.files[name]))
+            rounds.join({})
+            self.folders[name] = rounds.folder  # type: ignore[assignment]
+
+    def close(self) -> None:
+        for each in self.files.values():
+            each.close()
+
+
+@pytest.fixture
+def company(tmp_path):
+    made = Company(tmp_path, str(tmp_path / "shared"))
+    yield made
+    made.close()
+
+
+def test_a_file_comes_from_its_author_and_then_from_a_reader(company, tmp_path):
+    a, b, c = company.folders.values()
+    content = secrets.token_bytes(3 << 20)
+    assert a.create(NAME, content) and a.create(NAME, content) and not a.create(NAME, b"other")
+    assert (tmp_path / "shared" / NAME).stat().st_size < 200 and c.names("contributions/00000000") == ["a"]
+    assert b.read_up_to(NAME, len(content)) == content and b.read_up_to("contributions/00000000/b", 9) is None
+    with pytest.raises(Unreadable, match="more than 9"):
+        c.read_up_to(NAME, 9)
+    company.files.pop("a").close()
+    assert c.read_up_to(NAME, len(content)) == content  # of b
+    a.delete(NAME), b.delete("contributions/00000000/b")
+    assert not (tmp_path / "b/contributions/00000000").exists()
+
+
+def test_another_content_than_the_noted_one_is_not_taken(company, tmp_path):
+    a, b, _ = company.folders.values()
+    a.create(NAME, b"right")
+    (tmp_path / "a" / NAME).write_bytes(b"wrong")
+    with pytest.raises(OSError, match="cannot be read from a peer"):
+        b.read_up_to(NAME, 100)
+    (tmp_path / "a" / NAME).write_bytes(b"right")
+    assert b.read_up_to(NAME, 100) == b"right"
+
+
+@pytest.mark.parametrize(
+    "note", [b"", b"[" * 5000, b"[]", b'{"sha256": 1, "bytes": 2}', b'{"sha256": "a", "bytes": -1}']
+)
+def test_notes_that_are_none(company, tmp_path, note):
+    (tmp_path / "shared" / NAME).parent.mkdir(parents=True)
+    (tmp_path / "shared" / NAME).write_bytes(note)
+    with pytest.raises(Unreadable):
+        company.folders["b"].read_up_to(NAME, 100)
+
+
+def test_no_member_changes_files_of_another(company, tmp_path):
+    a, b, _ = company.folders.values()
+    a.create(NAME, b"right")
+    b.read_up_to(NAME, 100)
+    line = b._peers["a"][1]
+    for change in (lambda: line.write(NAME, b"x"), lambda: line.delete(NAME), lambda: line.create("states/1", b"x")):
+        with pytest.raises(OSError, match="refused by the server"):
+            change()
+    with pytest.raises(OSError):
+        line.read("../shared/run.json")
+    assert (tmp_path / "a" / NAME).read_bytes() == b"right" and not (tmp_path / "a/states").exists()
+
+
+def test_garbage_never_stops_a_peer(company):
+    a, b, _ = company.folders.values()
+    draw, address = random.Random(7), company.files["a"]._server.server_address
+    for number in range(100):
+        with contextlib.suppress(OSError), socket.create_connection(address, 5) as stranger:
+            stranger.sendall(frames(draw, stranger.recv(NONCE)))
+        if number % 20 == 0:
+            name = f"contributions/{number:08d}/a"
+            assert a.create(name, b"good") and b.read_up_to(name, 9) == b"good"
+
+
+def test_an_address_that_is_taken(company, tmp_path):
+    taken = company.folders["a"]._own
+    with pytest.raises(UserError, match="peers.listen = .* must be a free port"):
+        OwnFiles(taken, Signer(KEY, None), tmp_path / "other")
+
+
+@pytest.mark.parametrize("algorithm", ["diloco", "decoupled"])
+def test_peers_over_a_server_and_direct_sockets(tmp_path, algorithm):
+    """The server has the ledger and notes only. Each peer waits at its end until the others have its last file."""
+    key, weights = secret(tmp_path), {"layers.0.w": torch.zeros(5000, dtype=torch.float64)}
+
+    def inner(each, step) -> None:
+        each["layers.0.w"].sub_(0.1 * (each["layers.0.w"] - torch.linspace(0, 1, 5000, dtype=torch.float64)))
+
+    members, shared = ["a", "b", "c"], tmp_path / "shared"
+    with serving(shared, "peers", members, bytes.fromhex(Path(key).read_text())) as url:
+        keys = {
+            "every": 2, "members": members, "folder": url, "signature": "shared_key", "key_file": key, "quorum": 3,
+            "outer_lr": 0.7, "outer_momentum": 0.9, "timeout": 20.0, "algorithm": algorithm, "patience": 30.0,
+        }  # fmt: skip
+        peers = [SmallPeer({**keys, "name": name, "listen": free()}, weights, 6, inner, 0.03) for name in members]
+        for each in peers:
+            each.config.run.dir = str(tmp_path / str(each.own.name))
+        together([each.run for each in peers])
+    assert all(torch.equal(each.weights["layers.0.w"], peers[0].weights["layers.0.w"]) for each in peers)
+    found = [json.loads(each.read_text())["signed"]["members"] for each in sorted((shared / "rounds").iterdir())]
+    assert [len(each) for each in found] == [3] * len(found) and len(found) == 3 or algorithm == "decoupled"
+    assert all(each.stat().st_size < 200 for each in (shared / "contributions").glob("*/*"))
+    assert (tmp_path / f"a/peers/contributions/{len(found) - 1:08d}/c").stat().st_size > 5000 * 8

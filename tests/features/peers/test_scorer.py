@@ -1,0 +1,62 @@
+"""A scorer of contributions: whom it refuses has strikes, and all peers follow the line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from megatron.config.problems import UserError
+from tests.features.peers.companies import secret
+from tests.features.peers.small import SmallPeer, together
+
+
+def score(round, common, deltas):
+    """As the one of the documentation."""
+    flat = {peer: torch.cat([each[name].flatten() for name in common]) for peer, each in deltas.items()}
+    unit = {peer: each / each.norm() for peer, each in flat.items()}
+    rest = {peer: sum(unit.values()) - each for peer, each in unit.items()}
+    return {peer: "against\nthe others" for peer, each in unit.items() if each @ rest[peer] < -0.1 and len(unit) > 2}
+
+
+def broken(round, common, deltas):
+    raise KeyError("w")
+
+
+def company(tmp_path, scorer: str, algorithm: str, **keys) -> dict[str, SmallPeer]:
+    def inner(sign: float):
+        def step(weights, number) -> None:
+            weights["w"].add_(sign * torch.linspace(0.1, 1.0, 4096, dtype=torch.float64))
+
+        return step
+
+    key = secret(tmp_path)
+    keys = {
+        "every": 2, "members": ["a", "b", "c"], "folder": str(tmp_path), "signature": "shared_key", "key_file": key,
+        "outer_lr": 1.0, "outer_momentum": 0.0, "timeout": 20.0, "strikes": 2, "algorithm": algorithm,
+        "scorer": f"{__name__}:{scorer}", **keys,
+    }  # fmt: skip
+    weights = {"w": torch.zeros(4096, dtype=torch.float64)}
+    return {
+        name: SmallPeer({**keys, "name": name}, weights, 8, inner(-1.0 if name == "c" else 1.0))
+        for name in keys["members"]
+    }
+
+
+@pytest.mark.parametrize("algorithm", ["diloco", "sparseloco"])
+def test_a_peer_against_the_others_is_excluded(tmp_path, algorithm):
+    peers = company(tmp_path, "score", algorithm, **({"top": 4096} if algorithm == "sparseloco" else {}))
+    together([each.run for each in peers.values()])
+    found = [json.loads(each.read_text())["signed"] for each in sorted((tmp_path / "rounds").iterdir())]
+    assert [[each["peer"] for each in line["members"]] for line in found] == [["a", "b"]] * 4
+    assert [line["absent"].get("c") for line in found] == ["'against\\nthe others'"] * 2 + [None] * 2
+    assert found[-1]["strikes"] == {"c": 2}
+    common = [each.part.states["outer_weights"]["w"] for each in peers.values()]
+    assert all(torch.equal(each, common[0]) for each in common) and float(common[0].min()) >= 0
+
+
+def test_a_scorer_that_fails_ends_the_run_with_its_name(tmp_path):
+    peers = company(tmp_path, "broken", "diloco")
+    with pytest.raises(UserError, match="peers.scorer = .*:broken fails with KeyError: 'w'"):
+        together([each.run for each in peers.values()])
