@@ -88,7 +88,7 @@ def test_values_that_all_peers_must_share(tmp_path):
     """Model, tokenizer, seed, batch, H, data and version. Names, layouts and timeouts are a peer's own."""
 
     def identity(*words: str) -> dict:
-        sources = [ConfigSource(values(tmp_path)), *map(read_override, words)]
+        sources = [ConfigSource(values(tmp_path)), *map(read_override, ("model.vocab_size=384", *words))]
         return identity_of(combine(sources, ranks=1).config, "samples")
 
     plain = identity()
