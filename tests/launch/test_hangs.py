@@ -33,7 +33,7 @@ def start(
     folder: Path, *words: str, ranks: int = 2, where: Sequence[str] = (), more: Mapping[str, str] | None = None
 ) -> subprocess.Popen:
     command = [sys.executable, str(ROOT / "deepy.py"), *(where or ("--ranks", str(ranks))), str(ROOT / "train.py")]
-    command += [str(ROOT / "configs/test/tiny_neox.yml"), f"run.dir={folder}", *WATCH, *words]
+    command += [str(ROOT / "configs/test/tiny_neox.yml"), f"run.dir={folder}", "logging.curve=false", *WATCH, *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(more or {})}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment

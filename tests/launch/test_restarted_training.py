@@ -20,7 +20,8 @@ pytestmark = pytest.mark.slow
 
 def start(folder: Path, *options: str) -> subprocess.Popen:
     words = [sys.executable, str(ROOT / "deepy.py"), "--ranks", "2", *options, str(ROOT / "train.py")]
-    words += [str(ROOT / "configs/test/tiny_neox.yml"), f"run.dir={folder}", "training.steps=60", "checkpoint.every=5"]
+    words += [str(ROOT / "configs/test/tiny_neox.yml"), f"run.dir={folder}", "logging.curve=false"]
+    words += ["training.steps=60", "checkpoint.every=5"]
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
 
 

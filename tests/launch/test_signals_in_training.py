@@ -22,7 +22,7 @@ def start() -> Iterator[Callable[..., subprocess.Popen]]:
     def begin(folder: Path, *before: str) -> subprocess.Popen:
         words = [sys.executable, str(ROOT / "deepy.py"), "--ranks", "2", str(ROOT / "train.py")]
         words += [str(ROOT / "configs/test/tiny_neox.yml"), f"run.dir={folder}", "training.steps=100000"]
-        words += ["launch.device=cpu"]
+        words += ["launch.device=cpu", "logging.curve=false"]
         job = subprocess.Popen([*before, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
         started.append(job)
         return job

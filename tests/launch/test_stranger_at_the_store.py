@@ -50,6 +50,7 @@ def test_a_run_ends_well_whatever_keys_a_stranger_guesses(tmp_path):
     words = [
         f"run.dir={tmp_path / 'run'}", "training.steps=12", "schedule.warmup_steps=0", "checkpoint.every=1",
         "checkpoint.asynchronous=true", "launch.device=cpu", f"launch.master_port={port}", "evaluation.at_end=false",
+        "logging.curve=false",
     ]  # fmt: skip
     command = [sys.executable, "deepy.py", "--ranks", "2", "train.py", "configs/test/tiny_llama.yml", *words]
     try:
