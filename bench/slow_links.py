@@ -35,7 +35,9 @@ from bench.runner import Result, grid, in_folder
 from bench.wire import Wire, enter
 
 ONE, RATE, LENGTH, BATCH = "one process", 4e-3, 64, 4
-ROWS = ("gradients:1", "diloco:1", "diloco:10", "diloco:30", "diloco:100", "sparseloco:30")
+INTERVALS = (1, 10, 30, 100)
+AVERAGE = "average"  # diloco whose outer step takes the mean of the peers' weights
+ROWS = ("gradients:1", *(f"{name}:{every}" for name in ("diloco", AVERAGE) for every in INTERVALS), "sparseloco:30")
 
 
 class Clock:
@@ -167,6 +169,8 @@ def _train(given: argparse.Namespace, row: str, seed: int, data: Path, folder: P
         "every": int(every), "algorithm": algorithm, "members": names, "signature": "shared_key", "key_file": str(key),
         "folder": str(folder / "shared"), "state_every": 1000,
     }  # fmt: skip
+    if algorithm == AVERAGE:
+        keys |= {"algorithm": "diloco", "outer_lr": 1.0, "outer_momentum": 0.0}
     with ExitStack() as stack, ThreadPoolExecutor(given.peers) as threads:
         wire = None if given.no_link else stack.enter_context(Wire.star(given.peers, given.rate, given.round_trip / 2))
         if wire is not None:
@@ -180,7 +184,7 @@ def _train(given: argparse.Namespace, row: str, seed: int, data: Path, folder: P
         links = wire.bytes()[1:] if wire is not None else []
     if len({each["loss"] for each in found}) > 1:
         raise RuntimeError(f"{row}: the peers end with different weights: {[each['loss'] for each in found]}")
-    made = {"row": row, "seed": seed, "steps": steps, "loss": found[0]["loss"]}
+    made = {"row": row, "seed": seed, "steps": steps, "corpus": _size(data), "loss": found[0]["loss"]}
     if not links:
         return made
     return made | {
@@ -211,6 +215,11 @@ def _files(folder: Path) -> None:
     for name, values in zip(("train", "validation"), corpus(), strict=True):
         with TokenFileWriter(folder / name, np.uint16) as writer:
             writer.append(values.numpy())
+
+
+def _size(data: Path) -> int:
+    """Bytes of the corpus. Losses of one corpus are compared."""
+    return sum((data / f"{name}.bin").stat().st_size // 2 for name in ("train", "validation"))
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -259,7 +268,13 @@ def _measured(given: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                 if row == ONE:
                     values = _values(given.steps, folder, place, seed, BATCH * given.peers)
                     rows = ranks.on_ranks(1, train_on_this_rank, values, [], 1)[0]
-                    made.append({"row": row, "seed": seed, "steps": given.steps, "loss": _loss(rows)})
+                    made.append({
+                        "row": row,
+                        "seed": seed,
+                        "steps": given.steps,
+                        "corpus": _size(folder),
+                        "loss": _loss(rows),
+                    })
                 else:
                     made.append(_train(given, row, seed, folder, place, teams))
                 kept.write_text(json.dumps(made, indent=1), encoding="utf-8")
@@ -273,10 +288,11 @@ def table(made: Sequence[dict[str, Any]]) -> str:
     """A row for each algorithm and interval: the median over seeds, and the range of losses."""
     heads = ["peers", "validation loss (range)", "above one process", "utilisation", "seconds", "sent", "received"]
     cells, longest = [heads], _longest(made)
-    plain = {each["seed"]: each["loss"] for each in longest if each["row"] == ONE}
+    plain = {(each["corpus"], each["seed"]): each["loss"] for each in longest if each["row"] == ONE}
     for row in dict.fromkeys(each["row"] for each in made):
         losses = sorted(each["loss"] for each in longest if each["row"] == row)
-        above = [each["loss"] - plain[each["seed"]] for each in longest if each["row"] == row and each["seed"] in plain]
+        pairs = [(each["loss"], plain.get((each["corpus"], each["seed"]))) for each in longest if each["row"] == row]
+        above = [loss - other for loss, other in pairs if other is not None]
         line = [_name(row), f"{statistics.median(losses):.3f} ({losses[0]:.3f} – {losses[-1]:.3f})" if losses else ""]
         line.append(f"{statistics.median(above):+.3f}" if row != ONE and above else "")
         linked = [each for each in made if each["row"] == row and "utilisation" in each]

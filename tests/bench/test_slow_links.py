@@ -43,10 +43,12 @@ def test_bytes_pass_whole_between_namespaces():
 
 
 def test_the_table_has_medians_of_losses_and_of_links(tmp_path):
-    made = [{"row": ONE, "seed": seed, "steps": 300, "loss": 2.0 + seed / 10} for seed in (1, 2, 3)]
-    made += [{"row": "diloco:30", "seed": seed, "steps": 300, "loss": 2.5 + seed / 10} for seed in (1, 2, 3)]
+    made = [{"row": ONE, "seed": seed, "steps": 300, "corpus": 9, "loss": 2.0 + seed / 10} for seed in (1, 2, 3)]
+    made += [
+        {"row": "diloco:30", "seed": seed, "steps": 300, "corpus": 9, "loss": 2.5 + seed / 10} for seed in (1, 2, 3)
+    ]
     link = {"utilisation": 0.5, "seconds": 0.25, "sent": 1e4, "received": 4e4}
-    made.append({"row": "diloco:30", "seed": 1, "steps": 60, "loss": 3.0, **link})
+    made.append({"row": "diloco:30", "seed": 1, "steps": 60, "corpus": 9, "loss": 3.0, **link})
     rows = table(made).splitlines()
     assert rows[2] == "| one process | 2.200 (2.100 – 2.300) |  |  |  |  |  |"
     assert rows[3] == "| `diloco`, H = 30 | 2.700 (2.600 – 2.800) | +0.500 | 50.0% | 0.25 | 10.0 kB | 40.0 kB |"

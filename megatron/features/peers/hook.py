@@ -147,7 +147,7 @@ class PeersHook(Hook):
 
     def _open(self, trainer: Trainer, identity: Mapping[str, Any]) -> list[list[int]]:
         """Join the run. A server may come later than its peers, or be cut off from a peer that returns."""
-        end = time.monotonic() + (min(self.own.timeout, 60.0) if (self.own.folder or "").startswith(TCP) else 0.0)
+        end = time.monotonic() + (min(self.own.patience, 60.0) if (self.own.folder or "").startswith(TCP) else 0.0)
         while True:
             try:
                 if self.rounds is None:

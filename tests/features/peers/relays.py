@@ -18,6 +18,7 @@ class Relay:
         target: address of the server.
         is_cut: nothing passes, and no side gets an error, as without a cable.
         damage: number of next parts in which a byte is changed.
+        refused: number of connections while the server was not there.
     """
 
     def __init__(self, url: str, seed: int = 0) -> None:
@@ -25,7 +26,7 @@ class Relay:
         self.target, self._draw = (place.hostname, place.port), random.Random(seed)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.is_cut, self.damage, self._ended = False, 0, False
+        self.is_cut, self.damage, self.refused, self._ended = False, 0, 0, False
 
     def __enter__(self) -> Relay:
         threading.Thread(target=self._accept, daemon=True).start()
@@ -43,7 +44,8 @@ class Relay:
                 self._wait()
                 try:
                     far = socket.create_connection(self.target)
-                except OSError:  # the server is not there
+                except OSError:
+                    self.refused += 1
                     near.close()
                     continue
                 for one, other in ((near, far), (far, near)):

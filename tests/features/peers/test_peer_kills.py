@@ -1,6 +1,6 @@
 """Peers that are killed, halted, cut off and sent garbage at random instants have the bits of the ledger's replay.
 
-PEER_KILLS=2000 python -m pytest -m slow tests/features/peers/test_peer_kills.py -k one_after -s
+PEER_KILLS=2000 python -m pytest -m slow tests/features/peers/test_peer_kills.py -k one_kill -s
 """
 
 from __future__ import annotations

@@ -88,10 +88,8 @@ def test_one_key_starts_peers_and_a_signal_ends_them(tmp_path):
         error = process.communicate(timeout=200)[1]
     assert process.returncode == 128 + signal.SIGTERM, error
     done = len(list((shared / "rounds").iterdir()))
-    steps = f"training.steps={2 * done + 4}"
-    again = subprocess.run(
-        [*command, steps], cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=300
-    )
+    command.append(f"training.stop_at_step={2 * done + 4}")
+    again = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=300)
     assert again.returncode == 0, again.stderr
     assert {len(each["members"]) for each in lines(shared)} == {2}
     folders = [tmp_path / "run", tmp_path / "run/peers/p2"]
