@@ -316,6 +316,7 @@ def _name(row: str) -> str:
 
 def draw(path: Path, made: Sequence[dict[str, Any]]) -> None:
     """Loss, utilisation and bytes over the interval."""
+    from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
@@ -347,4 +348,5 @@ def draw(path: Path, made: Sequence[dict[str, Any]]) -> None:
     panels[2].set(yscale="log")
     panels[0].legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "deepy"}):  # text as text, and the same bytes each time
+        figure.savefig(path, metadata={"Date": None})
