@@ -9,7 +9,7 @@ help:
 	@echo 'make quickstart   install, make a corpus, train a small model on it, and see what it writes (minutes, no GPU needed)'
 	@echo 'make test         install, and run the tests of the code'
 	@echo 'make layouts      every architecture on every axis and every layout, against one process; resuming on another layout'
-	@echo 'make tour         the README, the quick starts, the notebook and the example package, as a reader would run them'
+	@echo 'make tour         README, quick starts, notebook, example package, benchmarks and doctor, as a reader would run them'
 	@echo 'make hosts        every way to start ranks on several hosts, for real: namespaces with their own sshd and Slurm (needs root)'
 	@echo 'make test-slow    what make test leaves out: the rest of the matrix of layouts, kill loops, more runners (an hour)'
 	@echo 'make test-fast    one case of every test that takes under a second: what to run while you work (3 minutes)'

@@ -35,6 +35,7 @@ def test_the_slowest_rank_counts_and_the_first_save_does_not() -> None:
     assert found["share"] == pytest.approx((1.0 + 3.0) / 20.0)  # of the first rank, from the second save to the last
 
 
+@pytest.mark.tour
 def test_a_run_is_taken_apart(tmp_path: Path) -> None:
     (tmp_path / "tiny.yml").write_text(TINY)
     command = [sys.executable, "-m", "bench", "stall", str(tmp_path / "tiny.yml"), "--every", "2"]

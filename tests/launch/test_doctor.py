@@ -99,6 +99,7 @@ def test_the_table_has_a_line_of_advice_for_what_is_wrong():
     assert len(lines) == 4 and lines[0].startswith("FAIL  torch") and "->" in lines[1] and "h0, h2" in lines[0]
 
 
+@pytest.mark.tour
 def test_this_machine():
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "doctor.py"), "--compare", "--json"],
