@@ -77,7 +77,7 @@ class Embedding(nn.Module):
             own = make.of_stream.scope("norm")
             self.norm = Norm(own, model.hidden_size, model.norm, partial=make.mesh.layout.sequence)
         if model.residual.channel_scales:
-            self.scale = ChannelScale(make, model.hidden_size)
+            self.scale = ChannelScale(make.of_stream, model.hidden_size)
         self.dropout = Dropout(make, model, "embedding") if model.dropout > 0.0 else None
 
     def forward(

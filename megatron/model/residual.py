@@ -33,7 +33,7 @@ class ChannelScale(nn.Module):
         for name in names:
             for part, init in (("scale", ONES), ("shift", ZEROS)):
                 key = f"{name}_{part}".lstrip("_")
-                self.register_parameter(key, make.parameter(key, (size,), role=Role.NORM, init=init))
+                self.register_parameter(key, make.parameter(key, (size,), role=Role.NORM, init=init, stream=0))
 
     def forward(self, *parts: Tensor) -> Tensor:
         """The sum of the scaled and shifted [B, s, H], with one product per part."""

@@ -23,7 +23,6 @@ OTHERS: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("training.sequence_chunks", lambda it: it == 1, "1", "the stream of a chunk has all channels"),
     ("model.dropout", lambda it: it == 0.0, "0", "its draws are numbered by channels of the whole stream"),
     ("model.residual.streams", lambda it: it == 1, "1", "connections read all channels of the stream"),
-    ("model.residual.channel_scales", lambda it: not it, "false", "its vectors are not cut"),
     ("objective.teacher", lambda it: it is None, "null", "a teacher has a stream of its own width"),
 )
 
