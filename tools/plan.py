@@ -8,6 +8,7 @@
     python tools/plan.py a.yml --gpus 64..1024 --plot scaling.png        weak and strong scaling
     python tools/plan.py a.yml --gpus 64 --budget "20000 gpu-hours"      sizes of the model for a budget
     python tools/plan.py lint a.yml --gpus 64 --layout tensor=4          what is wrong with the model's shape
+    python tools/plan.py grids a.yml --gpus 64 --layout pipeline=1       rows, columns and depth, on several networks
     python tools/plan.py schedule a.yml --gpus 8 --plot s.png            the pipeline's schedule and its bubble
     python tools/plan.py score                                           predictions against published runs
     python tools/plan.py history                                         predictions against your own runs
@@ -142,6 +143,21 @@ def budget(options: argparse.Namespace) -> None:
     print("\n".join(align_lines(rows)))
 
 
+def grids(options: argparse.Namespace) -> None:
+    """Rows, columns and depth of tensor parallel ranks, and where each is the fastest."""
+    from megatron.plan.advice import why_nothing_fits
+    from megatron.plan.candidate import parse
+    from megatron.plan.devices import known_devices
+    from megatron.plan.grids import Grids
+
+    question = _question(options)
+    answers = question.answers({"context": 1} | ({} if options.layout is None else parse(options.layout, "--layout")))
+    if not answers.plans:
+        raise ConfigError([why_nothing_fits(question, answers, dict(known_devices(options.machine)[0]))])
+    found = Grids(answers)
+    print(json.dumps(found.document(), indent=2) if options.json else found.text(options.top))
+
+
 def lint(options: argparse.Namespace) -> None:
     """Problems with the model's shape for a layout: the named one, or the fastest."""
     from megatron.plan.advice import why_nothing_fits
@@ -152,7 +168,7 @@ def lint(options: argparse.Namespace) -> None:
     question = _question(options)
     if options.layout is not None:
         named = parse(options.layout, "--layout")
-        choice = Candidate(**{"sequence": named.get("tensor", 1) > 1, **named})
+        choice = Candidate(**{"sequence": named.get("tensor", 1) > 1 == named.get("columns", 1), **named})
         question.resolved(choice)  # a layout that the launcher refuses is refused here
     else:
         answers = question.answers()
@@ -329,7 +345,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--failures", type=_positive, help="of a device in a day (Llama 3's run: 0.00047)")
     parser.add_argument("--save-seconds", type=_positive, default=30.0, help="that a checkpoint stops a run")
     parser.add_argument("--restart-seconds", type=_positive, default=300.0, help="from a failure to the next new step")
-    parser.add_argument("--layout", metavar="tensor=4,...", help="of lint (default: the fastest)")
+    parser.add_argument(
+        "--layout", metavar="tensor=4,...", help="of lint (default: the fastest) and grids (default: any)"
+    )
     parser.add_argument("--fit", action="store_true", help="score: what the devices' efficiencies would be fitted to")
     parser.add_argument(
         "--formulas", action="store_true", help="recommend: new rows by formulas, to be rehearsed later"
@@ -346,12 +364,13 @@ READ: dict[Callable[[argparse.Namespace], None], set[str]] = {
     scaling: _MACHINE | {"plot"},
     budget: _MACHINE | _FAILURES | {"budget", "tokens_per_parameter"},
     lint: _MACHINE | {"layout"},
+    grids: _MACHINE | {"layout", "top"},
     schedule: {"arguments", "gpus", "plot", "json"},
     score: {"fit", "json"},
     history: {"top", "json"},
     recommend: {"arguments", "formulas"},
 }
-WORDS = {each.__name__: each for each in (lint, schedule, score, history, recommend)}
+WORDS = {each.__name__: each for each in (grids, lint, schedule, score, history, recommend)}
 
 
 def _refuse(parser: argparse.ArgumentParser, options: argparse.Namespace, action: Callable) -> None:

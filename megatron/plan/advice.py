@@ -33,7 +33,7 @@ def largest(plan: Plan) -> str:
 def remarks(question: Question, plan: Plan) -> list[str]:
     """Warnings about a valid layout."""
     choice, at, found = plan.choice, question.at, []
-    if choice.tensor > at.per_host or at.per_host % choice.tensor:
+    if choice.grid > at.per_host or at.per_host % choice.grid:
         found.append(
             f"tensor parallel ranks span hosts of {at.per_host}: their sums, "
             f"{plan.step.parts['tensor'] / plan.step.seconds:.0%} of the step, cross the network"
@@ -126,7 +126,8 @@ def _refused(question: Question, named: dict[str, Any]) -> Problem | None:
     ones."""
     folded = named.get("folded", 1)
     runs = max(folded, named.get("depth", 1)) if question.experts() else 1
-    asked = {"sequence": named.get("tensor", 1) > 1, "context": folded, "expert": runs}
+    alike = named.get("tensor", 1) > 1 == named.get("columns", 1)
+    asked = {"sequence": alike, "context": folded, "expert": runs}
     values = {**asked, **named}
     choice = Candidate(**values)
     try:
@@ -146,12 +147,12 @@ def _refused(question: Question, named: dict[str, Any]) -> Problem | None:
 def _why_empty(question: Question, named: dict[str, Any]) -> str:
     folded, training = named.get("folded", 1), question.base.training
     context = named.get("context", folded)
-    inner = named.get("tensor", 1) * named.get("pipeline", 1) * context
+    inner = named.get("tensor", 1) * named.get("columns", 1) * named.get("pipeline", 1) * context
     devices, batch = question.at.devices, question.batches.common
     if max(context, folded) > 1 and training.sequence_length < LONG:
         return f"ranks share sequences of {LONG:,} tokens or more, and these have {training.sequence_length:,}"
     if devices % inner:
-        return f"tensor * pipeline * context = {inner} must divide them"
+        return f"tensor * columns * pipeline * context = {inner} must divide them"
     if batch % (devices // inner * named.get("micro_batch", 1)):
         return f"data {devices // inner} * micro_batch {named.get('micro_batch', 1)} must divide the batch of {batch}"
     if named.get("zero") == 3 and named.get("recompute") == "selective":
@@ -312,6 +313,8 @@ def text(
     ]
     lines += _schedules(question, best)
     lines += [f"Note: {remark}." for remark in remarks(question, best)]
+    if any(plan.choice.columns > 1 or plan.choice.depth > 1 for plan in shown_plans):
+        lines.append("Note: `deepy plan grids` compares rows, columns and depth, also with AxoNN's published script.")
     lines += [f"Layout {words}." for words in warned(answers, shown_plans)]
     lines += _disk(answers, disk)
     if at.device.name != "cpu":
@@ -356,20 +359,20 @@ def _schedules(question: Question, plan: Plan) -> list[str]:
     return [f"Its schedule: {why}.", *("    " + row for row in align_lines([header, *rows])), *left]
 
 
-_HEADER = ["tensor", "pipeline", "depth", "per rank", "schedule", "context", "folded", "expert", "data"]
+_HEADER = ["tensor", "columns", "pipeline", "depth", "per rank", "schedule", "context", "folded", "expert", "data"]
 _HEADER += ["ZeRO", "micro", "recompute", "step s", "tokens/s", "MFU", "GiB", "of memory", "days", "MWh", "cost"]
 
 
 def _row(answers: Answers, plan: Plan, number: int, price: float | None) -> list[str]:
     choice, cost = plan.choice, Cost.of(answers, plan, price)
     data = answers.question.at.devices // choice.inner
-    sides = (choice.depth, choice.stages_per_rank, choice.folded)
-    depth, each, folded = (str(size) if size > 1 else "" for size in sides)
+    sides = (choice.columns, choice.depth, choice.stages_per_rank, choice.folded)
+    columns, depth, each, folded = (str(size) if size > 1 else "" for size in sides)
     schedule = choice.schedule if choice.schedule != "1f1b" else ""
     sizes = [choice.expert, data, choice.zero, choice.micro_batch]
     return [
         str(number),
-        *map(str, (choice.tensor, choice.pipeline, depth, each, schedule, choice.context, folded, *sizes)),
+        *map(str, (choice.tensor, columns, choice.pipeline, depth, each, schedule, choice.context, folded, *sizes)),
         choice.recompute,
         f"{plan.step.seconds:,.3f}",
         f"{plan.tokens_per_second:,.0f}",

@@ -31,11 +31,22 @@ class Candidate:
     stages_per_rank: int = 1
     depth: int = 1
     schedule: str = "1f1b"
+    columns: int = 1  # second side of the grid of tensor parallel ranks
+
+    @property
+    def grid(self) -> int:
+        """Ranks that share each matrix, without depth."""
+        return self.tensor * self.columns
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Candidates with equal ones have layers of equal shapes, with the same place of a pipeline."""
+        return self.tensor, self.columns, self.expert, self.sequence, self.folded, self.depth
 
     @property
     def inner(self) -> int:
         """Ranks of one data parallel replica."""
-        return self.tensor * self.pipeline * self.context
+        return self.grid * self.pipeline * self.context
 
     @property
     def passes_weights(self) -> bool:
@@ -54,7 +65,8 @@ class Candidate:
 
     def values(self) -> dict[str, Any]:
         """As nested values of a configuration."""
-        axes = ("tensor", "pipeline", "context", "expert", "sequence", "folded", "stages_per_rank", "depth", "schedule")
+        axes = ["tensor", "pipeline", "context", "expert", "sequence", "folded", "stages_per_rank", "depth", "schedule"]
+        axes += ["columns"]
         checkpointing = {"mode": self.recompute, "every": 1 if self.recompute == "full" else None}
         training = {"micro_batch_size": self.micro_batch, "accumulation": None}
         return {
@@ -65,7 +77,7 @@ class Candidate:
 
     def __str__(self) -> str:
         axes = {"t": self.tensor, "p": self.pipeline, "c": self.context, "e": self.expert, "f": self.folded}
-        axes |= {"v": self.stages_per_rank, "d": self.depth}
+        axes |= {"v": self.stages_per_rank, "d": self.depth, "col": self.columns}
         words = [f"{name}{size}" for name, size in axes.items() if size > 1 or name in "tp"]
         words += [self.schedule] if self.schedule not in ("1f1b", "interleaved") else []
         return " ".join([*words, f"zero{self.zero}", f"mb{self.micro_batch}", self.recompute])
@@ -109,7 +121,7 @@ def apply(config: Config, choice: Candidate, ranks: int) -> Config:
     """
     parallel = config.parallel.model_copy(update={**choice.values()["parallel"], "expert_tensor": choice.tensor})
     if ranks % choice.inner:
-        raise ValueError(f"{ranks} ranks are not a multiple of tensor * pipeline * context = {choice.inner}")
+        raise ValueError(f"{ranks} ranks are not a multiple of tensor * columns * pipeline * context = {choice.inner}")
     data, batch, batches = ranks // choice.inner, config.training.global_batch_size, batches_of(config)
     if batches.common % (choice.micro_batch * data):
         raise ValueError(
@@ -125,7 +137,8 @@ def apply(config: Config, choice: Candidate, ranks: int) -> Config:
 def layout_of(choice: Candidate, ranks: int) -> Layout:
     """The layout on `ranks` devices, which the candidate divides."""
     return Layout(
-        tensor=choice.tensor,
+        tensor=choice.grid,
+        columns=choice.columns,
         data=ranks // choice.inner,
         pipeline=choice.pipeline,
         sequence=choice.sequence and choice.tensor > 1,

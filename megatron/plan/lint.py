@@ -88,10 +88,10 @@ class _Checker:
         return LintFinding(rule, key, value, text, *self.best(options))
 
     def vocabulary(self) -> Iterator[LintFinding]:
-        vocab, unit = self.base.model.vocab_size, UNIT * self.choice.tensor
+        vocab, unit = self.base.model.vocab_size, UNIT * self.choice.grid
         if vocab % unit:
             above = -(-vocab // unit) * unit
-            times = f" times tensor parallel {self.choice.tensor}" if self.choice.tensor > 1 else ""
+            times = f" times tensor parallel {self.choice.grid}" if self.choice.grid > 1 else ""
             text = f"the head's rows must be a multiple of {UNIT}{times} = {unit} for full speed"
             yield self.finding("vocabulary-alignment", "model.vocab_size", vocab, text, [{"model.vocab_size": above}])
 
@@ -160,7 +160,9 @@ class _Checker:
         faster = [
             plan
             for plan in self.question.answers().plans
-            if plan.choice.tensor < self.choice.tensor and plan.step.seconds < self.plan.step.seconds
+            if plan.choice.grid < self.choice.tensor
+            and plan.choice.columns == 1
+            and plan.step.seconds < self.plan.step.seconds
         ]
         if faster:
             gain = 1 - faster[0].step.seconds / self.plan.step.seconds

@@ -147,14 +147,14 @@ def rank_memory(config: Config, shapes: Shapes, choice: Candidate, rank: int) ->
     working = max(each.whole for each in kinds) * tokens
     again = choice.recompute != "none" or training.sequence_chunks > 1
     parts["working"] = (working if again else 0.5 * working) / training.sequence_chunks
-    stream = config.model.hidden_size * size * tokens
+    stream = config.model.hidden_size * size * tokens / choice.columns
     if choice.pipeline > 1:
         parts["working"] += 2 * max(2, flying * choice.stages_per_rank) * stream
-    gathered = max(each.gathered for each in kinds)  # and its gradient, in the compute type and in fp32
-    parts["working"] += gathered * (4 + (size if size < 4 else 0))
+    gathered = max(each.gathered for each in kinds)  # with its gradient, in the compute type and in fp32
+    parts["working"] += gathered * (4 + size + (size if size < 4 else 0))
     parts["loss"] = 0.0
     if places[-1] + 1 == shapes.places:
-        rows = -(-config.model.vocab_size // choice.tensor)
+        rows = -(-config.model.vocab_size // choice.grid)
         chunk = min(training.loss_chunk or tokens, tokens)
         # A chunk's logits in fp32, their gradients in the compute type, and the head's gradient in fp32.
         parts["loss"] = chunk * rows * (4 + size) + 4 * rows * config.model.hidden_size

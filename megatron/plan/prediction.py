@@ -145,9 +145,9 @@ def planned_memory(config: Config, ranks: int, device: Device) -> Memory | None:
 
 
 def planned_on(config: Config, ranks: int, device: Device, per_host: int) -> Cluster | None:
-    """The machine that the formulas assume. None if experts and the layers around them are sharded differently, or with
-    columns of tensor parallel ranks: these have no formula."""
-    if config.parallel.expert_tensor not in (None, config.parallel.tensor) or config.parallel.columns > 1:
+    """The machine that the formulas assume. None if experts and the layers around them are sharded differently: these
+    have no formula."""
+    if config.parallel.expert_tensor not in (None, config.parallel.tensor):
         return None
     return Cluster(device, known_devices()[1]["ib400"], ranks, per_host)
 
@@ -173,6 +173,7 @@ def choice_of(config: Config) -> Candidate:
         parallel.stages_per_rank,
         parallel.depth,
         parallel.schedule,
+        parallel.columns,
     )
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from math import gcd, inf
 from typing import Any
 
@@ -124,7 +125,11 @@ class Question:
 
     def on(self, at: Cluster) -> Question:
         """The same run on another machine."""
-        return Question(self.sources, at, self.base, self.missing)
+        same = at.devices == self.at.devices  # what the launcher refuses does not depend on links
+        other = Question(self.sources, at, self.base, self.missing, self._legal if same else {})
+        if same:
+            other.shapes = self.shapes
+        return other
 
     @cached_property
     def shapes(self) -> Shapes:
@@ -198,32 +203,53 @@ class Question:
         experts = self.experts()
         contexts = [1] if length < LONG else [1, 2, 4, 8, 16]
         stages = (1, 2, 3) if config.precision.compute != "fp32" else (0, 1, 2, 3)
-        for tensor in divisors(min(devices, 2 * self.at.per_host)):
-            for pipeline in divisors(devices):
-                for context in contexts:
-                    inner = tensor * pipeline * context
-                    if devices % inner or pipeline > blocks:
+        for tensor, columns, pipeline, context in product(
+            self._sides(False), self._sides(True), divisors(devices), contexts
+        ):
+            grid = tensor * columns
+            inner = grid * pipeline * context
+            if devices % inner or pipeline > blocks or (columns > 1 and (context > 1 or grid > 2 * self.at.per_host)):
+                continue
+            if self.batches.common % (devices // inner):
+                continue
+            if context > 1 and pipeline * tensor > 2 * self.at.per_host:
+                continue
+            replicas = devices // (grid * pipeline)
+            spreads = [each for each in divisors(replicas) if experts and experts % each == 0 and each <= 64]
+            for expert in spreads or [1]:
+                for zero in stages:
+                    if zero == 3 and (expert > 1 or columns > 1):
                         continue
-                    if self.batches.common % (devices // inner) or tensor & (tensor - 1):
+                    cut = tensor > 1 and columns == 1
+                    once = Candidate(tensor, pipeline, context, expert, zero, sequence=cut, columns=columns)
+                    yield once
+                    if zero == 3:
                         continue
-                    if context > 1 and pipeline * tensor > 2 * self.at.per_host:
-                        continue
-                    replicas = devices // (tensor * pipeline)
-                    spreads = [each for each in divisors(replicas) if experts and experts % each == 0 and each <= 64]
-                    for expert in spreads or [1]:
-                        for zero in stages:
-                            if zero != 3 or expert == 1:
-                                once = Candidate(tensor, pipeline, context, expert, zero, sequence=tensor > 1)
-                                yield once
-                                if zero != 3 and context == 1:
-                                    depths = divisors(gcd(replicas, max(1, self.at.per_host // tensor)))[1:]
-                                    yield from (
-                                        replace(once, depth=each)
-                                        for each in depths
-                                        if not experts or expert in (1, each) and experts % each == 0
-                                    )
-                            if tensor == 1 < context and zero != 3 and (expert == context or not experts):
-                                yield Candidate(1, pipeline, context, expert, zero, folded=context)
+                    if context == 1:
+                        depths = divisors(gcd(replicas, max(1, self.at.per_host // grid)))[1:]
+                        yield from (
+                            replace(once, depth=each)
+                            for each in depths
+                            if not experts or expert in (1, each) and experts % each == 0
+                        )
+                    if tensor == 1 < context and (expert == context or not experts):
+                        yield Candidate(1, pipeline, context, expert, zero, folded=context)
+
+    def _sides(self, columns: bool) -> list[int]:
+        """Sizes of a side of the grid of tensor parallel ranks: powers of two."""
+        if columns and not self.allows_columns:
+            return [1]
+        return [each for each in divisors(min(self.at.devices, 2 * self.at.per_host)) if not each & (each - 1)]
+
+    @cached_property
+    def allows_columns(self) -> bool:
+        """Whether the launcher starts the run on two columns."""
+        two = ConfigSource(_values(Candidate(columns=2)))
+        try:
+            combine([*self.sources, two], ranks=2, check_inputs=False, here=False)
+        except ConfigError:
+            return False
+        return True
 
     @property
     def once_a_step(self) -> bool:
@@ -247,6 +273,10 @@ class Question:
         tokens = config.training.global_batch_size * config.training.sequence_length / step.seconds
         peak = self.at.device.peak(config.precision.compute) * self.at.devices
         return Plan(choice, need, step, tokens, tokens * self.flops / peak, need.total / self.at.device.bytes)
+
+    def seconds_of(self, choice: Candidate) -> float:
+        """Of one step in a layout that was judged before."""
+        return self.clock.step(apply(self.base, choice, self.at.devices), choice).seconds
 
     def seconds(self, plan: Plan) -> float:
         """Of the whole run in a layout: each stage of batch size has its own steps."""
@@ -298,7 +328,7 @@ class Question:
         Args:
             fixed: may name one that is not tried by itself.
         """
-        if structure.pipeline == 1 or max(structure.folded, structure.depth) > 1:
+        if structure.pipeline == 1 or max(structure.folded, structure.depth, structure.columns) > 1:
             return
         named = (fixed or {}).get("schedule", "1f1b")
         more = [] if named == "1f1b" else [(named, (fixed or {}).get("stages_per_rank", 1))]
@@ -370,7 +400,8 @@ class Question:
 
 
 ALWAYS = (("zero", "stage"), ("training", "micro_batch_size"))  # shown also where they are defaults
-STRUCTURE = ("tensor", "pipeline", "context", "expert", "zero", "folded", "stages_per_rank", "depth", "schedule")
+STRUCTURE = ("tensor", "columns", "pipeline", "context", "expert", "zero", "folded", "stages_per_rank", "depth")
+STRUCTURE += ("schedule",)
 
 
 def _agrees(structure: Candidate, values: dict[str, Any]) -> bool:
@@ -423,7 +454,7 @@ def _values(choice: Candidate) -> dict[str, Any]:
     """All keys that a layout sets. Keys that no candidate varies have their defaults."""
     values = choice.values()
     values["parallel"] |= {"pipeline_split": "parameters", "expert_tensor": None, "context_method": "auto"}
-    values["parallel"] |= {"context_ulysses": None, "context_cut": "auto", "columns": 1}
+    values["parallel"] |= {"context_ulysses": None, "context_cut": "auto"}
     return values
 
 

@@ -182,8 +182,7 @@ class Shapes:
 
     def weights(self, choice: Candidate, places: Sequence[int]) -> RankWeights:
         """Parameters of the layers of a stage on one rank. Shared ones count once."""
-        cuts = (choice.tensor, choice.expert, choice.sequence, choice.folded, choice.depth)
-        key = (tuple(places), *cuts, choice.pipeline > 1)
+        key = (tuple(places), *choice.cuts, choice.pipeline > 1)
         if key not in self._weights:
             total, shared = RankWeights(), dict[str, RankWeights]()
             for place in places:
@@ -195,8 +194,7 @@ class Shapes:
 
     def layer(self, place: int, choice: Candidate) -> RankLayer:
         """The layer at a place of [embedding, blocks..., head], as a rank of the candidate's layout has it."""
-        cuts = (choice.tensor, choice.expert, choice.sequence, choice.folded, choice.depth)
-        key = (self._classes[place], *cuts, place in (0, self.places - 1) and choice.pipeline > 1)
+        key = (self._classes[place], *choice.cuts, place in (0, self.places - 1) and choice.pipeline > 1)
         if key not in self._layers:
             self._layers[key] = self._build(place, choice)
         return self._layers[key]
@@ -211,6 +209,7 @@ class Shapes:
             self.recomputes(config, choice, place),
             choice.context,
             choice.depth,
+            choice.columns,
         )
         if key not in self._sends:
             self._sends[key] = tuple(_sends(config, place, choice))
@@ -234,10 +233,10 @@ class Shapes:
         own, shared, matrices, used = self._parameters(place, module, choice, top_k, experts)
         spread = [each for each in module.parameters() if is_spread(each)]
         shared_rows = [each.numel() for each in spread if choice.expert == 1 or shares_rows(each)]
-        parts, cut = self._cut(place, counts), choice.tensor
+        parts, cut, channels = self._cut(place, counts), choice.tensor, 1 if head else choice.columns
         passes = model.recurrence.backward if self.recurs(place) else 1
         saved = {
-            mode: passes * self._on_rank(self._saved[mode][place] / passes, mode, parts, choice) * size
+            mode: passes * self._on_rank(self._saved[mode][place] / passes, mode, parts, choice, channels) * size
             for mode in ("none", "selective", "full")
         }
         return RankLayer(
@@ -247,8 +246,8 @@ class Shapes:
             other=max(0.0, counts.flops - 2 * used) / cut,
             attends=self._attends(place),
             saved=saved,
-            whole=(parts.cut / cut + parts.whole + parts.around) * size,
-            expert_rows=top_k * model.hidden_size * size if experts else 0.0,
+            whole=(parts.cut / cut + parts.whole + parts.around / channels) * size,
+            expert_rows=top_k * model.hidden_size // channels * size if experts else 0.0,
             state=counts.memory / cut,
             rows=sum(shared_rows),
             gathered=choice.depth * max(shared_rows, default=0) if choice.depth > 1 else 0,
@@ -319,22 +318,22 @@ class Shapes:
             return 0.0
         return float(sum(event.width for _, events in parts for event in events if isinstance(event, Leave)))
 
-    def _on_rank(self, saved: float, mode: str, parts: Kept, choice: Candidate) -> float:
+    def _on_rank(self, saved: float, mode: str, parts: Kept, choice: Candidate, channels: int) -> float:
         """Elements per token that one tensor parallel rank keeps.
 
         Tensors inside of layers are sharded. Inputs of layers are whole on each rank: with sequence parallelism they
-        are gathered and kept. Inputs of norms are whole, or sharded with the stream.
+        are gathered and kept. Inputs of norms are whole, or sharded with the stream. Columns share channels of both.
         """
         cut = choice.tensor
-        if cut == 1:
+        if choice.grid == 1:
             return saved
         if mode == "none":
-            around = saved - parts.cut - parts.whole
+            around = (saved - parts.cut - parts.whole) / channels
             return parts.cut / cut + parts.whole + (around / 2 * (1 + 1 / cut) if choice.sequence else around)
         width = self.config.model.hidden_size
         products = max(0, saved - width) if mode == "selective" else 0
         stream, begun = saved - products, min(products, parts.begun)
-        return (products - begun) / cut + begun + (stream / cut if choice.sequence else stream)
+        return (products - begun) / cut + (begun + (stream / cut if choice.sequence else stream)) / channels
 
     def _attends(self, place: int) -> bool:
         """Attention to tokens that a layer chooses is a masked square, which no kernel halves or ranks share."""
@@ -352,7 +351,8 @@ def _saved(config: Config, mode: str) -> list[int]:
 
 def _sends(config: Config, place: int, choice: Candidate) -> Iterable[tuple[Call, int, int]]:
     """Messages of a layer on the tensor axis. Kinds without a formula count as two sums of the stream each way."""
-    axis = TensorAxis(choice.tensor, choice.sequence, config.parallel.communication.compress.tensor, choice.depth)
+    wire = config.parallel.communication.compress.tensor
+    axis = TensorAxis(choice.tensor, choice.sequence, wire, choice.depth, choice.columns)
     try:
         return tensor_traffic(config, [place], axis)
     except NotPredicted:

@@ -53,6 +53,8 @@ def groups(layout: Layout, per_host: int) -> dict[str, Group]:
     stride = 1 if layout.folded else tensor
     return {
         "tensor": group(tensor, 1, per_host),
+        "columns": group(layout.columns, 1, per_host),
+        "rows": group(tensor // layout.columns, layout.columns, per_host),
         "context": group(layout.context, tensor, per_host),
         "replicas": group(replicas, tensor, per_host),
         "expert": group(layout.expert, stride, per_host),
@@ -253,8 +255,7 @@ class StepEstimator:
         return StepTime(seconds, parts, tuple(totals))
 
     def _stage(self, config: Config, choice: Candidate, places: Sequence[int], at: dict[str, Group]) -> MicroBatchTime:
-        cuts = (choice.tensor, choice.context, choice.expert, choice.sequence, choice.folded, choice.depth)
-        alike = (*cuts, choice.micro_batch, choice.pipeline > 1)  # as far as layers are concerned
+        alike = (*choice.cuts, choice.context, choice.micro_batch, choice.pipeline > 1)  # as far as layers are concerned
         stage = (tuple(places), choice.recompute, alike)
         if stage in self._work:
             return self._work[stage]
@@ -292,15 +293,16 @@ class StepEstimator:
             full = forward + attention + moved
             again = {"none": 0.0, "selective": moved, "full": full}[mode]
         tensor = sum(
-            collective(self.at, at["tensor"], call.operation, size, messages)
+            collective(self.at, at[call.group], call.operation, size, messages)
             for call, messages, size in self.shapes.sends(place, choice, config)
         )
         passes = 4 if mode == "none" else 6
         if choice.depth > 1 and layer.rows:
             whole, number = choice.depth * layer.rows, len(layer.matrices)
-            gathers = 2 if mode == "none" else 3
-            tensor += gathers * collective(self.at, at["expert"], "all_gather", whole * self.size, number)
-            tensor += collective(self.at, at["expert"], "reduce_scatter", whole * max(4, self.size), number)
+            gather = collective(self.at, at["expert"], "all_gather", whole * self.size, number)
+            scatter = collective(self.at, at["expert"], "reduce_scatter", whole * max(4, self.size), number)
+            under = 0.0 if self.device.name == "cpu" else OVERLAP * backward  # the last two are sent under products
+            tensor += (1 if mode == "none" else 2) * gather + max(0.0, gather + scatter - under)
         expert = 0.0
         if choice.expert > 1:
             expert = passes * collective(self.at, at["expert"], "all_to_all", tokens * layer.expert_rows)
@@ -355,7 +357,8 @@ class StepEstimator:
         if choice.pipeline == 1:
             return 0.0
         tokens = choice.micro_batch * config.training.sequence_length / choice.context
-        cut, hidden = choice.tensor if choice.sequence else 1, config.model.hidden_size
+        hidden = config.model.hidden_size
+        cut = choice.columns * (choice.tensor if choice.sequence else 1)
         stream = "fp32" if config.model.residual.fp32 else self.compute
         wire = config.parallel.communication.compress.pipeline
         dtype, elements = between_stages(wire, round(tokens * hidden / cut), hidden, stream)
