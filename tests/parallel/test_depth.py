@@ -5,12 +5,18 @@ Training runs on such layouts are in tests/layouts.yml, and tests/engine/test_tr
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config import resolve
+from megatron.parallel.layers.depth import linear_of_gathered
 from megatron.parallel.layers.linear import ColumnLinear
 from megatron.parallel.layers.parameters import ParameterFactory, logical_of, on_every_tensor_rank, shares_rows
 from megatron.parallel.layout.initial import Init
@@ -68,6 +74,37 @@ def test_a_layer_is_that_of_one_rank(layout: Layout):
             cut = torch.cat([each.chunk(2)[tensor] for each in torch.arange(OUTPUTS).split(PARTS)])
             assert relative(own_y, y[at][:, cut]) < EXACT
             assert relative(dx, of_y[at][:, cut] @ weight[cut]) < EXACT
+
+
+def events_on_a_rank(layout: Layout) -> list[str]:
+    """The order of messages, waits and products in the backward pass."""
+    mesh, found = Mesh.build(layout), list[str]()
+    own, x = torch.randn(2, INPUTS, requires_grad=True), torch.randn(TOKENS, INPUTS, requires_grad=True)
+    y = linear_of_gathered(x, own, None, mesh.depth)
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            found.extend(["product"] if function is torch.ops.aten.mm.default else [])
+            return function(*args, **(kwargs or {}))
+
+    def watched(name: str, function: Any) -> Any:
+        def call(*args: Any, **more: Any) -> Any:
+            work = function(*args, **more)
+            found.append(name)
+            return SimpleNamespace(wait=lambda: (found.append(f"{name} ends"), work.wait()))
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch, Products():
+        for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+            patch.setattr(dist, name, watched(name.split("_")[1], getattr(dist, name)))
+        y.sum().backward()
+    return found
+
+
+def test_messages_of_the_backward_pass_travel_under_its_products():
+    order = ["gather", "product", "scatter", "gather ends", "product", "scatter ends"]
+    assert run(2, events_on_a_rank, Layout(data=2, depth=2, expert=2)) == [order] * 2
 
 
 def test_gradients_of_16_bits_are_summed_in_fp32():

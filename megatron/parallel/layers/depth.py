@@ -6,13 +6,16 @@ backward pass gathers again, and sums the gradient over these ranks, in fp32 at 
 other tokens, and no activation travels. The optimizer's states and the sums over further replicas are as for experts.
 Experts are gathered in the same way, unless tokens travel to them.
 
-With n ranks, each sends (n - 1) / n of a matrix's N M numbers per pass: twice in the compute type, once in fp32.
+With n ranks, each sends (n - 1) / n of a matrix's N M numbers per pass: twice in the compute type, once in fp32. The
+two messages of the backward pass travel under its two products, where the backend can. The matrix is gathered while its
+gradient is multiplied. That gradient is summed while the input's is multiplied.
 
 Shapes: T tokens of this rank, n ranks, N outputs, M inputs, R = N / n rows of a run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,19 +28,29 @@ from ..messages.account import here, saved_of
 from .later import Linear, Rule
 
 
-def _whole(own_RM: Tensor, axis: Axis) -> Tensor:
-    """The rows of all ranks [N, M], in the order of the ranks."""
+def _begin_whole(own_RM: Tensor, axis: Axis) -> tuple[Tensor, dist.Work]:
+    """(the rows of all ranks [N, M], in the order of the ranks, the message to wait for)."""
     whole_NM = own_RM.new_empty((own_RM.shape[0] * axis.size, *own_RM.shape[1:]))
-    dist.all_gather_into_tensor(whole_NM, own_RM.contiguous(), group=axis.group)
+    return whole_NM, dist.all_gather_into_tensor(whole_NM, own_RM.contiguous(), group=axis.group, async_op=True)
+
+
+def _whole(own_RM: Tensor, axis: Axis) -> Tensor:
+    whole_NM, gathering = _begin_whole(own_RM, axis)
+    gathering.wait()
     return whole_NM
 
 
-def _summed_run(of_whole_NM: Tensor, axis: Axis, dtype: torch.dtype) -> Tensor:
-    """This rank's run of the sum of the ranks' gradients, summed in fp32."""
+def _begin_sum(of_whole_NM: Tensor, axis: Axis, dtype: torch.dtype) -> Callable[[], Tensor]:
+    """This rank's run of the sum of the ranks' gradients, summed in fp32, from a function that waits for it."""
     of_whole_NM = at_least_fp32(of_whole_NM).contiguous()
     of_own = of_whole_NM.new_empty((of_whole_NM.shape[0] // axis.size, *of_whole_NM.shape[1:]))
-    dist.reduce_scatter_tensor(of_own, of_whole_NM, group=axis.group)
-    return of_own.to(dtype)
+    summing = dist.reduce_scatter_tensor(of_own, of_whole_NM, group=axis.group, async_op=True)
+
+    def end() -> Tensor:
+        summing.wait()
+        return of_own.to(dtype)
+
+    return end
 
 
 class _Product(torch.autograd.Function):
@@ -52,12 +65,15 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x, own_RM), (grad,) = saved_of(ctx), gradients
-        of_x, of_own = None, None
-        if ctx.needs_input_grad[0]:
-            of_x = ctx.rule.of_input(grad, _whole(own_RM, ctx.axis))
+        of_x, sum_of_own = None, None
+        begun = _begin_whole(own_RM, ctx.axis) if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[1]:
-            of_own = _summed_run(ctx.rule.of_weight(grad, x), ctx.axis, own_RM.dtype)
-        return of_x, of_own, None, None
+            sum_of_own = _begin_sum(ctx.rule.of_weight(grad, x), ctx.axis, own_RM.dtype)
+        if begun is not None:
+            whole_NM, gathering = begun
+            gathering.wait()
+            of_x = ctx.rule.of_input(grad, whole_NM)
+        return of_x, None if sum_of_own is None else sum_of_own(), None, None
 
 
 class _Gathered(torch.autograd.Function):
@@ -70,7 +86,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _summed_run(gradients[0], ctx.axis, ctx.dtype), None
+        return _begin_sum(gradients[0], ctx.axis, ctx.dtype)(), None
 
 
 def gathered(own_RM: Tensor, axis: Axis) -> Tensor:
