@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from megatron.config import Config
+from megatron.config.features.feature import for_reading
 from megatron.config.sequences import stage_at
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.engine.engine import build_engine
@@ -75,7 +76,7 @@ def run(config: Config, options: Options, world: World) -> None:
             raise TaskError(wrong[0])  # the launcher has checked the others
         log(f"evaluating {path}")
         if engine is None:  # one for all
-            engine = build_engine(config, world.mesh, world.device, values=False)
+            engine = build_engine(for_reading(config), world.mesh, world.device, values=False)
         initialize(checkpoint, world, engine)
         update = made_in(checkpoint, config)
         engine.start_at(update)

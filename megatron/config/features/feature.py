@@ -78,6 +78,7 @@ class Feature:
         clips: whether its part clips gradients in place of the global norm.
         shares: numbers that it adds to the message in which ranks exchange a step's results.
         identity: keys that must have the values of the checkpoint in a run that resumes.
+        reading: the `Config` of a process that only reads weights, where the feature would change them.
         draws: whether its part draws random numbers in a forward pass, by the numbers of samples.
         traffic: the messages of its part in a step of a `Config`, or the reason that no formula exists.
         status: import path of a function (config, folder of a run) -> lines, which `deepy status` adds.
@@ -99,6 +100,7 @@ class Feature:
     shares: Callable[[Any, Any], int] = lambda config, layout: 0
     memory: Callable[[Any, Any, Any], Mapping[str, float]] = lambda config, layout, weights: {}
     identity: tuple[str, ...] = ()
+    reading: Callable[[Any], Any] = lambda config: config
     draws: Callable[[Any], bool] = lambda config: False
     traffic: Callable[[Any], Iterable[Message] | str] = lambda config: ()
     status: str = ""
@@ -138,6 +140,11 @@ def wanted_features(config: Any) -> dict[str, Feature]:
     wanted = {name for name, feature in features.items() if feature.wanted(config)}
     wanted |= {name for each in wanted for name in features[each].needs(config)}
     return {name: feature for name, feature in features.items() if name in wanted}
+
+
+def for_reading(config: Any) -> Any:
+    """The `Config` of a process that reads the weights of checkpoints, and trains nothing."""
+    return reduce(lambda found, feature: feature.reading(found), wanted_features(config).values(), config)
 
 
 def share_of(config: Any) -> tuple[int, int]:

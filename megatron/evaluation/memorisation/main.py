@@ -23,6 +23,7 @@ import numpy as np
 from megatron.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from megatron.checkpoint.format.communicator import from_rank_0
 from megatron.config import Config
+from megatron.config.features.feature import for_reading
 from megatron.data.errors import DataError
 from megatron.data.provenance import Provenance
 from megatron.data.sample import Sample
@@ -120,7 +121,7 @@ def run(config: Config, options: Options, world: World) -> None:
     folder = options.output or Path(config.run.dir) / FOLDER
     found = left_out(Path(config.run.dir) / "ledger.jsonl")
     data = Provenance(config, left_out=None if found is None else LeftOut.of(found))
-    engine = build_engine(config, world.mesh, world.device, values=False)
+    engine = build_engine(for_reading(config), world.mesh, world.device, values=False)
     for path in named_checkpoints(config, world, options.checkpoint, options.every, folder):
         checkpoint = open_checkpoint(path, verify="sizes")
         _same_data(checkpoint, config, data)

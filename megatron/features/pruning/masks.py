@@ -7,19 +7,31 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from megatron.checkpoint import Checkpoint, CheckpointError, FragmentSpec
 from megatron.checkpoint.format.fragment import WEIGHT
+from megatron.config import Config
+from megatron.model.block import Block
+from megatron.model.stack import ModelPlan
+from megatron.parallel.layers.linear import ColumnLinear, PartialLinear, RowLinear, WholeLinear
+from megatron.parallel.layers.parameters import logical_of
 from megatron.parallel.layout.initial import Init, initial_values
-from megatron.parallel.layout.shard import LogicalTensor
+from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.mesh import Mesh
+from megatron.parallel.layout.shard import LogicalTensor, Role
+
+from .options import PruningSection
 
 HALF = 1 << 16  # magnitudes are counted by the upper and by the lower half of their bits
+LINEARS = (ColumnLinear, RowLinear, WholeLinear, PartialLinear)  # of blocks
 FLOATS = ("F16", "BF16", "F32", "F64")
 Values = Callable[[str], np.ndarray]  # name -> fp32 of the whole matrix
 
@@ -30,6 +42,27 @@ class Matrix:
 
     logical: LogicalTensor
     init: Init
+
+
+def linear_layers(module: nn.Module) -> Iterator[Any]:
+    """The linear layers of blocks, in the order of their logical names. Layers with one matrix follow each other."""
+    found = [
+        part
+        for block in module.modules()
+        if isinstance(block, Block)
+        for part in block.modules()
+        if type(part) in LINEARS and logical_of(cast(Tensor, part.weight)).role in (Role.HIDDEN, Role.OUTPUT)
+    ]
+    yield from sorted(dict.fromkeys(found), key=lambda each: logical_of(cast(Tensor, each.weight)).name)
+
+
+def matrices_of(config: Config) -> dict[str, Matrix]:
+    """All matrices of a model that are pruned, in the order of their names. Each stage of a pipeline has some."""
+    plan, found = ModelPlan(config, Mesh.describe(Layout(), 0), "meta", values=False), {}
+    for index in range(len(config.model.blocks)):
+        for layer in linear_layers(plan.block(index)):
+            found[logical_of(layer.weight).name] = Matrix(logical_of(layer.weight), layer.weight.init)
+    return dict(sorted(found.items()))
 
 
 def of_start(matrices: Mapping[str, Matrix], seed: int) -> Values:
@@ -103,12 +136,8 @@ def _finite(path: Path, name: str, values: np.ndarray) -> np.ndarray:
     return values
 
 
-def other_than_zero(values: np.ndarray) -> np.ndarray:
-    return values != 0
-
-
 @dataclass
-class _Largest:
+class Largest:
     """The elements above a magnitude, and the first `ties` elements that have it."""
 
     bits: int
@@ -129,7 +158,7 @@ def _bits(values: np.ndarray) -> np.ndarray:
     return np.abs(np.ascontiguousarray(values, dtype=np.float32)).view(np.int32)
 
 
-def largest(names: list[str], values: Values, keep: float) -> _Largest:
+def largest(names: list[str], values: Values, keep: float) -> Largest:
     """The largest elements of several matrices together: round(keep n) of n, at least one.
 
     Among equal magnitudes the first are kept, in the order of names and rows. Memory for one matrix is needed.
@@ -144,7 +173,7 @@ def largest(names: list[str], values: Values, keep: float) -> _Largest:
         bits = _bits(values(name)).reshape(-1)
         inside += np.bincount(bits[bits >> 16 == upper] & (HALF - 1), minlength=HALF)
     lower, left = _place(inside, left)
-    return _Largest((upper << 16) + lower, left)
+    return Largest((upper << 16) + lower, left)
 
 
 def _place(counts: np.ndarray, count: int) -> tuple[int, int]:
@@ -152,6 +181,38 @@ def _place(counts: np.ndarray, count: int) -> tuple[int, int]:
     sums = np.cumsum(counts[::-1])
     place = int(np.searchsorted(sums, count))
     return HALF - 1 - place, count - (int(sums[place - 1]) if place else 0)
+
+
+def masks_of(
+    options: PruningSection, matrices: Mapping[str, Matrix], names: list[str], values: Values
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The mask of each matrix of the model, in order.
+
+    Args:
+        names: of the matrices that have `values`. The others stay whole.
+
+    Raises:
+        CheckpointError: `pruning.mask` keeps no element of a matrix, or has too few.
+    """
+
+    def largest_of(some: list[str]) -> Largest:
+        assert options.keep is not None
+        found = largest(some, values, options.keep)
+        if options.mask is not None and found.bits == 0:
+            where = some[0] if len(some) == 1 else f"its {len(some)} matrices together"
+            rule = f"it must have at least {options.keep:.2%} of elements other than 0 in {where}, as pruning.keep says"
+            raise CheckpointError(Path(options.mask), rule)
+        return found
+
+    whole = largest_of(names) if options.keep is not None and options.scope == "global" else None
+    for name, matrix in matrices.items():
+        if name not in names:
+            yield name, np.ones(matrix.logical.shape, dtype=bool)
+            continue
+        mask = values(name) != 0 if options.keep is None else (whole or largest_of([name])).of(values(name))
+        if options.mask is not None and not mask.any():
+            raise CheckpointError(Path(options.mask), f"it must keep an element of {name}, and keeps none")
+        yield name, mask
 
 
 def local_places(matrix: LogicalTensor, mask: np.ndarray, rank: int, ranks: int) -> np.ndarray:

@@ -6,12 +6,19 @@ f (2 + 4 + 4 + 4 + 4 + 4) bytes: for the kept weight, its place, its gradient, i
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.config.features.feature import Feature, Keys, wanted_features
+from megatron.config.registry import load
 from megatron.config.section import Section, key
+from megatron.config.tree import thaw
 
 if TYPE_CHECKING:
     from megatron.config.problems import Problem
@@ -20,6 +27,7 @@ if TYPE_CHECKING:
 NAME = "pruning"
 OPTIMIZERS = ("adamw", "sgd", "lion")  # which update each element by itself
 BESIDE = (NAME, "spikes", "noise_scale")  # features that read no element by its place
+SCHEDULES = ("1f1b", "interleaved")
 TENSORS = ".safetensors"
 
 
@@ -66,16 +74,21 @@ def layout_is_known(context: RuleContext) -> Iterator[Problem]:
         "zero.stage": (min(zero.stage, 1), zero.stage, "cuts gradients before they are compressed"),
         "zero.offload_optimizer.device": ("none", zero.offload_optimizer.device, "moves whole tensors"),
         "zero.offload_parameters.device": ("none", zero.offload_parameters.device, "moves whole tensors"),
-        **{
-            f"parallel.{name}": (1, getattr(parallel, name), cut)
-            for name in ("pipeline", "columns", "depth", "context", "expert")
-        },
+        **{f"parallel.{name}": (1, getattr(parallel, name), cut) for name in ("columns", "depth", "context", "expert")},
         "parallel.async_tensor": (False, parallel.async_tensor, "multiplies with matrices outside of their layer"),
         "parallel.communication.compress.data": ("none", parallel.communication.compress.data, "rounds what is left"),
         "precision.products": ("compute", config.precision.products, "scales whole matrices"),
         "training.compile": ("off", config.training.compile, "traces parameters"),
         "checkpoint.initialize_vocabulary": ("same", config.checkpoint.initialize_vocabulary, "changes weights later"),
     }
+    if parallel.schedule not in SCHEDULES:
+        yield context.problem(
+            "parallel.schedule",
+            NAME,
+            rule=f"must be {' or '.join(SCHEDULES)} with pruning: others compute gradients of weights apart, or in the "
+            "order of arrival",
+            fix=f"use parallel.schedule={SCHEDULES[0]}",
+        )
     for name, (wanted_value, value, why) in found.items():
         if value != wanted_value and not (name == "training.compile" and value == "auto"):
             shown = str(wanted_value).lower()
@@ -132,6 +145,35 @@ def mask_is_there(context: RuleContext) -> Iterator[Problem]:
             )
 
 
+def mask_fits(context: RuleContext) -> Iterator[Problem]:
+    """Refuse a file that does not fit the model. A run that starts elsewhere may have another file there."""
+    mask = pruning_of(context.config).mask
+    if mask is None or not context.here or not mask.endswith(TENSORS) or not Path(mask).is_file():
+        return
+    changed = Path(mask).stat()
+    rule = _broken_rule(json.dumps(thaw(context.config.model_dump())), (changed.st_mtime_ns, changed.st_size))
+    if rule:
+        yield context.problem(
+            "pruning.mask",
+            rule=f"must fit the model: {rule}",
+            fix="write the file again, by the names and shapes of a checkpoint's matrices",
+        )
+
+
+@lru_cache(maxsize=8)
+def _broken_rule(config: str, changed: tuple[int, int]) -> str:
+    """Of `check.py`, in a process of its own where torch is not imported yet."""
+    if "torch" in sys.modules:
+        return load("megatron.features.pruning.check:broken_rule")(config)
+    path = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "megatron.features.pruning.check"]
+    done = subprocess.run(command, input=config, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        return ""  # no torch here, for instance: ranks check it too
+    return json.loads(done.stdout.strip().rsplit("\n", 1)[-1])
+
+
 def scope_has_a_use(context: RuleContext) -> Iterator[Problem]:
     own = pruning_of(context.config)
     if own.keep is None and own.scope != "global":  # a resolved file gives the default
@@ -169,8 +211,9 @@ FEATURE = Feature(
     about="Trains the largest elements of matrices, and stores nothing of the others.",
     wanted=wanted,
     keys=(TOP,),
-    rules=(*map(_only, (layout_is_known, parts_are_known, mask_is_there)), scope_has_a_use),
+    rules=(*map(_only, (layout_is_known, parts_are_known, mask_is_there, mask_fits)), scope_has_a_use),
     engine="megatron.features.pruning.part:Pruning",
+    reading=lambda config: config.model_copy(update={NAME: PruningSection()}),
     identity=tuple(f"pruning.{each}" for each in ("keep", "scope", "mask")),
     memory=_memory,
     traffic=lambda config: "the number of kept elements of each rank (pruning)",

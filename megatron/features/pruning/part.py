@@ -7,7 +7,7 @@ of the matrix is cut to the kept places as soon as it exists. In checkpoints the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -21,20 +21,26 @@ from torch._subclasses.fake_tensor import is_fake
 from megatron.checkpoint import SOLO, CheckpointError, Communicator, Fragment, GroupCommunicator
 from megatron.checkpoint.save.store import Store
 from megatron.engine.part import EnginePart
-from megatron.model.block import Block
-from megatron.parallel.layers.linear import ColumnLinear, PartialLinear, RowLinear, WholeLinear
 from megatron.parallel.layers.parameters import logical_of, shard_index
-from megatron.parallel.layout.shard import Role
 from megatron.training.start.fetch import local_path
 
-from .masks import MaskHash, Matrix, Values, largest, local_places, of_checkpoint, of_file, of_start, other_than_zero
+from .masks import (
+    MaskHash,
+    Matrix,
+    Values,
+    linear_layers,
+    local_places,
+    masks_of,
+    matrices_of,
+    of_checkpoint,
+    of_file,
+    of_start,
+)
 from .options import TENSORS, pruning_of
 
 if TYPE_CHECKING:
     from megatron.engine.base import BaseEngine
     from megatron.engine.state import Owned
-
-LINEARS = (ColumnLinear, RowLinear, WholeLinear, PartialLinear)  # of blocks
 
 
 class _Spread(torch.autograd.Function):
@@ -63,18 +69,6 @@ def _pruned(kind: Any) -> Any:
     return type(f"Pruned{kind.__name__}", (kind,), {"weight": property(weight)})
 
 
-def linear_layers(module: nn.Module) -> Iterator[Any]:
-    """The linear layers of blocks, in the order of their logical names. Layers with one matrix follow each other."""
-    found = [
-        part
-        for block in module.modules()
-        if isinstance(block, Block)
-        for part in block.modules()
-        if type(part) in LINEARS and logical_of(cast(Tensor, part.weight)).role in (Role.HIDDEN, Role.OUTPUT)
-    ]
-    yield from sorted(dict.fromkeys(found), key=lambda each: logical_of(cast(Tensor, each.weight)).name)
-
-
 class Pruning(EnginePart):
     """Prunes the layers, and keeps a hash of the masks with each checkpoint: a resume computes the same ones.
 
@@ -91,42 +85,39 @@ class Pruning(EnginePart):
 
     def module_made(self, engine: BaseEngine, module: nn.Module) -> None:
         layers = [*linear_layers(module)]
-        matrices = {logical_of(each.weight).name: Matrix(logical_of(each.weight), each.weight.init) for each in layers}
-        if not layers:
-            raise ValueError("pruning needs linear layers in blocks, and this model has none")
-        fake = layers[0].weight.is_meta or is_fake(layers[0].weight)
-        masks, hashes = self._masks(engine, matrices, fake), MaskHash()
-        vectors: dict[str, tuple[nn.Parameter, Tensor]] = {}
+        weights: dict[str, nn.Parameter] = {logical_of(each.weight).name: each.weight for each in layers}
+        if any(each.is_meta or is_fake(each) for each in weights.values()):  # no values, for a count of bytes
+            keep = pruning_of(engine.config).keep or 1.0
+            places = {
+                name: torch.arange(max(1, round(keep * each.numel())), dtype=torch.int32, device=each.device)
+                for name, each in weights.items()
+            }
+        else:
+            places = self._places_of = self._chosen(engine, weights)
+            self._sizes = {name: each.numel() for name, each in weights.items()}
+        vectors = {name: _vector(each, places[name]) for name, each in weights.items()}
         for layer in layers:
-            weight: nn.Parameter = layer.weight
-            name = logical_of(weight).name
-            if name not in vectors:
-                if fake:  # tensors without values, for a count of bytes
-                    count = max(1, round((pruning_of(engine.config).keep or 1.0) * weight.numel()))
-                    places = torch.arange(count, dtype=torch.int32, device=weight.device)
-                else:
-                    mask = next(masks)
-                    hashes.add(name, mask)
-                    places = _places(weight, mask)
-                    self._places_of[name], self._sizes[name] = places, weight.numel()
-                vectors[name] = _vector(weight, places), places
-            _replace(layer, *vectors[name])
-        self.hash = hashes.text()
+            name = logical_of(layer.weight).name
+            _replace(layer, vectors[name], places[name])
 
-    def _masks(self, engine: BaseEngine, matrices: Mapping[str, Matrix], fake: bool) -> Iterator[np.ndarray]:
-        """The mask of each matrix, in order."""
-        if fake:
-            return
-        options = pruning_of(engine.config)
-        names, values = self._values(engine, matrices)
-        whole = largest(names, values, options.keep) if options.keep is not None and options.scope == "global" else None
-        for name, matrix in matrices.items():
-            if name not in names:
-                yield np.ones(matrix.logical.shape, dtype=bool)
-            elif options.keep is None:
-                yield other_than_zero(values(name))
-            else:
-                yield (whole or largest([name], values, options.keep)).of(values(name))
+    def _chosen(self, engine: BaseEngine, weights: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """Places of the kept elements of this rank's matrices, by the masks of all matrices.
+
+        Raises:
+            CheckpointError: on every rank. The ranks found different masks.
+        """
+        hashes, found, matrices = MaskHash(), dict[str, Tensor](), matrices_of(engine.config)
+        if not matrices:
+            raise ValueError("pruning needs linear layers in blocks, and this model has none")
+        for name, mask in masks_of(pruning_of(engine.config), matrices, *self._values(engine, matrices)):
+            hashes.add(name, mask)
+            if name in weights:
+                found[name] = _places(weights[name], mask)
+        self.hash = hashes.text()
+        if len(set(_communicator(engine).gather(self.hash))) > 1:
+            where = pruning_of(engine.config).mask or engine.config.checkpoint.initialize_from or ""
+            raise CheckpointError(Path(where), "it must be the same on every host: ranks found different masks in it")
+        return found
 
     def _values(self, engine: BaseEngine, matrices: Mapping[str, Matrix]) -> tuple[list[str], Values]:
         options, base = pruning_of(engine.config), engine.config.checkpoint.initialize_from
@@ -191,7 +182,7 @@ def _places(weight: nn.Parameter, mask: np.ndarray) -> Tensor:
     """Places of a rank's kept elements, as the whole mask says.
 
     Raises:
-        ValueError: on every rank. One of them has none, and DeepSpeed has no empty parameters.
+        ValueError: on every rank of the stage. One of them has none, and DeepSpeed has no empty parameters.
     """
     logical, (rank, ranks) = logical_of(weight), shard_index(weight)
     found = [local_places(logical, mask, each, ranks) for each in range(ranks)]

@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron.checkpoint import CheckpointError
 from megatron.checkpoint.save.store import Store
 from megatron.config import Config
+from megatron.config.features.feature import for_reading
 from megatron.config.variants import used_kinds
 from megatron.engine.engine import build_engine
 from megatron.engine.optimizers.contract import optimizer_class
@@ -74,7 +75,7 @@ def write_native(config: Config, world: World, log: Callable[[str], None]) -> Pa
     if world.communicator.broadcast((target / tag).exists()):
         raise CheckpointError(target / tag, "it exists already")
     log(found.reason)
-    engine = build_engine(config, world.mesh, world.device, values=False)
+    engine = build_engine(for_reading(config), world.mesh, world.device, values=False)
     resume(found.checkpoint, world, engine)
     names = engine.save_native(target, tag, found.checkpoint.step)
     if world.is_main:

@@ -5,6 +5,7 @@ The oracle sorts all magnitudes, multiplies weights and gradients by the mask, a
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron.checkpoint import FragmentSpec, open_checkpoint
+from megatron.checkpoint import CheckpointError, FragmentSpec, open_checkpoint
 from megatron.config import ConfigError, resolve
+from megatron.config.features.feature import for_reading
+from megatron.config.tree import thaw
 from megatron.config.variants import overlay
+from megatron.features.pruning import check
+from megatron.features.pruning.options import wanted
 from megatron.model.stack import build_model
 from megatron.testing.runs import train_on_ranks
 from tests.training import runs
@@ -43,6 +48,19 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2 · dp2, ZeRO 0": (4, {**BOTH, "zero": {"stage": 0}}),
     "tp2 · dp2, ZeRO 1": (4, {**BOTH, "zero": {"stage": 1}}),
     "tp2 · dp2, ZeRO 0, SGD, by matrix": (4, {**BOTH, **SGD, "zero": {"stage": 0}, "pruning": {"scope": "matrix"}}),
+    "pp2 · dp2, ZeRO 0": (4, {"parallel": {"pipeline": 2}, "zero": {"stage": 0}}),
+    "tp2 · pp2, ZeRO 1": (4, {"parallel": {"tensor": 2, "pipeline": 2}, "zero": {"stage": 1}}),
+    "pp2 interleaved · dp2, ZeRO 1, SGD, by matrix": (
+        4,
+        {
+            **SGD,
+            "model": {"layers": "(attention/mlp) x4"},
+            "parallel": {"pipeline": 2, "stages_per_rank": 2, "schedule": "interleaved"},
+            "training": {"micro_batch_size": 1},
+            "zero": {"stage": 1},
+            "pruning": {"scope": "matrix"},
+        },
+    ),
     "tp2 sequence · dp2, ZeRO 1, bf16": (
         4, {"parallel": {"tensor": 2, "sequence": True}, "precision": {"compute": "bf16"}, "zero": {"stage": 1}},
     ),
@@ -148,14 +166,14 @@ def test_states_and_sums_are_as_short_as_the_formula_says(outcomes, name):
     2 (k + r) / d states at ZeRO 1 and 2 (k + r) at ZeRO 0, SGD half of them, and the sum has k + r numbers of fp32."""
     ranks, own = CASES[name]
     config = resolve(overlay(PLAIN, own), ranks=ranks)
-    t = config.parallel.tensor
-    model = {p.logical.name: p for p in build_model(config, dtype=torch.float32).parameters()}
-    masks, d = masks_of(config), ranks // t
+    t, p = config.parallel.tensor, config.parallel.pipeline
+    model = {each.logical.name: each for each in build_model(config, dtype=torch.float32).parameters()}
+    masks, d = masks_of(config), ranks // (t * p)
     each = {"adamw": 2, "sgd": 1}[config.optimizer.type]
     total = 0
-    for tensor, p in model.items():
-        cut = p.logical.shard is not None
-        total += int(masks[tensor].sum()) if tensor in masks else p.numel() * (1 if cut else t)
+    for tensor, whole in model.items():
+        cut = whole.logical.shard is not None
+        total += int(masks[tensor].sum()) if tensor in masks else whole.numel() * (1 if cut else t)
     counted = sum(found[3] for found in outcomes[name])
     if config.zero.stage == 1:  # padded to equal parts, in each of at most two groups
         assert each * total <= counted <= each * (total + 2 * 4 * ranks)
@@ -180,7 +198,7 @@ def values_of(folder: Path, **more: Any) -> dict[str, Any]:
         PLAIN,
         {
             "run": {"dir": str(folder)},
-            "training": {"steps": 4},
+            "training": {"steps": 4, "weight_average": 0.5},
             "checkpoint": {"steps": [0, 2]},
             "logging": {"console": "quiet", "curve": False, "predictions": False},
             "evaluation": {"at_end": False},
@@ -193,20 +211,23 @@ def test_checkpoints_are_dense_and_open_on_another_layout(tmp_path):
     """A resume on its own layout has the same bits, and one on another layout is as close as layouts are."""
     folder = tmp_path / "run"
     train_on_ranks(1, values_of(folder))
-    wanted, config = stored(folder, 4), resolve(PLAIN)
+    kept, config = stored(folder, 4), resolve(PLAIN)
     for name, mask in masks_of(config).items():
-        assert wanted[name, "master"].size == mask.size
-        assert ((wanted[name, "master"] != 0) == mask).all() and not wanted[name, "exp_avg"][~mask].any()
+        assert kept[name, "master"].size == mask.size
+        assert ((kept[name, "master"] != 0) == mask).all()
+        states = [each for (tensor, _), each in kept.items() if tensor == name and each.size == mask.size]
+        assert len(states) == 4 and not any(each[~mask].any() for each in states)  # both moments, and the average
     own, other = tmp_path / "own", tmp_path / "other"
-    for place, ranks, layout in ((own, 1, {}), (other, 4, {**BOTH, "zero": {"stage": 1}})):
+    grid = {"parallel": {"tensor": 2, "pipeline": 2}, "zero": {"stage": 1}}
+    for place, ranks, layout in ((own, 1, {}), (other, 4, grid)):
         train_on_ranks(
             ranks, overlay(values_of(place), {**layout, "training": {**layout.get("training", {}), "steps": 2}})
         )
         train_on_ranks(ranks, overlay(values_of(place), layout))
-    assert all((stored(own, 4)[key] == each).all() for key, each in wanted.items())
+    assert all((stored(own, 4)[key] == each).all() for key, each in kept.items())
     resumed = stored(other, 4)
-    assert resumed.keys() == wanted.keys()
-    assert all(np.allclose(resumed[key], each, atol=2e-6) for key, each in wanted.items())
+    assert resumed.keys() == kept.keys()
+    assert all(np.allclose(resumed[key], each, atol=2e-6) for key, each in kept.items())
 
 
 def test_a_file_or_a_checkpoint_gives_the_mask(tmp_path):
@@ -245,7 +266,7 @@ def test_a_file_or_a_checkpoint_gives_the_mask(tmp_path):
         (lambda masks: {name: each.t().contiguous() for name, each in masks.items()}, "must have the shape"),
         (lambda masks: {name: each.to(torch.complex64) for name, each in masks.items()}, "must be of type"),
         (lambda masks: {name: each.float() / 0 for name, each in masks.items()}, "finite numbers"),
-        (lambda masks: {name: each & False for name, each in masks.items()}, "leaves a tensor parallel rank"),
+        (lambda masks: {name: each & False for name, each in masks.items()}, "must keep an element of layers.0"),
         (lambda masks: {}, "has no tensors"),
         (lambda masks: b"\xff\xff\xff\xff\xff\xff\xff\x7f{}", "whole safetensors file"),
     ],
@@ -254,8 +275,44 @@ def test_a_bad_mask_is_refused(tmp_path, change, rule):
     file, name = tmp_path / "mask.safetensors", "layers.0.mlp.down.weight"
     made = change({name: torch.eye(H, 32).bool()})
     file.write_bytes(made) if isinstance(made, bytes) else save_file(made, file)
-    with pytest.raises(Exception, match=rule):
-        run(1, trained, {"bad": {**PLAIN, "pruning": {"mask": str(file)}}}, 1)
+    with pytest.raises(ConfigError, match=rule) as caught:
+        resolve({**PLAIN, "pruning": {"mask": str(file)}}, ranks=1)
+    assert "pruning.mask" in str(caught.value) and "fix" in str(caught.value)
+
+
+def started(folder: str) -> str:
+    """The error of a rank whose host has a file of its own."""
+    file = f"{folder}/{min(1, torch.distributed.get_rank())}.safetensors"
+    with pytest.raises(CheckpointError) as caught:
+        runs.start({**PLAIN, "pruning": {"mask": file}}, 4)
+    return str(caught.value)
+
+
+def test_hosts_with_different_masks_stop(tmp_path):
+    name = "layers.0.mlp.down.weight"
+    for number, mask in enumerate((torch.eye(H, 32), torch.eye(H, 32).flip(0))):  # of the same size
+        save_file({name: mask.contiguous()}, tmp_path / f"{number}.safetensors")
+    assert all("must be the same on every host" in each for each in run(4, started, str(tmp_path)))
+
+
+def test_whoever_only_reads_weights_prunes_nothing():
+    """A mask would cut the weights of another checkpoint, and needs files that may be gone."""
+    config = for_reading(resolve(PLAIN))
+    assert not wanted(config) and config.model == resolve(PLAIN).model
+
+
+def test_a_mask_has_the_elements_that_are_to_be_kept(tmp_path):
+    """Zeros are not elements of equal magnitude that a mask chose."""
+    file, name = tmp_path / "mask.safetensors", "layers.0.mlp.down.weight"
+    save_file({name: torch.eye(H, 32)}, file)
+    for scope in ("global", "matrix"):
+        resolve({**PLAIN, "pruning": {"mask": str(file), "keep": 1 / 32, "scope": scope}}, ranks=1)
+        with pytest.raises(ConfigError, match=f"at least 10.00% of elements other than 0 in {name}"):
+            resolve({**PLAIN, "pruning": {"mask": str(file), "keep": 0.1, "scope": scope}}, ranks=1)
+    config = resolve({**PLAIN, "pruning": {"mask": str(file)}}, ranks=1)
+    save_file({"embedding.weight": torch.ones(VOCAB, H)}, file)
+    said = check.broken_rule(json.dumps(thaw(config.model_dump())))
+    assert said.startswith("'embedding.weight' must be the name of a linear layer's matrix")
 
 
 @pytest.mark.parametrize(
@@ -265,7 +322,7 @@ def test_a_bad_mask_is_refused(tmp_path, change, rule):
         ({"pruning": {"keep": 1.5}}, "pruning.keep", "in (0, 1]"),
         ({"pruning": {"mask": "nothing.safetensors"}}, "pruning.mask", "must be the folder of a checkpoint"),
         ({"zero": {"stage": 2}}, "zero.stage", "must be 1 with pruning"),
-        ({"parallel": {"pipeline": 2}}, "parallel.pipeline", "must be 1 with pruning"),
+        ({"parallel": {"pipeline": 2, "schedule": "zb_h1"}}, "parallel.schedule", "must be 1f1b or interleaved"),
         ({"optimizer": {"type": "muon"}}, "optimizer.type", "must be adamw, sgd or lion"),
         ({"training": {"hashes": 1}}, "pruning", "must not be used together with hashes"),
         ({"model": {"attention": {"qk_clip": 100.0}}}, "pruning", "outside of the optimizer"),
