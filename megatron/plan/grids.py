@@ -1,11 +1,12 @@
 """Grids of tensor parallel ranks: rows, columns and depth of the same devices, by the numbers that each rank sends.
 
-A rank with t tokens sends, in sums over n ranks that cost 2 (n - 1) / n of their size (Singh et al. 2023):
-    a matrix [out, in] that reads the stream    over columns t out / rows forward, over rows t in / columns backward
-    a matrix [out, in] that writes it           over rows t out / columns forward, over columns t in / rows backward
-    depth d                                     two gathers and a sum of out in / (rows columns), (d - 1) / d of each
-The script that was published with the paper (comm_model.py of Megatron-AxoNN) has `in` and `out` of a matrix that
-writes the stream in each other's places. That changes the down projection, whose `in` is several times its `out`.
+A sum over n ranks sends 2 (n - 1) / n of its size. A rank with t tokens has these sums (Singh et al. 2023). Of a matrix
+[out, in] that reads the stream, t out / rows over columns (forward) and t in / columns over rows (backward). Of one
+that writes it, t out / columns over rows (forward) and t in / rows over columns (backward). Depth d sends
+(d - 1) / d of out in / (rows columns), in two gathers and a sum.
+
+The script that was published with the paper (comm_model.py of Megatron-AxoNN) exchanges `in` and `out` of a matrix that
+writes the stream. That changes the down projection, whose `in` is several times its `out`.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def numbers_sent(
         else:
             over_rows, over_columns = over_rows + backward / columns, over_columns + passes * forward / rows
         over_depth += (passes + 2) * outputs * inputs / (rows * columns)
-    sums = (2 * (n - 1) / n * tokens * width for n, width in ((rows, over_rows), (columns, over_columns)))
-    return *sums, (depth - 1) / depth * over_depth
+    around = [2 * (ranks - 1) / ranks * tokens for ranks in (rows, columns)]
+    return around[0] * over_rows, around[1] * over_columns, (depth - 1) / depth * over_depth
 
 
 def sides(choice: Candidate) -> tuple[int, int, int]:

@@ -203,12 +203,10 @@ class Question:
         experts = self.experts()
         contexts = [1] if length < LONG else [1, 2, 4, 8, 16]
         stages = (1, 2, 3) if config.precision.compute != "fp32" else (0, 1, 2, 3)
-        for tensor, columns, pipeline, context in product(
-            self._sides(False), self._sides(True), divisors(devices), contexts
-        ):
+        for (tensor, columns), pipeline, context in product(self.grids, divisors(devices), contexts):
             grid = tensor * columns
             inner = grid * pipeline * context
-            if devices % inner or pipeline > blocks or (columns > 1 and (context > 1 or grid > 2 * self.at.per_host)):
+            if devices % inner or pipeline > blocks or (columns > 1 and context > 1):
                 continue
             if self.batches.common % (devices // inner):
                 continue
@@ -235,18 +233,20 @@ class Question:
                     if tensor == 1 < context and (expert == context or not experts):
                         yield Candidate(1, pipeline, context, expert, zero, folded=context)
 
-    def _sides(self, columns: bool) -> list[int]:
-        """Sizes of a side of the grid of tensor parallel ranks: powers of two."""
-        if columns and not self.allows_columns:
-            return [1]
-        return [each for each in divisors(min(self.at.devices, 2 * self.at.per_host)) if not each & (each - 1)]
-
     @cached_property
-    def allows_columns(self) -> bool:
-        """Whether the launcher starts the run on two columns."""
-        two = ConfigSource(_values(Candidate(columns=2)))
+    def grids(self) -> list[tuple[int, int]]:
+        """Rows and columns of tensor parallel ranks, powers of two on at most two hosts. Columns send three times the
+        numbers of rows, so more than two are tried only where no more rows are possible."""
+        most = min(self.at.devices, 2 * self.at.per_host)
+        sides = [each for each in divisors(most) if not each & (each - 1)]
+        rows = max(each for each in sides if each == 1 or self._starts(Candidate(each)))
+        columns = sides if self._starts(Candidate(columns=2)) else [1]
+        return [(r, c) for r in sides for c in columns if r * c <= most and (c <= 2 or r == rows)]
+
+    def _starts(self, choice: Candidate) -> bool:
+        """Whether the launcher starts a layout on its fewest ranks."""
         try:
-            combine([*self.sources, two], ranks=2, check_inputs=False, here=False)
+            combine([*self.sources, ConfigSource(_values(choice))], ranks=choice.inner, check_inputs=False, here=False)
         except ConfigError:
             return False
         return True
@@ -400,8 +400,8 @@ class Question:
 
 
 ALWAYS = (("zero", "stage"), ("training", "micro_batch_size"))  # shown also where they are defaults
-STRUCTURE = ("tensor", "columns", "pipeline", "context", "expert", "zero", "folded", "stages_per_rank", "depth")
-STRUCTURE += ("schedule",)
+AXES = ("tensor", "columns", "pipeline", "context", "expert", "folded", "depth")
+STRUCTURE = (*AXES, "zero", "stages_per_rank", "schedule")
 
 
 def _agrees(structure: Candidate, values: dict[str, Any]) -> bool:
