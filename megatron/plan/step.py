@@ -255,7 +255,7 @@ class StepEstimator:
         return StepTime(seconds, parts, tuple(totals))
 
     def _stage(self, config: Config, choice: Candidate, places: Sequence[int], at: dict[str, Group]) -> MicroBatchTime:
-        alike = (*choice.cuts, choice.context, choice.micro_batch, choice.pipeline > 1)  # as far as layers are concerned
+        alike = (*choice.cuts, choice.context, choice.micro_batch, choice.pipeline > 1)  # as far as layers go
         stage = (tuple(places), choice.recompute, alike)
         if stage in self._work:
             return self._work[stage]
