@@ -126,8 +126,9 @@ def test_stages_of_sequence_length_need_what_the_longest_does():
         ({"parallel": {"context": 4, "context_method": "ring"}}, 4),
         ({"parallel": {"folded": 4}}, 4),
         ({"parallel": {"tensor": 2, "depth": 2}}, 4),
+        ({"parallel": {"tensor": 2, "columns": 2}}, 4),
     ],
-    ids=["chunks", "recurrent depth", "context", "ring", "folded", "depth"],
+    ids=["chunks", "recurrent depth", "context", "ring", "folded", "depth", "columns"],
 )  # fmt: skip
 def test_formulas_are_near_a_rehearsal(more, ranks):
     """Within the 20 % that temporary copies of so small a model take, which the formulas do not count."""
