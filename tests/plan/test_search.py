@@ -123,7 +123,7 @@ def test_what_is_called_the_smallest_is(values):
 
 def test_the_schedule_of_a_pipeline_is_the_fastest_that_is_legal():
     """Against each schedule with 1 to 4 stages per rank, asked one by one. The reason is a table of them."""
-    asked, fixed = question(LLAMA), {"tensor": 1, "pipeline": 4, "zero": 1, "recompute": "none"}
+    asked, fixed = question(LLAMA), {"tensor": 1, "columns": 1, "pipeline": 4, "zero": 1, "recompute": "none"}
     plans, turns = asked.answers(fixed).plans, {}
     for schedule, each, micro in itertools.product(SCHEDULES, (1, 2, 3, 4), (1, 2, 4)):
         choice = Candidate(1, 4, zero=1, micro_batch=micro, schedule=schedule, stages_per_rank=each)
