@@ -97,6 +97,8 @@ def publish(folder: Path, config: hf.PreTrainedConfig, dtype: torch.dtype = torc
     ids = {each["content"]: each["id"] for each in content["added_tokens"]}
     config = copy.deepcopy(config)
     config.vocab_size = ROWS
+    if getattr(config, "hidden_size_per_layer_input", 0):
+        config.vocab_size_per_layer_input = ROWS
     config.bos_token_id, config.pad_token_id = ids["<|begin|>"], ids["<|pad|>"]
     config.eos_token_id = [ids["<|end|>"], ids["<|turn|>"]]
     config.initializer_range, config.our_note = 0.037, "kept"

@@ -140,7 +140,7 @@ class _TwoWidths(ByLayer):
             "enable_moe_block": "attention/moe" in map(without_variants, config.model.blocks),
             "num_kv_shared_layers": sum(each.keys == "earlier" for each in mixers),
             "use_double_wide_mlp": any(block.ffn and block.ffn.variant for block in config.model.blocks),
-            "vocab_size_per_layer_input": config.model.vocab_size,
+            **({"vocab_size_per_layer_input": config.model.vocab_size} if config.model.residual.token_inputs else {}),
         }
 
 
