@@ -171,13 +171,16 @@ def _serve(options: argparse.Namespace) -> int:
             sys.stdout.write(job_script(options.template, plan))
             return 0
         return submit(plan, really=options.submit)
+    if plan.launch.peers is not None and Path(plan.script).name == "train.py":
+        from .together import describe_peers, together
+
+        if options.dry_run:
+            sys.stdout.write(describe_peers(plan, os.environ))
+            return 0
+        return together(plan, os.environ)
     if options.dry_run:
         sys.stdout.write(describe(plan))
         return 0
-    if plan.launch.peers is not None and Path(plan.script).name == "train.py":
-        from .together import together
-
-        return together(plan, os.environ)
     from .supervisor import supervise
 
     return supervise(plan)

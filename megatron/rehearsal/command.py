@@ -116,6 +116,10 @@ def _ranks(given: str | None, config: Config, layout: Layout) -> list[int]:
 
 
 def _refuse(config: Config) -> None:
+    if config.launch.peers is not None:
+        rule = "must be null in a rehearsal, which is of the ranks of one run"
+        fix = "remove it to rehearse one peer without its exchanges"
+        raise ConfigError([Problem("launch.peers", rule, fix, config.launch.peers)])
     if config.model.vocab_size is None:
         rule = "must be known: the tokenizer, which would say it, cannot be read here"
         raise ConfigError([Problem("model.vocab_size", rule, "give the number: model.vocab_size=50304", None)])

@@ -19,7 +19,7 @@ from megatron.checkpoint.save.store import sole_writer
 from megatron.checkpoint.save.writer import non_finite
 from megatron.config import Config
 from megatron.config.file_access import replace_file
-from megatron.config.problems import counted
+from megatron.config.problems import UserError, counted
 from megatron.config.sequences import as_stage, stage_at, stages_of
 from megatron.data.loader import Loader, build_loader
 from megatron.data.manifest import NO_CHECKSUMS
@@ -76,7 +76,16 @@ def status(outcome: Outcome) -> int:
 
 
 def run_training(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
-    """Build everything, train, and close everything. All ranks call it."""
+    """Build everything, train, and close everything. All ranks call it.
+
+    Raises:
+        UserError: the configuration is of several peers.
+    """
+    if config.launch.peers is not None:
+        raise UserError(
+            f"launch.peers = {config.launch.peers} must be read by `deepy train`, which starts the peers, and this "
+            "process is one run. Use `deepy train` without srun, mpirun and torchrun, or remove launch.peers"
+        )
     with ExitStack() as stack:
         stack.enter_context(watched_collectives(world.beacon, world.mesh))
         log = say if world.is_main else (lambda *_: None)

@@ -147,7 +147,8 @@ def names_are_of_members(context: RuleContext) -> Iterator[Problem]:
         rule, fix = "must go with peers.every", "add peers.every=30, or remove the section"
         if context.config.launch.peers is not None:
             rule, fix = "must not be given with launch.peers, which makes it for each peer", "remove it"
-        for name in ("name", "folder", "listen", "members"):
+            yield from _peers_of_one_command(context)
+        for name in ("name", "folder", "listen", "members", "key_file", "public_keys"):
             if getattr(own, name):
                 yield context.problem(f"peers.{name}", rule=rule, fix=fix)
         return
@@ -185,6 +186,24 @@ def names_are_of_members(context: RuleContext) -> Iterator[Problem]:
         yield context.problem(
             "peers.timeout", "peers.patience", rule="must be at most peers.patience", fix="lower it, or raise patience"
         )
+
+
+def _peers_of_one_command(context: RuleContext) -> Iterator[Problem]:
+    """Places and ports that peers of one machine would share without being meant to."""
+    config = context.config
+    shared = {
+        "checkpoint.dir": config.checkpoint.dir != f"{config.run.dir}/checkpoints",
+        "zero.offload_optimizer.path": config.zero.offload_optimizer.path is not None,
+        "zero.offload_parameters.path": config.zero.offload_parameters.path is not None,
+        "launch.master_port": config.launch.master_port is not None,
+        "launch.bind": config.launch.bind == "cores",
+    }
+    for name in (name for name, given in shared.items() if given):
+        fix = "use none" if name == "launch.bind" else "remove it, or start each peer by a command of its own"
+        yield context.problem(name, "launch.peers", rule="must differ among peers, which have one machine", fix=fix)
+    if context.origin(("peers", "signature")).given and peers_of(config).signature != "shared_key":
+        rule = "must be shared_key with launch.peers, whose peers trust each other"
+        yield context.problem("peers.signature", "launch.peers", rule=rule, fix="remove it")
 
 
 def keys_are_secret(context: RuleContext) -> Iterator[Problem]:
