@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 from megatron.checkpoint.format.fragment import FragmentSpec, natural_width, rectangles
 from megatron.checkpoint.format.table import tensor_from_dict, tensor_to_dict
 from megatron.config import resolve
+from megatron.config.kind import kinds_of
 from megatron.config.sections.model import NormOptions
 from megatron.model.norm import Norm
 from megatron.model.stack import build_model
@@ -28,6 +30,7 @@ from megatron.testing.checks import noise, part_of
 from tests.checkpoint.brute import local_shard
 from tests.float64 import EXACT
 from tests.model.parity import named, relative
+from tests.paths import ROOT
 from tests.workers import run
 
 LLAMA: dict[str, Any] = {
@@ -105,6 +108,14 @@ def test_losses_and_gradients_are_those_of_one_process():
 
 def test_recurrences_are_those_of_one_process():
     check_layouts(MIXERS, [grid(2, 2), {**grid(1, 4), "zero": {"stage": 1}}, grid(1, 2, pipeline=2)])
+
+
+def test_kinds_with_columns_are_those_of_the_page():
+    """A kind that is made of another one has to say so itself."""
+    page = (ROOT / "docs/layouts.md").read_text(encoding="utf-8")
+    table = page.partition("| layers | what columns do with them |")[2].partition("| all others |")[0]
+    listed = {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", "".join(line.split("|")[1:2]))}
+    assert listed == {name for name, kind in kinds_of().items() if kind.columns}
 
 
 def decoded_on_a_rank(values: dict[str, Any], layout: Layout) -> float:

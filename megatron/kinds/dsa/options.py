@@ -63,6 +63,7 @@ KIND = replace(
     clips_logits=lambda options: False,
     draws=lambda options: False,
     context="",
+    columns=False,
     repeats=False,
     weights=lambda options, width: (
         MLA.weights(options, width)[0]
