@@ -108,5 +108,18 @@ CHECKS = (
         f"int8_block must go with a hidden size that {LEAST_BLOCK} divides, so that blocks are whole",
         f"use a multiple of {LEAST_BLOCK}, or compress.pipeline=bf16",
     ),
+    Check(
+        f"{PIPELINE} model.hidden_size parallel.columns",
+        lambda c: (
+            c.parallel.communication.compress.pipeline == "int8_block"
+            and c.model.hidden_size % LEAST_BLOCK == 0 == c.model.hidden_size % c.parallel.columns
+            and c.model.hidden_size // c.parallel.columns % LEAST_BLOCK
+        ),
+        lambda c: (
+            f"int8_block must go with channels of a column that {LEAST_BLOCK} divides, so that blocks are whole, and "
+            f"here are {c.model.hidden_size // c.parallel.columns}"
+        ),
+        "use compress.pipeline=bf16, or fewer columns",
+    ),
 )
 INPUT_RULES = (table_is_for_this_job,)

@@ -118,6 +118,15 @@ COMMUNICATION = [
         "int8_block must go with a hidden size that 16 divides",
     ),
     case(
+        "blocks of a column's channels that would not be whole",
+        "parallel: {pipeline: 2, columns: 2, communication: {compress: {pipeline: int8_block}}}\n"
+        "model: {hidden_size: 48, attention: {heads: 2}}",
+        "a.yml:2: parallel.communication.compress.pipeline = 'int8_block'",
+        "channels of a column that 16 divides, so that blocks are whole, and here are 24",
+        "use compress.pipeline=bf16, or fewer columns",
+        ranks=4,
+    ),
+    case(
         "blocks of router states that would not be whole",
         "parallel: {pipeline: 2, communication: {compress: {pipeline: int8_block}}}\n"
         "model: {layers: attention/moe@first attention/moe x3, variants: {first: {router: {average: false}}},\n"
