@@ -104,6 +104,7 @@ def _cannot_stay(config: Config) -> str | None:
         return "routers must be linear: a state of MLP routers would have to move too"
     if any(kind.stays and options.router.select == "hash" for kind, options in used):
         return "routers must choose by scores (router.select is hash): ids of tokens would have to move too"
-    if parallel.expert < 2 or max(parallel.tensor, parallel.pipeline, parallel.context) > 1 or parallel.sequence:
+    others = ("tensor", "columns", "depth", "pipeline", "context")
+    if parallel.expert < 2 or parallel.sequence or any(getattr(parallel, name) > 1 for name in others):
         return "the layout must have expert parallel ranks only (parallel.expert=N on N ranks)"
     return "evaluation.read_less must be empty" if config.evaluation.read_less.asked else None

@@ -384,11 +384,13 @@ def expert_ranks_divide_their_line(context: RuleContext) -> Iterator[Problem]:
     folds = _folds(context)
     line = replicas * parallel.tensor if folds else replicas
     if line % parallel.expert:
-        sizes = [f"parallel.{name}" for name in ("tensor", "pipeline", "context") if getattr(parallel, name) > 1]
+        axes = ("tensor", "columns", "pipeline", "context")
+        sizes = [f"parallel.{name}" for name in axes if getattr(parallel, name) > 1]
         both = "data and context" if parallel.context > 1 else "data"
         where = f"{both} and tensor parallel ranks of a stage" if folds else f"{both} parallel ranks"
         why = "" if folds else " (tensor parallel ranks have slices of every expert)"
-        wider = "" if folds or replicas * parallel.tensor % parallel.expert else ", parallel.expert_tensor=1"
+        possible = not folds and parallel.columns == 1 and replicas * parallel.tensor % parallel.expert == 0
+        wider = ", parallel.expert_tensor=1" if possible else ""
         yield context.problem(
             "parallel.expert",
             *sizes,

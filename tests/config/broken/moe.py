@@ -178,6 +178,15 @@ MOE = [
         ranks=4,
     ),
     case(
+        "expert ranks that do not divide the replicas of a grid",
+        _MOE + "experts: 8}}\nparallel: {expert: 4, tensor: 2, columns: 2}",
+        "a.yml:3: parallel.expert = 4",
+        "with: parallel.tensor = 2 (a.yml:3)",
+        "with: parallel.columns = 2 (a.yml:3)",
+        "use parallel.expert = 2, or another number of ranks",
+        ranks=8,
+    ),
+    case(
         "experts cut into other parts than the rest",
         _MOE + "experts: 8}}\nparallel: {tensor: 4, expert_tensor: 2}",
         "a.yml:3: parallel.expert_tensor = 2",
