@@ -10,6 +10,7 @@ import contextlib
 import json
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from megatron.config.problems import UserError
 
 from .folder import SharedFolder, Unreadable
 from .messages import HEAD_LIMIT, Refused, digest, unseal
-from .options import TCP, PeersSection
+from .options import TCP, PeersSection, is_address
 from .signing import Signer
 from .sockets import PAYLOAD, FolderServer, ServedFolder
 
@@ -43,7 +44,7 @@ class OwnFiles:
         self.folder = SharedFolder(str(place))
         self.place, members = place, {*own.members}
         try:
-            self._server = FolderServer(place, split(own.listen), own.run, members, signer, own.name, read_only=True)
+            self._server = FolderServer(place, split(own.listen), own.run, members, signer, own.name, LARGE)
         except OSError as error:
             raise UserError(
                 f"peers.listen = {own.listen} must be a free port at an address of this machine: {error}. Use another "
@@ -63,7 +64,8 @@ class DirectFolder(SharedFolder):
 
     def __init__(self, base: SharedFolder, own: PeersSection, signer: Signer, files: OwnFiles) -> None:
         super().__init__(base.url)
-        for name, value in (("_base", base), ("_own", own), ("_signer", signer), ("_files", files), ("_peers", {})):
+        values = {"_base": base, "_own": own, "_signer": signer, "_files": files, "_peers": {}, "_rest": {}}
+        for name, value in values.items():
             object.__setattr__(self, name, value)
 
     _base: SharedFolder
@@ -71,6 +73,7 @@ class DirectFolder(SharedFolder):
     _signer: Signer
     _files: OwnFiles
     _peers: dict[str, tuple[str, ServedFolder]]  # address and connection of each member that was asked
+    _rest: dict[str, float]  # when a member that did not answer is asked again
 
     def create(self, name: str, content: bytes) -> bool:
         if not _is_large(name):
@@ -108,6 +111,12 @@ class DirectFolder(SharedFolder):
         elif _is_large(name):
             self._files.folder.delete(name)
 
+    def forget(self, kind: str, last: int) -> None:
+        for round in self._files.folder.names(kind):
+            if round.isdecimal() and int(round) <= last:
+                path = self._files.place / kind / round
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
     def delete_empty(self, folder: str) -> None:
         self._base.delete_empty(folder)
         self._files.folder.delete_empty(folder)
@@ -126,10 +135,14 @@ class DirectFolder(SharedFolder):
         author, problem = name.rpartition("/")[2].rpartition(".")[2], "no other peer has an address"
         others = [each for each in self._own.members if each not in (author, self._own.name)]
         for member in [author, *others] if author in self._own.members else others:
+            if (begin := time.monotonic()) < self._rest.get(member, 0.0):
+                continue
             try:
                 found = self._from(member, name, note["bytes"])
-            except (OSError, Unreadable) as error:
+            except (OSError, ValueError) as error:  # also of an address that is none
                 problem = f"{member}: {error}"
+                # A lost host takes long. At least half of the time is for the others.
+                self._rest[member] = 2 * time.monotonic() - begin
                 continue
             if found is not None and digest(found) == note["sha256"]:
                 self._files.folder.write(name, found)
@@ -155,7 +168,9 @@ class DirectFolder(SharedFolder):
         if address is None or member == self._own.name:
             return None
         if before is None or before[0] != address:
-            folder = ServedFolder(f"{TCP}{address}", self._signer, self._own.run, self._own.name or "", member)
+            # Within a timeout: one that sends a byte now and then must not keep this peer.
+            within = self._own.timeout
+            folder = ServedFolder(f"{TCP}{address}", self._signer, self._own.run, self._own.name or "", member, within)
             self._peers[member] = address, folder
         return self._peers[member][1].read_up_to(name, size)
 
@@ -165,7 +180,7 @@ class DirectFolder(SharedFolder):
         with contextlib.suppress(Refused):
             bound = {"kind": "life", "run": self._own.run, "round": 0, "peer": member}
             address = unseal(self._signer, message or b"", **bound)[0].get("address")
-            if isinstance(address, str):
+            if isinstance(address, str) and is_address(f"{TCP}{address}"):
                 return address
         return None
 

@@ -98,6 +98,9 @@ class SharedFolder(Folder):
         with contextlib.suppress(FileNotFoundError):
             system.rm_file(f"{root}/{name}")
 
+    def forget(self, kind: str, last: int) -> None:
+        """Delete copies on this peer's own disk of rounds up to `last`, also of files that others have deleted."""
+
     def delete_empty(self, folder: str) -> None:
         """Remove a folder of a file system if it has nothing but drafts, which killed writers have left. A store has no
         folders."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatron.config.rule_context import RuleContext
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
-ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^/\[\]:@?#]+):[0-9]{1,5}/?")
+ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^/\[\]:@?#\s]+):([0-9]{1,5})/?")
 HEX = re.compile(r"[0-9a-f]{64}")
 LIBRARIES = ("nacl", "cryptography")  # either signs by Ed25519
 TCP, SERVER = "tcp://", "server"  # a folder over sockets, and the name by which its server signs
@@ -117,6 +117,12 @@ class PeersKeys(Section):
     peers: PeersSection = key(PeersSection, "Training with other runs over slow links.")
 
 
+def is_address(url: str) -> bool:
+    """Whether it is tcp://host:port."""
+    found = ADDRESS.fullmatch(url)
+    return found is not None and 0 < int(found[2]) < 1 << 16
+
+
 TOP = Keys("", PeersKeys, after="align")
 
 
@@ -155,10 +161,15 @@ def names_are_of_members(context: RuleContext) -> Iterator[Problem]:
     if own.folder is None:
         fix = "give a folder that all peers can read and write"
         yield context.problem("peers.folder", rule="must be given: peers meet there", fix=fix)
-    elif own.folder.startswith(TCP) and not ADDRESS.fullmatch(own.folder):
+    elif own.folder.startswith(TCP) and not is_address(own.folder):
         yield context.problem("peers.folder", rule="must be tcp://host:port", fix="add the port of deepy peers serve")
-    if own.listen is not None and not ADDRESS.fullmatch(f"{TCP}{own.listen}"):
-        yield context.problem("peers.listen", rule="must be HOST:PORT", fix="give an address of this machine")
+    if own.listen is not None and (own.listen.endswith("/") or not is_address(f"{TCP}{own.listen}")):
+        yield context.problem(
+            "peers.listen", rule="must be HOST:PORT, with a port from 1 to 65535", fix="give an address of this machine"
+        )
+    elif own.listen is not None and own.listen.startswith(("0.0.0.0:", "[::]:")):
+        fix = "give the address or name of this machine in their network"
+        yield context.problem("peers.listen", rule="must be one address: the other peers connect to it", fix=fix)
     if SERVER in own.members:
         yield context.problem(
             "peers.members", rule=f"must not have the name {SERVER}, by which a server signs", fix="use another name"

@@ -365,6 +365,9 @@ class SlotLedger(Rounds):
             self.folder.delete_empty(place)
             self.folder.delete_empty(f"announced/{number(each)}")
         self._deleted = max(self._deleted or 0, old + 1)
+        self.folder.forget("contributions", old)
+        if round % self.own.state_every == 0:
+            self.folder.forget("states", min(self._states(), default=0) - 1)
 
     def behind(self, round: int) -> bool:
         """Whether gradients of the next line are gone, so that a state of another peer is needed."""

@@ -33,6 +33,7 @@ from .signing import Signer
 
 LINE = 64 << 10  # most bytes of a line of JSON
 PAYLOAD = 8 << 30  # most bytes of a payload
+NAMES = 64 << 20  # most bytes of a reply that is no file
 NONCE = 16
 STRANGERS = 256  # connections that have not sent a signed request yet
 PATIENCE = 30.0  # seconds for a line, and for each next part of a payload
@@ -53,14 +54,14 @@ def send(to: socket.socket, signer: Signer, payload: bytes, **facts: Any) -> Non
 
 
 def receive(
-    source: socket.socket, signer: Signer, most: int, wait: float, hasty: bool = False, **bound: Any
+    source: socket.socket, signer: Signer, most: int, wait: float, within: float | None = None, **bound: Any
 ) -> tuple[dict[str, Any], bytes]:
     """Facts and payload of the next frame.
 
     Args:
         most: bytes of its payload.
         wait: seconds until it begins.
-        hasty: the payload has the time of a line. Else each of its parts has that.
+        within: seconds of the whole frame. None: each part of the payload has the time of a line.
 
     Raises:
         Refused: it is damaged, larger, not signed by the peer that it names, or has other facts.
@@ -68,7 +69,8 @@ def receive(
     """
     source.settimeout(wait)
     head = _read(source, 1)
-    end = time.monotonic() + PATIENCE
+    begin = time.monotonic()
+    end = begin + PATIENCE
     (size,) = struct.unpack(">I", head + _read(source, 3, end))
     if size > LINE:
         raise Refused(f"a line of {size} bytes")
@@ -77,7 +79,7 @@ def receive(
     if type(size) is not int or not 0 <= size <= most:
         raise Refused(f"a payload of {shown(size)} bytes")
     source.settimeout(PATIENCE)
-    payload = _read(source, size, end if hasty else None)
+    payload = _read(source, size, None if within is None else begin + within)
     if facts.get("sha256") != digest(payload):
         raise Refused("damaged: its hash differs")
     return facts, payload
@@ -88,7 +90,9 @@ def _read(source: socket.socket, size: int, end: float | None = None) -> bytes:
     found = bytearray()
     while len(found) < size:
         if end is not None:  # a stranger that sends a byte now and then must not keep its place
-            source.settimeout(max(end - time.monotonic(), 1e-3))
+            if (left := end - time.monotonic()) <= 0:
+                raise TimeoutError("too slow")
+            source.settimeout(min(left, PATIENCE))
         part = source.recv(min(size - len(found), CHUNK))
         if not part:
             raise ConnectionError("the connection has ended")
@@ -101,7 +105,7 @@ class FolderServer(socketserver.ThreadingTCPServer):
 
     Args:
         name: signs the replies.
-        read_only: no member may change a file.
+        read_only: if there are any, members may only read, and only files in these folders.
 
     Raises:
         OSError: the address cannot be used, or another server has the folder's lease.
@@ -118,7 +122,7 @@ class FolderServer(socketserver.ThreadingTCPServer):
         members: set[str],
         signer: Signer,
         name: str = SERVER,
-        read_only: bool = False,
+        read_only: tuple[str, ...] = (),
     ) -> None:
         self.run, self.members, self.signer, self.name, self.read_only = run, members, signer, name, read_only
         self.folder, self.strangers = SharedFolder(str(folder)), threading.BoundedSemaphore(STRANGERS)
@@ -144,8 +148,11 @@ class FolderServer(socketserver.ThreadingTCPServer):
         operation, name = facts.get("operation"), facts.get("name")
         if not isinstance(name, str) or not all(map(_PART.fullmatch, name.split("/"))) or name.count("/") > 3:
             raise Refused(f"the name {shown(name)}")
-        may = not self.read_only and may_change(peer, str(operation), name)
-        if operation not in ("read", "names") and not may:
+        if self.read_only:
+            may = operation in ("read", "names") and name.split("/")[0] in self.read_only
+        else:
+            may = operation in ("read", "names") or may_change(peer, str(operation), name)
+        if not may:
             raise Refused(f"{shown(operation)} of {shown(name)} by {peer}")
         if operation == "read":
             most = facts.get("limit")
@@ -193,7 +200,7 @@ class _Connection(socketserver.BaseRequestHandler):
                 bound = {"kind": "request", "run": server.run, "nonce": nonce.hex(), "number": number}
                 most = PAYLOAD if known else LINE  # the first request is small, and shows who it is
                 wait = IDLE if known else PATIENCE
-                facts, payload = receive(self.request, server.signer, most, wait, not known, **bound)
+                facts, payload = receive(self.request, server.signer, most, wait, None if known else PATIENCE, **bound)
                 if facts["peer"] not in server.members:
                     return
                 if not known:
@@ -223,13 +230,16 @@ class ServedFolder(SharedFolder):
 
     Args:
         server: the name by which the server signs.
+        within: seconds of a reply. None: it may take long, as long as its parts come.
     """
 
     largest = PAYLOAD
 
-    def __init__(self, url: str, signer: Signer, run: str, peer: str, server: str = SERVER) -> None:
+    def __init__(
+        self, url: str, signer: Signer, run: str, peer: str, server: str = SERVER, within: float | None = None
+    ) -> None:
         super().__init__(url)
-        object.__setattr__(self, "_line", _Client(url, signer, run, peer, server))
+        object.__setattr__(self, "_line", _Client(url, signer, run, peer, server, within))
 
     def _ask(self, operation: str, name: str, payload: bytes = b"", **facts: Any) -> tuple[dict[str, Any], bytes]:
         line: _Client = self._line  # type: ignore[attr-defined]
@@ -275,9 +285,9 @@ class ServedFolder(SharedFolder):
 class _Client:
     """A connection that is made again after an error."""
 
-    def __init__(self, url: str, signer: Signer, run: str, peer: str, server: str) -> None:
+    def __init__(self, url: str, signer: Signer, run: str, peer: str, server: str, within: float | None) -> None:
         place = urlsplit(url)
-        self._server = server
+        self._server, self._within = server, within
         self._address = place.hostname or "", place.port or 0
         self._signer, self._run, self._peer = signer, run, peer
         self._socket: socket.socket | None = None
@@ -319,8 +329,11 @@ class _Client:
         self._number += 1
         asked = {"kind": "request", "peer": self._peer, "operation": operation, "name": name}
         send(self._socket, self._signer, payload, **asked, **bound, **facts)
-        wait = PATIENCE + (len(payload) + min(facts.get("limit", 0), PAYLOAD)) / SLOWEST
-        return receive(self._socket, self._signer, PAYLOAD, wait, kind="reply", peer=self._server, **bound)
+        most = min(facts.get("limit", NAMES), PAYLOAD)
+        wait = PATIENCE + (len(payload) + most) / SLOWEST
+        if self._within is not None:
+            wait = min(wait, self._within)
+        return receive(self._socket, self._signer, most, wait, self._within, kind="reply", peer=self._server, **bound)
 
     def close(self) -> None:
         if self._socket is not None:

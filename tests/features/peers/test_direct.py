@@ -7,7 +7,12 @@ import json
 import random
 import secrets
 import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +21,11 @@ import torch
 from megatron.config.problems import UserError
 from megatron.features.peers.direct import DirectFolder, OwnFiles
 from megatron.features.peers.folder import SharedFolder, Unreadable
+from megatron.features.peers.messages import Refused, seal
 from megatron.features.peers.options import PeersSection
 from megatron.features.peers.rounds import Rounds
 from megatron.features.peers.signing import Signer
-from megatron.features.peers.sockets import NONCE
+from megatron.features.peers.sockets import NONCE, ServedFolder, receive, send
 from tests.features.peers.companies import free, secret, serving
 from tests.features.peers.small import SmallPeer, together
 from tests.features.peers.test_sockets import frames
@@ -110,6 +116,99 @@ def test_garbage_never_stops_a_peer(company):
         if number % 20 == 0:
             name = f"contributions/{number:08d}/a"
             assert a.create(name, b"good") and b.read_up_to(name, 9) == b"good"
+
+
+@pytest.mark.parametrize("address", ["a..b:7000", "[:7000", "h:99999", "h:0", "\n:1", 7, None], ids=str)
+def test_an_address_that_is_none_is_as_a_silent_peer(company, address):
+    """An unknown error would keep the others from deciding any round."""
+    a, b, c = company.folders.values()
+    a.create(NAME, b"right")
+    life = Rounds(a._own, Signer(KEY, None), a).seal("life", 0, life="x", address=address)
+    a._base.write("lives/a", life)
+    with pytest.raises(OSError, match="cannot be read from a peer"):
+        b.read_up_to(NAME, 100)
+
+
+class Hostile(threading.Thread):
+    """A member that answers requests as it likes.
+
+    Args:
+        reply: called with a connection and the facts of its second request.
+    """
+
+    def __init__(self, reply: Callable[[socket.socket, dict[str, Any]], None]) -> None:
+        super().__init__(daemon=True)
+        self.reply, self.server, self.signer = reply, socket.create_server(("127.0.0.1", 0)), Signer(KEY, None)
+        self.url = f"tcp://127.0.0.1:{self.server.getsockname()[1]}"
+        self.start()
+
+    def run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                line, nonce = self.server.accept()[0], secrets.token_bytes(NONCE)
+                with line, contextlib.suppress(OSError, Refused):
+                    line.sendall(nonce)
+                    for number in range(2):
+                        facts, _ = receive(line, self.signer, 100, 5.0, kind="request", nonce=nonce.hex())
+                        if number == 0:
+                            send(line, self.signer, b"", **self.bound(facts))
+                    self.reply(line, facts)
+
+    def bound(self, facts: dict[str, Any]) -> dict[str, Any]:
+        return {"kind": "reply", "peer": "a", **{key: facts[key] for key in ("run", "nonce", "number", "word")}}
+
+
+def test_a_reply_larger_than_the_limit_is_not_read():
+    made = Hostile(lambda line, facts: send(line, made.signer, bytes(1 << 20), found=True, **made.bound(facts)))
+    with pytest.raises(OSError, match="a payload of 1048576 bytes"):
+        ServedFolder(made.url, made.signer, "peers", "b", "a").read_up_to(NAME, 1000)
+    made.server.close()
+
+
+def test_a_reply_that_drips_ends_after_a_timeout():
+    def drip(line: socket.socket, facts: dict[str, Any]) -> None:
+        message = seal(made.signer, {**made.bound(facts), "found": True}, bytes(100))
+        line.sendall(struct.pack(">I", len(message) - 101) + message[:-100])
+        for _ in range(100):
+            time.sleep(0.1)
+            line.sendall(b"\0")
+
+    made, begin = Hostile(drip), time.monotonic()
+    with pytest.raises(OSError):
+        ServedFolder(made.url, made.signer, "peers", "b", "a", 0.3).read_up_to(NAME, 1000)
+    assert time.monotonic() - begin < 3
+    made.server.close()
+
+
+def test_members_read_contributions_and_states_only(company, tmp_path):
+    """The folder is in the run's directory, where a key may be too."""
+    a, b, _ = company.folders.values()
+    a.create(NAME, b"right")
+    b.read_up_to(NAME, 100)
+    (tmp_path / "a/key").write_bytes(b"secret")
+    for name in ("key", "lease"):
+        with pytest.raises(OSError, match="refused by the server"):
+            b._peers["a"][1].read_up_to(name, 100)
+
+
+def test_old_files_do_not_fill_the_disk_of_a_peer(company, tmp_path):
+    """The first peer that cleans deletes the notes. The others delete their files too, also those that they read."""
+    form: Any = SimpleNamespace(expected=lambda round: {"w": ((4,), torch.float32)}, fits=lambda *_: True)
+    peers = [Rounds(each._own, Signer(KEY, None), each) for each in company.folders.values()]
+    a, b, c = peers
+    for round in range(60):
+        for each in (a, b):
+            each.contribute(round, {"w": torch.ones(4)}, base="x", jumps=[])
+        for each in peers:
+            each.contribution(round, "a", form), each.contribution(round, "b", form)
+        if (round + 1) % 10 == 0:
+            a.publish(round, {"w": torch.ones(4)})
+            assert c.newest_state(round + 1, form.expected(0)) is not None
+            for each in (b, c, a):
+                each.clean(round)
+    for name in "abc":
+        assert len([*(tmp_path / name).glob("states/*")]) <= 2, name
+        assert len([*(tmp_path / name).glob("contributions/*")]) <= 30, name
 
 
 def test_an_address_that_is_taken(company, tmp_path):

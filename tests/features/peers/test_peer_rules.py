@@ -34,6 +34,10 @@ BAD = {
     ),
     "a server without a port": ({"folder": "tcp://host"}, "peers.folder", "must be tcp://host:port"),
     "an address without a port": ({"listen": "host"}, "peers.listen", "must be HOST:PORT"),
+    "a port that is none": ({"listen": "host:65536"}, "peers.listen", "a port from 1 to 65535"),
+    "any free port": ({"listen": "host:0"}, "peers.listen", "a port from 1 to 65535"),
+    "all addresses": ({"listen": "0.0.0.0:7000"}, "peers.listen", "must be one address"),
+    "a port of a server that is none": ({"folder": "tcp://host:0"}, "peers.folder", "must be tcp://host:port"),
     "the name of a server": ({"members": ["a", "server"]}, "peers.members", "must not have the name server"),
     "no key of the server": (
         {"signature": "ed25519", "folder": "tcp://h:1", "public_keys": {"a": "ab" * 32, "b": "cd" * 32}},
