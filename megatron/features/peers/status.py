@@ -17,7 +17,7 @@ from .options import GRADIENTS, peers_of
 def status(config: Config, folder: Path) -> list[str]:
     """Lines about the peers of the run in a folder."""
     own, path = peers_of(config), folder / "ledger.jsonl"
-    rounds = [each for each in read_ledger(path) if each["event"] == "peers_round"] if path.exists() else []
+    rounds = [each for each in read_ledger(path) if _is_round(each)] if path.exists() else []
     head = f"peer {own.name} of the run {own.run} in {own.folder}"
     if not rounds:
         return [f"{head}: no round yet" if own.algorithm != GRADIENTS else f"{head}: all have slots since the start"]
@@ -26,6 +26,23 @@ def status(config: Config, folder: Path) -> list[str]:
     lines = [f"{head}: {change} {newest['round']}, {_ago(newest)}"]
     width = max(map(len, own.members))
     return lines + [f"  {name:<{width}}  {_state(name, rounds, own.strikes)}" for name in own.members]
+
+
+def _is_round(entry: Mapping[str, Any]) -> bool:
+    """Whether an entry is of a round, with facts of the types that are used here."""
+    strikes, lists = entry.get("strikes", {}), (entry.get("members"), entry.get("next", []))
+    try:
+        datetime.fromisoformat(entry["time"]).astimezone(UTC)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return False
+    return (
+        entry["event"] == "peers_round"
+        and type(entry.get("round")) is int
+        and all(isinstance(each, list) for each in lists)
+        and isinstance(entry.get("absent"), dict)
+        and isinstance(strikes, dict)
+        and all(type(each) is int for each in strikes.values())
+    )
 
 
 def _state(name: str, rounds: list[dict[str, Any]], most: int) -> str:
@@ -46,5 +63,5 @@ def _state(name: str, rounds: list[dict[str, Any]], most: int) -> str:
 
 
 def _ago(entry: Mapping[str, Any]) -> str:
-    seconds = (datetime.now(UTC) - datetime.fromisoformat(entry["time"])).total_seconds()
+    seconds = (datetime.now(UTC) - datetime.fromisoformat(entry["time"]).astimezone(UTC)).total_seconds()
     return f"{duration(max(seconds, 0.0))} ago"

@@ -58,6 +58,26 @@ def test_before_the_first_entry(tmp_path, keys, text):
     assert lines(tmp_path, [], **keys)[0].endswith(text)
 
 
+GOOD = {"round": 4, "members": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"time": "no time"}, {"time": 7}, {"time": "0001-01-01T00:00:00+05:00"}, {"members": None}, {"absent": ["b"]},
+        {"strikes": {"b": "x"}}, {"next": 5},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_damaged_entries_are_skipped(tmp_path, damage):
+    found = lines(tmp_path, [GOOD, {"round": 5, "members": ["a"], **damage}])
+    assert ": round 4, " in found[0]
+
+
+def test_a_time_without_a_zone(tmp_path):
+    assert ": round 4, " in lines(tmp_path, [{**GOOD, "time": "2026-01-02T03:04:05"}])[0]
+
+
 def test_a_run_without_peers_adds_nothing(tmp_path):
     plain = combine([ConfigSource({**VALUES, "run": {"dir": str(tmp_path)}})], ranks=1)
     save_resolved(plain, tmp_path / "config.yml")
