@@ -94,6 +94,8 @@ class Watch(threading.Thread):
 
     Attributes:
         found: the line and its contributions, once they are here.
+        known: whether the round has a line.
+        over: no peer has steps left, and the round has no line.
         ahead: whether the others are further, or the contributions of the line were deleted.
         error: why the peer cannot continue.
         problem: the last error of the transport.
@@ -115,7 +117,7 @@ class Watch(threading.Thread):
         self._offer: Callable[[], None] | None = None
         self._takes_part, self._announced = is_there, False
         self._woken, self._ended = threading.Event(), False
-        self.over = self.ahead = self.done = False
+        self.over = self.known = self.ahead = self.done = False
         self.found: tuple[Line, Sequence[Mapping[str, Tensor]]] | None = None
         self.error: Exception | None = None
         self.problem = ""
@@ -162,12 +164,15 @@ class Watch(threading.Thread):
         if self._offer is not None:
             self._offer()
             self._offer, self._takes_part = None, True
+        over = False
         if self.done:
             if not rounds.finished(rounds.name):
                 rounds.announce(rounds.last)
-            self.over = rounds.over()
+            over = rounds.over()
         decides = self._takes_part or rounds.given is not None
         line = rounds.decide(self._round, self._base, self._form) if decides else rounds.line(self._round)
+        self.known = line is not None
+        self.over = over and line is None  # the last peer announces its end after the last line
         if line is not None:
             contributions = self._read(line)
             self.ahead = rounds.passed(line) if contributions is None else rounds.line(self._round + 1) is not None
@@ -193,7 +198,9 @@ class DecoupledHook(PeersHook):
     def on_start(self, trainer: Trainer) -> None:
         part = self.part
         self._begin(trainer)
-        facts = self._from_rank_0(lambda: self._ledger_of(trainer))
+        facts = self._wait(trainer, lambda: self._retried(trainer, lambda: self._ledger_of(trainer)))
+        if facts is None:  # a request to stop
+            return
         self._plan, self._horizon, self._lines, self._flight, newest = facts[1:]
         self._sends = {completed: round for completed, round in facts[0]}
         before = part.round
@@ -205,8 +212,6 @@ class DecoupledHook(PeersHook):
         trainer.moved = trainer.completed >= trainer.steps and part.round > before
 
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
-        if self._may_send(trainer):
-            trainer.settle()  # its numbers may demand to go back: before they are shared
         if trainer.back is None:
             self._at_border(trainer)
 
@@ -232,8 +237,11 @@ class DecoupledHook(PeersHook):
         if rounds.given is None:
             try:
                 mine.append((lines, rounds.contribution(lines, rounds.name, part)[0]))
-            except (Refused, Unreadable, OSError):  # there is none
+            except (Refused, Unreadable, FileNotFoundError):  # there is none
                 pass
+            except OSError:  # with a second one of other bits, the ledger could not be repeated
+                if self._waited < self.own.timeout:
+                    raise
         flight = any(round == part.round and each["completed"] == part.sent for round, each in mine)
         sends = [[each["completed"], round] for round, each in mine if each["completed"] > completed]
         plan = [list(jump) for _, each in mine for jump in each["jumps"] if jump[1] > part.round]
@@ -274,12 +282,17 @@ class DecoupledHook(PeersHook):
             self._take(trainer)
         if trainer.stop_reason is not None:
             return
+        ended = self.own.replay is not None and completed >= self._horizon
+        ended = ended or completed >= trainer.steps or part.round >= self._last(trainer)
+        if ended or self._may_send(trainer):
+            trainer.settle()  # its numbers may demand to go back: before they are shared
+        if trainer.back is not None:
+            return
         if self._may_send(trainer):
             self._send(trainer)
         if self.rounds is not None and self._flight and completed - part.sent >= self.own.delay:
             self.rounds.grace.set()
-        ended = self.own.replay is not None and completed >= self._horizon
-        if completed >= trainer.steps or part.round >= self._last(trainer) or ended:
+        if ended:
             self._finish(trainer)
 
     def _last(self, trainer: Trainer) -> int:
@@ -393,9 +406,14 @@ class DecoupledHook(PeersHook):
         rounds, part, before = self.rounds, self.part, self.part.round
         if self._watch is not None:
             self._watch.end()
-        if to is None:
-            to = self._from_rank_0(lambda: rounds.decided_up_to(before) if rounds is not None else 0)
-        self._wait(trainer, lambda: self._caught_up(trainer, to) or None)
+
+        def decided() -> Any:
+            assert rounds is not None
+            return self._retried(trainer, lambda: rounds.decided_up_to(before))
+
+        end = self._wait(trainer, decided) if to is None else to
+        if end is not None:
+            self._wait(trainer, lambda: self._caught_up(trainer, end) or None)
         part.round = self.world.communicator.broadcast(part.round)  # a stop may end it earlier
         self._adopt(trainer, before)
         if part.round > before + 1:
@@ -431,7 +449,12 @@ class DecoupledHook(PeersHook):
             watch, found = self._watch, self._state()
             if found is None and watch is not None and not self._flight:
                 watch.finish()
-                quiet = self.own.replay is None and self._waited > self.own.timeout
+                quiet = self.own.replay is None and self._waited > self.own.timeout and not watch.known
+                if quiet and not watch.over:
+                    trainer.log(
+                        f"warning: no round for {self.own.timeout:g} s (peers.timeout): the run ends with the common "
+                        f"weights of round {part.round} of {last}"
+                    )
                 return END if watch.over or quiet else None
             return found
 

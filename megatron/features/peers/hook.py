@@ -142,8 +142,13 @@ class PeersHook(Hook):
             self._jump(trainer)
 
     def on_end(self, trainer: Trainer) -> None:
+        def asked() -> bool:
+            trainer.ask(trainer.completed)
+            return any(name in trainer.requests for name in STOPS)
+
         if self.rounds is not None:
-            self.rounds.end(self.own.timeout if trainer.finished and trainer.error is None else 0.0)
+            whole = trainer.finished and trainer.error is None and trainer.back is None
+            self.rounds.end(self.own.timeout if whole else 0.0, asked)
 
     def _open(self, trainer: Trainer, identity: Mapping[str, Any]) -> list[list[int]]:
         """Join the run. A server may come later than its peers, or be cut off from a peer that returns."""
@@ -182,8 +187,13 @@ class PeersHook(Hook):
 
     def _announce(self, trainer: Trainer) -> None:
         rounds, round = self.rounds, self.part.round
-        if rounds is not None and trainer.completed < trainer.steps:
-            retried(lambda: rounds.announce(round), lambda text: self._tell(trainer, text))
+
+        def announce() -> None:
+            assert rounds is not None
+            self._retried(trainer, lambda: rounds.announce(round))
+
+        if trainer.completed < trainer.steps:
+            self._from_rank_0(announce)  # another process may have the name: an error of all ranks
 
     def _send(self, trainer: Trainer) -> None:
         part = self.part

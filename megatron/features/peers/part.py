@@ -153,8 +153,8 @@ class OuterState(EnginePart):
         return {name: self.delta(tensors, name) for name in self.names(round)}
 
     def common(self, round: int) -> dict[str, Tensor]:
-        """The common weights that a round changes."""
-        return {name: self.states[THETA][name] for name in self.names(round)}
+        """A copy of the common weights that a round changes."""
+        return {name: self.states[THETA][name].clone() for name in self.names(round)}
 
     def fits(self, tensors: Mapping[str, Tensor], round: int) -> bool:
         """Whether a contribution of the expected types can be decompressed."""

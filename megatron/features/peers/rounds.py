@@ -52,12 +52,11 @@ class Form(Protocol):
         """The differences that a contribution has."""
 
     def common(self, round: int) -> dict[str, Tensor]:
-        """The common weights that a round changes."""
+        """A copy of the common weights that a round changes."""
 
 
-Deltas = Mapping[str, Tensor]
 # (round, common weights, differences of each peer) -> the reason for each peer whose contribution is refused.
-Scorer = Callable[[int, Mapping[str, Tensor], Mapping[str, Deltas]], Mapping[str, str]]
+Scorer = Callable[[int, Mapping[str, Tensor], Mapping[str, Mapping[str, Tensor]]], Mapping[str, str]]
 
 
 def number(round: int) -> str:
@@ -144,14 +143,12 @@ class Rounds:
         assert self.own.folder is not None
         return type(self)(self.own, self.signer, folder_of(self.own, self.signer, self.own.folder, self.files))
 
-    def end(self, wait: float) -> None:
-        """End serving files, once all peers have ended or after `wait` seconds."""
+    def end(self, wait: float, asked: Callable[[], bool]) -> None:
+        """End serving files, once all peers have ended, after `wait` seconds or when asked."""
         if self.files is None:
             return
         until = time.monotonic() + wait
-        while time.monotonic() < until:
-            if retried(self._all_ended, lambda text: None):
-                break
+        while time.monotonic() < until and not asked() and not retried(self._all_ended, lambda text: None):
             time.sleep(0.2)
         self.files.close()
 
@@ -181,11 +178,15 @@ class Rounds:
                 f"peers.folder = {self.own.folder} must refuse to create a file twice: peers would read different "
                 "lines. Use a file system, or a store whose fsspec class has conditional writes (S3, GCS)"
             )
+        if not self.folder.create("run.json", self.seal("run", 0, identity=identity)):
+            self._compare(identity)
+        # Only now: a process that is refused must not end the one that has this name.
         self.life = secrets.token_hex(8)
         life = self.seal("life", 0, life=self.life, address=self.own.listen)
         self.folder.write(f"lives/{self.name}", life)
-        if self.folder.create("run.json", self.seal("run", 0, identity=identity)):
-            return
+
+    def _compare(self, identity: Mapping[str, Any]) -> None:
+        """Compare the values of this peer with those of the run."""
         try:
             facts, _ = self.unseal(self.folder.read_up_to("run.json", HEAD_LIMIT) or b"", "run", 0)
         except (Refused, Unreadable) as error:
@@ -193,8 +194,7 @@ class Rounds:
                 f"peers.folder = {self.own.folder}: its run.json must be of the run {self.own.run!r}, signed by a "
                 f"member ({error}). Use another folder, or the run's keys"
             ) from error
-        theirs = facts.get("identity")
-        theirs = theirs if isinstance(theirs, dict) else {}
+        theirs = found if isinstance(found := facts.get("identity"), dict) else {}
         other = [name for name in sorted({*identity, *theirs}) if identity.get(name) != theirs.get(name)]
         if other:
             lines = "\n".join(f"  {name}: {identity.get(name)!r} here, {theirs.get(name)!r} there" for name in other)
@@ -392,8 +392,7 @@ class Rounds:
             if mine is None or mine["sha256"] != each["sha256"]:
                 reason = waiting.bad.get(each["peer"], "other bits")
                 raise UserError(f"the replay of round {round} differs: the contribution of {each['peer']} has {reason}")
-        good = {each["peer"]: {**each} for each in line.members}
-        return self._write(round, good, line.absent, line.strikes, line.base)
+        return self._write(round, {each["peer"]: each for each in line.members}, line.absent, line.strikes, line.base)
 
     def _read(self, round: int, allowed: Sequence[str], base: str, form: Form, waiting: Waiting) -> None:
         here = self.folder.names(f"contributions/{number(round)}")
@@ -458,6 +457,8 @@ class Rounds:
             for kind in ("contributions", "announced"):
                 self.folder.delete(f"{kind}/{number(round)}/{self.name}")
                 self.folder.delete_empty(f"{kind}/{number(round)}")
+        self.folder.forget("contributions", last)
+        self.folder.forget("states", min(self._states(), default=0) - 1)
 
     def with_files(self, last: int) -> list[int]:
         """Rounds up to `last` that still have files, also of an earlier start of this peer."""
@@ -481,7 +482,7 @@ class Rounds:
             try:
                 message = self.folder.read_up_to(f"states/{number(round)}", limit(expected))
                 return round, tensors_of(self.unseal(message or b"", "state", round)[1], expected)
-            except (Refused, Unreadable):
+            except (Refused, Unreadable, OSError):  # an older one may be there
                 continue
         return None
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.numpy import load
 
-from megatron.features.peers.decoupled import DecoupledRounds
+from megatron.features.peers.decoupled import DecoupledRounds, Watch
 from megatron.features.peers.outer import merged, norm_of
 from tests.features.peers.companies import secret
 from tests.features.peers.small import TOKENS, Killed, SmallPeer, together
@@ -214,6 +214,54 @@ def test_too_few_peers_train_on_and_stop_after_their_patience(tmp_path):
     a.run()
     assert a.stop_reason is not None and "1 of 2 contributions (peers.quorum) to round 0" in a.stop_reason
     assert 2 <= a.completed < STEPS
+
+
+def test_the_last_line_is_seen_before_the_end_of_all():
+    """A peer without steps sees that all have ended while the last line is there already. It has to apply it."""
+    seen: list[bool] = []
+    line: Any = SimpleNamespace(round=3)
+
+    def read(_: Any) -> list:
+        seen.append(watch.over)
+        return []
+
+    rounds: Any = SimpleNamespace(
+        last=9, given=None, announce=lambda round: None, finished=lambda name: True, over=lambda: True, name="a",
+        line=lambda round: line if round == 3 else None,
+    )  # fmt: skip
+    watch = Watch(rounds, 3, "x", None, read, lambda: None, False)  # type: ignore[arg-type]
+    watch.finish()
+    watch._look()
+    assert seen == [False] and not watch.over and watch.known and watch.found == (line, [])
+    later = Watch(rounds, 4, "x", None, read, lambda: None, False)  # type: ignore[arg-type]
+    later.finish()
+    later._look()
+    assert later.over and later.found is None
+
+
+def test_a_ledger_that_cannot_be_read_for_a_moment_stops_no_peer(tmp_path, monkeypatch):
+    """A server that is started again, when a peer returns and when it applies several rounds at once."""
+    paces, folder, failures = {"a": 0.02, "b": 0.02}, tmp_path / "run", []
+    whole = DecoupledRounds.decided_up_to
+
+    def fails(self: DecoupledRounds, first: int) -> int:
+        if self.name == "b" and len(failures) < 3:
+            failures.append(first)
+            raise OSError("cut off")
+        return whole(self, first)
+
+    monkeypatch.setattr(DecoupledRounds, "decided_up_to", fails)
+    peers = company(folder, paces, quorum=1)
+    together([each.run for each in peers.values()])
+    common(peers)
+    assert len(failures) == 3
+
+
+def test_a_peer_that_waits_for_a_silent_one_ends_after_a_timeout_and_says_so(tmp_path):
+    a = company(tmp_path / "run", {"a": 0.0, "b": 0.0}, quorum=1, timeout=0.3)["a"]
+    a.run()
+    assert a.completed == STEPS and a.stop_reason is None
+    assert a.part.round == STEPS // 2 or any("the run ends with the common weights of round" in each for each in a.logs)
 
 
 @pytest.mark.parametrize("facts", [(0, 4), (5, 4), (1, 25), (1.0, 4), (True, 4), (None, 4)], ids=str)

@@ -284,3 +284,14 @@ def test_ed25519():
     assert signer.good("a", b"text", signature) and not signer.good("a", b"texts", signature)
     assert not signer.good("b", b"text", signature) and not signer.good("a", b"text", "00")
     assert json.loads(json.dumps(signature)) == signature
+
+
+def test_a_process_that_is_refused_does_not_end_the_one_with_its_name(tmp_path):
+    first, other = peer(str(tmp_path), "a"), peer(str(tmp_path), "a")
+    first.join({"seed": 1})
+    with pytest.raises(UserError, match="seed: 2 here, 1 there"):
+        other.join({"seed": 2})
+    first.announce(0)
+    other.join({"seed": 1})
+    with pytest.raises(UserError, match="must be the name of one process"):
+        first.announce(1)
