@@ -186,7 +186,7 @@ class Rounds:
         self.folder.write(f"lives/{self.name}", life)
 
     def _compare(self, identity: Mapping[str, Any]) -> None:
-        """Compare the values of this peer with those of the run."""
+        """Compare the values of this peer with the run's."""
         try:
             facts, _ = self.unseal(self.folder.read_up_to("run.json", HEAD_LIMIT) or b"", "run", 0)
         except (Refused, Unreadable) as error:

@@ -230,7 +230,7 @@ class ServedFolder(SharedFolder):
 
     Args:
         server: the name by which the server signs.
-        within: seconds of a reply. None: it may take long, as long as its parts come.
+        within: seconds of a reply. None: only its parts have a limit.
     """
 
     largest = PAYLOAD
