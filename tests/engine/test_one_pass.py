@@ -58,15 +58,21 @@ def test_the_engine_makes_the_same_bits_in_two_passes(ranks: int):
 needs_triton = pytest.mark.skipif(not installed("triton"), reason="needs triton")
 
 
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="TRITON_INTERPRET=1 chooses the interpreter"
+)
+
+
 @needs_triton
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="TRITON_INTERPRET=1 chooses the interpreter")
-def test_kernels_against_torch_in_float64():
+@interpreted
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.0)])
+def test_kernels_against_torch_in_float64(betas: tuple[float, float]):
     """Bounds are a few roundings of fp32: four updates of at most 0.01, and weights below 4."""
     from megatron.engine.deepspeed import adamw_kernels as kernels
 
     torch.manual_seed(0)
     size = 2 * kernels.BLOCK + 1003  # not a multiple of 16
-    group = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+    group = {"lr": 1e-2, "betas": betas, "eps": 1e-8, "weight_decay": 0.1}
     master = torch.randn(size)
     exact = torch.nn.Parameter(master.double())
     plain = torch.optim.AdamW([exact], **group)  # type: ignore[arg-type]
@@ -89,6 +95,23 @@ def test_kernels_against_torch_in_float64():
     before = [each.clone() for each in (master, narrow, *states.values())]
     kernels.update(group, master, narrow, states, bad, scale)
     assert all(each.equal(old) for each, old in zip((master, narrow, *states.values()), before))
+
+
+@needs_triton
+@interpreted
+def test_a_small_learning_rate_decays_weights_by_its_own_number():
+    """Each weight is rounded once. Roundings of many weights nearly cancel out, and one of 1 - lr * decay would not:
+    here by 1.5 %."""
+    from megatron.engine.deepspeed import adamw_kernels as kernels
+
+    torch.manual_seed(0)
+    size, group = 8 * kernels.BLOCK, {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    master, zeros = torch.randn(size), torch.zeros(size)
+    before, master.grad = master.double(), zeros.clone()
+    states = {"exp_avg": zeros.clone(), "exp_avg_sq": zeros.clone(), "step": torch.ones(())}
+    kernels.update(group, master, torch.zeros(size).half(), states, torch.zeros(()), torch.ones(()))
+    decayed = before.dot(before - master.double()) / before.dot(before)
+    assert decayed.item() == pytest.approx(1e-6, rel=4e-3)
 
 
 TARGETS = {"sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 BLOCK = 4096  # elements of a program
 ALIGNED = 16  # elements
+LEAST = 1e-300  # stands for a beta of 0, which has no logarithm
 
 
 @triton.jit
@@ -40,8 +41,8 @@ def _update(  # type: ignore[no-untyped-def]
         g = tl.load(gradient + places, inside, 0.0) / tl.load(scale)
         m = BETA1 * tl.load(average + places, inside, 0.0) + (1.0 - BETA1) * g
         v = BETA2 * tl.load(square + places, inside, 0.0) + (1.0 - BETA2) * g * g
-        w = tl.load(master + places, inside, 0.0) * (1.0 - lr * decay)
-        w -= lr / first * m / (tl.sqrt(v) / second + EPSILON)
+        w = tl.load(master + places, inside, 0.0)
+        w -= lr * (decay * w + m / first / (tl.sqrt(v) / second + EPSILON))  # 1 - lr * decay would round the decay
         tl.store(average + places, m, inside)
         tl.store(square + places, v, inside)
         tl.store(master + places, w, inside)
@@ -81,22 +82,24 @@ def update(
     """
     betas, gradient, size = group["betas"], master.grad, master.numel()
     assert gradient is not None
+    logs = [math.log(max(beta, LEAST)) for beta in betas]
     flats = (master, states["exp_avg"], states["exp_avg_sq"], gradient, narrow)
     whole = size // ALIGNED * ALIGNED  # a kernel for multiples of 16 loads several elements at once
     for begin, end in ((0, whole), (whole, size)):
         if begin < end:
             _update[(programs(end - begin),)](
                 *(each[begin:end] for each in flats), states["step"], bad, scale, group["lr"], group["weight_decay"],
-                end - begin, BETA1=betas[0], BETA2=betas[1], LOG1=math.log(betas[0]), LOG2=math.log(betas[1]),
-                EPSILON=group["eps"], BLOCK=BLOCK, num_warps=8,
+                end - begin, BETA1=betas[0], BETA2=betas[1], LOG1=logs[0], LOG2=logs[1], EPSILON=group["eps"],
+                BLOCK=BLOCK, num_warps=8,
             )  # fmt: skip
 
 
 def try_them(device: torch.device, dtype: torch.dtype) -> None:
     """Compile and run the kernels, on numbers that nothing reads. Raises what Triton raises."""
-    many = {name: torch.zeros(1, device=device) for name in ("exp_avg", "exp_avg_sq")}
-    one, master = torch.ones((), device=device), torch.zeros(1, device=device)
-    master.grad, narrow = torch.zeros(1, device=device), torch.zeros(1, dtype=dtype, device=device)
+    size = 2 * ALIGNED + 3  # reaches both kernels of an update
+    many = {name: torch.zeros(size, device=device) for name in ("exp_avg", "exp_avg_sq")}
+    one, master = torch.ones((), device=device), torch.zeros(size, device=device)
+    master.grad, narrow = torch.zeros(size, device=device), torch.zeros(size, dtype=dtype, device=device)
     group = {"betas": (0.9, 0.999), "eps": 1e-8, "lr": 0.0, "weight_decay": 0.0}
     for first in (True, False):
         add(master.grad, narrow, torch.zeros(1, device=device), first)
