@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from megatron.checkpoint import SOLO, CheckpointError, Communicator, Fragment, GroupCommunicator
+from megatron.checkpoint.format.communicator import all_problems
 from megatron.checkpoint.save.store import Store
+from megatron.config.problems import UserError
 from megatron.engine.part import EnginePart
 from megatron.parallel.layers.parameters import logical_of, shard_index
 from megatron.training.start.fetch import local_path
@@ -104,19 +106,30 @@ class Pruning(EnginePart):
         """Places of the kept elements of this rank's matrices, by the masks of all matrices.
 
         Raises:
-            CheckpointError: on every rank. The ranks found different masks.
+            CheckpointError: on every rank. The ranks found different masks, or a mask cannot be used.
+            UserError: on every rank. A mask of this or another rank cannot be used.
         """
+        talk, found, failure = _communicator(engine), dict[str, Tensor](), None
+        try:
+            found = self._places_by_masks(engine, weights)
+        except (CheckpointError, OSError, UserError) as error:  # raised below: other stages and hosts wait
+            failure = error
+        if problems := all_problems(talk, [str(failure)] if failure else []):
+            raise failure or UserError("; ".join(problems))
+        if len(set(talk.gather(self.hash))) > 1:
+            where = pruning_of(engine.config).mask or engine.config.checkpoint.initialize_from or ""
+            raise CheckpointError(Path(where), "it must be the same on every host: ranks found different masks in it")
+        return found
+
+    def _places_by_masks(self, engine: BaseEngine, weights: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         hashes, found, matrices = MaskHash(), dict[str, Tensor](), matrices_of(engine.config)
         if not matrices:
-            raise ValueError("pruning needs linear layers in blocks, and this model has none")
+            raise UserError("pruning needs linear layers in blocks, and this model has none: remove pruning")
         for name, mask in masks_of(pruning_of(engine.config), matrices, *self._values(engine, matrices)):
             hashes.add(name, mask)
             if name in weights:
                 found[name] = _places(weights[name], mask)
         self.hash = hashes.text()
-        if len(set(_communicator(engine).gather(self.hash))) > 1:
-            where = pruning_of(engine.config).mask or engine.config.checkpoint.initialize_from or ""
-            raise CheckpointError(Path(where), "it must be the same on every host: ranks found different masks in it")
         return found
 
     def _values(self, engine: BaseEngine, matrices: Mapping[str, Matrix]) -> tuple[list[str], Values]:
@@ -182,12 +195,12 @@ def _places(weight: nn.Parameter, mask: np.ndarray) -> Tensor:
     """Places of a rank's kept elements, as the whole mask says.
 
     Raises:
-        ValueError: on every rank of the stage. One of them has none, and DeepSpeed has no empty parameters.
+        UserError: on every rank of the stage. One of them has none, and DeepSpeed has no empty parameters.
     """
     logical, (rank, ranks) = logical_of(weight), shard_index(weight)
     found = [local_places(logical, mask, each, ranks) for each in range(ranks)]
     if not all(map(len, found)):
-        raise ValueError(
+        raise UserError(
             f"pruning leaves a tensor parallel rank no element of {logical.name}: keep more, use pruning.scope=matrix, "
             "or fewer tensor parallel ranks"
         )

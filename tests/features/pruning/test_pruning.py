@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from megatron.checkpoint import CheckpointError, FragmentSpec, open_checkpoint
 from megatron.config import ConfigError, resolve
 from megatron.config.features.feature import for_reading
+from megatron.config.problems import UserError
 from megatron.config.tree import thaw
 from megatron.config.variants import overlay
 from megatron.features.pruning import check
@@ -293,6 +294,21 @@ def test_hosts_with_different_masks_stop(tmp_path):
     for number, mask in enumerate((torch.eye(H, 32), torch.eye(H, 32).flip(0))):  # of the same size
         save_file({name: mask.contiguous()}, tmp_path / f"{number}.safetensors")
     assert all("must be the same on every host" in each for each in run(4, started, str(tmp_path)))
+
+
+def without_a_part(file: str) -> str:
+    parallel = {"tensor": 2, "pipeline": 2}
+    with pytest.raises(UserError) as caught:
+        runs.start({**PLAIN, "pruning": {"mask": file}, "parallel": parallel}, 4)
+    return str(caught.value)
+
+
+def test_all_stages_stop_where_a_rank_of_one_keeps_nothing(tmp_path):
+    mask, name = torch.zeros(H, 32), "layers.0.mlp.down.weight"
+    mask[:, 0] = 1.0  # the first of two ranks has these columns
+    save_file({name: mask}, tmp_path / "mask.safetensors")
+    found = run(4, without_a_part, str(tmp_path / "mask.safetensors"))
+    assert all(f"no element of {name}" in each for each in found)
 
 
 def test_whoever_only_reads_weights_prunes_nothing():
