@@ -53,7 +53,7 @@ def tokens_of(samples: int = 2, length: int = S, seed: int = 1) -> torch.Tensor:
     return torch.randint(V, (samples, length), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(("pieces", "name"), covering([[24], [1] * 24, [5, 1, 1, 1, 16]], MODELS))
+@pytest.mark.parametrize(("pieces", "name"), covering([[24], [1] * 24, [5, 1, 1, 1, 16]], MODELS, every=2))
 def test_decoding_in_pieces_equals_the_whole(name: str, pieces: list[int]):
     model = build_model(config_of(name), dtype=DOUBLE).eval()
     randomised(model, 2)
