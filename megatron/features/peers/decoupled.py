@@ -26,8 +26,9 @@ from megatron.training.trainer import Trainer
 
 from .folder import Unreadable
 from .hook import PAUSE, PeersHook
+from .line import Line
 from .messages import Refused
-from .rounds import Form, Line, Rounds, TooFew, retried
+from .rounds import Form, Rounds, TooFew, retried
 
 LINE, AHEAD, END = "line", "ahead", "end"
 COUNTS = ("completed", "steps")

@@ -26,10 +26,11 @@ from megatron.training.world import World
 from megatron.worker.beacon import HOOKS
 
 from .folder import Unreadable
+from .line import Line
 from .messages import Expected, Refused
 from .options import DECOUPLED, FEATURE, TCP, peers_of
 from .part import OuterState
-from .rounds import Line, Rounds, TooFew, retried
+from .rounds import Rounds, TooFew, retried
 
 PAUSE = 0.2  # seconds between two checks of the folder
 SAMPLES = 16  # samples of the stream that peers compare
@@ -320,18 +321,11 @@ class PeersHook(Hook):
 
     def _read(self, line: Line) -> list[Mapping[str, Tensor]] | None:
         """Contributions of a line, in its order. None while one cannot be read."""
-        rounds = self.rounds
-        found: list[Mapping[str, Tensor]] = []
-        assert rounds is not None
-        for each in line.members:
-            try:
-                facts, tensors = rounds.contribution(line.round, each["peer"], self.part)
-            except (Refused, Unreadable, FileNotFoundError):
-                return None
-            if facts["sha256"] != each["sha256"]:
-                return None
-            found.append(tensors)
-        return found
+        assert self.rounds is not None
+        try:
+            return self.rounds.named(line, self.part)
+        except (Refused, Unreadable, FileNotFoundError):
+            return None
 
     def _record(self, trainer: Trainer, line: Line) -> None:
         absent = "".join(f", {name} excluded: {reason}" for name, reason in line.absent.items())

@@ -152,7 +152,8 @@ def names_are_of_members(context: RuleContext) -> Iterator[Problem]:
     if not joins(context.config):
         rule, fix = "must go with peers.every", "add peers.every=30, or remove the section"
         if context.config.launch.peers is not None:
-            rule, fix = "must not be given with launch.peers, which makes it for each peer", "remove it"
+            rule = "must not be given with launch.peers, which makes the names, the key and the folder of all peers"
+            fix = "remove it"
             yield from _peers_of_one_command(context)
         for name in ("name", "folder", "listen", "members", "key_file", "public_keys"):
             if getattr(own, name):

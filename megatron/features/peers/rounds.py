@@ -16,7 +16,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
@@ -28,6 +27,7 @@ from megatron.config.problems import UserError
 from megatron.config.registry import load
 
 from .folder import SharedFolder, Unreadable, folder_of
+from .line import Line, Waiting
 from .messages import HEAD_LIMIT, Expected, Refused, jumps_can_be, limit, seal, shown, tensors_of, unseal
 from .options import PeersSection
 from .signing import Signer
@@ -61,43 +61,6 @@ Scorer = Callable[[int, Mapping[str, Tensor], Mapping[str, Mapping[str, Tensor]]
 
 def number(round: int) -> str:
     return f"{round:08d}"
-
-
-@dataclass
-class Line:
-    """A line of the ledger.
-
-    Attributes:
-        members: peer, hash of its contribution, and its jumps since its last one, in the order of the sum. With
-            decoupled peers also its completed steps, and those since it has received the fragment.
-        absent: reason of each other peer that was expected.
-        strikes: refused contributions so far, by peer.
-    """
-
-    round: int
-    members: list[dict[str, Any]]
-    absent: dict[str, str]
-    strikes: dict[str, int]
-    base: str
-    peer: str
-
-    @property
-    def names(self) -> list[str]:
-        return [each["peer"] for each in self.members]
-
-    def has(self, name: str) -> bool:
-        return name in self.names
-
-
-@dataclass
-class Waiting:
-    """A round that is not decided: the contributions that were read so far, in any order."""
-
-    since: float = field(default_factory=time.monotonic)
-    good: dict[str, dict[str, Any]] = field(default_factory=dict)
-    bad: dict[str, str] = field(default_factory=dict)
-    scored: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
-    announced: set[str] = field(default_factory=set)
 
 
 class Rounds:
@@ -296,6 +259,7 @@ class Rounds:
         """
         if (line := self.line(round)) is not None:
             return line
+        self._waiting = {each: waiting for each, waiting in self._waiting.items() if each >= round}
         before, waiting = self.line(round - 1), self._waiting.setdefault(round, Waiting())
         strikes = dict(before.strikes) if before else {}
         allowed = [each for each in self.own.members if strikes.get(each, 0) < self.own.strikes]
@@ -324,7 +288,8 @@ class Rounds:
         assert self.scorer is not None
         names = tuple(good)
         if names not in waiting.scored:
-            deltas = {name: form.deltas(self.contribution(round, name, form)[1], round) for name in names}
+            copies = {name: {key: each.clone() for key, each in waiting.tensors[name].items()} for name in names}
+            deltas = {name: form.deltas(each, round) for name, each in copies.items()}
             try:
                 found = self.scorer(round, form.common(round), deltas)
                 waiting.scored[names] = {name: shown(str(found[name])) for name in names if name in found}
@@ -399,7 +364,8 @@ class Rounds:
         for name in allowed:
             if name in here and name not in waiting.good and name not in waiting.bad:
                 try:
-                    waiting.good[name] = self.contribution(round, name, form, base=base)[0]
+                    facts, waiting.tensors[name] = self.contribution(round, name, form, base=base)
+                    waiting.good[name] = facts
                 except (Refused, Unreadable) as error:
                     waiting.bad[name] = str(error)
                 except OSError:  # as if it were not there yet: one file must not keep the others from deciding
@@ -425,6 +391,24 @@ class Rounds:
         if not jumps_can_be(facts.get("jumps")):
             raise Refused("jumps that cannot be")
         return facts, tensors
+
+    def named(self, line: Line, form: Form) -> list[Mapping[str, Tensor]]:
+        """Tensors of the contributions that a line names, in its order. They are no longer kept here.
+
+        Raises:
+            Refused, Unreadable, FileNotFoundError: one cannot be read.
+        """
+        waiting = self._waiting.get(line.round, Waiting())
+        found: list[Mapping[str, Tensor]] = []
+        for each in line.members:
+            facts, tensors = waiting.good.get(each["peer"], {}), waiting.tensors.get(each["peer"])
+            if tensors is None or facts["sha256"] != each["sha256"]:
+                facts, tensors = self.contribution(line.round, each["peer"], form)
+            if facts["sha256"] != each["sha256"]:
+                raise Refused(f"another contribution of {each['peer']} than the line names")
+            found.append(tensors)
+        waiting.tensors.clear()
+        return found
 
     def decided_up_to(self, first: int) -> int:
         """The first round from `first` on that is not decided."""

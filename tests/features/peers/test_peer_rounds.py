@@ -31,7 +31,7 @@ LATER = 1e9
 
 
 def peer(url: str, name: str, key: bytes = KEY, **options: Any) -> Rounds:
-    own = PeersSection(every=2, name=name, members=["a", "b", "c"], folder=url, **{"quorum": 2, **options})
+    own = PeersSection(every=2, name=name, folder=url, **{"members": ["a", "b", "c"], "quorum": 2, **options})
     signer = Signer(key, None)
     return Rounds(own, signer, folder_of(own, signer, url))
 
@@ -47,6 +47,22 @@ def url(request, tmp_path):
 
 def offer(rounds: Rounds, round: int = 0, value: float = 1.0, **facts: Any) -> bool:
     return rounds.contribute(round, {"w": torch.full((4,), value)}, **{"base": BASE, "jumps": [], **facts})
+
+
+def test_a_contribution_is_read_once(tmp_path):
+    """To check and to apply it. Another one than the line names is refused."""
+    a, b = (peer(str(tmp_path), name, members=["a", "b"]) for name in "ab")
+    offer(a), offer(b, value=2.0)
+    line = a.decide(0, BASE, FORM)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rounds, "contribution", lambda *words, **bound: pytest.fail("read again"))
+        values = [float(each["w"][0]) for each in a.named(line, FORM)]
+    assert values == [1.0, 2.0] and not a._waiting[0].tensors
+    assert [float(each["w"][0]) for each in b.named(line, FORM)] == values  # which has not decided, and reads
+    os.remove(tmp_path / "contributions/00000000/b")
+    offer(b, value=3.0)
+    with pytest.raises(Refused, match="another contribution of b than the line names"):
+        b.named(line, FORM)
 
 
 def test_the_first_line_stands_and_all_read_it(url):

@@ -39,7 +39,8 @@ def company(tmp_path, scorer: str, algorithm: str, **keys) -> dict[str, SmallPee
     }  # fmt: skip
     weights = {"w": torch.zeros(4096, dtype=torch.float64)}
     return {
-        name: SmallPeer({**keys, "name": name}, weights, 8, inner(-1.0 if name == "c" else 1.0))
+        # c is faster: others must not decide a round before c has announced that it trains for it
+        name: SmallPeer({**keys, "name": name}, weights, 8, inner(-1.0 if name == "c" else 1.0), 0.1 * (name != "c"))
         for name in keys["members"]
     }
 

@@ -1,0 +1,51 @@
+"""A line of the ledger of rounds, and a round that has none yet."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass
+class Line:
+    """A line of the ledger.
+
+    Attributes:
+        members: peer, hash of its contribution, and its jumps since its last one, in the order of the sum. With
+            decoupled peers also its completed steps, and those since it has received the fragment.
+        absent: reason of each other peer that was expected.
+        strikes: refused contributions so far, by peer.
+    """
+
+    round: int
+    members: list[dict[str, Any]]
+    absent: dict[str, str]
+    strikes: dict[str, int]
+    base: str
+    peer: str
+
+    @property
+    def names(self) -> list[str]:
+        return [each["peer"] for each in self.members]
+
+    def has(self, name: str) -> bool:
+        return name in self.names
+
+
+@dataclass
+class Waiting:
+    """A round that is not applied: the contributions that were read so far, in any order.
+
+    Attributes:
+        tensors: of good contributions, so that no byte of them is read again to apply the line.
+    """
+
+    since: float = field(default_factory=time.monotonic)
+    good: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    bad: dict[str, str] = field(default_factory=dict)
+    scored: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
+    announced: set[str] = field(default_factory=set)
