@@ -17,7 +17,7 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -97,6 +97,44 @@ class Link:
         return self.free
 
 
+class Paths:
+    """Packets between hosts: each passes the link of its source, the delays of both, and the link of its destination.
+
+    Packets of several sources pass the link of one destination in the order in which they come to it.
+
+    Args:
+        rates: bytes per second of each link, in each direction.
+        delays: seconds of each link, in each direction.
+    """
+
+    def __init__(self, rates: Sequence[float], delays: Sequence[float]) -> None:
+        self._up, self._down = ([Link(rate) for rate in rates] for _ in range(2))
+        self._delays, self._numbers = delays, itertools.count()
+        # time, order, destination, packet, whether it has passed the destination's link
+        self._waiting: list[tuple[float, int, int, bytes, bool]] = []
+
+    def send(self, now: float, source: int, to: int, packet: bytes) -> None:
+        at = self._up[source].passed(now, len(packet))
+        if at is not None:
+            self._push(at + self._delays[source] + self._delays[to], to, packet, False)
+
+    def due(self, now: float) -> Iterator[tuple[int, bytes]]:
+        """Destination and content of each packet that has come by a time, in order."""
+        while self._waiting and self._waiting[0][0] <= now:
+            at, _, to, packet, passed = heapq.heappop(self._waiting)
+            if passed:
+                yield to, packet
+            elif (end := self._down[to].passed(at, len(packet))) is not None:
+                self._push(end, to, packet, True)
+
+    def rest(self, now: float) -> float:
+        """Seconds until a packet moves, at most one."""
+        return min(max(self._waiting[0][0] - now, 0.0), 1.0) if self._waiting else 1.0
+
+    def _push(self, at: float, to: int, packet: bytes, passed: bool) -> None:
+        heapq.heappush(self._waiting, (at, next(self._numbers), to, packet, passed))
+
+
 class Wire:
     """Namespaces with addresses 10.79.0.1, 10.79.0.2, ... and a router between them. A context manager.
 
@@ -136,26 +174,17 @@ class Wire:
         return [(self._counts[2 * place], self._counts[2 * place + 1]) for place in range(len(self.places))]
 
     def _route(self, parent: int) -> None:
-        up, down = ([Link(rate) for rate in self.rates] for _ in range(2))
+        paths, selector = Paths(self.rates, self.delays), selectors.DefaultSelector()
         known = {socket.inet_aton(address): place for place, address in enumerate(self.addresses)}
-        waiting: list[tuple[float, int, int, bytes]] = []
-        numbers, selector = itertools.count(), selectors.DefaultSelector()
         for place, file in enumerate(self._files):
             selector.register(file, selectors.EVENT_READ, place)
         while os.getppid() == parent:
-            rest = waiting[0][0] - time.monotonic() if waiting else 1.0
-            for key, _ in selector.select(max(rest, 0.0)):
+            for key, _ in selector.select(paths.rest(time.monotonic())):
                 packet, now = os.read(key.fd, 1 << 16), time.monotonic()
-                to, size = known.get(packet[16:20]), len(packet)
-                if packet[0] >> 4 != 4 or to is None:
-                    continue
-                self._counts[2 * key.data] += size
-                at = up[key.data].passed(now, size)
-                if at is not None:
-                    at = down[to].passed(at + self.delays[key.data] + self.delays[to], size)
-                if at is not None:
-                    heapq.heappush(waiting, (at, next(numbers), to, packet))
-            while waiting and waiting[0][0] <= time.monotonic():
-                _, _, to, packet = heapq.heappop(waiting)
+                to = known.get(packet[16:20])
+                if packet[0] >> 4 == 4 and to is not None:
+                    self._counts[2 * key.data] += len(packet)
+                    paths.send(now, key.data, to, packet)
+            for to, packet in paths.due(time.monotonic()):
                 self._counts[2 * to + 1] += len(packet)
                 os.write(self._files[to], packet)

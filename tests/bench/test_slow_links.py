@@ -10,13 +10,24 @@ import threading
 import pytest
 
 from bench.slow_links import ONE, draw, table
-from bench.wire import QUEUE, Link, Wire
+from bench.wire import QUEUE, Link, Paths, Wire
 
 
 def test_a_link_has_a_rate_and_a_queue():
     link = Link(1000.0)
     assert [link.passed(0.0, 100) for _ in range(4)] == [0.1, 0.2, pytest.approx(0.3), None]
     assert link.passed(5.0, 100) == 5.1 and QUEUE == 0.2
+
+
+def test_a_full_link_of_one_host_delays_no_packet_of_another():
+    """Both send to the third, whose link costs nothing."""
+    paths = Paths([1e12, 1000.0, 1000.0], [0.0, 0.01, 0.02])
+    for number in range(3):
+        paths.send(0.0, 1, 0, bytes([number]) * 100)
+    paths.send(0.05, 2, 0, b"x" * 10)
+    assert [packet[0] for _, packet in paths.due(0.07)] == [] and paths.rest(0.07) == pytest.approx(0.01)
+    assert [packet[0] for _, packet in paths.due(0.1)] == [ord("x")]
+    assert [packet[0] for _, packet in paths.due(0.35)] == [0, 1, 2] and paths.rest(0.4) == 1.0
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not os.path.exists("/dev/net/tun"), reason="needs root and /dev/net/tun")
