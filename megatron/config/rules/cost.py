@@ -59,7 +59,8 @@ def _bytes_on_a_rank(context: RuleContext, weights: WeightCounts, replicas: int)
     if zero.offload_parameters.device != "none":
         sizes["weights"] = 0
     shared = {"state": zero.stage >= 1, "gradients": zero.stage >= 2, "weights": zero.stage >= 3}
-    each = sum(size / (replicas if shared[name] else parallel.depth) for name, size in sizes.items())
+    rows = max(parallel.depth, parallel.folded)  # ranks that share rows of matrices
+    each = sum(size / (replicas if shared[name] else rows) for name, size in sizes.items())
     # ranks that share experts are replicas too
     spread = max(parallel.expert, parallel.depth) if not shared["weights"] else 1
     experts = weights.experts / (spread * (parallel.expert_tensor or 1) * parallel.columns)
