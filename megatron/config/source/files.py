@@ -238,6 +238,9 @@ def _grid(source: ConfigSource, path: Path) -> None:
     for side, size in sides.items():
         if side in _SIDES:
             inner = (*path[:-1], _SIDES[side])
+            if get(source.values, inner, size) != size:
+                rule = f"must not differ from {dotted(inner)}, which is the same side of the grid"
+                source.problems.append(Problem(dotted((*path, side)), rule, "remove one", size, str(places[side])))
             put(source.values, inner, size)
             source.places[inner] = places[side]
         else:

@@ -251,6 +251,14 @@ LAYOUT = [
         ranks=2,
     ),
     case(
+        "a side of a grid in two places",
+        "parallel: {tensor: {rows: 2, columns: 2}, columns: 4}",
+        "a.yml:2: parallel.tensor.columns = 2",
+        "must not differ from parallel.columns, which is the same side of the grid",
+        "remove one",
+        ranks=8,
+    ),
+    case(
         "a side that is no number",
         "parallel: {tensor: {rows: two, depth: 0}}",
         "a.yml:2: parallel.tensor = 'two'",
