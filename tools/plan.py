@@ -152,9 +152,10 @@ def grids(options: argparse.Namespace) -> None:
 
     question = _question(options)
     answers = question.answers({"context": 1} | ({} if options.layout is None else parse(options.layout, "--layout")))
+    devices, networks = known_devices(options.machine)
     if not answers.plans:
-        raise ConfigError([why_nothing_fits(question, answers, dict(known_devices(options.machine)[0]))])
-    found = Grids(answers)
+        raise ConfigError([why_nothing_fits(question, answers, dict(devices))])
+    found = Grids(answers, networks)
     print(json.dumps(found.document(), indent=2) if options.json else found.text(options.top))
 
 

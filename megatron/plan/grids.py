@@ -11,7 +11,7 @@ writes the stream. That changes the down projection, whose `in` is several times
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -25,7 +25,7 @@ from megatron.parallel.messages.traffic import SIZES
 
 from .advice import align_lines
 from .candidate import Candidate, apply, layout_of
-from .devices import known_devices
+from .devices import Network, known_devices
 from .search import Answers, Plan
 from .step import collective, groups
 
@@ -88,10 +88,15 @@ class Grid:
 
 
 class Grids:
-    """The grids among the layouts of a search that fit."""
+    """The grids among the layouts of a search that fit.
 
-    def __init__(self, answers: Answers) -> None:
+    Args:
+        networks: to compare, by name. None: the built-in ones.
+    """
+
+    def __init__(self, answers: Answers, networks: Mapping[str, Network] | None = None) -> None:
         self.answers, self.question = answers, answers.question
+        self._networks = known_devices()[1] if networks is None else networks
 
     @cached_property
     def matrices(self) -> list[Shape]:
@@ -141,7 +146,7 @@ class Grids:
         for part in LINKS:
             slower = link.model_copy(update={"bandwidth": link.bandwidth / part})
             device = at.device.model_copy(update={"link": slower})
-            for name, network in known_devices()[1].items() if at.hosts > 1 else [("", at.network)]:
+            for name, network in self._networks.items() if at.hosts > 1 else [("", at.network)]:
                 there = self.question.on(replace(at, device=device, network=network))
                 best: dict[str, tuple[float, Candidate]] = {}
                 for plan in self.answers.plans:

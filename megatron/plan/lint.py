@@ -18,7 +18,7 @@ from megatron.config.variants import options_of
 from megatron.model.costs.describe import totals
 
 from .candidate import Candidate
-from .search import Plan, Question
+from .search import AXES, Plan, Question
 
 UNIT = 64  # elements of 16 bits: beyond it alignment gains nothing
 SAME = 0.02  # of the parameters: what a change may add or take away
@@ -166,10 +166,12 @@ class _Checker:
         ]
         if faster:
             gain = 1 - faster[0].step.seconds / self.plan.step.seconds
+            own, other = self.choice, faster[0].choice
             better = {
-                "parallel.tensor": faster[0].choice.tensor,
-                "parallel.pipeline": faster[0].choice.pipeline,
-                "zero.stage": faster[0].choice.zero,
+                f"parallel.{name}": getattr(other, name)
+                for name in AXES
+                if name == "pipeline" or getattr(other, name) != getattr(own, name)
             }
+            better["zero.stage"] = other.zero
             text = "cutting matrices makes their products small and adds sums: cut as little as memory allows"
             yield LintFinding("tensor-small", "parallel.tensor", self.choice.tensor, text, better, gain)

@@ -13,7 +13,7 @@ from megatron.plan.candidate import Candidate
 from megatron.plan.devices import cluster
 from megatron.plan.grids import Grids, numbers_sent, sides
 from megatron.plan.messages.predict import predict
-from megatron.plan.search import Question
+from megatron.plan.search import Answers, Question
 from tests.parallel.test_depth import GOLDEN
 from tools import plan as tool
 
@@ -45,6 +45,12 @@ def test_the_published_script_has_a_factor_on_the_wrong_side():
 def odd() -> Grids:
     question = Question.from_sources([ConfigSource(json.loads(json.dumps(ODD)))], cluster(8, "a100"))
     return Grids(question.answers())
+
+
+def test_networks_are_those_of_the_machine_file():
+    question = Question.from_sources([ConfigSource(json.loads(json.dumps(ODD)))], cluster(8, "a100", hosts=2))
+    rows = Grids(Answers(question), {"mine": question.at.network}).networks()
+    assert [each["network"] for each in rows] == ["mine"] * 3
 
 
 def test_plans_propose_columns_where_they_are_faster(odd: Grids):

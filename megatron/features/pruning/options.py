@@ -205,7 +205,7 @@ def _memory(config: Any, layout: Any, weights: Any) -> dict[str, float]:
     share, whole = (1 - keep) * pruned / weights.total, states(config, layout, weights)
     size = 4 if config.precision.compute == "fp32" else 2
     saved = {name: -share * whole[name] for name in ("gradients", "states")}
-    held = 1.0  # micro-batches, each of which has whole matrices of its own until its gradients are due
+    held = 1.0  # micro-batches. Each has whole matrices of its own until its gradients are due
     if layout.pipeline > 1 and config.training.activation_checkpointing.mode != "full":
         held = live_micro_batches(config.parallel, 0, config.training.accumulation or 1)
     return {**saved, "weights": (4 + size) * keep * pruned + (held - 1) * size * pruned}
