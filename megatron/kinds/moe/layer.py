@@ -230,11 +230,10 @@ class MoE(nn.Module):
         """This rank's part of the experts' outputs."""
         router = self.options.router
         if choice.experts_Tk is not None:
-            weights = weights_of(scores_TE, choice.experts_Tk, self.options)
+            own = None if self.expert_scale is None else sum_gradient(self.expert_scale, self.mesh.tensor)
+            weights = weights_of(scores_TE, choice.experts_Tk, self.options, own)
         else:
             weights = scores_TE.T.gather(1, choice.of_experts).flatten() * router.scale
-        if self.expert_scale is not None:
-            weights = weights * sum_gradient(self.expert_scale, self.mesh.tensor)[choice.of_tokens]
         weights = sum_gradient(weights, self.mesh.columns)  # each column has other channels of the outputs
         x_TH = x_TH if self.latent_down is None else split_channels(self.latent_down(x_TH), self.mesh.columns)
         sent_RH, ends_E, sent = self.exchange.send(permute(x_TH, rows), rows)

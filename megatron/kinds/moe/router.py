@@ -91,13 +91,22 @@ def choose_experts(
     return ExpertChoice(wanted_TE.topk(options.top_k, dim=-1).indices)
 
 
-def weights_of(scores_TE: Tensor, experts_Tk: Tensor, options: MoEOptions) -> Tensor:
-    """The weights [T, k] of the chosen experts' outputs, from their uncorrected scores. 0 where no expert is used."""
+def weights_of(
+    scores_TE: Tensor, experts_Tk: Tensor, options: MoEOptions, expert_scale_E: Tensor | None = None
+) -> Tensor:
+    """The weights [T, k] of the chosen experts' outputs, from their uncorrected scores. 0 where no expert is used.
+
+    Args:
+        expert_scale_E: the numbers of `router.expert_scale`.
+    """
     router, scores_Tk = options.router, scores_TE.gather(1, experts_Tk)
     if router.normalize:
         scores_Tk = scores_Tk / (scores_Tk.sum(-1, keepdim=True) + TINY)
     if router.skip:
         scores_Tk = scores_Tk.masked_fill(experts_Tk == options.experts, 0.0)
+    if expert_scale_E is not None:
+        numbers_Tk = experts_Tk.clamp(max=options.experts - 1) if router.skip else experts_Tk
+        scores_Tk = scores_Tk * expert_scale_E[numbers_Tk]
     return scores_Tk if router.scale == 1.0 else scores_Tk * router.scale
 
 

@@ -51,6 +51,6 @@ def traced(
     found = {}
     for number, moe in layers.items():
         experts_Tk = experts[number][-1]
-        weights_Tk = weights_of(scores[number], experts_Tk, moe.options)
+        weights_Tk = weights_of(scores[number], experts_Tk, moe.options, moe.expert_scale)
         found[number] = experts_Tk.unflatten(0, tokens_BS.shape), weights_Tk.unflatten(0, tokens_BS.shape)
     return found
