@@ -226,6 +226,7 @@ class Architecture:
         further_copies: tensors of each such layer that are copies of others (see `source`).
         newer: why version 4 of transformers does not give this model's logits. "" if it does.
         older: settings that version 4 reads in addition, from settings of version 5.
+        by_layer: settings that `per_layer_config` may give to single layers.
     """
 
     name: str
@@ -245,6 +246,7 @@ class Architecture:
     further_copies: tuple[str, ...] = ()
     newer: Callable[[ModelSection], str] = lambda model: ""
     older: Callable[[dict[str, Any]], dict[str, Any]] = lambda settings: {}
+    by_layer: tuple[str, ...] = ()
 
     @property
     def blocks(self) -> tuple[str, ...]:

@@ -81,6 +81,10 @@ def model_values(theirs: PreTrainedConfig, extensions: Extensions = ()) -> dict[
         CheckpointError: with every setting that our model does not compute.
     """
     architecture, problems = architecture_of(theirs, extensions), []
+    if more := _of_single_layers(theirs) - set(architecture.by_layer):
+        raise CheckpointError(
+            theirs.model_type, f"per_layer_config: {', '.join(sorted(more))} of single layers is not computed here"
+        )
     values: dict[str, Any] = {}
     for ours, value in architecture.fixed.items():
         _put(values, ours, value)
@@ -103,6 +107,12 @@ def model_values(theirs: PreTrainedConfig, extensions: Extensions = ()) -> dict[
     if problems:
         raise CheckpointError(theirs.model_type, problems)
     return values
+
+
+def _of_single_layers(theirs: PreTrainedConfig) -> set[str]:
+    """Settings that some layer has for itself. Version 5 of transformers gives them to models of any architecture."""
+    own = theirs.to_dict().get("per_layer_config") or {}
+    return {str(name) for each in own.values() for name in each}
 
 
 def _put(values: dict[str, Any], key: str, value: Any) -> None:

@@ -191,6 +191,8 @@ class ByLayer(Layers):
         return ["_".join(part) for part in parts]
 
     def read(self, theirs: PreTrainedConfig) -> Found:
+        if unknown := sorted(set(theirs.layer_types) - {FULL, SLIDING}):
+            return {}, [f"layer_types: {', '.join(unknown)} is not computed here, only {FULL} and {SLIDING}"]
         values: dict[str, Any] = {"layers": self.pattern(theirs), **self.more(theirs)}
         problems: list[str] = []
         own: dict[str, Any] = {"window": theirs.sliding_window}

@@ -110,7 +110,13 @@ class _TwoWidths(ByLayer):
         return runs_of([f"attention@{name}/{ffn}" if name else f"attention/{ffn}" for name, ffn in zip(names, ffns)])
 
     def read(self, theirs: PreTrainedConfig) -> Found:
+        shared, layers = theirs.num_kv_shared_layers, theirs.num_hidden_layers
+        if not 0 <= shared < layers:
+            rule = f"must be at least 0 and below num_hidden_layers={layers}, not {shared}"
+            return {}, [f"num_kv_shared_layers {rule}"]
         values, problems = super().read(theirs)
+        if "layers" not in values:
+            return values, problems
         near = values.get("variants", {}).get("sliding", {})
         if near:
             near["rotary"] = {"fraction": 1.0, **near["rotary"]}
@@ -246,5 +252,6 @@ GEMMA4 = Architecture(
         **common.options("moe.router", normalize=True, expert_scale=True, scale=1.0, groups=1),
     },
     buffers=(r".*rotary_emb\..*",),
+    by_layer=("head_dim", "num_key_value_heads"),
     newer=lambda model: "version 4 does not have the class",
 )
