@@ -27,7 +27,7 @@ from megatron.training.trainer import Trainer
 from .folder import Unreadable
 from .hook import PAUSE, PeersHook
 from .line import Line
-from .messages import Refused
+from .messages import JUMPS, Refused
 from .rounds import Form, Rounds, TooFew, retried
 
 LINE, AHEAD, END = "line", "ahead", "end"
@@ -317,6 +317,12 @@ class DecoupledHook(PeersHook):
             return
         if not all(bool(each.isfinite().all()) for each in local.values()):
             trainer.log(f"warning: round {round}: no contribution, since weights are not finite")
+            return
+        if len(part.jumps) > JUMPS:  # refused by the others, as a strike
+            trainer.log(
+                f"warning: round {round}: no contribution, since {rounds.name} was in none of the last {JUMPS} rounds "
+                "that it applied. It is too slow for peers.delay, for which rounds wait"
+            )
             return
         tensors = part.contribution(round, local)
         facts = {"base": part.base(round), "jumps": [*part.jumps], "completed": completed, "steps": steps}

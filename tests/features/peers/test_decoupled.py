@@ -14,6 +14,7 @@ import torch
 from safetensors.numpy import load
 
 from megatron.features.peers.decoupled import DecoupledRounds, Watch
+from megatron.features.peers.messages import JUMPS
 from megatron.features.peers.outer import merged, norm_of
 from tests.features.peers.companies import secret
 from tests.features.peers.small import TOKENS, Killed, SmallPeer, together
@@ -262,6 +263,16 @@ def test_a_peer_that_waits_for_a_silent_one_ends_after_a_timeout_and_says_so(tmp
     a.run()
     assert a.completed == STEPS and a.stop_reason is None
     assert a.part.round == STEPS // 2 or any("the run ends with the common weights of round" in each for each in a.logs)
+
+
+def test_a_peer_that_is_too_slow_for_all_rounds_has_no_strike(tmp_path):
+    """The jumps since its last contribution do not fit into a line."""
+    a, b = company(tmp_path / "run", {"a": 0.01, "b": 0.01}, quorum=1, timeout=1.0).values()
+    b.part.jumps = [[0, 0]] * (JUMPS + 1)
+    together([a.run, b.run])
+    found = lines(tmp_path / "run")
+    assert all(line["strikes"] == {} and [each["peer"] for each in line["members"]] == ["a"] for line in found)
+    assert any("too slow for peers.delay" in each for each in b.logs)
 
 
 @pytest.mark.parametrize("facts", [(0, 4), (5, 4), (1, 25), (1.0, 4), (True, 4), (None, 4)], ids=str)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from typing import Any
 
 import pytest
 import torch
@@ -10,14 +12,16 @@ import torch
 from megatron.config.problems import UserError
 from tests.features.peers.companies import secret
 from tests.features.peers.small import SmallPeer, together
+from tests.paths import ROOT
+
+PAGE: dict[str, Any] = {}
+exec(re.findall(r"```python\n(.*?)```", (ROOT / "docs/peers.md").read_text(encoding="utf-8"), re.DOTALL)[0], PAGE)
 
 
 def score(round, common, deltas):
-    """As the one of the documentation."""
-    flat = {peer: torch.cat([each[name].flatten() for name in common]) for peer, each in deltas.items()}
-    unit = {peer: each / each.norm() for peer, each in flat.items()}
-    rest = {peer: sum(unit.values()) - each for peer, each in unit.items()}
-    return {peer: "against\nthe others" for peer, each in unit.items() if each @ rest[peer] < -0.1 and len(unit) > 2}
+    """The one of the documentation, with a control character in its reasons."""
+    common["w"].zero_()  # of a copy
+    return {peer: reason.replace(" ", "\n", 1) for peer, reason in PAGE["score"](round, common, deltas).items()}
 
 
 def broken(round, common, deltas):
@@ -61,3 +65,10 @@ def test_a_scorer_that_fails_ends_the_run_with_its_name(tmp_path):
     peers = company(tmp_path, "broken", "diloco")
     with pytest.raises(UserError, match="peers.scorer = .*:broken fails with KeyError: 'w'"):
         together([each.run for each in peers.values()])
+
+
+def test_a_peer_that_sends_zeros_does_not_hide_another():
+    good = torch.linspace(0.1, 1.0, 8)
+    deltas = {"a": good, "b": 2 * good, "c": -good, "d": torch.zeros(8)}
+    found = PAGE["score"](0, {"w": good}, {peer: {"w": each} for peer, each in deltas.items()})
+    assert found == {"c": "against the others"}
