@@ -7,13 +7,15 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron.checkpoint import CheckpointError, FragmentSpec, open_checkpoint, save
-from megatron.checkpoint.format.index import Index, checksum
+from megatron.checkpoint.format.index import GROUP, Index, checksum, refuse_strange
 from megatron.checkpoint.format.rankfile import read_table
 from megatron.checkpoint.format.table import Vocabulary
 from megatron.parallel.layout.layout import Layout
+from megatron.parallel.layout.shard import LogicalTensor, Role, Shard
 from tests.checkpoint.former_format import to_format_1
 from tests.checkpoint.model import Model, Together, fragments, meta
 from tests.checkpoint.rewritten import rewrite_head
@@ -128,6 +130,18 @@ def test_tensors_that_cannot_be_are_refused(path: Path, change: dict):
     values["tensors"][0] |= change
     with pytest.raises((ValueError, TypeError, LookupError)):
         Vocabulary.from_json(json.dumps(values))
+
+
+def test_columns_divide_the_ranks_of_a_tensor():
+    vocabulary = Vocabulary([LogicalTensor("a", (4, 4), Role.HIDDEN, Shard(0, across=1, columns=2))], ["x"])
+    groups = np.zeros(1, GROUP)
+    for ranks in (2, 4):
+        groups["tensor_ranks"] = ranks
+        refuse_strange(groups, vocabulary, 1)
+    for ranks in (1, 3):
+        groups["tensor_ranks"] = ranks
+        with pytest.raises(ValueError, match="columns that do not divide"):
+            refuse_strange(groups, vocabulary, 1)
 
 
 def test_a_file_of_another_rank_or_step_is_not_read(tmp_path: Path):

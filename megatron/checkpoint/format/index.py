@@ -161,6 +161,10 @@ def refuse_strange(groups: np.ndarray, vocabulary: Vocabulary, rows: int) -> Non
         raise ValueError("its table and its list of tensors do not agree")
     if len(first) and groups["tensor"].max() >= len(vocabulary.tensors):
         raise ValueError("its list of tensors has more than its vocabulary")
+    shards = [tensor.shard for tensor in vocabulary.tensors]
+    columns = np.array([1 if shard is None else shard.columns for shard in shards], dtype=np.int64)
+    if len(first) and (ranks % columns[groups["tensor"]]).any():
+        raise ValueError("a tensor has columns that do not divide its tensor parallel ranks")
 
 
 BATCH = 1 << 16  # rows that are sorted at once: 3.4 MB, and a few times that while sorting
