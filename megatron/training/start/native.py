@@ -29,7 +29,7 @@ def _limits(config: Config, layout: Layout) -> Iterator[tuple[bool, str]]:
     yield (
         layout.tensor > 1 or layout.pipeline > 1 or layout.zero_stage == 0,
         f"of layout {layout} do not say how tensors are cut, or have no fp32 masters. Use parallel.tensor=1 "
-        "parallel.pipeline=1 zero.stage=1, or to_deepspeed.py",
+        "parallel.columns=1 parallel.pipeline=1 zero.stage=1, or to_deepspeed.py",
     )
     yield (
         keeps_owner_states(config),
