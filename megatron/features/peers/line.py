@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+JUMPS = 1000  # most jumps in a contribution: they are in a line, whose size is limited
+
 
 @dataclass
 class Line:
@@ -49,3 +51,10 @@ class Waiting:
     bad: dict[str, str] = field(default_factory=dict)
     scored: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
     announced: set[str] = field(default_factory=set)
+
+
+def jumps_can_be(jumps: Any) -> bool:
+    """Whether a value has the form of `Line.members`' jumps."""
+    if not isinstance(jumps, list) or len(jumps) > JUMPS or not all(isinstance(each, list) for each in jumps):
+        return False
+    return all(len(each) == 2 and all(type(n) is int and 0 <= n < 1 << 53 for n in each) for each in jumps)

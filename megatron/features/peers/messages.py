@@ -17,7 +17,6 @@ from torch import Tensor
 from .signing import Signer
 
 HEAD_LIMIT = 1 << 20  # bytes of the line of JSON
-JUMPS = 1000  # most jumps in a contribution: they are in a line, whose size is limited
 OVERHEAD = 512  # bytes of a tensor's entry in a payload, at most
 
 
@@ -93,24 +92,25 @@ def tensors_of(payload: bytes, expected: Expected) -> dict[str, Tensor]:
         found = load(payload)
     except Exception as error:  # an unexpected one must not keep the others from deciding the round
         raise Refused(f"damaged: {type(error).__name__}") from error
+    check_tensors(found, expected)
+    return found
+
+
+def check_tensors(found: Mapping[str, Tensor], expected: Expected) -> None:
+    """
+    Raises:
+        Refused: these are other tensors, or values that are not finite.
+    """
     if {name: (tuple(each.shape), each.dtype) for name, each in found.items()} != dict(expected):
         raise Refused("tensors of other names, shapes or types")
     if not all(bool(each.isfinite().all()) for each in found.values() if each.is_floating_point()):
         raise Refused("values that are not finite")
-    return found
 
 
 def limit(expected: Expected) -> int:
     """Most bytes of a message with these tensors."""
     sizes = (torch.Size(shape).numel() * dtype.itemsize for shape, dtype in expected.values())
     return HEAD_LIMIT + sum(sizes) + OVERHEAD * (len(expected) + 1)
-
-
-def jumps_can_be(jumps: Any) -> bool:
-    """Whether a value has the form of `Line.members`' jumps."""
-    if not isinstance(jumps, list) or len(jumps) > JUMPS or not all(isinstance(each, list) for each in jumps):
-        return False
-    return all(len(each) == 2 and all(type(n) is int and 0 <= n < 1 << 53 for n in each) for each in jumps)
 
 
 def digest(content: bytes | memoryview) -> str:

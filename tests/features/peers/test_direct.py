@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,10 +23,10 @@ from megatron.config.problems import UserError
 from megatron.features.peers.direct import DirectFolder, OwnFiles
 from megatron.features.peers.folder import SharedFolder, Unreadable
 from megatron.features.peers.messages import Refused, seal
-from megatron.features.peers.options import PeersSection
+from megatron.features.peers.options import SERVER, PeersSection
 from megatron.features.peers.rounds import Rounds
 from megatron.features.peers.signing import Signer
-from megatron.features.peers.sockets import NONCE, ServedFolder, receive, send
+from megatron.features.peers.sockets import NONCE, FolderServer, ServedFolder, receive, send
 from tests.features.peers.companies import free, secret, serving
 from tests.features.peers.small import SmallPeer, together
 from tests.features.peers.test_sockets import frames
@@ -217,26 +218,49 @@ def test_an_address_that_is_taken(company, tmp_path):
         OwnFiles(taken, Signer(KEY, None), tmp_path / "other")
 
 
-@pytest.mark.parametrize("algorithm", ["diloco", "decoupled"])
-def test_peers_over_a_server_and_direct_sockets(tmp_path, algorithm):
-    """The server has the ledger and notes only. Each peer waits at its end until the others have its last file."""
+@pytest.mark.parametrize(
+    "algorithm, direct", [("diloco", True), ("decoupled", True), ("diloco", False), ("sparseloco", False)]
+)
+def test_each_contribution_is_received_once_by_each_other_peer(tmp_path, monkeypatch, algorithm, direct):
+    """From a server that has all files, or from its author, where the server has the ledger and notes only. Each peer
+    waits at its end until the others have its last file."""
     key, weights = secret(tmp_path), {"layers.0.w": torch.zeros(5000, dtype=torch.float64)}
+    received, sent = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()  # by server, peer and file
+    answer = FolderServer.answer
+
+    def counted(server, peer, facts, payload):
+        reply, content = answer(server, peer, facts, payload)
+        if facts["name"].startswith("contributions/") and facts["operation"] in ("read", "create"):
+            received[server.name, peer, facts["name"]] += len(content)
+            sent[server.name, peer, facts["name"]] += len(payload)
+        return reply, content
 
     def inner(each, step) -> None:
         each["layers.0.w"].sub_(0.1 * (each["layers.0.w"] - torch.linspace(0, 1, 5000, dtype=torch.float64)))
 
+    monkeypatch.setattr(FolderServer, "answer", counted)
     members, shared = ["a", "b", "c"], tmp_path / "shared"
     with serving(shared, "peers", members, bytes.fromhex(Path(key).read_text())) as url:
         keys = {
             "every": 2, "members": members, "folder": url, "signature": "shared_key", "key_file": key, "quorum": 3,
             "outer_lr": 0.7, "outer_momentum": 0.9, "timeout": 20.0, "algorithm": algorithm, "patience": 30.0,
         }  # fmt: skip
-        peers = [SmallPeer({**keys, "name": name, "listen": free()}, weights, 6, inner, 0.03) for name in members]
+        own = {name: {"listen": free()} if direct else {} for name in members}
+        peers = [SmallPeer({**keys, "name": name, **own[name]}, weights, 6, inner, 0.03) for name in members]
         for each in peers:
             each.config.run.dir = str(tmp_path / str(each.own.name))
         together([each.run for each in peers])
     assert all(torch.equal(each.weights["layers.0.w"], peers[0].weights["layers.0.w"]) for each in peers)
     found = [json.loads(each.read_text())["signed"]["members"] for each in sorted((shared / "rounds").iterdir())]
     assert [len(each) for each in found] == [3] * len(found) and len(found) == 3 or algorithm == "decoupled"
-    assert all(each.stat().st_size < 200 for each in (shared / "contributions").glob("*/*"))
-    assert (tmp_path / f"a/peers/contributions/{len(found) - 1:08d}/c").stat().st_size > 5000 * 8
+    names = [f"{number:08d}/{each['peer']}" for number, line in enumerate(found) for each in line]
+    for name in (f"contributions/{each}" for each in names):
+        author = name[-1]
+        whole = ((tmp_path / author / "peers" if direct else shared) / name).stat().st_size
+        assert sent[SERVER, author, name] == (shared / name).stat().st_size  # with `direct` a note
+        assert {peer: received[author if direct else SERVER, peer, name] for peer in members} == {
+            peer: 0 if peer == author else whole for peer in members
+        }, name
+    if direct:
+        assert all(each.stat().st_size < 200 for each in (shared / "contributions").glob("*/*"))
+        assert (tmp_path / f"a/peers/contributions/{len(found) - 1:08d}/c").stat().st_size > 5000 * 8
