@@ -21,6 +21,7 @@ model:
   vocab_size: 40
   attention: {heads: 4}
   head: {bias: true}
+  residual: {token_inputs: 4}
 training: {steps: 2, sequence_length: 16, micro_batch_size: 2, global_batch_size: 4}
 data: {synthetic: copy}
 checkpoint: {log_spaced: true}
@@ -71,7 +72,7 @@ def test_known_rows_are_kept_and_new_ones_start_as_said(tmp_path: Path, layout, 
     found = train(tmp_path / "after", ranks, new, *words)
     assert found.keys() == before.keys()
     for name, value in found.items():
-        if name in ("embedding.tokens.weight", "head.weight", "head.bias"):
+        if name in ("embedding.tokens.weight", "head.weight", "head.bias") or name.endswith("inputs.table.weight"):
             assert value.shape[0] == 51 and value[:OLD].equal(before[name][:OLD])
             mean = before[name][:OLD].double().mean(0).float().expand_as(value[OLD:])
             assert value[OLD:].equal(mean if how == "mean" else fresh[name][OLD:])

@@ -36,7 +36,8 @@ class AdapterSection(Section):
     targets: list[str] = key(
         lambda: [ALL],
         "Linear layers of blocks, by the end of their names, as in 'attention.query'. `*` stands for any text. all: "
-        "every linear layer of every block. Experts, routers, the embedding and the head have no adapters.",
+        "every linear layer of every block. Experts, routers, the embedding, inputs of tokens and the head have no "
+        "adapters.",
     )
     initialize_from: str | None = key(
         None, "Checkpoint of adapters that the run begins with, such as one of `deepy adapter from-peft`."

@@ -140,7 +140,7 @@ def shard_of(whole: Tensor, tensor: LogicalTensor, skipped: int, target: Fragmen
     return whole
 
 
-TABLES = ("embedding.tokens.weight", "head.weight", "head.bias")
+TOKENS, HEAD = "embedding.tokens.weight", ("head.weight", "head.bias")
 SAME, MEAN, INITIAL = "same", "mean", "initial"
 
 
@@ -154,9 +154,9 @@ def extended(
     """
     rest: list[Fragment] = []
     made: list[tuple[Fragment, LogicalTensor]] = []
-    if config.checkpoint.initialize_vocabulary == SAME or TABLES[0] not in checkpoint.tensors:
+    if config.checkpoint.initialize_vocabulary == SAME or TOKENS not in checkpoint.tensors:
         return list(targets), made, 0
-    stored = checkpoint.tensors[TABLES[0]].shape[0]
+    stored = checkpoint.tensors[TOKENS].shape[0]
     known = min(stored, _known_tokens(checkpoint, config, log) or stored)
     if config.model.vocab_size < known:
         raise CheckpointError(
@@ -165,7 +165,8 @@ def extended(
             "rows can be added, not taken away",
         )
     for target in targets:
-        if target.tensor.name in TABLES and target.tensor.name in checkpoint.tensors:
+        table = target.tensor.role is Role.EMBEDDING or target.tensor.name in HEAD  # blocks may have tables, too
+        if table and target.tensor.name in checkpoint.tensors:
             made.append((target, checkpoint.tensors[target.tensor.name]))
         else:
             rest.append(target)
