@@ -102,7 +102,7 @@ def _checked(plan: JobPlan, environment: Mapping[str, str]) -> tuple[dict[str, P
         )
     folder = Path(plan.job.directory, plan.resolved.config.run.dir)
     own, key = load_of("peers", "here:overrides")(plan.resolved.config, folder)
-    peers = {}
+    peers: dict[str, Peer] = {}
     for (name, words), variables in zip(own.items(), _variables(plan, environment), strict=True):
         console = folder / "peers" / name / "console.log" if peers else None
         peers[name] = Peer((*_words(plan, words), *plan.taken.own), variables, console)
