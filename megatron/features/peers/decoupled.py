@@ -26,8 +26,8 @@ from megatron.training.trainer import Trainer
 
 from .folder import Unreadable
 from .hook import PAUSE, PeersHook
-from .line import Line
-from .messages import JUMPS, Refused
+from .line import JUMPS, Line
+from .messages import Refused
 from .rounds import Form, Rounds, TooFew, retried
 
 LINE, AHEAD, END = "line", "ahead", "end"

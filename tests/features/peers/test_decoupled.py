@@ -14,7 +14,7 @@ import torch
 from safetensors.numpy import load
 
 from megatron.features.peers.decoupled import DecoupledRounds, Watch
-from megatron.features.peers.messages import JUMPS
+from megatron.features.peers.line import JUMPS
 from megatron.features.peers.outer import merged, norm_of
 from tests.features.peers.companies import secret
 from tests.features.peers.small import TOKENS, Killed, SmallPeer, together
