@@ -109,7 +109,8 @@ class Pruning(EnginePart):
             CheckpointError: on every rank. The ranks found different masks, or a mask cannot be used.
             UserError: on every rank. A mask of this or another rank cannot be used.
         """
-        talk, found, failure = _communicator(engine), dict[str, Tensor](), None
+        talk, found = _communicator(engine), dict[str, Tensor]()
+        failure: Exception | None = None
         try:
             found = self._places_by_masks(engine, weights)
         except (CheckpointError, OSError, UserError) as error:  # raised below: other stages and hosts wait
