@@ -17,8 +17,10 @@ from megatron.checkpoint.format.table import tensor_from_dict, tensor_to_dict
 from megatron.config import resolve
 from megatron.config.kind import kinds_of
 from megatron.config.sections.model import NormOptions
+from megatron.kinds.moe.layer import MoE
 from megatron.model.norm import Norm
 from megatron.model.stack import build_model
+from megatron.model.stream import Stream
 from megatron.parallel.layers.parameters import ParameterFactory, logical_of, shard_index, shard_start
 from megatron.parallel.layout.layout import Layout
 from megatron.parallel.layout.mesh import Mesh
@@ -194,6 +196,23 @@ def test_experts_of_every_form():
     """Routers with and without states, biases, a shared expert with a gate, latent experts, norms of their own. And
     latent attention with and without compressed queries."""
     check_layouts(MOE, [grid(2, 2), grid(1, 2, 2), grid(1, 2, 2, expert=2), grid(1, 4)])
+
+
+def test_noise_of_routers_is_numbered_by_channels_of_the_whole_stream():
+    values = {**LLAMA["model"], "layers": "moe", "moe": {"hidden_size": 16, "router": {"jitter": 0.4}}}
+    config, draw, layout = (
+        resolve({**LLAMA, "model": values}),
+        torch.Generator().manual_seed(3),
+        Layout(tensor=4, columns=2),
+    )
+    x = torch.randn((2, 12, 16), generator=draw)
+    stream, noisy = Stream(x, samples=torch.tensor([5, 2**33 + 1])), []
+    for mesh in (Mesh.single(), *(Mesh.describe(layout, rank) for rank in range(4))):
+        (moe,) = (each for each in build_model(config, mesh).train().modules() if isinstance(each, MoE))
+        noisy.append(moe._jittered(x.chunk(mesh.columns.size, -1)[mesh.columns.rank], stream))
+    assert not torch.equal(noisy[0], x)
+    for rank, each in enumerate(noisy[1:]):
+        assert torch.equal(each, noisy[0].chunk(2, -1)[rank % 2])
 
 
 def normed_on_a_rank(layout: Layout, form: str, x: Tensor, of_y: Tensor) -> tuple[int, list[Tensor]]:
