@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import secrets
 import statistics
 import threading
@@ -120,8 +121,10 @@ def _watched(clock: Clock, ready: Callable[[], None]) -> ExitStack:
     return stack
 
 
-def one_peer(place: str, folder: str, name: str, count: int, least: float, values: dict[str, Any]) -> dict[str, float]:
-    """Train as one of `count` peers in a network namespace, on this rank."""
+def one_peer(
+    place: str, folder: str, name: str, count: int, least: float, values: dict[str, Any], ranks: int = 1
+) -> dict[str, float]:
+    """Train as one of `count` peers in a network namespace, on this rank of the peer. Others of them may come later."""
     from megatron.testing.runs import train_on_this_rank
 
     clock = Clock(least)
@@ -132,9 +135,12 @@ def one_peer(place: str, folder: str, name: str, count: int, least: float, value
             time.sleep(0.01)
 
     if place:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the name of the machine has no address there
         enter(place)
     with _watched(clock, ready):
-        rows = train_on_this_rank(values, [], 1)
+        rows = train_on_this_rank(values, [], ranks)
+    if not rows:
+        return {}  # not the first rank
     return {"loss": _loss(rows), "computing": clock.spent, "seconds": clock.end - clock.begin}
 
 
@@ -142,7 +148,7 @@ def _loss(rows: Sequence[dict[str, Any]]) -> float:
     return float([each["validation"]["validation"]["loss"] for each in rows if "validation" in each][-1])
 
 
-def _values(steps: int, data: Path, folder: Path, seed: int, batch: int) -> dict[str, Any]:
+def values_of(steps: int, data: Path, folder: Path, seed: int, batch: int) -> dict[str, Any]:
     training = {"steps": steps, "sequence_length": LENGTH, "global_batch_size": batch, "micro_batch_size": BATCH}
     return {
         "run": {"dir": str(folder)},
@@ -174,10 +180,10 @@ def _train(given: argparse.Namespace, row: str, seed: int, data: Path, folder: P
     with ExitStack() as stack, ThreadPoolExecutor(given.peers) as threads:
         wire = None if given.no_link else stack.enter_context(Wire.star(given.peers, given.rate, given.round_trip / 2))
         if wire is not None:
-            keys["folder"] = _served(stack, wire, folder / "shared", names, key)
+            keys["folder"] = served(stack, wire, folder / "shared", names, key)
         jobs = []
         for place, (name, team) in enumerate(zip(names, teams, strict=True)):
-            values = {**_values(steps, data, folder / name, seed, BATCH), "peers": {**keys, "name": name}}
+            values = {**values_of(steps, data, folder / name, seed, BATCH), "peers": {**keys, "name": name}}
             at, least = (wire.places[place + 1].place, given.step) if wire is not None else ("", 0.0)
             jobs.append(threads.submit(team.run, one_peer, (at, str(folder), name, given.peers, least, values)))
         found = [job.result()[0] for job in jobs]
@@ -195,7 +201,7 @@ def _train(given: argparse.Namespace, row: str, seed: int, data: Path, folder: P
     }
 
 
-def _served(stack: ExitStack, wire: Wire, folder: Path, names: Sequence[str], key: Path) -> str:
+def served(stack: ExitStack, wire: Wire, folder: Path, names: Sequence[str], key: Path) -> str:
     """The URL of a folder that is served in the wire's first namespace."""
     from megatron.features.peers.signing import Signer
     from megatron.features.peers.sockets import FolderServer
@@ -207,7 +213,7 @@ def _served(stack: ExitStack, wire: Wire, folder: Path, names: Sequence[str], ke
     return f"tcp://{address[0]}:{address[1]}"
 
 
-def _files(folder: Path) -> None:
+def write_corpus(folder: Path) -> None:
     import numpy as np
 
     from megatron.data.token_file import TokenFileWriter
@@ -254,7 +260,7 @@ def _measured(given: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     kept = given.out / "slow_links.json" if given.out is not None else folder / "slow_links.json"
     made: list[dict[str, Any]] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else []
     kept.parent.mkdir(parents=True, exist_ok=True)
-    _files(folder)
+    write_corpus(folder)
     ranks.TIMEOUT = 3600.0  # seconds for a run
     teams = [ranks.RankPool(1) for _ in range(given.peers)]
     try:
@@ -266,7 +272,7 @@ def _measured(given: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                 if row == ONE and not given.no_link:
                     continue
                 if row == ONE:
-                    values = _values(given.steps, folder, place, seed, BATCH * given.peers)
+                    values = values_of(given.steps, folder, place, seed, BATCH * given.peers)
                     rows = ranks.on_ranks(1, train_on_this_rank, values, [], 1)[0]
                     made.append({
                         "row": row,

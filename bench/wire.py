@@ -150,6 +150,7 @@ class Wire:
         self._files = [place.call(_tunnel, address) for place, address in zip(self.places, self.addresses)]
         context = get_context("fork")
         self._counts = context.Array("Q", 2 * len(rates), lock=False)
+        self._cut = context.Array("B", len(rates), lock=False)
         self._router = context.Process(target=self._route, args=(os.getpid(),), daemon=True)
 
     @classmethod
@@ -173,6 +174,10 @@ class Wire:
         """Bytes that each has sent and received so far, with heads of packets."""
         return [(self._counts[2 * place], self._counts[2 * place + 1]) for place in range(len(self.places))]
 
+    def cut(self, place: int, cut: bool) -> None:
+        """Cut a link, or repair it. No side gets an error, as without a cable."""
+        self._cut[place] = cut
+
     def _route(self, parent: int) -> None:
         paths, selector = Paths(self.rates, self.delays), selectors.DefaultSelector()
         known = {socket.inet_aton(address): place for place, address in enumerate(self.addresses)}
@@ -182,9 +187,10 @@ class Wire:
             for key, _ in selector.select(paths.rest(time.monotonic())):
                 packet, now = os.read(key.fd, 1 << 16), time.monotonic()
                 to = known.get(packet[16:20])
-                if packet[0] >> 4 == 4 and to is not None:
+                if packet[0] >> 4 == 4 and to is not None and not self._cut[key.data]:
                     self._counts[2 * key.data] += len(packet)
                     paths.send(now, key.data, to, packet)
             for to, packet in paths.due(time.monotonic()):
-                self._counts[2 * to + 1] += len(packet)
-                os.write(self._files[to], packet)
+                if not self._cut[to]:
+                    self._counts[2 * to + 1] += len(packet)
+                    os.write(self._files[to], packet)

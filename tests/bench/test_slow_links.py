@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from bench.peer_events import table as events
 from bench.slow_links import ONE, draw, table
 from bench.wire import QUEUE, Link, Paths, Wire
 
@@ -51,6 +52,9 @@ def test_bytes_pass_whole_between_namespaces():
         server.close()
         up, down = wire.bytes()[1]
         assert bytes(got) == sent and up > len(sent) > down > 0 and wire.bytes()[2] == (0, 0)
+        wire.cut(1, True)
+        with pytest.raises(TimeoutError):
+            wire.places[1].call(socket.create_connection, (wire.addresses[0], 7000), 0.2)
 
 
 def test_the_table_has_medians_of_losses_and_of_links(tmp_path):
@@ -65,3 +69,10 @@ def test_the_table_has_medians_of_losses_and_of_links(tmp_path):
     assert rows[3] == "| `diloco`, H = 30 | 2.700 (2.600 – 2.800) | +0.500 | 50.0% | 0.25 | 10.0 kB | 40.0 kB |"
     draw(tmp_path / "a.svg", made)
     assert (tmp_path / "a.svg").read_text().startswith("<?xml")
+
+
+def test_the_table_of_events_has_the_lines_of_the_ledger():
+    made = {"utilisation": 0.5, "seconds": 0.25, "sent": 1e4, "received": 4e4, "equal": 4}
+    rows = events({**made, "lines": [["a"], ["a", "b"]], "absent": [{"b": "silent"}, {}]}, 2).splitlines()
+    assert rows[2:4] == ["| 0 | 1 | b: silent |", "| 1 | 2 |  |"]
+    assert rows[-1].endswith("4 of 4 runs have the same common weights")
