@@ -33,7 +33,7 @@ _PAUSE = 0.2  # seconds between two checks whether a peer has ended
 
 @dataclass(frozen=True)
 class Peer:
-    """What one peer is started with.
+    """Command of one peer.
 
     Attributes:
         words: arguments of its script.

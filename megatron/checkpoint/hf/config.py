@@ -81,9 +81,9 @@ def model_values(theirs: PreTrainedConfig, extensions: Extensions = ()) -> dict[
         CheckpointError: with every setting that our model does not compute.
     """
     architecture, problems = architecture_of(theirs, extensions), []
-    if more := _of_single_layers(theirs) - set(architecture.by_layer):
+    if others := _of_single_layers(theirs) - set(architecture.by_layer):
         raise CheckpointError(
-            theirs.model_type, f"per_layer_config: {', '.join(sorted(more))} of single layers is not computed here"
+            theirs.model_type, f"per_layer_config: {', '.join(sorted(others))} of single layers is not computed here"
         )
     values: dict[str, Any] = {}
     for ours, value in architecture.fixed.items():
