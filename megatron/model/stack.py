@@ -17,6 +17,7 @@ from megatron.config.pattern import BlockPattern
 from megatron.config.registry import load
 from megatron.config.variants import options_of
 from megatron.objectives.named import objective_of
+from megatron.parallel.layers.ahead import gather_ahead
 from megatron.parallel.layers.async_tensor import check_async_tensor
 from megatron.parallel.layers.context import ContextGroup
 from megatron.parallel.layers.parameters import ParameterFactory
@@ -160,10 +161,13 @@ class ModelPlan:
         ).of_stream
         block = Block(make, self.config.model, (*self.blocks, *self.further)[index], self.init.at(index), shared)
         compile_forward(block, self.config, self.device)
+        recompute = self.config.training.activation_checkpointing
+        if self.mesh.depth.size > 1:
+            gather_ahead(block, again=recompute.mode != "selective")
         if self.chunks.tokens:
             work_in_chunks(block, self.chunks)
         else:
-            recompute_activations(block, index, self.config.training.activation_checkpointing)
+            recompute_activations(block, index, recompute)
         return block
 
     def head_norm(self) -> Norm:

@@ -150,7 +150,8 @@ def rank_memory(config: Config, shapes: Shapes, choice: Candidate, rank: int) ->
     stream = config.model.hidden_size * size * tokens / choice.columns
     if choice.pipeline > 1:
         parts["working"] += 2 * max(2, flying * choice.stages_per_rank) * stream
-    gathered = max(each.gathered for each in kinds)  # with its gradient, in the compute type and in fp32
+    # With its gradient, in the compute type and in fp32. The two of a forward pass (`layers/ahead.py`) need no more.
+    gathered = max(each.gathered for each in kinds)
     parts["working"] += gathered * (4 + size + (size if size < 4 else 0))
     parts["loss"] = 0.0
     if places[-1] + 1 == shapes.places:

@@ -301,8 +301,11 @@ class StepEstimator:
             whole, number = choice.depth * layer.rows, len(layer.matrices)
             gather = collective(self.at, at["expert"], "all_gather", whole * self.size, number)
             scatter = collective(self.at, at["expert"], "reduce_scatter", whole * max(4, self.size), number)
-            under = 0.0 if self.device.name == "cpu" else OVERLAP * backward  # the last two are sent under products
-            tensor += (1 if mode == "none" else 2) * gather + max(0.0, gather + scatter - under)
+            overlap = 0.0 if self.device.name == "cpu" else OVERLAP  # of messages and products
+            first = gather / number  # of the block, which no product precedes
+            ahead = first + max(0.0, gather - first - overlap * forward)
+            tensor += ahead + {"none": 0.0, "selective": gather, "full": ahead}[mode]
+            tensor += max(0.0, gather + scatter - overlap * backward)
         expert = 0.0
         if choice.expert > 1:
             expert = passes * collective(self.at, at["expert"], "all_to_all", tokens * layer.expert_rows)

@@ -5,6 +5,8 @@ Training runs on such layouts are in tests/layouts.yml, and tests/engine/test_tr
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,16 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from megatron.config import resolve
+from megatron.parallel.layers.ahead import gather_ahead
 from megatron.parallel.layers.depth import linear_of_gathered
 from megatron.parallel.layers.linear import ColumnLinear
 from megatron.parallel.layers.parameters import ParameterFactory, logical_of, on_every_tensor_rank, shares_rows
 from megatron.parallel.layout.initial import Init
 from megatron.parallel.layout.layout import Layout
-from megatron.parallel.layout.mesh import Mesh
+from megatron.parallel.layout.mesh import Axis, Mesh
 from megatron.parallel.layout.shard import Span
 from megatron.parallel.messages.traffic import SIZES, wire_bytes
 from megatron.plan.messages.predict import predict
@@ -76,11 +80,10 @@ def test_a_layer_is_that_of_one_rank(layout: Layout):
             assert relative(dx, of_y[at][:, cut] @ weight[cut]) < EXACT
 
 
-def events_on_a_rank(layout: Layout) -> list[str]:
-    """The order of messages, waits and products in the backward pass."""
-    mesh, found = Mesh.build(layout), list[str]()
-    own, x = torch.randn(2, INPUTS, requires_grad=True), torch.randn(TOKENS, INPUTS, requires_grad=True)
-    y = linear_of_gathered(x, own, None, mesh.depth)
+@contextlib.contextmanager
+def noted() -> Iterator[list[str]]:
+    """The order of messages, waits and products inside."""
+    found = list[str]()
 
     class Products(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -98,6 +101,14 @@ def events_on_a_rank(layout: Layout) -> list[str]:
     with pytest.MonkeyPatch.context() as patch, Products():
         for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
             patch.setattr(dist, name, watched(name.split("_")[1], getattr(dist, name)))
+        yield found
+
+
+def events_on_a_rank(layout: Layout) -> list[str]:
+    mesh = Mesh.build(layout)
+    own, x = torch.randn(2, INPUTS, requires_grad=True), torch.randn(TOKENS, INPUTS, requires_grad=True)
+    y = linear_of_gathered(x, own, None, mesh.depth)
+    with noted() as found:
         y.sum().backward()
     return found
 
@@ -105,6 +116,61 @@ def events_on_a_rank(layout: Layout) -> list[str]:
 def test_messages_of_the_backward_pass_travel_under_its_products():
     order = ["gather", "product", "scatter", "gather ends", "product", "scatter ends"]
     assert run(2, events_on_a_rank, Layout(data=2, depth=2, expert=2)) == [order] * 2
+
+
+class Three(nn.Module):
+    """Three products, of which a pass may leave out the second, or raise before the last."""
+
+    def __init__(self, axis: Axis, ahead: bool) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(axis.rank)
+        self.axis = axis
+        self.own = nn.ParameterList(torch.randn(INPUTS // 2, INPUTS, generator=draw) / INPUTS for _ in range(3))
+        if ahead:
+            gather_ahead(self, again=True)
+
+    def forward(self, x: Tensor, way: str = "all") -> Tensor:
+        for number, own in enumerate(self.own):
+            if way == "raises" and number == 2:
+                raise ValueError("ends")
+            if way == "all" or number != 1:
+                x = linear_of_gathered(x, own, None, self.axis).tanh()
+        return x
+
+
+def passes_on_a_rank(layout: Layout, ahead: bool) -> tuple[list[str], list[Tensor], list[tuple[int, int]]]:
+    """(events of the last training pass, losses and weights, gathers of each pass that were begun and that ended)."""
+    axis = Mesh.build(layout).depth
+    block, found, gathers = Three(axis, ahead), list[Tensor](), list[tuple[int, int]]()
+    draw = torch.Generator().manual_seed(5 + axis.rank)
+    for _ in range(3):
+        with noted() as events:
+            again = checkpoint(block, torch.randn(TOKENS, INPUTS, generator=draw), use_reentrant=False)
+            kept = block(torch.randn(TOKENS, INPUTS, generator=draw))  # two micro-batches in flight
+            found.extend([again.sum().detach(), kept.sum().detach()])
+            kept.sum().backward()
+            again.sum().backward()
+        gathers.append((events.count("gather"), events.count("gather ends")))
+        with torch.no_grad(), noted() as evaluated:
+            for own in block.own:
+                own -= own.grad
+            for way in ("all", "some", "some", "raises", "all"):
+                with contextlib.suppress(ValueError):
+                    found.append(block(torch.randn(TOKENS, INPUTS, generator=draw), way))
+        gathers.append((evaluated.count("gather"), evaluated.count("gather ends")))
+    with noted() as events:
+        block(torch.randn(TOKENS, INPUTS, generator=draw))
+    return events, [*found, *(each.detach() for each in block.own)], gathers
+
+
+def test_gathers_of_the_forward_pass_travel_under_the_product_before():
+    layout = Layout(data=2, depth=2, expert=2)
+    plain, ahead = run(2, passes_on_a_rank, layout, False), run(2, passes_on_a_rank, layout, True)
+    for (_, values, counts), (events, own_values, own_counts) in zip(plain, ahead):
+        assert events == ["gather", *["gather", "gather ends", "product"] * 2, "gather ends", "product"]
+        assert all(map(torch.equal, values, own_values)) and len(values) == len(own_values)
+        assert own_counts[::2] == counts[::2]  # a training pass and its repetition send what they sent
+        assert all(begun == ended for begun, ended in own_counts)
 
 
 def test_gradients_of_16_bits_are_summed_in_fp32():

@@ -9,6 +9,7 @@ import pytest
 from megatron.config import resolve
 from megatron.config.source.layers import ConfigSource
 from megatron.parallel.messages.traffic import SIZES, wire_bytes
+from megatron.plan import step
 from megatron.plan.candidate import Candidate
 from megatron.plan.devices import cluster
 from megatron.plan.grids import Grids, numbers_sent, sides
@@ -64,6 +65,20 @@ def test_plans_propose_columns_where_they_are_faster(odd: Grids):
     assert "columns: " in odd.question.lines(first.choice)
     assert len(odd.networks()) == 3  # one host has no network
     assert "it counts 5,120 / columns numbers over rows, where 1,280 / columns are sent" in odd.difference()
+
+
+def test_messages_of_depth_are_hidden_by_products_but_for_the_first_of_a_block(monkeypatch):
+    """Where products are long. A block has five matrices. What selective recomputation repeats has no products."""
+    at, found = cluster(2, "a100"), []
+    size, link = (3 + 1 + 4 + 4) * 1280**2 / 5, (at.device.link.latency * 1e-6, at.device.link.bandwidth * 1e9)
+    gather, scatter = (step.ring("all_gather", 2, each * size, *link) for each in (SIZES["bf16"], SIZES["fp32"]))
+    for share in (0.0, 1e9):
+        monkeypatch.setattr(step, "OVERLAP", share)
+        question = Question.from_sources([ConfigSource(json.loads(json.dumps(ODD)))], at)
+        choices = [Candidate(depth=2, recompute=mode) for mode in ("none", "selective", "full")]
+        found += [question.judge(choice).step.parts["tensor"] / 4 for choice in choices]
+    shown = [(10, 5), (15, 5), (15, 5), (1, 0), (6, 0), (2, 0)]
+    assert found == pytest.approx([gathers * gather + scatters * scatter for gathers, scatters in shown])
 
 
 def test_numbers_of_a_plan_are_those_of_its_messages(odd: Grids):

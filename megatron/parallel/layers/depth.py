@@ -6,9 +6,10 @@ backward pass gathers again, and sums the gradient over these ranks, in fp32 at 
 other tokens, and no activation travels. The optimizer's states and the sums over further replicas are as for experts.
 Experts are gathered in the same way, unless tokens travel to them.
 
-With n ranks, each sends (n - 1) / n of a matrix's N M numbers per pass: twice in the compute type, once in fp32. The
-two messages of the backward pass travel under its two products, where the backend can. The matrix is gathered while its
-gradient is multiplied. That gradient is summed while the input's is multiplied.
+With n ranks, each sends (n - 1) / n of a matrix's N M numbers per pass: twice in the compute type, once in fp32. Where
+the backend can, the gather of the forward pass travels under the product before its own (`ahead.py`), and the two
+messages of the backward pass under its two products. The matrix is gathered while its gradient is multiplied. That
+gradient is summed while the input's is multiplied.
 
 Shapes: T tokens of this rank, n ranks, N outputs, M inputs, R = N / n rows of a run.
 """
@@ -25,19 +26,8 @@ from torch import Tensor
 from ..layout.mesh import Axis
 from ..layout.precision import at_least_fp32
 from ..messages.account import here, saved_of
+from .ahead import begin_whole, whole_for_product
 from .later import Linear, Rule
-
-
-def _begin_whole(own_RM: Tensor, axis: Axis) -> tuple[Tensor, dist.Work]:
-    """(the rows of all ranks [N, M], in the order of the ranks, the message to wait for)."""
-    whole_NM = own_RM.new_empty((own_RM.shape[0] * axis.size, *own_RM.shape[1:]))
-    return whole_NM, dist.all_gather_into_tensor(whole_NM, own_RM.contiguous(), group=axis.group, async_op=True)
-
-
-def _whole(own_RM: Tensor, axis: Axis) -> Tensor:
-    whole_NM, gathering = _begin_whole(own_RM, axis)
-    gathering.wait()
-    return whole_NM
 
 
 def _begin_sum(of_whole_NM: Tensor, axis: Axis, dtype: torch.dtype) -> Callable[[], Tensor]:
@@ -60,13 +50,13 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, own_RM: Tensor, axis: Axis, rule: Rule) -> Tensor:
         ctx.save_for_backward(x, own_RM)
         ctx.axis, ctx.rule, ctx.layer = axis, rule, here()
-        return rule.product(x, _whole(own_RM, axis))
+        return rule.product(x, whole_for_product(own_RM, axis))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x, own_RM), (grad,) = saved_of(ctx), gradients
         of_x, sum_of_own = None, None
-        begun = _begin_whole(own_RM, ctx.axis) if ctx.needs_input_grad[0] else None
+        begun = begin_whole(own_RM, ctx.axis) if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[1]:
             sum_of_own = _begin_sum(ctx.rule.of_weight(grad, x), ctx.axis, own_RM.dtype)
         if begun is not None:
@@ -82,7 +72,9 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own_RM: Tensor, axis: Axis) -> Tensor:
         ctx.axis, ctx.dtype, ctx.layer = axis, own_RM.dtype, here()
-        return _whole(own_RM, axis)
+        whole, gathering = begin_whole(own_RM, axis)
+        gathering.wait()
+        return whole
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

@@ -217,6 +217,17 @@ def here() -> str:
     return "" if _installed is None else _installed.layer
 
 
+@contextlib.contextmanager
+def counted_for(layer: str) -> Iterator[None]:
+    """Count calls inside for this layer (`here`), whichever runs."""
+    layers = [] if _installed is None else _installed._layers
+    layers.append(layer)
+    try:
+        yield
+    finally:
+        layers.pop()
+
+
 def saved_of(ctx: Any) -> tuple[Any, ...]:
     """The saved tensors of an autograd function in its backward pass. Where recomputation makes them again, messages
     of other layers do not count for its layer."""
