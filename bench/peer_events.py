@@ -2,7 +2,7 @@
 
     python -m bench peer-events --out build/events
 
-Links, device and data are those of `python -m bench slow-links`, and root is needed too. One peer has two tensor
+Links, device and data are as with `python -m bench slow-links`, and root is needed too. One peer has two tensor
 parallel ranks, another one two ranks with ZeRO 3, and the others one rank. In the middle of a round
 
 - the last peer starts, for the first time (round 1),
@@ -93,7 +93,7 @@ def table(made: Mapping[str, Any], peers: int) -> str:
         rows.append([str(round), str(len(members)), ", ".join(f"{name}: {why}" for name, why in absent.items())])
     said = (
         f"utilisation {made['utilisation']:.1%}, {made['seconds']:.2f} s in a step, sent {made['sent'] / 1e3:.1f} kB, "
-        f"received {made['received'] / 1e3:.1f} kB; {made['equal']} of {2 * peers} runs have the same common weights"
+        f"received {made['received'] / 1e3:.1f} kB. {made['equal']} of {2 * peers} runs have the same common weights"
     )
     return f"{grid(rows)}\n\n{said}"
 
