@@ -104,6 +104,11 @@ class Loader:
                 self._ready[each] = self._pool.submit(self.read, each)
         return batch.result()
 
+    def ahead(self, step: int) -> StepBatch | None:
+        """What `step` will return, if threads prepare it. Which steps they prepare is the same on all ranks."""
+        ready = self._ready.get(step)
+        return None if ready is None else ready.result()
+
     def read(self, step: int, share: int | None = None) -> StepBatch:
         """`step` without preparation, in the caller's thread. `share` as of `indices`."""
         indices = self.indices(step, share)

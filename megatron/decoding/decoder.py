@@ -25,6 +25,7 @@ from megatron.model.embedding_and_head import LogitsAt, Reader
 from megatron.model.expert_tally import recorded
 from megatron.model.stack import Model
 from megatron.parallel.layout.mesh import ALONE, Axis
+from megatron.parallel.layout.precision import numbers_on
 
 from .pool import Pool
 from .routes import note_routes
@@ -245,7 +246,8 @@ class Decoder:
                 due[follower.arrival] = due[leader.arrival]
         running = [each for each in self.schedule.running if each.arrival in due]
         texts = [(each.request, each.drawn) for each in running]
-        for live, token, log_p in zip(running, *next_tokens(texts, logits_NV[[due[each.arrival] for each in running]])):
+        rows = numbers_on(logits_NV.device, [due[each.arrival] for each in running])
+        for live, token, log_p in zip(running, *next_tokens(texts, logits_NV[rows])):
             live.drawn.tokens.append(token)
             live.drawn.log_p.append(log_p)
         for live in list(self.schedule.running):
@@ -262,7 +264,7 @@ class Decoder:
         if not rows:
             return {}
         ids = [wanted[at][1].request.prompt[wanted[at][2] + 1] for at in rows]
-        return dict(zip(rows, log_probabilities(logits_NV[rows], torch.tensor(ids, device=logits_NV.device)).tolist()))
+        return dict(zip(rows, log_probabilities(logits_NV[rows], numbers_on(logits_NV.device, ids)).tolist()))
 
 
 def run_together(decoders: Sequence[Decoder], requests: Sequence[Sequence[Request]]) -> list[Drawn]:
@@ -289,7 +291,7 @@ def next_tokens(texts: Sequence[tuple[Request, Drawn]], logits_NV: Tensor) -> tu
         held = request.ends if len(drawn.tokens) < request.least else frozenset[int]()
         alike.setdefault((request.sampling, held), []).append(at)
     for (sampling, held), places in alike.items():
-        logits_BV = open_BV = logits_NV[places]
+        logits_BV = open_BV = logits_NV[numbers_on(logits_NV.device, places)]
         if held:
             open_BV = logits_BV.clone()
             open_BV[:, [each for each in held if each < logits_NV.shape[1]]] = float("-inf")
@@ -299,6 +301,6 @@ def next_tokens(texts: Sequence[tuple[Request, Drawn]], logits_NV: Tensor) -> tu
         ids_B, logs_B = choose_tokens(open_BV, sampling, numbers, positions)
         if held:
             logs_B = log_probabilities(logits_BV, ids_B)
-        for at, token, log in zip(places, ids_B.tolist(), logs_B.tolist()):
-            ids[at], logs[at] = token, log
+        for at, token, log in zip(places, *torch.stack([ids_B.double(), logs_B.double()]).tolist()):  # one copy
+            ids[at], logs[at] = int(token), log
     return ids, logs

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.data.tokenizer import Tokenizer
-from megatron.parallel.layout.precision import exp_
+from megatron.parallel.layout.precision import exp_, numbers_on
 from megatron.parallel.layout.random import site_key, uniform
 
 
@@ -81,8 +81,8 @@ def choose_tokens(
         ids_B = logits_BV.argmax(-1)
     else:
         device, key, equal = logits_BV.device, site_key(sampling.seed, sampling.purpose), len(set(positions)) == 1
-        texts = torch.tensor(list(numbers), device=device)
-        draws = uniform(key, texts, torch.tensor(list(positions)[:1] if equal else list(positions), device=device))
+        texts = numbers_on(device, numbers)
+        draws = uniform(key, texts, numbers_on(device, positions[:1] if equal else positions))
         draws_B = (draws[:, 0] if equal else draws.diagonal()).double()
         below = filtered(logits_BV, sampling).cumsum(-1) <= draws_B.unsqueeze(1)
         ids_B = below.sum(-1).clamp(max=logits_BV.shape[-1] - 1)

@@ -18,6 +18,7 @@ from megatron.kinds.common.attention.paged_keys import FEWEST, Current, PagedKey
 from megatron.model.block import BlockState
 from megatron.model.chunks import mapped
 from megatron.model.stream import Stream
+from megatron.parallel.layout.precision import numbers_on
 
 
 def walked(function: Callable[[Tensor, Any], Any], state: Any, other: Any = None) -> Any:
@@ -84,8 +85,8 @@ def turns_of(now: Pass) -> list[Turn]:
     for begins, rows in groups + [(False, list[int]())] * (now.turns - len(groups)):
         own = Pass([now.tokens[row] for row in rows], now.device)
         more = [0] * (own.size - len(rows))
-        at = torch.tensor(rows + more, device=now.device)
-        slots = torch.tensor([*(each.slot for each in own.tokens), *more], device=now.device)
+        at = numbers_on(now.device, rows + more)
+        slots = numbers_on(now.device, [*(each.slot for each in own.tokens), *more])
         turns.append(Turn(at, slots, begins, own))
     return turns
 

@@ -28,6 +28,7 @@ from megatron.model.stack import ModelPlan
 from megatron.parallel.layers.parameters import buffers_of, logical_of
 from megatron.parallel.layout.mesh import Mesh, stage_axis
 from megatron.parallel.layout.precision import COMPUTE_TYPES, to_device
+from megatron.parallel.messages.account import phase
 from megatron.worker.beacon import Beacon
 
 from .deepspeed.buckets import finished
@@ -50,7 +51,7 @@ from .optimizers.groups import build_optimizer, set_learning_rate
 from .optimizers.matrix import MatrixOptimizer
 from .part import EnginePart, Update
 from .parts import TEACHER, build_parts
-from .protocol import LabelGroups, StepResult
+from .protocol import Arriving, LabelGroups, StepResult
 from .state import EngineState
 from .undo import Undo
 
@@ -83,6 +84,7 @@ class BaseEngine:
         self.accumulation = accumulation_steps(config, mesh.layout)
         self.options = deepspeed_options(config, mesh.layout)
         self.losses = LossAccumulator.zero(device)
+        self._foreseen: dict[int, tuple[StepBatch, Arriving]] = {}  # by step
         self.use_parts(build_parts(self, {TEACHER: teacher}))
         self._assemble()
 
@@ -256,16 +258,28 @@ class BaseEngine:
     def _scale(self, batch: StepBatch) -> float | Tensor | None:
         """Replicas times accumulation over the weight of all labels of the global batch. None if that weight is 0.
 
-        In runs whose labels have weights, the host waits for the sum over several data ranks.
+        In runs whose labels have weights, the host waits for the sum over several data ranks, if it was not foreseen.
         """
         factor = self.mesh.replicas.size * batch.tokens.shape[0]
         if batch.loss_mask is None:
             return factor / (self.mesh.data.size * batch.tokens[..., 1:].numel())
-        weight = batch.loss_mask.sum(dtype=torch.float64)
+        ahead = self._foreseen.get(batch.step)
+        weight = ahead[1].read() if ahead and ahead[0] is batch else self._weight(batch.loss_mask)
+        return to_device((factor / weight).float(), self.device) if float(weight) else None
+
+    @phase("exchange")
+    def foresee(self, batch: StepBatch) -> None:
+        if batch.loss_mask is not None:
+            self._foreseen = {step: ahead for step, ahead in self._foreseen.items() if step > batch.step - 2}
+            self._foreseen[batch.step] = batch, Arriving(self._weight(batch.loss_mask))
+
+    def _weight(self, mask: Tensor) -> Tensor:
+        """Of all labels of the global batch, float64."""
+        weight = mask.sum(dtype=torch.float64)
         if self.mesh.data.size > 1:
             weight = to_device(weight, self.device)
             dist.all_reduce(weight, group=self.mesh.data.group)
-        return to_device((factor / weight).float(), self.device) if float(weight) else None
+        return weight
 
     def _result(self) -> StepResult:
         norm = self.clipping.norm if self.clipping else self.deepspeed.get_global_grad_norm()

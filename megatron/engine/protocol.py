@@ -5,7 +5,9 @@ Nothing here knows DeepSpeed.
 
 from __future__ import annotations
 
+import itertools
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -49,10 +51,13 @@ class Spike:
         return self.action in (SKIP, ROLLBACK, STOP)
 
 
-class Arriving:
-    """Values of a tensor, copied to the host in the background. Reading them waits only for this copy.
+_arrived: dict[tuple[int, int], int] = {}  # by thread and stream, the number of the last copy that was waited for
+_numbers = itertools.count(1)
 
-    Values on a CPU are not copied.
+
+class Arriving:
+    """Values of a tensor, copied to the host in the background. Reading them waits only for this copy, and for none
+    after a later copy of the same thread and stream was read. Values on a CPU are not copied.
 
     Args:
         values: may change after the call if they are on a GPU.
@@ -63,12 +68,15 @@ class Arriving:
         if values.device.type == "cuda" and not is_fake(values):
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+            self._event, stream = torch.cuda.Event(), torch.cuda.current_stream()
+            self._event.record(stream)
+            self._queue, self._number = (threading.get_ident(), stream.cuda_stream), next(_numbers)
 
     def read(self) -> Tensor:
         if self._event is not None:
-            self._event.synchronize()
+            if self._number > _arrived.get(self._queue, 0):
+                self._event.synchronize()
+                _arrived[self._queue] = self._number
             self._event = None
         return self._values
 
@@ -177,6 +185,9 @@ class Engine(Protocol):
             look: called on all ranks with (parts done, parts in all) where the step can be dropped. It drops the
                 step by raising `StepDropped`. The engine is then good for saving, and for no further step.
         """
+
+    def foresee(self, batch: StepBatch) -> None:
+        """`step` will get this batch, whose labels have weights, after the next one. Add up their weight now."""
 
     def evaluate(
         self, batch: StepBatch, groups: LabelGroups | None = None

@@ -20,7 +20,7 @@ from megatron.parallel.layers.linear import VocabEmbedding, sequence_slice
 from megatron.parallel.layers.objective_logits import LogitsLoss, SoftLabels
 from megatron.parallel.layers.parameters import ParameterFactory
 from megatron.parallel.layout.initial import ZEROS, Init
-from megatron.parallel.layout.precision import at_least_fp32
+from megatron.parallel.layout.precision import at_least_fp32, numbers_on
 from megatron.parallel.layout.shard import Role, Shard
 
 from .block import block_counts
@@ -120,7 +120,7 @@ class LogitsAt:
     rows: Sequence[int]
 
     def __call__(self, head: Head, x_T1H: Tensor) -> Tensor:
-        return head.logits_at(x_T1H[torch.tensor(self.rows, device=x_T1H.device), 0])
+        return head.logits_at(x_T1H[numbers_on(x_T1H.device, self.rows), 0])
 
 
 class Head(nn.Module):

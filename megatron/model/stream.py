@@ -134,8 +134,10 @@ def token_digits(tokens_BS: Tensor, like: Tensor) -> Tensor:
 
 def token_ids(stream: Stream) -> Tensor:
     """Token ids [B, S] of the channel `TOKENS`."""
-    digits = stream.channels[TOKENS].detach().long()
-    return (digits * torch.tensor([BASE**place for place in range(DIGITS)], device=digits.device)).sum(-1)
+    ids, *higher = stream.channels[TOKENS].detach().long().unbind(-1)
+    for place, digits in enumerate(higher, 1):
+        ids = ids.add(digits, alpha=BASE**place)
+    return ids
 
 
 def live_channels(used: Sequence[Mapping[str, Channel]]) -> list[dict[str, Channel]]:

@@ -225,6 +225,11 @@ class Trainer:
         lr = self.schedule.lr(step)
         self.batch, self._begun, self._met = batch, time.monotonic(), None
         result = self._run_step(batch, lr, Looks(self, step, self._pace))
+        if self.exchange.device.type != "cpu" and self.mesh.data.size > 1 and batch.loss_mask is not None:
+            # Before this step's numbers are on their way: when those are read, the weight has arrived as well.
+            later = self.loader.ahead(step + 2)
+            if later is not None:
+                self.engine.foresee(later)
         if self._met is None:
             self.beacon.at(EXCHANGE)
             self.meet(result.loss, result.tokens)

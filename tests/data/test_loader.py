@@ -136,6 +136,9 @@ def test_resume_at_any_step(files):
             batch = other.step(step)
             assert torch.equal(batch.tokens, straight[step].tokens) and batch.hash == straight[step].hash
             assert batch.step == step and batch.sample_ids[0, 0] == 8 * step
+    ahead = loader.ahead(6)
+    assert ahead is not None and loader.step(5) is not ahead and loader.step(6) is ahead
+    assert loader.ahead(12) is None  # after the last step
     loader.close()
 
 

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.kinds.common.recurrence import recomputed as place
 from megatron.kinds.common.recurrence.convolution import sequences
-from megatron.kinds.common.recurrence.decays import decays
+from megatron.kinds.common.recurrence.decays import chunk_product, decays
 from megatron.kinds.common.recurrence.pieces import document_bounds
 from megatron.kinds.common.recurrence.recomputed import recomputed
 from megatron.parallel.layout.precision import at_least_fp32
@@ -185,7 +185,7 @@ def ends(*inputs: Any, chunk: int, limits: Limits) -> tuple[Tensor, Tensor]:
     x, dt, dt_bias, A_log, B, starts = inputs
     chunks, (_, to_end, _, through) = _chunks((x, dt, dt_bias, A_log, B, B), starts, min(chunk, x.shape[1]), limits)
     _, final = _carry(_written(chunks, to_end), through, None)
-    return final, through.prod(1)[..., None, None]
+    return final, chunk_product(through)[..., None, None]
 
 
 class _SSD(torch.autograd.Function):

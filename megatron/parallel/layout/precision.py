@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +40,11 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu" and not is_fake(tensor):
         tensor = tensor.contiguous().pin_memory()  # which refuses an expanded tensor
     return tensor.to(device, non_blocking=True)
+
+
+def numbers_on(device: torch.device | str, values: Sequence[Any]) -> Tensor:
+    """Numbers of the host, int64, on the device. The host does not wait for it."""
+    return to_device(torch.tensor(list(values), dtype=torch.int64), torch.device(device))
 
 
 def exp_(x: Tensor) -> Tensor:

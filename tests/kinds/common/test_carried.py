@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.kinds.common.recurrence.decays import chunk_product
 from megatron.kinds.common.recurrence.pieces import document_starts
 from megatron.kinds.common.recurrence.sequence_scan import carried_by_decay, carried_by_matrix
 from megatron.kinds.gated_delta import delta_rule
@@ -211,6 +212,22 @@ def test_a_state_before_the_first_rank_reaches_all(kind: str, ranks: int):
         torch.testing.assert_close(of_left, left.grad[rank], rtol=1e-12, atol=1e-12)
         if rank == 0:
             torch.testing.assert_close(of_first, states[0].grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunks", [1, 5])
+@pytest.mark.parametrize("zeros", [0, 1, 2])
+def test_a_product_of_decays_has_the_bits_of_torch(chunks: int, zeros: int):
+    draw = torch.Generator().manual_seed(chunks)
+    decays = torch.rand(2, chunks, 3, generator=draw)
+    decays[0, :zeros, 1] = 0.0
+    of_product, found = torch.randn(2, 3, generator=draw), []
+    for product in (chunk_product, lambda each: each.prod(1)):
+        leaf = decays.clone().requires_grad_()
+        made = product(leaf)
+        made.backward(of_product)
+        found.append((made.detach(), leaf.grad))
+    (made, of_decays), (torchs, of_torchs) = found
+    assert torch.equal(made, torchs) and torch.equal(of_decays, of_torchs)
 
 
 def parts(kind: str) -> list[Tensor]:

@@ -25,7 +25,7 @@ from .program import LIFE
 
 TABLE = Path(__file__).with_name("layouts.json")
 LIVES = Path(__file__).with_name("lives.json")
-LIVED = ["llama", "moe"]  # architectures of these
+LIVED = ["llama", "moe", "state space"]  # architectures of these
 CLASSES: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
     "ZeRO 1": (2, {}),
@@ -87,7 +87,7 @@ def count(names: list[str], environment: dict[str, str]) -> dict[str, dict[str, 
 
 
 def lives(names: list[str], environment: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """What the first evaluation, save and resume of a run on one rank ask of the device.
+    """What the first evaluation, save and resume of a run on one rank, and a token of a sample, ask of the device.
 
     Raises:
         RuntimeError: a run failed, with the end of its log.
@@ -96,8 +96,12 @@ def lives(names: list[str], environment: dict[str, str]) -> dict[str, dict[str, 
         folder, jobs = Path(made), []
         for number, name in enumerate(names):
             file = folder / f"{number}.yml"
-            file.write_text(yaml.safe_dump(values_of(name, "one rank")))
-            own = [f"run.dir={folder / str(number)}", "checkpoint.every=2", "evaluation.every=2"]
+            values: Any = values_of(name, "one rank")
+            values["tokenizer"] = {"type": "bytes"}  # for samples
+            values["model"]["vocab_size"] = 257
+            values["evaluation"] = {"every": 2, "samples": {"every": 2, "prompts": ["A page of a text."], "tokens": 9}}
+            file.write_text(yaml.safe_dump(values))
+            own = [f"run.dir={folder / str(number)}", "checkpoint.every=2"]
             output = str(file.with_suffix(f".{LIFE}.json"))
             jobs += [(output, 1, [str(file), *own, f"training.steps={steps}"]) for steps in (2, 4)]
         _run(folder, jobs, environment)

@@ -9,6 +9,7 @@ Other ranks are pretended: every collective returns at once, and all have said w
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import sys
@@ -20,7 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-STEPS, COUNTED = 5, 3  # a step in whose neighbours nothing is compiled, allocated or logged for the first time
+STEPS, COUNTED = 6, 3  # a step in whose neighbours nothing is compiled, allocated or logged for the first time
+TOKEN = 4  # the counted pass of the decoder
 LIFE = "life"  # in the name of an output: of a run that evaluates, saves and resumes
 OURS = f"{os.sep}megatron{os.sep}"
 WATCHER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_long)
@@ -130,9 +132,11 @@ def watch_steps(counts: Counts, output: Path) -> None:
 
 
 def watch_life(counts: Counts, output: Path) -> None:
-    """Write what the first evaluation, save and resume ask of the device, in addition to what the file has."""
+    """Write what the first evaluation, save and resume ask of the device, in addition to what the file has. And what
+    the decoder asks for one token of a text, until it begins the next one."""
     import megatron.training.run as training
     from megatron.checkpoint.save.saver import Saver
+    from megatron.decoding.decoder import Decoder
     from megatron.engine.engine import PlainEngine
 
     found = json.loads(output.read_text()) if output.exists() else {}
@@ -148,6 +152,16 @@ def watch_life(counts: Counts, output: Path) -> None:
 
         return call
 
+    start, passes = Decoder.start, itertools.count(1)
+
+    def started(self: Any) -> Any:
+        number, since = next(passes), counts.take()
+        if number == TOKEN + 1:
+            found["token"] = since
+            output.write_text(json.dumps(found))
+        return start(self)
+
+    Decoder.start = started
     PlainEngine.evaluate = watched("evaluate", PlainEngine.evaluate)
     Saver.save, training.load = watched("save", Saver.save), watched("resume", training.load)
 

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from megatron.parallel.layout.precision import numbers_on
 
 from .attend import attend_masked
 from .fewer_keys import Reading, RowGroup
@@ -81,7 +83,7 @@ class Pass:
         return max(PADDED, -(-len(self.tokens) // PADDED) * PADDED)
 
     def _numbers(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor([*values, *[0] * (self.size - len(values))], dtype=torch.int64, device=self.device)
+        return numbers_on(self.device, [*values, *[0] * (self.size - len(values))])
 
     @cached_property
     def ids_T1(self) -> Tensor:
@@ -113,7 +115,7 @@ class Pass:
     def fresh(self) -> Tensor:
         """Pages whose first token is in the pass."""
         found = [each.table[each.position // PAGE] for each in self.tokens if each.position % PAGE == 0]
-        return torch.tensor(found, dtype=torch.int64, device=self.device)
+        return numbers_on(self.device, found)
 
     @cached_property
     def groups(self) -> list[TileGroup]:
@@ -134,9 +136,9 @@ class Pass:
         found = []
         for pages, rows in sorted(alike.items()):
             own = [self.tokens[row] for row in rows]
-            numbers = torch.tensor([(row, each.position, each.slot, each.step) for row, each in zip(rows, own)])
-            tables = torch.tensor([list(each.table[:pages]) for each in own], device=self.device)
-            row_numbers, places, slots, steps = numbers.to(self.device).unbind(1)
+            numbers = [(row, each.position, each.slot, each.step) for row, each in zip(rows, own)]
+            tables = numbers_on(self.device, [list(each.table[:pages]) for each in own])
+            row_numbers, places, slots, steps = numbers_on(self.device, numbers).unbind(1)
             found.append(RowGroup(row_numbers, places, slots, steps, tables))
         return found
 
@@ -151,9 +153,7 @@ class Pass:
         return [self._group(pages, width, found) for (pages, width), found in sorted(alike.items())]
 
     def _group(self, pages: int, width: int, tiles: list[list[int]]) -> TileGroup:
-        def tensor(values: Any) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=self.device)
-
+        tensor = partial(numbers_on, self.device)
         rows = [[*each, *[0] * (width - len(each))] for each in tiles]
         places = [[self.tokens[row].position for row in each] for each in tiles]
         real = [number * width + at for number, each in enumerate(tiles) for at in range(len(each))]

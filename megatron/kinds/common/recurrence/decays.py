@@ -5,9 +5,12 @@ Shapes: B samples, c chunks of Q positions, h heads.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 PIECE = 16  # positions of a chunk between which products with decays of channels are written out
 
@@ -50,6 +53,31 @@ def stretches(
         from_begin = from_begin * (starts < first).unsqueeze(-1)
         through = through * (starts[:, :, -1] < first[:, :, 0]).unsqueeze(-1)
     return total, causal, to_end, from_begin, through
+
+
+class _Product(torch.autograd.Function):
+    """torch's product asks in its backward pass whether a factor is 0, and the host waits for the answer."""
+
+    @staticmethod
+    def forward(ctx: Any, factors: Tensor) -> Tensor:
+        product = factors.prod(1)
+        ctx.save_for_backward(factors, product)
+        return product
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_product: Tensor) -> Tensor:
+        factors, product = ctx.saved_tensors
+        of_product, product, one = of_product.unsqueeze(1), product.unsqueeze(1), torch.ones_like(factors[:, :1])
+        before = torch.cat([one, factors[:, :-1]], 1).cumprod(1)
+        after = torch.cat([one, factors[:, 1:].flip(1)], 1).cumprod(1).flip(1)
+        of_others = torch.where((factors == 0).any(), before * after, product / factors)
+        return of_product * of_others
+
+
+def chunk_product(through_Bch: Tensor) -> Tensor:
+    """The product over chunks, [B, h]. Its gradient has the bits of torch's own."""
+    return _Product.apply(through_Bch)
 
 
 def products_by_channel(x: Tensor, y: Tensor, total: Tensor, causal: Tensor) -> Tensor:
