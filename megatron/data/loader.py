@@ -105,7 +105,7 @@ class Loader:
         return batch.result()
 
     def ahead(self, step: int) -> StepBatch | None:
-        """What `step` will return, if threads prepare it. Which steps they prepare is the same on all ranks."""
+        """The batch that `step` will return, if threads prepare it. They prepare the same steps on all ranks."""
         ready = self._ready.get(step)
         return None if ready is None else ready.result()
 
