@@ -20,7 +20,7 @@ from .folder import SharedFolder, Unreadable
 from .messages import HEAD_LIMIT, Refused, digest, unseal
 from .options import TCP, PeersSection, is_address
 from .signing import Signer
-from .sockets import PAYLOAD, FolderServer, ServedFolder
+from .sockets import FolderServer, RemoteFolder, ServedFolder
 
 LARGE = ("contributions", "states")
 NOTE = 4096  # most bytes of a note
@@ -57,10 +57,8 @@ class OwnFiles:
         self._server.server_close()
 
 
-class DirectFolder(SharedFolder):
+class DirectFolder(RemoteFolder):
     """The folder of the ledger, whose large files are with the peers. One thread uses it."""
-
-    largest = PAYLOAD
 
     def __init__(self, base: SharedFolder, own: PeersSection, signer: Signer, files: OwnFiles) -> None:
         super().__init__(base.url)
@@ -92,14 +90,6 @@ class DirectFolder(SharedFolder):
             self._files.folder.write(name, content)
             content = _noted(content)
         self._base.write(name, content)
-
-    def read(self, name: str) -> bytes:
-        if (found := self.read_up_to(name, PAYLOAD)) is None:
-            raise FileNotFoundError(name)
-        return found
-
-    def exists(self, name: str) -> bool:
-        return name.rpartition("/")[2] in self.names(name.rpartition("/")[0])
 
     def names(self, folder: str) -> list[str]:
         return self._base.names(folder)

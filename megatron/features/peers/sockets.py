@@ -225,15 +225,27 @@ class _Connection(socketserver.BaseRequestHandler):
         send(self.request, server.signer, content, kind="reply", peer=server.name, **bound, **reply)
 
 
-class ServedFolder(SharedFolder):
+class RemoteFolder(SharedFolder):
+    """A folder whose files come from other processes."""
+
+    largest = PAYLOAD
+
+    def read(self, name: str) -> bytes:
+        if (found := self.read_up_to(name, PAYLOAD)) is None:
+            raise FileNotFoundError(name)
+        return found
+
+    def exists(self, name: str) -> bool:
+        return name.rpartition("/")[2] in self.names(name.rpartition("/")[0])
+
+
+class ServedFolder(RemoteFolder):
     """A folder that a `FolderServer` keeps. One thread uses it.
 
     Args:
         server: the name by which the server signs.
         within: seconds of a reply. None: only its parts have a limit.
     """
-
-    largest = PAYLOAD
 
     def __init__(
         self, url: str, signer: Signer, run: str, peer: str, server: str = SERVER, within: float | None = None
@@ -258,14 +270,6 @@ class ServedFolder(SharedFolder):
 
     def write(self, name: str, content: bytes) -> None:
         self._ask("write", name, content)
-
-    def read(self, name: str) -> bytes:
-        if (found := self.read_up_to(name, PAYLOAD)) is None:
-            raise FileNotFoundError(name)
-        return found
-
-    def exists(self, name: str) -> bool:
-        return name.rpartition("/")[2] in self.names(name.rpartition("/")[0])
 
     def read_up_to(self, name: str, limit: int) -> bytes | None:
         facts, content = self._ask("read", name, limit=limit)

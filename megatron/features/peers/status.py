@@ -49,17 +49,17 @@ def _state(name: str, rounds: list[dict[str, Any]], most: int) -> str:
     newest = rounds[-1]
     strikes = newest.get("strikes", {}).get(name, 0)
     reason = next((each["absent"][name] for each in reversed(rounds) if name in each["absent"]), "")
-    told = f", {strikes} of {most} strikes ({reason})" if strikes else ""
+    strikes_text = f", {strikes} of {most} strikes ({reason})" if strikes else ""
     if strikes >= most:
-        return f"excluded for good{told}"
+        return f"excluded for good{strikes_text}"
     if name in newest.get("next", newest["members"]):
-        return f"here{told}"
+        return f"here{strikes_text}"
     last = next((each for each in reversed(rounds) if name in each["members"]), None)
     if last is None:
-        return f"not seen{told}"
+        return f"not seen{strikes_text}"
     lag = newest["round"] - last["round"]
     silent = f", {newest['absent'][name]}" if name in newest["absent"] and not strikes else ""
-    return f"{lag} behind, last seen in {last['round']}, {_ago(last)}{silent}{told}"
+    return f"{lag} behind, last seen in {last['round']}, {_ago(last)}{silent}{strikes_text}"
 
 
 def _ago(entry: Mapping[str, Any]) -> str:
