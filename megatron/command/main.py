@@ -45,11 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(verb: Verb, words: list[str]) -> int:
     """Run a verb with what follows it on the command line."""
-    from ..launch.command_line import main as launch
+    if verb.launch or verb.question:
+        from ..launch.command_line import main as launch
 
-    if verb.launch:
-        return launch(words, script=str(verb.launch))
-    if verb.question:
+        if verb.launch:
+            return launch(words, script=str(verb.launch))
         return launch([verb.question, *words] if words[:1] not in (["-h"], ["--help"]) else words)
     assert verb.script is not None
     try:

@@ -16,24 +16,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.config.file_access import open_plain
-from megatron.config.problems import ConfigError, counted, list_problems
+from megatron.config.problems import ConfigError, UserError, counted, list_problems
 from megatron.config.source.arguments import ArgumentError
 from megatron.pipes import visible
 from megatron.worker import devices
-from megatron.worker.place import worker_environment
+from megatron.worker.place import LaunchError, worker_environment
 
-from .agent.ranks import rank_environment
-from .job.job_plan import JobPlan, commands, script_arguments
-from .job.settings import launch_section
 from .options import ACTIONS, INQUIRIES, KEYS, REHEARSAL, USAGE, meant, parser
 from .report import forwarding
 from .wire.specification import Host
 
+if TYPE_CHECKING:
+    from .job.job_plan import JobPlan
+
 
 def main(argv: list[str], script: str | None = None) -> int:
-    """The whole launcher. Returns its exit status.
+    """The whole launcher. Returns its exit status. An agent loads no configuration, whose import takes longer.
 
     Args:
         argv: options, script, and the script's arguments.
@@ -43,11 +44,8 @@ def main(argv: list[str], script: str | None = None) -> int:
         from .agent.agent import main as serve
 
         return serve(argv[1:])
-    from megatron.config.source.arguments import ArgumentError
     from megatron.worker.job import CONFIG_ERROR, show_own_help
-    from megatron.worker.place import LaunchError
 
-    from ..config.problems import ConfigError, UserError
     from .job.hosts import HostError
 
     if script and argv in (["-h"], ["--help"]):
@@ -93,8 +91,6 @@ def _refuse_unread(options: argparse.Namespace) -> None:
     Raises:
         ArgumentError: there are some.
     """
-    from megatron.config.source.arguments import ArgumentError
-
     values = {**vars(options), "print": options.template}
     given = {f"--{name}".replace("_", "-") for name, value in values.items() if value not in (None, False)}
     asked = [name for name in ACTIONS if name in given]
@@ -127,7 +123,6 @@ def of_features(run: Path) -> str:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from megatron.config.source.arguments import ArgumentError
     from megatron.worker.job import show_own_help
 
     if options.logs:
@@ -188,8 +183,6 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _rehearse(options: argparse.Namespace) -> int:
     """Have another process do it: it loads torch."""
-    from megatron.config.source.arguments import ArgumentError
-
     from .job.job_plan import script_arguments
 
     if find_spec("torch") is None:
@@ -263,6 +256,9 @@ def rank_command(
     place = worker_environment(environment)
     if place.world_size == 1 or place.starter not in _NAMES:
         return None
+    from .job.job_plan import script_arguments
+    from .job.settings import launch_section
+
     taken = script_arguments(script, words)
     if launch_section(taken.files, [*taken.overrides, *overrides]).runner != "auto":
         return None
@@ -307,6 +303,8 @@ def _stamped(path: Path, order: int) -> Iterator[tuple[str, tuple[int, int], str
 
 def describe(plan: JobPlan) -> str:
     """The plan for people. Nothing is started."""
+    from .job.job_plan import commands
+
     job, choice = plan.job, plan.choice
     where = f"{counted(choice.ranks, 'rank')} on {counted(len(choice.hosts), 'host')}"
     lines = [f"runner {choice.runner} ({choice.reason}): {where}", ""]
@@ -335,6 +333,8 @@ def describe(plan: JobPlan) -> str:
 
 
 def _host(plan: JobPlan, host: Host, first: int) -> list[str]:
+    from .agent.ranks import rank_environment
+
     size, launch = len(host.slots), plan.launch
     master = (
         launch.master_address or ("127.0.0.1" if len(plan.job.hosts) == 1 else f"(of {plan.job.hosts[0].name})"),

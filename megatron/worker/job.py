@@ -10,15 +10,17 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron.config import Config, config_hash, load, read_resolved, to_yaml
 from megatron.config.problems import UserError
 from megatron.config.registry import registry_of
 from megatron.config.source.arguments import ArgumentError, split
 from megatron.pipes import visible
 
 from .place import LaunchError, WorkerEnvironment, worker_environment
+
+if TYPE_CHECKING:
+    from megatron.config import Config
 
 RERUN = 16  # a value must be computed again in another place
 CORRUPT = 17  # values that must be equal on several ranks differ
@@ -43,6 +45,8 @@ def read_job(
         ConfigError: the configuration has mistakes.
         LaunchError: the environment makes no sense, or the configuration's file is not the one that was sent.
     """
+    from megatron.config import config_hash, load, read_resolved, to_yaml  # slow: agents do without
+
     env = os.environ if environment is None else environment
     place = worker_environment(env)
     given = list(sys.argv[1:] if argv is None else argv)

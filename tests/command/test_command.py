@@ -165,9 +165,10 @@ def test_completion_scripts_register_the_command(shell):
 def test_help_loads_neither_torch_nor_the_configuration():
     """A shell calls `deepy` at every press of the tabulator."""
     code = f"{RUN.replace('sys.exit(main())', 'main()')}; print(sorted(sys.modules), file=sys.stderr)"
-    loaded = python("-c", code, "--help").stderr
-    for name in ("torch", "deepspeed", "numpy", "pydantic", "yaml", "transformers"):
-        assert f"'{name}'" not in loaded
+    for words in (["--help"], ["report", "--help"], ["status", "nowhere"]):
+        loaded = python("-c", code, *words).stderr
+        for name in ("torch", "deepspeed", "numpy", "pydantic", "yaml", "transformers"):
+            assert f"'{name}'" not in loaded
     code = f"{RUN.replace('sys.exit(main())', 'main()')}; print('torch' in sys.modules, file=sys.stderr)"
     done = python("-c", code, "config", "check", *TINY)
     assert done.stderr.splitlines()[-1] == "False", done.stderr

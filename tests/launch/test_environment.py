@@ -293,6 +293,16 @@ def test_the_launcher_loads_neither_torch_nor_deepspeed():
     assert out.strip() == "[]"
 
 
+def test_an_agent_does_not_load_the_configuration():
+    """One starts on every host, and a third of a second is half of its start."""
+    code = (
+        "import sys, megatron.launch.command_line as one, megatron.launch.agent.agent\n"
+        "print([name for name in ('pydantic', 'yaml', 'megatron.config.schema') if name in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
+
+
 def test_the_word_of_deepspeeds_launcher_is_no_option_of_ours() -> None:
     taken = split(["--local_rank=1", "a.yml", "training.steps=5", "--mine", "--local_rank=2"])
     own = ("--mine", "--local_rank=2")
