@@ -53,6 +53,8 @@ BEGINS_WITH_WHAT = re.compile(r"^What\b[^?]*$")
 FENCE = re.compile(r"^ *(```|~~~).*?^ *\1[^\n]*$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`+[^`]*`+")
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
+FORMULA = re.compile(r"\$\$.*?\$\$", re.DOTALL)
+COLUMNS = re.compile(r"(?<=\S) {2,}(?=\S)")  # between the cells of a table without lines
 SENTENCE = re.compile(  # before a capital, a number, code, or an entry "name: ..." of a list
     r"(?<=[.!?])[\"')*]*\s+(?=[\"'(*]*[A-Z0-9`]|\w+(?:, \w+)*: )"
 )
@@ -95,7 +97,7 @@ class Area:
 def sentences(text: str) -> Iterator[str]:
     """The sentences of Markdown or reStructuredText: no code blocks; a cell of a table or an item stands by itself."""
     text = FENCE.sub("\n", re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL))
-    text = LINK.sub(r"\1", CODE.sub("X", text))
+    text = LINK.sub(r"\1", FORMULA.sub("X", CODE.sub("X", text)))
     for block in _blocks(text):
         for sentence in SENTENCE.split(ABBREVIATION.sub(r"\1", " ".join(block.split()))):
             yield sentence.strip()
@@ -108,6 +110,10 @@ def _blocks(text: str) -> Iterator[str]:
             yield " ".join(lines)
             lines = []
             yield from line.strip().strip("|").split("|")
+        elif COLUMNS.search(line):
+            yield " ".join(lines)
+            lines = []
+            yield from COLUMNS.split(line)
         elif not line.strip() or ITEM.match(line):
             yield " ".join(lines)
             lines = [ITEM.sub("", line)]

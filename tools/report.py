@@ -5,8 +5,8 @@
     python tools/report.py runs/a runs/b --output ab.html
 
 It has the curves of training, validation and benchmarks over steps, tokens or hours, with abandoned steps in grey. It
-also has norms by layer, the time and memory of the steps, the sources of the data and the load of experts, generated
-samples, the ledger, and the configurations with their differences.
+also has norms by layer, the time and memory of the steps, the sources of the data and the load of experts. It has
+generated samples, the ledger, and the configurations with their differences.
 
 Exit status 2: a run has no metrics, or its files are damaged.
 """

@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             found = verify_resume(
                 words, config=config, ranks=options.ranks, steps=options.steps, at=options.at, folder=folder,
-                other=other, tell=tell,
+                other=other, report=tell,
             )  # fmt: skip
         except (TrialError, ConfigError) as error:
             print(error, file=sys.stderr)

@@ -94,10 +94,10 @@ class LayerKind:
         keeps_buffers: whether, with these options, checkpoints keep tensors of it that are no parameters.
         clips_logits: whether, with these options, its layers have a `logit_clip` (`model/logit_clip.py`).
         exchange: how models with it are exchanged, where no architecture of transformers has it. "" for no way.
-        context: how its layers compute where several ranks share a sequence (`parallel.context`). "alone": each token
-            by itself. "attends": by `parallel.context_method`. "scans": all ranks at once, with the states of the ranks
-            before (`kinds/common/recurrence/sequence_scan.py`). "states": ranks wait for the state of the rank before
-            (`model/relay.py`), which its `new_state` makes. "": not at all.
+        context: how its layers compute where several ranks share a sequence (`parallel.context`). `"alone"`: each token
+            by itself. `"attends"`: by `parallel.context_method`. `"scans"`: all ranks at once, with the states of the
+            ranks before (`kinds/common/recurrence/sequence_scan.py`). `"states"`: ranks wait for the state of the rank
+            before (`model/relay.py`), which its `new_state` makes. `""`: not at all.
         neighbours: whether, where it attends, it also needs the token before a rank's first one.
         columns: whether its layers can read and write a part of the stream's channels (`parallel.columns`).
         draws: whether, with these options, a forward pass in training draws random numbers.

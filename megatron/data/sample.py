@@ -1,8 +1,9 @@
 """Assemble a sample from pieces of documents: tokens, the weight of each label, and starts of documents.
 
-Span corruption: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer"
-(2020), arXiv 1910.10683, for a decoder: a b c d e f g with the spans "b c" and "f" becomes a <0> d e <1> g <0> b c <1>
-f. The numbers and places of removed tokens and spans follow T5's rule (`random_spans_noise_mask` in its preprocessors).
+Span corruption for a decoder is that of Raffel et al. 2020 ("Exploring the Limits of Transfer Learning with a Unified
+Text-to-Text Transformer", arXiv 1910.10683). `a b c d e f g` with the spans `b c` and `f` becomes
+`a <0> d e <1> g <0> b c <1> f`. The numbers and places of removed tokens and spans follow T5's rule
+(`random_spans_noise_mask` in its preprocessors).
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ class Runner:
     """A way of starting agents.
 
     Attributes:
-        commands: what starts them, from the job and the launch section. Commands must be the same for every job on the
-            same hosts: agents get the job over their input. The order of the hosts is the job's, which a restart may
-            change: where a scheduler numbers agents in an order of its own, these must get the name of their host
+        commands: the commands that start them, from the job and the launch section. They must be the same for every job
+            on the same hosts: agents get the job over their input. The job has the order of the hosts, which a restart
+            may change. Where a scheduler numbers agents in another order, commands must have the name of their host
             (`--host`) and not its index. None for a runner with `wrap`.
         wrap: the job with another program between the agents and the ranks. Such a runner stands on another one, which
             starts the agents.

@@ -2,8 +2,8 @@
 
 With t the tokens, E the embedding and h^0 the input of the head, module k = 1 ... D has of position i
     h^k_i = norm(block(W [norm(E(t_{i+k})), norm(h^{k-1}_i)]))
-and the model's own head predicts t_{i+k+1} from it. To the loss of the next token is added
-    loss_weight / D * sum over k of (sum over i of w_{i+k} c^k_i) / (sum of w)
+and the model's own head predicts t_{i+k+1} from it. The loss of the next token gets the further term
+    `loss_weight / D * sum over k of (sum over i of w_{i+k} c^k_i) / (sum of w)`
 with the weight w and the cost c of a label. The weight is 0 where a sample has no more labels, and where the tokens are
 of several documents that do not attend to each other.
 

@@ -1,7 +1,7 @@
 """The residual stream from one layer to the next, on one rank or across pipeline stages.
 
-Shapes: B samples, S positions of this rank's tensor parallel group (the whole sequence, or with context parallelism a
-part of it), s positions of this rank (S/t with sequence parallelism, else S), H hidden.
+Shapes: B samples, S positions of this rank's tensor parallel group, s positions of this rank, H hidden. S is the whole
+sequence, or with context parallelism a part of it. s is S/t with sequence parallelism, else S.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Memory:
     """Bytes on one rank of a stage.
 
     Attributes:
-        parts: weights, teacher, gradients, states, left out (error feedback of compressed gradients),
+        parts: weights, teacher, gradients, states, `left out` (error feedback of compressed gradients),
             activations, working (temporary tensors of one layer), loss, buckets, runtime, fragments, and parts that
             features add.
     """

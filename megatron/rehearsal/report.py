@@ -244,7 +244,7 @@ def text(found: dict[str, Any]) -> str:
     sizes = ", ".join(f"{axis} {size}" for axis, size in found["layout"].items())
     kind = found["precision"]
     if not found.get("precision_given", True):
-        kind += " (not in the files; `deepy plan` proposes bf16 there)"
+        kind += " (not in the files, where `deepy plan` proposes bf16)"
     numbers = ", ".join(str(each["rank"]) for each in found["rehearsed"])
     ranks = "ranks" if len(found["rehearsed"]) > 1 else "rank"
     lines = [

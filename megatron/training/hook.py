@@ -72,12 +72,12 @@ class RollBack:
     """A request to return to a checkpoint from before a step.
 
     Attributes:
-        told: text of the reason.
+        reason: as text.
         find: (config, world, this, skipped batches, log, levels) -> where the run continues.
     """
 
     step: int
-    told: str
+    reason: str
     find: Callable[..., StartPoint]
 
 

@@ -352,7 +352,7 @@ class Trainer:
 
     def _outcome(self) -> Outcome:
         if self.back is not None:
-            return Outcome(self.completed, self.back.told, False, self.back)
+            return Outcome(self.completed, self.back.reason, False, self.back)
         if self.finished:
             return Outcome(self.completed, "finished", True)
         reason = self.stop_reason or f"training.stop_at_step: {self.config.training.stop_at_step}"

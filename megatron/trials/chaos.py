@@ -32,7 +32,7 @@ class Event:
     """One fault and its consequences. Times are seconds after the fault.
 
     Attributes:
-        told: the rank, process, file or host that it hit.
+        `told`: the rank, process, file or host that it hit.
         step: last step logged before it.
         detected: until the launcher ended the start, or the ledger had the event. None where nothing has to notice.
         recovered: until the next step was logged.
@@ -67,7 +67,7 @@ class Arena:
     Attributes:
         words: configuration file and overrides.
         ranks: number of processes, per host where there are several.
-        tell: called with a line about each fault.
+        report: called with a line about each fault.
         hosts: hosts to try it on, `SPARES` of them spare, as in `tests/chaos/hosts.py`. None: this machine.
     """
 
@@ -77,7 +77,7 @@ class Arena:
     ranks: int
     steps: int
     every: int
-    tell: Callable[[str], None]
+    report: Callable[[str], None]
     hosts: Any = None
 
     def job(self, name: str) -> TrialJob:
@@ -209,7 +209,7 @@ def _round(
             continue
         furthest = max(job.step(), event.step)
         found.events.append(event)
-        arena.tell(row(event))
+        arena.report(row(event))
         if event.problem:
             found.problems.append(f"{event.fault}: {event.problem}")
             return
@@ -222,11 +222,11 @@ def _happens(job: TrialJob, fault: Fault, draw: random.Random, extra: str, last:
     if fault.loses and job.hosts is not None and not job.left:
         return None
     step, known, began = job.step(), len(job.events("restart", "start", "resume")), len(job.events())
-    told = fault.act(job, draw)
-    job.left -= fault.loses and bool(told)
-    if not told:
+    target = fault.act(job, draw)
+    job.left -= fault.loses and bool(target)
+    if not target:
         return None
-    at, event = time.monotonic(), Event(fault.name, told, step)
+    at, event = time.monotonic(), Event(fault.name, target, step)
     try:
         if fault.then == GOES_ON:
             _goes_on(job, fault, draw, event, at, began)

@@ -29,8 +29,9 @@ class Fault:
         then: expected consequence: `RESTART`, `AGAIN` or `GOES_ON`.
         noticed: the expected event in the ledger where the run continues. None: it need not notice.
         undo: ends it once it was noticed, where it does not end by itself.
-        needs: requirements of the run. "ranks": several. "replicas": ranks with the same bits. "disk": a file system of
-        its own for checkpoints. "network": a network of its own. "masters": master weights. "hosts": several.
+        needs: requirements of the run. `"ranks"`: several. `"replicas"`: ranks with the same bits. `"disk"`: a file
+            system of its own for checkpoints. `"network"`: a network of its own. `"masters"`: master weights.
+            `"hosts"`: several.
         loses: whether a host is lost with it.
     """
 

@@ -131,7 +131,7 @@ def verify_resume(
     at: int,
     folder: Path,
     other: TrialLayout | None,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> list[Verdict]:
     """Train, kill, resume and compare.
 
@@ -139,7 +139,7 @@ def verify_resume(
         words: configuration file and overrides.
         at: step of the checkpoint after which ranks are killed.
         other: the other layout. None: only the same layout.
-        tell: called with a line about each stage.
+        report: called with a line about each stage.
 
     Raises:
         TrialError: a run failed by itself, so there is no result.
@@ -150,9 +150,9 @@ def verify_resume(
     parts = TrialJob(folder / "parts", [*words, *common, f"checkpoint.every={at}"], ranks)
     jobs = [whole, parts]
     try:
-        tell(f"an undisturbed run of {steps} steps")
+        report(f"an undisturbed run of {steps} steps")
         complete(whole, "checkpoint.every=null")
-        tell(f"a run that is killed after step {at}")
+        report(f"a run that is killed after step {at}")
         cut(parts, at, config)
         begun = [step for step in parts.checkpoints() if step <= at]
         if other is not None:
@@ -162,13 +162,13 @@ def verify_resume(
             jobs.append(nudged)
             for job, step in ((job, step) for job in (moved, nudged) for step in begun):
                 shutil.copytree(parts.checkpoint(step), job.checkpoint(step))
-        tell("it resumes")
+        report("it resumes")
         complete(parts)
         found = [_verdict(whole, parts, f"the same layout ({counted(ranks, 'rank')})", steps, 0.0)]
         if other is not None:
-            tell(f"it resumes with {other.text}")
+            report(f"it resumes with {other.text}")
             complete(moved, "checkpoint.every=null")
-            tell("it resumes from weights moved by half a last digit, which measures rounding")
+            report("it resumes from weights moved by half a last digit, which measures rounding")
             nudge = {"type": "megatron.trials.inject:Nudge", "options": {"step": begun[-1]}}
             complete(nudged, "checkpoint.every=null", with_hook(config, nudge))
             spread = _verdict(whole, nudged, "", steps, 0.0).found.loss

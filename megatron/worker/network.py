@@ -71,8 +71,8 @@ def listen_on(address: str, port: int = 0, *, one_host: bool = False) -> socket.
     store there instead of taking this socket.
 
     Args:
-        address: of this machine, as all hosts call it. If that is not its own (a router translates it), or is loopback
-            here though other hosts call too (a name that is resolved otherwise here), the socket takes all addresses.
+        address: of this machine, as all hosts call it. The socket takes all addresses if that is not its own, since a
+            router translates it. It also does if the name is loopback here, and other hosts call too.
         port: 0 for any.
         one_host: whether only this machine calls.
 

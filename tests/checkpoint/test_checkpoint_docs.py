@@ -74,7 +74,7 @@ def test_the_table_of_architectures_is_that_of_the_code_and_of_the_layouts() -> 
         theirs, how, place, _ = (cell.strip() for cell in line.strip("|").split("|"))
         assert how == "both"
         found += re.findall("`([^`]+)`", theirs)
-        for group in place.split("; "):
+        for group in place.split("<br>"):
             rows, axes = group.split(": ")
             for row in re.findall("`([^`]+)`", rows):
                 assert set(axes.split(", ")) == trained[row], (theirs, row)

@@ -31,6 +31,7 @@ REMOVED = {
     "spikes": ("spikes: {action: skip}", "spikes"),
     "statistics": ("logging: {statistics: 1}", "logging.statistics"),
 }
+REMOVED = {name: how for name, how in REMOVED.items() if name in INSIDE[FEATURE]}  # one may be gone for good
 FOLDERS = {name: INSIDE[FEATURE][name].split(".")[2] for name in REMOVED}
 NEEDS = {"integrity": ("spikes",), "noise_scale": ("spikes",)}  # folders that a feature imports
 PLAIN = {

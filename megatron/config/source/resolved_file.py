@@ -121,7 +121,7 @@ def _item(each: Any, path: Path, resolved: Resolved, indent: int) -> Iterator[st
 def to_yaml(resolved: Resolved) -> str:
     """The whole configuration as YAML with origins."""
     ranks = "an unknown number of ranks" if resolved.ranks is None else counted(resolved.ranks, "rank")
-    head = [f"{RESOLVED}{ranks}. Beside each value: where it came from.", f"# hash: {config_hash(resolved.config)}"]
+    head = [f"{RESOLVED}{ranks}. Each value is followed by its origin.", f"# hash: {config_hash(resolved.config)}"]
     return "\n".join([*head, *_lines(thaw(resolved.config.model_dump()), (), resolved, 0)]) + "\n"
 
 

@@ -27,9 +27,10 @@ def parameter_groups(config: Config, parameters: Iterable[nn.Parameter]) -> list
         parameters: parameters with `.logical`. One that occurs twice (tied) counts once.
 
     Returns:
-        Groups for a torch optimizer with the extra keys `name`, `roles`, `lr_scale` (multiple of the scheduled rate),
-            `moe` (experts that differ between data parallel ranks), and the result of `group_settings`. They have `eps`
-            where a parametrization changes it. `lr` is 0 until the schedule sets it.
+        Groups for a torch optimizer with the extra keys `name`, `roles`, `lr_scale` and `moe`, and the result of
+            `group_settings`. `lr_scale` is a multiple of the scheduled rate. `moe` means experts that differ between
+            data parallel ranks. They have `eps` where a parametrization changes it. `lr` is 0 until the schedule sets
+            it.
 
     Raises:
         ValueError: a parameter has no `.logical`, or the optimizer cannot train it.

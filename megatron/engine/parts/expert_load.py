@@ -46,10 +46,10 @@ class ExpertLoad(EnginePart):
         """Close a step. Moves the corrections if the update was applied.
 
         Returns:
-            One entry, `moe`: layer -> numbers of the step, on every rank. Of each layer: max_over_mean (1 is even),
-            entropy (of the load, over its largest possible value), dead (number of experts without a token), dropped
-            (choices without a place, or of no expert, over the others), the auxiliary losses without their coefficients
-            (means over micro-batches), load (share of each expert), correction (after the step).
+            One entry, `moe`: layer -> numbers of the step, on every rank. max_over_mean: 1 is even. entropy: of the
+            load, over its largest possible value. dead: number of experts without a token. dropped: choices without a
+            place, or of no expert, over the others. Auxiliary losses without their coefficients: means over
+            micro-batches. load: share of each expert. correction: after the step.
         """
         width = self.widest + ExpertTally.EXTRA
         table = torch.zeros(len(self.experts), width + self.widest, device=self.device)

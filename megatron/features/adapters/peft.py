@@ -317,7 +317,7 @@ def _options(config: Any) -> tuple[dict[str, Any], list[str]]:
         return {"type": "lora"}, [*wrong, "alpha_pattern must have names of modules, and a number for each"]
     numbers = [config.get("r"), config.get("lora_alpha"), *patterns.values()]
     if not all(isinstance(each, (int, float)) and not isinstance(each, bool) and 0 < each < 1e9 for each in numbers):
-        wrong.append("r and lora_alpha must be numbers above 0, like those of alpha_pattern")
+        wrong.append("r and lora_alpha must be numbers above 0, and so must each of alpha_pattern")
     return {"type": "dora" if config.get("use_dora") else "lora"}, wrong
 
 

@@ -57,7 +57,7 @@ def roll_back(
     options, done = spikes_of(config), len(left_out.pairs) - len(config.data.left_out)
     if done >= options.limit:
         raise CannotRollBack(
-            f"{back.told}, and the run has gone back {done} times already (spikes.limit). Check the data and "
+            f"{back.reason}, and the run has gone back {done} times already (spikes.limit). Check the data and "
             "optimizer.lr",
             back.step,
         )
@@ -66,8 +66,8 @@ def roll_back(
     found = store.resume("auto", before=wanted + 1).checkpoint or store.resume("auto", before=back.step + 1).checkpoint
     if found is None:
         raise CannotRollBack(
-            f"{back.told}, and there is no checkpoint from before it to go back to. Save earlier (checkpoint.every, or "
-            "checkpoint.steps=[0])",
+            f"{back.reason}, and there is no checkpoint from before it to go back to. Save earlier "
+            "(checkpoint.every, or checkpoint.steps=[0])",
             back.step,
         )
     for line in [*(levels.drop(found.step) if levels else ()), *store.set_aside(after=found.step)]:
@@ -77,10 +77,10 @@ def roll_back(
     facts = {"checkpoint": str(found.path), "left_out": [list(each) for each in left_out.pairs]}
     if world.is_main:
         ledger = Ledger(Path(config.run.dir) / "ledger.jsonl")
-        ledger.write("rollback", step=back.step, to=found.step, reason=back.told, **facts)
+        ledger.write("rollback", step=back.step, to=found.step, reason=back.reason, **facts)
         ledger.close()
     log(
-        f"{back.told}: going back to {found.path}. From step {pair[0]} on {pair[1]} batches are skipped "
+        f"{back.reason}: going back to {found.path}. From step {pair[0]} on {pair[1]} batches are skipped "
         f"(rollback {done + 1} of at most {options.limit})"
     )
     return StartPoint(found, None, {**facts, "ledger": found.meta.ledger}, left_out)

@@ -8,8 +8,8 @@ AdaGC (arXiv 2502.11034, algorithm 1): each tensor's gradient is clipped by the 
 
 For the gradient g_i of tensor i, with its moving norm c_i (from infinity on):
 
-    the first T steps:  h_i = min(limit / |g|, 1) with the norm over all tensors;  c_i = min(c_i, |h_i g_i|)
-    then:               h_i = min(threshold c_i / |g_i|, 1);                       c_i = b c_i + (1 - b) |h_i g_i|
+    the first T steps:  h_i = min(limit / |g|, 1) with the norm over all tensors   c_i = min(c_i, |h_i g_i|)
+    then:               h_i = min(threshold c_i / |g_i|, 1)                        c_i = b c_i + (1 - b) |h_i g_i|
 
 and the optimizer gets h_i g_i. A gradient of 0 has no information about a tensor's size, and does not change c_i. Else
 a tensor without a gradient in one of the first steps would never get one again, by the minimum above.

@@ -1,15 +1,15 @@
 """The gated delta rule (Yang, Kautz and Hatamizadeh 2024) as matrix products over chunks of the sequence.
 
-Shapes: B samples, S positions, c chunks of Q positions, g heads of queries and keys with K channels, h = g r heads of
-values with V channels: r consecutive heads of values share one of keys.
+Shapes: B samples, S positions, c chunks of Q positions. There are g heads of queries and keys with K channels, and
+h = g r heads of values with V channels. r consecutive heads of values share one of keys.
 
     S_t = exp(d_t) S_{t-1} (I - b_t k_t k_t^T) + b_t v_t k_t^T      S [V, K] per head, kept here as its transpose
     y_t = S_t q_t / sqrt(K)                                         q and k of length 1
 
 The decay is a number per head, or per channel of keys (Kimi Team 2025, arXiv 2510.26692): then exp(d_t) multiplies the
 columns of S_{t-1}. At position t of a chunk the state gets n_t = b_t (v_t - value of the decayed state under k_t). The
-state depends on the state before the chunk and the n of earlier positions, so all n of a chunk solve one triangular
-system with the right-hand sides b_t v_t and b_t k_t (the WY form of Bischof and Van Loan 1987, Yang et al. 2024,
+state depends on the state before the chunk and the n of earlier positions. So all n of a chunk solve one triangular
+system with the right-hand sides b_t v_t and b_t k_t. It is the WY form (Bischof and Van Loan 1987, Yang et al. 2024,
 section 3.2).
 """
 

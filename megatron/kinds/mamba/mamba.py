@@ -3,8 +3,8 @@
 With `heads` each equal part of the channels makes its own time steps, B and C (Zamba, Glorioso et al. 2024).
 With `inner_norms` these are normalised (Jamba, Lieber et al. 2024).
 
-Shapes: B samples, S positions, H hidden, d inner channels of this rank, n heads of this rank, w channels of a head
-here, R rank of the time steps, N state elements.
+Shapes: B samples, S positions, H hidden, R rank of the time steps, N state elements. This rank has d inner channels and
+n heads of w channels.
 """
 
 from __future__ import annotations

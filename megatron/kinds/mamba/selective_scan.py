@@ -5,8 +5,9 @@ Shapes: B samples, S positions, d channels, N state elements per channel.
     S_t = exp(dt_t A) S_{t-1} + dt_t u_t B_t      S, A [d, N], A negative. B_t, C_t [N]
     y_t = (S_t C_t + D u_t) silu(z_t)
 
-A chunk of up to `chunk` positions is scanned at a time, in about sqrt(chunk) runs of equal length side by side: first
-inside the runs, then from run to run. States exist for one chunk only. They are made again for the gradient.
+A chunk of up to `chunk` positions is scanned at a time, in about sqrt(chunk) runs of equal length side by side. The
+scan is first inside the runs, then from run to run. States exist for one chunk only. They are made again for the
+gradient.
 """
 
 from __future__ import annotations

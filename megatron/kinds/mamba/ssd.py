@@ -45,8 +45,8 @@ def inside_gradient(y_BcQhP: Tensor, x_BcQhP: Tensor, scores_BcgQQ: Tensor, insi
         x_BcQhP: X.
 
     Returns:
-        of X [B, c, h, Q, P], of the scores [B, c, g, Q, Q], of the logarithms of decays, summed over columns and over
-        rows, [B, c, Q, h] each.
+        Gradients of X [B, c, h, Q, P] and of the scores [B, c, g, Q, Q]. Two of the logarithms of decays [B, c, Q, h]:
+        summed over columns, and over rows.
     """
     groups = scores_BcgQQ.shape[2]
     y, x = (each.transpose(2, 3).contiguous() for each in (y_BcQhP, x_BcQhP))

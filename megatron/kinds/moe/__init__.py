@@ -1,3 +1,3 @@
-"""Mixture of experts, in the order of the forward pass: `router` scores, `choice` chooses, `permute` sorts tokens by
-expert, `dispatch` brings them to where the experts are, `experts` compute, and the way back. `losses` and `balance`
-keep the load even."""
+"""Mixture of experts. In the order of the forward pass, `router` scores, `choice` chooses and `permute` sorts tokens by
+expert. `dispatch` brings them to where the experts are, `experts` compute, and `dispatch` brings the results back.
+`losses` and `balance` keep the load even."""

@@ -6,8 +6,8 @@ parts, whose sizes are exchanged before. Tensor parallel ranks have the same tok
 crosses the expert axis twice. Where they have slices of the same experts, they gather the received rows. Where experts
 are folded over them, they are expert parallel ranks like others, and gather nothing.
 
-Shapes: T tokens, E experts, H hidden, R rows of this rank's tokens, N rows of this rank's experts, x expert parallel
-ranks, t ranks that have slices of the same experts, n = E / x experts of a rank.
+Shapes: T tokens, E experts, H hidden, R rows of this rank's tokens, N rows of this rank's experts. There are x expert
+parallel ranks with n = E / x experts each, and t ranks that have slices of the same experts.
 """
 
 from __future__ import annotations

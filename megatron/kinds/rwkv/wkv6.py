@@ -5,8 +5,8 @@ Shapes: B samples, S positions, h heads of N channels, c runs of Q positions. Pe
     y_t = r_t (S_{t-1} + diag(u) k_t^T v_t)
     S_t = diag(w_t) S_{t-1} + k_t^T v_t           w = exp(-exp(decay)), anything between 0 and 1
 
-A piece of up to `chunk` positions is scanned at a time, in about sqrt(chunk) runs side by side: inside the runs
-distance by distance, with products of decays that cannot overflow. Then from run to run.
+A piece of up to `chunk` positions is scanned at a time, in about sqrt(chunk) runs side by side. Inside the runs the
+scan goes distance by distance, with products of decays that cannot overflow. Then it goes from run to run.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ keys]:
 Inside a chunk, u_t = S_{t-1} a_t follows from the u of earlier tokens: a unit lower triangular system, which is solved
 for all chunks at once. Only the state goes from chunk to chunk.
 
-The gradient is written out: autograd's own would copy, fill and add more than it multiplies. Per head and chunk, with E
-what is `left` of the decays at a position relative to their middle, H at the end, S the state relative to the middle,
-A = E_{t-1} a and R = E r the readers, B = b / E and K = k / E the writers, and <X Y> for X Y^T where the writer comes
-before the reader (or, for R, with it):
+The gradient is written out: autograd's own would copy, fill and add more than it multiplies. Per head and chunk, E is
+what is `left` of the decays at a position relative to their middle. H is the same at the end, and S the state relative
+to the middle. The readers are `A = E_{t-1} a` and `R = E r`, and the writers `B = b / E` and `K = k / E`. <X Y> is
+X Y^T where the writer comes before the reader (or, for R, with it):
 
     U = A S^T + <A B> U + <A K> V         Y = R S^T + <R B> U + <R K> V         S' = (S + U^T B + V^T K) H H'
 

@@ -4,8 +4,8 @@
     T = output(mlp(norm(attention(norm(s)))))            no residual inside
     x <- x + mixer(norm(x + T))       the block's own mixer, such as mamba2
 
-Calls use `blocks` sets of shared weights in turn. Each call has its own output matrix [H, H] and, with `adapter_rank`,
-its own low-rank additions to the MLP's first matrix and to queries, keys and values (LoRA, Hu et al. 2021).
+Calls use `blocks` sets of shared weights in turn. Each call has its own output matrix [H, H]. With `adapter_rank` it
+has its own low-rank additions to the MLP's first matrix and to queries, keys and values (LoRA, Hu et al. 2021).
 
 Shapes: B samples, s positions of this rank, S positions, H hidden.
 """

@@ -376,7 +376,7 @@ def _standing(some: list[Rank]) -> str:
     first, since = some[0], _since([each.age for each in some])
     on = f" on {', '.join(sorted({each.host for each in some}))}" if first.state in ("silent", "stopped") else ""
     if first.state == "silent":
-        return f"{_who(some)}{on} {_is(some)} not heard of{since}"
+        return f"{_who(some)}{on} {_is(some)} silent{since}"
     if first.state == "ended":
         return f"{_who(some)} {_verb(some, 'has')} ended in {first.where}"
     text = f"{_who(some)}{on} {_is(some)} in {first.where}{since}"

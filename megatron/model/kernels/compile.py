@@ -1,9 +1,9 @@
 """torch.compile of single blocks: which runs use it, and why.
 
 A block is the unit because all blocks of a kind share one compilation, because the pipeline cuts between blocks, and
-because what surrounds them (embedding, fused loss) has nothing to fuse. Of a block whose mixer or feed-forward has
-loops or kernels of its own, the other half is compiled, and of each layer the methods that it names in
-`compiled_parts`: elementwise work between its products, which reads no parameter by itself and sends nothing. Where
+because embedding and fused loss have nothing to fuse. Of a block whose mixer or feed-forward has loops or kernels of
+its own, the other half is compiled. Of each layer the methods in its `compiled_parts` are compiled: elementwise work
+between its products, which reads no parameter by itself and sends nothing. Where
 collectives, hooks or chunks cut blocks, only these parts are compiled.
 
 Compiled blocks as CUDA graphs (`training.cuda_graphs`): each pass of a block is recorded once, then replayed, so
@@ -201,7 +201,8 @@ def _options(config: Config, device: torch.device | str) -> dict[str, Any] | Non
     """Options of inductor.
 
     Two biases whose gradients are the same sum, as with a parallel residual, become one C++ loop that stores it twice.
-    torch 2.13 then declares the number of a narrower type twice, which no compiler accepts. So no loops are joined.
+    With torch 2.13 that loop declares the number of a narrower type twice, which no compiler accepts. So no loops are
+    joined.
     """
     if graphs(config, device):
         return OPTIONS

@@ -1,7 +1,7 @@
 """Head and cross-entropy in one: logits exist for one chunk of tokens at a time, over a vocabulary cut by rows.
 
-With logits l = cap(m * W x + b), Z = logsumexp(l), E = Z - l[label], the loss of a token with weight w is
-    w * (c(E, Z) + z * Z**2)
+With logits `l = cap(m * W x + b)`, `Z = logsumexp(l)`, `E = Z - l[label]`, the loss of a token with weight w is
+    `w * (c(E, Z) + z * Z**2)`
 where the cost c is E unless an objective has another. With c' its derivatives, the gradient with respect to l is
     w * ((c'_E + c'_Z + 2 z Z) softmax(l) - c'_E onehot(label)).
 Both follow from the logits of the chunk, so the forward pass computes the gradients of x and W and keeps no logits.

@@ -1,8 +1,8 @@
 """Initial values: a function of (seed, logical name), whatever the layout.
 
-A tensor is cut into tiles of fixed size. Each tile has its own counter-based stream (Philox, keyed by seed,
-name and tile), so a rank makes only the tiles that overlap its shard, any shard of any layout has the same
-values, and no rank needs memory for more than a tile for each thread beyond its own shard. Orthogonal matrices are the
+A tensor is cut into tiles of fixed size. Each tile has its own counter-based stream (Philox, keyed by seed, name and
+tile), so any shard of any layout has the same values. A rank makes only the tiles that overlap its shard, and needs
+memory for one more tile in each thread. Orthogonal matrices are the
 exception: each element depends on all others, so a rank makes the whole of each matrix that it has a part of, one after
 the other.
 """

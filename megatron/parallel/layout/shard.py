@@ -1,7 +1,7 @@
 """Logical tensors and how a layout cuts them.
 
 A *logical tensor* has a name, a shape and a role that no layout changes. A `Shard` has the dimension that the tensor
-parallel ranks cut, and the parts of this dimension: the rows of a fused `gate_up` matrix are two parts (gate, up), and
+parallel ranks cut, and the parts of this dimension. The rows of a fused `gate_up` matrix are two parts (gate, up), and
 each rank owns a slice of each. Initialisation, checkpoints and export read the place of an element here.
 
 Where the residual stream is cut over columns (`parallel.columns`), a matrix is also cut along its channels: in both

@@ -1,14 +1,14 @@
 """Sums and gathers of ranks on one host through shared memory, in the place of gloo's messages over TCP.
 
 This is a layer below the account: operations and bytes are the same. It does all-reduces and reduce-scatters that add
-(or average) floats, and all-gathers, of `LEAST` bytes or more, in a gloo group whose ranks can map each other's memory,
-if the caller waits at once. gloo does all others, and the first messages of a group, by which its ranks find each
-other.
+(or average) floats, and all-gathers. They have `LEAST` bytes or more, the caller waits at once, and the ranks of the
+gloo group can map each other's memory. All others go through gloo, and so do the first messages of a group, by which
+its ranks find each other.
 
-A message goes in chunks that stay in the caches. For each chunk, a rank writes the parts that others sum into its slab,
-adds all ranks' parts of its own share in the order of ranks (16-bit numbers of several ranks in fp32), and reads the
-other shares from the other slabs. So all ranks have the same bits. The three stages run together, each one chunk behind
-the stage before, with one meeting per chunk.
+A message goes in chunks that stay in the caches. For each chunk, a rank writes the parts that others sum into its slab.
+It adds all ranks' parts of its own share in the order of ranks (16-bit numbers of several ranks in fp32). Then it reads
+the other shares from the other slabs. So all ranks have the same bits. The three stages run together, each one chunk
+behind the stage before, with one meeting per chunk.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ Of S bytes over n hosts with l ranks each, in elements that are padded to whole 
     reduce-scatter   S inside, then S / l between hosts
     all-reduce       a reduce-scatter inside, an all-reduce of S / l between hosts, an all-gather inside
     all-to-all       S inside, then S between hosts
-Between hosts T bytes are one message of the backend, or n - 1 sends of T / n in a ring, or with recursive doubling and
-halving sends of T / n, 2 T / n, 4 T / n, ... to log n ranks (`hierarchy`). In three levels what is between pairs is
-done in hosts by the same formulas. Small all-gathers that are joined first are one of their sum. An all-reduce by
-doubling sends T / l whole to each of log n ranks.
+Between hosts T bytes are one message of the backend, or n - 1 sends of T / n in a ring. With recursive doubling and
+halving they are sends of T / n, 2 T / n, 4 T / n, ... to log n ranks (`hierarchy`). In three levels what is between
+pairs is done in hosts by the same formulas. Small all-gathers that are joined first are one of their sum. An all-reduce
+by doubling sends T / l whole to each of log n ranks.
 """
 
 from __future__ import annotations

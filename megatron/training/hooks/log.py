@@ -40,10 +40,10 @@ class LogHook(Hook):
     """Writes a training record to the sinks at steps 0, n, 2n, ... and at the last. On an accelerator it does so when
     the numbers have arrived, while the next step runs.
 
-    A record has: step, loss (nats per token), lr, grad_norm (before clipping), tokens (read so far, with this step),
-    tokens_per_second, step_seconds, data_seconds (waiting for data, included in step_seconds), batch_hash,
-    memory_bytes, eta_seconds. If known: tflops, mfu and peak_tflops. If fp16 overflowed: skipped. If no label counted:
-    unlabelled, without loss and grad_norm. It also has the engine's extras and further numbers of other hooks.
+    A record has step, loss (nats per token), lr, grad_norm (before clipping) and tokens (read so far, with this step).
+    It has tokens_per_second, step_seconds, data_seconds (waiting for data, included in step_seconds), batch_hash,
+    memory_bytes and eta_seconds. If known: tflops, mfu and peak_tflops. If fp16 overflowed: skipped. If no label
+    counted: unlabelled, without loss and grad_norm. It also has the engine's extras and further numbers of other hooks.
 
     Speeds are means of the steps since the last record, without evaluation and checkpoints. TFLOP/s and MFU count the
     model's own operations (nothing recomputed) and are per device.

@@ -151,9 +151,9 @@ class _OneLayout(torch.autograd.Function):
     """[B, n, Q, D] as it is. Its gradient lies in memory as [B, Q, n, D].
 
     On Hopper torch uses cuDNN's kernels, in two thirds of the time of FlashAttention's. It keeps their plans by the
-    strides of q, k and v, not of the gradient. A gradient in another memory layout than the first of its shape gave
-    gradients of q, k and v with errors of more than their own size (torch 2.11 on an H100, as between compiled and
-    plain code).
+    strides of q, k and v, not of the gradient. With torch 2.11 on an H100, a gradient in another memory layout than the
+    first of its shape gave gradients of q, k and v with errors larger than themselves. Compiled and plain code differ
+    so.
     """
 
     @staticmethod

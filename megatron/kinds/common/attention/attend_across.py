@@ -1,7 +1,7 @@
 """Softmax attention over a sequence whose tokens several ranks share.
 
-Shapes: B samples, S positions of the sequence, s of this rank, n query heads, m key/value heads (m divides n), D
-and E channels of a key and of a value.
+Shapes: B samples, S positions of the sequence, s of this rank, n query heads, m key/value heads (m divides n). A key
+has D channels and a value E.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attention of a sequence that is worked on in chunks: the queries of one chunk, the keys of all up to it.
 
-Keys and values of earlier chunks wait in the host's memory and come one chunk at a time, and so do the gradients that
-later chunks have for them (FPDT, Yao et al. 2024). Chunks that a window or documents mask do not come. A chunk's part
+Keys and values of earlier chunks wait in the host's memory and come one chunk at a time (FPDT, Yao et al. 2024). So do
+the gradients that later chunks have for them. Chunks that a window or documents mask do not come. A chunk's part
 of the gradient is computed before that of the chunk before it, so that each finds the terms of all later ones.
 
 Shapes: as in `blocks`.

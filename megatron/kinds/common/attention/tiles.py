@@ -6,8 +6,8 @@ and causal attention needs half of them. Here a tile has no keys behind its quer
 cache, and only the inputs are kept for the backward pass. Logits, their softmax, the gradients of both, and sums over
 queries are fp32 (or the type of the inputs, if that is wider).
 
-Shapes: B samples, n query heads, m key/value heads, g = n / m, S tokens, D and E channels of a key and of a value, h
-heads, Q queries and K keys of a tile.
+Shapes: B samples, S tokens, n query heads, m key/value heads, g = n / m. A key has D channels and a value E. A tile has
+h heads, Q queries and K keys.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ def decays(rate_BcQh: Tensor, starts_BS: Tensor | None, room: int, chunk: int) -
     """Products of decays from one position to another, in the rates' type.
 
     Returns:
-        inside [B, c, h, Q, Q] from the column to the row, to_end [B, c, Q, h], from_begin [B, c, Q, h] of the state
-        before the chunk, through [B, c, h] the whole chunk.
+        `inside` [B, c, h, Q, Q]: from the column to the row. `to_end` [B, c, Q, h]. `from_begin` [B, c, Q, h]: of the
+        state before the chunk. `through` [B, c, h]: of the whole chunk.
     """
     total, causal, to_end, from_begin, through = stretches(rate_BcQh, starts_BS, room, chunk)
     total = total.transpose(2, 3)

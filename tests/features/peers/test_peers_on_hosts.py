@@ -11,10 +11,10 @@ import yaml
 
 from tests.features.peers.companies import VALUES, act, secret, tensors
 from tests.features.peers.test_peer_runs import lines, same
+from tests.launch.conftest import hosts_work, jobs  # noqa: F401
+from tests.launch.host_job import DEEPY, HostJob
+from tests.launch.namespaces import Cluster, wait_for
 from tests.paths import ROOT
-
-from .host_job import DEEPY, HostJob
-from .namespaces import Cluster, wait_for
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.limit(900)]
 PEERS, STEPS, ASKED, BACK = "abcd", 48, 24, 40
@@ -35,7 +35,7 @@ def peer(name: str, file: Path, *words: str) -> list[str]:
     return [str(ROOT / "train.py"), str(file), f"peers.name={name}", f"run.dir={file.parent}/{name}", *words]
 
 
-def test_a_peer_of_a_dead_host_returns_on_a_spare_one(hosts_work, tmp_path, jobs):
+def test_a_peer_of_a_dead_host_returns_on_a_spare_one(hosts_work, tmp_path, jobs):  # noqa: F811
     """The others continue. At step 24 they wait until it asks for a state, and at step 40 until it is at this step."""
     shared, names = tmp_path / "shared", [f"node{number}" for number in range(1, 6)]
     with Cluster(tmp_path / "cluster", names) as cluster:
