@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import re
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import cache
 from hashlib import sha256
+from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import pytest
 
@@ -38,35 +42,45 @@ def teachers() -> dict[str, str]:
     return found
 
 
+def on_one_machine(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Work in a folder of a machine that is the same wherever the tests run."""
+    patch.chdir(folder)
+    patch.setattr("megatron.config.arithmetic.machine.has_gpu", lambda: False)
+    patch.setattr("megatron.config.arithmetic.machine.memory_bytes", lambda: 64 << 30)
+    patch.setattr("megatron.config.arithmetic.machine.free_bytes", lambda path: 100 << 30)
+    patch.delenv("SLURM_JOB_ID", raising=False)
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A working directory with base.yml and the files that the cases name."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("megatron.config.arithmetic.machine.has_gpu", lambda: False)
-    monkeypatch.setattr("megatron.config.arithmetic.machine.memory_bytes", lambda: 64 << 30)
-    monkeypatch.setattr("megatron.config.arithmetic.machine.free_bytes", lambda path: 100 << 30)
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    (tmp_path / "base.yml").write_text(BASE)
-    (tmp_path / "other.yml").write_text("extends: nothing.yml\n")
-    (tmp_path / "circle.yml").write_text("extends: circle.yml\n")
+    on_one_machine(tmp_path, monkeypatch)
+    return fill(tmp_path)
+
+
+def fill(folder: Path) -> Path:
+    """Write base.yml and the files that the cases name."""
+    (folder / "base.yml").write_text(BASE)
+    (folder / "other.yml").write_text("extends: nothing.yml\n")
+    (folder / "circle.yml").write_text("extends: circle.yml\n")
     for name in ("half.bin", "whole.bin", "whole.idx"):
-        (tmp_path / name).write_bytes(b"")
-    write_documents(tmp_path / "few", [list(range(64))] * 4)
+        (folder / name).write_bytes(b"")
+    write_documents(folder / "few", [list(range(64))] * 4)
     for step in (5, 20):
-        (tmp_path / "neox" / f"global_step{step}").mkdir(parents=True)
-        (tmp_path / "neox" / f"global_step{step}" / "mp_rank_00_model_states.pt").write_bytes(b"")
-    (tmp_path / "neox" / "latest").write_text("global_step20")
+        (folder / "neox" / f"global_step{step}").mkdir(parents=True)
+        (folder / "neox" / f"global_step{step}" / "mp_rank_00_model_states.pt").write_bytes(b"")
+    (folder / "neox" / "latest").write_text("global_step20")
     for name, text in teachers().items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "meta.json").write_text(text)
+        (folder / name).mkdir()
+        (folder / name / "meta.json").write_text(text)
     row = "{operation: all_reduce, hosts: 2, ranks: 4, choices: [[0, three_level]]}"
     for name, rows in (("machine", ""), ("three", row)):
         table = f"algorithms: {{ranks: 4, hosts: 2, backend: nccl, device: x, table: [{rows}]}}\n"
-        (tmp_path / f"{name}.yml").write_text(table)
+        (folder / f"{name}.yml").write_text(table)
     vocabulary = {f"t{index}": index for index in range(190)}
     added = [{"id": index, "content": f"<{index}>"} for index in range(190, 200)]
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": added}))
-    return tmp_path
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": added}))
+    return folder
 
 
 def command(folder, case: Case) -> list[str]:
@@ -79,10 +93,66 @@ def test_the_base_is_sound(folder, capsys):
     assert capsys.readouterr().err == ""
 
 
+class Outcome(NamedTuple):
+    """Exit status and output of `check` for a case, and the names of the rules that it breaks."""
+
+    status: int
+    out: str
+    err: str
+    fired: frozenset
+
+
+class Watch:
+    """Every case is checked once for all tests, and the rules that find something in it are noted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.known = fill(folder), {}
+        self.every, self.fired = set(), set()
+        self.tables = {name: tuple(map(self.watched, getattr(rules, name))) for name in ("RULES", "INPUT_RULES")}
+        self.kinds = cache(self.watched_kinds)
+
+    def watched(self, rule):
+        name = rule if isinstance(rule, Check) else f"{rule.__module__}.{rule.__qualname__}"
+        self.every.add(name)
+
+        def run(context):
+            for problem in rule(context):
+                self.fired.add(name)
+                yield problem
+
+        return run
+
+    def watched_kinds(self, extensions: tuple[str, ...]) -> dict[str, LayerKind]:
+        def seen(kind: LayerKind) -> LayerKind:
+            own, stack = tuple(map(self.watched, kind.rules)), tuple(map(self.watched, kind.stack_rules))
+            return replace(kind, rules=own, stack_rules=stack)
+
+        return {name: seen(kind) for name, kind in kinds_of(extensions).items()}
+
+    def outcome(self, case: Case) -> Outcome:
+        if case.name not in self.known:
+            self.fired = set()
+            out, err = io.StringIO(), io.StringIO()
+            with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+                on_one_machine(self.folder, patch)
+                for name, table in self.tables.items():
+                    patch.setattr(rules, name, table)
+                kinds = property(lambda context: self.kinds(tuple(context.config.model.extensions)))
+                patch.setattr(RuleContext, "kinds", kinds)
+                status = main(command(self.folder, case))
+            self.known[case.name] = Outcome(status, out.getvalue(), err.getvalue(), frozenset(self.fired))
+        return self.known[case.name]
+
+
+@pytest.fixture(scope="module")
+def watch(tmp_path_factory) -> Watch:
+    return Watch(tmp_path_factory.mktemp("cases"))
+
+
 @pytest.mark.parametrize("case", BROKEN, ids=lambda case: case.name)
-def test_refused(case, folder, capsys):
-    assert main(command(folder, case)) == 2
-    message = capsys.readouterr()
+def test_refused(case, watch):
+    message = watch.outcome(case)
+    assert message.status == 2
     assert message.out == ""
     for fragment in case.says:
         assert fragment in message.err, message.err
@@ -92,9 +162,9 @@ def test_refused(case, folder, capsys):
 
 
 @pytest.mark.parametrize("case", WARNED, ids=lambda case: case.name)
-def test_warned(case, folder, capsys):
-    assert main(command(folder, case)) == 0
-    message = capsys.readouterr()
+def test_warned(case, watch):
+    message = watch.outcome(case)
+    assert message.status == 0
     for fragment in case.says:
         assert fragment in message.err, message.err
     assert message.err.count("    rule: ") == 1 and "1 warning in the configuration" in message.err
@@ -136,42 +206,15 @@ def test_every_rule_is_registered():
     assert names == {f"{each.__module__}.{each.__name__}" for each in rule_functions().values()}
 
 
-def test_every_rule_has_a_case(folder, monkeypatch):
+def test_every_rule_has_a_case(watch):
     """Some case of the tables breaks each rule, those of kinds for each kind or one that shares the rule."""
-    fired, every = set(), set()
-
-    def watched(rule):
-        name = rule if isinstance(rule, Check) else f"{rule.__module__}.{rule.__qualname__}"
-        every.add(name)
-
-        def run(context):
-            for problem in rule(context):
-                fired.add(name)
-                yield problem
-
-        return run
-
-    for name in ("RULES", "INPUT_RULES"):
-        monkeypatch.setattr(rules, name, tuple(map(watched, getattr(rules, name))))
-
-    @cache
-    def known(extensions: tuple[str, ...]) -> dict[str, LayerKind]:
-        def seen(kind: LayerKind) -> LayerKind:
-            return replace(
-                kind, rules=tuple(map(watched, kind.rules)), stack_rules=tuple(map(watched, kind.stack_rules))
-            )
-
-        return {name: seen(kind) for name, kind in kinds_of(extensions).items()}
-
-    monkeypatch.setattr(RuleContext, "kinds", property(lambda context: known(tuple(context.config.model.extensions))))
-    for case in BROKEN + WARNED:
-        main(command(folder, case))
+    fired = set().union(*(watch.outcome(case).fired for case in BROKEN + WARNED))
     # Only a package that is missing breaks these (tests/config/test_optimizer_packages.py, test_extras.py).
     names = ("recipe.packages_are_here", "output.packages_of_sinks_are_here")
     left = {f"megatron.config.rules.{name}" for name in names}
     # These ask transformers, which takes seconds (tests/kinds/transformers/test_whole_model.py).
-    left |= {each for each in every if str(each).startswith("megatron.kinds.transformers.")}
-    assert every - fired == left
+    left |= {each for each in watch.every if str(each).startswith("megatron.kinds.transformers.")}
+    assert watch.every - fired == left
 
 
 def test_all_mistakes_at_once(folder, capsys):
