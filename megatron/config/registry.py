@@ -15,16 +15,18 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.metadata
 import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .admitted import RULE, how_to_admit, is_strange
 from .problems import UserError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoints
 
 KIND, OPTIMIZER, SCHEDULE, HOOK, METRIC, RUNNER = "kind", "optimizer", "schedule", "hook", "metric", "runner"
 ARCHITECTURE, OBJECTIVE, SOURCE, FEATURE = "architecture", "objective", "source", "feature"
@@ -370,6 +372,8 @@ def is_offered(module: str) -> bool:
 
 
 @cache
-def _entry_points(role: str, search: tuple[str, ...]) -> importlib.metadata.EntryPoints:
+def _entry_points(role: str, search: tuple[str, ...]) -> EntryPoints:
     """The offers of installed packages for a role, read once for each search path, which takes some milliseconds."""
-    return importlib.metadata.entry_points(group=f"deepy.{role}")
+    from importlib.metadata import entry_points  # slow to import, and an agent does without
+
+    return entry_points(group=f"deepy.{role}")

@@ -20,7 +20,6 @@ from megatron.worker.writer_lock import holder
 
 from ..config.problems import ConfigError, list_problems
 from ..report.ledger import Ledger, goodput, read_ledger
-from .doctor.doctor import Doctor
 from .job.hosts import HostError
 from .job.job_plan import JobPlan, commands, restarted, with_spares, without_hosts
 from .launcher.launcher import Launcher, Result
@@ -210,6 +209,8 @@ def _held_by(plan: JobPlan) -> str | None:
 def _compare_hosts(plan: JobPlan) -> int:
     """Name slow hosts, here and in the ledger. Returns the exit status if a signal came meanwhile, else 0. A host that
     does not answer is the next start's business."""
+    from .doctor.doctor import Doctor
+
     choice = replace(plan.choice, hosts=(*plan.choice.hosts, *plan.choice.spares), spares=())
     log(f"comparing {len(choice.hosts)} hosts (launch.compare)")
     launch = plan.launch

@@ -120,13 +120,18 @@ def test_any_scalar_reads_back(value):
     assert not problems and found["k"] == value and type(found["k"]) is type(value)
 
 
-@settings(max_examples=100)
-@given(st.floats(min_value=0, max_value=1000, exclude_min=True, allow_subnormal=True))
-def test_any_rate_reads_back(tmp_path_factory, value):
-    one = resolved(optimizer={"lr": value})
+RATES = st.floats(min_value=0, max_value=1000, exclude_min=True, allow_subnormal=True)
+
+
+@settings(max_examples=10)
+@given(RATES, st.lists(RATES, min_size=10, max_size=10))
+def test_any_rate_reads_back(tmp_path_factory, rate, weights):
+    train = [{"path": f"corpus{number}", "weight": weight} for number, weight in enumerate(weights)]
+    one = resolved(optimizer={"lr": rate}, data={"synthetic": "none", "train": train})
     path = tmp_path_factory.mktemp("rate") / "c.yml"
     save_resolved(one, path)
-    assert read_resolved(path).optimizer.lr == value
+    read = read_resolved(path)
+    assert read.optimizer.lr == rate and [each.weight for each in read.data.train] == weights
 
 
 def test_defaults_are_valid_values():
