@@ -128,12 +128,14 @@ class Meeting:
         """The shared numbers of each rank, [ranks, shares]."""
         return self.vector[-ranks * self.shares :].view(ranks, -1) if self.shares else None
 
-    def mean_loss(self) -> float:
-        return mean_loss(self.sums().tolist())
-
-    def loss_and_norm(self) -> tuple[float, float]:
-        sums = self.sums().tolist()
-        return mean_loss(sums), sums[_NORM]
+    def loss_and_norm(self, norm: Number | None = None) -> tuple[float, float]:
+        """The mean loss, and the given norm of this rank or the norm that rank 0 has sent. The host waits once."""
+        numbers, place = self.sums(), _NORM
+        if norm is not None:
+            own = torch.as_tensor(norm, dtype=torch.float64, device=self.vector.device)
+            numbers, place = torch.cat([numbers, own.view(1)]), -1
+        values = Arriving(numbers).read().tolist()
+        return mean_loss(values), values[place]
 
 
 class Exchange:

@@ -158,6 +158,59 @@ def test_chunks_and_long_runs(tmp_path, monkeypatch):
                 assert torch.equal(half.data, expected.double())
 
 
+class OnItsWay(torch.Tensor):
+    """Values of a device that copies late: not before the host waits for them."""
+
+    late: list[tuple[torch.Tensor, torch.Tensor]] = []
+    is_cuda, device = True, torch.device("cuda", 0)
+
+    def copy_(self, source, non_blocking):
+        assert non_blocking and self.is_contiguous() or isinstance(source, OnItsWay)
+        self.late.append((self.as_subclass(torch.Tensor), source.as_subclass(torch.Tensor)))
+
+
+class Pinned(torch.Tensor):
+    def to(self, device, non_blocking):
+        assert self.is_contiguous()
+        there = torch.zeros(self.shape, dtype=self.dtype).as_subclass(OnItsWay)
+        there.copy_(self, non_blocking)
+        return there
+
+
+@pytest.mark.parametrize("staged", [416, 1000, 1 << 20])
+def test_a_gpu_is_waited_for_once_per_buffer(tmp_path, monkeypatch, staged):
+    waits = list[int]()
+
+    class Stream:
+        def synchronize(self):
+            waits.append(len(OnItsWay.late))
+            for place, values in OnItsWay.late:
+                place.copy_(values)
+            OnItsWay.late.clear()
+
+    empty = torch.empty
+    kinds = {False: torch.Tensor, True: Pinned}
+    made = lambda *size, pin_memory=False, **rest: empty(*size, **rest).as_subclass(kinds[pin_memory])  # noqa: E731
+    monkeypatch.setattr(torch, "empty", made)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream())
+    monkeypatch.setattr(read_plan, "CHUNK", 400)
+    monkeypatch.setattr(read_plan, "STAGED", staged)
+    monkeypatch.setattr(read_plan, "LONG_RUN", 100)
+    split = [LogicalTensor(f"m{width}", (64, width), Role.HIDDEN, Shard(1, (width,), 2)) for width in (48, 96)]
+    values = [torch.arange(64 * 48 * n, dtype=torch.float32).view(64, -1) for n in (1, 2)]
+    stored = [Fragment(each, "master", 0, 1, 0, value.reshape(-1)) for each, value in zip(split, values)]
+    path = save(tmp_path, 1, stored, Meta(1))
+    for state, dtype in (("master", torch.float32), ("weight", torch.bfloat16)):
+        wanted = [Fragment.empty(FragmentSpec.whole(each, state, 1, 3), dtype) for each in split]
+        there = [replace(each, data=each.data.as_subclass(OnItsWay)) for each in wanted]
+        open_checkpoint(path).read_into(there, threads=1, cast=["weight"])
+        for each, value in zip(wanted, values):
+            own = value[:, value.shape[1] // 3 : value.shape[1] * 2 // 3]
+            assert torch.equal(each.data, own.reshape(-1).to(dtype))
+    assert len(waits) == 2 if staged == 1 << 20 else len(waits) > 20  # 2 at the ends
+
+
 def test_another_cut_in_the_checkpoint(tmp_path):
     """A writer that had the tensor whole, or cut along another dimension, is no obstacle."""
     values = torch.randn(24)

@@ -4,7 +4,7 @@ fused AdamW takes the same arguments there."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -49,28 +49,34 @@ def _as_if(on_device: bool) -> Iterator[None]:
         yield
 
 
-def _trained(on_device: bool, stage: int, limit: float, bad: bool) -> Steps:
-    config = resolve({
+def _trained(
+    on_device: bool, stage: int, limit: float, bad: bool, more: dict[str, Any] | None = None, factor: float = torch.nan
+) -> Steps:
+    values = {
         "model": {"layers": "(attention/mlp) x1", "hidden_size": 32, "attention": {"heads": 2}, "vocab_size": 61},
         "training": {"steps": STEPS, "sequence_length": 8, "micro_batch_size": 1, "global_batch_size": 2},
         "optimizer": {"gradient_clipping": limit},
         "zero": {"stage": stage},
         "precision": {"compute": "bf16"},
-    })
+    }
+    config = resolve(overlay(values, more or {}))
     engine, seen = build_engine(config, Mesh.single()), []
     zero = engine.deepspeed.optimizer
-    assert zero.step.__qualname__.startswith("decide_on_device") == on_device
     batches = torch.randint(61, (STEPS, 2, 1, 9), generator=torch.Generator().manual_seed(1))
     for number, tokens in enumerate(batches):
         first, handles = next(iter(engine.module.parameters())), []
         if bad and number == BAD:
-            handles.append(first.register_hook(lambda gradient: gradient * float("nan")))
+            handles.append(first.register_hook(lambda gradient: gradient * factor))
         result = engine.step(StepBatch(number, tokens, torch.zeros((2, 1), dtype=torch.int64), 0), 1e-2)
         for each in handles:
             each.remove()
         states = [part for each in engine.optimizer.state.values() for part in each.values()]
-        kept = [*getattr(zero, MASTERS[stage]), *(part for part in states if isinstance(part, torch.Tensor))]
+        kept = [
+            *getattr(zero, MASTERS[2 if "zero" in (more or {}) else stage]),
+            *(part for part in states if isinstance(part, torch.Tensor)),
+        ]
         seen.append((float(result.grad_norm), [each.detach().clone() for each in kept]))
+    assert hasattr(engine.optimizer, "found_inf") == on_device
     return seen
 
 
@@ -119,11 +125,59 @@ def test_experts_on_several_ranks():
     assert host == device
 
 
+OFFLOADED = [(stage, bad) for stage in (1, 2) for bad in (False, True)]
+
+
+def offloaded(of_each: bool) -> list[Steps]:
+    """Steps with masters on the host. DeepSpeed reads norms and overflows of each parameter."""
+    with patch.object(step_on_device, "_add_up_offloaded", lambda optimizer: None) if of_each else nullcontext():
+        more = {"zero": {"offload_optimizer": {"device": "cpu"}}}
+        return [_trained(False, stage, 0.05, bad, more) for stage, bad in OFFLOADED]
+
+
+def test_the_norm_of_offloaded_gradients_is_read_once():
+    (of_each,), (once,) = on_ranks(1, offloaded, True), on_ranks(1, offloaded, False)
+    for case, before, after in zip(OFFLOADED, of_each, once, strict=True):
+        assert [norm for norm, _ in before] == [norm for norm, _ in after]
+        assert (after[BAD][0] == float("inf")) == case[1]
+        for (_, wanted), (_, found) in zip(before, after, strict=True):
+            assert all(map(torch.equal, wanted, found))
+
+
+GATED = [  # ZeRO stage, action at spikes, factor of a gradient in step BAD
+    *((stage, action, factor) for stage in (1, 2) for action in ("skip", "clip") for factor in (1e4, torch.nan)),
+    (3, "skip", 1e4),
+    (3, "skip", torch.nan),
+]
+
+
+def gated(on_device: bool) -> list[Steps]:
+    """Steps whose updates a gate judges."""
+    with _as_if(on_device):
+        own = {"non_finite": "skip", "window": 4, "clip": {"warmup": 2}}
+        each = [(stage, {"spikes": {"action": action, **own}}, factor) for stage, action, factor in GATED]
+        return [_trained(on_device, stage, 0.0, True, more, factor) for stage, more, factor in each]
+
+
+def test_updates_that_a_gate_judges():
+    (host,), (device,) = on_ranks(1, gated, False), on_ranks(1, gated, True)
+    for (stage, action, factor), before, after in zip(GATED, host, device, strict=True):
+        for (norm, wanted), (own, found) in zip(before, after, strict=True):
+            assert own == pytest.approx(norm, rel=1e-6 if stage == 3 else 0)
+            assert all(map(torch.equal, wanted, found))
+        masters = [step[1][0] for step in after]
+        assert torch.equal(masters[BAD], masters[BAD - 1]) == (action == "skip" or factor != factor)
+        assert not torch.equal(masters[BAD], masters[BAD + 1])
+
+
 def test_what_cannot_skip_on_the_device_keeps_the_way_of_the_host():
     weight = torch.nn.Parameter(torch.ones(2))
     assert skips_on_device(torch.optim.AdamW([weight], fused=True))
     assert not skips_on_device(torch.optim.AdamW([weight], fused=False))
     assert not skips_on_device(torch.optim.SGD([weight], fused=True))
-    gated = torch.optim.AdamW([weight], fused=True)
-    gated.step = lambda closure=None: None
-    assert not skips_on_device(gated)
+    wrapped = torch.optim.AdamW([weight], fused=True)
+    wrapped.step = lambda closure=None: None
+    assert not skips_on_device(wrapped)
+    for needed in (True, False):
+        wrapped.step.needs_clipped = needed
+        assert skips_on_device(wrapped) != needed

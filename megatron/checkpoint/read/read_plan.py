@@ -16,11 +16,12 @@ from ..format.durable import CHUNK, read_fully
 from ..format.errors import CheckpointError, refuse_size, understanding
 from ..format.fragment import FragmentSpec, Piece, common_width, overlap, rectangles
 from ..format.index import Index, Run, checksum
-from ..format.rankfile import FileRecord
+from ..format.rankfile import ALIGNED, FileRecord
 from ..format.table import DTYPE_ORDER, Vocabulary, spec_of
 
 LONG_RUN = 256 << 10  # bytes. Runs of this length are read one by one, shorter ones together with the gaps
 OPEN_FILES = 64
+STAGED = 32 << 20  # bytes of pinned memory of a thread that fills tensors of a GPU
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,26 @@ class Files:
         self.records = records
         self._handles: OrderedDict[int, int] = OrderedDict()
         self._scratch: torch.Tensor | None = None
+        self._staged: torch.Tensor | None = None
+        self._filled = 0
 
-    def scratch(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """A buffer for values in transit. One for all: the C library's heap grows with each large one."""
+    def scratch(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer for values in transit. One for all: the C library's heap grows with each large one.
+
+        For a GPU it is pinned, and copies from it may still be on their way. The host waits for them once it is full.
+        """
         size = elements * dtype.itemsize
-        if self._scratch is None or self._scratch.numel() < size:
-            self._scratch = torch.empty(max(size, CHUNK), dtype=torch.uint8)
-        return self._scratch[:size].view(dtype)
+        if device.type != "cuda":
+            if self._scratch is None or self._scratch.numel() < size:
+                self._scratch = torch.empty(max(size, CHUNK), dtype=torch.uint8)
+            return self._scratch[:size].view(dtype)
+        if self._staged is None:
+            self._staged = torch.empty(STAGED, dtype=torch.uint8, pin_memory=True)
+        if self._filled + size > len(self._staged):
+            torch.cuda.current_stream(device).synchronize()
+            self._filled = 0
+        begin, self._filled = self._filled, self._filled + -(-size // ALIGNED) * ALIGNED
+        return self._staged[begin : begin + size].view(dtype)
 
     def read(self, number: int, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from byte `offset` of file `number`.
@@ -149,7 +163,8 @@ def _refuse_other(path: Path, handle: int, record: FileRecord) -> None:
 
 
 def execute(reads: list[Read], files: Files, target: torch.Tensor) -> None:
-    """Fill the 1-D contiguous `target` of any device and type, with at most `CHUNK` bytes of buffer."""
+    """Fill the 1-D contiguous `target` of any device and type, with at most `CHUNK` bytes of buffer. On a GPU the
+    values arrive in the order of the current stream."""
     for read in reads:
         for piece, gap in _chunks(read.piece, read.dtype.itemsize):
             _copy(read, piece, gap, files, target)
@@ -178,9 +193,11 @@ def _copy(read: Read, piece: Piece, gap: int, files: Files, target: torch.Tensor
     span = (piece.count - 1) * gap + piece.length
     offset = read.offset + piece.source * read.dtype.itemsize
     direct = piece.count == 1 and target.dtype == read.dtype and target.device.type == "cpu"
-    buffer = target[piece.target : piece.target + span] if direct else files.scratch(span, read.dtype)
+    buffer = target[piece.target : piece.target + span] if direct else files.scratch(span, read.dtype, target.device)
     files.read(read.file, offset, buffer.view(torch.uint8).numpy().data)
     if not direct:
         size = (piece.count, piece.length)
         place = target.as_strided(size, (piece.target_stride, 1), target.storage_offset() + piece.target)
-        place.copy_(buffer.as_strided(size, (gap, 1)))
+        if piece.count > 1:
+            buffer = buffer.to(target.device, non_blocking=True)  # only bytes without gaps arrive without a wait
+        place.copy_(buffer.as_strided(size, (gap, 1)), non_blocking=True)

@@ -246,7 +246,7 @@ class Checkpoint:
         communicator: Communicator = SOLO,
         threads: int = 4,
     ) -> list[str]:
-        """Fill the data of each fragment, on any device, with one chunk of memory per thread.
+        """Fill the data of each fragment, on any device, with one or two chunks of memory per thread.
 
         A weight and its fp32 master replace each other where only one is stored. A weight of another type than the
         stored one is converted from the master.
@@ -277,6 +277,8 @@ class Checkpoint:
             bounds = [len(targets) * worker // count for worker in range(count + 1)]
             shares = [targets[begin:end] for begin, end in zip(bounds[:-1], bounds[1:], strict=True)]
             failures = [problem for found in pool.map(self._fill, shares) for problem in found]
+        for device in {target.data.device for target in targets if target.data.is_cuda}:
+            torch.cuda.default_stream(device).synchronize()  # the threads' own, other streams may come after it
         self._raise_together(failures, communicator)
         return [f"{number} fragments: {note}" for note, number in notes.items()]
 

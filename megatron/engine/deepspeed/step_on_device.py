@@ -20,13 +20,15 @@ def decide_on_device(optimizer: Any, inner: torch.optim.Optimizer) -> None:
 
     DeepSpeed reads the norm several times in a step, and the GPU is idle each time. Here torch's fused AdamW skips the
     update where the norm is not finite, and in the bf16 optimizer divides by the clipping factor. The step then counts
-    as applied, with an infinite norm, at which the guard ends the run. Other optimizers, fp16 and offloaded states keep
-    DeepSpeed's way.
+    as applied, with an infinite norm, at which the guard ends the run. Other optimizers and fp16 keep DeepSpeed's way.
+    Of offloaded states the host, which updates them, reads the norm of all parameters.
 
     Args:
         optimizer: DeepSpeed's.
         inner: the torch optimizer that it calls.
     """
+    if getattr(optimizer, "cpu_offload", False):
+        _add_up_offloaded(optimizer)
     if not (skips_on_device(inner) and _on_gpu(optimizer)):
         return
     from deepspeed.runtime import bf16_optimizer
@@ -105,6 +107,43 @@ def _overflow_stays(optimizer: Any, fused: Any) -> Any:
     return has_overflow
 
 
+def _add_up_offloaded(optimizer: Any) -> None:
+    """The host reads one norm of all gradients that ZeRO 1 and 2 offload, which is infinite if one is not finite.
+    DeepSpeed reads norm and overflow of each."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.utils import is_model_parallel_parameter
+
+    device = torch.device(get_accelerator().current_device_name())
+    combine, overflow = optimizer.scaled_global_norm, torch.zeros(1, dtype=torch.uint8, device=device)
+
+    def track(gradient: Tensor | None) -> None:
+        if gradient is not None:
+            overflow.logical_or_(optimizer._has_inf_or_nan(gradient.data))
+
+    def has_overflow(partition_gradients: bool = True) -> bool:
+        dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=optimizer.dp_process_group)
+        optimizer._model_parallel_all_reduce(tensor=overflow, op=dist.ReduceOp.MAX)
+        return False
+
+    def norm_of_group(params: Sequence[Any]) -> Tensor:
+        counted = [each for each in params if optimizer.model_parallel_rank == 0 or is_model_parallel_parameter(each)]
+        norms = [optimizer.norm_for_param_grads.get(optimizer.get_param_id(each)) for each in counted]
+        found = [each for each in norms if each is not None]  # of parameters that were used
+        squares = torch.stack(found).square().sum().float() if found else torch.zeros((), device=device)
+        dist.all_reduce(squares, group=optimizer.dp_process_group)
+        optimizer._model_parallel_all_reduce(tensor=squares, op=dist.ReduceOp.SUM)
+        return squares.sqrt().to(optimizer.device if optimizer.has_moe_layers else device)  # as norms of experts are
+
+    def norm(norm_type: int = 2) -> Tensor:
+        total = combine(norm_type)
+        total = total.masked_fill(overflow.to(total.device).view(()).bool(), torch.inf).to(optimizer.device)
+        overflow.zero_()
+        return total
+
+    optimizer.update_offload_overflow_tracker, optimizer.has_overflow = track, has_overflow
+    optimizer.complete_grad_norm_calculation_for_cpu_offload, optimizer.scaled_global_norm = norm_of_group, norm
+
+
 def _norm_of_shards(optimizer: Any) -> Any:
     """`get_grad_norm_direct` of ZeRO 3 with the same messages. DeepSpeed copies each gradient to fp64, and sends a
     number from the host, which then waits. Here a norm that is not finite stays as it is."""
@@ -162,6 +201,6 @@ _MASTERS = ("fp32_groups_flat_partition", "single_partition_of_fp32_groups", "fp
 
 
 def skips_on_device(inner: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer takes `found_inf` and `grad_scale`, and its step is not wrapped."""
-    plain = isinstance(inner, torch.optim.AdamW) and "step" not in vars(inner)
-    return plain and bool(inner.defaults.get("fused"))
+    """Whether an optimizer takes `found_inf` and `grad_scale`, and its step does not need clipped gradients."""
+    unclipped = not getattr(vars(inner).get("step"), "needs_clipped", "step" in vars(inner))
+    return unclipped and isinstance(inner, torch.optim.AdamW) and bool(inner.defaults.get("fused"))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -64,15 +64,15 @@ class StepGate(EnginePart):
     Attributes:
         meet: (this rank's mean loss, its labels, the gradient norm) -> the step's mean loss and norm, the same on all
         ranks. All ranks call it. The norm is that of rank 0. A trainer sets its own, which exchanges further numbers.
-        begin_to_meet: (this rank's mean loss, its labels) -> a function that waits for the step's mean loss. A trainer
-            sets it where ranks need not exchange the norm.
+        begin_to_meet: (this rank's mean loss, its labels) -> a function of the norm that waits for it and for the mean
+            loss of the step. A trainer sets it where ranks need not exchange the norm.
         adagc: clips each tensor, if the run asks for it.
     """
 
     def __init__(self) -> None:
         self.meet: Meet = self._meet
-        self.begin_to_meet: Callable[[Number, Number], Callable[[], float]] | None = None
-        self._mean: Callable[[], float] | None = None  # of the current step, if it is on its way
+        self.begin_to_meet: Callable[[Number, Number], Callable[[Number], tuple[float, float]]] | None = None
+        self._with: Callable[[Number], tuple[float, float]] | None = None  # of the current step, if it is on its way
         self.found: Spike | None = None
         self.adagc: AdaGC | None = None
         self._size = 0.0  # the gradient norm, as all ranks know it
@@ -112,7 +112,8 @@ class StepGate(EnginePart):
                 torch._foreach_mul_(grads, self._factor)
             return update(closure)
 
-        gated: Any = optimizer  # this object, not its class
+        gated, own = cast(Any, optimizer), cast(Any, step)  # this object, not its class
+        own.needs_clipped = self._options.action == ADAGC
         gated.step = step
 
     def attach(self, engine: BaseEngine) -> None:
@@ -161,11 +162,8 @@ class StepGate(EnginePart):
     def gradients(self) -> int:
         """A hash of the optimizer's gradients in the last prepared step, after they were reduced and before they
         were clipped."""
-        total = 0
-        for number, each in enumerate(self._prints or []):
-            total += (2 * number + 1) * int(each)
-        self._prints = None
-        return total % 2**64
+        prints, self._prints = torch.stack(self._prints).tolist() if self._prints else [], None
+        return sum((2 * number + 1) * each for number, each in enumerate(prints)) % 2**64
 
     @property
     def prepared(self) -> bool:
@@ -182,14 +180,14 @@ class StepGate(EnginePart):
         return not self._trial and not (self.found is not None and self.found.leaves_out)
 
     def before_step(self, step: int, micro_batches: int) -> None:
-        self.found, self._decided, self._factor, self._mean = None, False, None, None
+        self.found, self._decided, self._factor, self._with = None, False, None, None
         self._trial, self._next, self._prepared = self._next, False, False
         if self.adagc is not None:
             self.adagc.begin()
 
     def losses_known(self) -> None:
         if self.begin_to_meet is not None:
-            self._mean = self.begin_to_meet(*self._own_loss())
+            self._with = self.begin_to_meet(*self._own_loss())
 
     def after_update(self, update: Update) -> Mapping[str, Any]:
         """Without an overflow of fp16, DeepSpeed skips updates only for a non-finite norm."""
@@ -220,7 +218,7 @@ class StepGate(EnginePart):
         zero = self._engine.deepspeed.optimizer
         norm = self._clipping.norm if self._clipping else zero._global_grad_norm
         size: Number = 0.0 if norm is None else norm
-        loss, size = self.meet(*self._own_loss(), size) if self._mean is None else (self._mean(), float(size))
+        loss, size = self.meet(*self._own_loss(), size) if self._with is None else self._with(size)
         self._size = size
         self.found, bound = self.rule.judge(loss, None if norm is None else size)
         if self.found is not None and self.found.action == CLIP and bound is not None:

@@ -133,7 +133,7 @@ class SpikesHook(Hook):
 
         self._gate.meet = meet
         if meets_early(trainer.config, trainer.mesh.layout):
-            self._gate.begin_to_meet = lambda *own: trainer.meet(*own, early=True).mean_loss
+            self._gate.begin_to_meet = lambda *own: trainer.meet(*own, early=True).loss_and_norm
 
     def run_step(self, trainer: Trainer, run: RunStep, batch: StepBatch, lr: float, look: Look) -> StepResult:
         attribution = self._attribution

@@ -39,6 +39,7 @@ _UNREMARKABLE = (
     "zero",
     "training.accumulation",
     "training.micro_batch_size",
+    "training.loss_chunk",
     "training.stop_at_step",
     "training.stop_after",
     "data.cache",

@@ -28,6 +28,22 @@ CASES = {
     "llama, bf16, ZeRO 1, dp8": (8, "llama", ["configs/layouts/bf16.yml", *EIGHT]),
     "llama, bf16, ZeRO 2, dp8": (8, "llama", ["configs/layouts/bf16.yml", "zero.stage=2", *EIGHT]),
     "llama, bf16, ZeRO 3, dp8": (8, "llama", ["configs/layouts/bf16.yml", "zero.stage=3", *EIGHT]),
+    "llama, bf16, ZeRO 1, spikes are skipped": (1, "llama", ["configs/layouts/bf16.yml", "spikes.action=skip", *FOUR]),
+    "llama, bf16, ZeRO 1, dp8, spikes are skipped": (
+        8,
+        "llama",
+        ["configs/layouts/bf16.yml", "spikes.action=skip", *EIGHT],
+    ),
+    "llama, bf16, ZeRO 2, dp8, spikes are clipped": (
+        8,
+        "llama",
+        ["configs/layouts/bf16.yml", "zero.stage=2", "spikes.action=clip", *EIGHT],
+    ),
+    "llama, bf16, ZeRO 2, offloaded optimizer": (
+        1,
+        "llama",
+        ["configs/layouts/bf16.yml", "zero.stage=2", "zero.offload_optimizer.device=cpu", *FOUR],
+    ),
     "llama, bf16, tp2 pp2 dp4": (
         16,
         "llama",
